@@ -1,0 +1,455 @@
+"""The checkpoints of one run: a directory of steps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self
+
+from flaxckpt import (
+    _arrays,
+    _restore,
+    _save,
+    _steps,
+    _storage,
+    errors,
+    policies,
+)
+from flaxckpt._info import ArrayLayout, CheckpointMetadata, SaveResult
+from flaxckpt._save import SaveHandle
+from flaxckpt._types import JSON, PathLike, PyTree
+from flaxckpt.formats import _orbax
+from flaxckpt.policies import PreservationPolicy
+
+_log = logging.getLogger(__name__)
+
+
+class _Ranked(NamedTuple):
+    step: int
+    metrics: Mapping[str, float]
+
+
+class Checkpointer:
+    """Saves, finds, restores and retires the steps under one directory.
+
+    One save is under way at a time. Steps are always listed from the directory
+    itself, so that a restart, or another process, sees the same.
+
+    ```python
+    with Checkpointer("run", keep=[LatestN(3), BestN(1, "eval/loss", "min")]) as ckpt:
+        ckpt.save(100, state, metrics={"eval/loss": 0.7})
+    ```
+
+    Args:
+        directory: Made if it is missing, unless `read_only`.
+        keep: Preservation policies; a step stays if any keeps it. The newest and
+            pinned steps always stay, and without policies nothing is deleted.
+        layout: How arrays are cut and encoded.
+        max_concurrent_bytes: Bytes on their way to or from storage at one time.
+        step_format: Names of steps: `{step}`, `step_{step}`, `{step:08d}`.
+        read_only: Refuses to save or delete.
+        metadata: JSON of your own about the whole run, kept where Orbax keeps its
+            root metadata. It replaces what is there.
+    """
+
+    def __init__(
+        self,
+        directory: PathLike,
+        *,
+        keep: Sequence[PreservationPolicy] = (),
+        layout: ArrayLayout | None = None,
+        max_concurrent_bytes: int = _arrays.DEFAULT_CONCURRENT_BYTES,
+        step_format: str = "{step}",
+        read_only: bool = False,
+        metadata: Mapping[str, JSON] | None = None,
+    ) -> None:
+        self.directory = _storage.resolve(directory)
+        self.keep = tuple(keep)
+        self.read_only = read_only
+        self._layout = layout or ArrayLayout()
+        self._max_concurrent_bytes = max_concurrent_bytes
+        self._format = _steps.StepFormat(step_format)
+        self._pending: SaveHandle | None = None
+        self._metrics: dict[int, Mapping[str, float]] = {}
+        self._before_close: list[Callable[[], None]] = []
+        if max_concurrent_bytes <= 0:
+            raise errors.OptionError(
+                f"max_concurrent_bytes must be positive, got {max_concurrent_bytes}"
+            )
+        if not read_only:
+            _storage.make_directory(self.directory)
+        if metadata is not None:
+            self._check_writable("keep metadata")
+            _orbax.write_run_metadata(self.directory, metadata)
+
+    # ---- saving -----------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: PyTree,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        dataset: Any = None,
+        metadata: Mapping[str, JSON] | None = None,
+        on_exists: Literal["error", "skip", "overwrite"] = "error",
+    ) -> SaveHandle:
+        """Saves `state` as `step`, and returns once it is safe from changes.
+
+        Waits for the save before it, if that is still under way.
+
+        Args:
+            step: The number of completed training steps.
+            state: A TrainState, NNX objects, or any pytree.
+            metrics: Numbers by name; policies rank by them.
+            dataset: An iterator whose position is saved in the same commit.
+            metadata: JSON of your own about this step.
+            on_exists: What to do if the step is there already.
+
+        Returns:
+            A handle; its `wait()` returns when the step is durable.
+
+        Raises:
+            CheckpointExistsError: The step is there, and `on_exists` is "error".
+            CheckpointError: Why this save cannot begin, or why the last one failed.
+        """
+        start = time.monotonic()
+        self._check_writable("save")
+        if on_exists not in ("error", "skip", "overwrite"):
+            raise errors.OptionError(
+                f"on_exists must be 'error', 'skip' or 'overwrite', got {on_exists!r}"
+            )
+        number = _steps.check(step)
+        self.wait()
+        final = self.directory / self._format.name(number)
+        if on_exists == "skip" and number in self._listed():
+            return self._skipped(number, final, start)
+        snapshot = _save.take(
+            final,
+            state,
+            _save.Options(
+                number,
+                self._layout,
+                as_metrics(metrics),
+                metadata or {},
+                dataset,
+                on_exists == "overwrite",
+                self._max_concurrent_bytes,
+            ),
+        )
+        blocked = time.monotonic() - start
+
+        def work() -> SaveResult:
+            written = _save.execute(snapshot)
+            self._metrics.pop(number, None)
+            deleted = self._apply_policies(just_saved=number)
+            total = time.monotonic() - start
+            _log.info(
+                "saved step %d: %d bytes, durable after %.3f s, blocked %.3f s%s",
+                number,
+                written,
+                total,
+                blocked,
+                f", deleted {list(deleted)}" if deleted else "",
+            )
+            return SaveResult(number, str(final), written, blocked, total, deleted)
+
+        self._pending = SaveHandle(work, name=f"save of {final}")
+        return self._pending
+
+    def _skipped(self, step: int, final: Path, start: float) -> SaveHandle:
+        reason = f"step {step} exists"
+        _log.info("skipped saving step %d: it exists", step)
+        elapsed = time.monotonic() - start
+        result = SaveResult(step, str(final), 0, elapsed, elapsed, skipped=reason)
+        return SaveHandle(lambda: result, name=f"save of {final}")
+
+    def _check_writable(self, what: str) -> None:
+        if self.read_only:
+            raise errors.ReadOnlyError(
+                f"cannot {what} in {self.directory}: it was opened with read_only=True"
+            )
+
+    def wait(self) -> SaveResult | None:
+        """Waits for the save under way.
+
+        Returns:
+            What it did; None if there is none, or it was waited for already.
+
+        Raises:
+            CheckpointError: It failed.
+        """
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.wait()
+
+    # ---- finding ----------------------------------------------------------------
+
+    def _listed(self) -> dict[int, Path]:
+        return _steps.listed(self.directory, self._format)
+
+    def _path(self, step: int) -> Path:
+        listed = self._listed()
+        if step not in listed:
+            raise errors.CheckpointNotFoundError(
+                f"{self.directory} has no step {step}:"
+                f" it has {_restore.summary(list(listed))}"
+            )
+        return listed[step]
+
+    def steps(self) -> list[int]:
+        """The committed steps, ascending."""
+        return list(self._listed())
+
+    def latest_step(self) -> int | None:
+        """The newest committed step; None if there is none."""
+        return max(self._listed(), default=None)
+
+    def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
+        """The step with the best finite `metric`, the newer of equals; None if none."""
+        best = policies.BestN(1, metric, mode).preserved(self._ranked())
+        return next(iter(best), None)
+
+    def metadata(self, step: int) -> CheckpointMetadata:
+        """Describes a step without reading any array."""
+        return _restore.read_stored(self._path(step), step).metadata
+
+    def metrics(self, step: int) -> Mapping[str, float]:
+        """What was measured at a step."""
+        return dict(self._metrics_at(step, self._path(step)))
+
+    def _metrics_at(self, step: int, path: Path) -> Mapping[str, float]:
+        if step not in self._metrics:
+            self._metrics[step] = _orbax.read_metrics(path)
+        return self._metrics[step]
+
+    @property
+    def run_metadata(self) -> Mapping[str, JSON]:
+        """The metadata of the whole run."""
+        return _orbax.read_run_metadata(self.directory)
+
+    def reload(self) -> None:
+        """Forgets what was read of steps, so that changes by others are seen."""
+        self._metrics.clear()
+
+    def new_steps(
+        self, *, timeout_secs: float | None = None, poll_secs: float = 1.0
+    ) -> Iterator[int]:
+        """Yields every step, oldest first, and then each new one as it is committed.
+
+        For a job that evaluates checkpoints while another one trains.
+
+        Args:
+            timeout_secs: Ends after so long without a new step; None never ends.
+            poll_secs: How often the directory is looked at.
+        """
+        seen = -1
+        since = time.monotonic()
+        while True:
+            for step in self.steps():
+                if step > seen:
+                    seen = step
+                    yield step
+                    since = time.monotonic()
+            if timeout_secs is not None and time.monotonic() - since >= timeout_secs:
+                return
+            time.sleep(poll_secs)
+
+    # ---- restoring --------------------------------------------------------------
+
+    def restore(
+        self,
+        abstract_state: PyTree | None = None,
+        *,
+        step: int | None = None,
+        dataset: Any = None,
+        fallback: bool = True,
+        missing: Literal["error", "init"] = "error",
+        unused: Literal["warn", "error", "ignore"] = "warn",
+    ) -> PyTree:
+        """Restores a step, by default the newest.
+
+        Args:
+            abstract_state: What to restore; see `flaxckpt.load`.
+            step: Exactly this step.
+            dataset: An iterator to put where the saved one stood.
+            fallback: Whether an older step is taken, with a warning, if the newest is
+                damaged. Never if `step` is given.
+            missing: As in `flaxckpt.load`.
+            unused: As in `flaxckpt.load`.
+
+        Returns:
+            A state like `abstract_state`, every leaf filled.
+
+        Raises:
+            CheckpointNotFoundError: There is no step, or not this one.
+            CheckpointError: As `flaxckpt.load` says.
+        """
+        state, _ = self._restore(
+            abstract_state,
+            step,
+            dataset,
+            fallback,
+            _restore.Options(missing, unused, self._max_concurrent_bytes),
+        )
+        return state
+
+    def _restore(
+        self,
+        abstract_state: PyTree | None,
+        step: int | None,
+        dataset: Any,
+        fallback: bool,
+        options: _restore.Options,
+    ) -> tuple[PyTree, int]:
+        """Restores a step, and says which."""
+        self.wait()
+        if step is None:
+            candidates = sorted(self._listed().items(), reverse=True)
+        else:
+            candidates = [(step, self._path(step))]
+        if not candidates:
+            raise errors.CheckpointNotFoundError(
+                f"{self.directory} has no steps called like {self._format.template!r}:"
+                " save one first, or see that directory and step_format are right"
+            )
+        damage: errors.DamagedCheckpointError | None = None
+        for number, path in candidates:
+            try:
+                stored = _restore.read_stored(path, number)
+                state = _restore.restore(stored, abstract_state, options)
+            except errors.DamagedCheckpointError as error:
+                if not fallback:
+                    raise
+                damage = damage or error
+                _log.warning("step %d is damaged and left out: %s", number, error)
+                continue
+            if dataset is not None:
+                _restore.restore_dataset(stored, dataset)
+            return state, number
+        assert damage is not None
+        raise damage
+
+    # ---- keeping and deleting ---------------------------------------------------
+
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds metrics to a committed step, as of an evaluation after its save."""
+        self._check_writable("add metrics")
+        self.wait()
+        path = self._path(step)
+        merged = {**_orbax.read_metrics(path), **as_metrics(metrics)}
+        _orbax.write_metrics(path, merged)
+        self._metrics[step] = merged
+
+    def explain(self) -> dict[int, list[str]]:
+        """Why each step stays, oldest first; a step without a reason would go."""
+        listed = self._listed()
+        pinned = [step for step, path in listed.items() if _steps.is_pinned(path)]
+        return policies.decide(self.keep, self._ranked(listed), pinned=pinned)
+
+    def _ranked(self, listed: Mapping[int, Path] | None = None) -> list[_Ranked]:
+        if listed is None:
+            listed = self._listed()
+        return [_Ranked(n, self._metrics_at(n, path)) for n, path in listed.items()]
+
+    def prune(self, *, dry_run: bool = False) -> tuple[int, ...]:
+        """Deletes the steps that no policy keeps.
+
+        Args:
+            dry_run: Only say which.
+
+        Returns:
+            The steps.
+        """
+        self.wait()
+        if dry_run:
+            return tuple(
+                step for step, reasons in self.explain().items() if not reasons
+            )
+        self._check_writable("prune")
+        return self._apply_policies()
+
+    def _apply_policies(self, *, just_saved: int | None = None) -> tuple[int, ...]:
+        if not self.keep:
+            return ()
+        going = [
+            step
+            for step, reasons in self.explain().items()
+            if not reasons and step != just_saved
+        ]
+        for step in going:
+            _steps.delete(self.directory / self._format.name(step))
+            self._metrics.pop(step, None)
+        return tuple(going)
+
+    def delete(self, step: int) -> None:
+        """Deletes a step, even a pinned one."""
+        self._check_writable("delete")
+        self.wait()
+        _steps.delete(self._path(step))
+        self._metrics.pop(step, None)
+
+    def pin(self, step: int) -> None:
+        """Keeps a step, whatever the policies say."""
+        self._check_writable("pin")
+        _steps.pin(self._path(step))
+
+    def unpin(self, step: int) -> None:
+        """Leaves a step to the policies again."""
+        self._check_writable("unpin")
+        _steps.unpin(self._path(step))
+
+    # ---- lifetime ---------------------------------------------------------------
+
+    def before_close(self, action: Callable[[], None]) -> None:
+        """Has `close` call `action` first; a trainer's last save."""
+        self._before_close.append(action)
+
+    def close(self) -> None:
+        """Waits for the save under way and raises its error, if it failed."""
+        actions, self._before_close = self._before_close, []
+        try:
+            for action in actions:
+                action()
+        finally:
+            self.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # What the failing block leaves behind is not saved, but what was begun is.
+        try:
+            self.wait()
+        except errors.CheckpointError as failure:
+            _log.error("the save under way failed, too: %s", failure)
+
+
+def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Numbers by name, nested names joined by `/`.
+
+    Raises:
+        OptionError: A metric is no single number.
+    """
+    flat: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}/{inner}": n for inner, n in as_metrics(value).items()}
+            continue
+        try:
+            flat[name] = float(value)
+        except (TypeError, ValueError):
+            raise errors.OptionError(
+                f"the metric {name!r} must be one number, got {value!r:.80}"
+            ) from None
+    return flat

@@ -1,0 +1,126 @@
+"""Names of element types, how each is stored, and which casts are allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from flaxckpt import errors
+
+_STORED_AS_IS = frozenset(
+    {
+        "bool",
+        "int2",
+        "int4",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+        "float8_e3m4",
+        "float8_e4m3b11fnuz",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "float4_e2m1fn",
+    }
+)
+"""What TensorStore's zarr3 driver holds and stock Orbax reads back."""
+
+_STORED_AS_BYTES = frozenset(
+    {
+        "uint2",
+        "uint4",
+        "int1",
+        "uint1",
+        "float8_e4m3",
+        "float6_e2m3fn",
+        "float6_e3m2fn",
+    }
+)
+"""One byte an element in numpy, unknown to TensorStore: kept as uint8, bit for bit."""
+
+
+def name(dtype: Any) -> str:
+    """The field's name of a numpy or jax element type: `bfloat16`, `float32`."""
+    return str(np.dtype(dtype).name)
+
+
+def to_numpy(dtype_name: str) -> np.dtype[Any]:
+    """The numpy dtype called `dtype_name`.
+
+    Raises:
+        OptionError: No stored leaf can have such a type.
+    """
+    if dtype_name not in _STORED_AS_IS and dtype_name not in _STORED_AS_BYTES:
+        raise errors.OptionError(f"{dtype_name!r} is no element type that is stored")
+    return np.dtype(getattr(ml_dtypes, dtype_name, dtype_name))
+
+
+def stored_name(dtype_name: str) -> str | None:
+    """The type that holds `dtype_name` on disk, or None if none does."""
+    if dtype_name in _STORED_AS_IS:
+        return dtype_name
+    return "uint8" if dtype_name in _STORED_AS_BYTES else None
+
+
+def to_stored(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """`array` in the type that is stored for it; no copy unless bytes are swapped."""
+    if array.dtype.name in _STORED_AS_BYTES:
+        return array.view(np.uint8)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder())
+
+
+def from_stored(array: np.ndarray[Any, Any], dtype_name: str) -> np.ndarray[Any, Any]:
+    """Undoes `to_stored`; no copy."""
+    wanted = to_numpy(dtype_name)
+    return array.view(wanted) if dtype_name in _STORED_AS_BYTES else array
+
+
+def item_bits(dtype_name: str) -> int:
+    """Bits that one element takes on disk."""
+    stored = stored_name(dtype_name)
+    assert stored is not None, dtype_name
+    return 8 * to_numpy(stored).itemsize
+
+
+def bounds(dtype_name: str) -> tuple[int, int]:
+    """The smallest and the largest value of an integer type."""
+    info = ml_dtypes.iinfo(to_numpy(dtype_name))  # type: ignore[no-untyped-call]
+    return int(info.min), int(info.max)
+
+
+def kind(dtype_name: str) -> str:
+    """`float`, `int`, `uint`, `complex` or `bool`."""
+    for prefix in ("bfloat", "float", "uint", "int", "complex", "bool"):
+        if dtype_name.startswith(prefix):
+            return prefix.removeprefix("b") if prefix == "bfloat" else prefix
+    raise errors.OptionError(f"{dtype_name!r} is no element type that is stored")
+
+
+def restores_as(found: str, wanted: str) -> bool:
+    """Whether a leaf stored as `found` may be restored as `wanted` without asking.
+
+    Any floating type becomes any other: the wanted type is the caller's choice.
+    Integers and complex numbers may only grow, within their kind.
+    """
+    if found == wanted:
+        return True
+    if kind(found) != kind(wanted):
+        return False
+    if kind(found) == "float":
+        return True
+    return to_numpy(wanted).itemsize > to_numpy(found).itemsize

@@ -1,0 +1,312 @@
+"""The data types that cross modules: leaves, layouts, checkpoints and readers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from flaxckpt import _dtypes, _tree, errors
+from flaxckpt._types import JSON, LeafPath, Shape
+
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafInfo:
+    """What is known of a leaf without its values.
+
+    Attributes:
+        path: The leaf path, `params/Dense_0/kernel`.
+        keys: The same, key by key.
+        kind: `empty` is a container without children, which has a place but no data.
+        python_type: `jax.Array`, `numpy.ndarray`, `numpy.generic`, `int`, `float`,
+            `bool`, `complex` or `str`; of an empty container `None`, `dict`, `list`
+            or `tuple`.
+        shape: In elements; `()` for scalars. Of a PRNG key, the shape of the keys.
+        dtype: Name of the element type; None for strings and empty containers.
+        sharding: Where its values are or shall be, if that is known.
+        chunk_shape: Extent of the stored chunks; None for what is not an array.
+        weak_type: Whether jax may promote it like a Python number.
+        prng_impl: Of a PRNG key, its implementation (`threefry2x32`).
+    """
+
+    path: LeafPath
+    keys: tuple[_tree.Key, ...]
+    kind: Literal["array", "scalar", "string", "prng_key", "empty"]
+    python_type: str
+    shape: Shape = ()
+    dtype: str | None = None
+    sharding: Sharding | None = None
+    chunk_shape: Shape | None = None
+    weak_type: bool = False
+    prng_impl: str | None = None
+
+    @property
+    def spec(self) -> PartitionSpec | None:
+        """The partition spec, if the leaf has a named sharding."""
+        return self.sharding.spec if isinstance(self.sharding, NamedSharding) else None
+
+    def __str__(self) -> str:
+        match self.kind:
+            case "string":
+                return "a str"
+            case "empty":
+                return (
+                    "None"
+                    if self.python_type == "None"
+                    else f"an empty {self.python_type}"
+                )
+            case "scalar":
+                return f"a Python {self.python_type}"
+            case "prng_key":
+                return f"{self.prng_impl} keys {list(self.shape)}"
+            case _:
+                return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredLeaf:
+    """A leaf in a checkpoint, not yet read.
+
+    Attributes:
+        root: The checkpoint, for messages.
+        open: Opens it as an array, read-only. Arrays that are read together share
+            the context.
+        value: What has been read already: a string.
+    """
+
+    root: Path
+    open: Callable[[ts.Context], ts.Future[ts.TensorStore]] | None = None
+    value: str | None = None
+
+
+Value: TypeAlias = (
+    "jax.Array | np.ndarray | np.generic | bool | int | float | complex | str | None"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """A row of a leaf table.
+
+    Attributes:
+        info: What is known of it.
+        source: Its value, or where that is stored. An empty container has None.
+    """
+
+    info: LeafInfo
+    source: Value | StoredLeaf
+
+
+LeafTable: TypeAlias = dict[LeafPath, Leaf]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArrayLayout:
+    """How arrays are cut and encoded on disk.
+
+    Attributes:
+        chunk_bytes: Upper bound on a chunk, in bytes before compression.
+        store: `files` is a directory a leaf and a file a chunk, `ocdbt` is one
+            database for all leaves, `auto` takes `ocdbt` for many small leaves.
+        codec: `none`; `compact` is blosc with lz4 and bit-shuffle; `zstd` is level 1.
+        checksum: Whether every chunk ends in its CRC-32C. All readers verify it.
+        zarr_version: Always 3.
+    """
+
+    chunk_bytes: int = 64 * MIB
+    store: Literal["auto", "files", "ocdbt"] = "auto"
+    codec: Literal["none", "compact", "zstd"] = "none"
+    checksum: bool = True
+    zarr_version: Literal[3] = 3
+
+    def __post_init__(self) -> None:
+        if self.chunk_bytes <= 0:
+            raise errors.OptionError(
+                f"chunk_bytes must be positive, got {self.chunk_bytes}"
+            )
+        for name, allowed in (
+            ("store", ("auto", "files", "ocdbt")),
+            ("codec", ("none", "compact", "zstd")),
+            ("zarr_version", (3,)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise errors.OptionError(
+                    f"{name} must be one of {allowed}, got {getattr(self, name)!r}"
+                )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckpointMetadata:
+    """All that is known of a checkpoint without reading an array.
+
+    Attributes:
+        path: The checkpoint's directory.
+        format: `flaxckpt` or `orbax`.
+        step: Its number under a run directory; None if it stands alone.
+        leaves: Leaf path -> what is known of it, in the order of the state.
+        metrics: What was measured at this step.
+        created: When the save began, in seconds since 1970; None if not recorded.
+        committed: When it was committed, likewise.
+        custom: The user's own `metadata=`.
+        has_dataset: Whether a dataset iterator was saved with it.
+        total_bytes: Size of all arrays, uncompressed.
+    """
+
+    path: str
+    format: str
+    step: int | None
+    leaves: Mapping[LeafPath, LeafInfo]
+    metrics: Mapping[str, float]
+    created: float | None
+    committed: float | None
+    custom: Mapping[str, JSON]
+    has_dataset: bool
+    total_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SaveResult:
+    """What a finished save did.
+
+    Attributes:
+        step: The checkpoint's step; None if it stands alone.
+        path: Where it is.
+        bytes_written: Size of all its files.
+        blocked_secs: How long the caller waited.
+        total_secs: From the call until all was durable and old steps were deleted.
+        deleted_steps: Steps that the preservation policies let go.
+        skipped: None, or why nothing was written.
+    """
+
+    step: int | None
+    path: str
+    bytes_written: int
+    blocked_secs: float
+    total_secs: float
+    deleted_steps: tuple[int, ...] = ()
+    skipped: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stored:
+    """A checkpoint as a reader found it, arrays unread.
+
+    Attributes:
+        metadata: All but the values.
+        table: Leaf path -> leaf that can be opened.
+        structure: Its containers, with their exact types if the format records them.
+        unknown_types: Classes in `structure` that become plain dicts or lists.
+        digests: Relative path -> digest that was written down for a file.
+    """
+
+    metadata: CheckpointMetadata
+    table: LeafTable
+    structure: _tree.Node | LeafPath
+    unknown_types: frozenset[str] = frozenset()
+    digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def describe(path: LeafPath, entry: _tree.Entry) -> LeafInfo | str:
+    """What is known of a leaf of a state, abstract or concrete.
+
+    Returns:
+        The info, or a few words on what was found if it cannot be stored.
+    """
+    keys, value, is_empty = entry
+    if is_empty:
+        return LeafInfo(path, keys, "empty", _empty_type(value))
+    if isinstance(value, jax.core.Tracer):
+        return "a traced value, which exists only inside a jax transformation"
+    if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+        return _describe_jax(path, keys, value)
+    if isinstance(value, np.ndarray | np.generic):
+        dtype = _dtypes.name(value.dtype)
+        if _dtypes.stored_name(dtype) is None:
+            return f"a numpy array of dtype {dtype}"
+        is_array = isinstance(value, np.ndarray)
+        return LeafInfo(
+            path,
+            keys,
+            "array" if is_array else "scalar",
+            "numpy.ndarray" if is_array else "numpy.generic",
+            value.shape,
+            dtype,
+        )
+    if type(value) is str:
+        return LeafInfo(path, keys, "string", "str")
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        return f"the int {value}, which needs more than 64 bits"
+    if number := _PYTHON_NUMBERS.get(type(value)):
+        return LeafInfo(
+            path, keys, "scalar", type(value).__name__, (), number, weak_type=True
+        )
+    return f"a {type(value).__module__}.{type(value).__qualname__}"
+
+
+_PYTHON_NUMBERS: dict[type, str] = {
+    bool: "bool",
+    int: "int64",
+    float: "float64",
+    complex: "complex128",
+}
+
+
+def _describe_jax(
+    path: LeafPath,
+    keys: tuple[_tree.Key, ...],
+    value: jax.Array | jax.ShapeDtypeStruct,
+) -> LeafInfo | str:
+    sharding = value.sharding
+    if isinstance(value, jax.Array) and not value.committed:
+        sharding = None
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return LeafInfo(
+            path,
+            keys,
+            "prng_key",
+            "jax.Array",
+            value.shape,
+            "uint32",
+            sharding,
+            prng_impl=_prng_impl(value),
+        )
+    dtype = _dtypes.name(value.dtype)
+    if _dtypes.stored_name(dtype) is None:
+        return f"a jax array of dtype {dtype}"
+    weak = bool(value.weak_type)
+    return LeafInfo(
+        path, keys, "array", "jax.Array", value.shape, dtype, sharding, weak_type=weak
+    )
+
+
+def _prng_impl(value: jax.Array | jax.ShapeDtypeStruct) -> str:
+    if isinstance(value, jax.ShapeDtypeStruct):
+        # jax.random.key_impl takes no abstract keys; their dtype knows the name.
+        return str(value.dtype._impl.name)
+    return str(jax.random.key_impl(value))
+
+
+def _empty_type(value: object) -> str:
+    """What stock Orbax calls this empty container, in lower case."""
+    return type(value).__name__ if type(value) in (dict, list, tuple) else "None"
+
+
+class Reader(Protocol):
+    """Knows one format."""
+
+    def recognises(self, path: Path) -> bool:
+        """Whether `path` is a checkpoint in this format, judged by names of files."""
+        ...
+
+    def read(self, path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
+        """Reads everything but arrays."""
+        ...

@@ -1,0 +1,404 @@
+"""Saving: plan and snapshot on the caller's thread, write and commit behind it."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from flaxckpt import (
+    _arrays,
+    _chunks,
+    _dtypes,
+    _flax,
+    _steps,
+    _storage,
+    _tree,
+    datasets,
+    errors,
+)
+from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, LeafTable, SaveResult
+from flaxckpt._types import JSON, LeafPath, PathLike, PyTree, Shape
+from flaxckpt.formats import _orbax, _orbax_json
+
+_log = logging.getLogger(__name__)
+
+_MANY_LEAVES = 256
+_SMALL_LEAF_BYTES = 64 * 2**10
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """What belongs to a checkpoint beside its state.
+
+    Attributes:
+        step: Its number, or None.
+        layout: How arrays are cut and encoded.
+        metrics: What was measured.
+        metadata: The user's own, JSON.
+        dataset: A dataset iterator, or None.
+        overwrite: Whether an existing checkpoint is replaced.
+        max_concurrent_bytes: Budget of the writing thread.
+    """
+
+    step: int | None = None
+    layout: ArrayLayout = dataclasses.field(default_factory=ArrayLayout)
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    metadata: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
+    dataset: Any = None
+    overwrite: bool = False
+    max_concurrent_bytes: int = _arrays.DEFAULT_CONCURRENT_BYTES
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A state as it was at the call of `save`, ready to be written.
+
+    Attributes:
+        final: Where the checkpoint will be.
+        infos: All its leaves.
+        structure: Its containers.
+        arrays: The values that this process writes.
+        strings: Param name -> value of the string leaves.
+        dataset: File name -> content of the iterator's state.
+        ocdbt: Whether the arrays go into one database.
+        options: As given.
+        created: Seconds since 1970.
+    """
+
+    final: Path
+    infos: tuple[LeafInfo, ...]
+    structure: _tree.Node | LeafPath
+    arrays: tuple[_arrays.HostArray, ...]
+    strings: Mapping[str, str]
+    dataset: Mapping[str, bytes]
+    ocdbt: bool
+    options: Options
+    created: float
+
+
+class SaveHandle:
+    """A save under way. Leaving the program waits for it."""
+
+    def __init__(self, work: Callable[[], SaveResult], *, name: str) -> None:
+        self._result: SaveResult | None = None
+        self._error: BaseException | None = None
+        self._told = False
+        # No daemon: a script that just ends still finishes its last save.
+        self._thread = threading.Thread(target=self._run, args=(work,), name=name)
+        _started.add(self)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], SaveResult]) -> None:
+        try:
+            self._result = work()
+        except BaseException as error:
+            self._error = error
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_secs: float | None = None) -> SaveResult:
+        """Waits until the checkpoint is durable and old steps are deleted.
+
+        Raises:
+            CheckpointTimeoutError: It is still running after `timeout_secs`.
+            CheckpointError: The save failed; nothing of it counts as saved.
+        """
+        self._thread.join(timeout_secs)
+        if self._thread.is_alive():
+            raise errors.CheckpointTimeoutError(
+                f"{self._thread.name} is still running after {timeout_secs} s;"
+                " call wait() again to wait longer"
+            )
+        self._told = True
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def raise_if_failed(self) -> None:
+        """Raises the error of a save that has failed and has not told anyone yet."""
+        if self.done() and self._error is not None and not self._told:
+            self.wait()
+
+
+_started: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
+
+
+def _exit_with_failure() -> None:
+    """Makes a program that never asked how its last save ended exit non-zero."""
+    failed = [h for h in _started if h.done() and h._error is not None and not h._told]
+    if failed:
+        for handle in failed:
+            sys.stderr.write(f"flaxckpt: a save failed: {handle._error}\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+atexit.register(_exit_with_failure)
+
+
+# ---- public functions -----------------------------------------------------------
+
+
+def save(
+    path: PathLike,
+    state: PyTree,
+    *,
+    layout: ArrayLayout | None = None,
+    metadata: Mapping[str, JSON] | None = None,
+    overwrite: bool = False,
+) -> SaveResult:
+    """Saves `state` as one checkpoint at `path`, and returns when it is durable.
+
+    Args:
+        path: Where the checkpoint shall be; missing parents are made.
+        state: A TrainState, NNX objects, or any pytree of arrays, numbers, strings,
+            typed PRNG keys and None.
+        layout: How arrays are cut and encoded.
+        metadata: JSON of your own, kept where Orbax keeps custom metadata.
+        overwrite: Whether to replace a checkpoint that is there.
+
+    Raises:
+        CheckpointExistsError: `path` is taken.
+        UnsupportedLeafError: Leaves that no checkpoint can hold.
+        LeafNameError: Leaf names that collide on disk.
+        SaveFailedError: The bytes could not be written.
+    """
+    return save_async(
+        path, state, layout=layout, metadata=metadata, overwrite=overwrite
+    ).wait()
+
+
+def save_async(
+    path: PathLike,
+    state: PyTree,
+    *,
+    layout: ArrayLayout | None = None,
+    metadata: Mapping[str, JSON] | None = None,
+    overwrite: bool = False,
+) -> SaveHandle:
+    """Like `save`, but returns once `state` is safe from changes.
+
+    The state may be donated, trained on or changed in place as soon as this returns:
+    what is saved is what it was at the call.
+    """
+    start = time.monotonic()
+    options = Options(
+        layout=layout or ArrayLayout(), metadata=metadata or {}, overwrite=overwrite
+    )
+    snapshot = take(_storage.resolve(path), state, options)
+    blocked = time.monotonic() - start
+
+    def work() -> SaveResult:
+        written = execute(snapshot)
+        total = time.monotonic() - start
+        _log_saved(snapshot.final, written, total, blocked)
+        return SaveResult(None, str(snapshot.final), written, blocked, total)
+
+    return SaveHandle(work, name=f"save of {snapshot.final}")
+
+
+def _log_saved(path: Path, written: int, total: float, blocked: float) -> None:
+    _log.info(
+        "saved %s: %d bytes, durable after %.3f s, blocked %.3f s",
+        path,
+        written,
+        total,
+        blocked,
+    )
+
+
+# ---- on the caller's thread -----------------------------------------------------
+
+
+def take(final: Path, state: PyTree, options: Options) -> Snapshot:
+    """Plans the save and takes the state's values.
+
+    Raises:
+        CheckpointExistsError: `final` is taken and may not be replaced.
+        OptionError: The metadata is no JSON.
+        UnsupportedLeafError, LeafNameError, DatasetStateError: As `save` says.
+    """
+    created = time.time()
+    _check_free(final, overwrite=options.overwrite)
+    _check_json(options.metadata)
+    flat = _flax.flatten(state)
+    infos = plan(flat.table, options.layout)
+    ocdbt = _uses_ocdbt(infos, options.layout)
+    _orbax.check_names(infos, ocdbt=ocdbt)
+    arrays = [
+        (
+            _orbax_json.param_name(i.keys),
+            i.chunk_shape,
+            Leaf(i, flat.table[i.path].source),
+        )
+        for i in infos
+        if i.chunk_shape is not None
+    ]
+    return Snapshot(
+        final,
+        infos,
+        flat.structure,
+        tuple(_arrays.to_host(arrays)),
+        {
+            _orbax_json.param_name(i.keys): str(flat.table[i.path].source)
+            for i in infos
+            if i.kind == "string"
+        },
+        {} if options.dataset is None else datasets.state_files(options.dataset),
+        ocdbt,
+        options,
+        created,
+    )
+
+
+def plan(table: LeafTable, layout: ArrayLayout) -> tuple[LeafInfo, ...]:
+    """The leaves of `table`, each array with the chunk shape it is stored in."""
+    return tuple(
+        leaf.info
+        if leaf.info.dtype is None
+        else dataclasses.replace(leaf.info, chunk_shape=_chunk_shape(leaf.info, layout))
+        for leaf in table.values()
+    )
+
+
+def _chunk_shape(info: LeafInfo, layout: ArrayLayout) -> Shape:
+    shape, dtype = _arrays.stored_form(info)
+    write_shape = _arrays.write_shape(info, shape)
+    return _chunks.choose_chunk_shape(
+        write_shape,
+        itemsize=_dtypes.item_bits(dtype) / 8,
+        max_bytes=layout.chunk_bytes,
+        ragged=write_shape == shape,
+    )
+
+
+def _uses_ocdbt(infos: tuple[LeafInfo, ...], layout: ArrayLayout) -> bool:
+    if layout.store != "auto":
+        return layout.store == "ocdbt"
+    sizes = [_arrays.stored_bytes(i) for i in infos if i.chunk_shape is not None]
+    many_small = len(sizes) > _MANY_LEAVES and sum(sizes) < _SMALL_LEAF_BYTES * len(
+        sizes
+    )
+    return many_small or not _orbax.file_safe(infos)
+
+
+def _check_free(final: Path, *, overwrite: bool) -> None:
+    if not os.path.lexists(final):
+        return
+    if final.is_dir() and not final.is_symlink() and not any(final.iterdir()):
+        return
+    if not overwrite:
+        raise errors.CheckpointExistsError(
+            f"{final} exists: choose another path, or pass overwrite=True"
+        )
+    if final.is_symlink() or not _orbax.recognises(final):
+        raise errors.CheckpointExistsError(
+            f"{final} exists and is no checkpoint, so it is not overwritten:"
+            " remove it yourself, or choose another path"
+        )
+
+
+def _check_json(metadata: Mapping[str, JSON]) -> None:
+    try:
+        json.dumps(dict(metadata))
+    except (TypeError, ValueError) as error:
+        raise errors.OptionError(
+            f"metadata must be a dict of JSON values: {error}"
+        ) from None
+
+
+# ---- behind it ------------------------------------------------------------------
+
+
+def execute(snapshot: Snapshot) -> int:
+    """Writes a snapshot and commits it, durably.
+
+    Returns:
+        The size of all files.
+
+    Raises:
+        SaveFailedError: It could not be written. What was written is removed.
+    """
+    final = snapshot.final
+    temporary = final.with_name(final.name + _steps.TEMPORARY)
+    try:
+        _storage.make_directory(final.parent)
+        _storage.remove_tree(temporary)
+        (temporary / _orbax.STATE).mkdir(parents=True)
+        try:
+            return _write_and_commit(snapshot, temporary)
+        except BaseException:
+            _storage.remove_tree(temporary)
+            raise
+    except errors.CheckpointError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:
+        raise errors.SaveFailedError(
+            f"{final} could not be saved: {' '.join(str(error).split())[:300]}\n"
+            "Nothing of it is kept and earlier checkpoints are untouched; see that the"
+            " directory is writable and has space, then save again."
+        ) from error
+
+
+def _write_and_commit(snapshot: Snapshot, temporary: Path) -> int:
+    options = snapshot.options
+    _arrays.write(
+        temporary / _orbax.STATE,
+        snapshot.arrays,
+        layout=options.layout,
+        ocdbt=snapshot.ocdbt,
+        max_concurrent_bytes=options.max_concurrent_bytes,
+    )
+    contents = _orbax.Contents(
+        options.step,
+        snapshot.infos,
+        snapshot.structure,
+        snapshot.strings,
+        snapshot.ocdbt,
+        options.metrics,
+        options.metadata,
+        snapshot.dataset,
+        snapshot.created,
+        time.time(),
+        _versions(),
+    )
+    for name, content in _orbax.files(contents).items():
+        path = temporary / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _storage.write(path, content)
+    written = _storage.sync_tree(temporary)
+    if options.overwrite and snapshot.final.exists():
+        _storage.exchange(temporary, snapshot.final)
+        _storage.remove_tree(temporary)
+    else:
+        _storage.publish(temporary, snapshot.final)
+    return written
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    found = {"jax": jax.__version__}
+    for name in ("flaxckpt", "flax", "optax", "tensorstore"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found

@@ -1,0 +1,198 @@
+"""Files and directories, made durable.
+
+A file counts as written when it, its directory, and every directory that was made
+for it have been synced. Nothing here follows a symbolic link to delete or replace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from flaxckpt import errors
+from flaxckpt._types import PathLike
+
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+def resolve(path: PathLike) -> Path:
+    """The absolute local path that `path` means.
+
+    Raises:
+        OptionError: It is a URL of a kind that is not supported.
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        url = urlsplit(text)
+        if url.scheme != "file" or url.netloc not in ("", "localhost"):
+            raise errors.OptionError(
+                f"{text}: wanted a local path or a file:// URL, found {url.scheme}://"
+            )
+        text = unquote(url.path)
+    return Path(os.path.abspath(os.path.expanduser(text)))  # noqa: PTH100, PTH111
+
+
+def read(path: Path, *, max_bytes: int) -> bytes:
+    """The content of the file `path`.
+
+    Raises:
+        FileNotFoundError: There is none.
+        DamagedCheckpointError: It is larger than `max_bytes`, or no plain file.
+    """
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
+            raise errors.DamagedCheckpointError(
+                f"{path}: wanted a file of at most {max_bytes} bytes,"
+                f" found {status.st_size}"
+            )
+        return file.read(max_bytes + 1)
+
+
+def write(path: Path, content: bytes) -> None:
+    """Writes a new file and syncs it; its directory is the caller's to sync."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Writes `path` anew in one step: readers see the old content or the new."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        write(temporary, content)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def make_directory(path: Path) -> None:
+    """Makes `path` and its parents, each of them durable."""
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for directory in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir()
+        sync_directory(directory.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the names in `path` durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(root: Path) -> int:
+    """Syncs every file and directory under `root`, whoever wrote them.
+
+    Returns:
+        The size of all files, in bytes.
+    """
+    total = 0
+    for directory, _, files in os.walk(root, topdown=False):
+        for name in files:
+            descriptor = os.open(os.path.join(directory, name), os.O_RDONLY)  # noqa: PTH118
+            try:
+                os.fsync(descriptor)
+                total += os.fstat(descriptor).st_size
+            finally:
+                os.close(descriptor)
+        sync_directory(Path(directory))
+    return total
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Renames a finished directory to its name, durably.
+
+    Raises:
+        CheckpointExistsError: Something that is no empty directory is there.
+    """
+    try:
+        temporary.rename(final)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise errors.CheckpointExistsError(
+                f"{final} was created by another writer meanwhile"
+            ) from None
+        raise
+    sync_directory(final.parent)
+
+
+def exchange(temporary: Path, final: Path) -> None:
+    """Puts a finished directory in the place of another, which gets its old name.
+
+    One step where the system has `renameat2`. Elsewhere two, and a crash between
+    them leaves both directories whole but `final` without its name.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "renameat2"):
+        code = libc.renameat2(
+            _AT_FDCWD,
+            os.fsencode(temporary),
+            _AT_FDCWD,
+            os.fsencode(final),
+            _RENAME_EXCHANGE,
+        )
+        if code == 0:
+            sync_directory(final.parent)
+            return
+        if ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise OSError(ctypes.get_errno(), "cannot exchange", str(final))
+    aside = temporary.with_name(temporary.name + "-replaced")
+    final.rename(aside)
+    temporary.rename(final)
+    aside.rename(temporary)
+    sync_directory(final.parent)
+
+
+def withdraw(final: Path, aside: Path) -> None:
+    """Takes a directory's name away, durably, so that nothing lists it any more."""
+    remove_tree(aside)
+    final.rename(aside)
+    sync_directory(final.parent)
+
+
+def remove_tree(path: Path) -> None:
+    """Removes a directory and all in it, if it is there.
+
+    Raises:
+        OSError: It is a symbolic link or a file, which are never followed or removed.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(mode):
+        raise NotADirectoryError(errno.ENOTDIR, "not a directory of ours", str(path))
+    shutil.rmtree(path)
+
+
+def directories(path: Path) -> Iterator[str]:
+    """Names of the directories in `path`; those behind symbolic links are not."""
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield entry.name
+
+
+def digest(content: bytes) -> str:
+    """The checksum that is written down for `content`."""
+    return "sha256:" + hashlib.sha256(content).hexdigest()

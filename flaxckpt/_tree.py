@@ -1,0 +1,405 @@
+"""A pytree as named leaves plus a description of its nodes, and back again.
+
+`flatten` walks a state once. What it returns knows two ways home: `rebuild` makes
+the same classes again in this process, and `to_json` writes the classes down, so
+that a later process can make them without a template.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+from flaxckpt import errors
+from flaxckpt._types import JSON, LeafPath, PyTree
+
+MAX_DEPTH = 64
+"""Deepest nesting that is read from a file; real states stay below 20."""
+
+
+class Key(NamedTuple):
+    """One step on the way to a leaf.
+
+    Attributes:
+        name: Dictionary key, attribute name or index.
+        kind: `key` of a mapping, `attr` of an object, `index` of a sequence.
+    """
+
+    name: str | int
+    kind: Literal["key", "attr", "index"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """One container of a pytree.
+
+    Attributes:
+        type: `dict`, `list`, `tuple`, `None`, or `module:qualname` of the class.
+        keys: How each child is reached.
+        children: A `Node` for a container, the leaf path for a leaf.
+        rebuild: Makes the container anew from its children's values.
+        static: Its JSON-able fields that are no children (`DynamicScale.factor`).
+        is_box: A wrapper around one value, such as `nnx.Param`; not part of the path.
+    """
+
+    type: str
+    keys: tuple[Key, ...]
+    children: tuple[Node | LeafPath, ...]
+    rebuild: Callable[[Sequence[Any]], Any]
+    static: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
+    is_box: bool = False
+
+
+class Entry(NamedTuple):
+    """A leaf, or an empty container, in the table of a state.
+
+    Attributes:
+        keys: The way to it, boxes left out.
+        value: The leaf itself; of an empty container, the container.
+        is_empty: Whether it is a container without children: `None`, `{}`, …
+    """
+
+    keys: tuple[Key, ...]
+    value: Any
+    is_empty: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlatTree:
+    """What `flatten` makes of a pytree.
+
+    Attributes:
+        entries: Leaf path -> leaf, in the order of the tree, empty containers included.
+        structure: The containers; a bare leaf path if the tree is one leaf.
+    """
+
+    entries: dict[LeafPath, Entry]
+    structure: Node | LeafPath
+
+
+def join(keys: Sequence[Key]) -> LeafPath:
+    """The leaf path of `keys`; `/` and `%` inside a key are percent-escaped."""
+    return "/".join([_escape(str(key.name)) for key in keys])
+
+
+def _escape(name: str) -> str:
+    if "%" in name or "/" in name:
+        return name.replace("%", "%25").replace("/", "%2F")
+    return name
+
+
+def flatten(tree: PyTree, *, boxes: tuple[type, ...] = ()) -> FlatTree:
+    """Splits `tree` into named leaves and a description of its containers.
+
+    Args:
+        tree: Any pytree. A dictionary keeps its order and its integer keys.
+        boxes: Classes that wrap one value and add nothing to its leaf path.
+
+    Raises:
+        LeafNameError: Two leaves have one path, or a key is neither str nor int.
+    """
+    entries: dict[LeafPath, Entry] = {}
+    faults: dict[str, str] = {}
+
+    def visit(value: Any, keys: tuple[Key, ...], path: LeafPath) -> Node | LeafPath:
+        parts = _decompose(value, boxes)
+        if parts is None or not parts.children:
+            if path in entries:
+                faults[path] = "two leaves have this path"
+            entries[path] = Entry(keys, value, is_empty=parts is not None)
+            if parts is None:
+                return path
+        children = []
+        for key, child in zip(parts.keys, parts.children, strict=True):
+            if parts.is_box:
+                children.append(visit(child, keys, path))
+                continue
+            if type(key.name) not in (str, int):
+                kind = type(key.name).__name__
+                faults[path or "(root)"] = f"has the key {key.name!r} of type {kind}"
+                continue
+            name = _escape(str(key.name))
+            children.append(
+                visit(child, (*keys, key), f"{path}/{name}" if keys else name)
+            )
+        return Node(
+            parts.type,
+            parts.keys,
+            tuple(children),
+            parts.rebuild,
+            parts.static,
+            parts.is_box,
+        )
+
+    structure = visit(tree, (), "")
+    if faults:
+        raise errors.LeafNameError(
+            faults, "Use str or int keys, each of them once when written as text."
+        )
+    return FlatTree(entries, structure)
+
+
+def unflatten(structure: Node | LeafPath, values: Mapping[LeafPath, Any]) -> PyTree:
+    """Puts `values` (leaf path -> leaf) back into the containers of `structure`."""
+    if isinstance(structure, str):
+        return values[structure]
+    return structure.rebuild([unflatten(c, values) for c in structure.children])
+
+
+def key_paths(
+    structure: Node | LeafPath, keys: tuple[Key, ...] = ()
+) -> Iterator[tuple[LeafPath, tuple[Key, ...]]]:
+    """The leaves and empty containers of `structure`, each with its keys, in order."""
+    if isinstance(structure, str) or not structure.children:
+        yield join(keys), keys
+        return
+    for key, child in zip(structure.keys, structure.children, strict=True):
+        yield from key_paths(child, keys if structure.is_box else (*keys, key))
+
+
+def plain_node(keys: tuple[Key, ...], children: tuple[Node | LeafPath, ...]) -> Node:
+    """A list if all `keys` are its indices, otherwise a dict."""
+    names = [key.name for key in keys]
+    if keys and all(key.kind == "index" for key in keys):
+        return Node("list", keys, children, list)
+    return Node("dict", keys, children, lambda new: dict(zip(names, new, strict=True)))
+
+
+def empty_node(type_name: str) -> Node:
+    """A container without children: `None`, `dict`, `list` or `tuple`."""
+    make = {"dict": dict, "list": list, "tuple": tuple}.get(type_name)
+    return Node(type_name, (), (), lambda _: make() if make else None)
+
+
+class _Parts(NamedTuple):
+    type: str
+    keys: tuple[Key, ...]
+    children: Sequence[Any]
+    rebuild: Callable[[Sequence[Any]], Any]
+    static: Mapping[str, JSON]
+    is_box: bool
+
+
+def _decompose(value: Any, boxes: tuple[type, ...]) -> _Parts | None:
+    """One level of `value`, or None if it is a leaf."""
+    cls = type(value)
+    if value is None:
+        return _Parts("None", (), (), lambda _: None, {}, False)
+    if cls is dict:
+        names = tuple(value)
+        keys = tuple([Key(name, "key") for name in names])
+        return _Parts(
+            "dict",
+            keys,
+            list(value.values()),
+            lambda new: dict(zip(names, new, strict=True)),
+            {},
+            False,
+        )
+    if cls is list or cls is tuple:
+        keys = tuple([Key(i, "index") for i in range(len(value))])
+        return _Parts(cls.__name__, keys, value, cls, {}, False)
+    if isinstance(value, tuple) and hasattr(cls, "_fields"):
+        keys = tuple([Key(name, "attr") for name in cls._fields])
+        return _Parts(_name(cls), keys, value, lambda new: cls(*new), {}, False)
+    return _decompose_registered(value, boxes)
+
+
+def _decompose_registered(value: Any, boxes: tuple[type, ...]) -> _Parts | None:
+    treedef: Any  # jax declares no attributes of it
+    found, treedef = jax.tree_util.tree_flatten_with_path(
+        value, is_leaf=lambda x: x is not value
+    )
+    if jax.tree_util.treedef_is_leaf(treedef) and treedef.num_nodes == 1:
+        return None
+    keys = tuple([_key(path[0], i) for i, (path, _) in enumerate(found)])
+    is_box = isinstance(value, boxes) and len(found) == 1
+    return _Parts(
+        _name(type(value)),
+        keys,
+        [child for _, child in found],
+        treedef.unflatten,
+        _static_fields(value, {key.name for key in keys}, is_box),
+        is_box,
+    )
+
+
+def _key(key: Any, index: int) -> Key:
+    match key:
+        case DictKey():
+            return Key(key.key, "key")
+        case GetAttrKey():
+            return Key(key.name, "attr")
+        case SequenceKey():
+            return Key(key.idx, "index")
+        case FlattenedIndexKey():
+            return Key(index, "index")
+        case _:
+            return Key(str(key), "attr")
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _static_fields(
+    value: Any, children: set[str | int], is_box: bool
+) -> dict[str, JSON]:
+    if dataclasses.is_dataclass(value):
+        named = {
+            f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)
+        }
+    elif is_box and hasattr(value, "get_metadata"):
+        named = value.get_metadata()
+    else:
+        return {}
+    plain = {}
+    for name, field in named.items():
+        if name not in children and (as_json := _as_json(field)) is not _NOT_JSON:
+            plain[name] = as_json
+    return plain
+
+
+_NOT_JSON: Any = object()
+
+
+def _as_json(value: Any) -> Any:
+    """`value` as JSON holds it, tuples as lists; `_NOT_JSON` if it has no such form."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple | list):
+        items = [_as_json(item) for item in value]
+        return _NOT_JSON if any(item is _NOT_JSON for item in items) else items
+    return _NOT_JSON
+
+
+# ---- written down, and read back ------------------------------------------------
+
+Resolve = Callable[
+    [str], Callable[[dict[str | int, Any], Mapping[str, JSON]], Any] | None
+]
+"""Class name -> how to build it from named children and static fields, if known."""
+
+
+def to_json(structure: Node | LeafPath) -> JSON:
+    """Describes `structure` in JSON; `from_json` is the inverse.
+
+    A leaf is its path as a string. A container is `[type, keys, children]`, with
+    the static fields as a fourth element where it has any; an `int` among the keys
+    of a mapping stays one. A box is marked by keys of `null`.
+    """
+    if isinstance(structure, str):
+        return structure
+    keys = None if structure.is_box else [key.name for key in structure.keys]
+    children = [to_json(child) for child in structure.children]
+    row: list[JSON] = [structure.type, keys, children]
+    return [*row, dict(structure.static)] if structure.static else row
+
+
+def from_json(data: JSON, resolve: Resolve, unknown: set[str]) -> Node | LeafPath:
+    """Reads what `to_json` wrote.
+
+    Args:
+        data: The description. It comes from a file, so nothing in it is trusted.
+        resolve: Finds the builder of a class; only classes it knows are made.
+        unknown: Gets the names of classes that `resolve` does not know. Such a
+            container becomes a dict, or a list if its children have no names.
+
+    Raises:
+        ValueError: `data` is not such a description.
+    """
+    return _from_json(data, resolve, unknown, depth=0)
+
+
+def _from_json(
+    data: JSON, resolve: Resolve, unknown: set[str], depth: int
+) -> Node | LeafPath:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"containers are nested more than {MAX_DEPTH} deep")
+    match data:
+        case str():
+            return data
+        case [str(type_name), keys, [*children], *rest] if len(rest) <= 1:
+            nodes = tuple(
+                _from_json(child, resolve, unknown, depth + 1) for child in children
+            )
+            static = rest[0] if rest else {}
+            if not isinstance(static, dict):
+                raise ValueError(f"{type_name} has static fields {static!r}")
+            return _described_node(type_name, keys, nodes, static, resolve, unknown)
+        case _:
+            raise ValueError(f"{str(data)[:80]!r} does not describe a container")
+
+
+def _described_node(
+    type_name: str,
+    keys: JSON,
+    children: tuple[Node | LeafPath, ...],
+    static: Mapping[str, JSON],
+    resolve: Resolve,
+    unknown: set[str],
+) -> Node:
+    is_box = keys is None
+    names: list[str | int] = ["value"] if is_box else _names(type_name, keys)
+    if len(names) != len(children):
+        raise ValueError(f"{type_name} has {len(names)} keys, {len(children)} children")
+    rebuild = _builder(type_name, names, static, resolve)
+    if rebuild is None:
+        unknown.add(type_name)
+        rebuild = _plain(names, is_box)
+    kind: Literal["key", "index"] = "index" if type_name in ("list", "tuple") else "key"
+    return Node(
+        type_name,
+        tuple(Key(name, kind) for name in names),
+        children,
+        rebuild,
+        static,
+        is_box,
+    )
+
+
+def _names(type_name: str, keys: JSON) -> list[str | int]:
+    if not isinstance(keys, list):
+        raise ValueError(f"{type_name} has keys {str(keys)[:80]!r}")
+    names: list[str | int] = []
+    for key in keys:
+        if not isinstance(key, str | int):
+            raise ValueError(f"{type_name} has the key {str(key)[:80]!r}")
+        names.append(key)
+    return names
+
+
+def _builder(
+    type_name: str,
+    names: list[str | int],
+    static: Mapping[str, JSON],
+    resolve: Resolve,
+) -> Callable[[Sequence[Any]], Any] | None:
+    match type_name:
+        case "None":
+            return lambda _: None
+        case "list":
+            return list
+        case "tuple":
+            return tuple
+        case "dict":
+            return lambda new: dict(zip(names, new, strict=True))
+    build = resolve(type_name)
+    if build is None:
+        return None
+    return lambda new: build(dict(zip(names, new, strict=True)), static)
+
+
+def _plain(names: list[str | int], is_box: bool) -> Callable[[Sequence[Any]], Any]:
+    if is_box:
+        return lambda new: new[0]
+    if names and names == list(range(len(names))):
+        return list
+    return lambda new: dict(zip(names, new, strict=True))

@@ -1,0 +1,22 @@
+"""Names for types that every module shares."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+PyTree: TypeAlias = Any
+"""Any nest of containers that jax flattens, or a Flax NNX object."""
+
+PathLike: TypeAlias = str | os.PathLike[str]
+"""A local path (relative is fine) or a `file://` URL."""
+
+LeafPath: TypeAlias = str
+"""Where a leaf stands in its state: `params/Dense_0/kernel`."""
+
+Shape: TypeAlias = tuple[int, ...]
+
+JSON: TypeAlias = (
+    "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
+)

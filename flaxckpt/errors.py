@@ -1,0 +1,152 @@
+"""Every error that flaxckpt raises on purpose.
+
+    CheckpointError
+    ├── CheckpointNotFoundError   (FileNotFoundError)  nothing at that path or step
+    ├── CheckpointExistsError     (FileExistsError)    the step or path is taken
+    ├── CheckpointFormatError     (ValueError)         not a checkpoint we can read
+    ├── DamagedCheckpointError    (OSError)            a checkpoint, but not intact
+    ├── RestoreMismatchError      (ValueError)         it does not fit the state
+    ├── UnsupportedLeafError      (TypeError)          a leaf that cannot be saved
+    ├── LeafNameError             (ValueError)         leaf names collide or are unsafe
+    ├── DatasetStateError         (TypeError)          an iterator without usable state
+    ├── OptionError               (ValueError)         arguments that make no sense
+    ├── ReadOnlyError             (PermissionError)    writing through a reader
+    ├── SaveFailedError           (OSError)            the bytes could not be written
+    └── CheckpointTimeoutError    (TimeoutError)       waited long enough
+
+Each is also the builtin that a caller would expect, and carries its facts as
+attributes, so that nothing has to parse a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_ROWS_SHOWN = 8
+
+
+class CheckpointError(Exception):
+    """The root of all flaxckpt errors."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at this path, or no such step."""
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """A committed checkpoint is already there."""
+
+
+class CheckpointFormatError(CheckpointError, ValueError):
+    """The path holds something, but no checkpoint in a format that is read here."""
+
+
+class DamagedCheckpointError(CheckpointError, OSError):
+    """Parts of a checkpoint are missing or fail their checksum."""
+
+
+class OptionError(CheckpointError, ValueError):
+    """An argument has a value that makes no sense."""
+
+
+class ReadOnlyError(CheckpointError, PermissionError):
+    """A read-only `Checkpointer` was asked to write."""
+
+
+class SaveFailedError(CheckpointError, OSError):
+    """A save could not be completed; nothing of it counts as saved."""
+
+
+class CheckpointTimeoutError(CheckpointError, TimeoutError):
+    """A save did not finish within the time allowed; it is still running."""
+
+
+class DatasetStateError(CheckpointError, TypeError):
+    """A dataset iterator cannot give its state, or cannot take the saved one."""
+
+
+class UnsupportedLeafError(CheckpointError, TypeError):
+    """The state has leaves of types that no checkpoint can hold.
+
+    Attributes:
+        leaves: Leaf path -> what was found there.
+    """
+
+    def __init__(self, leaves: dict[str, str]) -> None:
+        self.leaves = dict(leaves)
+        super().__init__(
+            f"{_count(leaves, 'leaf', 'leaves')} cannot be saved:\n"
+            + rows(
+                f"{path or '(root)'}: found {found}" for path, found in leaves.items()
+            )
+            + "\nWanted arrays, numbers, strings, typed PRNG keys or None. Convert"
+            " them, or keep them out of the state (flax.struct.field(pytree_node=False))."
+        )
+
+
+class LeafNameError(CheckpointError, ValueError):
+    """Leaf names that collide on disk, or that the store cannot hold.
+
+    Attributes:
+        names: The names at fault, each with the reason.
+    """
+
+    def __init__(self, names: dict[str, str], advice: str) -> None:
+        self.names = dict(names)
+        super().__init__(
+            f"{_count(names, 'leaf name', 'leaf names')} cannot be stored:\n"
+            + rows(f"{name}: {reason}" for name, reason in names.items())
+            + f"\n{advice}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """One leaf on which a state and a checkpoint disagree.
+
+    Attributes:
+        leaf: The leaf path, `params/Dense_0/kernel`.
+        wanted: What the state asks for, or what it lacks.
+        found: What the checkpoint holds.
+    """
+
+    leaf: str
+    wanted: str
+    found: str
+
+
+class RestoreMismatchError(CheckpointError, ValueError):
+    """A checkpoint does not fit the abstract state; every leaf is in `mismatches`.
+
+    Attributes:
+        path: The checkpoint.
+        mismatches: All leaves at fault, in the order of the state.
+    """
+
+    def __init__(
+        self, path: str, mismatches: Sequence[Mismatch], advice: str = ""
+    ) -> None:
+        self.path = path
+        self.mismatches = tuple(mismatches)
+        super().__init__(
+            f"{_count(mismatches, 'leaf', 'leaves')} of {path} do not fit the state:\n"
+            + rows(f"{m.leaf}: wanted {m.wanted}, found {m.found}" for m in mismatches)
+            + f"\n{advice or 'Change the state that is passed to fit the checkpoint.'}"
+        )
+
+
+def rows(lines: object) -> str:
+    """Indents the first few of `lines`, and says how many more there are."""
+    listed = list(lines)  # type: ignore[call-overload]
+    shown = [f"  {line}" for line in listed[:_ROWS_SHOWN]]
+    if len(listed) > _ROWS_SHOWN:
+        shown.append(
+            f"  … and {len(listed) - _ROWS_SHOWN} more (in the error's fields)"
+        )
+    return "\n".join(shown)
+
+
+def _count(items: object, one: str, many: str) -> str:
+    n = len(items)  # type: ignore[arg-type]
+    return f"{n} {one if n == 1 else many}"

@@ -1,0 +1,589 @@
+"""The native format: what stock Orbax reads and writes, plus our manifest."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorstore as ts
+
+from flaxckpt import _arrays, _storage, _tree, errors
+from flaxckpt._info import (
+    CheckpointMetadata,
+    Leaf,
+    LeafInfo,
+    LeafTable,
+    Stored,
+    StoredLeaf,
+)
+from flaxckpt._types import JSON, LeafPath
+from flaxckpt.formats import _orbax_json
+
+STATE, DATASET, METRICS = "state", "dataset", "metrics"
+_CHECKPOINT = "_CHECKPOINT_METADATA"
+_TREE = "_METADATA"
+_COMMITTED = "commit_success.txt"
+_ROOT_METADATA = "metadata/_ROOT_METADATA"
+_STRINGS = "_strings.json"
+_SHARDING = "_sharding"
+_ARRAYS = "array_metadatas/process_0"
+_RESERVED = frozenset(
+    (_TREE, _SHARDING, _STRINGS, "array_metadatas", "manifest.ocdbt", "d")
+)
+_MAX_NAME_BYTES = 240
+_PREFERRED_ITEMS = (STATE, "default", "pytree")
+_NOT_ITEMS = frozenset((DATASET, METRICS))
+
+
+# ---- writing --------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Contents:
+    """Everything of a checkpoint but its arrays.
+
+    Attributes:
+        step: Its number, or None.
+        infos: Its leaves, in order.
+        structure: Its containers.
+        strings: Param name -> value of the string leaves.
+        ocdbt: Whether the arrays are in one database.
+        metrics: What was measured.
+        custom: The user's metadata.
+        dataset: File name -> content, of the iterator's state; empty if none is saved.
+        created: When the save began, in seconds since 1970.
+        committed: When it ended.
+        versions: Package -> version that wrote it.
+    """
+
+    step: int | None
+    infos: Sequence[LeafInfo]
+    structure: _tree.Node | LeafPath
+    strings: Mapping[str, str]
+    ocdbt: bool
+    metrics: Mapping[str, float]
+    custom: Mapping[str, JSON]
+    dataset: Mapping[str, bytes]
+    created: float
+    committed: float
+    versions: Mapping[str, str]
+
+
+def files(contents: Contents) -> dict[str, bytes]:
+    """The files of a checkpoint beside its arrays: relative path -> content.
+
+    Every one of them but the metrics, which may be written anew later, has its
+    digest in the manifest, and the manifest has its own in `commit_success.txt`.
+    """
+    made = {
+        _CHECKPOINT: _checkpoint_metadata(contents),
+        f"{STATE}/{_TREE}": _orbax_json.tree_metadata(
+            contents.infos, ocdbt=contents.ocdbt
+        ),
+        f"{STATE}/{_SHARDING}": _orbax_json.shardings(contents.infos),
+        f"{STATE}/{_ARRAYS}": _orbax_json.array_metadatas(contents.infos),
+    }
+    if contents.strings:
+        made[f"{STATE}/{_STRINGS}"] = _orbax_json.strings(contents.strings)
+    for name, content in contents.dataset.items():
+        made[f"{DATASET}/{name}"] = content
+    manifest = _manifest(contents, made)
+    if contents.metrics:
+        made[f"{METRICS}/{METRICS}"] = _orbax_json.dumps(dict(contents.metrics))
+    made[_orbax_json.MANIFEST] = manifest
+    made[_COMMITTED] = _orbax_json.dumps(
+        {_orbax_json.MANIFEST: _storage.digest(manifest)}
+    )
+    return made
+
+
+def _checkpoint_metadata(contents: Contents) -> bytes:
+    handlers = {STATE: _orbax_json.STATE_HANDLER}
+    if contents.metrics:
+        handlers[METRICS] = _orbax_json.JSON_HANDLER
+    if contents.dataset:
+        handlers[DATASET] = _orbax_json.JSON_HANDLER
+    return _orbax_json.dumps(
+        {
+            "item_handlers": handlers,
+            "metrics": {},
+            "performance_metrics": {},
+            "init_timestamp_nsecs": int(contents.created * 1e9),
+            "commit_timestamp_nsecs": int(contents.committed * 1e9),
+            "custom_metadata": dict(contents.custom),
+        }
+    )
+
+
+def _manifest(contents: Contents, made: Mapping[str, bytes]) -> bytes:
+    return _orbax_json.dumps(
+        {
+            "format": "flaxckpt",
+            "version": _orbax_json.MANIFEST_VERSION,
+            "step": contents.step,
+            "versions": dict(contents.versions),
+            "ocdbt": contents.ocdbt,
+            "leaves": [_orbax_json.leaf_row(info) for info in contents.infos],
+            "structure": _tree.to_json(contents.structure),
+            "digests": {name: _storage.digest(text) for name, text in made.items()},
+        }
+    )
+
+
+def check_names(infos: Sequence[LeafInfo], *, ocdbt: bool) -> None:
+    """Refuses leaf names that would collide on disk or that readers cannot take.
+
+    Raises:
+        LeafNameError: All names at fault.
+    """
+    faults: dict[str, str] = {}
+    seen: dict[str, LeafPath] = {}
+    for info in infos:
+        name = _orbax_json.param_name(info.keys)
+        if name in seen:
+            faults[info.path] = f"is called {name!r} on disk, as {seen[name]} is"
+        seen[name] = info.path
+        if "\0" in name:
+            faults[info.path] = "contains a NUL"
+        elif info.kind == "string" and "~" in name:
+            faults[info.path] = "is a string leaf with a '~', which Orbax cannot read"
+        elif not ocdbt and info.chunk_shape is not None and not _file_safe(name):
+            faults[info.path] = "is no name of a directory; store='ocdbt' takes it"
+    if faults:
+        raise errors.LeafNameError(
+            faults, "Rename these keys; on disk, keys are joined by dots."
+        )
+
+
+def file_safe(infos: Sequence[LeafInfo]) -> bool:
+    """Whether each array can be a directory of its own."""
+    return all(
+        _file_safe(_orbax_json.param_name(info.keys))
+        for info in infos
+        if info.chunk_shape is not None
+    )
+
+
+def _file_safe(name: str) -> bool:
+    return (
+        len(name.encode()) <= _MAX_NAME_BYTES
+        and name not in _RESERVED
+        and name not in (".", "..")
+        and not any(char in name for char in "/\\\n\0")
+    )
+
+
+# ---- reading --------------------------------------------------------------------
+
+
+def recognises(path: Path) -> bool:
+    """Whether `path` is a checkpoint of ours or Orbax's, or one item of it."""
+    return _item(path) is not None
+
+
+def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
+    """Reads everything but arrays.
+
+    Raises:
+        DamagedCheckpointError: A file is missing, not what it should be, or does not
+            have the digest that was written down for it.
+    """
+    if (path / _orbax_json.MANIFEST).is_file():
+        return _read_own(path, step, resolve)
+    return _read_foreign(path, step)
+
+
+def read_metrics(path: Path) -> dict[str, float]:
+    """The metrics of the checkpoint `path`; those that are no numbers are left out."""
+    try:
+        content = _storage.read(
+            path / METRICS / METRICS, max_bytes=_orbax_json.MAX_BYTES
+        )
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    data = _orbax_json.loads(content, path / METRICS / METRICS)
+    return {
+        name: float(value)
+        for name, value in data.items()
+        if isinstance(value, int | float)
+    }
+
+
+def write_metrics(path: Path, metrics: Mapping[str, float]) -> None:
+    """Writes the metrics of the committed checkpoint `path` anew, in one step."""
+    _storage.make_directory(path / METRICS)
+    _storage.replace(path / METRICS / METRICS, _orbax_json.dumps(dict(metrics)))
+
+
+def read_dataset(path: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
+    """The files of the dataset iterator saved in `path`; empty if there are none.
+
+    Orbax lets its users name the item, so any that has grain's files is taken.
+    """
+    items = [path / DATASET, *(path / name for name in _storage.directories(path))]
+    item = next((i for i in items if any(i.glob("process_*-of-*.json"))), None)
+    if item is None:
+        return {}
+    files = {}
+    for file in sorted(item.iterdir()):
+        if file.is_file():
+            files[file.name] = _file(file)
+            _check_digest(file, files[file.name], digests.get(f"{DATASET}/{file.name}"))
+    return files
+
+
+def read_run_metadata(root: Path) -> dict[str, JSON]:
+    """The user's metadata of a whole run, where Orbax keeps it."""
+    path = root / _ROOT_METADATA
+    if not path.is_file():
+        return {}
+    custom = _orbax_json.loads(_file(path), path).get("custom_metadata")
+    return custom if isinstance(custom, dict) else {}
+
+
+def write_run_metadata(root: Path, custom: Mapping[str, JSON]) -> None:
+    """Writes the user's metadata of a whole run, in one step."""
+    path = root / _ROOT_METADATA
+    _storage.make_directory(path.parent)
+    _storage.replace(
+        path,
+        _orbax_json.dumps({"internal_metadata": {}, "custom_metadata": dict(custom)}),
+    )
+
+
+def _item(path: Path) -> Path | None:
+    """The directory that holds the arrays of the checkpoint `path`."""
+    for name in _PREFERRED_ITEMS:
+        if (path / name / _TREE).is_file():
+            return path / name
+    if (path / _TREE).is_file():
+        return path
+    if not path.is_dir():
+        return None
+    items = [
+        name
+        for name in sorted(_storage.directories(path))
+        if (path / name / _TREE).is_file() and name not in _NOT_ITEMS
+    ]
+    if len(items) > 1:
+        raise errors.CheckpointFormatError(
+            f"{path} holds several items, {', '.join(items)}: "
+            f"load one of them by its own path, {path / items[0]}"
+        )
+    return path / items[0] if items else None
+
+
+def _file(path: Path) -> bytes:
+    try:
+        return _storage.read(path, max_bytes=_orbax_json.MAX_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        raise errors.DamagedCheckpointError(
+            f"{path} is missing; restore another step"
+        ) from None
+
+
+def _json_file(path: Path) -> dict[str, Any]:
+    return _orbax_json.loads(_file(path), path)
+
+
+def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
+    raw = _file(path / _orbax_json.MANIFEST)
+    if (path / _COMMITTED).is_file():
+        recorded = _json_file(path / _COMMITTED).get(_orbax_json.MANIFEST)
+        _check_digest(path / _orbax_json.MANIFEST, raw, recorded)
+    manifest = _orbax_json.loads(raw, path / _orbax_json.MANIFEST)
+    version = manifest.get("version")
+    if version != _orbax_json.MANIFEST_VERSION:
+        raise errors.CheckpointFormatError(
+            f"{path} has manifest version {version!r}, this flaxckpt reads"
+            f" {_orbax_json.MANIFEST_VERSION}; use the flaxckpt that wrote it"
+            f" ({manifest.get('versions')}) or a newer one"
+        )
+    unknown: set[str] = set()
+    try:
+        structure = _tree.from_json(manifest["structure"], resolve, unknown)
+        keys = dict(_tree.key_paths(structure))
+        infos = [_orbax_json.leaf_info(row, keys) for row in manifest["leaves"]]
+        digests = dict(manifest["digests"])
+        ocdbt = bool(manifest["ocdbt"])
+        if {info.path for info in infos} != set(keys):
+            raise ValueError("its leaves and its structure do not agree")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise errors.DamagedCheckpointError(
+            f"{path / _orbax_json.MANIFEST} is not a manifest: {str(error)[:200]}"
+        ) from None
+    strings = _read_strings(path / STATE, infos, digests)
+    opener = functools.partial(
+        _arrays.open_zarr, root=path / STATE, version=3, ocdbt=ocdbt, strict=True
+    )
+    return Stored(
+        _checkpoint_info(path, "flaxckpt", step, infos, digests),
+        _table(path, infos, opener, strings),
+        structure,
+        frozenset(unknown),
+        digests,
+    )
+
+
+def _check_digest(path: Path, content: bytes, recorded: object) -> None:
+    if recorded is not None and _storage.digest(content) != recorded:
+        raise errors.DamagedCheckpointError(
+            f"{path} has changed since it was saved: wanted {recorded},"
+            f" found {_storage.digest(content)}; restore another step"
+        )
+
+
+def _read_strings(
+    item: Path, infos: Sequence[LeafInfo], digests: Mapping[str, str]
+) -> dict[LeafPath, str]:
+    wanted = [info for info in infos if info.kind == "string"]
+    if not wanted:
+        return {}
+    path = item / _STRINGS
+    raw = _file(path)
+    _check_digest(path, raw, digests.get(f"{STATE}/{_STRINGS}"))
+    data = _orbax_json.loads(raw, path)
+    try:
+        return {
+            info.path: _orbax_json.string_at(data, _orbax_json.param_name(info.keys))
+            for info in wanted
+        }
+    except KeyError as error:
+        raise errors.DamagedCheckpointError(
+            f"{path} lacks the string {error}; restore another step"
+        ) from None
+
+
+def _table(
+    path: Path,
+    infos: Sequence[LeafInfo],
+    opener: functools.partial[ts.Future[ts.TensorStore]],
+    strings: Mapping[LeafPath, str],
+) -> LeafTable:
+    return {
+        info.path: Leaf(
+            info,
+            StoredLeaf(
+                path,
+                functools.partial(opener, name=_orbax_json.param_name(info.keys))
+                if info.dtype is not None
+                else None,
+                strings.get(info.path),
+            ),
+        )
+        for info in infos
+    }
+
+
+def _checkpoint_info(
+    path: Path,
+    format_name: str,
+    step: int | None,
+    infos: Sequence[LeafInfo],
+    digests: Mapping[str, str],
+) -> CheckpointMetadata:
+    found: dict[str, Any] = {}
+    if (path / _CHECKPOINT).is_file():
+        raw = _file(path / _CHECKPOINT)
+        if _CHECKPOINT in digests:
+            _check_digest(path / _CHECKPOINT, raw, digests[_CHECKPOINT])
+            found = _orbax_json.loads(raw, path / _CHECKPOINT)
+        else:
+            # Orbax tolerates rubbish here, and nothing of the state depends on it.
+            try:
+                found = _orbax_json.loads(raw, path / _CHECKPOINT)
+            except errors.DamagedCheckpointError:
+                found = {}
+    custom = found.get("custom_metadata")
+    return CheckpointMetadata(
+        str(path),
+        format_name,
+        step,
+        {info.path: info for info in infos},
+        read_metrics(path),
+        _seconds(found.get("init_timestamp_nsecs")),
+        _seconds(found.get("commit_timestamp_nsecs")),
+        custom if isinstance(custom, dict) else {},
+        (path / DATASET).is_dir(),
+        sum(_arrays.stored_bytes(info) for info in infos),
+    )
+
+
+def _seconds(nanoseconds: object) -> float | None:
+    return nanoseconds / 1e9 if isinstance(nanoseconds, int | float) else None
+
+
+# ---- reading what Orbax wrote ---------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ForeignRow:
+    keys: tuple[_tree.Key, ...]
+    value_type: str
+
+    @property
+    def name(self) -> str:
+        return _orbax_json.param_name(self.keys)
+
+    @property
+    def is_array(self) -> bool:
+        return (
+            self.value_type != "string"
+            and _orbax_json.foreign_empty(self.value_type) is None
+        )
+
+
+def _read_foreign(path: Path, step: int | None) -> Stored:
+    item = _item(path)
+    assert item is not None, path
+    metadata = _json_file(item / _TREE)
+    rows = _foreign_rows(item, metadata)
+    version = 3 if metadata.get("use_zarr3") else 2
+    ocdbt = metadata.get("use_ocdbt")
+    if ocdbt is None:
+        ocdbt = (item / "manifest.ocdbt").is_file()
+    arrays = _foreign_arrays(item, rows, version=version, ocdbt=bool(ocdbt))
+    impls = _foreign_prng_impls(item)
+    infos = [_foreign_info(item, row, arrays, impls) for row in rows]
+    opener = functools.partial(
+        _arrays.open_zarr,
+        root=item,
+        version=version,
+        ocdbt=bool(ocdbt),
+        strict=bool(metadata.get("store_array_data_equal_to_fill_value")),
+    )
+    return Stored(
+        _checkpoint_info(path, "orbax", step, infos, {}),
+        _table(path, infos, opener, _read_strings(item, infos, {})),
+        _foreign_structure(infos),
+    )
+
+
+def _foreign_rows(item: Path, metadata: Mapping[str, Any]) -> list[_ForeignRow]:
+    try:
+        rows = [
+            _ForeignRow(
+                _orbax_json.foreign_keys(row), str(row["value_metadata"]["value_type"])
+            )
+            for row in metadata["tree_metadata"].values()
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise errors.DamagedCheckpointError(
+            f"{item / _TREE} does not describe a tree: {str(error)[:200]}"
+        ) from None
+    # A partial save leaves placeholders at the prefixes of paths saved later.
+    inner = {row.keys[:n] for row in rows for n in range(len(row.keys))}
+    return sorted(
+        (row for row in rows if row.keys not in inner or len(rows) == 1),
+        key=lambda row: [_rank(key) for key in row.keys],
+    )
+
+
+def _rank(key: _tree.Key) -> tuple[str, int]:
+    return ("", int(key.name)) if key.kind == "index" else (str(key.name), 0)
+
+
+def _foreign_arrays(
+    item: Path, rows: Sequence[_ForeignRow], *, version: int, ocdbt: bool
+) -> dict[str, tuple[tuple[int, ...], str, tuple[int, ...]]]:
+    """Shape, dtype and chunk shape of every array, from its own zarr metadata."""
+    store = ts.KvStore.open(_arrays.kvstore(item, "", ocdbt=ocdbt)).result()
+    file = "zarr.json" if version == 3 else ".zarray"
+    reads = {
+        row.name: store.read(f"{row.name}/{file}" if row.name else file)
+        for row in rows
+        if row.is_array
+    }
+    found = {}
+    faults = {}
+    for name, future in reads.items():
+        try:
+            result = future.result()
+            if result.state != "value":
+                raise ValueError(f"{file} is missing")
+            if len(result.value) > _orbax_json.MAX_BYTES:
+                raise ValueError(f"{file} is too large")
+            data = _orbax_json.loads(bytes(result.value), f"{name}/{file}")
+            found[name] = _orbax_json.foreign_array(data)
+        except (ValueError, KeyError, TypeError, OSError, errors.CheckpointError) as e:
+            faults[name] = str(e).split(" [")[0][:200]
+    if faults:
+        raise errors.DamagedCheckpointError(
+            f"{len(faults)} leaves of {item} cannot be read:\n"
+            + errors.rows(f"{name}: {reason}" for name, reason in faults.items())
+            + "\nRestore another step."
+        )
+    return found
+
+
+def _foreign_prng_impls(item: Path) -> dict[str, str]:
+    directory = item / "array_metadatas"
+    if not directory.is_dir():
+        return {}
+    impls = {}
+    for path in sorted(directory.iterdir())[:1]:
+        for row in _json_file(path).get("array_metadatas", []):
+            array = row.get("array_metadata", {})
+            impl = (array.get("ext_metadata") or {}).get("random_key_impl")
+            if isinstance(impl, str):
+                impls[str(array.get("param_name"))] = impl
+    return impls
+
+
+def _foreign_info(
+    item: Path,
+    row: _ForeignRow,
+    arrays: Mapping[str, tuple[tuple[int, ...], str, tuple[int, ...]]],
+    impls: Mapping[str, str],
+) -> LeafInfo:
+    path = _tree.join(row.keys)
+    if empty := _orbax_json.foreign_empty(row.value_type):
+        return LeafInfo(path, row.keys, "empty", empty)
+    if row.value_type == "string":
+        return LeafInfo(path, row.keys, "string", "str")
+    shape, dtype, chunk_shape = arrays[row.name]
+    try:
+        python_type = _orbax_json.foreign_python_type(row.value_type, dtype)
+    except ValueError as error:
+        raise errors.DamagedCheckpointError(f"{item}: {path}: {error}") from None
+    impl = impls.get(row.name)
+    is_scalar = python_type not in ("jax.Array", "numpy.ndarray")
+    return LeafInfo(
+        path,
+        row.keys,
+        "prng_key" if impl else "scalar" if is_scalar else "array",
+        python_type,
+        shape[:-1] if impl else shape,
+        dtype,
+        chunk_shape=chunk_shape,
+        weak_type=is_scalar,
+        prng_impl=impl,
+    )
+
+
+def _foreign_structure(infos: Sequence[LeafInfo]) -> _tree.Node | LeafPath:
+    """Dicts and lists, as far as `_METADATA` tells them apart."""
+    if len(infos) == 1 and not infos[0].keys:
+        return _plain_leaf(infos[0])
+    nested: dict[_tree.Key, Any] = {}
+    for info in infos:
+        inner = nested
+        for key in info.keys[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[info.keys[-1]] = info
+    return _plain_node(nested)
+
+
+def _plain_node(nested: Mapping[_tree.Key, Any]) -> _tree.Node:
+    children = tuple(
+        _plain_node(child) if isinstance(child, dict) else _plain_leaf(child)
+        for child in nested.values()
+    )
+    return _tree.plain_node(tuple(nested), children)
+
+
+def _plain_leaf(info: LeafInfo) -> _tree.Node | LeafPath:
+    return _tree.empty_node(info.python_type) if info.kind == "empty" else info.path

@@ -1,0 +1,338 @@
+"""The JSON files of a checkpoint: Orbax's own, and our manifest.
+
+Pure: leaf infos in, text out, and back. `_orbax` puts them on disk.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from flaxckpt import _arrays, _dtypes, _tree, errors
+from flaxckpt._info import LeafInfo
+from flaxckpt._types import JSON, LeafPath
+
+MANIFEST = "flaxckpt.json"
+MANIFEST_VERSION = 1
+MAX_BYTES = 64 * 2**20
+"""Largest metadata file that is read; 100,000 leaves take about 20 MB."""
+
+_HANDLERS = "orbax.checkpoint._src.handlers."
+STATE_HANDLER = f"{_HANDLERS}standard_checkpoint_handler.StandardCheckpointHandler"
+JSON_HANDLER = f"{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler"
+
+_EMPTIES = {"dict": "Dict", "list": "List", "tuple": "Tuple", "None": "None"}
+_PYTHON_OF_KIND = {
+    "int": "int",
+    "uint": "int",
+    "float": "float",
+    "bool": "bool",
+    "complex": "complex",
+}
+
+
+def dumps(data: JSON) -> bytes:
+    """Compact JSON; NaN and infinities as Python and Orbax write them."""
+    return json.dumps(data, separators=(",", ":")).encode()
+
+
+def loads(content: bytes, path: object) -> dict[str, Any]:
+    """Parses a JSON object.
+
+    Raises:
+        DamagedCheckpointError: `content` is something else.
+    """
+    try:
+        data = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise errors.DamagedCheckpointError(
+            f"{path} is not valid JSON ({str(error)[:100]}); restore another step"
+        ) from None
+    if not isinstance(data, dict):
+        raise errors.DamagedCheckpointError(
+            f"{path}: wanted a JSON object, found a {type(data).__name__}"
+        )
+    return data
+
+
+# ---- written for Orbax ----------------------------------------------------------
+
+
+def param_name(keys: Iterable[_tree.Key]) -> str:
+    """What Orbax calls a leaf: its keys joined by dots."""
+    return ".".join([str(key.name) for key in keys])
+
+
+def tree_metadata(infos: Iterable[LeafInfo], *, ocdbt: bool) -> bytes:
+    """The content of `_METADATA`."""
+    rows: dict[str, JSON] = {}
+    for info in infos:
+        names = tuple(str(key.name) for key in info.keys)
+        rows[str(names)] = {
+            "key_metadata": [
+                {"key": str(key.name), "key_type": 1 if key.kind == "index" else 2}
+                for key in info.keys
+            ],
+            "value_metadata": _value_metadata(info),
+        }
+    return dumps(
+        {
+            "tree_metadata": rows,
+            "use_ocdbt": ocdbt,
+            "use_zarr3": True,
+            "store_array_data_equal_to_fill_value": True,
+            "custom_metadata": None,
+        }
+    )
+
+
+def _value_metadata(info: LeafInfo) -> JSON:
+    if info.kind == "empty":
+        return {"value_type": _EMPTIES[info.python_type], "skip_deserialize": True}
+    if info.python_type == "jax.Array":
+        shape, _ = _arrays.stored_form(info)
+        return {
+            "value_type": "jax.Array",
+            "skip_deserialize": False,
+            "write_shape": _arrays.write_shape(info, shape),
+        }
+    value_type = {"numpy.ndarray": "np.ndarray", "str": "string"}
+    return {
+        "value_type": value_type.get(info.python_type, "scalar"),
+        "skip_deserialize": False,
+    }
+
+
+def shardings(infos: Iterable[LeafInfo]) -> bytes:
+    """The content of `_sharding`, which Orbax uses when it is given none."""
+    return dumps(
+        {
+            base64.urlsafe_b64encode(
+                param_name(info.keys).encode()
+            ).decode(): json.dumps(_sharding(info.sharding))
+            for info in infos
+            if info.python_type == "jax.Array"
+        }
+    )
+
+
+def _sharding(sharding: jax.sharding.Sharding | None) -> JSON:
+    if isinstance(sharding, NamedSharding) and isinstance(
+        sharding.mesh, jax.sharding.Mesh
+    ):
+        mesh = sharding.mesh
+        return {
+            "sharding_type": "NamedSharding",
+            "shape": list(mesh.devices.shape),
+            "axis_names": [str(name) for name in mesh.axis_names],
+            "axis_types": [str(kind) for kind in mesh.axis_types],
+            "partition_spec": [
+                list(part) if isinstance(part, tuple) else part
+                for part in sharding.spec
+            ],
+            "device_mesh": {"mesh": _device_ids(mesh.devices)},
+        }
+    # One device, found again by its number: unlike a SingleDeviceSharding, which
+    # names its platform, this loads on any kind of device.
+    devices: list[Any] = list(sharding.device_set) if sharding else []
+    first = min((device.id for device in devices), default=0)
+    return {
+        "sharding_type": "NamedSharding",
+        "shape": [1],
+        "axis_names": ["x"],
+        "partition_spec": [],
+        "device_mesh": {"mesh": [{"id": first}]},
+    }
+
+
+def _device_ids(devices: Any) -> JSON:
+    """The ids in a nested array of devices."""
+    if isinstance(devices, np.ndarray):
+        return [_device_ids(part) for part in devices]
+    return {"id": int(devices.id)}
+
+
+def array_metadatas(infos: Iterable[LeafInfo]) -> bytes:
+    """The content of `array_metadatas/process_0`."""
+    rows: list[JSON] = []
+    for info in infos:
+        if info.chunk_shape is None:
+            continue
+        shape, _ = _arrays.stored_form(info)
+        impl = info.prng_impl
+        rows.append(
+            {
+                "array_metadata": {
+                    "param_name": param_name(info.keys),
+                    "write_shape": _arrays.write_shape(info, shape),
+                    "chunk_shape": info.chunk_shape,
+                    "ext_metadata": {"random_key_impl": impl} if impl else None,
+                }
+            }
+        )
+    return dumps({"array_metadatas": rows})
+
+
+def strings(values: Mapping[str, str]) -> bytes:
+    """The content of `_strings.json`, from param name -> string."""
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        *parents, last = name.split("/")
+        inner = nested
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[last] = value
+    return dumps(nested)
+
+
+def string_at(data: Mapping[str, Any], name: str) -> str:
+    """Finds the string of the leaf `name` in the content of `_strings.json`.
+
+    Raises:
+        KeyError: There is none.
+    """
+    found: Any = data
+    for part in name.split("/"):
+        if not isinstance(found, dict):
+            raise KeyError(name)
+        found = found[part]
+    if not isinstance(found, str):
+        raise KeyError(name)
+    return found
+
+
+# ---- written for us -------------------------------------------------------------
+
+
+def leaf_row(info: LeafInfo) -> JSON:
+    """A leaf in the manifest; `leaf_info` is the inverse."""
+    row: dict[str, JSON] = {"path": info.path, "type": info.python_type}
+    if info.kind in ("array", "prng_key", "scalar"):
+        row |= {"dtype": info.dtype, "shape": info.shape, "chunks": info.chunk_shape}
+    if info.weak_type and info.kind == "array":
+        row["weak_type"] = True
+    if info.prng_impl:
+        row["prng_impl"] = info.prng_impl
+    if info.spec is not None:
+        row["spec"] = [
+            list(part) if isinstance(part, tuple) else part for part in info.spec
+        ]
+    return row
+
+
+def leaf_info(row: Any, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]) -> LeafInfo:
+    """Reads what `leaf_row` wrote.
+
+    Raises:
+        ValueError, KeyError: The row is not one.
+    """
+    path, python_type = row["path"], row["type"]
+    impl = row.get("prng_impl")
+    if python_type in _EMPTIES:
+        return LeafInfo(path, keys[path], "empty", python_type)
+    if python_type == "str":
+        return LeafInfo(path, keys[path], "string", "str")
+    dtype = _dtypes.name(_dtypes.to_numpy(row["dtype"]))
+    is_scalar = python_type in (*_PYTHON_OF_KIND.values(), "numpy.generic")
+    if not is_scalar and python_type not in ("jax.Array", "numpy.ndarray"):
+        raise ValueError(f"{path} has the unknown type {python_type!r}")
+    return LeafInfo(
+        path,
+        keys[path],
+        "prng_key" if impl else "scalar" if is_scalar else "array",
+        python_type,
+        sizes(row["shape"]),
+        dtype,
+        chunk_shape=sizes(row["chunks"]),
+        weak_type=bool(row.get("weak_type", False))
+        or (is_scalar and python_type != "numpy.generic"),
+        prng_impl=impl,
+    )
+
+
+def sizes(value: Any) -> tuple[int, ...]:
+    """A shape from JSON.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if (
+        not isinstance(value, list)
+        or len(value) > 32
+        or not all(type(n) is int and 0 <= n < 2**48 for n in value)
+    ):
+        raise ValueError(f"{str(value)[:80]} is no shape")
+    return tuple(value)
+
+
+# ---- read from Orbax ------------------------------------------------------------
+
+
+def foreign_keys(row: Any) -> tuple[_tree.Key, ...]:
+    """The keys of one entry of `_METADATA`.
+
+    Raises:
+        ValueError, KeyError, TypeError: The entry is not one.
+    """
+    keys = []
+    for key in row["key_metadata"]:
+        if key["key_type"] == 1:
+            keys.append(_tree.Key(int(key["key"]), "index"))
+        else:
+            keys.append(_tree.Key(str(key["key"]), "key"))
+    if len(keys) > _tree.MAX_DEPTH:
+        raise ValueError(f"{keys[0].name} … is nested {len(keys)} deep")
+    return tuple(keys)
+
+
+def foreign_python_type(value_type: str, dtype: str) -> str:
+    """What a leaf that Orbax wrote comes back as when no state is given.
+
+    Raises:
+        ValueError: Orbax has no such value type.
+    """
+    match value_type:
+        case "jax.Array":
+            return "jax.Array"
+        case "np.ndarray":
+            return "numpy.ndarray"
+        case "scalar":
+            return _PYTHON_OF_KIND[_dtypes.kind(dtype)]
+        case _:
+            raise ValueError(f"value type {value_type!r} is not known")
+
+
+def foreign_empty(value_type: str) -> str | None:
+    """Our name of an empty container in `_METADATA`; None if it is a leaf."""
+    return {"Dict": "dict", "List": "list", "Tuple": "tuple"}.get(
+        value_type, "None" if value_type in ("None", "NamedTuple") else None
+    )
+
+
+def foreign_array(
+    metadata: Mapping[str, Any],
+) -> tuple[tuple[int, ...], str, tuple[int, ...]]:
+    """Shape, dtype and chunk shape from a `zarr.json` or a `.zarray`.
+
+    Raises:
+        ValueError, KeyError, TypeError: It is neither, or holds what is not read.
+    """
+    if metadata["zarr_format"] == 3:
+        dtype = metadata["data_type"]
+        chunks = metadata["chunk_grid"]["configuration"]["chunk_shape"]
+    else:
+        dtype, chunks = metadata["dtype"], metadata["chunks"]
+    if not isinstance(dtype, str):
+        raise ValueError(f"element type {str(dtype)[:80]} is not read")
+    try:
+        name = _dtypes.name(_dtypes.to_numpy(dtype))
+    except errors.OptionError:
+        name = _dtypes.name(np.dtype(dtype))
+        _dtypes.to_numpy(name)
+    return sizes(metadata["shape"]), name, sizes(chunks)
