@@ -16,6 +16,7 @@ from flaxckpt import (
     _steps,
     _storage,
     errors,
+    formats,
     policies,
 )
 from flaxckpt._info import ArrayLayout, CheckpointMetadata, SaveResult
@@ -318,6 +319,10 @@ class Checkpointer:
         damage: errors.DamagedCheckpointError | None = None
         for number, path in candidates:
             try:
+                if not formats.recognises(path):
+                    raise errors.DamagedCheckpointError(
+                        f"{path} is called like a step, but holds no checkpoint"
+                    )
                 stored = _restore.read_stored(path, number)
                 state = _restore.restore(stored, abstract_state, options)
             except errors.DamagedCheckpointError as error:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from flaxckpt import _dtypes, _tree, errors
 from flaxckpt._types import JSON, LeafPath, Shape
+
+if TYPE_CHECKING:
+    import tensorstore as ts
 
 MIB = 2**20
 

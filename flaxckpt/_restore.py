@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
+from jax.sharding import Mesh, NamedSharding
 
 from flaxckpt import (
     _arrays,
@@ -327,7 +327,7 @@ def _missing(wanted: LeafInfo, table: LeafTable, options: Options) -> Mismatch:
 def _misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
     """Says how `found` does not fit `wanted`; None if it does."""
     if _fits(wanted, found):
-        return _spec_misfit(wanted, found)
+        return _sharding_misfit(wanted, found)
     return Mismatch(wanted.path, str(wanted), str(found))
 
 
@@ -354,13 +354,19 @@ def _number_kind(dtype: str) -> str:
     return _dtypes.kind(dtype).removeprefix("u")
 
 
-def _spec_misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
-    if wanted.sharding is None or math.prod(wanted.shape) == 0:
+def _sharding_misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
+    """Says why the wanted sharding cannot be had; None if it can."""
+    sharding = wanted.sharding
+    if sharding is None:
         return None
+    if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh):
+        asked = f"{wanted} on the mesh {dict(sharding.mesh.shape)} without devices"
+        return Mismatch(wanted.path, asked, str(found))
     try:
-        wanted.sharding.shard_shape(wanted.shape)
+        sharding.shard_shape(wanted.shape)
     except ValueError:
-        return Mismatch(wanted.path, f"{wanted} split as {wanted.spec}", str(found))
+        asked = f"{wanted} split as {wanted.spec}, which does not divide it"
+        return Mismatch(wanted.path, asked, str(found))
     return None
 
 

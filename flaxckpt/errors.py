@@ -81,7 +81,7 @@ class UnsupportedLeafError(CheckpointError, TypeError):
                 f"{path or '(root)'}: found {found}" for path, found in leaves.items()
             )
             + "\nWanted arrays, numbers, strings, typed PRNG keys or None. Convert"
-            " them, or keep them out of the state (flax.struct.field(pytree_node=False))."
+            " them, or make them static fields: flax.struct.field(pytree_node=False)."
         )
 
 

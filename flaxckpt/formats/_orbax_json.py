@@ -27,6 +27,16 @@ _HANDLERS = "orbax.checkpoint._src.handlers."
 STATE_HANDLER = f"{_HANDLERS}standard_checkpoint_handler.StandardCheckpointHandler"
 JSON_HANDLER = f"{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler"
 
+_VALUE_TYPES = {
+    "numpy.ndarray": "np.ndarray",
+    # Orbax has no complex scalars, and forgets the type of numpy's.
+    "numpy.generic": "np.ndarray",
+    "complex": "np.ndarray",
+    "int": "scalar",
+    "float": "scalar",
+    "bool": "scalar",
+    "str": "string",
+}
 _EMPTIES = {"dict": "Dict", "list": "List", "tuple": "Tuple", "None": "None"}
 _PYTHON_OF_KIND = {
     "int": "int",
@@ -102,9 +112,8 @@ def _value_metadata(info: LeafInfo) -> JSON:
             "skip_deserialize": False,
             "write_shape": _arrays.write_shape(info, shape),
         }
-    value_type = {"numpy.ndarray": "np.ndarray", "str": "string"}
     return {
-        "value_type": value_type.get(info.python_type, "scalar"),
+        "value_type": _VALUE_TYPES[info.python_type],
         "skip_deserialize": False,
     }
 
@@ -139,15 +148,13 @@ def _sharding(sharding: jax.sharding.Sharding | None) -> JSON:
             "device_mesh": {"mesh": _device_ids(mesh.devices)},
         }
     # One device, found again by its number: unlike a SingleDeviceSharding, which
-    # names its platform, this loads on any kind of device.
-    devices: list[Any] = list(sharding.device_set) if sharding else []
-    first = min((device.id for device in devices), default=0)
+    # names its platform, this loads on any kind of device. 0 is always there.
     return {
         "sharding_type": "NamedSharding",
         "shape": [1],
         "axis_names": ["x"],
         "partition_spec": [],
-        "device_mesh": {"mesh": [{"id": first}]},
+        "device_mesh": {"mesh": [{"id": 0}]},
     }
 
 

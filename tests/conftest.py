@@ -1,0 +1,29 @@
+"""What all tests share: 8 CPU devices, and hypothesis without a clock."""
+
+import os
+import re
+
+import hypothesis
+import pytest
+
+# Before anything imports jax. Child processes inherit both.
+_flags = re.sub(
+    r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", "")
+)
+os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+hypothesis.settings.register_profile("dev", deadline=None)
+hypothesis.settings.register_profile(
+    "ci", deadline=None, derandomize=True, print_blob=True
+)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips the tests that need a GPU, unless JAX_PLATFORMS names one."""
+    if not re.search("gpu|cuda|rocm", os.environ["JAX_PLATFORMS"]):
+        skip = pytest.mark.skip(reason="needs a GPU: set JAX_PLATFORMS=cuda,cpu")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)

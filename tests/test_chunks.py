@@ -1,0 +1,205 @@
+"""Chunk shapes and replica slices: pinned examples, and what holds for all shapes."""
+
+import math
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from flaxckpt import _chunks
+
+MIB = 2**20
+PRIME = 16_777_259  # the first above 2**24
+
+dims = st.one_of(
+    st.integers(0, 64),
+    st.integers(0, 20_000),
+    st.sampled_from([2**14, 10_007, 50_257, 250_112, PRIME]),
+)
+shapes = st.lists(dims, max_size=4).map(tuple)
+itemsizes = st.sampled_from([0.5, 1, 2, 4, 8, 16])
+byte_counts = st.one_of(st.integers(1, 5_000), st.sampled_from([MIB, 64 * MIB]))
+
+
+@pytest.mark.parametrize(
+    ("write_shape", "itemsize", "max_bytes", "expected"),
+    [
+        # T5X's own tests
+        ((4096, 4096), 1, 4096 * 4096, (4096, 4096)),
+        ((8192, 8192), 1, 4096 * 4096, (4096, 4096)),
+        ((8192, 8193), 1, 4096 * 4096, (4096, 2731)),
+        ((8192,), 1, 4096, (4096,)),
+        ((8193,), 1, 4096, (2731,)),
+        # what T5X computes for well-known weights
+        ((50257, 768), 4, 64 * MIB, (1733, 768)),
+        ((32128, 512), 4, 64 * MIB, (32128, 512)),
+        ((32128, 4096), 4, 64 * MIB, (4016, 4096)),
+        ((32128, 4096), 2, 64 * MIB, (8032, 4096)),
+        ((250112, 4096), 4, 64 * MIB, (3908, 4096)),
+        ((24, 1024, 64, 16), 4, 64 * MIB, (24, 512, 64, 16)),
+        ((8192, 3, 8192), 4, 64 * MIB, (2048, 3, 2048)),
+        ((48, 8192, 8192), 2, 64 * MIB, (48, 512, 1024)),
+        ((), 4, 64 * MIB, ()),
+        ((1,), 4, 64 * MIB, (1,)),
+        # half-byte elements: the bound in elements is a fraction of the bound in bytes
+        ((8192,), 0.5, 2048, (4096,)),
+        # smaller than one element
+        ((6,), 8, 1, (1,)),
+    ],
+)
+def test_the_chunk_shapes_of_t5x_are_kept(write_shape, itemsize, max_bytes, expected):
+    found = _chunks.choose_chunk_shape(
+        write_shape, itemsize=itemsize, max_bytes=max_bytes
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("write_shape", "max_bytes", "ragged", "expected"),
+    [
+        pytest.param((PRIME,), 64 * MIB, True, (8_388_630,), id="prime: equal parts"),
+        pytest.param((PRIME,), 64 * MIB, False, (PRIME,), id="prime shard: too large"),
+        pytest.param((PRIME, 4), 65 * MIB, True, (PRIME, 1), id="another axis divides"),
+        pytest.param((PRIME, 4), 65 * MIB, False, (PRIME, 1), id="same for a shard"),
+        pytest.param(
+            (PRIME, 2, 2), 129 * MIB, True, (PRIME, 1, 2), id="trailing axes whole"
+        ),
+        pytest.param((2, PRIME), 64 * MIB, True, (1, 8_388_630), id="leading axes"),
+        pytest.param((0,), 64 * MIB, True, (1,), id="empty"),
+        pytest.param((0, 7), 64 * MIB, False, (1, 7), id="empty beside a full axis"),
+    ],
+)
+def test_large_primes_and_empty_axes_get_few_chunks(
+    write_shape, max_bytes, ragged, expected
+):
+    found = _chunks.choose_chunk_shape(
+        write_shape, itemsize=4, max_bytes=max_bytes, ragged=ragged
+    )
+    assert found == expected
+
+
+@given(shapes, itemsizes, byte_counts)
+@example((50_257, 768), 4, 64 * MIB)
+@example((PRIME, 2), 4, 64 * MIB)
+def test_chunks_of_a_shard_divide_it_and_are_few(shape, itemsize, max_bytes):
+    chunk = _chunks.choose_chunk_shape(shape, itemsize=itemsize, max_bytes=max_bytes)
+    full = full_shape(shape)
+    assert all(s % c == 0 for s, c in zip(full, chunk, strict=True))
+    assert _chunks.chunk_count(full, chunk) <= few(full, itemsize, max_bytes)
+
+
+@given(shapes, itemsizes, byte_counts)
+@example((PRIME, 2), 4, 64 * MIB)
+@example((2, PRIME), 4, 64 * MIB)
+def test_chunks_of_a_whole_array_fit_and_are_few(shape, itemsize, max_bytes):
+    chunk = _chunks.choose_chunk_shape(
+        shape, itemsize=itemsize, max_bytes=max_bytes, ragged=True
+    )
+    full = full_shape(shape)
+    assert all(1 <= c <= s for s, c in zip(full, chunk, strict=True))
+    assert math.prod(chunk) * itemsize <= max(max_bytes, itemsize)
+    assert _chunks.chunk_count(full, chunk) <= few(full, itemsize, max_bytes)
+
+
+@given(shapes, itemsizes, byte_counts)
+def test_a_ragged_chunk_is_taken_only_where_no_divisor_will_do(
+    shape, itemsize, max_bytes
+):
+    sizes = {"itemsize": itemsize, "max_bytes": max_bytes}
+    even = _chunks.choose_chunk_shape(shape, **sizes)
+    either = _chunks.choose_chunk_shape(shape, **sizes, ragged=True)
+    if math.prod(even) * itemsize <= max(max_bytes, itemsize):
+        assert either == even
+
+
+@given(shapes, st.sampled_from([1, 2, 4, 8]))
+def test_an_array_that_fits_is_one_chunk(shape, itemsize):
+    full = full_shape(shape)
+    chunk = _chunks.choose_chunk_shape(
+        shape, itemsize=itemsize, max_bytes=math.prod(full) * itemsize
+    )
+    assert chunk == full
+
+
+@given(
+    st.lists(st.integers(0, 48), max_size=4).map(tuple),
+    st.integers(1, 16),
+    st.sampled_from([1, 4]),
+    st.integers(0, 4_000),
+)
+@example((3, 8), 4, 1, 0)
+def test_replicas_write_each_element_once_in_equal_parts(
+    shape, n_replicas, itemsize, min_bytes
+):
+    found = _chunks.replica_slices(
+        shape, n_replicas, itemsize=itemsize, min_bytes=min_bytes
+    )
+    if found is None:
+        part = math.prod(shape) * itemsize / n_replicas
+        assert (
+            n_replicas == 1
+            or part == 0
+            or part < min_bytes
+            or all(dim % n_replicas for dim in shape)
+        )
+        return
+    covered = [i for start, stop in found.bounds for i in range(start, stop)]
+    assert covered == list(range(shape[found.axis]))
+    assert len(found.bounds) == n_replicas
+    assert all(dim % n_replicas for dim in shape[: found.axis])
+    for start, stop in found.bounds:
+        assert found.shape == (
+            *shape[: found.axis],
+            stop - start,
+            *shape[found.axis + 1 :],
+        )
+    assert math.prod(found.shape) * itemsize >= min_bytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "n_replicas", "min_bytes", "expected"),
+    [
+        ((8, 4), 4, 0, (0, ((0, 2), (2, 4), (4, 6), (6, 8)), (2, 4))),
+        ((3, 4), 2, 0, (1, ((0, 2), (2, 4)), (3, 2))),
+        ((8, 4), 1, 0, None),
+        ((3, 5), 2, 0, None),
+        ((), 2, 0, None),
+        ((0, 4), 2, 0, None),
+        ((8, 4), 4, 8, (0, ((0, 2), (2, 4), (4, 6), (6, 8)), (2, 4))),
+        ((8, 4), 4, 9, None),
+    ],
+)
+def test_replicas_cut_the_first_axis_that_divides(
+    shape, n_replicas, min_bytes, expected
+):
+    found = _chunks.replica_slices(shape, n_replicas, min_bytes=min_bytes)
+    if found is not None:
+        found = (found.axis, found.bounds, found.shape)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: _chunks.choose_chunk_shape((1,), itemsize=0, max_bytes=1),
+        lambda: _chunks.choose_chunk_shape((1,), itemsize=1, max_bytes=0),
+        lambda: _chunks.choose_chunk_shape((-1,), itemsize=1, max_bytes=1),
+        lambda: _chunks.replica_slices((1,), 0),
+        lambda: _chunks.replica_slices((-1,), 1),
+        lambda: _chunks.replica_slices((1,), 1, itemsize=0),
+        lambda: _chunks.replica_slices((1,), 1, min_bytes=-1),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(call):
+    with pytest.raises(ValueError, match="want"):
+        call()
+
+
+def full_shape(shape):
+    return tuple(max(1, dim) for dim in shape)
+
+
+def few(shape, itemsize, max_bytes):
+    """The promised bound on the number of chunks."""
+    limit = max(1, int(max_bytes // itemsize))
+    return max(32, 4 * -(-math.prod(shape) // limit))

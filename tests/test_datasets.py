@@ -1,0 +1,230 @@
+"""Iterators continue exactly where they stood, or say why they cannot."""
+
+import json
+from pathlib import Path
+
+import grain
+import numpy as np
+import pytest
+from clu.data import dataset_iterator
+
+import flaxckpt
+from flaxckpt import datasets, errors
+from flaxckpt.datasets import StepIndexed
+
+
+def resumed(tmp_path, make, taken=5):
+    """What a fresh iterator gives after the state of an advanced one is restored."""
+    iterator = make()
+    for _ in range(taken):
+        next(iterator)
+    with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(taken, {"step": taken}, dataset=iterator)
+        wanted = [next(iterator) for _ in range(5)]
+        fresh = make()
+        next(fresh)
+        ckpt.restore({"step": 0}, dataset=fresh)
+    return wanted, [next(fresh) for _ in range(5)]
+
+
+def assert_resumes(tmp_path, make, taken=5):
+    wanted, found = resumed(tmp_path, make, taken)
+    np.testing.assert_equal(found, wanted)
+
+
+def grain_dataset():
+    source = grain.MapDataset.range(1000).seed(3).shuffle().repeat()
+    return iter(source.to_iter_dataset().filter(lambda x: x % 3).batch(4))
+
+
+def grain_loader():
+    sampler = grain.samplers.IndexSampler(
+        num_records=1000, shuffle=True, seed=1, num_epochs=2
+    )
+    loader = grain.DataLoader(
+        data_source=range(1000),
+        sampler=sampler,
+        operations=[grain.transforms.Batch(4)],
+    )
+    return iter(loader)
+
+
+class Everything:
+    """Keeps every type that a state may hold."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+        self.seen = []
+
+    def __next__(self):
+        self.seen.append(int(self.rng.integers(100)))
+        return self.seen[-1]
+
+    def get_state(self):
+        return {
+            "rng": self.rng.bit_generator.state,
+            "seen": np.array(self.seen),
+            "raw": bytes(self.seen),
+            "pair": (len(self.seen), None),
+        }
+
+    def set_state(self, state):
+        assert state["pair"] == (len(state["seen"]), None)
+        assert state["raw"] == bytes(state["seen"].tolist())
+        self.rng.bit_generator.state = state["rng"]
+        self.seen = state["seen"].tolist()
+
+
+class StateDict:
+    """The protocol of torchdata and Hugging Face."""
+
+    def __init__(self):
+        self.n = 0
+
+    def __next__(self):
+        self.n += 1
+        return self.n
+
+    def state_dict(self):
+        return {"n": self.n}
+
+    def load_state_dict(self, state):
+        self.n = state["n"]
+
+
+class CluIterator(dataset_iterator.DatasetIterator):
+    """clu's protocol: files, which only the iterator itself can read."""
+
+    def __init__(self):
+        self.n = 0
+
+    def __next__(self):
+        self.n += 1
+        return self.n
+
+    def reset(self):
+        self.n = 0
+
+    @property
+    def element_spec(self):
+        return {}
+
+    def save(self, filename):
+        Path(f"{filename}.index").write_text(str(self.n))
+
+    def restore(self, filename):
+        self.n = int(Path(f"{filename}.index").read_text())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        grain_dataset,
+        grain_loader,
+        Everything,
+        StateDict,
+        CluIterator,
+        lambda: StepIndexed(lambda i: i * i, start=3),
+    ],
+    ids=["grain", "grain loader", "all types", "state_dict", "clu", "StepIndexed"],
+)
+def test_an_iterator_continues_where_it_stood(tmp_path, make):
+    assert_resumes(tmp_path, make)
+
+
+def test_the_state_is_that_of_the_call(tmp_path):
+    iterator = StepIndexed(lambda i: i)
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(0, {"x": np.zeros((512, 512))}, dataset=iterator)
+        for _ in range(100):
+            next(iterator)
+        ckpt.wait()
+        ckpt.restore(dataset=iterator)
+        assert next(iterator) == 0
+        assert ckpt.metadata(0).has_dataset
+
+
+def test_a_grain_state_is_stored_as_grain_writes_it(tmp_path):
+    iterator = grain_dataset()
+    next(iterator)
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"x": 1}, dataset=iterator)
+        wanted = json.dumps(iterator.get_state(), indent=4)
+    assert (tmp_path / "1/dataset/process_0-of-1.json").read_text() == wanted
+    loader = grain_loader()
+    files = datasets.state_files(loader)
+    assert files["process_0-of-1.json"] == loader.get_state()
+
+
+@pytest.mark.parametrize(
+    ("iterator", "hint"),
+    [
+        (iter([1, 2]), "StepIndexed"),
+        ((i for i in range(3)), "get_state"),
+        (StepIndexed, "get_state"),
+        (grain.MapDataset.range(3), r"iter\(x\)"),
+    ],
+    ids=["list", "generator", "class", "grain dataset"],
+)
+def test_an_iterator_without_state_is_refused_at_the_call(tmp_path, iterator, hint):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        with pytest.raises(errors.DatasetStateError, match=hint) as info:
+            ckpt.save(1, {"x": 1}, dataset=iterator)
+        assert isinstance(info.value, TypeError)
+        assert len(str(info.value).splitlines()) < 15
+    assert ckpt.steps() == []
+
+
+def test_a_state_that_cannot_be_written_names_what_it_holds(tmp_path):
+    class Strange(StepIndexed):
+        def get_state(self):
+            return {"file": Path("x")}
+
+    with pytest.raises(errors.DatasetStateError, match=r"Strange.*Path"):
+        datasets.state_files(Strange(lambda i: i))
+
+
+def test_a_step_without_a_dataset_cannot_restore_one(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"x": 1}).wait()
+        with pytest.raises(errors.DatasetStateError, match="dataset=None"):
+            ckpt.restore(dataset=StepIndexed(lambda i: i))
+
+
+def test_an_iterator_that_refuses_the_state_says_so(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"x": 1}, dataset=StepIndexed(lambda i: i)).wait()
+        with pytest.raises(errors.DatasetStateError, match="does not take the state"):
+            ckpt.restore(dataset=Everything())
+
+
+def test_the_iterator_stays_put_if_the_state_does_not_fit(tmp_path):
+    iterator = StepIndexed(lambda i: i)
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"x": 1}, dataset=iterator).wait()
+        next(iterator)
+        with pytest.raises(errors.RestoreMismatchError):
+            ckpt.restore({"y": 1}, dataset=iterator)
+    assert next(iterator) == 1
+
+
+def test_a_changed_dataset_file_is_damage(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"x": 1}, dataset=StepIndexed(lambda i: i)).wait()
+        file = tmp_path / "1/dataset/process_0-of-1.json"
+        file.write_text(file.read_text().replace("0", "7"))
+        with pytest.raises(errors.DamagedCheckpointError, match="has changed"):
+            ckpt.restore(dataset=StepIndexed(lambda i: i))
+
+
+def test_the_number_of_processes_may_change_only_for_elastic_iterators(tmp_path):
+    saved = {"process_0-of-2.json": b'{"next_index": 8}'}
+    saved["process_1-of-2.json"] = saved["process_0-of-2.json"]
+    elastic = StepIndexed(lambda i: i)
+    datasets.set_state(elastic, saved, path=tmp_path)
+    assert next(elastic) == 8
+    with pytest.raises(errors.DatasetStateError, match=r"process_0-of-1\.json"):
+        datasets.set_state(Everything(), saved, path=tmp_path)
+    saved["process_1-of-2.json"] = b'{"next_index": 9}'
+    with pytest.raises(errors.DatasetStateError, match=r"process_0-of-1\.json"):
+        datasets.set_state(elastic, saved, path=tmp_path)

@@ -1,0 +1,64 @@
+"""Every element type has one name, one stored form, and known casts."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from flaxckpt import _dtypes, errors
+
+ALL = sorted(_dtypes._STORED_AS_IS | _dtypes._STORED_AS_BYTES)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_stored_form_keeps_every_bit(name):
+    dtype = _dtypes.to_numpy(name)
+    assert _dtypes.name(dtype) == name
+    array = np.array([0, 1, 1, 0], dtype)
+    stored = _dtypes.to_stored(array)
+    assert stored.dtype.name == _dtypes.stored_name(name)
+    back = _dtypes.from_stored(stored, name)
+    assert back.dtype == dtype
+    assert back.tobytes() == array.tobytes()
+
+
+def test_bytes_in_foreign_order_are_swapped():
+    array = np.array([1, 2, 3], ">i4")
+    stored = _dtypes.to_stored(array)
+    assert stored.dtype.isnative
+    np.testing.assert_array_equal(stored, array)
+
+
+@pytest.mark.parametrize("name", ["object", "S4", "datetime64", "float128", "nonsense"])
+def test_other_types_are_refused(name):
+    with pytest.raises(errors.OptionError, match=name):
+        _dtypes.to_numpy(name)
+    assert _dtypes.stored_name(name) is None
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "allowed"),
+    [
+        ("float32", "bfloat16", True),
+        ("bfloat16", "float32", True),
+        ("float8_e4m3fn", "float64", True),
+        ("int32", "int32", True),
+        ("int32", "int64", True),
+        ("int64", "int32", False),
+        ("uint8", "int16", False),
+        ("int32", "float32", False),
+        ("float32", "int32", False),
+        ("bool", "int8", False),
+        ("complex64", "complex128", True),
+        ("complex128", "complex64", False),
+        ("float32", "complex64", False),
+    ],
+)
+def test_only_floats_are_cast_freely(found, wanted, allowed):
+    assert _dtypes.restores_as(found, wanted) == allowed
+
+
+@pytest.mark.parametrize("name", [n for n in ALL if "int" in n])
+def test_bounds_are_those_of_the_type(name):
+    low, high = _dtypes.bounds(name)
+    info = ml_dtypes.iinfo(_dtypes.to_numpy(name))
+    assert (low, high) == (info.min, info.max)

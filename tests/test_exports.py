@@ -1,0 +1,108 @@
+"""What `import flaxckpt` gives, costs and documents."""
+
+import dataclasses
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+import flaxckpt
+
+# Of the core, none of these may be imported: they are recognised by protocol.
+NOT_IMPORTED = {"grain", "keras", "orbax", "tensorflow", "torch"}
+
+PROBE = """
+import __future__, json, sys, warnings
+warnings.simplefilter("error")
+import flaxckpt
+public = [
+    name for name, value in vars(flaxckpt).items()
+    if not name.startswith("_") and not isinstance(value, __future__._Feature)
+]
+print(json.dumps({"public": public, "modules": [*sys.modules]}))
+"""
+
+
+@pytest.fixture(scope="module")
+def fresh() -> dict[str, list[str]]:
+    """What a process sees that has imported flaxckpt and nothing else."""
+    found = subprocess.run(
+        [sys.executable, "-c", PROBE], check=True, stdout=subprocess.PIPE, text=True
+    )
+    return json.loads(found.stdout)
+
+
+def test_all_lists_exactly_what_is_public(fresh):
+    listed = [name for name in flaxckpt.__all__ if not name.startswith("__")]
+    assert sorted(listed) == sorted(fresh["public"])
+    assert all(hasattr(flaxckpt, name) for name in flaxckpt.__all__)
+
+
+def test_import_pulls_in_no_other_framework(fresh):
+    assert NOT_IMPORTED.isdisjoint(fresh["modules"])
+
+
+def test_every_public_callable_has_a_docstring():
+    missing = sorted(name for name, found in public_callables() if not has_doc(found))
+    assert not missing
+
+
+def public_callables() -> Iterator[tuple[str, object]]:
+    """Exported functions and classes, those of exported modules, and their methods."""
+    for name in flaxckpt.__all__:
+        found = getattr(flaxckpt, name)
+        members = own_members(found) if inspect.ismodule(found) else [(name, found)]
+        for where, member in members:
+            if callable(member):
+                yield where, member
+            if inspect.isclass(member):
+                yield from methods(where, member)
+
+
+def own_members(module: ModuleType) -> Iterator[tuple[str, object]]:
+    for name, found in vars(module).items():
+        if not name.startswith("_") and getattr(found, "__module__", None) == (
+            module.__name__
+        ):
+            yield f"{module.__name__}.{name}", found
+
+
+def methods(where: str, cls: type) -> Iterator[tuple[str, object]]:
+    """Public methods and properties, but those that a protocol documents."""
+    fields = {f.name for f in dataclasses.fields(cls)} if is_record(cls) else set()
+    for name, found in vars(cls).items():
+        if name.startswith("_") or name in fields:
+            continue
+        if not inspect.isroutine(found) and not isinstance(found, property):
+            continue
+        if is_protocol(cls) or name not in protocol_methods(cls.__module__):
+            yield f"{where}.{name}", getattr(cls, name)
+
+
+def is_record(cls: type) -> bool:
+    return dataclasses.is_dataclass(cls)
+
+
+def is_protocol(cls: object) -> bool:
+    return bool(getattr(cls, "_is_protocol", False))
+
+
+def protocol_methods(module_name: str) -> set[str]:
+    """Names in the protocols that a module defines or imports."""
+    module = importlib.import_module(module_name)
+    protocols = [found for found in vars(module).values() if is_protocol(found)]
+    return {name for protocol in protocols for name in vars(protocol)}
+
+
+def has_doc(found: object) -> bool:
+    if inspect.isclass(found) and dataclasses.is_dataclass(found):
+        # Where there is none, dataclass puts the signature there.
+        return bool(found.__doc__) and not found.__doc__.startswith(
+            f"{found.__name__}("
+        )
+    return bool(inspect.getdoc(found))

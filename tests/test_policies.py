@@ -1,0 +1,264 @@
+"""Preservation policies, as tables and as rules that hold for every run."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flaxckpt import errors, policies
+from flaxckpt.policies import BestN, EveryNSteps, LatestN
+
+LOSS = "eval/loss"
+ACC = "eval/accuracy"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """As much of a checkpoint as a policy sees."""
+
+    step: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def run(acc=None, **losses):
+    """Checkpoints from `s3=0.5` (a loss at step 3) and `acc={3: 0.5}`."""
+    by_step = {int(name[1:]): {LOSS: value} for name, value in losses.items()}
+    by_step |= {step: {ACC: value} for step, value in (acc or {}).items()}
+    return [Saved(step, metrics) for step, metrics in by_step.items()]
+
+
+def plain(*steps):
+    return [Saved(step) for step in steps]
+
+
+def stays(chosen, checkpoints, pinned=()):
+    decided = policies.decide(chosen, checkpoints, pinned=pinned)
+    return [step for step, reasons in decided.items() if reasons]
+
+
+@pytest.mark.parametrize(
+    ("policy", "checkpoints", "kept"),
+    [
+        (LatestN(1), plain(), set()),
+        (LatestN(2), plain(0, 1, 2), {1, 2}),
+        (LatestN(2), plain(2, 0, 1), {1, 2}),
+        (LatestN(9), plain(0, 1), {0, 1}),
+        (EveryNSteps(3), plain(0, 1, 3, 4, 6), {0, 3, 6}),
+        (EveryNSteps(1), plain(0, 5), {0, 5}),
+        (BestN(1, LOSS, "min"), run(s0=0.1, s1=0.2), {0}),
+        (BestN(1, LOSS, "max"), run(s0=0.1, s1=0.2), {1}),
+        (BestN(2, LOSS, "min"), run(s1=0.3, s2=0.1, s3=0.2), {2, 3}),
+        (BestN(1, LOSS, "min"), run(s1=0.1, s2=0.1), {2}),
+        (BestN(1, LOSS, "max"), run(s1=0.1, s2=0.1), {2}),
+        (BestN(1, LOSS, "min"), run(s1=0.0, s2=-0.0, s3=0.0), {3}),
+        (BestN(1, LOSS, "min"), run(s1=math.nan, s2=0.1), {2}),
+        (BestN(1, LOSS, "max"), run(s1=math.inf, s2=0.1), {2}),
+        (BestN(1, LOSS, "min"), run(s1=-math.inf, s2=0.1), {2}),
+        (BestN(3, LOSS, "min"), run(s1=math.nan, s2=0.1, s3=math.inf), {2}),
+        (BestN(3, LOSS, "min"), [*plain(0), *run(s1=0.5)], {1}),
+        (BestN(3, LOSS, "min"), run(acc={1: 0.5}), set()),
+    ],
+)
+def test_a_policy_keeps(policy, checkpoints, kept):
+    assert policy.preserved(checkpoints) == kept
+
+
+def test_decide_gives_every_reason_for_which_a_step_stays():
+    decided = policies.decide(
+        [LatestN(2), BestN(1, LOSS, "min"), EveryNSteps(4)],
+        run(s3=0.3, s0=0.2, s1=0.1, s2=0.4, s4=math.nan),
+        pinned=[1, 77],
+    )
+    assert decided == {
+        0: ["EveryNSteps(4)"],
+        1: ["pinned", f"BestN(1, '{LOSS}', 'min')"],
+        2: [],
+        3: ["LatestN(2)"],
+        4: ["newest", "LatestN(2)", "EveryNSteps(4)"],
+    }
+    assert list(decided) == sorted(decided)
+
+
+def test_without_a_policy_everything_stays():
+    assert policies.decide([], plain(0, 1)) == {
+        0: ["no policy"],
+        1: ["newest", "no policy"],
+    }
+    assert policies.decide([], []) == {}
+
+
+def test_a_policy_of_ones_own_is_any_object_with_preserved():
+    class Odd:
+        def preserved(self, saved):
+            assert [c.step for c in saved] == [1, 2, 3, 4], "the oldest first"
+            return frozenset({1, 3, 5})
+
+        def __str__(self):
+            return "Odd"
+
+    decided = policies.decide([Odd()], plain(4, 2, 1, 3))
+    assert decided == {1: ["Odd"], 2: [], 3: ["Odd"], 4: ["newest"]}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LatestN(0),
+        lambda: LatestN(-1),
+        lambda: LatestN(1.5),
+        lambda: LatestN(True),
+        lambda: EveryNSteps(0),
+        lambda: BestN(0, LOSS, "min"),
+        lambda: BestN(1, "", "min"),
+        lambda: BestN(1, LOSS, "lowest"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(make):
+    with pytest.raises(errors.OptionError, match="wants"):
+        make()
+
+
+# What T5X's tests pin, where the rules agree: its `keep=n` best plus the latest is
+# [LatestN(1), BestN(n)]. T5X also keeps steps without metrics, and counts what a
+# period keeps before it looks for the best; that is left out.
+
+
+@pytest.mark.parametrize(
+    ("keep", "before", "saved", "after"),
+    [
+        (2, [], 42, [42]),
+        (2, [42], 43, [42, 43]),
+        (2, [42, 43], 44, [43, 44]),
+        (1, [43, 44], 45, [45]),
+        (3, [45], 46, [45, 46]),
+    ],
+)
+def test_t5x_keeps_the_latest(keep, before, saved, after):
+    assert stays([LatestN(keep)], plain(*before, saved)) == after
+
+
+def test_t5x_does_not_replace_a_pinned_step_by_another_victim():
+    assert stays([LatestN(1)], plain(42, 43), pinned=[42]) == [42, 43]
+    assert stays([LatestN(1)], plain(42, 43, 44), pinned=[42]) == [42, 44]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "checkpoints", "pinned", "after"),
+    [
+        (
+            [LatestN(1), BestN(2, ACC, "max")],
+            [*run(acc={42: 0.9, 43: 0.8, 44: 0.7}), *plain(45)],
+            [],
+            [42, 43, 45],
+        ),
+        (
+            [LatestN(1), BestN(2, ACC, "min")],
+            [*run(acc={42: 0.9, 43: 0.8, 45: 0.95, 46: 0.99}), *plain(47)],
+            [],
+            [42, 43, 47],
+        ),
+        (
+            [LatestN(1), BestN(1, ACC, "max")],
+            [*plain(41, 42), *run(acc={43: 0.6, 44: 0.5, 45: 0.4}), *plain(46)],
+            [],
+            [43, 46],
+        ),
+        (
+            [LatestN(1), BestN(2, ACC, "max"), EveryNSteps(3)],
+            run(acc={step: step / 10 for step in (0, 3, 5, 6, 7, 8, 9)}),
+            [],
+            [0, 3, 6, 8, 9],
+        ),
+        (
+            [LatestN(1), BestN(2, ACC, "max")],
+            [
+                *run(acc={s: float(s in (42, 53)) for s in range(1, 101)}),
+                *plain(101),
+            ],
+            [],
+            [42, 53, 101],
+        ),
+        (
+            [LatestN(1), BestN(2, ACC, "max")],
+            [*run(acc={42: 0.9, 43: 0.7, 44: 0.8}), *plain(45)],
+            [43],
+            [42, 43, 44, 45],
+        ),
+        (
+            [LatestN(1), BestN(2, ACC, "max")],
+            [*run(acc={42: 0.9, 43: 0.7, 44: 0.8}), *plain(45, 46, 47)],
+            [],
+            [42, 44, 47],
+        ),
+    ],
+    ids=["max", "min", "few metrics", "period", "restart", "pinned", "unpinned"],
+)
+def test_t5x_keeps_the_best_and_the_latest(chosen, checkpoints, pinned, after):
+    assert stays(chosen, checkpoints, pinned) == after
+
+
+values = st.one_of(
+    st.none(), st.floats(), st.sampled_from([0.0, 1.0]), st.integers(-3, 3)
+)
+runs = st.dictionaries(st.integers(0, 50), values, max_size=12).map(
+    lambda by_step: [
+        Saved(step, {} if value is None else {LOSS: value})
+        for step, value in by_step.items()
+    ]
+)
+counts = st.integers(1, 6)
+some_policy = st.one_of(
+    st.builds(LatestN, counts),
+    st.builds(EveryNSteps, counts),
+    st.builds(BestN, counts, st.just(LOSS), st.sampled_from(["min", "max"])),
+)
+some_policies = st.lists(some_policy, max_size=3)
+some_steps = st.sets(st.integers(0, 50))
+
+
+@given(some_policies, runs, some_steps)
+def test_the_newest_and_the_pinned_always_stay(chosen, saved, pinned):
+    steps = {c.step for c in saved}
+    kept = stays(chosen, saved, pinned)
+    assert steps & pinned <= set(kept) <= steps
+    assert not steps or max(steps) in kept
+
+
+@given(some_policies, runs, some_steps, some_policy)
+def test_one_more_policy_or_pin_never_deletes_more(chosen, saved, pinned, more):
+    if chosen:
+        assert set(stays(chosen, saved)) <= set(stays([*chosen, more], saved))
+    assert set(stays(chosen, saved)) <= set(stays(chosen, saved, pinned))
+
+
+@given(some_policies, runs, some_steps)
+def test_deleting_what_goes_changes_nothing_more(chosen, saved, pinned):
+    kept = stays(chosen, saved, pinned)
+    left = [c for c in saved if c.step in kept]
+    assert stays(chosen, left, pinned) == kept
+
+
+@given(some_policy, runs, st.randoms(use_true_random=False))
+def test_a_policy_depends_on_the_checkpoints_alone(policy, saved, random):
+    kept = policy.preserved(saved)
+    random.shuffle(saved)
+    assert policy.preserved(saved) == kept == policy.preserved(saved)
+
+
+@given(counts, st.sampled_from(["min", "max"]), runs)
+def test_no_checkpoint_beats_the_best(n, mode, saved):
+    finite = {
+        c.step: c.metrics[LOSS]
+        for c in saved
+        if LOSS in c.metrics and math.isfinite(c.metrics[LOSS])
+    }
+    kept = BestN(n, LOSS, mode).preserved(saved)
+    assert kept <= set(finite), "NaN, infinite and missing metrics are never best"
+    assert len(kept) == min(n, len(finite))
+    sign = 1 if mode == "max" else -1
+    for worse in finite.keys() - kept:
+        for best in kept:
+            assert (sign * finite[worse], worse) < (sign * finite[best], best)

@@ -1,0 +1,90 @@
+"""Files are written whole, synced, and never reached through links."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from flaxckpt import _storage, errors
+
+
+def test_paths_may_be_relative_urls_or_in_the_home(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert _storage.resolve("run") == tmp_path / "run"
+    assert _storage.resolve(Path("a/../run")) == tmp_path / "run"
+    assert _storage.resolve("~/run") == tmp_path / "run"
+    assert _storage.resolve(f"file://{tmp_path}/a%20b") == tmp_path / "a b"
+
+
+def test_other_urls_are_refused():
+    with pytest.raises(errors.OptionError, match="ftp://"):
+        _storage.resolve("ftp://host/run")
+
+
+def test_replace_leaves_the_old_content_if_it_fails(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    _storage.replace(path, b"old")
+
+    def fail(descriptor):
+        raise OSError("disk on fire")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="on fire"):
+        _storage.replace(path, b"new")
+    monkeypatch.undo()
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+    _storage.replace(path, b"new")
+    assert path.read_bytes() == b"new"
+
+
+def test_publish_refuses_a_name_that_is_taken(tmp_path):
+    for name in ("new", "old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    with pytest.raises(errors.CheckpointExistsError):
+        _storage.publish(tmp_path / "new", tmp_path / "old")
+    assert (tmp_path / "old" / "file").read_text() == "old"
+
+
+@pytest.mark.parametrize("has_exchange", [True, False])
+def test_exchange_swaps_two_directories(tmp_path, monkeypatch, has_exchange):
+    if not has_exchange:
+        monkeypatch.setattr(_storage.ctypes, "CDLL", lambda *a, **k: object())
+    for name in ("new", "old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    _storage.exchange(tmp_path / "new", tmp_path / "old")
+    assert (tmp_path / "old" / "file").read_text() == "new"
+    assert (tmp_path / "new" / "file").read_text() == "old"
+
+
+def test_remove_tree_does_not_follow_links(tmp_path):
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "file").write_text("precious")
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (inside / "link").symlink_to(target)
+    (tmp_path / "link").symlink_to(target)
+    with pytest.raises(NotADirectoryError):
+        _storage.remove_tree(tmp_path / "link")
+    _storage.remove_tree(inside)
+    _storage.remove_tree(tmp_path / "missing")
+    assert (target / "file").read_text() == "precious"
+
+
+def test_read_refuses_files_beyond_the_limit(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    assert _storage.read(path, max_bytes=5) == b"12345"
+    with pytest.raises(errors.DamagedCheckpointError, match="at most 4"):
+        _storage.read(path, max_bytes=4)
+
+
+def test_sync_tree_counts_the_bytes_of_all_files(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "one").write_bytes(b"123")
+    (tmp_path / "a" / "b" / "two").write_bytes(b"4567")
+    assert _storage.sync_tree(tmp_path) == 7
