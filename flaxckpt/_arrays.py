@@ -79,19 +79,21 @@ def to_host(leaves: Sequence[tuple[str, Shape, Leaf]]) -> list[HostArray]:
         leaves: For each leaf its name on disk, its chunk shape, and the leaf.
 
     Raises:
-        UnsupportedLeafError: An array has been donated or deleted already.
+        UnsupportedLeafError: A leaf is abstract, or was donated or deleted already.
     """
+    faults = {}
+    for _, _, leaf in leaves:
+        if isinstance(leaf.source, jax.ShapeDtypeStruct):
+            faults[leaf.info.path] = "an abstract leaf, which has no values"
+        elif isinstance(leaf.source, jax.Array) and leaf.source.is_deleted():
+            faults[leaf.info.path] = "an array that was donated or deleted"
+    if faults:
+        raise errors.UnsupportedLeafError(faults)
     sources = [_sources(leaf) for _, _, leaf in leaves]
-    deleted = {}
-    for (_, _, leaf), shards in zip(leaves, sources, strict=True):
+    for shards in sources:
         for _, data in shards:
             if isinstance(data, jax.Array):
-                if data.is_deleted():
-                    deleted[leaf.info.path] = "an array that was donated or deleted"
-                else:
-                    data.copy_to_host_async()
-    if deleted:
-        raise errors.UnsupportedLeafError(deleted)
+                data.copy_to_host_async()
     return [
         _host_array(name, chunk_shape, leaf.info, shards)
         for (name, chunk_shape, leaf), shards in zip(leaves, sources, strict=True)
@@ -103,8 +105,6 @@ def _sources(leaf: Leaf) -> list[tuple[Region, jax.Array | Array]]:
     if not isinstance(value, jax.Array):
         array = np.array(value, dtype=_dtypes.to_numpy(leaf.info.dtype or ""))
         return [(_whole(array.shape), array)]
-    if value.is_deleted():
-        return [((), value)]
     if leaf.info.kind == "prng_key":
         value = jax.random.key_data(value)
     return [

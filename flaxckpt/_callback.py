@@ -120,8 +120,7 @@ class CheckpointCallback:
                     " where it is with on_step.bind(state=lambda: state)"
                 )
             state = self._get_state()
-        if self.last_save is not None:
-            self.last_save.raise_if_failed()
+        self.checkpointer.raise_if_failed()
         completed = int(step) + self._offset
         dataset = self._dataset if dataset is None else dataset
         due = force or self._is_due(completed)

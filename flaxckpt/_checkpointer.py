@@ -184,7 +184,20 @@ class Checkpointer:
             CheckpointError: It failed.
         """
         pending, self._pending = self._pending, None
-        return None if pending is None else pending.wait()
+        if pending is None:
+            return None
+        is_told = pending.done() and not pending.has_untold_error()
+        try:
+            return pending.wait()
+        except errors.CheckpointError:
+            if is_told:
+                return None
+            raise
+
+    def raise_if_failed(self) -> None:
+        """Raises the error of a save that has failed, without waiting for one."""
+        if self._pending is not None and self._pending.has_untold_error():
+            self.wait()
 
     # ---- finding ----------------------------------------------------------------
 
@@ -325,15 +338,15 @@ class Checkpointer:
                     )
                 stored = _restore.read_stored(path, number)
                 state = _restore.restore(stored, abstract_state, options)
+                if dataset is not None:
+                    _restore.restore_dataset(stored, dataset)
             except errors.DamagedCheckpointError as error:
                 if not fallback:
                     raise
                 damage = damage or error
                 _log.warning("step %d is damaged and left out: %s", number, error)
-                continue
-            if dataset is not None:
-                _restore.restore_dataset(stored, dataset)
-            return state, number
+            else:
+                return state, number
         assert damage is not None
         raise damage
 

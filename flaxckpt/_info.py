@@ -91,7 +91,8 @@ class StoredLeaf:
 
 
 Value: TypeAlias = (
-    "jax.Array | np.ndarray | np.generic | bool | int | float | complex | str | None"
+    "jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic"
+    " | bool | int | float | complex | str | None"
 )
 
 

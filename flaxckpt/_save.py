@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -94,12 +93,11 @@ class SaveHandle:
     """A save under way. Leaving the program waits for it."""
 
     def __init__(self, work: Callable[[], SaveResult], *, name: str) -> None:
+        self._name = name
         self._result: SaveResult | None = None
         self._error: BaseException | None = None
-        self._told = False
         # No daemon: a script that just ends still finishes its last save.
         self._thread = threading.Thread(target=self._run, args=(work,), name=name)
-        _started.add(self)
         self._thread.start()
 
     def _run(self, work: Callable[[], SaveResult]) -> None:
@@ -107,10 +105,15 @@ class SaveHandle:
             self._result = work()
         except BaseException as error:
             self._error = error
+            _untold.add(self)
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
         return not self._thread.is_alive()
+
+    def has_untold_error(self) -> bool:
+        """Whether it has failed and nobody has been told by `wait` yet."""
+        return self in _untold
 
     def wait(self, timeout_secs: float | None = None) -> SaveResult:
         """Waits until the checkpoint is durable and old steps are deleted.
@@ -122,30 +125,25 @@ class SaveHandle:
         self._thread.join(timeout_secs)
         if self._thread.is_alive():
             raise errors.CheckpointTimeoutError(
-                f"{self._thread.name} is still running after {timeout_secs} s;"
+                f"the {self._name} is still running after {timeout_secs} s;"
                 " call wait() again to wait longer"
             )
-        self._told = True
+        _untold.discard(self)
         if self._error is not None:
             raise self._error
         assert self._result is not None
         return self._result
 
-    def raise_if_failed(self) -> None:
-        """Raises the error of a save that has failed and has not told anyone yet."""
-        if self.done() and self._error is not None and not self._told:
-            self.wait()
 
-
-_started: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
+_untold: set[SaveHandle] = set()
+"""Saves that failed and whose error nobody has asked for."""
 
 
 def _exit_with_failure() -> None:
     """Makes a program that never asked how its last save ended exit non-zero."""
-    failed = [h for h in _started if h.done() and h._error is not None and not h._told]
-    if failed:
-        for handle in failed:
-            sys.stderr.write(f"flaxckpt: a save failed: {handle._error}\n")
+    if _untold:
+        for handle in _untold:
+            sys.stderr.write(f"flaxckpt: the {handle._name}: {handle._error}\n")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

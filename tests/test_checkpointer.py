@@ -165,10 +165,10 @@ def test_new_steps_come_once_each_and_end_after_the_timeout(tmp_path):
 
 
 def test_one_line_is_logged_per_save_and_delete(tmp_path, caplog):
-    with caplog.at_level(logging.INFO, logger="flaxckpt"):
-        with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
-            ckpt.save(1, state(1))
-            ckpt.save(2, state(2))
+    caplog.set_level(logging.INFO, logger="flaxckpt")
+    with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
+        ckpt.save(1, state(1))
+        ckpt.save(2, state(2))
     words = [record.getMessage().split()[0] for record in caplog.records]
     assert words == ["saved", "deleted", "saved"]
 
@@ -199,17 +199,29 @@ def test_a_failed_save_is_told_by_whatever_comes_next(tmp_path, broken_disk, cal
     with pytest.raises(errors.SaveFailedError, match="Input/output error"):
         act()
     broken_disk.undo()
+    ckpt.close()  # told once is enough
     assert ckpt.steps() == []
     ckpt.save(1, state(1)).wait()
     assert ckpt.steps() == [1]
 
 
-def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(tmp_path, broken_disk):
-    with pytest.raises(ZeroDivisionError), flaxckpt.Checkpointer(tmp_path) as ckpt:
+def test_an_error_told_by_the_handle_is_not_told_again(tmp_path, broken_disk):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
         handle = ckpt.save(1, state(1))
-        raise ZeroDivisionError
-    with pytest.raises(errors.SaveFailedError):
-        handle.wait()
+        with pytest.raises(errors.SaveFailedError):
+            handle.wait()
+
+
+def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(tmp_path, broken_disk):
+    ckpt = flaxckpt.Checkpointer(tmp_path)
+
+    def run():
+        with ckpt:
+            ckpt.save(1, state(1))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run()
 
 
 def test_waiting_may_time_out(tmp_path, monkeypatch):

@@ -342,6 +342,12 @@ def test_changed_metadata_is_found(path, name, damage):
         flaxckpt.load(path)
 
 
+def manifest_of(leaf):
+    """A manifest whose only leaf is `leaf`."""
+    manifest = {"version": 1, "digests": {}, "ocdbt": False, "structure": "a"}
+    return json.dumps({**manifest, "leaves": [{"path": "a", **leaf}]}).encode()
+
+
 @pytest.mark.parametrize(
     "manifest",
     [
@@ -350,10 +356,16 @@ def test_changed_metadata_is_found(path, name, damage):
         b"[" * 100_000,
         b'{"version": 1}',
         b'{"version": 1, "structure": [], "leaves": [], "digests": {}, "ocdbt": 0}',
-        b'{"version": 1, "structure": "a", "leaves": [{"path": "a", "type": "jax.Array",'
-        b' "dtype": "object", "shape": [], "chunks": []}], "digests": {}, "ocdbt": 0}',
-        b'{"version": 1, "structure": "a", "leaves": [{"path": "a", "type": "jax.Array",'
-        b' "dtype": "int8", "shape": [-1], "chunks": []}], "digests": {}, "ocdbt": 0}',
+        manifest_of(
+            {"type": "jax.Array", "dtype": "object", "shape": [], "chunks": []}
+        ),
+        manifest_of(
+            {"type": "jax.Array", "dtype": "int8", "shape": [-1], "chunks": [1]}
+        ),
+        manifest_of(
+            {"type": "jax.Array", "dtype": "int8", "shape": "no", "chunks": [1]}
+        ),
+        manifest_of({"type": "pickle"}),
         b'{"version": 1, "structure": "a", "leaves": [], "digests": {}, "ocdbt": 0}',
     ],
 )

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import hypothesis
 import jax
@@ -347,6 +348,12 @@ def test_leaves_that_cannot_be_saved_are_all_named(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_abstract_leaves_have_nothing_to_save(tmp_path):
+    state = jax.eval_shape(lambda: {"a": jnp.ones(3)})
+    with pytest.raises(errors.UnsupportedLeafError, match="a: found an abstract leaf"):
+        flaxckpt.save(tmp_path / "c", state)
+
+
 def test_traced_values_cannot_be_saved(tmp_path):
     @jax.jit
     def train(x):
@@ -444,7 +451,7 @@ def test_everything_is_synced_before_the_commit_and_the_parent_after(
     real_fsync, real_rename = os.fsync, os.rename
 
     def fsync(descriptor):
-        calls.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        calls.append(("fsync", str(Path(f"/proc/self/fd/{descriptor}").readlink())))
         real_fsync(descriptor)
 
     def rename(source, target, **kwargs):
@@ -460,9 +467,7 @@ def test_everything_is_synced_before_the_commit_and_the_parent_after(
     assert ("fsync", str(run)) in calls[commit:]
     synced = {path for kind, path, *_ in calls[:commit] if kind == "fsync"}
     written = {
-        os.path.join(d, name).replace(final, temporary, 1)
-        for d, dirs, files in os.walk(run / "c")
-        for name in (*dirs, *files)
+        str(path).replace(final, temporary, 1) for path in (run / "c").rglob("*")
     }
     assert written | {temporary, str(tmp_path), str(tmp_path / "new")} <= synced
 

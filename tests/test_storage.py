@@ -34,7 +34,7 @@ def test_replace_leaves_the_old_content_if_it_fails(tmp_path, monkeypatch):
         _storage.replace(path, b"new")
     monkeypatch.undo()
     assert path.read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["file"]
+    assert list(tmp_path.iterdir()) == [path]
     _storage.replace(path, b"new")
     assert path.read_bytes() == b"new"
 
