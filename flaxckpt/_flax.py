@@ -148,7 +148,9 @@ def _named(children: Mapping[str | int, Any]) -> dict[str, Any]:
 
 def _variable(cls: Any, value: Any, metadata: Mapping[str, JSON]) -> Any:
     # Built without its mesh, which this process may not have.
-    return cls(value, **{**metadata, "eager_sharding": False})
+    variable = cls(value, **{**metadata, "eager_sharding": False})
+    variable.set_metadata(eager_sharding=metadata.get("eager_sharding", False))
+    return variable
 
 
 def _dataclass(cls: Any, known: dict[str, Any]) -> Any:

@@ -1,0 +1,87 @@
+"""Writes the golden checkpoints of our own format, `tests/golden/flaxckpt-<version>/`.
+
+Run from the root of the repository, once for every new version of the manifest:
+
+    PYTHONPATH=tests python tests/golden/make_flaxckpt.py
+
+What is in the repository for version 1 was written with
+
+    jax 0.10.2    flax 0.12.8    optax 0.2.8    tensorstore 0.1.86
+
+on one CPU device. A folder is never written again: a new version adds its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+from flax import linen, nnx
+from flax.core import FrozenDict
+from flax.training import dynamic_scale, train_state
+
+import flaxckpt
+from flaxckpt.datasets import StepIndexed
+from flaxckpt.formats import _orbax_json
+
+STEP: Final = 7
+METRICS: Final = {"eval/loss": 0.25}
+METADATA: Final = {"note": "golden", "tags": ["a", 1, None]}
+STORES: Final = ("files", "ocdbt")
+
+
+def array(*shape: int) -> np.ndarray[Any, Any]:
+    """Numbers that are the same with any version of anything."""
+    size = int(np.prod(shape))
+    return (np.arange(size, dtype=np.float32) * 7 % 11 / 8 - 0.5).reshape(shape)
+
+
+def state() -> dict[str, Any]:
+    """One of every kind of container and leaf."""
+    params = {
+        "kernel": linen.Partitioned(jnp.asarray(array(2, 3)), names=("in", None)),
+        "bias": jnp.asarray(array(3), jnp.bfloat16),
+    }
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    key = jax.random.wrap_key_data(np.array([1, 2], np.uint32), impl="threefry2x32")
+    return {
+        "train": train_state.TrainState.create(apply_fn=None, params=params, tx=tx),
+        "model": nnx.State(
+            {"w": nnx.Param(jnp.asarray(array(2))), "l": {0: nnx.Variable(3)}}
+        ),
+        "frozen": FrozenDict({"a": {"b": np.array([True, False])}}),
+        "scale": dynamic_scale.DynamicScale(growth_interval=5),
+        "key": key,
+        "numbers": (1, -2.5, True, 1j, np.float16(0.5), jnp.asarray(4)),
+        "text": ["", "a/b\n\0é"],
+        "empty": [None, {}, [], (), optax.EmptyState(), np.zeros((0, 2), np.int8)],
+        "small": {
+            "int4": array(4).astype(ml_dtypes.int4),
+            "uint4": array(4).astype(np.uint8).astype(ml_dtypes.uint4),
+            "float8": array(4).astype(ml_dtypes.float8_e4m3fn),
+        },
+        "int keys": {10: np.array(9, np.int64), 9: None},
+    }
+
+
+def main() -> None:
+    """Writes a run with one step for each store."""
+    version = _orbax_json.MANIFEST_VERSION
+    folder = Path(__file__).parent / f"flaxckpt-{version}"
+    folder.mkdir()
+    for store in STORES:
+        batches = StepIndexed(lambda i: i, start=STEP)
+        layout = flaxckpt.ArrayLayout(store=store)
+        with flaxckpt.Checkpointer(
+            folder / store, layout=layout, metadata=METADATA
+        ) as c:
+            c.save(STEP, state(), metrics=METRICS, metadata=METADATA, dataset=batches)
+
+
+if __name__ == "__main__":
+    main()
