@@ -191,28 +191,33 @@ def write(
     for batch in _batches(arrays, max_concurrent_bytes):
         # One transaction makes one data file of a batch, not one of every array.
         transaction = ts.Transaction(atomic=True) if ocdbt else None
+        specs = [_write_spec(root, array, layout, ocdbt) for array in batch]
         opened = [
-            ts.open(
-                _write_spec(root, array, layout, ocdbt),
-                create=True,
-                context=context,
-                transaction=transaction,
-            )
-            for array in batch
+            ts.open(spec, create=True, context=context, transaction=transaction)
+            for spec in specs
         ]
-        written = []
-        for array, future in zip(batch, opened, strict=True):
-            store = future.result()
-            for shard in array.shards:
-                target = store[tuple(slice(*bounds) for bounds in shard.region)]
-                write = target.write(
-                    shard.data, can_reference_source_data_indefinitely=True
-                )
-                written.append(write.copy if transaction else write)
-        for pending in written:
-            pending.result()
-        if transaction is not None:
-            transaction.commit_async().result()
+        started: list[ts.Future[Any]] = []
+        try:
+            for array, future in zip(batch, opened, strict=True):
+                started += _start_writes(array, future.result(), transaction)
+            for pending in started:
+                pending.result()
+            if transaction is not None:
+                transaction.commit_async().result()
+        finally:
+            # If one fails, the others must have ended before the caller cleans up.
+            for pending in (*opened, *started):
+                pending.exception()
+
+
+def _start_writes(
+    array: HostArray, store: ts.TensorStore, transaction: ts.Transaction | None
+) -> Iterator[ts.Future[Any]]:
+    for shard in array.shards:
+        target = store[tuple(slice(*bounds) for bounds in shard.region)]
+        write = target.write(shard.data, can_reference_source_data_indefinitely=True)
+        # In a transaction, nothing is written before the commit.
+        yield write.copy if transaction else write.commit
 
 
 def _batches(arrays: Iterable[HostArray], max_bytes: int) -> Iterator[list[HostArray]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -344,7 +345,8 @@ def execute(snapshot: Snapshot) -> int:
         try:
             return _write_and_commit(snapshot, temporary)
         except BaseException:
-            _storage.remove_tree(temporary)
+            with contextlib.suppress(OSError):
+                _storage.remove_tree(temporary)
             raise
     except errors.CheckpointError:
         raise

@@ -1,0 +1,41 @@
+# Each target works from a bare machine: it makes .venv and installs what it needs.
+#   make test    formatting, lints, types, then the tests
+#   make demo    trains, interrupts and resumes a small model
+#   make check   formatting, lints and types only
+#   make clean   removes all that these targets made
+
+PYTHON ?= python3
+PYTEST_ARGS ?= -n 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test check clean
+
+demo: $(INSTALLED)
+	@$(BIN)/python -m examples.demo
+
+test: check
+	@echo "==> pytest $(PYTEST_ARGS)"
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(INSTALLED)
+	@echo "==> ruff format --check"
+	@$(BIN)/ruff format --check .
+	@echo "==> ruff check"
+	@$(BIN)/ruff check .
+	@echo "==> mypy"
+	@$(BIN)/mypy
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("flaxckpt wants Python 3.11 or newer, found " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'
+	@echo "==> Installing flaxckpt with its test and example dependencies into $(VENV)"
+	@echo "    (once, and again when pyproject.toml changes; takes a few minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,examples]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
