@@ -44,7 +44,7 @@ class PreservationPolicy(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LatestN:
+class LatestN(PreservationPolicy):
     """Keeps the `n` newest checkpoints."""
 
     n: int
@@ -60,7 +60,7 @@ class LatestN:
 
 
 @dataclass(frozen=True, slots=True)
-class BestN:
+class BestN(PreservationPolicy):
     """Keeps the `n` checkpoints with the best `metric`; ties go to the newer.
 
     A checkpoint whose metric is missing, NaN or infinite is never among the best.
@@ -96,7 +96,7 @@ class BestN:
 
 
 @dataclass(frozen=True, slots=True)
-class EveryNSteps:
+class EveryNSteps(PreservationPolicy):
     """Keeps each checkpoint whose step is a multiple of `n`; 0 is one."""
 
     n: int

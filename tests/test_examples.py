@@ -4,14 +4,13 @@ import importlib
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-EXAMPLES = ["char_lm", "digits_nnx"]
 
-
-class Interrupted(Exception):
+class InterruptedTrainingError(Exception):
     """Stands for whatever stops a training run."""
 
 
@@ -28,7 +27,7 @@ def interrupt_after(steps, example, monkeypatch):
 
     def interrupted(*args):
         if next(taken) == steps:
-            raise Interrupted
+            raise InterruptedTrainingError
         return train_step(*args)
 
     monkeypatch.setattr(example, "train_step", interrupted)
@@ -39,6 +38,7 @@ def bits(state):
     pure = nnx.to_pure_dict(nnx.state(state)) if isinstance(state, tuple) else state
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(pure):
+        leaf = jnp.asarray(leaf)
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         array = np.asarray(leaf)
@@ -46,50 +46,52 @@ def bits(state):
     return found
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-@pytest.mark.parametrize("steps", [1, 3, 4])
+@pytest.fixture(scope="module", params=["char_lm", "digits_nnx"])
+def whole_run(request, tmp_path_factory):
+    """An example, its tiny configuration, and how an uninterrupted run ends."""
+    example, configs = load(request.param)
+    config = configs.tiny()
+    config.workdir = str(tmp_path_factory.mktemp("whole"))
+    return example, config, *example.main(config)
+
+
+@pytest.mark.parametrize(("steps", "found"), [(1, None), (5, 4)])
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(
-    name, steps, tmp_path, monkeypatch
+    whole_run, steps, found, tmp_path, monkeypatch, capsys
 ):
-    example, configs = load(name)
-    config = configs.tiny()
-    config.workdir = str(tmp_path / "twin")
-    twin_state, twin_metrics = example.main(config)
-
-    config.workdir = str(tmp_path / "interrupted")
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        interrupt_after(steps, example, patch)
-        example.main(config)
-    state, metrics = example.main(config)
-
-    assert metrics == twin_metrics
-    assert bits(state) == bits(twin_state)
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_a_finished_run_started_again_takes_no_step(name, tmp_path, monkeypatch):
-    example, configs = load(name)
-    config = configs.tiny()
+    example, config, whole_state, whole_metrics = whole_run
+    config = config.copy_and_resolve_references()
     config.workdir = str(tmp_path)
+    with monkeypatch.context() as patch:
+        interrupt_after(steps, example, patch)
+        with pytest.raises(InterruptedTrainingError):
+            example.main(config)
     state, metrics = example.main(config)
+    assert (f"found step {found}" in capsys.readouterr().out) == bool(found)
+    assert metrics == whole_metrics
+    assert bits(state) == bits(whole_state)
+
+
+def test_a_finished_run_started_again_takes_no_step(whole_run, monkeypatch):
+    example, config, whole_state, whole_metrics = whole_run
     interrupt_after(0, example, monkeypatch)
-    same_state, same_metrics = example.main(config)
-    assert same_metrics == metrics
-    assert bits(same_state) == bits(state)
+    state, metrics = example.main(config)
+    assert metrics == whole_metrics
+    assert bits(state) == bits(whole_state)
 
 
 def test_a_run_can_be_prolonged(tmp_path):
     example, configs = load("digits_nnx")
     config = configs.tiny()
-    config.workdir = str(tmp_path / "twin")
-    twin_state, _ = example.main(config)
+    config.workdir = str(tmp_path / "whole")
+    whole_state, _ = example.main(config)
 
     config.workdir = str(tmp_path / "prolonged")
     config.total_steps -= 3
     example.main(config)
     config.total_steps += 3
     state, _ = example.main(config)
-    assert bits(state) == bits(twin_state)
+    assert bits(state) == bits(whole_state)
 
 
 def test_the_digits_are_learned(tmp_path):
@@ -110,3 +112,34 @@ def test_no_training_topic_repeats_a_validation_topic():
     train = text(corpus.train[:, 0])
     repeated = [w for w in corpus.validation if text(w) in train]
     assert len(repeated) < len(corpus.validation) / 50
+
+
+@pytest.mark.slow
+def test_the_demo_finds_equal_runs_whether_it_starts_or_goes_on(tmp_path, capsys):
+    demo = importlib.import_module("examples.demo")
+    config = load("char_lm")[1].tiny()
+    config.update(total_steps=24, checkpoint_every=4, eval_every=4)
+    demo.main(tmp_path, config)
+    first = capsys.readouterr().out
+    assert "SIGKILL in the save of step 12" in first
+    assert "found step 8" in first
+    assert "Equal in every bit" in first
+
+    demo.main(tmp_path, config)
+    second = capsys.readouterr().out
+    assert "both runs are finished" in second
+    assert "train loss" not in second
+    assert "Equal in every bit" in second
+
+
+@pytest.mark.slow
+def test_the_demo_fails_if_the_runs_differ(tmp_path, capsys):
+    demo = importlib.import_module("examples.demo")
+    example, configs = load("digits_nnx")
+    for seed, name in enumerate(["killed", "twin"]):
+        config = configs.tiny()
+        config.update(seed=seed, workdir=str(tmp_path / name))
+        example.main(config)
+    with pytest.raises(SystemExit, match="the runs differ in"):
+        demo.compare(tmp_path / "killed", tmp_path / "twin")
+    assert "leaves differ" in capsys.readouterr().out

@@ -1,0 +1,27 @@
+"""Settings of `examples/digits_nnx.py`."""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """The full run: a few seconds on two CPU cores."""
+    config = ConfigDict()
+    config.workdir = "runs/digits_nnx"
+    config.seed = 0
+
+    config.features = 24
+    config.dropout_rate = 0.4
+
+    config.total_steps = 320
+    config.batch_size = 64
+    config.learning_rate = 3e-3
+
+    config.checkpoint_every = 40
+    return config
+
+
+def tiny() -> ConfigDict:
+    """A few steps of a small model, for tests."""
+    config = get_config()
+    config.update(features=4, batch_size=16, total_steps=6, checkpoint_every=2)
+    return config

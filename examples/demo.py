@@ -1,0 +1,307 @@
+"""Kills a training run in the middle of a save, and shows that nothing is lost.
+
+    python -m examples.demo                     # in ./demo-run, one to two minutes
+    python -m examples.demo --workdir=/tmp/demo
+
+Trains the transformer of `examples/char_lm.py` in a process of its own, and kills
+that process with SIGKILL while it writes a checkpoint. A new process goes on from the
+newest whole checkpoint to the end. Then a twin is trained without interruption, and
+everything in the two final checkpoints is compared, bit for bit.
+
+Started again, it goes on from where it stands; when all is there, it compares again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags, logging
+from ml_collections import ConfigDict
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+
+import flaxckpt
+from configs.char_lm import get_config
+from examples import char_lm
+
+ROOT = Path(__file__).resolve().parent.parent
+TEMPORARY = ".orbax-checkpoint-tmp"
+"""How the name of a checkpoint ends until it is committed."""
+
+console = Console(highlight=False)
+
+
+def main(workdir: Path, config: ConfigDict) -> None:
+    """Does what is left to do under `workdir`, and compares the two runs.
+
+    Args:
+        workdir: Holds the runs `killed/` and `twin/`, and a note of the kill.
+        config: Of `examples/char_lm.py`, except that its `workdir` is not used.
+
+    Raises:
+        SystemExit: The runs differ, or a training process failed.
+    """
+    killed, twin, note = workdir / "killed", workdir / "twin", workdir / "kill.json"
+    workdir.mkdir(parents=True, exist_ok=True)
+    console.print(
+        f"[bold]flaxckpt demo[/] in {workdir}: {found(workdir, config)}", soft_wrap=True
+    )
+
+    if not note.exists():
+        heading("Train a small transformer, and kill it in the middle of a save")
+        note.write_text(json.dumps({"step": kill_in_a_save(killed, config)}))
+    if latest_step(killed) < config.total_steps:
+        heading("Start it again: it goes on from the newest whole checkpoint")
+        train(killed, config)
+    if latest_step(twin) < config.total_steps:
+        heading("Train a twin that nobody interrupts")
+        train(twin, config)
+    heading("Compare the two final checkpoints, bit for bit")
+    compare(killed, twin)
+    heading("What the killed run keeps, and why")
+    show_steps(killed, note)
+    heading("What the model writes after a text that it has never seen")
+    show_text(killed, config)
+
+
+def found(workdir: Path, config: ConfigDict) -> str:
+    """What an earlier start has left, in a few words."""
+    if not any(workdir.iterdir()):
+        return "nothing there yet, starting"
+    steps = [latest_step(workdir / name) for name in ("killed", "twin")]
+    if min(steps) == config.total_steps:
+        return "both runs are finished, comparing them again"
+    was_killed = "killed" if (workdir / "kill.json").exists() else "not killed yet"
+    return (
+        f"found one run at step {steps[0]} ({was_killed}) and its twin at step"
+        f" {steps[1]} of {config.total_steps}, going on"
+    )
+
+
+# --- Training processes ---------------------------------------------------------
+
+
+def train(directory: Path, config: ConfigDict, *, kill_in: int | None = None) -> None:
+    """Runs `examples/char_lm.py` in a process, and shows what it prints.
+
+    Args:
+        directory: Where the run keeps its checkpoints.
+        config: Its settings.
+        kill_in: The process is killed in the middle of the save of this step.
+
+    Raises:
+        SystemExit: The process failed, other than by being killed.
+    """
+    settings = {**config.to_dict(), "workdir": str(directory.resolve())}
+    command = [sys.executable, "-u", "-m", "examples.char_lm"]
+    command += ["--config=configs/char_lm.py", "--verbosity=-1"]  # warnings only
+    command += [f"--config.{name}={value}" for name, value in settings.items()]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,  # so that Ctrl-C stops this process first
+    ) as process:
+        if kill_in is not None:
+            unfinished = directory / f"{kill_in}{TEMPORARY}"
+            threading.Thread(target=kill_halfway, args=(process, unfinished)).start()
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                console.print(f"  [dim]│[/] {escape(line.rstrip())}", soft_wrap=True)
+        except KeyboardInterrupt:
+            process.kill()
+            raise
+    was_killed = kill_in is not None and process.returncode == -signal.SIGKILL
+    if process.returncode and not was_killed:
+        sys.exit(f"the training process failed with exit code {process.returncode}")
+
+
+def kill_halfway(process: subprocess.Popen[str], unfinished: Path) -> None:
+    """Kills `process` once `unfinished` has half as many files as a checkpoint."""
+    directory = unfinished.parent
+    while process.poll() is None:
+        written = count_files(unfinished)
+        if written and written >= count_files(newest_checkpoint(directory)) // 2:
+            process.kill()
+            return
+        time.sleep(0.0005)
+
+
+def kill_in_a_save(directory: Path, config: ConfigDict) -> int:
+    """Trains from where the run stands, and kills it while it writes a checkpoint.
+
+    Returns:
+        The step whose save was cut off.
+
+    Raises:
+        SystemExit: Every save was committed before the kill came.
+    """
+    every = config.checkpoint_every
+    middle = config.total_steps // (2 * every) * every
+    for step in range(middle, config.total_steps, every):
+        unfinished = directory / f"{step}{TEMPORARY}"
+        if step <= latest_step(directory):
+            continue
+        if not unfinished.exists():  # as when the demo itself was stopped right here
+            train(directory, config, kill_in=step)
+        if (directory / str(step)).exists():
+            console.print(f"  The save of step {step} was faster than the kill: again.")
+            continue
+        newest = newest_checkpoint(directory)
+        assert unfinished.is_dir()
+        assert int(newest.name) < step
+        console.print(
+            f"  [red]SIGKILL[/] in the save of step {step}: {count_files(unfinished)}"
+            f" of {count_files(newest)} files are in {unfinished.name}.\n  Nothing"
+            f" takes that for a checkpoint; the newest is still step {newest.name}.",
+            soft_wrap=True,
+        )
+        return step
+    sys.exit("every save was faster than the kill: remove the workdir and start again")
+
+
+def count_files(directory: Path) -> int:
+    """How many files are under `directory`, 0 if it is not there."""
+    return sum(len(files) for _, _, files in os.walk(directory))
+
+
+def newest_checkpoint(directory: Path) -> Path:
+    """The newest committed step of a run."""
+    return directory / str(latest_step(directory))
+
+
+def latest_step(directory: Path) -> int:
+    """The newest committed step of a run, 0 if there is none."""
+    if not directory.exists():
+        return 0
+    with flaxckpt.Checkpointer(directory, read_only=True) as ckpt:
+        return ckpt.latest_step() or 0
+
+
+# --- What it shows --------------------------------------------------------------
+
+
+def heading(text: str) -> None:
+    """Starts a part of the demo."""
+    console.print(f"\n[bold cyan]{text}[/]")
+
+
+def compare(killed: Path, twin: Path) -> None:
+    """Shows, part by part, whether two runs ended with the same bits.
+
+    Raises:
+        SystemExit: They did not.
+    """
+    # Loaded without an abstract state, so that every leaf on disk is compared.
+    ours, theirs = final_bits(killed), final_bits(twin)
+    differing = [n for n in ours | theirs if ours.get(n) != theirs.get(n)]
+    table = Table("part", "leaves", "bytes", "resumed = never interrupted", box=SIMPLE)
+    for part in dict.fromkeys(map(part_of, ours)):
+        leaves = [name for name in ours if part_of(name) == part]
+        unequal = sum(part_of(name) == part for name in differing)
+        verdict = f"[red]no: {unequal} leaves differ[/]" if unequal else "[green]yes[/]"
+        size = sum(len(ours[name].value) for name in leaves)
+        table.add_row(part, f"{len(leaves)}", f"{size:,}", verdict)
+    console.print(table)
+    if differing:
+        sys.exit(f"the runs differ in {len(differing)} leaves: {differing[:8]}")
+    console.print("  [green]Equal in every bit: the kill has left no trace.[/]")
+
+
+class Bits(NamedTuple):
+    """A leaf in a form in which `==` tells apart all that can differ."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    value: bytes
+
+
+def final_bits(directory: Path) -> dict[str, Bits]:
+    """Every leaf of a run's newest checkpoint, and the position in its dataset."""
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(flaxckpt.load(directory)):
+        array = jnp.asarray(leaf)
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            array = jax.random.key_data(array)
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        found[name] = Bits(str(array.dtype), array.shape, np.asarray(array).tobytes())
+    dataset = newest_checkpoint(directory) / "dataset"
+    position = (dataset / "process_0-of-1.json").read_bytes()
+    return {**found, "dataset": Bits("json", (), position)}
+
+
+def part_of(leaf_path: str) -> str:
+    """`params` of `params/head/kernel`."""
+    return leaf_path.split("/")[0]
+
+
+def show_steps(directory: Path, note: Path) -> None:
+    """Shows what became of every save, and what it took."""
+    log = (directory / "saves.jsonl").read_text().splitlines()
+    saves = {save["step"]: save for save in map(json.loads, log)}
+    killed_at = json.loads(note.read_text())["step"]
+    with flaxckpt.Checkpointer(directory, keep=char_lm.KEEP, read_only=True) as ckpt:
+        reasons = ckpt.explain()
+    columns = ("step", "stays because", "size", "blocked", "durable after")
+    table = Table(*columns, box=SIMPLE)
+    for step in sorted(reasons | saves):
+        why = ", ".join(reasons.get(step, ())) or "[dim](deleted)[/]"
+        if step == killed_at:
+            why += " [red]first try killed[/]"
+        table.add_row(str(step), why, *what_it_took(saves.get(step)))
+    console.print(table)
+
+
+def what_it_took(save: Mapping[str, Any] | None) -> tuple[str, str, str]:
+    """Size, blocked and total time; dashes if the process was killed before its log."""
+    if save is None:
+        return "-", "-", "-"
+    return (
+        f"{save['bytes_written'] / 1e6:.2f} MB",
+        f"{save['blocked_secs'] * 1e3:.0f} ms",
+        f"{save['total_secs'] * 1e3:.0f} ms",
+    )
+
+
+def show_text(directory: Path, config: ConfigDict) -> None:
+    """Prints how the trained model goes on from a text of the validation split."""
+    corpus = char_lm.load_corpus(config.context)
+    state = char_lm.create_train_state(config, len(corpus.alphabet))
+    params = flaxckpt.load(directory, {"params": state.params})["params"]
+    seen = corpus.validation[0, :-1]
+    written = char_lm.complete(
+        state.replace(params=params), seen, jax.random.key(0), length=240
+    )
+    text = ["".join(corpus.alphabet[i] for i in chars) for chars in (seen, written)]
+    console.print(Panel(f"[dim]{escape(text[0])}[/]{escape(text[1])}", width=80))
+
+
+if __name__ == "__main__":
+    _WORKDIR = flags.DEFINE_string("workdir", "demo-run", "Where to train.")
+
+    def _run(argv: list[str]) -> None:
+        del argv
+        logging.set_verbosity(logging.ERROR)  # what it does is on the console
+        try:
+            main(Path(_WORKDIR.value), get_config())
+        except KeyboardInterrupt:
+            sys.exit("\nstopped; the same command goes on from here")
+
+    app.run(_run)
