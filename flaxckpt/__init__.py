@@ -1,11 +1,13 @@
 """Checkpoints for Flax and Optax: what stock Orbax reads, verified and durable."""
 
-from flaxckpt import datasets, errors, formats, policies
+from flaxckpt import datasets, errors, formats, partition, policies, transforms
 from flaxckpt._callback import CheckpointCallback
 from flaxckpt._checkpointer import Checkpointer
 from flaxckpt._info import ArrayLayout, CheckpointMetadata, LeafInfo, SaveResult
-from flaxckpt._restore import load, metadata
+from flaxckpt._plan import LeafPlan, RestorePlan
+from flaxckpt._restore import load, metadata, open_leaf, plan
 from flaxckpt._save import SaveHandle, save, save_async
+from flaxckpt.partition import abstract_state, parameter_infos
 
 __all__ = [
     "ArrayLayout",
@@ -13,14 +15,22 @@ __all__ = [
     "CheckpointMetadata",
     "Checkpointer",
     "LeafInfo",
+    "LeafPlan",
+    "RestorePlan",
     "SaveHandle",
     "SaveResult",
+    "abstract_state",
     "datasets",
     "errors",
     "formats",
     "load",
     "metadata",
+    "open_leaf",
+    "parameter_infos",
+    "partition",
+    "plan",
     "policies",
     "save",
     "save_async",
+    "transforms",
 ]

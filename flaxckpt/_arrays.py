@@ -8,6 +8,7 @@ device needs exactly once.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,12 +20,15 @@ import numpy as np
 import tensorstore as ts
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from flaxckpt import _dtypes, errors
+from flaxckpt import _chunks, _dtypes, errors
 from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import JSON, LeafPath, Shape
 
 DEFAULT_CONCURRENT_BYTES = 2 * 2**30
 """Bytes that may be between memory and storage at one time."""
+
+_MIN_REPLICA_BYTES = 2**20
+"""A part of a shard smaller than this is not worth a writer and a chunk of its own."""
 
 _WEAK_LIMIT = 4096
 """Elements up to which a weakly typed array is built anew as one."""
@@ -42,7 +46,7 @@ class HostShard(NamedTuple):
 
     Attributes:
         region: Where it lies in the whole array.
-        data: Its values in the stored type. Never written to again.
+        data: Its values, in the type that they have in memory. Never written again.
     """
 
     region: Region
@@ -55,7 +59,7 @@ class HostArray(NamedTuple):
     Attributes:
         name: What the checkpoint calls it.
         shape: Of the whole array, as stored.
-        dtype: Name of the stored type.
+        dtype: Name of the type to save, which the values get while they are written.
         chunk_shape: Extent of the stored chunks.
         shards: The parts that this process writes; none for an array of size 0.
     """
@@ -90,47 +94,89 @@ def to_host(leaves: Sequence[tuple[str, Shape, Leaf]]) -> list[HostArray]:
     if faults:
         raise errors.UnsupportedLeafError(faults)
     sources = [_sources(leaf) for _, _, leaf in leaves]
-    for shards in sources:
-        for _, data in shards:
-            if isinstance(data, jax.Array):
-                data.copy_to_host_async()
+    for parts in sources:
+        for part in parts:
+            if isinstance(part.data, jax.Array):
+                part.data.copy_to_host_async()
     return [
-        _host_array(name, chunk_shape, leaf.info, shards)
-        for (name, chunk_shape, leaf), shards in zip(leaves, sources, strict=True)
+        HostArray(
+            name,
+            stored_form(leaf.info)[0],
+            leaf.info.dtype or "",
+            chunk_shape,
+            tuple(part.on_host() for part in parts if part.data.size),
+        )
+        for (name, chunk_shape, leaf), parts in zip(leaves, sources, strict=True)
     ]
 
 
-def _sources(leaf: Leaf) -> list[tuple[Region, jax.Array | Array]]:
+class _Part(NamedTuple):
+    """What this process writes of an array, not yet on the host.
+
+    Attributes:
+        region: Where it lies in the whole array.
+        data: Values on a device or on the host.
+        within: The part of `data` that counts, cut on the host; None for all.
+    """
+
+    region: Region
+    data: jax.Array | Array
+    within: tuple[slice, ...] | None = None
+
+    def on_host(self) -> HostShard:
+        values = np.asarray(self.data)
+        return HostShard(
+            self.region, values if self.within is None else values[self.within]
+        )
+
+
+def _sources(leaf: Leaf) -> list[_Part]:
     value = leaf.source
     if not isinstance(value, jax.Array):
-        array = np.array(value, dtype=_dtypes.to_numpy(leaf.info.dtype or ""))
-        return [(_whole(array.shape), array)]
+        array = np.array(value)
+        if leaf.info.kind == "scalar":
+            array = array.astype(_dtypes.to_numpy(leaf.info.dtype or ""))
+        return [_Part(_whole(array.shape), array)]
     if leaf.info.kind == "prng_key":
         value = jax.random.key_data(value)
+    slices = _replica_slices(leaf.info, value.shape)
     return [
-        (_region(shard.index, value.shape), shard.data)
+        _part(shard, value.shape, slices)
         for shard in value.addressable_shards
-        if shard.replica_id == 0
+        if slices is not None or shard.replica_id == 0
     ]
 
 
-def _host_array(
-    name: str,
-    chunk_shape: Shape,
-    info: LeafInfo,
-    shards: list[tuple[Region, jax.Array | Array]],
-) -> HostArray:
-    shape, dtype = stored_form(info)
-    return HostArray(
-        name,
-        shape,
-        dtype,
-        chunk_shape,
-        tuple(
-            HostShard(region, _dtypes.to_stored(np.asarray(data)))
-            for region, data in shards
-            if data.size
-        ),
+def _part(
+    shard: jax.Shard, shape: Shape, slices: _chunks.ReplicaSlices | None
+) -> _Part:
+    region = _region(shard.index, shape)
+    if slices is None:
+        return _Part(region, shard.data)
+    start, stop = slices.bounds[shard.replica_id]
+    origin = region[slices.axis][0]
+    bounds = (origin + start, origin + stop)
+    region = (*region[: slices.axis], bounds, *region[slices.axis + 1 :])
+    within = (*[slice(None)] * slices.axis, slice(start, stop))
+    if shard.device.platform == "cpu":
+        return _Part(region, shard.data, within)
+    # Cut on the device, so that only this part is copied from it.
+    return _Part(region, shard.data[within])
+
+
+def _replica_slices(info: LeafInfo, shape: Shape) -> _chunks.ReplicaSlices | None:
+    """How the devices that hold the same shard divide the writing of it."""
+    if info.sharding is None:
+        return None
+    shard = info.sharding.shard_shape(info.shape)
+    copies = math.prod(
+        whole // part for whole, part in zip(info.shape, shard, strict=True) if part
+    )
+    return _chunks.replica_slices(
+        (*shard, *shape[len(shard) :]),
+        info.sharding.num_devices // copies,
+        itemsize=_dtypes.item_bits(info.dtype or "") / 8,
+        min_bytes=_MIN_REPLICA_BYTES,
     )
 
 
@@ -149,7 +195,9 @@ def _key_words(impl: str) -> int:
 
 
 def write_shape(info: LeafInfo, shape: Shape) -> Shape:
-    """What one writer writes of an array: a shard of it, at least 1 along each axis.
+    """What one device writes of an array, at least 1 along each axis.
+
+    That is a shard, or a part of one if others hold the same.
 
     Args:
         info: The leaf.
@@ -157,8 +205,24 @@ def write_shape(info: LeafInfo, shape: Shape) -> Shape:
     """
     if info.sharding is not None:
         shard = info.sharding.shard_shape(info.shape)
-        shape = (*shard, *shape[len(shard) :])
+        slices = _replica_slices(info, shape)
+        shape = slices.shape if slices else (*shard, *shape[len(shard) :])
     return tuple(max(1, size) for size in shape)
+
+
+def with_chunk_shape(info: LeafInfo, layout: ArrayLayout) -> LeafInfo:
+    """`info` with the chunk shape that its values are stored in, if it has any."""
+    if info.dtype is None:
+        return info
+    shape, dtype = stored_form(info)
+    written = write_shape(info, shape)
+    chunk_shape = _chunks.choose_chunk_shape(
+        written,
+        itemsize=_dtypes.item_bits(dtype) / 8,
+        max_bytes=layout.chunk_bytes,
+        ragged=written == shape,
+    )
+    return dataclasses.replace(info, chunk_shape=chunk_shape)
 
 
 def stored_bytes(info: LeafInfo) -> int:
@@ -215,7 +279,8 @@ def _start_writes(
 ) -> Iterator[ts.Future[Any]]:
     for shard in array.shards:
         target = store[tuple(slice(*bounds) for bounds in shard.region)]
-        write = target.write(shard.data, can_reference_source_data_indefinitely=True)
+        data = _dtypes.to_stored(np.asarray(shard.data, _dtypes.to_numpy(array.dtype)))
+        write = target.write(data, can_reference_source_data_indefinitely=True)
         # In a transaction, nothing is written before the commit.
         yield write.copy if transaction else write.commit
 
@@ -244,7 +309,7 @@ def _write_spec(
         "store_data_equal_to_fill_value": True,
         "metadata": {
             "shape": array.shape,
-            "data_type": array.dtype,
+            "data_type": _dtypes.stored_name(array.dtype),
             "chunk_grid": {
                 "name": "regular",
                 "configuration": {"chunk_shape": array.chunk_shape},
@@ -289,13 +354,39 @@ class ReadJob(NamedTuple):
 
     Attributes:
         stored: The leaf in the checkpoint.
-        found: How it is stored.
         wanted: The type, sharding and kind of value that the caller gets.
     """
 
     stored: StoredLeaf
-    found: LeafInfo
     wanted: LeafInfo
+
+    @property
+    def found(self) -> LeafInfo:
+        """How it is stored."""
+        return self.stored.info
+
+
+def open_one(stored: StoredLeaf) -> ts.TensorStore:
+    """Opens one stored array, read-only.
+
+    Raises:
+        DamagedCheckpointError: It is not there, or is not what was recorded.
+    """
+    try:
+        store = _open(stored, ts.Context()).result()
+        _check_form(stored.info, store)
+    except (ValueError, OSError) as error:
+        raise _damaged(stored.root, {stored.info.path: _first_words(error)}) from None
+    return store
+
+
+def bytes_here(job: ReadJob) -> int:
+    """Uncompressed bytes that this process reads for a leaf."""
+    if job.found.dtype is None:
+        return 0
+    _, dtype = stored_form(job.found)
+    elements = sum(math.prod(b - a for a, b in region) for region in _reads(job))
+    return elements * _dtypes.item_bits(dtype) // 8
 
 
 def read(
@@ -320,8 +411,7 @@ def read(
     def finish() -> int:
         done = pending.popleft()
         try:
-            blocks = {region: future.result() for region, future in done.blocks.items()}
-            values[done.job.wanted.path] = _assemble(done.job, blocks)
+            values[done.job.wanted.path] = _assemble(done.job, done.blocks())
         except (ValueError, OSError) as error:
             faults[done.job.wanted.path] = _first_words(error)
         return done.size
@@ -333,7 +423,7 @@ def read(
         except (ValueError, OSError) as error:
             faults[job.wanted.path] = _first_words(error)
             continue
-        size = stored_bytes(job.found)
+        size = bytes_here(job)
         while pending and in_flight + size > max_concurrent_bytes:
             in_flight -= finish()
         pending.append(_Pending(job, _start(job, store), size))
@@ -341,12 +431,16 @@ def read(
     while pending:
         finish()
     if faults:
-        raise errors.DamagedCheckpointError(
-            f"{len(faults)} leaves of {jobs[0].stored.root} cannot be read:\n"
-            + errors.rows(f"{path}: {reason}" for path, reason in faults.items())
-            + "\nRestore another step, or save the checkpoint again."
-        )
+        raise _damaged(jobs[0].stored.root, faults)
     return values
+
+
+def _damaged(root: Path, faults: dict[LeafPath, str]) -> errors.DamagedCheckpointError:
+    return errors.DamagedCheckpointError(
+        f"{len(faults)} leaves of {root} cannot be read:\n"
+        + errors.rows(f"{path}: {reason}" for path, reason in faults.items())
+        + "\nRestore another step, or save the checkpoint again."
+    )
 
 
 def _open(stored: StoredLeaf, context: ts.Context) -> ts.Future[ts.TensorStore]:
@@ -355,9 +449,30 @@ def _open(stored: StoredLeaf, context: ts.Context) -> ts.Future[ts.TensorStore]:
 
 
 class _Pending(NamedTuple):
+    """A leaf whose values are on their way.
+
+    Attributes:
+        job: The leaf.
+        reads: What is read -> its values, to come.
+        size: Bytes of all that.
+    """
+
     job: ReadJob
-    blocks: dict[Region, ts.Future[Array]]
+    reads: dict[Region, ts.Future[Array]]
     size: int
+
+    def blocks(self) -> dict[Region, Array]:
+        """What each device needs -> its values."""
+        blocks = {}
+        for read, regions in _reads(self.job).items():
+            values = self.reads[read].result()
+            for region in regions:
+                inner = [
+                    slice(start - origin, stop - origin)
+                    for (start, stop), (origin, _) in zip(region, read, strict=True)
+                ]
+                blocks[region] = values[(*inner, ...)]  # an array even if it is 0-d
+        return blocks
 
 
 def _first_words(error: Exception) -> str:
@@ -387,15 +502,38 @@ def _start(job: ReadJob, store: ts.TensorStore) -> dict[Region, ts.Future[Array]
         store = ts.cast(store, wanted)
     return {
         region: store[tuple(slice(*bounds) for bounds in region)].read()
-        for region in _regions(job.wanted, store.shape)
+        for region in _reads(job)
     }
 
 
-def _regions(wanted: LeafInfo, shape: Shape) -> set[Region]:
-    if wanted.sharding is None or wanted.kind != "array":
-        return {_whole(shape)}
-    indices = wanted.sharding.addressable_devices_indices_map(shape).values()
-    return {_region(index or (), shape) for index in indices}
+def _reads(job: ReadJob) -> dict[Region, list[Region]]:
+    """What to read of a leaf -> the regions that devices need of it.
+
+    Each region is read by itself if no chunk reaches into two of them. Otherwise that
+    chunk would be read once for each, so what encloses them all is read instead.
+    """
+    shape, _ = stored_form(job.found)
+    if job.wanted.sharding is None or job.wanted.kind != "array":
+        return {_whole(shape): [_whole(shape)]}
+    indices = job.wanted.sharding.addressable_devices_indices_map(shape).values()
+    regions = list(dict.fromkeys(_region(index or (), shape) for index in indices))
+    chunk = job.found.chunk_shape
+    if len(regions) == 1 or (
+        chunk and all(_fits_chunks(r, chunk, shape) for r in regions)
+    ):
+        return {region: [region] for region in regions}
+    box = tuple(
+        (min(start for start, _ in bounds), max(stop for _, stop in bounds))
+        for bounds in zip(*regions, strict=True)
+    )
+    return {box: regions}
+
+
+def _fits_chunks(region: Region, chunk: Shape, shape: Shape) -> bool:
+    return all(
+        start % part == 0 and (stop % part == 0 or stop == size)
+        for (start, stop), part, size in zip(region, chunk, shape, strict=True)
+    )
 
 
 def _assemble(job: ReadJob, blocks: dict[Region, Array]) -> Any:
@@ -448,6 +586,17 @@ def _to_devices(blocks: dict[Region, Array], wanted: LeafInfo) -> jax.Array:
         wanted.shape, sharding, placed
     )
     return whole_array
+
+
+def place(value: Any, wanted: LeafInfo) -> Any:
+    """A computed leaf, where and as the caller wants it."""
+    if wanted.python_type != "jax.Array":
+        array = np.asarray(value)
+        return array if wanted.kind == "array" else array.item()
+    if wanted.sharding is not None:
+        return _put(value, wanted.sharding)
+    # Fresh from jit it is tied to a device, unlike what is restored.
+    return _put(np.asarray(value), None) if wanted.kind == "array" else value
 
 
 def _put(array: Array | jax.Array, sharding: Sharding | None) -> jax.Array:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 import jax
 
-from flaxckpt import _restore, errors
+from flaxckpt import _plan, errors
 from flaxckpt._checkpointer import Checkpointer
 from flaxckpt._save import SaveHandle
 from flaxckpt._types import PyTree
@@ -195,7 +195,7 @@ class CheckpointCallback:
             _log.info("no checkpoint in %s: starting anew", self.checkpointer.directory)
             return state, 0
         restored, step = self.checkpointer._restore(
-            state, None, dataset, True, _restore.Options()
+            state, None, dataset, True, _plan.Options()
         )
         self._seen = self._saved = step
         self._saved_at = self._clock()

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from flaxckpt import (
     _arrays,
+    _plan,
     _restore,
     _save,
     _steps,
@@ -24,6 +25,7 @@ from flaxckpt._save import SaveHandle
 from flaxckpt._types import JSON, PathLike, PyTree
 from flaxckpt.formats import _orbax
 from flaxckpt.policies import PreservationPolicy
+from flaxckpt.transforms import Transform
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class Checkpointer:
             pinned steps always stay, and without policies nothing is deleted.
         layout: How arrays are cut and encoded.
         max_concurrent_bytes: Bytes on their way to or from storage at one time.
+        transforms: What to change on the way to the checkpoint, at every save.
         step_format: Names of steps: `{step}`, `step_{step}`, `{step:08d}`.
         read_only: Refuses to save or delete.
         metadata: JSON of your own about the whole run, kept where Orbax keeps its
@@ -63,6 +66,7 @@ class Checkpointer:
         keep: Sequence[PreservationPolicy] = (),
         layout: ArrayLayout | None = None,
         max_concurrent_bytes: int = _arrays.DEFAULT_CONCURRENT_BYTES,
+        transforms: Sequence[Transform] = (),
         step_format: str = "{step}",
         read_only: bool = False,
         metadata: Mapping[str, JSON] | None = None,
@@ -71,6 +75,7 @@ class Checkpointer:
         self.keep = tuple(keep)
         self.read_only = read_only
         self._layout = layout or ArrayLayout()
+        self._transforms = tuple(transforms)
         self._max_concurrent_bytes = max_concurrent_bytes
         self._format = _steps.StepFormat(step_format)
         self._pending: SaveHandle | None = None
@@ -134,6 +139,7 @@ class Checkpointer:
             _save.Options(
                 number,
                 self._layout,
+                self._transforms,
                 as_metrics(metrics),
                 metadata or {},
                 dataset,
@@ -280,8 +286,11 @@ class Checkpointer:
         step: int | None = None,
         dataset: Any = None,
         fallback: bool = True,
+        transforms: Sequence[Transform] = (),
         missing: Literal["error", "init"] = "error",
         unused: Literal["warn", "error", "ignore"] = "warn",
+        optimizer: Literal["match", "exact", "reinit"] = "match",
+        types: Sequence[type] = (),
     ) -> PyTree:
         """Restores a step, by default the newest.
 
@@ -291,8 +300,11 @@ class Checkpointer:
             dataset: An iterator to put where the saved one stood.
             fallback: Whether an older step is taken, with a warning, if the newest is
                 damaged. Never if `step` is given.
-            missing: As in `flaxckpt.load`.
-            unused: As in `flaxckpt.load`.
+            transforms: As in `flaxckpt.load`, like those that follow.
+            missing: See there.
+            unused: See there.
+            optimizer: See there.
+            types: See there.
 
         Returns:
             A state like `abstract_state`, every leaf filled.
@@ -306,7 +318,14 @@ class Checkpointer:
             step,
             dataset,
             fallback,
-            _restore.Options(missing, unused, self._max_concurrent_bytes),
+            _plan.Options(
+                missing,
+                unused,
+                optimizer,
+                transforms,
+                types,
+                self._max_concurrent_bytes,
+            ),
         )
         return state
 
@@ -316,7 +335,7 @@ class Checkpointer:
         step: int | None,
         dataset: Any,
         fallback: bool,
-        options: _restore.Options,
+        options: _plan.Options,
     ) -> tuple[PyTree, int]:
         """Restores a step, and says which."""
         self.wait()
@@ -336,7 +355,7 @@ class Checkpointer:
                     raise errors.DamagedCheckpointError(
                         f"{path} is called like a step, but holds no checkpoint"
                     )
-                stored = _restore.read_stored(path, number)
+                stored = _restore.read_stored(path, number, options.types)
                 state = _restore.restore(stored, abstract_state, options)
                 if dataset is not None:
                     _restore.restore_dataset(stored, dataset)

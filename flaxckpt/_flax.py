@@ -11,18 +11,22 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from flax import nnx
 from flax.core import meta
+from flax.linen import spmd
+from jax.sharding import PartitionSpec
 
 from flaxckpt import _info, _tree, errors
 from flaxckpt._info import Leaf, LeafTable
 from flaxckpt._types import JSON, LeafPath, PyTree
 
 BOXES: tuple[type, ...] = (nnx.Variable, meta.AxisMetadata)
+
+Keys: TypeAlias = tuple[_tree.Key, ...]
 
 _TRUSTED_PACKAGES = ("flax", "optax")
 
@@ -36,11 +40,14 @@ class FlatState:
         structure: Its containers.
         rebuild: Leaf path -> value, back into a state of the same classes. NNX
             objects come back as new objects that share what the old ones shared.
+        optimizer_states: Where the state of an NNX optimizer stands, and its structure
+            in optax's own classes, which an `nnx.State` has lost.
     """
 
     table: LeafTable
     structure: _tree.Node | LeafPath
     rebuild: Callable[[Mapping[LeafPath, Any]], PyTree]
+    optimizer_states: tuple[tuple[Keys, _tree.Node | LeafPath], ...] = ()
 
 
 def flatten(state: PyTree) -> FlatState:
@@ -66,20 +73,39 @@ def flatten(state: PyTree) -> FlatState:
         table,
         flat.structure,
         lambda values: restore_objects(_tree.unflatten(flat.structure, values)),
+        tuple(
+            ((*keys, _OPT_STATE), _tree.flatten(node.opt_state, boxes=BOXES).structure)
+            for keys, node in _nodes(state, _is_nnx_optimizer)
+        ),
     )
+
+
+_OPT_STATE = _tree.Key("opt_state", "attr")
+
+
+def _nodes(state: PyTree, wanted: Callable[[Any], bool]) -> list[tuple[Keys, Any]]:
+    """The nodes of a state that are `wanted`, each with its keys."""
+    found = jax.tree_util.tree_leaves_with_path(
+        state, is_leaf=lambda node: wanted(node) or is_object(node)
+    )
+    return [(_tree.keys(path), node) for path, node in found if wanted(node)]
+
+
+def _is_nnx_optimizer(node: object) -> bool:
+    return isinstance(node, nnx.Optimizer)
 
 
 def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """Puts an `nnx.State` in the place of every NNX object, and tells the way back."""
     try:
         treedef: Any  # jax declares no attributes of it
-        nodes, treedef = jax.tree.flatten(state, is_leaf=_is_object)
+        nodes, treedef = jax.tree.flatten(state, is_leaf=is_object)
     except (TypeError, ValueError) as error:
         raise errors.LeafNameError(
             {"the state": f"jax cannot flatten it ({error})"},
             "Give each dictionary keys of one sortable type.",
         ) from None
-    places = [i for i, node in enumerate(nodes) if _is_object(node)]
+    places = [i for i, node in enumerate(nodes) if is_object(node)]
     if not places:
         return state, lambda tree: tree
     # Split together, so that what two objects share is stored once.
@@ -98,13 +124,156 @@ def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     return treedef.unflatten(nodes), restore
 
 
-def _is_object(node: object) -> bool:
+def is_object(node: object) -> bool:
+    """Whether `node` is an NNX object: a module, an optimizer, streams of keys."""
     return isinstance(node, nnx.Pytree)
+
+
+# ---- what a model says of its partition -----------------------------------------
+
+
+class AxisNames(NamedTuple):
+    """The names that a model gives to the axes of a parameter.
+
+    Attributes:
+        names: One for each axis; None for an axis that is never split.
+        rules: The parameter's own rules from logical names to axes of the mesh.
+        are_logical: Whether the names need rules to become axes of the mesh.
+    """
+
+    names: tuple[Any, ...]
+    rules: tuple[tuple[str, Any], ...]
+    are_logical: bool
+
+
+def axis_names(structure: _tree.Node | LeafPath) -> dict[LeafPath, AxisNames]:
+    """The axis names in linen's boxes and NNX's metadata, by leaf path."""
+    found: dict[LeafPath, AxisNames] = {}
+    _collect_axis_names(structure, found)
+    return found
+
+
+def _collect_axis_names(
+    node: _tree.Node | LeafPath, found: dict[LeafPath, AxisNames]
+) -> None:
+    if isinstance(node, str):
+        return
+    for child in node.children:
+        _collect_axis_names(child, found)
+        if node.is_box and isinstance(child, str):
+            static = node.static
+            names = static.get("names") or static.get("out_sharding")
+            rules = static.get("rules") or static.get("sharding_rules") or ()
+            if isinstance(names, list | tuple):
+                found[child] = AxisNames(
+                    _tuples(names),
+                    _tuples(rules),
+                    node.type.endswith(":LogicallyPartitioned") or bool(rules),
+                )
+
+
+def _tuples(value: Any) -> Any:
+    """JSON's lists as the tuples that they were."""
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def mesh_spec(axes: AxisNames, rules: Sequence[tuple[str, Any]]) -> PartitionSpec:
+    """The partition spec that `axes` mean under the logical `rules`.
+
+    A name that no rule mentions is not split if it is logical, or is an axis of the
+    mesh otherwise.
+    """
+    known = (*rules, *axes.rules)
+    if not known and not axes.are_logical:
+        return PartitionSpec(*axes.names)
+    mentioned = {logical for logical, _ in known}
+    spec = spmd.logical_to_mesh_axes(axes.names, known) or ()
+    return PartitionSpec(
+        *(
+            name
+            if part is None and not axes.are_logical and name not in mentioned
+            else part
+            for name, part in zip(axes.names, spec, strict=True)
+        )
+    )
+
+
+def eval_shape(init: Callable[..., PyTree], *args: Any) -> PyTree:
+    """The abstract state that `init(*args)` would make, of linen, NNX or neither."""
+    # A model with axis names would want a mesh to put its parameters on.
+    with nnx.use_eager_sharding(False):
+        return nnx.eval_shape(lambda: init(*args))
+
+
+class OptimizerPart(NamedTuple):
+    """An optimizer in a state, and what it optimizes.
+
+    Attributes:
+        state_keys: Where its state stands.
+        init: Makes its state from the parameters.
+        params_keys: Where the parameters stand.
+        params: The parameters.
+    """
+
+    state_keys: Keys
+    init: Callable[[PyTree], PyTree]
+    params_keys: Keys
+    params: PyTree
+
+
+def optimizers(state: PyTree) -> list[OptimizerPart]:
+    """The optimizers of a state that still know their transform.
+
+    Those of `TrainState`s, with the parameters beside them, and NNX optimizers, each
+    with the modules of the state.
+    """
+    parts = [
+        OptimizerPart(
+            (*keys, _OPT_STATE),
+            node.tx.init,
+            (*keys, _tree.Key("params", "attr")),
+            node.params,
+        )
+        for keys, node in _nodes(state, _is_train_state)
+    ]
+    modules = _nodes(state, lambda node: isinstance(node, nnx.Module))
+    return parts + [
+        OptimizerPart(
+            (*keys, _OPT_STATE),
+            optimizer.tx.init,
+            module_keys,
+            nnx.to_pure_dict(nnx.state(module, optimizer.wrt)),
+        )
+        for keys, optimizer in _nodes(state, _is_nnx_optimizer)
+        for module_keys, module in modules
+    ]
+
+
+def _is_train_state(node: object) -> bool:
+    return not is_object(node) and all(
+        hasattr(node, name) for name in ("tx", "params", "opt_state")
+    )
 
 
 # ---- classes named in a file ----------------------------------------------------
 
 Build = Callable[[dict[str | int, Any], Mapping[str, JSON]], Any]
+
+
+def resolver(types: Sequence[type] = ()) -> _tree.Resolve:
+    """Finds the builders of classes that a checkpoint names.
+
+    Args:
+        types: The caller's own classes that may be built.
+    """
+    own = {f"{cls.__module__}:{cls.__qualname__}": cls for cls in types}
+
+    def find(type_name: str) -> Build | None:
+        if type_name in own:
+            return _builder(own[type_name])
+        return resolve(type_name)
+
+    return find
 
 
 def resolve(type_name: str) -> Build | None:

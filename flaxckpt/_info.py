@@ -38,6 +38,11 @@ class LeafInfo:
         chunk_shape: Extent of the stored chunks; None for what is not an array.
         weak_type: Whether jax may promote it like a Python number.
         prng_impl: Of a PRNG key, its implementation (`threefry2x32`).
+        spec: How it is, or was when it was saved, split over a mesh.
+        shard_shape: The part of it that one device holds, or held; None if that is
+            not known, or all of it.
+        role: Of an optimizer leaf, what it is in whichever place: class of the
+            transform's state, its field, and the parameter's path.
     """
 
     path: LeafPath
@@ -50,11 +55,9 @@ class LeafInfo:
     chunk_shape: Shape | None = None
     weak_type: bool = False
     prng_impl: str | None = None
-
-    @property
-    def spec(self) -> PartitionSpec | None:
-        """The partition spec, if the leaf has a named sharding."""
-        return self.sharding.spec if isinstance(self.sharding, NamedSharding) else None
+    spec: PartitionSpec | None = None
+    shard_shape: Shape | None = None
+    role: tuple[str, str, LeafPath] | None = None
 
     def __str__(self) -> str:
         match self.kind:
@@ -80,12 +83,14 @@ class StoredLeaf:
 
     Attributes:
         root: The checkpoint, for messages.
+        info: How it is stored.
         open: Opens it as an array, read-only. Arrays that are read together share
             the context.
         value: What has been read already: a string.
     """
 
     root: Path
+    info: LeafInfo
     open: Callable[[ts.Context], ts.Future[ts.TensorStore]] | None = None
     value: str | None = None
 
@@ -271,24 +276,32 @@ def _describe_jax(
     sharding = value.sharding
     if isinstance(value, jax.Array) and not value.committed:
         sharding = None
-    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return LeafInfo(
-            path,
-            keys,
-            "prng_key",
-            "jax.Array",
-            value.shape,
-            "uint32",
-            sharding,
-            prng_impl=_prng_impl(value),
-        )
-    dtype = _dtypes.name(value.dtype)
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    dtype = "uint32" if is_key else _dtypes.name(value.dtype)
     if _dtypes.stored_name(dtype) is None:
         return f"a jax array of dtype {dtype}"
-    weak = bool(value.weak_type)
     return LeafInfo(
-        path, keys, "array", "jax.Array", value.shape, dtype, sharding, weak_type=weak
+        path,
+        keys,
+        "prng_key" if is_key else "array",
+        "jax.Array",
+        value.shape,
+        dtype,
+        sharding,
+        weak_type=not is_key and bool(value.weak_type),
+        prng_impl=_prng_impl(value) if is_key else None,
+        spec=sharding.spec if isinstance(sharding, NamedSharding) else None,
+        shard_shape=_shard_shape(sharding, value.shape),
     )
+
+
+def _shard_shape(sharding: Sharding | None, shape: Shape) -> Shape | None:
+    """The shape of a shard; None if it is the whole, or if the sharding cannot be."""
+    try:
+        shard = shape if sharding is None else sharding.shard_shape(shape)
+    except ValueError:
+        return None
+    return None if shard == shape else shard
 
 
 def _prng_impl(value: jax.Array | jax.ShapeDtypeStruct) -> str:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
-from jax.sharding import Mesh, NamedSharding
 
 from flaxckpt import (
     _arrays,
-    _dtypes,
     _flax,
+    _plan,
     _steps,
     _storage,
     _tree,
@@ -24,57 +21,17 @@ from flaxckpt import (
     errors,
     formats,
 )
-from flaxckpt._info import CheckpointMetadata, LeafInfo, LeafTable, Stored, StoredLeaf
+from flaxckpt._info import CheckpointMetadata, LeafInfo, Stored, StoredLeaf
+from flaxckpt._plan import RestorePlan
 from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.errors import Mismatch
 from flaxckpt.formats import _orbax
+from flaxckpt.transforms import Transform
+
+if TYPE_CHECKING:
+    import tensorstore as ts
 
 _log = logging.getLogger(__name__)
-
-_NEAREST_AMONG = 5_000
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Options:
-    """What to do where state and checkpoint differ.
-
-    Attributes:
-        missing: What to do about leaves that the checkpoint lacks.
-        unused: What to do about leaves that only the checkpoint has.
-        max_concurrent_bytes: Bytes that are read at one time.
-    """
-
-    missing: Literal["error", "init"] = "error"
-    unused: Literal["warn", "error", "ignore"] = "warn"
-    max_concurrent_bytes: int = _arrays.DEFAULT_CONCURRENT_BYTES
-
-    def __post_init__(self) -> None:
-        for name, allowed in (
-            ("missing", ("error", "init")),
-            ("unused", ("warn", "error", "ignore")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise errors.OptionError(
-                    f"{name} must be one of {allowed}, got {getattr(self, name)!r}"
-                )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
-    """What a restore will do.
-
-    Attributes:
-        jobs: Arrays to read.
-        given: Leaf path -> value that needs no reading.
-        flat: The wanted state; None to build what the checkpoint describes.
-        structure: The containers of the result if `flat` is None.
-    """
-
-    jobs: tuple[_arrays.ReadJob, ...]
-    given: Mapping[LeafPath, Any]
-    flat: _flax.FlatState | None
-    structure: _tree.Node | LeafPath
-
 
 # ---- public functions -----------------------------------------------------------
 
@@ -84,8 +41,11 @@ def load(
     abstract_state: PyTree | None = None,
     *,
     step: int | None = None,
+    transforms: Sequence[Transform] = (),
     missing: Literal["error", "init"] = "error",
     unused: Literal["warn", "error", "ignore"] = "warn",
+    optimizer: Literal["match", "exact", "reinit"] = "match",
+    types: Sequence[type] = (),
 ) -> PyTree:
     """Loads a state from a checkpoint that flaxckpt or Orbax wrote.
 
@@ -97,10 +57,17 @@ def load(
             parameters only. Without it, a checkpoint of flaxckpt gives back the
             classes that were saved, one of Orbax dicts and lists.
         step: Which step of a run directory; by default the newest.
+        transforms: What to change in the checkpoint first, as `transforms.cast`.
         missing: What to do about leaves that the checkpoint lacks: raise, or keep
             those of `abstract_state`, which must then hold values.
         unused: What to do about leaves of the checkpoint that are not asked for:
             log a warning (if others beside them are), raise, or nothing.
+        optimizer: How leaves of the optimizer are found: by `match`, those that are
+            not in their old place are found by their role (transform, field and
+            parameter), and new ones start afresh; `exact`, by their path only;
+            `reinit`, not at all: the optimizer starts afresh.
+        types: Classes of yours that the checkpoint may name, if there is no
+            `abstract_state`; those of optax and Flax are known.
 
     Returns:
         A state like `abstract_state`, every leaf filled. Arrays without a sharding
@@ -112,9 +79,33 @@ def load(
         DamagedCheckpointError: Parts of it are missing or fail their checksum.
         RestoreMismatchError: It does not fit `abstract_state`; all leaves are named.
     """
-    options = Options(missing, unused)
+    options = _plan.Options(missing, unused, optimizer, transforms, types)
     found, number = locate(_storage.resolve(path), step)
-    return restore(read_stored(found, number), abstract_state, options)
+    return restore(read_stored(found, number, types), abstract_state, options)
+
+
+def plan(
+    path: PathLike,
+    abstract_state: PyTree,
+    *,
+    step: int | None = None,
+    transforms: Sequence[Transform] = (),
+    missing: Literal["error", "init"] = "error",
+    unused: Literal["warn", "error", "ignore"] = "warn",
+    optimizer: Literal["match", "exact", "reinit"] = "match",
+) -> RestorePlan:
+    """Says what `load` with the same arguments would do, without reading an array.
+
+    What `load` would refuse is in the plan's `problems`.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is there.
+        CheckpointFormatError: What is there is no checkpoint.
+        DamagedCheckpointError: Its description is missing or has changed.
+    """
+    options = _plan.Options(missing, unused, optimizer, transforms)
+    stored = read_stored(*locate(_storage.resolve(path), step))
+    return _plan.make(stored, abstract_state, options)[0]
 
 
 def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
@@ -129,8 +120,40 @@ def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
         CheckpointFormatError: What is there is no checkpoint.
         DamagedCheckpointError: Its description is missing or has changed.
     """
-    found, number = locate(_storage.resolve(path), step)
-    return read_stored(found, number).metadata
+    return read_stored(*locate(_storage.resolve(path), step)).metadata
+
+
+def open_leaf(
+    path: PathLike, leaf_path: LeafPath, *, step: int | None = None
+) -> ts.TensorStore:
+    """Opens one array of a checkpoint, read-only, without reading its values.
+
+    ```python
+    kernel = open_leaf("run", "params/dense/kernel")
+    first_rows = kernel[:10].read().result()
+    ```
+
+    Args:
+        path: A checkpoint, or a run directory of steps.
+        leaf_path: Which leaf.
+        step: Which step of a run directory; by default the newest.
+
+    Raises:
+        RestoreMismatchError: There is no such leaf, or it is no array.
+        CheckpointError: As for `load`.
+    """
+    stored = read_stored(*locate(_storage.resolve(path), step))
+    found = stored.table.get(leaf_path)
+    source = None if found is None else found.source
+    if not isinstance(source, StoredLeaf) or source.open is None:
+        wanted = LeafInfo(leaf_path, (), "array", "jax.Array")
+        nothing = _plan.missing(wanted, stored.table)
+        raise errors.RestoreMismatchError(
+            stored.metadata.path,
+            [Mismatch(leaf_path, "an array", nothing.found)],
+            "metadata(path).leaves lists them all.",
+        )
+    return _arrays.open_one(source)
 
 
 # ---- finding --------------------------------------------------------------------
@@ -160,33 +183,40 @@ def summary(steps: list[int]) -> str:
     if not steps:
         return "no steps"
     shown = ", ".join(str(step) for step in steps[-5:])
-    return (
-        f"{len(steps)} steps, the newest {shown}"
-        if len(steps) > 5
-        else f"steps {shown}"
-    )
+    if len(steps) > 5:
+        return f"{len(steps)} steps, the newest {shown}"
+    return f"steps {shown}"
 
 
-def read_stored(path: Path, step: int | None) -> Stored:
+def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Stored:
     """Reads everything of a checkpoint but its arrays."""
-    return formats.detect(path).read(path, step=step, resolve=_flax.resolve)
+    return formats.detect(path).read(path, step=step, resolve=_flax.resolver(types))
 
 
-# ---- planning and doing ---------------------------------------------------------
+# ---- doing ------------------------------------------------------------------------
 
 
-def restore(stored: Stored, abstract_state: PyTree | None, options: Options) -> PyTree:
+def restore(
+    stored: Stored, abstract_state: PyTree | None, options: _plan.Options
+) -> PyTree:
     """Loads what `abstract_state` asks for, or everything."""
     start = time.monotonic()
-    flat = None if abstract_state is None else _flax.flatten(abstract_state)
-    planned = _plan_all(stored) if flat is None else _plan(stored, flat, options)
-    state = _execute(planned, options)
+    planned, recipe = _plan.make(stored, abstract_state, options)
+    if planned.problems:
+        raise errors.RestoreMismatchError(
+            planned.path,
+            planned.problems,
+            _plan.advice(planned.problems, abstract_state),
+        )
+    if abstract_state is not None:
+        _tell(planned, options)
+    state = _execute(recipe, abstract_state, options)
     _log.info(
         "restored %s: %d of %d leaves, %d bytes in %.3f s",
-        stored.metadata.path,
-        len(planned.jobs),
-        len(stored.table),
-        sum(_arrays.stored_bytes(job.found) for job in planned.jobs),
+        planned.path,
+        planned.count("loaded"),
+        sum(leaf.info.kind != "empty" for leaf in stored.table.values()),
+        planned.bytes_here,
         time.monotonic() - start,
     )
     return state
@@ -208,191 +238,54 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
     datasets.set_state(iterator, files, path=path)
 
 
-def _execute(planned: Plan, options: Options) -> PyTree:
-    values = dict(planned.given)
+def _execute(
+    recipe: _plan.Recipe, abstract_state: PyTree | None, options: _plan.Options
+) -> PyTree:
+    values = dict(recipe.given)
     values |= _arrays.read(
-        planned.jobs, max_concurrent_bytes=options.max_concurrent_bytes
+        recipe.jobs, max_concurrent_bytes=options.max_concurrent_bytes
     )
-    if planned.flat is not None:
-        return planned.flat.rebuild(values)
-    return _tree.unflatten(planned.structure, values)
+    if recipe.flat is None:
+        return _tree.unflatten(recipe.structure, values)
+    if recipe.fresh:
+        made = _fresh_optimizer(abstract_state, values)
+        values |= {
+            info.path: _arrays.place(made[info.path], info) for info in recipe.fresh
+        }
+    return recipe.flat.rebuild(values)
 
 
-def _plan_all(stored: Stored) -> Plan:
-    """Everything, as the checkpoint describes it."""
-    if stored.unknown_types:
-        _log.warning(
-            "%s holds classes that are not known here and become dicts: %s;"
-            " pass an abstract state to get them back",
-            stored.metadata.path,
-            ", ".join(sorted(stored.unknown_types)),
-        )
-    given: dict[LeafPath, Any] = {}
-    jobs = []
-    mismatches = []
-    for path, leaf in stored.table.items():
-        source = leaf.source
-        assert isinstance(source, StoredLeaf), path
-        if leaf.info.kind == "string":
-            given[path] = source.value
-        elif leaf.info.dtype is not None:
-            if problem := _needs_x64(leaf.info):
-                mismatches.append(problem)
-            jobs.append(_arrays.ReadJob(source, leaf.info, leaf.info))
-    if mismatches:
-        raise errors.RestoreMismatchError(
-            stored.metadata.path,
-            mismatches,
-            "Set jax_enable_x64, or pass an abstract state with numpy leaves.",
-        )
-    return Plan(tuple(jobs), given, None, stored.structure)
+def _fresh_optimizer(
+    abstract_state: PyTree, values: Mapping[LeafPath, Any]
+) -> dict[LeafPath, Any]:
+    """Optimizer leaves as their transforms' `init` makes them from restored params."""
+    made: dict[LeafPath, Any] = {}
+    for part in _flax.optimizers(abstract_state):
+        flat = _tree.flatten(part.params, boxes=_flax.BOXES)
+        params = {
+            path: values[_tree.join((*part.params_keys, *entry.keys))]
+            for path, entry in flat.entries.items()
+            if not entry.is_empty
+        }
+        state = jax.jit(part.init)(_tree.unflatten(flat.structure, params))
+        for entry in _tree.flatten(state, boxes=_flax.BOXES).entries.values():
+            made[_tree.join((*part.state_keys, *entry.keys))] = entry.value
+    return made
 
 
-def _needs_x64(info: LeafInfo) -> Mismatch | None:
-    if info.kind != "array" or info.python_type != "jax.Array":
-        return None
-    usable = jax.dtypes.canonicalize_dtype(_dtypes.to_numpy(info.dtype or "")).name
-    if usable == info.dtype:
-        return None
-    return Mismatch(info.path, f"at most {usable}, as jax is configured", str(info))
+def _tell(planned: RestorePlan, options: _plan.Options) -> None:
+    """Warns of what a caller may not expect: leaves left behind, moments made anew."""
+    dropped = [p for p, leaf in planned.leaves.items() if "dropped" in leaf.actions]
+    wanted = [leaf.wanted for leaf in planned.leaves.values() if leaf.wanted]
+    branches = {info.path.split("/")[0] for info in wanted}
+    beside = [path for path in dropped if path.split("/")[0] in branches]
+    if beside and options.unused == "warn":
+        _warn(planned.path, "are not in the state and stay unread", beside)
+    fresh = [p for p, leaf in planned.leaves.items() if "init" in leaf.actions]
+    if fresh:
+        _warn(planned.path, "are not taken from it but start afresh", fresh)
 
 
-def _plan(stored: Stored, flat: _flax.FlatState, options: Options) -> Plan:
-    given: dict[LeafPath, Any] = {}
-    jobs = []
-    mismatches = []
-    used: set[LeafPath] = set()
-    for path, wanted in flat.table.items():
-        if wanted.info.kind == "empty":
-            continue
-        found_path = _match(path, stored.table)
-        if found_path is None:
-            if options.missing == "init" and not _is_abstract(wanted.source):
-                given[path] = wanted.source
-            else:
-                mismatches.append(_missing(wanted.info, stored.table, options))
-            continue
-        used.add(found_path)
-        found = stored.table[found_path]
-        source = found.source
-        assert isinstance(source, StoredLeaf), found_path
-        if problem := _misfit(wanted.info, found.info):
-            mismatches.append(problem)
-        elif wanted.info.kind == "string":
-            given[path] = source.value
-        else:
-            jobs.append(_arrays.ReadJob(source, found.info, wanted.info))
-    unused = [
-        path
-        for path, leaf in stored.table.items()
-        if path not in used and leaf.info.kind != "empty"
-    ]
-    if options.unused == "error":
-        mismatches += [
-            Mismatch(path, "nothing", str(stored.table[path].info)) for path in unused
-        ]
-    if mismatches:
-        raise errors.RestoreMismatchError(
-            stored.metadata.path, mismatches, _advice(mismatches)
-        )
-    if options.unused == "warn":
-        _warn_unused(stored, flat, unused)
-    return Plan(tuple(jobs), given, flat, flat.structure)
-
-
-def _match(path: LeafPath, table: LeafTable) -> LeafPath | None:
-    """The stored leaf for `path`; Orbax ends those of boxes and NNX in `/value`."""
-    for candidate in (path, f"{path}/value"):
-        if candidate in table and table[candidate].info.kind != "empty":
-            return candidate
-    return None
-
-
-def _is_abstract(value: Any) -> bool:
-    return isinstance(value, jax.ShapeDtypeStruct)
-
-
-def _missing(wanted: LeafInfo, table: LeafTable, options: Options) -> Mismatch:
-    found = "nothing"
-    if wanted.path in table:
-        found = str(table[wanted.path].info)
-    elif len(table) <= _NEAREST_AMONG:
-        near = difflib.get_close_matches(wanted.path, table, n=1)
-        found = f"nothing (nearest: {near[0]})" if near else found
-    if options.missing == "init":
-        found += ", and no value to start from"
-    return Mismatch(wanted.path, str(wanted), found)
-
-
-def _misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
-    """Says how `found` does not fit `wanted`; None if it does."""
-    if _fits(wanted, found):
-        return _sharding_misfit(wanted, found)
-    return Mismatch(wanted.path, str(wanted), str(found))
-
-
-def _fits(wanted: LeafInfo, found: LeafInfo) -> bool:
-    if wanted.kind == "string" or found.kind == "string":
-        return wanted.kind == found.kind
-    if wanted.kind == "prng_key":
-        if found.kind == "prng_key":
-            return wanted.shape == found.shape and wanted.prng_impl == found.prng_impl
-        # Raw key data, as Orbax has it without its array_metadatas.
-        shape, dtype = _arrays.stored_form(wanted)
-        return found.shape == shape and found.dtype == dtype
-    if found.kind == "prng_key" or wanted.shape != found.shape:
-        return False
-    assert wanted.dtype is not None
-    assert found.dtype is not None
-    if wanted.kind == "scalar" or found.kind == "scalar":
-        # A Python number has no width; whether it fits is seen when it is read.
-        return _number_kind(wanted.dtype) == _number_kind(found.dtype)
-    return _dtypes.restores_as(found.dtype, wanted.dtype)
-
-
-def _number_kind(dtype: str) -> str:
-    return _dtypes.kind(dtype).removeprefix("u")
-
-
-def _sharding_misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
-    """Says why the wanted sharding cannot be had; None if it can."""
-    sharding = wanted.sharding
-    if sharding is None:
-        return None
-    if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh):
-        asked = f"{wanted} on the mesh {dict(sharding.mesh.shape)} without devices"
-        return Mismatch(wanted.path, asked, str(found))
-    try:
-        sharding.shard_shape(wanted.shape)
-    except ValueError:
-        asked = f"{wanted} split as {wanted.spec}, which does not divide it"
-        return Mismatch(wanted.path, asked, str(found))
-    return None
-
-
-def _advice(mismatches: list[Mismatch]) -> str:
-    if any(m.wanted == "nothing" for m in mismatches):
-        return 'Ask for these leaves too, or pass unused="ignore".'
-    if all(m.found.startswith("nothing") for m in mismatches):
-        return (
-            "Ask only for leaves that the checkpoint has, or pass a state with values"
-            ' and missing="init" to keep them.'
-        )
-    return (
-        "Change the state to fit; floating types are cast, integers only widened, and"
-        " shapes must agree."
-    )
-
-
-def _warn_unused(stored: Stored, flat: _flax.FlatState, unused: list[LeafPath]) -> None:
-    """Warns of leaves left behind, unless their whole branch was not asked for."""
-    asked = {path.split("/")[0] for path in flat.table}
-    beside = [path for path in unused if path.split("/")[0] in asked]
-    if beside:
-        _log.warning(
-            "%d leaves of %s are not in the state and stay unread: %s%s",
-            len(beside),
-            stored.metadata.path,
-            ", ".join(beside[:5]),
-            ", …" if len(beside) > 5 else "",
-        )
+def _warn(path: str, what: str, leaves: list[LeafPath]) -> None:
+    listed = ", ".join(leaves[:5]) + (", …" if len(leaves) > 5 else "")
+    _log.warning("%d leaves of %s %s: %s", len(leaves), path, what, listed)

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,19 @@ import jax
 
 from flaxckpt import (
     _arrays,
-    _chunks,
-    _dtypes,
     _flax,
+    _optax,
     _steps,
     _storage,
     _tree,
     datasets,
     errors,
+    transforms,
 )
-from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, LeafTable, SaveResult
-from flaxckpt._types import JSON, LeafPath, PathLike, PyTree, Shape
+from flaxckpt._info import ArrayLayout, LeafInfo, SaveResult
+from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
 from flaxckpt.formats import _orbax, _orbax_json
+from flaxckpt.transforms import Transform
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Options:
     Attributes:
         step: Its number, or None.
         layout: How arrays are cut and encoded.
+        transforms: What to change on the way to the checkpoint.
         metrics: What was measured.
         metadata: The user's own, JSON.
         dataset: A dataset iterator, or None.
@@ -56,6 +58,7 @@ class Options:
 
     step: int | None = None
     layout: ArrayLayout = dataclasses.field(default_factory=ArrayLayout)
+    transforms: Sequence[Transform] = ()
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     metadata: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
     dataset: Any = None
@@ -161,6 +164,7 @@ def save(
     state: PyTree,
     *,
     layout: ArrayLayout | None = None,
+    transforms: Sequence[Transform] = (),
     metadata: Mapping[str, JSON] | None = None,
     overwrite: bool = False,
 ) -> SaveResult:
@@ -171,6 +175,7 @@ def save(
         state: A TrainState, NNX objects, or any pytree of arrays, numbers, strings,
             typed PRNG keys and None.
         layout: How arrays are cut and encoded.
+        transforms: What to change on the way, as `transforms.cast`.
         metadata: JSON of your own, kept where Orbax keeps custom metadata.
         overwrite: Whether to replace a checkpoint that is there.
 
@@ -181,7 +186,12 @@ def save(
         SaveFailedError: The bytes could not be written.
     """
     return save_async(
-        path, state, layout=layout, metadata=metadata, overwrite=overwrite
+        path,
+        state,
+        layout=layout,
+        transforms=transforms,
+        metadata=metadata,
+        overwrite=overwrite,
     ).wait()
 
 
@@ -190,6 +200,7 @@ def save_async(
     state: PyTree,
     *,
     layout: ArrayLayout | None = None,
+    transforms: Sequence[Transform] = (),
     metadata: Mapping[str, JSON] | None = None,
     overwrite: bool = False,
 ) -> SaveHandle:
@@ -200,7 +211,10 @@ def save_async(
     """
     start = time.monotonic()
     options = Options(
-        layout=layout or ArrayLayout(), metadata=metadata or {}, overwrite=overwrite
+        layout=layout or ArrayLayout(),
+        transforms=transforms,
+        metadata=metadata or {},
+        overwrite=overwrite,
     )
     snapshot = take(_storage.resolve(path), state, options)
     blocked = time.monotonic() - start
@@ -239,27 +253,34 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     _check_free(final, overwrite=options.overwrite)
     _check_json(options.metadata)
     flat = _flax.flatten(state)
-    infos = plan(flat.table, options.layout)
+    roles = _optax.roles(flat.structure, flat.optimizer_states)
+    table = transforms.apply(options.transforms, flat.table)
+    infos = tuple(
+        _arrays.with_chunk_shape(
+            dataclasses.replace(leaf.info, role=roles.get(path)), options.layout
+        )
+        for path, leaf in table.items()
+    )
     ocdbt = _uses_ocdbt(infos, options.layout)
     _orbax.check_names(infos, ocdbt=ocdbt)
     arrays = [
         (
-            _orbax_json.param_name(i.keys),
-            i.chunk_shape,
-            Leaf(i, flat.table[i.path].source),
+            _orbax_json.param_name(info.keys),
+            info.chunk_shape,
+            dataclasses.replace(table[info.path], info=info),
         )
-        for i in infos
-        if i.chunk_shape is not None
+        for info in infos
+        if info.chunk_shape is not None
     ]
     return Snapshot(
         final,
         infos,
-        flat.structure,
+        flat.structure if set(table) == set(flat.table) else _plain(infos),
         tuple(_arrays.to_host(arrays)),
         {
-            _orbax_json.param_name(i.keys): str(flat.table[i.path].source)
-            for i in infos
-            if i.kind == "string"
+            _orbax_json.param_name(info.keys): str(table[info.path].source)
+            for info in infos
+            if info.kind == "string"
         },
         {} if options.dataset is None else datasets.state_files(options.dataset),
         ocdbt,
@@ -268,24 +289,11 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     )
 
 
-def plan(table: LeafTable, layout: ArrayLayout) -> tuple[LeafInfo, ...]:
-    """The leaves of `table`, each array with the chunk shape it is stored in."""
-    return tuple(
-        leaf.info
-        if leaf.info.dtype is None
-        else dataclasses.replace(leaf.info, chunk_shape=_chunk_shape(leaf.info, layout))
-        for leaf in table.values()
-    )
-
-
-def _chunk_shape(info: LeafInfo, layout: ArrayLayout) -> Shape:
-    shape, dtype = _arrays.stored_form(info)
-    write_shape = _arrays.write_shape(info, shape)
-    return _chunks.choose_chunk_shape(
-        write_shape,
-        itemsize=_dtypes.item_bits(dtype) / 8,
-        max_bytes=layout.chunk_bytes,
-        ragged=write_shape == shape,
+def _plain(infos: Iterable[LeafInfo]) -> _tree.Node | LeafPath:
+    """Containers for leaves that a transform has moved away from theirs."""
+    return _tree.plain_structure(
+        (info.path, info.keys, info.python_type if info.kind == "empty" else None)
+        for info in infos
     )
 
 

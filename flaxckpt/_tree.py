@@ -8,7 +8,7 @@ that a later process can make them without a template.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -93,6 +93,11 @@ def _escape(name: str) -> str:
     return name
 
 
+def keys(path: Sequence[Any]) -> tuple[Key, ...]:
+    """A path of `jax.tree_util` as our keys."""
+    return tuple(_key(key, i) for i, key in enumerate(path))
+
+
 def flatten(tree: PyTree, *, boxes: tuple[type, ...] = ()) -> FlatTree:
     """Splits `tree` into named leaves and a description of its containers.
 
@@ -162,16 +167,40 @@ def key_paths(
         yield from key_paths(child, keys if structure.is_box else (*keys, key))
 
 
-def plain_node(keys: tuple[Key, ...], children: tuple[Node | LeafPath, ...]) -> Node:
-    """A list if all `keys` are its indices, otherwise a dict."""
+def plain_structure(
+    leaves: Iterable[tuple[LeafPath, tuple[Key, ...], str | None]],
+) -> Node | LeafPath:
+    """Dicts and lists for leaves whose containers are not recorded.
+
+    Args:
+        leaves: For each its leaf path, its keys, and None; or, of an empty container,
+            its type: `None`, `dict`, `list` or `tuple`.
+    """
+    nested: dict[Key, Any] = {}
+    for path, keys, empty in leaves:
+        leaf = path if empty is None else _empty_node(empty)
+        if not keys:
+            return leaf
+        inner = nested
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[keys[-1]] = leaf
+    return _plain_node(nested)
+
+
+def _plain_node(nested: Mapping[Key, Any]) -> Node:
+    keys = tuple(nested)
     names = [key.name for key in keys]
+    children = tuple(
+        _plain_node(child) if isinstance(child, dict) else child
+        for child in nested.values()
+    )
     if keys and all(key.kind == "index" for key in keys):
         return Node("list", keys, children, list)
     return Node("dict", keys, children, lambda new: dict(zip(names, new, strict=True)))
 
 
-def empty_node(type_name: str) -> Node:
-    """A container without children: `None`, `dict`, `list` or `tuple`."""
+def _empty_node(type_name: str) -> Node:
     make = {"dict": dict, "list": list, "tuple": tuple}.get(type_name)
     return Node(type_name, (), (), lambda _: make() if make else None)
 
@@ -238,7 +267,7 @@ def _key(key: Any, index: int) -> Key:
         case SequenceKey():
             return Key(key.idx, "index")
         case FlattenedIndexKey():
-            return Key(index, "index")
+            return Key(key.key, "index")
         case _:
             return Key(str(key), "attr")
 

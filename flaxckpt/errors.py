@@ -6,6 +6,7 @@
     ├── CheckpointFormatError     (ValueError)         not a checkpoint we can read
     ├── DamagedCheckpointError    (OSError)            a checkpoint, but not intact
     ├── RestoreMismatchError      (ValueError)         it does not fit the state
+    ├── PartitionError            (ValueError)         specs that cannot be
     ├── UnsupportedLeafError      (TypeError)          a leaf that cannot be saved
     ├── LeafNameError             (ValueError)         leaf names collide or are unsafe
     ├── DatasetStateError         (TypeError)          an iterator without usable state
@@ -82,6 +83,22 @@ class UnsupportedLeafError(CheckpointError, TypeError):
             )
             + "\nWanted arrays, numbers, strings, typed PRNG keys or None. Convert"
             " them, or make them static fields: flax.struct.field(pytree_node=False)."
+        )
+
+
+class PartitionError(CheckpointError, ValueError):
+    """Partition rules or specs that do not fit the state or the mesh.
+
+    Attributes:
+        leaves: Leaf path, or pattern -> what is wrong.
+    """
+
+    def __init__(self, leaves: dict[str, str]) -> None:
+        self.leaves = dict(leaves)
+        super().__init__(
+            f"{_count(leaves, 'partition spec', 'partition specs')} cannot be:\n"
+            + rows(f"{leaf}: {problem}" for leaf, problem in leaves.items())
+            + '\nChange rules or leaf_rules; (".*", P()) last replicates the rest.'
         )
 
 

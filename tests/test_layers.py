@@ -18,7 +18,7 @@ LAYERS = (
     {"_tree", "_storage"},
     {"_info", "_events"},
     {"_arrays", "_flax", "_optax", "transforms", "policies", "_steps", "datasets"},
-    {"formats", "partition"},
+    {"formats", "partition", "_plan"},
     {"_save", "_restore"},
     {"_checkpointer"},
     {"_callback", "_report", "_tools"},

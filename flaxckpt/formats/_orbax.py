@@ -368,6 +368,7 @@ def _table(
             info,
             StoredLeaf(
                 path,
+                info,
                 functools.partial(opener, name=_orbax_json.param_name(info.keys))
                 if info.dtype is not None
                 else None,
@@ -458,7 +459,10 @@ def _read_foreign(path: Path, step: int | None) -> Stored:
     return Stored(
         _checkpoint_info(path, "orbax", step, infos, {}),
         _table(path, infos, opener, _read_strings(item, infos, {})),
-        _foreign_structure(infos),
+        _tree.plain_structure(
+            (i.path, i.keys, i.python_type if i.kind == "empty" else None)
+            for i in infos
+        ),
     )
 
 
@@ -562,28 +566,3 @@ def _foreign_info(
         weak_type=is_scalar,
         prng_impl=impl,
     )
-
-
-def _foreign_structure(infos: Sequence[LeafInfo]) -> _tree.Node | LeafPath:
-    """Dicts and lists, as far as `_METADATA` tells them apart."""
-    if len(infos) == 1 and not infos[0].keys:
-        return _plain_leaf(infos[0])
-    nested: dict[_tree.Key, Any] = {}
-    for info in infos:
-        inner = nested
-        for key in info.keys[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[info.keys[-1]] = info
-    return _plain_node(nested)
-
-
-def _plain_node(nested: Mapping[_tree.Key, Any]) -> _tree.Node:
-    children = tuple(
-        _plain_node(child) if isinstance(child, dict) else _plain_leaf(child)
-        for child in nested.values()
-    )
-    return _tree.plain_node(tuple(nested), children)
-
-
-def _plain_leaf(info: LeafInfo) -> _tree.Node | LeafPath:
-    return _tree.empty_node(info.python_type) if info.kind == "empty" else info.path

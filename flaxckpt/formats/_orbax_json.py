@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from flaxckpt import _arrays, _dtypes, _tree, errors
 from flaxckpt._info import LeafInfo
@@ -230,6 +230,10 @@ def leaf_row(info: LeafInfo) -> JSON:
         row["spec"] = [
             list(part) if isinstance(part, tuple) else part for part in info.spec
         ]
+    if info.shard_shape is not None:
+        row["shard"] = info.shard_shape
+    if info.role is not None:
+        row["role"] = info.role
     return row
 
 
@@ -260,7 +264,25 @@ def leaf_info(row: Any, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]) -> LeafI
         weak_type=bool(row.get("weak_type", False))
         or (is_scalar and python_type != "numpy.generic"),
         prng_impl=impl,
+        spec=_spec(row["spec"]) if "spec" in row else None,
+        shard_shape=sizes(row["shard"]) if "shard" in row else None,
+        role=_role(row["role"]) if "role" in row else None,
     )
+
+
+def _spec(parts: Any) -> PartitionSpec:
+    if not isinstance(parts, list):
+        raise ValueError(f"{str(parts)[:80]} is no partition spec")
+    return PartitionSpec(
+        *(tuple(part) if isinstance(part, list) else part for part in parts)
+    )
+
+
+def _role(row: Any) -> tuple[str, str, LeafPath]:
+    match row:
+        case [str(state_class), str(field), str(param)]:
+            return state_class, field, param
+    raise ValueError(f"{str(row)[:80]} is no role")
 
 
 def sizes(value: Any) -> tuple[int, ...]:

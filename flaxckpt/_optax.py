@@ -1,0 +1,253 @@
+"""Optimizer states: how their leaves follow the parameters'.
+
+Two questions are answered here without knowing any transform by name. How is a leaf of
+an optimizer state split over the mesh, given how the parameters are? And what role does
+it play, so that it is found again when the optimizer around it has changed?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from flaxckpt import _tree
+from flaxckpt._types import LeafPath, PyTree, Shape
+
+Spec: TypeAlias = PartitionSpec
+Keys: TypeAlias = tuple[_tree.Key, ...]
+
+
+# ---- partition specs --------------------------------------------------------------
+
+
+class Param(NamedTuple):
+    """A parameter, as far as its optimizer state depends on it.
+
+    Attributes:
+        keys: The way to it, from the root of the parameters.
+        shape: In elements.
+        spec: How it is split over the mesh.
+    """
+
+    keys: Keys
+    shape: Shape
+    spec: Spec
+
+
+class Derived(NamedTuple):
+    """The partition spec of an optimizer leaf.
+
+    Attributes:
+        spec: How it is split.
+        rule: How that was found: by `types`, jax having carried the parameters'
+            shardings through `tx.init`; by `suffix`, its path ending in a parameter's;
+            `scalar`, too small to split; or `replicated`, for want of any of these.
+    """
+
+    spec: Spec
+    rule: Literal["types", "suffix", "scalar", "replicated"]
+
+
+def derive_specs(
+    leaves: Mapping[LeafPath, tuple[Keys, Shape]],
+    params: Sequence[Param],
+    *,
+    by_types: Mapping[LeafPath, Spec | None],
+) -> dict[LeafPath, Derived]:
+    """Finds the partition spec of every leaf of an optimizer state.
+
+    Args:
+        leaves: Leaf path -> keys and shape, of the optimizer's leaves.
+        params: What it optimizes.
+        by_types: What `specs_by_types` found.
+    """
+    suffixes = _Suffixes(params)
+    derived = {}
+    for path, (keys, shape) in leaves.items():
+        param = suffixes.find(keys)
+        by_suffix = None if param is None else _adapted(param, shape)
+        typed = by_types.get(path)
+        if not shape or all(size == 1 for size in shape):
+            derived[path] = Derived(PartitionSpec(), "scalar")
+        elif typed is not None and (
+            _is_split(typed) or (param is not None and by_suffix is None)
+        ):
+            derived[path] = Derived(typed, "types")
+        elif by_suffix is not None:
+            # Zeros built from a shape have lost the sharding, their path has not.
+            derived[path] = Derived(by_suffix, "suffix")
+        else:
+            derived[path] = Derived(PartitionSpec(), "replicated")
+    return derived
+
+
+def _is_split(spec: Spec) -> bool:
+    return any(part is not None for part in spec)
+
+
+def specs_by_types(
+    init: Callable[[PyTree], PyTree],
+    params: PyTree,
+    specs: Mapping[LeafPath, Spec],
+    axis_sizes: Mapping[str, int],
+    boxes: tuple[type, ...],
+) -> dict[Keys, Spec | None]:
+    """Lets jax carry the parameters' shardings through the optimizer's `init`.
+
+    With explicit axes, a sharding is part of an array's type, so abstract evaluation
+    gives that of every leaf: exact even for factored moments. It needs no devices, and
+    works beside a user's mesh of any kind.
+
+    Args:
+        init: The optimizer's `init`.
+        params: Parameters, as arrays or `ShapeDtypeStruct`s.
+        specs: Leaf path within `params` -> partition spec.
+        axis_sizes: Size of each axis of the mesh.
+        boxes: See `_tree.flatten`.
+
+    Returns:
+        Keys within the optimizer state -> spec, None where jax says nothing. Empty if
+        `init` cannot be evaluated so, as when it mixes shardings.
+    """
+    mesh = AbstractMesh(
+        tuple(axis_sizes.values()),
+        tuple(axis_sizes),
+        axis_types=(AxisType.Explicit,) * len(axis_sizes),
+    )
+    flat = _tree.flatten(params, boxes=boxes)
+    try:
+        typed = {
+            path: jax.ShapeDtypeStruct(
+                entry.value.shape,
+                entry.value.dtype,
+                sharding=NamedSharding(mesh, specs[path]),
+            )
+            for path, entry in flat.entries.items()
+            if not entry.is_empty
+        }
+        with jax.sharding.use_abstract_mesh(mesh):
+            state = jax.eval_shape(init, _tree.unflatten(flat.structure, typed))
+    except Exception:
+        # Whatever a user's transform raises here, the rule of suffixes remains.
+        return {}
+    return {
+        entry.keys: _spec_of(entry.value)
+        for entry in _tree.flatten(state, boxes=boxes).entries.values()
+        if not entry.is_empty
+    }
+
+
+def _spec_of(leaf: Any) -> Spec | None:
+    sharding = getattr(leaf, "sharding", None)
+    return sharding.spec if isinstance(sharding, NamedSharding) else None
+
+
+class _Suffixes:
+    """Finds the parameter in whose path the path of an optimizer leaf ends."""
+
+    def __init__(self, params: Sequence[Param]) -> None:
+        self._params = {_names(param.keys): param for param in params}
+        self._lengths = sorted({len(names) for names in self._params}, reverse=True)
+
+    def find(self, keys: Keys) -> Param | None:
+        """The parameter with the longest path in which `keys` end."""
+        names = _names(keys)
+        for length in self._lengths:
+            param = self._params.get(names[len(names) - length :])
+            if length <= len(names) and param is not None:
+                return param
+        return None
+
+
+def _names(keys: Keys) -> tuple[tuple[str, bool], ...]:
+    # A list's index is not a dict's key of the same digits.
+    return tuple((str(key.name), key.kind == "index") for key in keys)
+
+
+def _adapted(param: Param, shape: Shape) -> Spec | None:
+    """The parameter's spec for a leaf of another shape, if only one can be meant."""
+    parts = (*param.spec, *(None,) * (len(param.shape) - len(param.spec)))
+    if shape == param.shape:
+        return PartitionSpec(*parts)
+    if shape[1:] == param.shape:
+        return PartitionSpec(None, *parts)
+    without = {
+        parts[:axis] + parts[axis + 1 :]
+        for axis in range(len(param.shape))
+        if param.shape[:axis] + param.shape[axis + 1 :] == shape
+    }
+    return PartitionSpec(*without.pop()) if len(without) == 1 else None
+
+
+# ---- roles ------------------------------------------------------------------------
+
+
+class Role(NamedTuple):
+    """What an optimizer leaf is, wherever in the optimizer it stands.
+
+    Attributes:
+        state_class: Class of the innermost transform's state, `ScaleByAdamState`.
+        field: Its field, `mu`.
+        param: Path below the field: the parameter's, or empty for a counter.
+    """
+
+    state_class: str
+    field: str
+    param: LeafPath
+
+
+def roles(
+    structure: _tree.Node | LeafPath,
+    optimizer_states: Iterable[tuple[Keys, _tree.Node | LeafPath]] = (),
+) -> dict[LeafPath, Role]:
+    """The roles of all leaves that belong to optimizer states.
+
+    Those are the leaves in the state of a transform of optax, and all below a key
+    `opt_state`.
+
+    Args:
+        structure: Of a state.
+        optimizer_states: Keys and structure of states that have lost their classes in
+            `structure`.
+    """
+    found: dict[LeafPath, Role] = {}
+    _collect(structure, (), None, found)
+    for keys, node in optimizer_states:
+        _collect(node, keys, _Owner("", "", keys), found)
+    return found
+
+
+class _Owner(NamedTuple):
+    state_class: str
+    field: str
+    keys: Keys
+
+
+def _collect(
+    node: _tree.Node | LeafPath,
+    keys: Keys,
+    owner: _Owner | None,
+    found: dict[LeafPath, Role],
+) -> None:
+    if isinstance(node, str):
+        if owner is not None:
+            below = _tree.join(keys[len(owner.keys) :])
+            found[_tree.join(keys)] = Role(owner.state_class, owner.field, below)
+        return
+    for key, child in zip(node.keys, node.children, strict=True):
+        inner = keys if node.is_box else (*keys, key)
+        child_owner = owner
+        if not node.is_box and _is_transform(node, owner):
+            child_owner = _Owner(node.type.partition(":")[2], str(key.name), inner)
+        elif key.name == "opt_state" and owner is None:
+            child_owner = _Owner("", "", inner)
+        _collect(child, inner, child_owner, found)
+
+
+def _is_transform(node: _tree.Node, owner: _Owner | None) -> bool:
+    """Whether `node` is a transform's state: a named tuple of optax, or within one."""
+    is_named_tuple = ":" in node.type and all(key.kind == "attr" for key in node.keys)
+    return is_named_tuple and (owner is not None or node.type.startswith("optax"))

@@ -1,0 +1,519 @@
+"""The plan of a restore: which stored leaf fills which wanted one, and how."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import difflib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from flaxckpt import _arrays, _dtypes, _flax, _optax, _tree, errors, transforms
+from flaxckpt._info import Leaf, LeafInfo, LeafTable, Stored, StoredLeaf
+from flaxckpt._types import LeafPath, PyTree
+from flaxckpt.errors import Mismatch
+from flaxckpt.transforms import Transform
+
+if TYPE_CHECKING:
+    import rich.table
+
+_log = logging.getLogger(__name__)
+
+_NEAREST_AMONG = 5_000
+_ROWS_PRINTED = 60
+
+Action: TypeAlias = Literal[
+    "loaded",
+    "cast",
+    "renamed",
+    "resharded",
+    "matched",
+    "init",
+    "dropped",
+    "conflict",
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """What to do where state and checkpoint differ; see `load`.
+
+    Attributes:
+        missing: What to do about leaves that the checkpoint lacks.
+        unused: What to do about leaves that only the checkpoint has.
+        optimizer: How optimizer leaves are found.
+        transforms: What to change in the checkpoint's leaf table first.
+        types: Classes of the caller's that a checkpoint may name.
+        max_concurrent_bytes: Bytes that are read at one time.
+    """
+
+    missing: Literal["error", "init"] = "error"
+    unused: Literal["warn", "error", "ignore"] = "warn"
+    optimizer: Literal["match", "exact", "reinit"] = "match"
+    transforms: Sequence[Transform] = ()
+    types: Sequence[type] = ()
+    max_concurrent_bytes: int = _arrays.DEFAULT_CONCURRENT_BYTES
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("missing", ("error", "init")),
+            ("unused", ("warn", "error", "ignore")),
+            ("optimizer", ("match", "exact", "reinit")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise errors.OptionError(
+                    f"{name} must be one of {allowed}, got {getattr(self, name)!r}"
+                )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafPlan:
+    """What happens to one leaf.
+
+    Attributes:
+        actions: `loaded`, and with it `cast`, `renamed` (its path in the checkpoint is
+            another), `matched` (found by its role in the optimizer), `resharded`; or
+            one of `init`, `dropped` (only the checkpoint has it), `conflict`.
+        sources: Leaf paths in the checkpoint.
+        wanted: What the state asks for; None if it is dropped.
+        found: What the checkpoint holds; None if it holds nothing.
+        bytes: What this process reads for it.
+    """
+
+    actions: tuple[Action, ...]
+    sources: tuple[LeafPath, ...]
+    wanted: LeafInfo | None
+    found: LeafInfo | None
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """What a restore will do, leaf by leaf; `str()` and rich print it as a table.
+
+    Attributes:
+        path: The checkpoint.
+        leaves: Leaf path in the state -> what happens to it; then the leaves that only
+            the checkpoint has.
+        bytes_to_read: By all processes together.
+        bytes_here: By this process.
+        problems: Why it cannot be done; empty if it can.
+    """
+
+    path: str
+    leaves: Mapping[LeafPath, LeafPlan]
+    bytes_to_read: int
+    bytes_here: int
+    problems: tuple[Mismatch, ...]
+
+    def count(self, action: Action) -> int:
+        """How many leaves have `action`."""
+        return sum(action in leaf.actions for leaf in self.leaves.values())
+
+    def __str__(self) -> str:
+        rows = self._rows()
+        widths = [max(len(row[i]) for row in rows) for i in range(4)] if rows else []
+        lines = [
+            "  ".join(
+                cell.ljust(w) for cell, w in zip(row, widths, strict=True)
+            ).rstrip()
+            for row in rows
+        ]
+        return "\n".join([self._summary(), *lines])
+
+    def __rich__(self) -> rich.table.Table:
+        from rich.table import Table  # only whoever prints with rich has it loaded
+
+        table = Table("leaf", "action", "wanted", "found", title=self._summary())
+        for row in self._rows()[1:]:
+            style = {"conflict": "red", "init": "yellow", "dropped": "dim"}.get(row[1])
+            table.add_row(*row, style=style)
+        return table
+
+    def _summary(self) -> str:
+        counts = collections.Counter(a for p in self.leaves.values() for a in p.actions)
+        told = ", ".join(f"{n} {action}" for action, n in counts.items())
+        size = f"{self.bytes_to_read:,} bytes to read"
+        if self.bytes_here != self.bytes_to_read:
+            size += f", {self.bytes_here:,} here"
+        return f"{self.path}: {told or 'nothing to load'}; {size}"
+
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        """The leaves that are not simply loaded, the most telling columns of each."""
+        telling = [
+            _row(path, leaf)
+            for path, leaf in self.leaves.items()
+            if leaf.actions != ("loaded",)
+        ]
+        if not telling:
+            return []
+        shown = [("leaf", "action", "wanted", "found"), *telling[:_ROWS_PRINTED]]
+        if len(telling) > _ROWS_PRINTED:
+            shown.append((f"… and {len(telling) - _ROWS_PRINTED} more", "", "", ""))
+        return shown
+
+
+def _row(path: LeafPath, leaf: LeafPlan) -> tuple[str, str, str, str]:
+    found = str(leaf.found or "-")
+    if leaf.sources and leaf.sources != (path,):
+        found += f" from {leaf.sources[0]}"
+    actions = ", ".join(action for action in leaf.actions if action != "loaded")
+    return path, actions, str(leaf.wanted or "-"), found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a plan is carried out.
+
+    Attributes:
+        jobs: Arrays to read.
+        given: Leaf path -> value that needs no reading.
+        fresh: Optimizer leaves to make from the parameters, once those are read.
+        flat: The wanted state; None to build what the checkpoint describes.
+        structure: The containers of the result if `flat` is None.
+    """
+
+    jobs: tuple[_arrays.ReadJob, ...]
+    given: Mapping[LeafPath, Any]
+    fresh: tuple[LeafInfo, ...]
+    flat: _flax.FlatState | None
+    structure: _tree.Node | LeafPath
+
+
+# ---- planning ---------------------------------------------------------------------
+
+
+def make(
+    stored: Stored, abstract_state: PyTree | None, options: Options
+) -> tuple[RestorePlan, Recipe]:
+    """Plans the restore of what `abstract_state` asks for, or of everything."""
+    table = transforms.apply(options.transforms, stored.table)
+    if abstract_state is None:
+        return _plan_all(stored, table)
+    return _Planner(stored, table, abstract_state, options).plan()
+
+
+def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
+    """Everything, as the checkpoint describes it."""
+    if stored.unknown_types:
+        _log.warning(
+            "%s holds classes that are not known here and become dicts: %s;"
+            " pass types=[...] or an abstract state to get them back",
+            stored.metadata.path,
+            ", ".join(sorted(stored.unknown_types)),
+        )
+    given: dict[LeafPath, Any] = {}
+    jobs: dict[LeafPath, _arrays.ReadJob] = {}
+    leaves: dict[LeafPath, LeafPlan] = {}
+    problems = []
+    for path, leaf in table.items():
+        if leaf.info.kind == "empty":
+            continue
+        source = leaf.source
+        assert isinstance(source, StoredLeaf), path
+        found = source.info
+        wanted = dataclasses.replace(leaf.info, sharding=None)
+        if leaf.info.kind == "string":
+            given[path] = source.value
+        else:
+            if problem := _needs_x64(leaf.info):
+                problems.append(problem)
+            jobs[path] = _arrays.ReadJob(source, wanted)
+        actions: tuple[Action, ...] = ("loaded",)
+        if wanted.dtype != found.dtype:
+            actions = ("loaded", "cast")
+        leaves[path] = LeafPlan(
+            actions, (path,), wanted, found, _arrays.stored_bytes(found)
+        )
+    total = sum(leaf.bytes for leaf in leaves.values())
+    structure = stored.structure
+    if set(table) != set(stored.table):
+        structure = _tree.plain_structure(
+            (path, i.keys, i.python_type if i.kind == "empty" else None)
+            for path, i in ((path, leaf.info) for path, leaf in table.items())
+        )
+    return (
+        RestorePlan(stored.metadata.path, leaves, total, total, tuple(problems)),
+        Recipe(tuple(jobs.values()), given, (), None, structure),
+    )
+
+
+def _needs_x64(info: LeafInfo) -> Mismatch | None:
+    if info.kind != "array" or info.python_type != "jax.Array":
+        return None
+    usable = jax.dtypes.canonicalize_dtype(_dtypes.to_numpy(info.dtype or "")).name
+    if usable == info.dtype:
+        return None
+    return Mismatch(info.path, f"at most {usable}, as jax is configured", str(info))
+
+
+class _Planner:
+    """Fits a checkpoint's leaf table to a wanted state."""
+
+    def __init__(
+        self, stored: Stored, table: LeafTable, abstract_state: PyTree, options: Options
+    ) -> None:
+        self._stored = stored
+        self._table = table
+        self._options = options
+        self._flat = _flax.flatten(abstract_state)
+        self._roles = _optax.roles(self._flat.structure, self._flat.optimizer_states)
+        self._can_init = bool(_flax.optimizers(abstract_state))
+        self._leaves: dict[LeafPath, LeafPlan] = {}
+        self._jobs: list[_arrays.ReadJob] = []
+        self._given: dict[LeafPath, Any] = {}
+        self._fresh: list[LeafInfo] = []
+        self._problems: list[Mismatch] = []
+        self._by_role = _by_role(table)
+
+    def plan(self) -> tuple[RestorePlan, Recipe]:
+        """Decides every leaf."""
+        for path, leaf in self._flat.table.items():
+            if leaf.info.kind != "empty":
+                self._decide(path, leaf)
+        self._drop_unused()
+        plan = RestorePlan(
+            self._stored.metadata.path,
+            self._leaves,
+            sum(_arrays.stored_bytes(job.found) for job in self._jobs),
+            sum(leaf.bytes for leaf in self._leaves.values()),
+            tuple(self._problems),
+        )
+        recipe = Recipe(
+            tuple(self._jobs),
+            self._given,
+            tuple(self._fresh),
+            self._flat,
+            self._flat.structure,
+        )
+        return plan, recipe
+
+    def _decide(self, path: LeafPath, leaf: Leaf) -> None:
+        role = self._roles.get(path)
+        if role is not None and self._options.optimizer == "reinit":
+            self._start_afresh(leaf, role)
+            return
+        candidates = self._candidates(path, role)
+        if len(candidates) > 1:
+            found = "several: " + ", ".join(candidates[:3])
+            problem = Mismatch(path, str(leaf.info), found)
+            self._conflict(problem, leaf.info, None, tuple(candidates))
+        elif candidates:
+            self._take(path, leaf, candidates[0])
+        else:
+            self._start_afresh(leaf, role)
+
+    def _candidates(self, path: LeafPath, role: _optax.Role | None) -> list[LeafPath]:
+        """The stored leaves that may be meant: by path, else by role in the optimizer.
+
+        A path counts only if the leaf there plays the same role, as far as that is
+        known: in another chain, another transform may stand in its place.
+        """
+        exact = self._at(path)
+        if role is None or self._options.optimizer == "exact":
+            return [exact] if exact else []
+        if exact and self._table[exact].info.role in (None, role):
+            return [exact]
+        if same := self._by_role.get(role):
+            return same
+        if exact and (found := self._table[exact].info.role):
+            # Optax renames the classes of its states now and then.
+            return [exact] if tuple(found[1:]) == tuple(role[1:]) else []
+        return self._by_suffix(role)
+
+    def _at(self, path: LeafPath) -> LeafPath | None:
+        """The stored leaf at `path`; Orbax ends those of boxes and NNX in `/value`."""
+        for candidate in (path, f"{path}/value"):
+            leaf = self._table.get(candidate)
+            if leaf is not None and leaf.info.kind != "empty":
+                return candidate
+        return None
+
+    def _by_suffix(self, role: _optax.Role) -> list[LeafPath]:
+        """Leaves without a role, as Orbax writes them, whose path ends like that."""
+        if not role.field:
+            return []
+        ending = f"/{role.field}/{role.param}" if role.param else f"/{role.field}"
+        return [
+            path
+            for path, leaf in self._table.items()
+            if leaf.info.role is None
+            and leaf.info.kind != "empty"
+            and path.removesuffix("/value").endswith(ending)
+        ]
+
+    def _take(self, path: LeafPath, leaf: Leaf, source_path: LeafPath) -> None:
+        wanted, declared = leaf.info, self._table[source_path].info
+        source = self._table[source_path].source
+        assert isinstance(source, StoredLeaf), source_path
+        if problem := _misfit(wanted, declared):
+            self._conflict(problem, wanted, declared, (source_path,))
+            return
+        found = source.info
+        job = _arrays.ReadJob(source, wanted)
+        if wanted.kind == "string":
+            self._given[path] = source.value
+        else:
+            self._jobs.append(job)
+        self._leaves[path] = LeafPlan(
+            _actions(wanted, found, path, source_path),
+            (source_path,),
+            wanted,
+            found,
+            _arrays.bytes_here(job),
+        )
+
+    def _start_afresh(self, leaf: Leaf, role: _optax.Role | None) -> None:
+        """A leaf that is not to be had: its value in the state, or a new moment."""
+        info = leaf.info
+        is_optimizer = role is not None and self._options.optimizer != "exact"
+        has_value = not isinstance(leaf.source, jax.ShapeDtypeStruct)
+        if is_optimizer and self._can_init:
+            self._fresh.append(info)
+        elif (is_optimizer or self._options.missing == "init") and has_value:
+            self._given[info.path] = leaf.source
+        else:
+            lacking = missing(info, self._table)
+            if self._options.missing == "init" or is_optimizer:
+                lacking = dataclasses.replace(
+                    lacking, found=f"{lacking.found}, and no value to start from"
+                )
+            self._conflict(lacking, info, None, ())
+            return
+        self._leaves[info.path] = LeafPlan(("init",), (), info, None, 0)
+
+    def _conflict(
+        self,
+        problem: Mismatch,
+        wanted: LeafInfo,
+        found: LeafInfo | None,
+        sources: tuple[LeafPath, ...],
+    ) -> None:
+        self._problems.append(problem)
+        self._leaves[problem.leaf] = LeafPlan(("conflict",), sources, wanted, found, 0)
+
+    def _drop_unused(self) -> None:
+        used = {path for leaf in self._leaves.values() for path in leaf.sources}
+        for path, leaf in self._table.items():
+            if path in used or leaf.info.kind == "empty":
+                continue
+            if self._options.unused == "error":
+                self._problems.append(Mismatch(path, "nothing", str(leaf.info)))
+            elif self._options.optimizer == "reinit" and leaf.info.role:
+                continue
+            name = path if path not in self._leaves else f"{path} (in the checkpoint)"
+            self._leaves[name] = LeafPlan(("dropped",), (path,), None, leaf.info, 0)
+
+
+def _by_role(table: LeafTable) -> dict[tuple[str, str, LeafPath], list[LeafPath]]:
+    found: dict[tuple[str, str, LeafPath], list[LeafPath]] = {}
+    for path, leaf in table.items():
+        if leaf.info.role is not None and leaf.info.kind != "empty":
+            found.setdefault(leaf.info.role, []).append(path)
+    return found
+
+
+def _actions(
+    wanted: LeafInfo, found: LeafInfo, path: LeafPath, source_path: LeafPath
+) -> tuple[Action, ...]:
+    actions: list[Action] = ["loaded"]
+    if wanted.kind == "array" and wanted.dtype != found.dtype:
+        actions.append("cast")
+    if source_path not in (path, f"{path}/value"):
+        actions.append("matched")
+    if wanted.shard_shape != found.shard_shape or (
+        wanted.spec is not None and _ways(wanted.spec) != _ways(found.spec)
+    ):
+        actions.append("resharded")
+    return tuple(actions)
+
+
+def _ways(spec: PartitionSpec | None) -> tuple[Any, ...]:
+    """What of a spec splits something; trailing Nones say nothing."""
+    parts = list(spec or ())
+    while parts and parts[-1] is None:
+        parts.pop()
+    return tuple(parts)
+
+
+def missing(wanted: LeafInfo, table: LeafTable) -> Mismatch:
+    """Says that `table` lacks a leaf, and which is called most alike."""
+    found = "nothing"
+    if wanted.path in table:
+        found = str(table[wanted.path].info)
+    elif len(table) <= _NEAREST_AMONG:
+        near = difflib.get_close_matches(wanted.path, table, n=1)
+        found = f"nothing (nearest: {near[0]})" if near else found
+    return Mismatch(wanted.path, str(wanted), found)
+
+
+def _misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
+    """Says how `found` does not fit `wanted`; None if it does."""
+    if _fits(wanted, found):
+        return _sharding_misfit(wanted, found)
+    return Mismatch(wanted.path, str(wanted), str(found))
+
+
+def _fits(wanted: LeafInfo, found: LeafInfo) -> bool:
+    if wanted.kind == "string" or found.kind == "string":
+        return wanted.kind == found.kind
+    if wanted.kind == "prng_key":
+        if found.kind == "prng_key":
+            return wanted.shape == found.shape and wanted.prng_impl == found.prng_impl
+        # Raw key data, as Orbax has it without its array_metadatas.
+        shape, dtype = _arrays.stored_form(wanted)
+        return found.shape == shape and found.dtype == dtype
+    if found.kind == "prng_key" or wanted.shape != found.shape:
+        return False
+    assert wanted.dtype is not None
+    assert found.dtype is not None
+    if wanted.kind == "scalar" or found.kind == "scalar":
+        # A Python number has no width; whether it fits is seen when it is read.
+        return _number_kind(wanted.dtype) == _number_kind(found.dtype)
+    return _dtypes.restores_as(found.dtype, wanted.dtype)
+
+
+def _number_kind(dtype: str) -> str:
+    return _dtypes.kind(dtype).removeprefix("u")
+
+
+def _sharding_misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
+    """Says why the wanted sharding cannot be had; None if it can."""
+    sharding = wanted.sharding
+    if sharding is None:
+        return None
+    if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh):
+        asked = f"{wanted} on the mesh {dict(sharding.mesh.shape)} without devices"
+        return Mismatch(wanted.path, asked, str(found))
+    try:
+        sharding.shard_shape(wanted.shape)
+    except ValueError:
+        asked = f"{wanted} split as {wanted.spec}, which does not divide it"
+        return Mismatch(wanted.path, asked, str(found))
+    return None
+
+
+def advice(problems: Iterable[Mismatch], abstract_state: PyTree) -> str:
+    """What to do about a plan that has `problems`."""
+    found = list(problems)
+    if abstract_state is None:
+        return "Set jax_enable_x64, or pass an abstract state with numpy leaves."
+    if any(m.wanted == "nothing" for m in found):
+        return 'Ask for these leaves too, or pass unused="ignore".'
+    if any(m.found.startswith("several") for m in found):
+        return (
+            'Load into the old optimizer first, or start it afresh: optimizer="reinit".'
+        )
+    if all(m.found.startswith("nothing") for m in found):
+        return (
+            "Ask only for leaves that the checkpoint has, or pass a state with values"
+            ' and missing="init" to keep them.'
+        )
+    return (
+        "Change the state to fit; floating types are cast, integers only widened, and"
+        " shapes must agree."
+    )

@@ -1,0 +1,312 @@
+"""Partition specs and chunk shapes, derived from the model.
+
+What decides how a leaf is split, the first that says anything: a rule on its leaf path,
+the model's own axis names (linen boxes, NNX metadata) through the logical rules, its
+present sharding. Optimizer leaves follow their parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from flaxckpt import _arrays, _flax, _optax, _tree, errors, transforms
+from flaxckpt._info import ArrayLayout, Leaf, LeafInfo
+from flaxckpt._types import LeafPath, PyTree
+
+__all__ = ["abstract_state", "parameter_infos"]
+
+_log = logging.getLogger(__name__)
+
+AnyMesh: TypeAlias = Mesh | AbstractMesh
+AxisRules: TypeAlias = Sequence[tuple[str, str | tuple[str, ...] | None]]
+LeafRules: TypeAlias = Sequence[tuple[str, PartitionSpec]]
+
+
+def abstract_state(
+    init_fn_or_state: Callable[..., PyTree] | PyTree,
+    *args: Any,
+    mesh: AnyMesh | None = None,
+    rules: AxisRules = (),
+    leaf_rules: LeafRules = (),
+) -> PyTree:
+    """A state's shapes, dtypes and shardings, without its values.
+
+    ```python
+    abstract = abstract_state(init_fn, key, mesh=mesh,
+        rules=[("embed", None), ("mlp", "model")],
+        leaf_rules=[(r".*/embedding", P("model", None))])
+    ```
+
+    Args:
+        init_fn_or_state: Makes the state from `args`; it is traced, not run. Or a
+            state, concrete or abstract.
+        *args: For the function.
+        mesh: Where the state shall be, with devices or without (`AbstractMesh`). By
+            default leaves keep the shardings they have.
+        rules: Logical axis -> mesh axis, as in Flax: the first rule whose mesh axis is
+            still free in the array wins, and an axis without a rule is not split.
+        leaf_rules: Regular expression on the whole leaf path -> partition spec; the
+            first match wins. With any, a leaf that nothing decides is an error, so end
+            them with `(".*", P())` to replicate the rest. Scalars and leaves of size 1
+            are replicated without being asked.
+
+    Returns:
+        The state with a `jax.ShapeDtypeStruct` for every jax array, sharded over
+        `mesh`. Numbers, strings and numpy arrays stay as they are.
+
+    Raises:
+        PartitionError: Rules that match nothing, axes that the mesh lacks, specs that
+            do not fit. All leaves at fault are named.
+
+    Source: logical axis rules of Flax and T5X, leaf rules of EasyLM and fjformer.
+    """
+    state = init_fn_or_state
+    if callable(init_fn_or_state) and not _flax.is_object(init_fn_or_state):
+        state = _flax.eval_shape(init_fn_or_state, *args)
+    flat = _flax.flatten(state)
+    specs = {} if mesh is None else _specs(state, flat, mesh, rules, leaf_rules)
+    values = {
+        path: _abstract(leaf, mesh, specs.get(path))
+        for path, leaf in flat.table.items()
+        if leaf.info.kind != "empty"
+    }
+    return flat.rebuild(values)
+
+
+def _abstract(leaf: Leaf, mesh: AnyMesh | None, spec: PartitionSpec | None) -> Any:
+    value = leaf.source
+    if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+        return value
+    sharding = leaf.info.sharding
+    if mesh is not None:
+        sharding = NamedSharding(mesh, spec or PartitionSpec())
+    return jax.ShapeDtypeStruct(
+        value.shape, value.dtype, sharding=sharding, weak_type=leaf.info.weak_type
+    )
+
+
+def parameter_infos(state: PyTree, *, layout: ArrayLayout | None = None) -> PyTree:
+    """What a save of `state` would record of each leaf.
+
+    Args:
+        state: Concrete or abstract.
+        layout: As for `save`.
+
+    Returns:
+        The same tree, NNX objects as their `nnx.State`, with a `LeafInfo` in the place
+        of each leaf: name, shape, dtype, partition spec and chunk shape.
+    """
+    flat = _flax.flatten(state)
+    infos = {
+        path: _arrays.with_chunk_shape(leaf.info, layout or ArrayLayout())
+        for path, leaf in flat.table.items()
+    }
+    return _tree.unflatten(flat.structure, infos)
+
+
+# ---- deciding ---------------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True)
+class _Rule:
+    pattern: re.Pattern[str]
+    spec: PartitionSpec
+    is_used: bool = False
+
+
+def _specs(
+    state: PyTree,
+    flat: _flax.FlatState,
+    mesh: AnyMesh,
+    rules: AxisRules,
+    leaf_rules: LeafRules,
+) -> dict[LeafPath, PartitionSpec]:
+    """The partition spec of every array of a state."""
+    infos = {
+        path: leaf.info
+        for path, leaf in flat.table.items()
+        if leaf.info.python_type == "jax.Array"
+    }
+    compiled = [
+        _Rule(transforms.compile_pattern(pattern), spec) for pattern, spec in leaf_rules
+    ]
+    axis_names = _flax.axis_names(flat.structure)
+    roles = _optax.roles(flat.structure, flat.optimizer_states)
+    optimizer = {path for path in infos if path in roles}
+    faults: dict[LeafPath, str] = {}
+    specs: dict[LeafPath, PartitionSpec] = {}
+    for path, info in infos.items():
+        if path in optimizer:
+            continue
+        spec = _decide(info, axis_names.get(path), mesh, rules, compiled)
+        if spec is None and compiled:
+            faults[path] = f"{info} matches no rule"
+        specs[path] = spec or PartitionSpec()
+        if problem := _problem(info, specs[path], mesh):
+            faults[path] = problem
+    if not faults:
+        specs |= _optimizer_specs(state, infos, optimizer, specs, mesh, compiled)
+    _check_used(compiled, infos, faults)
+    return specs
+
+
+def _decide(
+    info: LeafInfo,
+    axes: _flax.AxisNames | None,
+    mesh: AnyMesh,
+    rules: AxisRules,
+    leaf_rules: Iterable[_Rule],
+) -> PartitionSpec | None:
+    """What the rules, the model or the present sharding say; None if nothing does."""
+    matching = _matching(info.path, leaf_rules)
+    if math.prod(info.shape) <= 1:
+        return PartitionSpec()
+    if matching is not None:
+        return matching
+    if axes is not None and len(axes.names) == len(info.shape):
+        return _flax.mesh_spec(axes, rules)
+    if info.spec is not None and _axes_of(info.spec) <= set(mesh.axis_names):
+        return info.spec
+    return None
+
+
+def _matching(path: LeafPath, leaf_rules: Iterable[_Rule]) -> PartitionSpec | None:
+    matching = [rule for rule in leaf_rules if rule.pattern.fullmatch(path)]
+    for rule in matching:
+        rule.is_used = True
+    return matching[0].spec if matching else None
+
+
+def _axes_of(spec: PartitionSpec) -> set[str]:
+    return {axis for part in spec for axis in _part_axes(part)}
+
+
+def _part_axes(part: Any) -> tuple[str, ...]:
+    if part is None:
+        return ()
+    return part if isinstance(part, tuple) else (part,)
+
+
+def _problem(info: LeafInfo, spec: PartitionSpec, mesh: AnyMesh) -> str | None:
+    """Why `info` cannot be split as `spec` says; None if it can."""
+    sizes = dict(mesh.shape)
+    axes = [axis for part in spec for axis in _part_axes(part)]
+    if missing := [axis for axis in axes if axis not in sizes]:
+        return f"{spec} names {missing[0]!r}, the mesh has {tuple(sizes)}"
+    if len(spec) > len(info.shape):
+        return f"{spec} has more parts than {info} has axes"
+    if len(set(axes)) < len(axes):
+        return f"{spec} uses an axis of the mesh twice"
+    for size, part in zip(info.shape, spec, strict=False):
+        ways = math.prod(sizes[axis] for axis in _part_axes(part))
+        if size % ways:
+            return f"{spec} splits {size} into {ways} parts, of {info}"
+    return None
+
+
+def _optimizer_specs(
+    state: PyTree,
+    infos: Mapping[LeafPath, LeafInfo],
+    optimizer: set[LeafPath],
+    specs: Mapping[LeafPath, PartitionSpec],
+    mesh: AnyMesh,
+    leaf_rules: Sequence[_Rule],
+) -> dict[LeafPath, PartitionSpec]:
+    """The specs of optimizer leaves: derived, then overridden, then checked."""
+    derived = derive(state, infos, optimizer, specs, mesh)
+    # A rule that also matches parameters is meant for them, and for what follows them
+    # only through them: (".*", P()) does not undo what is derived.
+    own = [
+        rule
+        for rule in leaf_rules
+        if not any(rule.pattern.fullmatch(path) for path in specs)
+    ]
+    found: dict[LeafPath, PartitionSpec] = {}
+    replicated: list[str] = []
+    for path in infos:
+        if path not in optimizer:
+            continue
+        info, asked = infos[path], _matching(path, own)
+        found[path] = derived[path].spec if asked is None else asked
+        if problem := _problem(info, found[path], mesh):
+            replicated.append(f"{path}: {problem}")
+            found[path] = PartitionSpec()
+        elif asked is None and derived[path].rule == "replicated":
+            replicated.append(f"{path}: {info} follows no parameter")
+    if replicated:
+        _log.warning(
+            "%d optimizer leaves are replicated:\n%s\nleaf_rules can split them.",
+            len(replicated),
+            errors.rows(replicated),
+        )
+    return found
+
+
+def derive(
+    state: PyTree,
+    infos: Mapping[LeafPath, LeafInfo],
+    optimizer: set[LeafPath],
+    specs: Mapping[LeafPath, PartitionSpec],
+    mesh: AnyMesh,
+) -> dict[LeafPath, _optax.Derived]:
+    """How each optimizer leaf follows the parameters, and by which rule."""
+    by_types: dict[LeafPath, PartitionSpec | None] = {}
+    params: list[_optax.Param] = []
+    for part in _flax.optimizers(state):
+        entries = _tree.flatten(part.params, boxes=_flax.BOXES).entries
+        paths = {
+            path: _tree.join((*part.params_keys, *entry.keys))
+            for path, entry in entries.items()
+            if not entry.is_empty
+        }
+        if not all(whole in specs for whole in paths.values()):
+            continue
+        params += [
+            _optax.Param(entries[path].keys, infos[whole].shape, specs[whole])
+            for path, whole in paths.items()
+        ]
+        typed = _optax.specs_by_types(
+            part.init,
+            part.params,
+            {path: specs[whole] for path, whole in paths.items()},
+            dict(mesh.shape),
+            _flax.BOXES,
+        )
+        by_types |= {
+            _tree.join((*part.state_keys, *keys)): spec for keys, spec in typed.items()
+        }
+    if not params:
+        # No optimizer to ask: what is left of the state are the parameters, or their
+        # branch of it.
+        params = [
+            _optax.Param(keys, infos[path].shape, spec)
+            for path, spec in specs.items()
+            for keys in (infos[path].keys, infos[path].keys[1:])
+        ]
+    leaves = {path: (infos[path].keys, infos[path].shape) for path in optimizer}
+    return _optax.derive_specs(leaves, params, by_types=by_types)
+
+
+def _check_used(
+    leaf_rules: Iterable[_Rule],
+    infos: Mapping[LeafPath, LeafInfo],
+    faults: dict[LeafPath, str],
+) -> None:
+    for rule in leaf_rules:
+        if not rule.is_used:
+            pattern = rule.pattern.pattern
+            near = difflib.get_close_matches(pattern, infos, n=1, cutoff=0.3)
+            faults[pattern] = "matches no leaf" + (
+                f" (nearest: {near[0]})" * bool(near)
+            )
+    if faults:
+        raise errors.PartitionError(faults)

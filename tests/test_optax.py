@@ -1,0 +1,312 @@
+"""Every optax state comes back in its own classes, split as its parameters are."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import strategies
+from flax.training import train_state
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optax_zoo import PARAMS, ZOO, labels, params_for
+
+import flaxckpt
+
+SPECS = [
+    ("params/embed", P("data", "model")),
+    ("params/layer/kernel", P(None, "model")),
+    ("params/layer/bias", P("model")),
+    ("params/square", P("data", "model")),
+    ("params/conv", P(None, "data", "model")),
+    # lookahead keeps its fast and slow weights in the parameters
+    ("params/(fast|slow)/(embed|square)", P("data", "model")),
+    ("params/.*", P()),
+]
+MESH = AbstractMesh((2, 4), ("data", "model"))
+
+
+def create(name):
+    return train_state.TrainState.create(
+        apply_fn=None, params=params_for(name), tx=ZOO[name]
+    )
+
+
+def filled(state):
+    """The state with other values in every leaf of its optimizer."""
+
+    def fill(path, leaf):
+        if not isinstance(leaf, jax.Array) or not jnp.issubdtype(
+            leaf.dtype, jnp.number
+        ):
+            return leaf
+        seed = abs(hash(jax.tree_util.keystr(path))) % 1000
+        return (
+            (jnp.arange(leaf.size) % 7 + seed % 5)
+            .reshape(leaf.shape)
+            .astype(leaf.dtype)
+        )
+
+    return state.replace(
+        opt_state=jax.tree_util.tree_map_with_path(fill, state.opt_state)
+    )
+
+
+def test_the_zoo_is_large_enough():
+    assert len(ZOO) >= 30
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_state_comes_back_without_a_template_in_its_own_classes(tmp_path, name):
+    state = filled(create(name))
+    flaxckpt.save(tmp_path / "c", state)
+    found = flaxckpt.load(tmp_path / "c")
+    assert type(found) is train_state.TrainState
+    assert jax.tree.structure(found.opt_state) == jax.tree.structure(state.opt_state)
+    assert jax.tree.structure(found.params) == jax.tree.structure(state.params)
+    strategies.assert_same_state(state.opt_state, found.opt_state)
+    strategies.assert_same_state(state.params, found.params)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_derived_specs_are_valid_and_follow_the_parameters(name):
+    rules = [
+        (pattern, spec)
+        for pattern, spec in SPECS
+        if (name == "lookahead") == ("fast" in pattern) or pattern == "params/.*"
+    ]
+    abstract = flaxckpt.abstract_state(
+        lambda: create(name), mesh=MESH, leaf_rules=rules
+    )
+    by_shape = {
+        p.shape: p.sharding.spec
+        for p in jax.tree.leaves(abstract.params)
+        if len(p.shape) > 1
+    }
+    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract.opt_state):
+        where = jax.tree_util.keystr(path)
+        assert leaf.sharding.mesh == MESH, where
+        assert len(leaf.sharding.spec) <= len(leaf.shape), where
+        leaf.sharding.shard_shape(leaf.shape)  # raises if it does not divide
+        if name != "lookahead" and leaf.shape in by_shape and "U" not in where:
+            assert ways(leaf.sharding.spec) == ways(by_shape[leaf.shape]), where
+
+
+def ways(spec):
+    parts = list(spec)
+    while parts and parts[-1] is None:
+        parts.pop()
+    return parts
+
+
+def spec_of(abstract, *path):
+    leaf = abstract.opt_state
+    for key in path:
+        leaf = (
+            getattr(leaf, key)
+            if isinstance(key, str) and hasattr(leaf, key)
+            else leaf[key]
+        )
+    return ways(leaf.sharding.spec)
+
+
+def abstract(tx):
+    def make():
+        return train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+
+    rules = [(p, s) for p, s in SPECS if "fast" not in p]
+    return flaxckpt.abstract_state(make, mesh=MESH, leaf_rules=rules)
+
+
+def test_factored_moments_are_split_by_the_axes_they_keep():
+    found = abstract(ZOO["adafactor"])
+    assert spec_of(found, 0, "v_row", "embed") == ["model"]
+    assert spec_of(found, 0, "v_col", "embed") == ["data"]
+    assert spec_of(found, 0, "v", "embed") == []
+    assert sorted(
+        map(str, (spec_of(found, 0, f, "square") for f in ("v_row", "v_col")))
+    ) == ["['data']", "['model']"]
+    assert spec_of(found, 0, "v", "layer", "bias") == ["model"]
+
+
+def test_a_history_of_moments_is_not_split_along_time():
+    found = abstract(ZOO["lbfgs"])
+    leaf = found.opt_state[0].diff_params_memory["embed"]
+    assert leaf.shape == (3, 16, 8)
+    assert ways(leaf.sharding.spec) == [None, "data", "model"]
+
+
+def test_a_user_rule_overrides_what_is_derived():
+    def make():
+        return train_state.TrainState.create(
+            apply_fn=None, params=PARAMS, tx=optax.adam(1e-3)
+        )
+
+    rules = [("opt_state/.*/nu/embed", P("model")), *SPECS]
+    rules = [(p, s) for p, s in rules if "fast" not in p]
+    found = flaxckpt.abstract_state(make, mesh=MESH, leaf_rules=rules)
+    assert ways(found.opt_state[0].nu["embed"].sharding.spec) == ["model"]
+    assert ways(found.opt_state[0].mu["embed"].sharding.spec) == ["data", "model"]
+
+
+def test_what_cannot_be_derived_is_replicated_with_one_warning(caplog):
+    def init(params):
+        return optax.TraceState(trace=jnp.zeros((5, 7, 9)))
+
+    tx = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
+    found = abstract(tx)
+    assert ways(found.opt_state.trace.sharding.spec) == []
+    [record] = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "opt_state/trace" in record.getMessage()
+
+
+# ---- finding leaves again ---------------------------------------------------------
+
+
+def state_of(tx, params=PARAMS, seed=None):
+    state = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+    return state if seed is None else filled(state)
+
+
+def moments(state, owner=optax.ScaleByAdamState):
+    """All Adam states in a state."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, owner))
+    return [node for node in nodes if isinstance(node, owner)]
+
+
+ADAM = optax.adam(1e-3)
+CHANGES = {
+    "clip added": (ADAM, optax.chain(optax.clip(1.0), ADAM)),
+    "clip removed": (optax.chain(optax.clip(1.0), ADAM), ADAM),
+    "weight decay": (ADAM, optax.adamw(1e-3)),
+    "schedule": (ADAM, optax.adam(optax.linear_schedule(1e-3, 0, 10))),
+    "order": (
+        optax.chain(optax.scale_by_adam(), optax.trace(0.9)),
+        optax.chain(optax.trace(0.9), optax.scale_by_adam()),
+    ),
+    "MultiSteps": (ADAM, ZOO["MultiSteps"]),
+    "inject_hyperparams": (ADAM, optax.inject_hyperparams(optax.adam)(1e-3)),
+    "apply_if_finite": (ADAM, ZOO["apply_if_finite"]),
+    "named": (ADAM, optax.named_chain(("adam", optax.scale_by_adam()))),
+    "all at once": (
+        optax.chain(optax.clip(1.0), ADAM),
+        optax.MultiSteps(
+            optax.chain(optax.inject_hyperparams(optax.adamw)(1e-3), optax.ema(0.9)),
+            every_k_schedule=2,
+        ).gradient_transformation(),
+    ),
+}
+
+
+@pytest.mark.parametrize("concrete", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_moments_survive_a_change_of_the_optimizer(tmp_path, change, concrete):
+    old, new = CHANGES[change]
+    saved = state_of(old, seed=1)
+    flaxckpt.save(tmp_path / "c", saved)
+    wanted = state_of(new)
+    if not concrete:
+        wanted = jax.eval_shape(lambda: state_of(new))
+    found = flaxckpt.load(tmp_path / "c", wanted)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    [before], [after] = moments(saved.opt_state), moments(found.opt_state)
+    strategies.assert_same_state(before, after)
+    # What is new is as a fresh optimizer has it.
+    fresh = state_of(new)
+    plan = flaxckpt.plan(tmp_path / "c", wanted)
+    anew = {path for path, leaf in plan.leaves.items() if "init" in leaf.actions}
+    ours = flaxckpt.parameter_infos(fresh)
+    for info, one, other in zip(
+        jax.tree.leaves(ours, is_leaf=lambda x: isinstance(x, flaxckpt.LeafInfo)),
+        jax.tree.leaves(fresh),
+        jax.tree.leaves(found),
+        strict=True,
+    ):
+        if info.path in anew:
+            np.testing.assert_array_equal(np.asarray(one), np.asarray(other), info.path)
+
+
+def test_masks_and_groups_keep_the_moments_of_each_parameter(tmp_path):
+    saved = state_of(ADAM, seed=1)
+    flaxckpt.save(tmp_path / "c", saved)
+    for tx in (ZOO["masked by a function"], ZOO["multi_transform"], ZOO["freeze"]):
+        found = flaxckpt.load(tmp_path / "c", state_of(tx))
+        [before], [after] = moments(saved.opt_state), moments(found.opt_state)
+        kept = jax.tree_util.tree_leaves_with_path(after)
+        old = dict(jax.tree_util.tree_leaves_with_path(before))
+        assert len(kept) < len(old)
+        for path, leaf in kept:
+            np.testing.assert_array_equal(leaf, old[path])
+
+
+def test_new_parameters_get_fresh_moments(tmp_path):
+    saved = state_of(ADAM, seed=1)
+    flaxckpt.save(tmp_path / "c", saved)
+    params = {**PARAMS, "head": jnp.full((8, 4), 2.0)}
+    wanted = state_of(ADAM, params)
+    found = flaxckpt.load(tmp_path / "c", wanted, missing="init")
+    assert (found.params["head"] == 2).all()
+    assert not found.opt_state[0].mu["head"].any()
+    strategies.assert_same_state(
+        saved.opt_state[0].mu["embed"], found.opt_state[0].mu["embed"]
+    )
+    with pytest.raises(flaxckpt.errors.RestoreMismatchError, match="params/head"):
+        flaxckpt.load(tmp_path / "c", wanted)
+
+
+def test_an_ambiguous_role_is_an_error_that_lists_the_candidates(tmp_path):
+    tx = optax.multi_transform(
+        {"matrix": optax.adam(1e-3), "rest": optax.adam(1e-2)}, labels
+    )
+    flaxckpt.save(tmp_path / "c", state_of(tx, seed=1))
+    with pytest.raises(flaxckpt.errors.RestoreMismatchError) as info:
+        flaxckpt.load(tmp_path / "c", state_of(ADAM))
+    [problem] = info.value.mismatches
+    assert problem.leaf == "opt_state/0/count"
+    assert "inner_states/matrix" in problem.found
+    assert "inner_states/rest" in problem.found
+    assert 'optimizer="reinit"' in str(info.value)
+
+
+def test_exact_looks_at_paths_only(tmp_path):
+    flaxckpt.save(tmp_path / "c", state_of(ADAM, seed=1))
+    wanted = state_of(optax.chain(optax.clip(1.0), ADAM))
+    with pytest.raises(flaxckpt.errors.RestoreMismatchError, match="opt_state/1/0/mu"):
+        flaxckpt.load(tmp_path / "c", wanted, optimizer="exact")
+
+
+@pytest.mark.parametrize("concrete", [True, False])
+def test_reinit_makes_the_optimizer_for_the_restored_parameters(tmp_path, concrete):
+    params = jax.tree.map(lambda p: p * 3, PARAMS)
+    flaxckpt.save(tmp_path / "c", state_of(ADAM, params, seed=1))
+    tx = ZOO["schedule_free"]
+    wanted = state_of(tx) if concrete else jax.eval_shape(lambda: state_of(tx))
+    found = flaxckpt.load(tmp_path / "c", wanted, optimizer="reinit")
+    strategies.assert_same_state(params, found.params)
+    # schedule_free keeps a copy of the parameters, which must be the restored ones
+    strategies.assert_same_state(tx.init(params), found.opt_state)
+
+
+def test_orbax_checkpoints_are_matched_by_field_and_parameter(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    saved = state_of(ADAM, seed=1)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "c", saved)
+    found = flaxckpt.load(tmp_path / "c", state_of(optax.chain(optax.clip(1.0), ADAM)))
+    [before], [after] = moments(saved.opt_state), moments(found.opt_state)
+    strategies.assert_same_state(before, after)
+
+
+def test_new_moments_are_where_the_state_wants_them(tmp_path):
+    flaxckpt.save(tmp_path / "c", state_of(optax.sgd(1e-2)))
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    rules = [(p, s) for p, s in SPECS if "fast" not in p]
+    wanted = flaxckpt.abstract_state(
+        lambda: state_of(ADAM), mesh=mesh, leaf_rules=rules
+    )
+    found = flaxckpt.load(tmp_path / "c", wanted)
+    for one, other in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        assert isinstance(other.sharding, NamedSharding)
+        assert other.sharding.is_equivalent_to(one.sharding, other.ndim)

@@ -1,0 +1,380 @@
+"""The model decides how its state is split, on any mesh, for linen and NNX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import strategies
+import tensorstore as ts
+from flax import linen, nnx
+from flax.training import train_state
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flaxckpt
+from flaxckpt import errors
+
+RULES = [("embed", "data"), ("mlp", "model"), ("batch", "data")]
+
+
+def meshes():
+    """A mesh of every kind, two of them without devices."""
+    shape, names = (2, 4), ("data", "model")
+    kinds = {"auto": (AxisType.Auto,) * 2, "explicit": (AxisType.Explicit,) * 2}
+    for name, kind in kinds.items():
+        yield name, jax.make_mesh(shape, names, axis_types=kind)
+        yield f"abstract {name}", AbstractMesh(shape, names, axis_types=kind)
+
+
+MESHES = dict(meshes())
+
+
+class Linen(linen.Module):
+    box: str = "logical"
+
+    @linen.compact
+    def __call__(self, x):
+        init = linen.initializers.lecun_normal()
+        if self.box == "logical":
+            init = linen.with_logical_partitioning(init, ("embed", "mlp"))
+        if self.box == "mesh":
+            init = linen.with_partitioning(init, ("data", "model"))
+        x = linen.Dense(16, kernel_init=init, name="inner")(x)
+        return linen.Dense(2, name="outer")(x)
+
+
+def linen_state(box="logical", tx=None):
+    model = Linen(box)
+    params = model.init(jax.random.key(0), jnp.ones((1, 8)))["params"]
+    return train_state.TrainState.create(
+        apply_fn=model.apply, params=params, tx=tx or optax.adamw(1e-3)
+    )
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs, names=("embed", "mlp")):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+        self.dense = nnx.Linear(8, 16, rngs=rngs, kernel_init=init)
+        self.tied = self.dense.kernel
+        self.out = nnx.Linear(16, 2, rngs=rngs)
+
+
+def nnx_state():
+    model = Nnx(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+
+def specs(state):
+    """Leaf path -> what its spec splits."""
+    infos = flaxckpt.parameter_infos(state)
+    leaves = jax.tree.leaves(infos, is_leaf=lambda x: isinstance(x, flaxckpt.LeafInfo))
+    return {
+        info.path: tuple(info.spec)
+        for info in leaves
+        if info.spec is not None and any(info.spec)
+    }
+
+
+# ---- where specs come from ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_logical_axes_of_linen_become_axes_of_the_mesh(mesh):
+    found = flaxckpt.abstract_state(linen_state, mesh=mesh, rules=RULES)
+    split = ("data", "model")
+    assert specs(found) == {
+        "params/inner/kernel": split,
+        "opt_state/0/mu/inner/kernel": split,
+        "opt_state/0/nu/inner/kernel": split,
+    }
+    assert isinstance(found, train_state.TrainState)
+    assert type(found.params["inner"]["kernel"]) is linen.LogicallyPartitioned
+    for leaf in jax.tree.leaves(found):
+        assert isinstance(leaf, jax.ShapeDtypeStruct)
+        assert leaf.sharding.mesh == mesh
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_axis_names_of_nnx_become_axes_of_the_mesh(mesh):
+    model, optimizer = flaxckpt.abstract_state(nnx_state, mesh=mesh, rules=RULES)
+    split = ("data", "model")
+    assert specs((model, optimizer)) == {
+        "0/dense/kernel": split,
+        "1/opt_state/0/mu/dense/kernel": split,
+        "1/opt_state/0/nu/dense/kernel": split,
+    }
+    assert model.tied is model.dense.kernel
+
+
+def test_axis_names_may_be_those_of_the_mesh():
+    mesh = MESHES["abstract auto"]
+    found = flaxckpt.abstract_state(linen_state, "mesh", mesh=mesh)
+    assert specs(found)["params/inner/kernel"] == ("data", "model")
+    with nnx.use_eager_sharding(False):
+        model = nnx.eval_shape(lambda: Nnx(nnx.Rngs(0), (None, "model")))
+    found = flaxckpt.abstract_state(model, mesh=mesh)
+    assert specs(found) == {"dense/kernel": (None, "model")}
+
+
+def test_an_axis_of_the_mesh_is_used_once_in_an_array():
+    rules = [("embed", "model"), ("mlp", "model"), ("mlp", "data")]
+    found = flaxckpt.abstract_state(linen_state, mesh=MESHES["auto"], rules=rules)
+    assert specs(found)["params/inner/kernel"] == ("model", "data")
+
+
+def test_rules_on_leaf_paths_win_in_their_order():
+    rules = [
+        (r"params/outer/kernel", P("data")),
+        (r".*/kernel", P("data", "model")),
+        (r".*", P()),
+    ]
+    found = flaxckpt.abstract_state(
+        lambda: linen_state("none"),
+        mesh=MESHES["abstract auto"],
+        leaf_rules=[*rules[:1], ("params/inner/kernel", P(None, "model")), *rules[2:]],
+    )
+    assert specs(found) == {
+        "params/inner/kernel": (None, "model"),
+        "params/outer/kernel": ("data",),
+        "opt_state/0/mu/inner/kernel": (None, "model"),
+        "opt_state/0/mu/outer/kernel": ("data", None),
+        "opt_state/0/nu/inner/kernel": (None, "model"),
+        "opt_state/0/nu/outer/kernel": ("data", None),
+    }
+
+
+def test_present_shardings_are_kept_or_moved_to_the_mesh():
+    mesh = MESHES["auto"]
+    array = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data")))
+    state = {"w": array, "n": 3, "s": "x", "host": np.ones(2)}
+    same = flaxckpt.abstract_state(state)
+    assert same["w"].sharding == array.sharding
+    assert (same["n"], same["s"]) == (3, "x")
+    assert same["host"] is state["host"]
+    moved = flaxckpt.abstract_state(state, mesh=MESHES["abstract explicit"])
+    assert moved["w"].sharding.spec == P("data")
+    other = AbstractMesh((8,), ("x",))
+    assert flaxckpt.abstract_state(state, mesh=other)["w"].sharding.spec == P()
+
+
+def test_nothing_is_run_or_placed_to_describe_a_state():
+    def init():
+        return {"w": jnp.ones((2**20, 2**20))}
+
+    found = flaxckpt.abstract_state(init, mesh=MESHES["abstract auto"])
+    assert found["w"].shape == (2**20, 2**20)
+
+
+def test_keys_and_scalars_are_replicated_unasked():
+    def init():
+        return {"key": jax.random.key(0), "n": jnp.int32(3), "one": jnp.ones((1, 1))}
+
+    rules = [("one|n|key", P("data", "model"))]
+    found = flaxckpt.abstract_state(init, mesh=MESHES["auto"], leaf_rules=rules)
+    assert {leaf.sharding.spec for leaf in jax.tree.leaves(found)} == {P()}
+    assert jnp.issubdtype(found["key"].dtype, jax.dtypes.prng_key)
+
+
+# ---- infos -------------------------------------------------------------------------
+
+
+def test_parameter_infos_say_what_a_save_records(tmp_path):
+    state = linen_state()
+    layout = flaxckpt.ArrayLayout(chunk_bytes=256)
+    infos = flaxckpt.parameter_infos(state, layout=layout)
+    kernel = infos.params["inner"]["kernel"].value
+    assert kernel.path == "params/inner/kernel"
+    assert (kernel.shape, kernel.dtype, kernel.chunk_shape) == (
+        (8, 16),
+        "float32",
+        (8, 8),
+    )
+    flaxckpt.save(tmp_path / "c", state, layout=layout)
+    saved = flaxckpt.metadata(tmp_path / "c").leaves
+    assert saved["params/inner/kernel"].chunk_shape == (8, 8)
+
+
+def test_chunks_follow_shards_before_there_are_devices():
+    mesh = MESHES["abstract auto"]
+    found = flaxckpt.abstract_state(linen_state, mesh=mesh, rules=RULES)
+    kernel = flaxckpt.parameter_infos(found).params["inner"]["kernel"].value
+    assert kernel.spec == P("data", "model")
+    assert kernel.chunk_shape == kernel.shard_shape == (4, 4)
+
+
+def test_devices_that_hold_the_same_share_the_writing(tmp_path):
+    mesh = MESHES["auto"]
+    array = jnp.arange(4 * 2**20, dtype=jnp.float32).reshape(1024, -1)
+    state = {
+        "copied": jax.device_put(array, NamedSharding(mesh, P())),
+        "split": jax.device_put(array, NamedSharding(mesh, P("data"))),
+        "small": jax.device_put(array[:1], NamedSharding(mesh, P())),
+        "keys": jax.device_put(jax.random.key(0), NamedSharding(mesh, P())),
+    }
+    flaxckpt.save(tmp_path / "c", state)
+    leaves = flaxckpt.metadata(tmp_path / "c").leaves
+    assert leaves["copied"].chunk_shape == (128, 4096)  # an eighth each
+    assert leaves["split"].chunk_shape == (128, 4096)  # a half, among four
+    assert leaves["small"].chunk_shape == (1, 4096)
+    strategies.assert_same(state, flaxckpt.load(tmp_path / "c", state))
+
+
+# ---- bad rules ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"leaf_rules": [("params/.*/kernal", P())]},
+            "matches no leaf.*nearest: params",
+        ),
+        ({"leaf_rules": [("(", P())]}, "no regular expression"),
+        ({"leaf_rules": [(".*/kernel", P("data"))]}, "params/inner/bias.*no rule"),
+        ({"leaf_rules": [(".*", P("rows"))]}, "'rows', the mesh has"),
+        ({"leaf_rules": [(".*", P("data", "data"))]}, "axis of the mesh twice"),
+        ({"leaf_rules": [(".*", P(None, "model"))]}, "more parts than"),
+        ({"leaf_rules": [(".*", P(("data", "model")))]}, "splits 2 into 8 parts"),
+        ({"rules": [("embed", "rows"), ("mlp", None)]}, "'rows', the mesh has"),
+        ({}, "'embed', the mesh has"),
+    ],
+)
+def test_rules_that_do_not_fit_are_one_error_that_names_every_leaf(options, message):
+    def init():
+        return {"params": linen_state().params, "own": linen_state("mesh").params}
+
+    if "rules" not in options and "leaf_rules" not in options:
+        with nnx.use_eager_sharding(False):
+            state = nnx.eval_shape(lambda: Nnx(nnx.Rngs(0)))
+    else:
+        state = jax.eval_shape(lambda: {"params": linen_state().params})
+    with pytest.raises(
+        (errors.PartitionError, errors.OptionError), match=f"(?s){message}"
+    ) as info:
+        flaxckpt.abstract_state(state, mesh=MESHES["abstract auto"], **options)
+    assert isinstance(info.value, ValueError)
+    assert len(str(info.value).splitlines()) < 15
+
+
+# ---- moving between meshes ---------------------------------------------------------
+
+
+def mesh_of(*shape):
+    names = ("data", "model")[: len(shape)]
+    kinds = (AxisType.Auto,) * len(shape)
+    devices = jax.devices()[: int(np.prod(shape))]
+    return jax.make_mesh(shape, names, axis_types=kinds, devices=devices)
+
+
+PAIRS = [
+    ((8, 1), (1, 8)),
+    ((1, 8), (2, 4)),
+    ((2, 4), (4, 2)),
+    ((4, 2), (1, 1)),
+    ((1, 1), (2, 4)),
+    ((2, 2), (8, 1)),
+    ((8, 1), (2, 2)),
+]
+
+
+TX = optax.adam(1e-3)
+
+
+def big():
+    """A state large enough that what is read can be told apart."""
+    params = {
+        "w": (jnp.arange(256 * 512.0) % 251).reshape(256, 512),
+        "b": jnp.arange(512.0),
+    }
+    return train_state.TrainState.create(apply_fn=None, params=params, tx=TX)
+
+
+BIG_RULES = [("params/w", P("data", "model")), ("params/b", P("model"))]
+
+
+def bytes_read():
+    """What TensorStore has read from files so far."""
+    name = "/tensorstore/kvstore/file/bytes_read"
+    return sum(
+        value["value"]
+        for metric in ts.experimental_collect_matching_metrics(name)
+        for value in metric["values"]
+    )
+
+
+@pytest.mark.parametrize(("saved", "wanted"), PAIRS)
+@pytest.mark.parametrize("store", ["files", "ocdbt"])
+def test_a_linen_state_moves_between_meshes_bit_for_bit(tmp_path, saved, wanted, store):
+    rules = [*BIG_RULES, ("step", P())]
+    here = flaxckpt.abstract_state(big, mesh=mesh_of(*saved), leaf_rules=rules)
+    state = jax.tree.map(
+        lambda x, to: jax.device_put(x, to.sharding),
+        jax.tree.map(jnp.asarray, big()),
+        here,
+    )
+    layout = flaxckpt.ArrayLayout(store=store)
+    flaxckpt.save(tmp_path / "c", state, layout=layout)
+    there = flaxckpt.abstract_state(big, mesh=mesh_of(*wanted), leaf_rules=rules)
+    before = bytes_read()
+    found = flaxckpt.load(tmp_path / "c", there)
+    read = bytes_read() - before
+    for one, two, to in zip(*map(jax.tree.leaves, (state, found, there)), strict=True):
+        assert two.sharding == to.sharding
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
+    # Each byte is read once by this process, however many devices hold it.
+    total = flaxckpt.metadata(tmp_path / "c").total_bytes
+    assert flaxckpt.plan(tmp_path / "c", there).bytes_here == total
+    assert total <= read <= 1.05 * total + 50_000
+
+
+def test_a_process_reads_only_the_chunks_that_its_devices_need(tmp_path):
+    mesh = mesh_of(8)
+    array = jax.device_put(jnp.ones((1024, 1024)), NamedSharding(mesh, P("data")))
+    flaxckpt.save(tmp_path / "c", {"w": array, "other": array})
+    before = bytes_read()
+    store = flaxckpt.open_leaf(tmp_path / "c", "w")
+    np.testing.assert_array_equal(store[:128].read().result(), np.ones((128, 1024)))
+    assert bytes_read() - before < 1.1 * array.nbytes / 8
+    before = bytes_read()
+    flaxckpt.load(tmp_path / "c", {"w": array})
+    assert bytes_read() - before < 1.1 * array.nbytes
+
+
+@pytest.mark.parametrize(("saved", "wanted"), PAIRS)
+def test_an_nnx_state_moves_between_meshes_bit_for_bit(tmp_path, saved, wanted):
+    rules = [(r".*dense/kernel", P("data", "model")), (".*", P())]
+    here = flaxckpt.abstract_state(nnx_state, mesh=mesh_of(*saved), leaf_rules=rules)
+    flaxckpt.save(
+        tmp_path / "a", jax.tree.map(jnp.asarray, nnx.state(nnx_state_quiet()))
+    )
+    state = flaxckpt.load(tmp_path / "a", here)
+    flaxckpt.save(tmp_path / "b", state)
+    there = flaxckpt.abstract_state(nnx_state, mesh=mesh_of(*wanted), leaf_rules=rules)
+    found = flaxckpt.load(tmp_path / "b", there)
+    for one, two, to in zip(
+        *map(jax.tree.leaves, map(nnx.state, (state, found, there))), strict=True
+    ):
+        assert two.sharding == to.sharding
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
+    assert found[0].tied is found[0].dense.kernel
+
+
+def nnx_state_quiet():
+    with nnx.use_eager_sharding(False):
+        return nnx_state()
+
+
+def test_a_checkpoint_of_8_devices_loads_on_one_and_on_the_host(tmp_path):
+    sharding = NamedSharding(mesh_of(8), P("data"))
+    array = jax.device_put(jnp.arange(64.0), sharding)
+    flaxckpt.save(tmp_path / "c", {"w": array})
+    alone = flaxckpt.load(tmp_path / "c")["w"]
+    assert len(alone.sharding.device_set) == 1
+    template = {"w": jax.ShapeDtypeStruct((64,), jnp.float32)}
+    alone = flaxckpt.load(tmp_path / "c", template)["w"]
+    assert len(alone.sharding.device_set) == 1
+    host = flaxckpt.load(tmp_path / "c", {"w": np.zeros(64, np.float32)})["w"]
+    assert type(host) is np.ndarray
+    for found in (alone, host):
+        np.testing.assert_array_equal(np.asarray(found), np.arange(64))

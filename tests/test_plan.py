@@ -1,0 +1,135 @@
+"""A plan says what a restore will do, before it reads a byte."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import rich.console
+from flax.training import train_state
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flaxckpt
+from flaxckpt import errors
+
+
+def state(tx=None, **params):
+    params = params or {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}
+    return train_state.TrainState.create(
+        apply_fn=None, params=params, tx=tx or optax.adam(1e-3)
+    )
+
+
+@pytest.fixture
+def path(tmp_path):
+    flaxckpt.save(tmp_path / "c", state())
+    return tmp_path / "c"
+
+
+def actions(plan):
+    return {path: leaf.actions for path, leaf in plan.leaves.items()}
+
+
+def test_a_perfect_fit_is_all_loaded(path):
+    plan = flaxckpt.plan(path, state())
+    assert set(actions(plan).values()) == {("loaded",)}
+    assert plan.bytes_to_read == flaxckpt.metadata(path).total_bytes
+    assert plan.bytes_here == plan.bytes_to_read
+    assert plan.problems == ()
+    assert len(str(plan).splitlines()) == 1
+
+
+def test_every_action_is_named(path):
+    wanted = {
+        "params": {
+            "w": jax.ShapeDtypeStruct((8, 4), jnp.bfloat16),
+            "new": jnp.ones(2),
+            "b": jnp.ones(5),
+        },
+        "step": 0,
+    }
+    plan = flaxckpt.plan(path, wanted, missing="init")
+    found = actions(plan)
+    assert found["params/w"] == ("loaded", "cast")
+    assert found["params/new"] == ("init",)
+    assert found["params/b"] == ("conflict",)
+    assert found["step"] == ("loaded",)
+    assert found["opt_state/0/count"] == ("dropped",)
+    assert [p.leaf for p in plan.problems] == ["params/b"]
+    assert plan.bytes_to_read == 8 * 4 * 4 + 8
+    assert plan.count("dropped") == 5  # count, and mu and nu of two parameters
+    with pytest.raises(errors.RestoreMismatchError) as info:
+        flaxckpt.load(path, wanted, missing="init")
+    assert info.value.mismatches == plan.problems
+
+
+def test_leaves_found_by_their_role_are_matched(path):
+    plan = flaxckpt.plan(path, state(optax.chain(optax.clip(1.0), optax.adam(1e-3))))
+    leaf = plan.leaves["opt_state/1/0/mu/w"]
+    assert leaf.actions == ("loaded", "matched")
+    assert leaf.sources == ("opt_state/0/mu/w",)
+
+
+def test_leaves_split_otherwise_are_resharded_and_cost_what_is_read_here(path):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, P("x"))
+    wanted = {
+        "params": {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding)}
+    }
+    plan = flaxckpt.plan(path, wanted)
+    assert plan.leaves["params/w"].actions == ("loaded", "resharded")
+    assert plan.bytes_here == 8 * 4 * 4
+    flaxckpt.save(path.parent / "split", flaxckpt.load(path, wanted))
+    again = flaxckpt.plan(path.parent / "split", wanted)
+    assert again.leaves["params/w"].actions == ("loaded",)
+    whole = {"params": {"w": jnp.ones((8, 4))}}
+    again = flaxckpt.plan(path.parent / "split", whole)
+    assert again.leaves["params/w"].actions == ("loaded", "resharded")
+
+
+def test_planning_reads_no_array(path):
+    for chunk in (path / "state").glob("*/c"):
+        for file in [chunk] if chunk.is_file() else chunk.rglob("*"):
+            if file.is_file():
+                file.unlink()
+    assert flaxckpt.plan(path, state()).problems == ()
+    with pytest.raises(errors.DamagedCheckpointError):
+        flaxckpt.load(path, state())
+
+
+def test_a_plan_prints_as_a_table_of_what_is_not_simply_loaded(path):
+    wanted = {"params": {"w": jax.ShapeDtypeStruct((8, 4), jnp.bfloat16)}, "head": 1}
+    plan = flaxckpt.plan(path, wanted, missing="init")
+    for text in (str(plan), rich_text(plan)):
+        assert "1 cast" in text
+        assert "params/w" in text
+        assert "bfloat16[8, 4]" in text
+        assert "head" in text
+        assert str(path) in "".join(text.split())
+
+
+def rich_text(plan):
+    console = rich.console.Console(width=200)
+    with console.capture() as captured:
+        console.print(plan)
+    return captured.get()
+
+
+def test_a_plan_of_many_leaves_stays_short(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"a": 1})
+    plan = flaxckpt.plan(tmp_path / "c", {f"w{i}": jnp.ones(2) for i in range(1000)})
+    assert len(plan.problems) == 1000
+    assert len(str(plan).splitlines()) < 70
+
+
+def test_one_leaf_is_opened_without_reading_the_others(path):
+    store = flaxckpt.open_leaf(path, "params/w")
+    assert store.shape == (8, 4)
+    np.testing.assert_array_equal(store[2:4].read().result(), np.ones((2, 4)))
+    with pytest.raises(ValueError, match=r"[Ww]rit"):
+        store[0, 0].write(0).result()
+    with pytest.raises(errors.RestoreMismatchError, match="params/w"):
+        flaxckpt.open_leaf(path, "params/ww")
+    with pytest.raises(errors.RestoreMismatchError, match="None"):
+        flaxckpt.open_leaf(path, "opt_state/1")
