@@ -139,7 +139,7 @@ def train_batches(corpus: Corpus, config: ConfigDict) -> Iterator[np.ndarray]:
 # --- Model ----------------------------------------------------------------------
 
 
-class TrainState(train_state.TrainState):  # type: ignore[no-untyped-call]
+class TrainState(train_state.TrainState):
     """Adds the key that the next step's dropout is derived from."""
 
     dropout_key: jax.Array

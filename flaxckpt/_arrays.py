@@ -279,7 +279,7 @@ def _start_writes(
 ) -> Iterator[ts.Future[Any]]:
     for shard in array.shards:
         target = store[tuple(slice(*bounds) for bounds in shard.region)]
-        data = _dtypes.to_stored(np.asarray(shard.data, _dtypes.to_numpy(array.dtype)))
+        data = _dtypes.to_stored(_dtypes.convert(shard.data, array.dtype))
         write = target.write(data, can_reference_source_data_indefinitely=True)
         # In a transaction, nothing is written before the commit.
         yield write.copy if transaction else write.commit
@@ -467,7 +467,7 @@ class _Pending(NamedTuple):
         for read, regions in _reads(self.job).items():
             values = self.reads[read].result()
             for region in regions:
-                inner = [
+                inner: list[Any] = [
                     slice(start - origin, stop - origin)
                     for (start, stop), (origin, _) in zip(region, read, strict=True)
                 ]
@@ -560,12 +560,11 @@ def _assemble(job: ReadJob, blocks: dict[Region, Array]) -> Any:
 
 
 def _as_dtype(array: Array, dtype_name: str) -> Array:
-    dtype = _dtypes.to_numpy(dtype_name)
     if _dtypes.kind(dtype_name) in ("int", "uint") and array.size:
         low, high = _dtypes.bounds(dtype_name)
         if int(array.min()) < low or int(array.max()) > high:
             raise ValueError(f"{array} does not fit {dtype_name}")
-    return np.asarray(array, dtype)
+    return _dtypes.convert(array, dtype_name)
 
 
 def _to_devices(blocks: dict[Region, Array], wanted: LeafInfo) -> jax.Array:

@@ -90,6 +90,15 @@ def from_stored(array: np.ndarray[Any, Any], dtype_name: str) -> np.ndarray[Any,
     return array.view(wanted) if dtype_name in _STORED_AS_BYTES else array
 
 
+def convert(array: np.ndarray[Any, Any], dtype_name: str) -> np.ndarray[Any, Any]:
+    """`array` as another element type; itself if it has that type already.
+
+    Values beyond the range of a narrower float become infinite, as TensorStore has it.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.asarray(array, to_numpy(dtype_name))
+
+
 def item_bits(dtype_name: str) -> int:
     """Bits that one element takes on disk."""
     stored = stored_name(dtype_name)

@@ -2,18 +2,22 @@
 
 import logging
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import strategies
+from flax import nnx
 from flax.training import train_state
+from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax_zoo import PARAMS, ZOO, labels, params_for
 
 import flaxckpt
+from flaxckpt import _optax, _tree
 
 SPECS = [
     ("params/embed", P("data", "model")),
@@ -310,3 +314,132 @@ def test_new_moments_are_where_the_state_wants_them(tmp_path):
     for one, other in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
         assert isinstance(other.sharding, NamedSharding)
         assert other.sharding.is_equivalent_to(one.sharding, other.ndim)
+
+
+# ---- the rules by themselves --------------------------------------------------------
+
+
+def keys(path):
+    return tuple(
+        _tree.Key(int(name), "index") if name.isdigit() else _tree.Key(name, "key")
+        for name in path.split("/")
+    )
+
+
+def param(path, shape, *spec):
+    return _optax.Param(keys(path), shape, P(*spec))
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "spec", "rule"),
+    [
+        ("0/mu/a/w", (8, 16), ("x", "y"), "suffix"),
+        ("0/mu/b/a/w", (8, 16), ("y", None), "suffix"),  # the longest path wins
+        ("0/v_row/a/w", (8,), ("x",), "suffix"),
+        ("0/v_col/a/w", (16,), ("y",), "suffix"),
+        ("0/v/a/w", (1,), (), "scalar"),
+        ("0/history/a/w", (5, 8, 16), (None, "x", "y"), "suffix"),
+        ("0/mu/square", (8,), (), "replicated"),  # which axis is gone?
+        ("0/mu/same", (8,), ("x",), "suffix"),  # either would be the same
+        ("0/projected/a/w", (3, 16), (), "replicated"),
+        ("0/count", (), (), "scalar"),
+        ("0/mu/w", (8, 16), (), "replicated"),
+        ("0/mu/list/0", (4,), ("y",), "suffix"),
+        ("0/mu/unknown", (4, 4), (), "replicated"),
+    ],
+)
+def test_suffixes_decide_only_what_is_beyond_doubt(path, shape, spec, rule):
+    params = [
+        param("a/w", (8, 16), "x", "y"),
+        param("b/a/w", (8, 16), "y", None),
+        param("square", (8, 8), "x", "y"),
+        param("same", (8, 8), "x", "x"),
+        param("list/0", (4,), "y"),
+    ]
+    found = _optax.derive_specs({path: (keys(path), shape)}, params, by_types={})
+    assert found[path].rule == rule
+    assert ways(found[path].spec) == ways(spec)
+
+
+def test_what_jax_knows_wins_unless_it_has_lost_the_sharding():
+    params = [param("w", (8, 8), "x", "y")]
+    leaves = {p: (keys(p), (8, 8)) for p in ("mu/w", "nu/w")}
+    by_types = {"mu/w": P("y", "x"), "nu/w": P(None, None)}
+    found = _optax.derive_specs(leaves, params, by_types=by_types)
+    assert found["mu/w"] == (P("y", "x"), "types")
+    assert found["nu/w"] == (P("x", "y"), "suffix")
+
+
+# ---- whatever stands around it -----------------------------------------------------
+
+
+def wrappers():
+    """Transforms that wrap an optimizer or stand beside it, each at most once."""
+    return st.lists(
+        st.sampled_from(
+            ["clip", "decay", "multi_steps", "finite", "inject", "ema", "mask", "label"]
+        ),
+        unique=True,
+        max_size=4,
+    )
+
+
+def wrapped(names):
+    tx = optax.scale_by_adam()
+    for name in names:
+        tx = {
+            "clip": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+            "decay": lambda tx: optax.chain(tx, optax.add_decayed_weights(1e-2)),
+            "multi_steps": lambda tx: optax.MultiSteps(tx, 3).gradient_transformation(),
+            "finite": lambda tx: optax.apply_if_finite(tx, 2),
+            "inject": lambda tx: optax.chain(
+                optax.inject_hyperparams(optax.scale)(1e-3), tx
+            ),
+            "ema": lambda tx: optax.chain(tx, optax.ema(0.9)),
+            "mask": lambda tx: optax.masked(
+                tx, lambda p: jax.tree.map(lambda _: True, p)
+            ),
+            "label": lambda tx: optax.multi_transform(
+                {"all": tx}, lambda p: jax.tree.map(lambda _: "all", p)
+            ),
+        }[name](tx)
+    return tx
+
+
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(wrappers(), wrappers())
+def test_adam_moments_are_found_in_any_surroundings(tmp_path_factory, before, after):
+    params = {"a": {"w": jnp.ones((2, 3))}, "b": jnp.ones(2)}
+    saved = state_of(wrapped(before), params, seed=1)
+    path = tmp_path_factory.mktemp("match") / "c"
+    flaxckpt.save(path, saved)
+    found = flaxckpt.load(path, state_of(wrapped(after), params), unused="ignore")
+    [old], [new] = moments(saved.opt_state), moments(found.opt_state)
+    strategies.assert_same_state(old, new)
+
+
+# ---- NNX ---------------------------------------------------------------------------
+
+
+def nnx_model(tx):
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+def test_nnx_optimizers_keep_their_moments_too(tmp_path):
+    saved = nnx_model(ADAM)
+    for leaf in jax.tree.leaves(
+        saved[1].opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    ):
+        leaf[...] = leaf[...] + 3
+    flaxckpt.save(tmp_path / "c", saved)
+    found = flaxckpt.load(tmp_path / "c", nnx_model(CHANGES["clip added"][1]))
+    strategies.assert_same_state(saved[1].opt_state[0], found[1].opt_state[1][0])
+    plan = flaxckpt.plan(tmp_path / "c", nnx_model(CHANGES["MultiSteps"][1]))
+    assert plan.problems == ()
+    assert "matched" in plan.leaves["1/opt_state/inner_opt_state/0/mu/kernel"].actions
+    assert plan.leaves["1/opt_state/acc_grads/kernel"].actions == ("init",)
+    found = flaxckpt.load(
+        tmp_path / "c", nnx.eval_shape(lambda: nnx_model(CHANGES["MultiSteps"][1]))
+    )
+    assert not found[1].opt_state.acc_grads["kernel"][...].any()

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import typing
 from pathlib import Path
 
 import hypothesis
@@ -146,6 +147,22 @@ def test_field_classes_of_flax_and_optax_come_back_without_a_template(tmp_path, 
     assert type(found["ema"]) is FrozenDict
     assert found["scale"] == state.scale
     assert type(found["params"]["Dense_0"]["kernel"]) is linen.Partitioned
+
+
+def test_the_callers_own_classes_come_back_if_they_are_named(tmp_path, caplog):
+    state = linen_state()
+    flaxckpt.save(tmp_path / "c", {"state": state, "pair": Pair(1, 2)})
+    found = flaxckpt.load(tmp_path / "c", types=[State, Pair])
+    assert not caplog.records
+    assert type(found["state"]) is State
+    assert found["pair"] == Pair(1, 2)
+    assert found["state"].apply_fn is None
+    strategies.assert_same_state(state, found["state"])
+
+
+class Pair(typing.NamedTuple):
+    one: int
+    other: int
 
 
 class Classifier(nnx.Module):

@@ -1,12 +1,18 @@
 """Casts happen on the way, to floats, and only where they are asked for."""
 
+import hypothesis
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import strategies
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import flaxckpt
-from flaxckpt import errors
+from flaxckpt import _dtypes, errors
 from flaxckpt.transforms import cast
 
 STATE = {
@@ -86,11 +92,29 @@ def test_a_pattern_that_matches_nothing_is_an_error(tmp_path, pattern):
         flaxckpt.save(tmp_path / "c", STATE, transforms=[cast("params/w", "text")])
 
 
-def test_a_cast_leaf_keeps_every_shard(tmp_path):
-    import jax
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
+@hypothesis.given(
+    hnp.arrays(st.sampled_from(("float16", "float32", "float64")), strategies.shapes),
+    st.sampled_from(("float16", "bfloat16", "float32", "float64", "float8_e5m2")),
+)
+def test_casting_on_the_way_is_casting(tmp_path_factory, array, dtype):
+    """On save and on restore, as numpy would."""
+    path = tmp_path_factory.mktemp("cast")
+    with np.errstate(over="ignore", invalid="ignore"):
+        wanted = array.astype(_dtypes.to_numpy(dtype))
+        flaxckpt.save(path / "a", {"x": array}, transforms=[cast("x", dtype)])
+        flaxckpt.save(path / "b", {"x": array})
+        for found in (
+            flaxckpt.load(path / "a"),
+            flaxckpt.load(path / "b", {"x": wanted}),
+            flaxckpt.load(path / "b", transforms=[cast("x", dtype)]),
+        ):
+            assert found["x"].dtype == wanted.dtype
+            np.testing.assert_array_equal(
+                found["x"].astype(np.float64), wanted.astype(np.float64)
+            )
 
+
+def test_a_cast_leaf_keeps_every_shard(tmp_path):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     array = jax.device_put(jnp.arange(64.0), NamedSharding(mesh, P("x")))
     flaxckpt.save(tmp_path / "c", {"w": array}, transforms=[cast("w", "bfloat16")])
