@@ -7,6 +7,7 @@ it play, so that it is found again when the optimizer around it has changed?
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -18,6 +19,10 @@ from flaxckpt._types import LeafPath, PyTree, Shape
 
 Spec: TypeAlias = PartitionSpec
 Keys: TypeAlias = tuple[_tree.Key, ...]
+Rule: TypeAlias = Literal["types", "suffix", "small", "replicated"]
+
+_SMALL = 64
+"""Elements below which a leaf that follows no parameter is replicated unasked."""
 
 
 # ---- partition specs --------------------------------------------------------------
@@ -44,11 +49,11 @@ class Derived(NamedTuple):
         spec: How it is split.
         rule: How that was found: by `types`, jax having carried the parameters'
             shardings through `tx.init`; by `suffix`, its path ending in a parameter's;
-            `scalar`, too small to split; or `replicated`, for want of any of these.
+            `small`, not worth splitting; or `replicated`, for want of any of these.
     """
 
     spec: Spec
-    rule: Literal["types", "suffix", "scalar", "replicated"]
+    rule: Rule
 
 
 def derive_specs(
@@ -71,7 +76,7 @@ def derive_specs(
         by_suffix = None if param is None else _adapted(param, shape)
         typed = by_types.get(path)
         if not shape or all(size == 1 for size in shape):
-            derived[path] = Derived(PartitionSpec(), "scalar")
+            derived[path] = Derived(PartitionSpec(), "small")
         elif typed is not None and (
             _is_split(typed) or (param is not None and by_suffix is None)
         ):
@@ -80,7 +85,8 @@ def derive_specs(
             # Zeros built from a shape have lost the sharding, their path has not.
             derived[path] = Derived(by_suffix, "suffix")
         else:
-            derived[path] = Derived(PartitionSpec(), "replicated")
+            rule: Rule = "small" if math.prod(shape) < _SMALL else "replicated"
+            derived[path] = Derived(PartitionSpec(), rule)
     return derived
 
 
@@ -250,4 +256,6 @@ def _collect(
 def _is_transform(node: _tree.Node, owner: _Owner | None) -> bool:
     """Whether `node` is a transform's state: a named tuple of optax, or within one."""
     is_named_tuple = ":" in node.type and all(key.kind == "attr" for key in node.keys)
-    return is_named_tuple and (owner is not None or node.type.startswith("optax"))
+    # LookaheadParams, for one, is a named tuple of optax that holds parameters.
+    is_optax_state = node.type.startswith("optax") and node.type.endswith("State")
+    return is_named_tuple and (owner is not None or is_optax_state)

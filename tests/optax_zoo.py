@@ -1,9 +1,20 @@
-"""Optax transforms whose states must be saved, split and found again."""
+"""Optax transforms whose states must be saved, split and found again.
+
+Run as a program (`PYTHONPATH=tests python tests/optax_zoo.py`), it prints
+`docs/optimizer-specs.md`.
+"""
+
+import collections
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax.training import train_state
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 from optax import contrib
+
+from flaxckpt import _flax, _optax, partition
 
 PARAMS = {
     "embed": jnp.ones((16, 8)),
@@ -100,3 +111,70 @@ def params_for(name):
     if name == "muon":
         return {k: v for k, v in PARAMS.items() if k != "scale"}
     return PARAMS
+
+
+SPECS = {
+    "embed": P("data", "model"),
+    "layer/kernel": P(None, "model"),
+    "layer/bias": P("model"),
+    "square": P("data", "model"),
+    "conv": P(None, "data", "model"),
+    "scale": P(),
+}
+MESH = AbstractMesh((2, 4), ("data", "model"))
+
+HEADER = f"""# How the spec of each optimizer leaf is found
+
+With optax {optax.__version__}. The parameters are those of `tests/optax_zoo.py`:
+matrices (one of them square), a 3-D kernel, a bias and a scalar, all but the last
+split over a mesh of 2 by 4 devices. The numbers are leaves of the optimizer state
+whose spec was found
+
+* by **types**: jax has carried the parameters' shardings through the transform's
+  `init`;
+* by **suffix**: the leaf's path ends in that of a parameter, and its shape tells which
+  axes it has kept;
+* as **small**: there is nothing worth splitting;
+* not at all: the leaf is **replicated**, and a warning says so.
+
+| transform | types | suffix | small | replicated |
+|---|---|---|---|---|
+"""
+
+
+def create(name):
+    """A TrainState whose optimizer is the one called `name`."""
+    return train_state.TrainState.create(
+        apply_fn=None, params=params_for(name), tx=ZOO[name]
+    )
+
+
+def rules_found(name):
+    """How many leaves of a transform's state each rule has decided."""
+    state = jax.eval_shape(lambda: create(name))
+    flat = _flax.flatten(state)
+    roles = _optax.roles(flat.structure)
+    infos = {path: leaf.info for path, leaf in flat.table.items() if leaf.info.dtype}
+    specs = {
+        path: next((s for p, s in SPECS.items() if path.endswith(f"/{p}")), P())
+        for path in infos
+        if path not in roles
+    }
+    optimizer = {path for path in infos if path in roles}
+    derived = partition.derive(state, infos, optimizer, specs, MESH)
+    return collections.Counter(found.rule for found in derived.values())
+
+
+def table():
+    """The whole document."""
+    rows = []
+    for name in ZOO:
+        found = rules_found(name)
+        columns = ("types", "suffix", "small", "replicated")
+        cells = [str(found[rule] or "") for rule in columns]
+        rows.append(f"| {name} | {' | '.join(cells)} |".replace("  ", " "))
+    return HEADER + "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")  # noqa: T201
