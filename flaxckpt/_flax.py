@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -23,6 +24,8 @@ from jax.sharding import PartitionSpec
 from flaxckpt import _info, _tree, errors
 from flaxckpt._info import Leaf, LeafTable
 from flaxckpt._types import JSON, LeafPath, PyTree
+
+_log = logging.getLogger(__name__)
 
 BOXES: tuple[type, ...] = (nnx.Variable, meta.AxisMetadata)
 
@@ -300,12 +303,27 @@ def resolve(type_name: str) -> Build | None:
 
 
 def _builder(cls: Any) -> Build | None:
+    """How to make a `cls`, or a dict where its fields are no longer those saved."""
+    build = _exact_builder(cls)
+
+    def forgiving(children: dict[str | int, Any], static: Mapping[str, JSON]) -> Any:
+        assert build is not None
+        try:
+            return build(children, static)
+        except (TypeError, ValueError) as error:
+            _log.warning("%s cannot be made (%s): it becomes a dict", cls, error)
+            return children
+
+    return None if build is None else forgiving
+
+
+def _exact_builder(cls: Any) -> Build | None:
     if issubclass(cls, nnx.Variable):
         return lambda children, static: _variable(cls, children["value"], static)
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return lambda children, _: cls(**_named(children))
     if dataclasses.is_dataclass(cls):
-        return lambda children, static: _dataclass(cls, {**static, **_named(children)})
+        return lambda children, static: _dataclass(cls, _named(children), static)
     if issubclass(cls, Mapping):
         return lambda children, _: cls(children)
     return None
@@ -322,16 +340,15 @@ def _variable(cls: Any, value: Any, metadata: Mapping[str, JSON]) -> Any:
     return variable
 
 
-def _dataclass(cls: Any, known: dict[str, Any]) -> Any:
-    """An instance with the `known` fields; None for unsaved ones such as `tx`."""
-    fields = {}
-    for field in dataclasses.fields(cls):
-        value = known.get(field.name)
-        if field.name in known:
-            fields[field.name] = tuple(value) if isinstance(value, list) else value
-        elif (
-            field.default is dataclasses.MISSING
-            and field.default_factory is dataclasses.MISSING
-        ):
-            fields[field.name] = None
-    return cls(**fields)
+def _dataclass(
+    cls: Any, children: Mapping[str, Any], static: Mapping[str, JSON]
+) -> Any:
+    """An instance with the fields known; None for unsaved ones such as `tx`."""
+    known = {**{name: _tuples(value) for name, value in static.items()}, **children}
+    required = [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    return cls(**{**dict.fromkeys(required), **known})

@@ -423,6 +423,8 @@ def _actions(
     actions: list[Action] = ["loaded"]
     if wanted.kind == "array" and wanted.dtype != found.dtype:
         actions.append("cast")
+    if source_path != found.path:
+        actions.append("renamed")
     if source_path not in (path, f"{path}/value"):
         actions.append("matched")
     if wanted.shard_shape != found.shard_shape or (

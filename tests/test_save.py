@@ -160,6 +160,33 @@ def test_the_callers_own_classes_come_back_if_they_are_named(tmp_path, caplog):
     strategies.assert_same_state(state, found["state"])
 
 
+@struct.dataclass
+class Layered:
+    layers: list
+    pair: tuple
+    sizes: tuple = struct.field(pytree_node=False)
+
+
+def test_lists_and_tuples_in_a_dataclass_stay_what_they_are(tmp_path):
+    state = Layered([1, 2.5], (3, [4]), sizes=(5, (6, 7)))
+    flaxckpt.save(tmp_path / "c", state)
+    found = flaxckpt.load(tmp_path / "c", types=[Layered])
+    assert found == state
+    assert type(found.layers) is list
+    assert found.sizes == (5, (6, 7))
+
+
+def test_a_class_whose_fields_have_changed_becomes_a_dict(tmp_path, caplog):
+    class Changed(typing.NamedTuple):
+        uno: int
+
+    flaxckpt.save(tmp_path / "c", {"pair": Pair(1, 2)})
+    Changed.__qualname__, Changed.__module__ = "Pair", __name__
+    found = flaxckpt.load(tmp_path / "c", types=[Changed])
+    assert found == {"pair": {"one": 1, "other": 2}}
+    assert "becomes a dict" in caplog.text
+
+
 class Pair(typing.NamedTuple):
     one: int
     other: int
