@@ -86,10 +86,19 @@ class Checkpointer:
                 f"max_concurrent_bytes must be positive, got {max_concurrent_bytes}"
             )
         if not read_only:
-            _storage.make_directory(self.directory)
+            self._make_directory()
         if metadata is not None:
             self._check_writable("keep metadata")
             _orbax.write_run_metadata(self.directory, metadata)
+
+    def _make_directory(self) -> None:
+        try:
+            _storage.make_directory(self.directory)
+        except OSError as error:
+            raise errors.SaveFailedError(
+                f"{self.directory} cannot be made: {error}; choose another directory,"
+                " or pass read_only=True to look at one that is there"
+            ) from error
 
     # ---- saving -----------------------------------------------------------------
 
@@ -189,16 +198,20 @@ class Checkpointer:
         Raises:
             CheckpointError: It failed.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending is None:
             return None
         is_told = pending.done() and not pending.has_untold_error()
+        # Only now forgotten: an interrupted wait leaves the save to be waited for.
         try:
-            return pending.wait()
-        except errors.CheckpointError:
+            result = pending.wait()
+        except Exception:
+            self._pending = None
             if is_told:
                 return None
             raise
+        self._pending = None
+        return result
 
     def raise_if_failed(self) -> None:
         """Raises the error of a save that has failed, without waiting for one."""
@@ -416,10 +429,17 @@ class Checkpointer:
             for step, reasons in self.explain().items()
             if not reasons and step != just_saved
         ]
-        for step in going:
+        return tuple(step for step in going if self._retire(step))
+
+    def _retire(self, step: int) -> bool:
+        """Deletes a step that nothing keeps; says so if that fails, and goes on."""
+        self._metrics.pop(step, None)
+        try:
             _steps.delete(self.directory / self._format.name(step))
-            self._metrics.pop(step, None)
-        return tuple(going)
+        except OSError as error:
+            _log.error("step %d could not be deleted: %s", step, error)
+            return False
+        return True
 
     def delete(self, step: int) -> None:
         """Deletes a step, even a pinned one."""

@@ -6,7 +6,6 @@ for it have been synced. Nothing here follows a symbolic link to delete or repla
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import hashlib
@@ -86,8 +85,7 @@ def make_directory(path: Path) -> None:
         missing.append(path)
         path = path.parent
     for directory in reversed(missing):
-        with contextlib.suppress(FileExistsError):
-            directory.mkdir()
+        directory.mkdir(exist_ok=True)
         sync_directory(directory.parent)
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import threading
 import time
 
 import jax.numpy as jnp
@@ -222,6 +223,52 @@ def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(tmp_path, broken_d
 
     with pytest.raises(ZeroDivisionError):
         run()
+
+
+def test_an_interrupted_wait_can_be_taken_up_again(tmp_path, monkeypatch):
+    release = threading.Event()
+    real = _save.execute
+
+    def held_up(snapshot):
+        release.wait()
+        return real(snapshot)
+
+    monkeypatch.setattr(_save, "execute", held_up)
+    ckpt = flaxckpt.Checkpointer(tmp_path)
+    handle = ckpt.save(1, state(1))
+
+    def interrupt(timeout=None):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(handle._thread, "join", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.wait()
+    release.set()
+    assert ckpt.wait().step == 1
+
+
+def test_a_step_that_cannot_be_deleted_does_not_fail_the_save(
+    tmp_path, monkeypatch, caplog
+):
+    def fail(path):
+        raise OSError(16, "Device or resource busy")
+
+    with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
+        ckpt.save(1, state(1)).wait()
+        monkeypatch.setattr(flaxckpt._steps, "delete", fail)
+        assert ckpt.save(2, state(2)).wait().deleted_steps == ()
+    assert "step 1 could not be deleted" in caplog.text
+    assert ckpt.steps() == [1, 2]
+
+
+def test_a_file_is_no_run_directory(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(errors.SaveFailedError, match="cannot be made"):
+            flaxckpt.Checkpointer(path)
+    with pytest.raises(errors.SaveFailedError, match="could not be saved"):
+        flaxckpt.save(tmp_path / "file" / "c", state(1))
 
 
 def test_waiting_may_time_out(tmp_path, monkeypatch):
