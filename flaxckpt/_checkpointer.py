@@ -89,6 +89,7 @@ class Checkpointer:
             self._make_directory()
         if metadata is not None:
             self._check_writable("keep metadata")
+            _save.check_json(metadata)
             _orbax.write_run_metadata(self.directory, metadata)
 
     def _make_directory(self) -> None:

@@ -251,7 +251,7 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     """
     created = time.time()
     _check_free(final, overwrite=options.overwrite)
-    _check_json(options.metadata)
+    check_json(options.metadata)
     flat = _flax.flatten(state)
     roles = _optax.roles(flat.structure, flat.optimizer_states)
     table = transforms.apply(options.transforms, flat.table)
@@ -323,13 +323,27 @@ def _check_free(final: Path, *, overwrite: bool) -> None:
         )
 
 
-def _check_json(metadata: Mapping[str, JSON]) -> None:
+def check_json(metadata: Mapping[str, JSON]) -> None:
+    """Refuses metadata that would not come back equal.
+
+    Raises:
+        OptionError: It is no dict of JSON values, or has keys that are no strings.
+    """
     try:
-        json.dumps(dict(metadata))
+        read = json.loads(json.dumps(dict(metadata)))
     except (TypeError, ValueError) as error:
         raise errors.OptionError(
             f"metadata must be a dict of JSON values: {error}"
         ) from None
+    if _keys(read) != _keys(dict(metadata)):
+        raise errors.OptionError("metadata must have str keys only, as JSON has")
+
+
+def _keys(data: Any) -> Any:
+    """The keys of nested dicts, to compare."""
+    if isinstance(data, Mapping):
+        return {key: _keys(value) for key, value in data.items()}
+    return [_keys(item) for item in data] if isinstance(data, list | tuple) else None
 
 
 # ---- behind it ------------------------------------------------------------------

@@ -451,8 +451,11 @@ def test_an_existing_path_is_kept_unless_overwriting_a_checkpoint(tmp_path):
 
 
 def test_metadata_must_be_json(tmp_path):
-    with pytest.raises(errors.OptionError, match="JSON"):
-        flaxckpt.save(tmp_path / "c", {"a": 1}, metadata={"f": sum})
+    for strange in ({"f": sum}, {1: 2}, {"a": [{"b": {True: 1}}]}, 3):
+        with pytest.raises(errors.OptionError, match="JSON"):
+            flaxckpt.save(tmp_path / "c", {"a": 1}, metadata=strange)
+        with pytest.raises(errors.OptionError, match="JSON"):
+            flaxckpt.Checkpointer(tmp_path / "run", metadata=strange)
     flaxckpt.save(tmp_path / "c", {"a": 1}, metadata={"lr": 0.1, "tags": ["x"]})
     assert flaxckpt.metadata(tmp_path / "c").custom == {"lr": 0.1, "tags": ["x"]}
 
