@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,22 @@ if TYPE_CHECKING:
     import tensorstore as ts
 
 MIB = 2**20
+
+
+class Role(NamedTuple):
+    """What an optimizer leaf is, wherever in its optimizer it stands.
+
+    Attributes:
+        state_class: Class of the innermost transform's state, `ScaleByAdamState`.
+        field: Its field, `mu`.
+        param: Path below the field: the parameter's, or empty for a counter.
+        optimizer: Path of the whole optimizer's state, `opt_state`.
+    """
+
+    state_class: str
+    field: str
+    param: LeafPath
+    optimizer: LeafPath
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,8 +57,7 @@ class LeafInfo:
         spec: How it is, or was when it was saved, split over a mesh.
         shard_shape: The part of it that one device holds, or held; None if that is
             not known, or all of it.
-        role: Of an optimizer leaf, what it is in whichever place: class of the
-            transform's state, its field, and the parameter's path.
+        role: Of an optimizer leaf, what it is in whichever place.
     """
 
     path: LeafPath
@@ -57,7 +72,7 @@ class LeafInfo:
     prng_impl: str | None = None
     spec: PartitionSpec | None = None
     shard_shape: Shape | None = None
-    role: tuple[str, str, LeafPath] | None = None
+    role: Role | None = None
 
     def __str__(self) -> str:
         match self.kind:

@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
+import optax
+import optax.contrib
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from flaxckpt import _tree
+from flaxckpt._info import Role
 from flaxckpt._types import LeafPath, PyTree, Shape
 
 Spec: TypeAlias = PartitionSpec
@@ -191,24 +194,22 @@ def _adapted(param: Param, shape: Shape) -> Spec | None:
 # ---- roles ------------------------------------------------------------------------
 
 
-class Role(NamedTuple):
-    """What an optimizer leaf is, wherever in the optimizer it stands.
+class Known(NamedTuple):
+    """What is known of an optimizer leaf in a state in optax's own classes.
 
     Attributes:
-        state_class: Class of the innermost transform's state, `ScaleByAdamState`.
-        field: Its field, `mu`.
-        param: Path below the field: the parameter's, or empty for a counter.
+        role: What it is.
+        fields: All fields of its transform's state; empty if it belongs to none.
     """
 
-    state_class: str
-    field: str
-    param: LeafPath
+    role: Role
+    fields: frozenset[str]
 
 
 def roles(
     structure: _tree.Node | LeafPath,
     optimizer_states: Iterable[tuple[Keys, _tree.Node | LeafPath]] = (),
-) -> dict[LeafPath, Role]:
+) -> dict[LeafPath, Known]:
     """The roles of all leaves that belong to optimizer states.
 
     Those are the leaves in the state of a transform of optax, and all below a key
@@ -219,38 +220,62 @@ def roles(
         optimizer_states: Keys and structure of states that have lost their classes in
             `structure`.
     """
-    found: dict[LeafPath, Role] = {}
+    found: dict[LeafPath, Known] = {}
     _collect(structure, (), None, found)
     for keys, node in optimizer_states:
-        _collect(node, keys, _Owner("", "", keys), found)
+        _collect(node, keys, _Owner("", "", frozenset(), keys, keys), found)
     return found
 
 
 class _Owner(NamedTuple):
     state_class: str
     field: str
+    fields: frozenset[str]
     keys: Keys
+    optimizer: Keys
 
 
 def _collect(
     node: _tree.Node | LeafPath,
     keys: Keys,
     owner: _Owner | None,
-    found: dict[LeafPath, Role],
+    found: dict[LeafPath, Known],
 ) -> None:
     if isinstance(node, str):
         if owner is not None:
             below = _tree.join(keys[len(owner.keys) :])
-            found[_tree.join(keys)] = Role(owner.state_class, owner.field, below)
+            optimizer = _tree.join(owner.optimizer)
+            role = Role(owner.state_class, owner.field, below, optimizer)
+            found[_tree.join(keys)] = Known(role, owner.fields)
         return
+    is_transform = not node.is_box and _is_transform(node, owner)
     for key, child in zip(node.keys, node.children, strict=True):
         inner = keys if node.is_box else (*keys, key)
         child_owner = owner
-        if not node.is_box and _is_transform(node, owner):
-            child_owner = _Owner(node.type.partition(":")[2], str(key.name), inner)
+        if is_transform:
+            child_owner = _Owner(
+                node.type.partition(":")[2],
+                str(key.name),
+                frozenset(str(field.name) for field in node.keys),
+                inner,
+                _outermost(keys) if owner is None else owner.optimizer,
+            )
         elif key.name == "opt_state" and owner is None:
-            child_owner = _Owner("", "", inner)
+            child_owner = _Owner("", "", frozenset(), inner, inner)
         _collect(child, inner, child_owner, found)
+
+
+def exists(state_class: str) -> bool:
+    """Whether optax has a class of this name, so that it was not merely renamed."""
+    modules = (optax, optax.contrib, optax.transforms)
+    return any(hasattr(module, state_class) for module in modules)
+
+
+def _outermost(keys: Keys) -> Keys:
+    """Where the chain of transforms begins that has a member at `keys`."""
+    while keys and keys[-1].kind == "index":
+        keys = keys[:-1]
+    return keys
 
 
 def _is_transform(node: _tree.Node, owner: _Owner | None) -> bool:

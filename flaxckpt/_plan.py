@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flaxckpt import _arrays, _dtypes, _flax, _optax, _tree, errors, transforms
-from flaxckpt._info import Leaf, LeafInfo, LeafTable, Stored, StoredLeaf
+from flaxckpt._info import Leaf, LeafInfo, LeafTable, Role, Stored, StoredLeaf
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
 from flaxckpt.transforms import Transform
@@ -268,7 +268,7 @@ class _Planner:
         self._given: dict[LeafPath, Any] = {}
         self._fresh: list[LeafInfo] = []
         self._problems: list[Mismatch] = []
-        self._by_role = _by_role(table)
+        self._finder = _Finder(table, self._roles.values())
 
     def plan(self) -> tuple[RestorePlan, Recipe]:
         """Decides every leaf."""
@@ -293,11 +293,11 @@ class _Planner:
         return plan, recipe
 
     def _decide(self, path: LeafPath, leaf: Leaf) -> None:
-        role = self._roles.get(path)
-        if role is not None and self._options.optimizer == "reinit":
-            self._start_afresh(leaf, role)
+        known = self._roles.get(path)
+        if known is not None and self._options.optimizer == "reinit":
+            self._start_afresh(leaf, known)
             return
-        candidates = self._candidates(path, role)
+        candidates = self._candidates(path, known)
         if len(candidates) > 1:
             found = "several: " + ", ".join(candidates[:3])
             problem = Mismatch(path, str(leaf.info), found)
@@ -305,25 +305,20 @@ class _Planner:
         elif candidates:
             self._take(path, leaf, candidates[0])
         else:
-            self._start_afresh(leaf, role)
+            self._start_afresh(leaf, known)
 
-    def _candidates(self, path: LeafPath, role: _optax.Role | None) -> list[LeafPath]:
+    def _candidates(self, path: LeafPath, known: _optax.Known | None) -> list[LeafPath]:
         """The stored leaves that may be meant: by path, else by role in the optimizer.
 
-        A path counts only if the leaf there plays the same role, as far as that is
-        known: in another chain, another transform may stand in its place.
+        A path counts only if the leaf there plays the same role: in another chain,
+        another transform may stand in its place.
         """
         exact = self._at(path)
-        if role is None or self._options.optimizer == "exact":
+        if known is None or self._options.optimizer == "exact":
             return [exact] if exact else []
-        if exact and self._table[exact].info.role in (None, role):
+        if exact and self._finder.plays(exact, known):
             return [exact]
-        if same := self._by_role.get(role):
-            return same
-        if exact and (found := self._table[exact].info.role):
-            # Optax renames the classes of its states now and then.
-            return [exact] if tuple(found[1:]) == tuple(role[1:]) else []
-        return self._by_suffix(role)
+        return self._finder.find(known)
 
     def _at(self, path: LeafPath) -> LeafPath | None:
         """The stored leaf at `path`; Orbax ends those of boxes and NNX in `/value`."""
@@ -332,19 +327,6 @@ class _Planner:
             if leaf is not None and leaf.info.kind != "empty":
                 return candidate
         return None
-
-    def _by_suffix(self, role: _optax.Role) -> list[LeafPath]:
-        """Leaves without a role, as Orbax writes them, whose path ends like that."""
-        if not role.field:
-            return []
-        ending = f"/{role.field}/{role.param}" if role.param else f"/{role.field}"
-        return [
-            path
-            for path, leaf in self._table.items()
-            if leaf.info.role is None
-            and leaf.info.kind != "empty"
-            and path.removesuffix("/value").endswith(ending)
-        ]
 
     def _take(self, path: LeafPath, leaf: Leaf, source_path: LeafPath) -> None:
         wanted, declared = leaf.info, self._table[source_path].info
@@ -367,10 +349,10 @@ class _Planner:
             _arrays.bytes_here(job),
         )
 
-    def _start_afresh(self, leaf: Leaf, role: _optax.Role | None) -> None:
+    def _start_afresh(self, leaf: Leaf, known: _optax.Known | None) -> None:
         """A leaf that is not to be had: its value in the state, or a new moment."""
         info = leaf.info
-        is_optimizer = role is not None and self._options.optimizer != "exact"
+        is_optimizer = known is not None and self._options.optimizer != "exact"
         has_value = not isinstance(leaf.source, jax.ShapeDtypeStruct)
         if is_optimizer and self._can_init:
             self._fresh.append(info)
@@ -409,12 +391,74 @@ class _Planner:
             self._leaves[name] = LeafPlan(("dropped",), (path,), None, leaf.info, 0)
 
 
-def _by_role(table: LeafTable) -> dict[tuple[str, str, LeafPath], list[LeafPath]]:
-    found: dict[tuple[str, str, LeafPath], list[LeafPath]] = {}
-    for path, leaf in table.items():
-        if leaf.info.role is not None and leaf.info.kind != "empty":
-            found.setdefault(leaf.info.role, []).append(path)
-    return found
+class _Finder:
+    """Finds optimizer leaves of a checkpoint by their role.
+
+    Only leaves of the same optimizer are considered: those of a generator are never
+    taken for a discriminator's. Where the checkpoint has no roles, as Orbax writes it,
+    a leaf's surroundings tell: the fields beside it must be those of the transform.
+    """
+
+    def __init__(self, table: LeafTable, wanted: Iterable[_optax.Known]) -> None:
+        self._table = table
+        self._by_role: dict[Role, list[LeafPath]] = {}
+        self._by_ending: dict[str, list[LeafPath]] = {}
+        self._children: dict[LeafPath, set[str]] = {}
+        for path, leaf in table.items():
+            role = leaf.info.role
+            if role is not None and leaf.info.kind != "empty":
+                self._by_role.setdefault(role, []).append(path)
+            self._enter(path, leaf)
+        stored = {role.optimizer for role in self._by_role}
+        asked = {known.role.optimizer for known in wanted}
+        # A single optimizer may have another name.
+        self._renamed = stored if len(stored) == len(asked) == 1 else set()
+
+    def _enter(self, path: LeafPath, leaf: Leaf) -> None:
+        parts = path.removesuffix("/value").split("/")
+        for n, part in enumerate(parts):
+            self._children.setdefault("/".join(parts[:n]), set()).add(part)
+            if leaf.info.role is None and leaf.info.kind != "empty":
+                self._by_ending.setdefault("/".join(parts[n:]), []).append(path)
+
+    def plays(self, path: LeafPath, known: _optax.Known) -> bool:
+        """Whether the stored leaf at `path` has the role that is known of a wanted one.
+
+        Optax renames the classes of its states now and then, so the same fields in the
+        same place will do.
+        """
+        role, found = known.role, self._table[path].info.role
+        if found is not None and found[:3] == role[:3]:
+            return True
+        if found is not None and _optax.exists(found.state_class):
+            return False  # Adam's and AdaBelief's states have the same fields
+        if not known.fields:
+            return found is None or not found.state_class
+        ending = _ending(role)
+        bare = path.removesuffix("/value")
+        if not bare.endswith(f"/{ending}") and bare != ending:
+            return False
+        container = bare[: -len(ending)].rstrip("/")
+        return self._children.get(container, set()) == set(known.fields)
+
+    def find(self, known: _optax.Known) -> list[LeafPath]:
+        """All stored leaves that may be the wanted one, in whichever place."""
+        role = known.role
+        for optimizer in (role.optimizer, *self._renamed):
+            if same := self._by_role.get(role._replace(optimizer=optimizer)):
+                return same
+        if not known.fields:
+            return []
+        inside = f"{role.optimizer}/" if role.optimizer else ""
+        return [
+            path
+            for path in self._by_ending.get(_ending(role), ())
+            if path.startswith(inside) and self.plays(path, known)
+        ]
+
+
+def _ending(role: Role) -> LeafPath:
+    return f"{role.field}/{role.param}" if role.param else role.field
 
 
 def _actions(

@@ -257,7 +257,10 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     table = transforms.apply(options.transforms, flat.table)
     infos = tuple(
         _arrays.with_chunk_shape(
-            dataclasses.replace(leaf.info, role=roles.get(path)), options.layout
+            dataclasses.replace(
+                leaf.info, role=roles[path].role if path in roles else None
+            ),
+            options.layout,
         )
         for path, leaf in table.items()
     )

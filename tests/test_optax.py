@@ -446,3 +446,100 @@ def test_nnx_optimizers_keep_their_moments_too(tmp_path):
         tmp_path / "c", nnx.eval_shape(lambda: nnx_model(CHANGES["MultiSteps"][1]))
     )
     assert not found[1].opt_state.acc_grads["kernel"][...].any()
+
+
+# ---- never another's moments --------------------------------------------------------
+
+
+def pair_of_networks(tx, **params):
+    """Two networks with the same names, as of a GAN."""
+    params = params or {"w": jnp.ones((3, 2))}
+    return {
+        name: train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+        for name in ("generator", "critic")
+    }
+
+
+@pytest.mark.parametrize("writer", ["flaxckpt", "orbax"])
+def test_two_optimizers_in_one_state_keep_apart(tmp_path, writer):
+    saved = pair_of_networks(ADAM)
+    for i, name in enumerate(saved):
+        saved[name] = saved[name].replace(
+            opt_state=jax.tree.map(lambda x, i=i: x + 1 + i, saved[name].opt_state)
+        )
+    if writer == "orbax":
+        ocp = pytest.importorskip("orbax.checkpoint")
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "c", saved)
+    else:
+        flaxckpt.save(tmp_path / "c", saved)
+    changed = pair_of_networks(optax.chain(optax.clip(1.0), ADAM))
+    found = flaxckpt.load(tmp_path / "c", changed)
+    for name in saved:
+        [before], [after] = (
+            moments(saved[name].opt_state),
+            moments(found[name].opt_state),
+        )
+        strategies.assert_same_state(before, after)
+
+
+@pytest.mark.parametrize("writer", ["flaxckpt", "orbax"])
+def test_a_new_parameter_does_not_take_the_moments_of_its_namesake(tmp_path, writer):
+    params = {"w": jnp.ones((3, 2)), "head": jnp.ones(2)}
+    saved = pair_of_networks(ADAM, **params)
+    saved["generator"] = state_of(ADAM, {"w": params["w"]})
+    saved["critic"] = filled(saved["critic"])
+    if writer == "orbax":
+        ocp = pytest.importorskip("orbax.checkpoint")
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "c", saved)
+    else:
+        flaxckpt.save(tmp_path / "c", saved)
+    wanted = pair_of_networks(ADAM, **params)
+    found = flaxckpt.load(tmp_path / "c", wanted, missing="init")
+    assert not found["generator"].opt_state[0].mu["head"].any()
+    assert found["critic"].opt_state[0].mu["head"].any()
+
+
+@pytest.mark.parametrize("writer", ["flaxckpt", "orbax"])
+def test_a_counter_is_not_taken_from_another_transform(tmp_path, writer):
+    saved = state_of(ADAM).replace(step=7)
+    saved = saved.replace(opt_state=jax.tree.map(lambda x: x + 7, saved.opt_state))
+    if writer == "orbax":
+        ocp = pytest.importorskip("orbax.checkpoint")
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "c", saved)
+    else:
+        flaxckpt.save(tmp_path / "c", saved)
+    schedule = optax.scale_by_schedule(optax.linear_schedule(1.0, 0.0, 10))
+    for tx in (optax.chain(schedule, optax.scale_by_adam()), schedule):
+        found = flaxckpt.load(tmp_path / "c", state_of(tx), unused="ignore")
+        [counter] = moments(found.opt_state, optax.ScaleByScheduleState)
+        assert int(counter.count) == 0
+
+
+def test_moments_of_another_kind_are_not_taken(tmp_path, caplog):
+    flaxckpt.save(tmp_path / "c", state_of(ADAM, seed=1))
+    found = flaxckpt.load(tmp_path / "c", state_of(optax.adabelief(1e-3)))
+    fresh = state_of(optax.adabelief(1e-3))
+    strategies.assert_same_state(fresh.opt_state, found.opt_state)
+    assert "start afresh" in caplog.text
+
+
+def test_a_class_that_optax_has_renamed_is_found(tmp_path):
+    saved = state_of(ADAM, seed=1)
+    flaxckpt.save(tmp_path / "c", saved)
+    manifest = tmp_path / "c/flaxckpt.json"
+    manifest.write_text(manifest.read_text().replace("ScaleByAdamState", "AdamStateV0"))
+    (tmp_path / "c/commit_success.txt").unlink()
+    found = flaxckpt.load(tmp_path / "c", state_of(ADAM))
+    strategies.assert_same_state(saved.opt_state, found.opt_state)
+
+
+def test_an_optimizer_of_another_name_is_found_if_there_is_one_only(tmp_path):
+    params = {"w": jnp.ones((3, 2))}
+    moved = jax.tree.map(lambda x: x + 1, ADAM.init(params))
+    flaxckpt.save(tmp_path / "c", {"params": params, "opt": moved})
+    fresh = optax.chain(optax.clip(1.0), ADAM).init(params)
+    found = flaxckpt.load(tmp_path / "c", {"params": params, "optimizer": fresh})
+    strategies.assert_same_state(moved[0], found["optimizer"][1][0])

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flaxckpt import _arrays, _dtypes, _tree, errors
-from flaxckpt._info import LeafInfo
+from flaxckpt._info import LeafInfo, Role
 from flaxckpt._types import JSON, LeafPath
 
 MANIFEST = "flaxckpt.json"
@@ -278,10 +278,10 @@ def _spec(parts: Any) -> PartitionSpec:
     )
 
 
-def _role(row: Any) -> tuple[str, str, LeafPath]:
+def _role(row: Any) -> Role:
     match row:
-        case [str(state_class), str(field), str(param)]:
-            return state_class, field, param
+        case [str(state_class), str(field), str(param), str(optimizer)]:
+            return Role(state_class, field, param, optimizer)
     raise ValueError(f"{str(row)[:80]} is no role")
 
 
