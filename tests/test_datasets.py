@@ -208,6 +208,17 @@ def test_the_iterator_stays_put_if_the_state_does_not_fit(tmp_path):
     assert next(iterator) == 1
 
 
+def test_a_missing_dataset_file_is_damage_and_an_older_step_is_restored(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            batches = StepIndexed(lambda i: i, start=step)
+            ckpt.save(step, {"x": step}, dataset=batches).wait()
+        (tmp_path / "2/dataset/process_0-of-1.json").unlink()
+        batches = StepIndexed(lambda i: i)
+        assert ckpt.restore(dataset=batches) == {"x": 1}
+        assert next(batches) == 1
+
+
 def test_a_changed_dataset_file_is_damage(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, {"x": 1}, dataset=StepIndexed(lambda i: i)).wait()

@@ -327,6 +327,12 @@ def test_missing_and_truncated_chunks_are_named(tmp_path):
     )
 
 
+def test_missing_metadata_is_found(path):
+    (path / "_CHECKPOINT_METADATA").unlink()
+    with pytest.raises(errors.DamagedCheckpointError, match="is missing"):
+        flaxckpt.load(path)
+
+
 @pytest.mark.parametrize(
     "name",
     ["flaxckpt.json", "_CHECKPOINT_METADATA", "state/_strings.json"],

@@ -223,6 +223,9 @@ def read_dataset(path: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
 
     Orbax lets its users name the item, so any that has grain's files is taken.
     """
+    for name in digests:
+        if name.startswith(f"{DATASET}/") and not (path / name).is_file():
+            _file(path / name)  # raises
     items = [path / DATASET, *(path / name for name in _storage.directories(path))]
     item = next((i for i in items if any(i.glob("process_*-of-*.json"))), None)
     if item is None:
@@ -387,7 +390,7 @@ def _checkpoint_info(
     digests: Mapping[str, str],
 ) -> CheckpointMetadata:
     found: dict[str, Any] = {}
-    if (path / _CHECKPOINT).is_file():
+    if _CHECKPOINT in digests or (path / _CHECKPOINT).is_file():
         raw = _file(path / _CHECKPOINT)
         if _CHECKPOINT in digests:
             _check_digest(path / _CHECKPOINT, raw, digests[_CHECKPOINT])
