@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -78,6 +79,7 @@ class Checkpointer:
         self._transforms = tuple(transforms)
         self._max_concurrent_bytes = max_concurrent_bytes
         self._format = _steps.StepFormat(step_format)
+        self._lock = threading.RLock()  # one save at a time, whichever thread asks
         self._pending: SaveHandle | None = None
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._before_close: list[Callable[[], None]] = []
@@ -139,7 +141,22 @@ class Checkpointer:
                 f"on_exists must be 'error', 'skip' or 'overwrite', got {on_exists!r}"
             )
         number = _steps.check(step)
-        self.wait()
+        with self._lock:
+            self.wait()
+            return self._begin(
+                number, state, metrics, dataset, metadata, on_exists, start
+            )
+
+    def _begin(
+        self,
+        number: int,
+        state: PyTree,
+        metrics: Mapping[str, float] | None,
+        dataset: Any,
+        metadata: Mapping[str, JSON] | None,
+        on_exists: Literal["error", "skip", "overwrite"],
+        start: float,
+    ) -> SaveHandle:
         final = self.directory / self._format.name(number)
         if on_exists == "skip" and number in self._listed():
             return self._skipped(number, final, start)
@@ -199,20 +216,21 @@ class Checkpointer:
         Raises:
             CheckpointError: It failed.
         """
-        pending = self._pending
-        if pending is None:
-            return None
-        is_told = pending.done() and not pending.has_untold_error()
-        # Only now forgotten: an interrupted wait leaves the save to be waited for.
-        try:
-            result = pending.wait()
-        except Exception:
-            self._pending = None
-            if is_told:
+        with self._lock:
+            pending = self._pending
+            if pending is None:
                 return None
-            raise
-        self._pending = None
-        return result
+            is_told = pending.done() and not pending.has_untold_error()
+            # Forgotten at the end: an interrupted wait can be taken up again.
+            try:
+                result = pending.wait()
+            except Exception:
+                self._pending = None
+                if is_told:
+                    return None
+                raise
+            self._pending = None
+            return result
 
     def raise_if_failed(self) -> None:
         """Raises the error of a save that has failed, without waiting for one."""

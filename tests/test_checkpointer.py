@@ -225,6 +225,30 @@ def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(tmp_path, broken_d
         run()
 
 
+def test_saves_from_several_threads_follow_one_another(tmp_path, monkeypatch):
+    real, running, most = _save.execute, [], []
+
+    def execute(snapshot):
+        running.append(snapshot)
+        most.append(len(running))
+        time.sleep(0.02)
+        running.remove(snapshot)
+        return real(snapshot)
+
+    monkeypatch.setattr(_save, "execute", execute)
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        threads = [
+            threading.Thread(target=ckpt.save, args=(step, state(step)))
+            for step in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert ckpt.steps() == list(range(6))
+    assert max(most) == 1
+
+
 def test_an_interrupted_wait_can_be_taken_up_again(tmp_path, monkeypatch):
     release = threading.Event()
     real = _save.execute
