@@ -451,6 +451,16 @@ def test_nnx_optimizers_keep_their_moments_too(tmp_path):
 # ---- never another's moments --------------------------------------------------------
 
 
+def save_with(writer, path, state):
+    """Saves with roles, as we do, or without, as Orbax does."""
+    if writer == "flaxckpt":
+        flaxckpt.save(path, state)
+        return
+    ocp = pytest.importorskip("orbax.checkpoint")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, state)
+
+
 def pair_of_networks(tx, **params):
     """Two networks with the same names, as of a GAN."""
     params = params or {"w": jnp.ones((3, 2))}
@@ -467,12 +477,7 @@ def test_two_optimizers_in_one_state_keep_apart(tmp_path, writer):
         saved[name] = saved[name].replace(
             opt_state=jax.tree.map(lambda x, i=i: x + 1 + i, saved[name].opt_state)
         )
-    if writer == "orbax":
-        ocp = pytest.importorskip("orbax.checkpoint")
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / "c", saved)
-    else:
-        flaxckpt.save(tmp_path / "c", saved)
+    save_with(writer, tmp_path / "c", saved)
     changed = pair_of_networks(optax.chain(optax.clip(1.0), ADAM))
     found = flaxckpt.load(tmp_path / "c", changed)
     for name in saved:
@@ -489,12 +494,7 @@ def test_a_new_parameter_does_not_take_the_moments_of_its_namesake(tmp_path, wri
     saved = pair_of_networks(ADAM, **params)
     saved["generator"] = state_of(ADAM, {"w": params["w"]})
     saved["critic"] = filled(saved["critic"])
-    if writer == "orbax":
-        ocp = pytest.importorskip("orbax.checkpoint")
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / "c", saved)
-    else:
-        flaxckpt.save(tmp_path / "c", saved)
+    save_with(writer, tmp_path / "c", saved)
     wanted = pair_of_networks(ADAM, **params)
     found = flaxckpt.load(tmp_path / "c", wanted, missing="init")
     assert not found["generator"].opt_state[0].mu["head"].any()
@@ -505,12 +505,7 @@ def test_a_new_parameter_does_not_take_the_moments_of_its_namesake(tmp_path, wri
 def test_a_counter_is_not_taken_from_another_transform(tmp_path, writer):
     saved = state_of(ADAM).replace(step=7)
     saved = saved.replace(opt_state=jax.tree.map(lambda x: x + 7, saved.opt_state))
-    if writer == "orbax":
-        ocp = pytest.importorskip("orbax.checkpoint")
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / "c", saved)
-    else:
-        flaxckpt.save(tmp_path / "c", saved)
+    save_with(writer, tmp_path / "c", saved)
     schedule = optax.scale_by_schedule(optax.linear_schedule(1.0, 0.0, 10))
     for tx in (optax.chain(schedule, optax.scale_by_adam()), schedule):
         found = flaxckpt.load(tmp_path / "c", state_of(tx), unused="ignore")
