@@ -240,16 +240,38 @@ def optimizers(state: PyTree) -> list[OptimizerPart]:
         for keys, node in _nodes(state, _is_train_state)
     ]
     modules = _nodes(state, lambda node: isinstance(node, nnx.Module))
-    return parts + [
-        OptimizerPart(
-            (*keys, _OPT_STATE),
-            optimizer.tx.init,
-            module_keys,
-            nnx.to_pure_dict(nnx.state(module, optimizer.wrt)),
-        )
-        for keys, optimizer in _nodes(state, _is_nnx_optimizer)
-        for module_keys, module in modules
-    ]
+    optimizers = _nodes(state, _is_nnx_optimizer)
+    for n, (keys, optimizer) in enumerate(optimizers):
+        fitting = [
+            OptimizerPart((*keys, _OPT_STATE), optimizer.tx.init, module_keys, params)
+            for module_keys, module in modules
+            if _fits(params := nnx.state(module, optimizer.wrt), optimizer)
+        ]
+        if len(fitting) > 1 and len(modules) == len(optimizers):
+            # Networks of one class: the n-th optimizer is the n-th network's.
+            fitting = [part for part in fitting if part.params_keys == modules[n][0]]
+        if len(fitting) == 1:
+            parts += fitting
+    return parts
+
+
+def _fits(params: PyTree, optimizer: Any) -> bool:
+    """Whether these are the parameters that an NNX optimizer was made for."""
+    try:
+        made = jax.eval_shape(optimizer.tx.init, params)
+    except Exception:
+        # Whatever its transform says to parameters that are not its own.
+        return False
+    return _shapes(made) == _shapes(optimizer.opt_state)
+
+
+def _shapes(tree: PyTree) -> dict[LeafPath, Any]:
+    entries = _tree.flatten(tree, boxes=BOXES).entries
+    return {
+        path: getattr(entry.value, "shape", None)
+        for path, entry in entries.items()
+        if not entry.is_empty
+    }
 
 
 def _is_train_state(node: object) -> bool:

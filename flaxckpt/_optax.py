@@ -221,9 +221,9 @@ def roles(
             `structure`.
     """
     found: dict[LeafPath, Known] = {}
-    _collect(structure, (), None, found)
+    _collect(structure, (), None, None, found)
     for keys, node in optimizer_states:
-        _collect(node, keys, _Owner("", "", frozenset(), keys, keys), found)
+        _collect(node, keys, _Owner("", "", frozenset(), keys, keys), None, found)
     return found
 
 
@@ -239,6 +239,7 @@ def _collect(
     node: _tree.Node | LeafPath,
     keys: Keys,
     owner: _Owner | None,
+    chain: Keys | None,
     found: dict[LeafPath, Known],
 ) -> None:
     if isinstance(node, str):
@@ -249,6 +250,11 @@ def _collect(
             found[_tree.join(keys)] = Known(role, owner.fields)
         return
     is_transform = not node.is_box and _is_transform(node, owner)
+    if node.type == "tuple":
+        # A chain is a tuple of states, perhaps of tuples; its places mean nothing.
+        chain = keys if chain is None else chain
+    elif not is_transform:
+        chain = None
     for key, child in zip(node.keys, node.children, strict=True):
         inner = keys if node.is_box else (*keys, key)
         child_owner = owner
@@ -258,24 +264,19 @@ def _collect(
                 str(key.name),
                 frozenset(str(field.name) for field in node.keys),
                 inner,
-                _outermost(keys) if owner is None else owner.optimizer,
+                (keys if chain is None else chain)
+                if owner is None
+                else owner.optimizer,
             )
         elif key.name == "opt_state" and owner is None:
             child_owner = _Owner("", "", frozenset(), inner, inner)
-        _collect(child, inner, child_owner, found)
+        _collect(child, inner, child_owner, chain, found)
 
 
 def exists(state_class: str) -> bool:
     """Whether optax has a class of this name, so that it was not merely renamed."""
     modules = (optax, optax.contrib, optax.transforms)
     return any(hasattr(module, state_class) for module in modules)
-
-
-def _outermost(keys: Keys) -> Keys:
-    """Where the chain of transforms begins that has a member at `keys`."""
-    while keys and keys[-1].kind == "index":
-        keys = keys[:-1]
-    return keys
 
 
 def _is_transform(node: _tree.Node, owner: _Owner | None) -> bool:

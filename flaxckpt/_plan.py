@@ -262,19 +262,23 @@ class _Planner:
         self._options = options
         self._flat = _flax.flatten(abstract_state)
         self._roles = _optax.roles(self._flat.structure, self._flat.optimizer_states)
-        self._can_init = bool(_flax.optimizers(abstract_state))
+        self._can_init = tuple(
+            _tree.join(part.state_keys) + "/"
+            for part in _flax.optimizers(abstract_state)
+        )
         self._leaves: dict[LeafPath, LeafPlan] = {}
         self._jobs: list[_arrays.ReadJob] = []
         self._given: dict[LeafPath, Any] = {}
         self._fresh: list[LeafInfo] = []
         self._problems: list[Mismatch] = []
-        self._finder = _Finder(table, self._roles.values())
+        self._finder = _Finder(table)
 
     def plan(self) -> tuple[RestorePlan, Recipe]:
         """Decides every leaf."""
+        chosen = self._choose()
         for path, leaf in self._flat.table.items():
             if leaf.info.kind != "empty":
-                self._decide(path, leaf)
+                self._decide(path, leaf, chosen[path])
         self._drop_unused()
         plan = RestorePlan(
             self._stored.metadata.path,
@@ -292,14 +296,38 @@ class _Planner:
         )
         return plan, recipe
 
-    def _decide(self, path: LeafPath, leaf: Leaf) -> None:
+    def _choose(self) -> dict[LeafPath, list[LeafPath]]:
+        """The stored leaves that may be meant by each wanted one.
+
+        A moment of a parameter is nobody else's: the leaf in its old place has it, and
+        several elsewhere cannot be told apart. Counters may be shared.
+        """
+        chosen = {
+            path: self._candidates(path, self._roles.get(path))
+            for path, leaf in self._flat.table.items()
+            if leaf.info.kind != "empty"
+        }
+        takers: dict[LeafPath, list[LeafPath]] = {}
+        for path, sources in chosen.items():
+            known = self._roles.get(path)
+            if len(sources) == 1 and known is not None and known.role.param:
+                takers.setdefault(sources[0], []).append(path)
+        for source, paths in takers.items():
+            for path in paths if len(paths) > 1 else ():
+                if self._at(path) != source:
+                    is_kept = any(self._at(other) == source for other in paths)
+                    chosen[path] = [] if is_kept else [source, source]
+        return chosen
+
+    def _decide(self, path: LeafPath, leaf: Leaf, candidates: list[LeafPath]) -> None:
         known = self._roles.get(path)
         if known is not None and self._options.optimizer == "reinit":
             self._start_afresh(leaf, known)
             return
-        candidates = self._candidates(path, known)
         if len(candidates) > 1:
             found = "several: " + ", ".join(candidates[:3])
+            if len(set(candidates)) == 1:
+                found = f"several leaves that ask for {candidates[0]}"
             problem = Mismatch(path, str(leaf.info), found)
             self._conflict(problem, leaf.info, None, tuple(candidates))
         elif candidates:
@@ -354,7 +382,7 @@ class _Planner:
         info = leaf.info
         is_optimizer = known is not None and self._options.optimizer != "exact"
         has_value = not isinstance(leaf.source, jax.ShapeDtypeStruct)
-        if is_optimizer and self._can_init:
+        if is_optimizer and info.path.startswith(self._can_init):
             self._fresh.append(info)
         elif (is_optimizer or self._options.missing == "init") and has_value:
             self._given[info.path] = leaf.source
@@ -399,7 +427,7 @@ class _Finder:
     a leaf's surroundings tell: the fields beside it must be those of the transform.
     """
 
-    def __init__(self, table: LeafTable, wanted: Iterable[_optax.Known]) -> None:
+    def __init__(self, table: LeafTable) -> None:
         self._table = table
         self._by_role: dict[Role, list[LeafPath]] = {}
         self._by_ending: dict[str, list[LeafPath]] = {}
@@ -409,10 +437,6 @@ class _Finder:
             if role is not None and leaf.info.kind != "empty":
                 self._by_role.setdefault(role, []).append(path)
             self._enter(path, leaf)
-        stored = {role.optimizer for role in self._by_role}
-        asked = {known.role.optimizer for known in wanted}
-        # A single optimizer may have another name.
-        self._renamed = stored if len(stored) == len(asked) == 1 else set()
 
     def _enter(self, path: LeafPath, leaf: Leaf) -> None:
         parts = path.removesuffix("/value").split("/")
@@ -444,9 +468,8 @@ class _Finder:
     def find(self, known: _optax.Known) -> list[LeafPath]:
         """All stored leaves that may be the wanted one, in whichever place."""
         role = known.role
-        for optimizer in (role.optimizer, *self._renamed):
-            if same := self._by_role.get(role._replace(optimizer=optimizer)):
-                return same
+        if same := self._by_role.get(role):
+            return same
         if not known.fields:
             return []
         inside = f"{role.optimizer}/" if role.optimizer else ""

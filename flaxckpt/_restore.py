@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
+from jax.sharding import AxisType, NamedSharding
 
 from flaxckpt import (
     _arrays,
@@ -267,10 +270,23 @@ def _fresh_optimizer(
             for path, entry in flat.entries.items()
             if not entry.is_empty
         }
-        state = jax.jit(part.init)(_tree.unflatten(flat.structure, params))
+        with _mesh_of(params.values()):
+            state = jax.jit(part.init)(_tree.unflatten(flat.structure, params))
         for entry in _tree.flatten(state, boxes=_flax.BOXES).entries.values():
             made[_tree.join((*part.state_keys, *entry.keys))] = entry.value
     return made
+
+
+def _mesh_of(leaves: Iterable[Any]) -> AbstractContextManager[Any]:
+    """The mesh of sharded `leaves` as jit's, if its axes are explicit: they need it."""
+    for leaf in leaves:
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            mesh: Any = sharding.mesh
+            if AxisType.Explicit in mesh.axis_types:
+                return jax.set_mesh(mesh)
+            break
+    return contextlib.nullcontext()
 
 
 def _tell(planned: RestorePlan, options: _plan.Options) -> None:

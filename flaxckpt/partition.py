@@ -305,8 +305,8 @@ def _check_used(
         if not rule.is_used:
             pattern = rule.pattern.pattern
             near = difflib.get_close_matches(pattern, infos, n=1, cutoff=0.3)
-            faults[pattern] = "matches no leaf" + (
-                f" (nearest: {near[0]})" * bool(near)
-            )
+            faults[pattern] = "matches no leaf"
+            if near:
+                faults[pattern] += f" (nearest: {near[0]})"
     if faults:
         raise errors.PartitionError(faults)

@@ -531,10 +531,60 @@ def test_a_class_that_optax_has_renamed_is_found(tmp_path):
     strategies.assert_same_state(saved.opt_state, found.opt_state)
 
 
-def test_an_optimizer_of_another_name_is_found_if_there_is_one_only(tmp_path):
+def test_an_optimizer_without_moments_takes_none_of_another_network(tmp_path):
     params = {"w": jnp.ones((3, 2))}
-    moved = jax.tree.map(lambda x: x + 1, ADAM.init(params))
-    flaxckpt.save(tmp_path / "c", {"params": params, "opt": moved})
-    fresh = optax.chain(optax.clip(1.0), ADAM).init(params)
-    found = flaxckpt.load(tmp_path / "c", {"params": params, "optimizer": fresh})
-    strategies.assert_same_state(moved[0], found["optimizer"][1][0])
+    adam, sgd = state_of(ADAM, params, seed=1), state_of(optax.sgd(1e-2), params)
+    flaxckpt.save(tmp_path / "c", {"g": adam, "d": sgd})
+    changed = state_of(CHANGES["clip added"][1], params)
+    found = flaxckpt.load(tmp_path / "c", {"d": changed})
+    assert not found["d"].opt_state[1][0].mu["w"].any()
+    optimizers = [adam.opt_state, sgd.opt_state]
+    flaxckpt.save(tmp_path / "l", {"params": params, "opt": optimizers})
+    wanted = {"params": params, "opt": [changed.opt_state, ADAM.init(params)]}
+    found = flaxckpt.load(tmp_path / "l", wanted)
+    strategies.assert_same_state(adam.opt_state[0], found["opt"][0][1][0])
+    assert not found["opt"][1][0].mu["w"].any()
+
+
+def test_a_moment_fills_one_leaf_only(tmp_path):
+    saved = state_of(optax.chain(optax.trace(0.9)), seed=1)
+    flaxckpt.save(tmp_path / "c", saved)
+    wanted = state_of(optax.chain(optax.trace(0.5), optax.trace(0.9)))
+    found = flaxckpt.load(tmp_path / "c", wanted)
+    strategies.assert_same_state(saved.opt_state[0], found.opt_state[0])
+    assert not found.opt_state[1].trace["embed"].any()
+
+
+def test_a_bare_optimizer_state_starts_afresh_with_its_own_values(tmp_path):
+    params = {"w": jnp.ones((3, 2))}
+    state = {"s": state_of(ADAM, params, seed=1), "p": params}
+    flaxckpt.save(tmp_path / "c", {**state, "opt": optax.sgd(1e-2).init(params)})
+    found = flaxckpt.load(tmp_path / "c", {**state, "opt": ADAM.init(params)})
+    strategies.assert_same_state(ADAM.init(params), found["opt"])
+
+
+def test_new_moments_are_made_on_a_mesh_with_explicit_axes(tmp_path):
+    params = {"w": jnp.ones((8, 2))}
+    flaxckpt.save(tmp_path / "c", state_of(ADAM, params, seed=1))
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    wanted = flaxckpt.abstract_state(
+        lambda: state_of(ZOO["MultiSteps"], params),
+        mesh=mesh,
+        leaf_rules=[("params/w", P("x")), (".*", P())],
+    )
+    found = flaxckpt.load(tmp_path / "c", wanted)
+    assert ways(found.opt_state.acc_grads["w"].sharding.spec) == ["x"]
+
+
+def test_each_nnx_optimizer_starts_from_its_own_network(tmp_path):
+    def networks(tx):
+        models = [nnx.Linear(4, 3, rngs=nnx.Rngs(seed)) for seed in (0, 1)]
+        return models, [nnx.Optimizer(model, tx, wrt=nnx.Param) for model in models]
+
+    flaxckpt.save(tmp_path / "c", networks(optax.sgd(1e-2)))
+    models, optimizers = flaxckpt.load(tmp_path / "c", networks(ZOO["schedule_free"]))
+    for model, optimizer in zip(models, optimizers, strict=True):
+        found = jax.tree.leaves(optimizer.opt_state.z)
+        wanted = jax.tree.leaves(nnx.state(model, nnx.Param))
+        for one, other in zip(wanted, found, strict=True):
+            np.testing.assert_array_equal(one, other)

@@ -231,6 +231,7 @@ def test_devices_that_hold_the_same_share_the_writing(tmp_path):
             "matches no leaf.*nearest: params",
         ),
         ({"leaf_rules": [("(", P())]}, "no regular expression"),
+        ({"leaf_rules": [(".*", P()), ("0", P())]}, "0: matches no leaf"),
         ({"leaf_rules": [(".*/kernel", P("data"))]}, "params/inner/bias.*no rule"),
         ({"leaf_rules": [(".*", P("rows"))]}, "'rows', the mesh has"),
         ({"leaf_rules": [(".*", P("data", "data"))]}, "axis of the mesh twice"),
