@@ -196,7 +196,7 @@ class Checkpointer:
 
     def _skipped(self, step: int, final: Path, start: float) -> SaveHandle:
         reason = f"step {step} exists"
-        _log.info("skipped saving step %d: it exists", step)
+        _log.warning("step %d is not saved: %s has one already", step, self.directory)
         elapsed = time.monotonic() - start
         result = SaveResult(step, str(final), 0, elapsed, elapsed, skipped=reason)
         return SaveHandle(lambda: result, name=f"save of {final}")
@@ -421,7 +421,12 @@ class Checkpointer:
     def _ranked(self, listed: Mapping[int, Path] | None = None) -> list[_Ranked]:
         if listed is None:
             listed = self._listed()
-        return [_Ranked(n, self._metrics_at(n, path)) for n, path in listed.items()]
+        # What is merely called like a step neither counts nor goes.
+        return [
+            _Ranked(number, self._metrics_at(number, path))
+            for number, path in listed.items()
+            if formats.recognises(path)
+        ]
 
     def prune(self, *, dry_run: bool = False) -> tuple[int, ...]:
         """Deletes the steps that no policy keeps.

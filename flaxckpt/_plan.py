@@ -343,8 +343,8 @@ class _Planner:
         """
         exact = self._at(path)
         if known is None or self._options.optimizer == "exact":
-            return [exact] if exact else []
-        if exact and self._finder.plays(exact, known):
+            return [] if exact is None else [exact]
+        if exact is not None and self._finder.plays(exact, known):
             return [exact]
         return self._finder.find(known)
 
@@ -387,7 +387,10 @@ class _Planner:
         elif (is_optimizer or self._options.missing == "init") and has_value:
             self._given[info.path] = leaf.source
         else:
-            lacking = missing(info, self._table)
+            # Finding the nearest name is slow, and only a few are shown.
+            lacking = missing(
+                info, self._table, nearest=len(self._problems) < errors.ROWS_SHOWN
+            )
             if self._options.missing == "init" or is_optimizer:
                 lacking = dataclasses.replace(
                     lacking, found=f"{lacking.found}, and no value to start from"
@@ -509,12 +512,12 @@ def _ways(spec: PartitionSpec | None) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-def missing(wanted: LeafInfo, table: LeafTable) -> Mismatch:
+def missing(wanted: LeafInfo, table: LeafTable, *, nearest: bool = True) -> Mismatch:
     """Says that `table` lacks a leaf, and which is called most alike."""
     found = "nothing"
     if wanted.path in table:
         found = str(table[wanted.path].info)
-    elif len(table) <= _NEAREST_AMONG:
+    elif nearest and len(table) <= _NEAREST_AMONG:
         near = difflib.get_close_matches(wanted.path, table, n=1)
         found = f"nothing (nearest: {near[0]})" if near else found
     return Mismatch(wanted.path, str(wanted), found)

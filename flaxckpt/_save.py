@@ -100,8 +100,13 @@ class SaveHandle:
         self._name = name
         self._result: SaveResult | None = None
         self._error: BaseException | None = None
+        self._ended = (
+            threading.Event()
+        )  # a join that Ctrl-C cuts off forgets the thread
         # No daemon: a script that just ends still finishes its last save.
-        self._thread = threading.Thread(target=self._run, args=(work,), name=name)
+        self._thread = threading.Thread(
+            target=self._run, args=(work,), name=name, daemon=False
+        )
         self._thread.start()
 
     def _run(self, work: Callable[[], SaveResult]) -> None:
@@ -110,10 +115,12 @@ class SaveHandle:
         except BaseException as error:
             self._error = error
             _untold.add(self)
+        finally:
+            self._ended.set()
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
-        return not self._thread.is_alive()
+        return self._ended.is_set()
 
     def has_untold_error(self) -> bool:
         """Whether it has failed and nobody has been told by `wait` yet."""
@@ -126,8 +133,7 @@ class SaveHandle:
             CheckpointTimeoutError: It is still running after `timeout_secs`.
             CheckpointError: The save failed; nothing of it counts as saved.
         """
-        self._thread.join(timeout_secs)
-        if self._thread.is_alive():
+        if not self._ended.wait(timeout_secs):
             raise errors.CheckpointTimeoutError(
                 f"the {self._name} is still running after {timeout_secs} s;"
                 " call wait() again to wait longer"
@@ -319,7 +325,7 @@ def _check_free(final: Path, *, overwrite: bool) -> None:
         raise errors.CheckpointExistsError(
             f"{final} exists: choose another path, or pass overwrite=True"
         )
-    if final.is_symlink() or not _orbax.recognises(final):
+    if final.is_symlink() or not _orbax.is_whole(final):
         raise errors.CheckpointExistsError(
             f"{final} exists and is no checkpoint, so it is not overwritten:"
             " remove it yourself, or choose another path"

@@ -244,7 +244,7 @@ def _decompose_registered(value: Any, boxes: tuple[type, ...]) -> _Parts | None:
     found, treedef = jax.tree_util.tree_flatten_with_path(
         value, is_leaf=lambda x: x is not value
     )
-    if jax.tree_util.treedef_is_leaf(treedef) and treedef.num_nodes == 1:
+    if len(found) == 1 and not found[0][0]:
         return None
     keys = tuple([_key(path[0], i) for i, (path, _) in enumerate(found)])
     is_box = isinstance(value, boxes) and len(found) == 1

@@ -106,6 +106,7 @@ def state_files(iterator: Any) -> dict[str, bytes]:
         "adapter": adapter.name,
         "type": _type_name(iterator),
         "is_bytes": isinstance(state, bytes),
+        "is_raw": isinstance(state, bytes) and _is_json(state),
         "process_count": count,
         "elastic": bool(getattr(iterator, "elastic", False)),
         "version": _version(iterator),
@@ -136,7 +137,8 @@ def set_state(iterator: Any, files: Mapping[str, bytes], *, path: Path) -> None:
         as_bytes = described.get("is_bytes", None)
         if as_bytes is None:
             as_bytes = isinstance(adapter.get_state(iterator), bytes)
-        state = content if as_bytes and _is_json(content) else _decode(content)
+        is_raw = described.get("is_raw", as_bytes)
+        state = content if is_raw else _decode(content)
         if as_bytes and not isinstance(state, bytes):
             raise TypeError(f"wanted bytes, found {type(state).__name__}")
         adapter.set_state(iterator, state)

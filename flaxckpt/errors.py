@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_ROWS_SHOWN = 8
+ROWS_SHOWN = 8
 
 
 class CheckpointError(Exception):
@@ -157,11 +157,9 @@ class RestoreMismatchError(CheckpointError, ValueError):
 def rows(lines: object) -> str:
     """Indents the first few of `lines`, and says how many more there are."""
     listed = list(lines)  # type: ignore[call-overload]
-    shown = [f"  {line}" for line in listed[:_ROWS_SHOWN]]
-    if len(listed) > _ROWS_SHOWN:
-        shown.append(
-            f"  … and {len(listed) - _ROWS_SHOWN} more (in the error's fields)"
-        )
+    shown = [f"  {line}" for line in listed[:ROWS_SHOWN]]
+    if len(listed) > ROWS_SHOWN:
+        shown.append(f"  … and {len(listed) - ROWS_SHOWN} more (in the error's fields)")
     return "\n".join(shown)
 
 

@@ -265,7 +265,7 @@ def test_an_interrupted_wait_can_be_taken_up_again(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(handle._thread, "join", interrupt)
+        patch.setattr(handle._ended, "wait", interrupt)
         with pytest.raises(KeyboardInterrupt):
             ckpt.wait()
     release.set()
@@ -429,6 +429,27 @@ def test_metrics_may_come_after_the_save(tmp_path):
         assert ckpt.steps() == [1, 3]
         assert ckpt.metrics(1) == {"train/loss": 2.0, "loss": 0.1}
         strategies.assert_same(state(1), ckpt.restore(step=1))
+
+
+def test_what_is_only_called_like_a_step_neither_counts_nor_goes(tmp_path):
+    (tmp_path / "2024").mkdir()
+    (tmp_path / "2024" / "notes.txt").touch()
+    with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
+        for step in (1, 2, 3000):
+            ckpt.save(step, state(step)).wait()
+        assert ckpt.explain() == {3000: ["newest", "LatestN(1)"]}
+        assert (tmp_path / "2024" / "notes.txt").exists()
+
+
+def test_damaged_metrics_do_not_cost_the_state(tmp_path, caplog):
+    with flaxckpt.Checkpointer(tmp_path, keep=[BestN(1, "loss", "min")]) as ckpt:
+        ckpt.save(1, state(1), metrics={"loss": 1}).wait()
+        (tmp_path / "1/metrics/metrics").write_text("{")
+        ckpt.reload()
+        strategies.assert_same(state(1), ckpt.restore())
+        ckpt.save(2, state(2), metrics={"loss": 2}).wait()
+    assert ckpt.steps() == [2]
+    assert "are lost" in caplog.text
 
 
 def test_a_step_saved_out_of_order_is_not_deleted_at_once(tmp_path):

@@ -132,6 +132,28 @@ def test_an_iterator_continues_where_it_stood(tmp_path, make):
     assert_resumes(tmp_path, make)
 
 
+class Opaque:
+    """Keeps bytes that are no text."""
+
+    def __init__(self):
+        self.n = 0
+
+    def __next__(self):
+        self.n += 1
+        return self.n
+
+    def get_state(self):
+        return b"\x00\xff" + bytes([self.n])
+
+    def set_state(self, state):
+        assert state[:2] == b"\x00\xff"
+        self.n = state[2]
+
+
+def test_bytes_that_are_no_json_come_back(tmp_path):
+    assert_resumes(tmp_path, Opaque)
+
+
 def test_the_state_is_that_of_the_call(tmp_path):
     iterator = StepIndexed(lambda i: i)
     with flaxckpt.Checkpointer(tmp_path) as ckpt:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import typing
+from collections import OrderedDict
 from pathlib import Path
 
 import hypothesis
@@ -121,6 +122,39 @@ def linen_state():
         dropout_key=jax.random.key(1),
         scale=dynamic_scale.DynamicScale(),
     )
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        jnp.ones(3),
+        nnx.Param(jnp.ones(3)),
+        {"": jnp.ones(3), "empty": FrozenDict({}), "ordered": OrderedDict()},
+        (optax.EmptyState(), nnx.State({}), [FrozenDict({"a": {}})]),
+    ],
+    ids=["array", "variable", "empty names and containers", "empty classes"],
+)
+def test_bare_leaves_and_empty_containers_come_back(tmp_path, state):
+    flaxckpt.save(tmp_path / "c", state)
+    for found in (flaxckpt.load(tmp_path / "c"), flaxckpt.load(tmp_path / "c", state)):
+        assert jax.tree.structure(found) == jax.tree.structure(state)
+        strategies.assert_same_state(state, found)
+
+
+def test_modules_without_variables_come_back(tmp_path):
+    model, _ = nnx_state()
+    state = {"a": model, "b": model, "nothing": nnx.List([])}
+    flaxckpt.save(tmp_path / "c", state)
+    found = flaxckpt.load(tmp_path / "c", state)
+    assert found["a"] is found["b"]
+    assert len(found["nothing"]) == 0
+
+
+def test_a_directory_around_a_checkpoint_is_not_overwritten(tmp_path):
+    flaxckpt.save(tmp_path / "around" / "c", {"a": 1})
+    with pytest.raises(errors.CheckpointExistsError, match="no checkpoint"):
+        flaxckpt.save(tmp_path / "around", {"a": 2}, overwrite=True)
+    assert flaxckpt.load(tmp_path / "around" / "c") == {"a": 1}
 
 
 def test_a_train_state_subclass_comes_back_in_its_own_class(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from flaxckpt._info import (
 )
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _orbax_json
+
+_log = logging.getLogger(__name__)
 
 STATE, DATASET, METRICS = "state", "dataset", "metrics"
 _CHECKPOINT = "_CHECKPOINT_METADATA"
@@ -184,6 +187,12 @@ def recognises(path: Path) -> bool:
     return _item(path) is not None
 
 
+def is_whole(path: Path) -> bool:
+    """Whether `path` itself is a checkpoint, and not just something around one."""
+    names = (_orbax_json.MANIFEST, _CHECKPOINT, _TREE)
+    return recognises(path) and any((path / name).is_file() for name in names)
+
+
 def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
     """Reads everything but arrays.
 
@@ -197,14 +206,21 @@ def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
 
 
 def read_metrics(path: Path) -> dict[str, float]:
-    """The metrics of the checkpoint `path`; those that are no numbers are left out."""
+    """The metrics of the checkpoint `path`; those that are no numbers are left out.
+
+    A damaged file means no metrics: it is no reason to lose the state beside it.
+    """
     try:
         content = _storage.read(
             path / METRICS / METRICS, max_bytes=_orbax_json.MAX_BYTES
         )
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    data = _orbax_json.loads(content, path / METRICS / METRICS)
+    try:
+        data = _orbax_json.loads(content, path / METRICS / METRICS)
+    except errors.DamagedCheckpointError as error:
+        _log.warning("the metrics of %s are lost: %s", path, error)
+        return {}
     return {
         name: float(value)
         for name, value in data.items()
@@ -264,7 +280,7 @@ def _item(path: Path) -> Path | None:
             return path / name
     if (path / _TREE).is_file():
         return path
-    if not path.is_dir():
+    if not (path / _CHECKPOINT).is_file():
         return None
     items = [
         name
