@@ -112,6 +112,10 @@ def flatten(tree: PyTree, *, boxes: tuple[type, ...] = ()) -> FlatTree:
     faults: dict[str, str] = {}
 
     def visit(value: Any, keys: tuple[Key, ...], path: LeafPath) -> Node | LeafPath:
+        if len(keys) >= MAX_DEPTH // 2:
+            raise errors.LeafNameError(
+                {f"{path[:60]} …": f"is nested {len(keys)} deep"}, "Flatten the state."
+            )
         parts = _decompose(value, boxes)
         if parts is None or not parts.children:
             if path in entries:

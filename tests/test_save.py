@@ -453,6 +453,7 @@ def test_traced_values_cannot_be_saved(tmp_path):
         ({"x" * 300: 1}, "files"),
         ({"a\\b": 1}, "files"),
         ({"~": "text"}, "ocdbt"),
+        ({"a": "x", "a/b": "y"}, "ocdbt"),
         ({"nul\0": 1}, "ocdbt"),
     ],
 )

@@ -82,6 +82,14 @@ def test_keys_that_cannot_be_told_apart_on_disk_are_refused(tree):
         _tree.flatten(tree)
 
 
+def test_what_is_nested_too_deep_to_be_read_is_refused():
+    tree = 1
+    for _ in range(_tree.MAX_DEPTH):
+        tree = {"a": tree}
+    with pytest.raises(errors.LeafNameError, match="deep"):
+        _tree.flatten(tree)
+
+
 def test_an_unknown_class_becomes_a_dict_and_is_reported():
     flat = _tree.flatten({"p": Point(1, 2), "q": jax.tree_util.Partial(sum, 3)})
     unknown = set()

@@ -155,6 +155,14 @@ def check_names(infos: Sequence[LeafInfo], *, ocdbt: bool) -> None:
             faults[info.path] = "is a string leaf with a '~', which Orbax cannot read"
         elif not ocdbt and info.chunk_shape is not None and not _file_safe(name):
             faults[info.path] = "is no name of a directory; store='ocdbt' takes it"
+    strings = {
+        _orbax_json.param_name(info.keys) for info in infos if info.kind == "string"
+    }
+    for name in strings:
+        parts = name.split("/")
+        for outer in ("/".join(parts[:n]) for n in range(1, len(parts))):
+            if outer in strings:
+                faults[seen[name]] = f"would stand inside the string {outer!r}"
     if faults:
         raise errors.LeafNameError(
             faults, "Rename these keys; on disk, keys are joined by dots."
