@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -358,6 +359,12 @@ def _keys(data: Any) -> Any:
 # ---- behind it ------------------------------------------------------------------
 
 
+_locks: collections.defaultdict[Path, threading.Lock] = collections.defaultdict(
+    threading.Lock
+)
+"""One writer at a time of a path, within this process."""
+
+
 def execute(snapshot: Snapshot) -> int:
     """Writes a snapshot and commits it, durably.
 
@@ -367,6 +374,11 @@ def execute(snapshot: Snapshot) -> int:
     Raises:
         SaveFailedError: It could not be written. What was written is removed.
     """
+    with _locks[snapshot.final]:
+        return _execute(snapshot)
+
+
+def _execute(snapshot: Snapshot) -> int:
     final = snapshot.final
     temporary = final.with_name(final.name + _steps.TEMPORARY)
     try:

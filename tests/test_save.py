@@ -485,6 +485,16 @@ def test_an_existing_path_is_kept_unless_overwriting_a_checkpoint(tmp_path):
         flaxckpt.save(tmp_path / "d", {"a": 2}, overwrite=True)
 
 
+def test_saves_of_one_path_at_one_time_do_not_mix(tmp_path):
+    states = [{f"w{i}": np.full((64, 64), v) for i in range(8)} for v in range(6)]
+    handles = [flaxckpt.save_async(tmp_path / "c", s, overwrite=True) for s in states]
+    for handle in handles:
+        handle.wait()
+    found = flaxckpt.load(tmp_path / "c")
+    strategies.assert_same(states[int(found["w0"][0, 0])], found)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
 def test_metadata_must_be_json(tmp_path):
     for strange in ({"f": sum}, {1: 2}, {"a": [{"b": {True: 1}}]}, 3):
         with pytest.raises(errors.OptionError, match="JSON"):
