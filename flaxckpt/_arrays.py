@@ -8,7 +8,6 @@ device needs exactly once.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,15 +19,12 @@ import numpy as np
 import tensorstore as ts
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from flaxckpt import _chunks, _dtypes, errors
+from flaxckpt import _chunks, _dtypes, _layout, errors
 from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import JSON, LeafPath, Shape
 
 DEFAULT_CONCURRENT_BYTES = 2 * 2**30
 """Bytes that may be between memory and storage at one time."""
-
-_MIN_REPLICA_BYTES = 2**20
-"""A part of a shard smaller than this is not worth a writer and a chunk of its own."""
 
 _WEAK_LIMIT = 4096
 """Elements up to which a weakly typed array is built anew as one."""
@@ -101,7 +97,7 @@ def to_host(leaves: Sequence[tuple[str, Shape, Leaf]]) -> list[HostArray]:
     return [
         HostArray(
             name,
-            stored_form(leaf.info)[0],
+            _layout.stored_form(leaf.info)[0],
             leaf.info.dtype or "",
             chunk_shape,
             tuple(part.on_host() for part in parts if part.data.size),
@@ -139,7 +135,7 @@ def _sources(leaf: Leaf) -> list[_Part]:
         return [_Part(_whole(array.shape), array)]
     if leaf.info.kind == "prng_key":
         value = jax.random.key_data(value)
-    slices = _replica_slices(leaf.info, value.shape)
+    slices = _layout.replica_slices(leaf.info, value.shape)
     return [
         _part(shard, value.shape, slices)
         for shard in value.addressable_shards
@@ -162,75 +158,6 @@ def _part(
         return _Part(region, shard.data, within)
     # Cut on the device, so that only this part is copied from it.
     return _Part(region, shard.data[within])
-
-
-def _replica_slices(info: LeafInfo, shape: Shape) -> _chunks.ReplicaSlices | None:
-    """How the devices that hold the same shard divide the writing of it."""
-    if info.sharding is None:
-        return None
-    shard = info.sharding.shard_shape(info.shape)
-    copies = math.prod(
-        whole // part for whole, part in zip(info.shape, shard, strict=True) if part
-    )
-    return _chunks.replica_slices(
-        (*shard, *shape[len(shard) :]),
-        info.sharding.num_devices // copies,
-        itemsize=_dtypes.item_bits(info.dtype or "") / 8,
-        min_bytes=_MIN_REPLICA_BYTES,
-    )
-
-
-def stored_form(info: LeafInfo) -> tuple[Shape, str]:
-    """Shape and type name under which the values of a leaf are stored."""
-    if info.kind == "prng_key":
-        return (*info.shape, _key_words(info.prng_impl or "")), "uint32"
-    dtype = _dtypes.stored_name(info.dtype or "")
-    assert dtype is not None, info
-    return info.shape, dtype
-
-
-def _key_words(impl: str) -> int:
-    words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
-    return int(words.shape[0])
-
-
-def write_shape(info: LeafInfo, shape: Shape) -> Shape:
-    """What one device writes of an array, at least 1 along each axis.
-
-    That is a shard, or a part of one if others hold the same.
-
-    Args:
-        info: The leaf.
-        shape: As stored; of PRNG keys that is one axis more than the leaf has.
-    """
-    if info.sharding is not None:
-        shard = info.sharding.shard_shape(info.shape)
-        slices = _replica_slices(info, shape)
-        shape = slices.shape if slices else (*shard, *shape[len(shard) :])
-    return tuple(max(1, size) for size in shape)
-
-
-def with_chunk_shape(info: LeafInfo, layout: ArrayLayout) -> LeafInfo:
-    """`info` with the chunk shape that its values are stored in, if it has any."""
-    if info.dtype is None:
-        return info
-    shape, dtype = stored_form(info)
-    written = write_shape(info, shape)
-    chunk_shape = _chunks.choose_chunk_shape(
-        written,
-        itemsize=_dtypes.item_bits(dtype) / 8,
-        max_bytes=layout.chunk_bytes,
-        ragged=written == shape,
-    )
-    return dataclasses.replace(info, chunk_shape=chunk_shape)
-
-
-def stored_bytes(info: LeafInfo) -> int:
-    """Uncompressed size of a leaf's values."""
-    if info.dtype is None:
-        return 0
-    shape, dtype = stored_form(info)
-    return math.prod(shape) * _dtypes.item_bits(dtype) // 8
 
 
 def write(
@@ -384,7 +311,7 @@ def bytes_here(job: ReadJob) -> int:
     """Uncompressed bytes that this process reads for a leaf."""
     if job.found.dtype is None:
         return 0
-    _, dtype = stored_form(job.found)
+    _, dtype = _layout.stored_form(job.found)
     elements = sum(math.prod(b - a for a, b in region) for region in _reads(job))
     return elements * _dtypes.item_bits(dtype) // 8
 
@@ -482,7 +409,7 @@ def _first_words(error: Exception) -> str:
 
 
 def _check_form(found: LeafInfo, store: ts.TensorStore) -> None:
-    shape, dtype = stored_form(found)
+    shape, dtype = _layout.stored_form(found)
     if store.shape != shape or store.dtype.name != dtype:
         raise ValueError(
             f"recorded as {dtype}{list(shape)},"
@@ -512,7 +439,7 @@ def _reads(job: ReadJob) -> dict[Region, list[Region]]:
     Each region is read by itself if no chunk reaches into two of them. Otherwise that
     chunk would be read once for each, so what encloses them all is read instead.
     """
-    shape, _ = stored_form(job.found)
+    shape, _ = _layout.stored_form(job.found)
     if job.wanted.sharding is None or job.wanted.kind != "array":
         return {_whole(shape): [_whole(shape)]}
     indices = job.wanted.sharding.addressable_devices_indices_map(shape).values()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flaxckpt import _arrays, _dtypes, _flax, _optax, _tree, errors, transforms
+from flaxckpt import _arrays, _dtypes, _flax, _layout, _optax, _tree, errors, transforms
 from flaxckpt._info import Leaf, LeafInfo, LeafTable, Role, Stored, StoredLeaf
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
@@ -227,7 +227,7 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
         if wanted.dtype != found.dtype:
             actions = ("loaded", "cast")
         leaves[path] = LeafPlan(
-            actions, (path,), wanted, found, _arrays.stored_bytes(found)
+            actions, (path,), wanted, found, _layout.stored_bytes(found)
         )
     total = sum(leaf.bytes for leaf in leaves.values())
     structure = stored.structure
@@ -283,7 +283,7 @@ class _Planner:
         plan = RestorePlan(
             self._stored.metadata.path,
             self._leaves,
-            sum(_arrays.stored_bytes(job.found) for job in self._jobs),
+            sum(_layout.stored_bytes(job.found) for job in self._jobs),
             sum(leaf.bytes for leaf in self._leaves.values()),
             tuple(self._problems),
         )
@@ -537,7 +537,7 @@ def _fits(wanted: LeafInfo, found: LeafInfo) -> bool:
         if found.kind == "prng_key":
             return wanted.shape == found.shape and wanted.prng_impl == found.prng_impl
         # Raw key data, as Orbax has it without its array_metadatas.
-        shape, dtype = _arrays.stored_form(wanted)
+        shape, dtype = _layout.stored_form(wanted)
         return found.shape == shape and found.dtype == dtype
     if found.kind == "prng_key" or wanted.shape != found.shape:
         return False

@@ -23,6 +23,7 @@ import jax
 from flaxckpt import (
     _arrays,
     _flax,
+    _layout,
     _optax,
     _steps,
     _storage,
@@ -263,7 +264,7 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     roles = _optax.roles(flat.structure, flat.optimizer_states)
     table = transforms.apply(options.transforms, flat.table)
     infos = tuple(
-        _arrays.with_chunk_shape(
+        _layout.with_chunk_shape(
             dataclasses.replace(
                 leaf.info, role=roles[path].role if path in roles else None
             ),
@@ -310,7 +311,7 @@ def _plain(infos: Iterable[LeafInfo]) -> _tree.Node | LeafPath:
 def _uses_ocdbt(infos: tuple[LeafInfo, ...], layout: ArrayLayout) -> bool:
     if layout.store != "auto":
         return layout.store == "ocdbt"
-    sizes = [_arrays.stored_bytes(i) for i in infos if i.chunk_shape is not None]
+    sizes = [_layout.stored_bytes(i) for i in infos if i.chunk_shape is not None]
     many_small = len(sizes) > _MANY_LEAVES and sum(sizes) < _SMALL_LEAF_BYTES * len(
         sizes
     )

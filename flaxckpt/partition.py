@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from flaxckpt import _arrays, _flax, _optax, _tree, errors, transforms
+from flaxckpt import _flax, _layout, _optax, _tree, errors, transforms
 from flaxckpt._info import ArrayLayout, Leaf, LeafInfo
 from flaxckpt._types import LeafPath, PyTree
 
@@ -107,7 +107,7 @@ def parameter_infos(state: PyTree, *, layout: ArrayLayout | None = None) -> PyTr
     """
     flat = _flax.flatten(state)
     infos = {
-        path: _arrays.with_chunk_shape(leaf.info, layout or ArrayLayout())
+        path: _layout.with_chunk_shape(leaf.info, layout or ArrayLayout())
         for path, leaf in flat.table.items()
     }
     return _tree.unflatten(flat.structure, infos)

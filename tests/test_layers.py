@@ -17,6 +17,7 @@ LAYERS = (
     {"_dtypes", "_chunks", "_multihost"},
     {"_tree", "_storage"},
     {"_info", "_events"},
+    {"_layout"},
     {"_arrays", "_flax", "_optax", "transforms", "policies", "_steps", "datasets"},
     {"formats", "partition", "_plan"},
     {"_save", "_restore"},

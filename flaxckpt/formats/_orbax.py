@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorstore as ts
 
-from flaxckpt import _arrays, _storage, _tree, errors
+from flaxckpt import _arrays, _layout, _storage, _tree, errors
 from flaxckpt._info import (
     CheckpointMetadata,
     Leaf,
@@ -436,7 +436,7 @@ def _checkpoint_info(
         _seconds(found.get("commit_timestamp_nsecs")),
         custom if isinstance(custom, dict) else {},
         (path / DATASET).is_dir(),
-        sum(_arrays.stored_bytes(info) for info in infos),
+        sum(_layout.stored_bytes(info) for info in infos),
     )
 
 

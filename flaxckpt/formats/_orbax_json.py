@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flaxckpt import _arrays, _dtypes, _tree, errors
+from flaxckpt import _dtypes, _layout, _tree, errors
 from flaxckpt._info import LeafInfo, Role
 from flaxckpt._types import JSON, LeafPath
 
@@ -106,11 +106,11 @@ def _value_metadata(info: LeafInfo) -> JSON:
     if info.kind == "empty":
         return {"value_type": _EMPTIES[info.python_type], "skip_deserialize": True}
     if info.python_type == "jax.Array":
-        shape, _ = _arrays.stored_form(info)
+        shape, _ = _layout.stored_form(info)
         return {
             "value_type": "jax.Array",
             "skip_deserialize": False,
-            "write_shape": _arrays.write_shape(info, shape),
+            "write_shape": _layout.write_shape(info, shape),
         }
     return {
         "value_type": _VALUE_TYPES[info.python_type],
@@ -171,13 +171,13 @@ def array_metadatas(infos: Iterable[LeafInfo]) -> bytes:
     for info in infos:
         if info.chunk_shape is None:
             continue
-        shape, _ = _arrays.stored_form(info)
+        shape, _ = _layout.stored_form(info)
         impl = info.prng_impl
         rows.append(
             {
                 "array_metadata": {
                     "param_name": param_name(info.keys),
-                    "write_shape": _arrays.write_shape(info, shape),
+                    "write_shape": _layout.write_shape(info, shape),
                     "chunk_shape": info.chunk_shape,
                     "ext_metadata": {"random_key_impl": impl} if impl else None,
                 }
