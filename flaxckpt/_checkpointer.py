@@ -11,12 +11,12 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 from flaxckpt import (
-    _arrays,
     _plan,
     _restore,
     _save,
     _steps,
     _storage,
+    _write,
     errors,
     formats,
     policies,
@@ -66,7 +66,7 @@ class Checkpointer:
         *,
         keep: Sequence[PreservationPolicy] = (),
         layout: ArrayLayout | None = None,
-        max_concurrent_bytes: int = _arrays.DEFAULT_CONCURRENT_BYTES,
+        max_concurrent_bytes: int = _write.DEFAULT_CONCURRENT_BYTES,
         transforms: Sequence[Transform] = (),
         step_format: str = "{step}",
         read_only: bool = False,
@@ -81,6 +81,7 @@ class Checkpointer:
         self._format = _steps.StepFormat(step_format)
         self._lock = threading.RLock()  # one save at a time, whichever thread asks
         self._pending: SaveHandle | None = None
+        self._saved: _write.Previous | None = None  # by the last save of ours
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._before_close: list[Callable[[], None]] = []
         if max_concurrent_bytes <= 0:
@@ -177,7 +178,8 @@ class Checkpointer:
         blocked = time.monotonic() - start
 
         def work() -> SaveResult:
-            written = _save.execute(snapshot)
+            written = _save.execute(snapshot, self._previous())
+            self._saved = snapshot.saved
             self._metrics.pop(number, None)
             deleted = self._apply_policies(just_saved=number)
             total = time.monotonic() - start
@@ -193,6 +195,15 @@ class Checkpointer:
 
         self._pending = SaveHandle(work, name=f"save of {final}")
         return self._pending
+
+    def _previous(self) -> _write.Previous | None:
+        """The arrays of the newest step, which those of the next may equal."""
+        newest = self._listed().get(self.latest_step() or 0)
+        if newest is None:
+            return None
+        if self._saved is not None and self._saved.root.parent == newest:
+            return self._saved
+        return _write.Previous(newest / _orbax.STATE, {})
 
     def _skipped(self, step: int, final: Path, start: float) -> SaveHandle:
         reason = f"step {step} exists"
@@ -323,6 +334,8 @@ class Checkpointer:
         unused: Literal["warn", "error", "ignore"] = "warn",
         optimizer: Literal["match", "exact", "reinit"] = "match",
         types: Sequence[type] = (),
+        verify: bool = True,
+        memory_map: Literal["auto"] | bool = "auto",
     ) -> PyTree:
         """Restores a step, by default the newest.
 
@@ -337,6 +350,8 @@ class Checkpointer:
             unused: See there.
             optimizer: See there.
             types: See there.
+            verify: See there.
+            memory_map: See there.
 
         Returns:
             A state like `abstract_state`, every leaf filled.
@@ -356,6 +371,8 @@ class Checkpointer:
                 optimizer,
                 transforms,
                 types,
+                verify,
+                memory_map,
                 self._max_concurrent_bytes,
             ),
         )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from flaxckpt import _dtypes, _tree, errors
+from flaxckpt import _dtypes, _tree, _zarr, errors
 from flaxckpt._types import JSON, LeafPath, Shape
 
 if TYPE_CHECKING:
@@ -92,6 +92,22 @@ class LeafInfo:
                 return f"{self.dtype}{list(self.shape)}"
 
 
+class RawArray(NamedTuple):
+    """An array whose chunks are its values, followed by their checksum.
+
+    Attributes:
+        root: The directory that holds the arrays, or the database of them.
+        name: Which array.
+        ocdbt: Whether `root` is a database.
+        encoding: How its chunks are encoded.
+    """
+
+    root: Path
+    name: str
+    ocdbt: bool
+    encoding: _zarr.Encoding
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredLeaf:
     """A leaf in a checkpoint, not yet read.
@@ -102,12 +118,14 @@ class StoredLeaf:
         open: Opens it as an array, read-only. Arrays that are read together share
             the context.
         value: What has been read already: a string.
+        raw: Where its chunks are, if they can be read without `open`.
     """
 
     root: Path
     info: LeafInfo
     open: Callable[[ts.Context], ts.Future[ts.TensorStore]] | None = None
     value: str | None = None
+    raw: RawArray | None = None
 
 
 Value: TypeAlias = (

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flaxckpt import _arrays, _dtypes, _flax, _layout, _optax, _tree, errors, transforms
+from flaxckpt import (
+    _dtypes,
+    _flax,
+    _layout,
+    _optax,
+    _read,
+    _tree,
+    _write,
+    errors,
+    transforms,
+)
 from flaxckpt._info import Leaf, LeafInfo, LeafTable, Role, Stored, StoredLeaf
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
@@ -48,6 +58,9 @@ class Options:
         optimizer: How optimizer leaves are found.
         transforms: What to change in the checkpoint's leaf table first.
         types: Classes of the caller's that a checkpoint may name.
+        verify: Whether values are compared with their checksums.
+        memory_map: Whether local files are mapped where that saves a copy; `auto` is
+            where it is safe.
         max_concurrent_bytes: Bytes that are read at one time.
     """
 
@@ -56,13 +69,16 @@ class Options:
     optimizer: Literal["match", "exact", "reinit"] = "match"
     transforms: Sequence[Transform] = ()
     types: Sequence[type] = ()
-    max_concurrent_bytes: int = _arrays.DEFAULT_CONCURRENT_BYTES
+    verify: bool = True
+    memory_map: Literal["auto"] | bool = "auto"
+    max_concurrent_bytes: int = _write.DEFAULT_CONCURRENT_BYTES
 
     def __post_init__(self) -> None:
         for name, allowed in (
             ("missing", ("error", "init")),
             ("unused", ("warn", "error", "ignore")),
             ("optimizer", ("match", "exact", "reinit")),
+            ("memory_map", ("auto", True, False)),
         ):
             if getattr(self, name) not in allowed:
                 raise errors.OptionError(
@@ -177,7 +193,7 @@ class Recipe:
         structure: The containers of the result if `flat` is None.
     """
 
-    jobs: tuple[_arrays.ReadJob, ...]
+    jobs: tuple[_read.ReadJob, ...]
     given: Mapping[LeafPath, Any]
     fresh: tuple[LeafInfo, ...]
     flat: _flax.FlatState | None
@@ -207,7 +223,7 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
             ", ".join(sorted(stored.unknown_types)),
         )
     given: dict[LeafPath, Any] = {}
-    jobs: dict[LeafPath, _arrays.ReadJob] = {}
+    jobs: dict[LeafPath, _read.ReadJob] = {}
     leaves: dict[LeafPath, LeafPlan] = {}
     problems = []
     for path, leaf in table.items():
@@ -222,7 +238,7 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
         else:
             if problem := _needs_x64(leaf.info):
                 problems.append(problem)
-            jobs[path] = _arrays.ReadJob(source, wanted)
+            jobs[path] = _read.ReadJob(source, wanted)
         actions: tuple[Action, ...] = ("loaded",)
         if wanted.dtype != found.dtype:
             actions = ("loaded", "cast")
@@ -267,7 +283,7 @@ class _Planner:
             for part in _flax.optimizers(abstract_state)
         )
         self._leaves: dict[LeafPath, LeafPlan] = {}
-        self._jobs: list[_arrays.ReadJob] = []
+        self._jobs: list[_read.ReadJob] = []
         self._given: dict[LeafPath, Any] = {}
         self._fresh: list[LeafInfo] = []
         self._problems: list[Mismatch] = []
@@ -364,7 +380,7 @@ class _Planner:
             self._conflict(problem, wanted, declared, (source_path,))
             return
         found = source.info
-        job = _arrays.ReadJob(source, wanted)
+        job = _read.ReadJob(source, wanted)
         if wanted.kind == "string":
             self._given[path] = source.value
         else:
@@ -374,7 +390,7 @@ class _Planner:
             (source_path,),
             wanted,
             found,
-            _arrays.bytes_here(job),
+            _read.bytes_here(job),
         )
 
     def _start_afresh(self, leaf: Leaf, known: _optax.Known | None) -> None:

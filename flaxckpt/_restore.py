@@ -14,9 +14,11 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 
 from flaxckpt import (
-    _arrays,
+    _blocks,
     _flax,
+    _place,
     _plan,
+    _read,
     _steps,
     _storage,
     _tree,
@@ -49,6 +51,8 @@ def load(
     unused: Literal["warn", "error", "ignore"] = "warn",
     optimizer: Literal["match", "exact", "reinit"] = "match",
     types: Sequence[type] = (),
+    verify: bool = True,
+    memory_map: Literal["auto"] | bool = "auto",
 ) -> PyTree:
     """Loads a state from a checkpoint that flaxckpt or Orbax wrote.
 
@@ -71,6 +75,13 @@ def load(
             `reinit`, not at all: the optimizer starts afresh.
         types: Classes of yours that the checkpoint may name, if there is no
             `abstract_state`; those of optax and Flax are known.
+        verify: Whether all values are compared with their checksums. Without, only
+            what comes through TensorStore is: compressed and very large databases.
+        memory_map: Whether files of uncompressed arrays become the memory of the
+            arrays: nothing is copied, and pages that are never used are never read
+            (if `verify` is off). What is done with the arrays never changes the
+            files, and they may be deleted meanwhile; but nobody may write into them,
+            which flaxckpt and Orbax never do. `auto` maps local file systems only.
 
     Returns:
         A state like `abstract_state`, every leaf filled. Arrays without a sharding
@@ -82,7 +93,15 @@ def load(
         DamagedCheckpointError: Parts of it are missing or fail their checksum.
         RestoreMismatchError: It does not fit `abstract_state`; all leaves are named.
     """
-    options = _plan.Options(missing, unused, optimizer, transforms, types)
+    options = _plan.Options(
+        missing,
+        unused,
+        optimizer,
+        transforms,
+        types,
+        verify=verify,
+        memory_map=memory_map,
+    )
     found, number = locate(_storage.resolve(path), step)
     return restore(read_stored(found, number, types), abstract_state, options)
 
@@ -156,7 +175,7 @@ def open_leaf(
             [Mismatch(leaf_path, "an array", nothing.found)],
             "metadata(path).leaves lists them all.",
         )
-    return _arrays.open_one(source)
+    return _read.open_one(source)
 
 
 # ---- finding --------------------------------------------------------------------
@@ -213,7 +232,7 @@ def restore(
         )
     if abstract_state is not None:
         _tell(planned, options)
-    state = _execute(recipe, abstract_state, options)
+    state = _execute(recipe, abstract_state, planned.path, options)
     _log.info(
         "restored %s: %d of %d leaves, %d bytes in %.3f s",
         planned.path,
@@ -242,20 +261,28 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
 
 
 def _execute(
-    recipe: _plan.Recipe, abstract_state: PyTree | None, options: _plan.Options
+    recipe: _plan.Recipe,
+    abstract_state: PyTree | None,
+    path: str,
+    options: _plan.Options,
 ) -> PyTree:
     values = dict(recipe.given)
-    values |= _arrays.read(
-        recipe.jobs, max_concurrent_bytes=options.max_concurrent_bytes
-    )
+    values |= _read.read(recipe.jobs, _reading(path, options))
     if recipe.flat is None:
         return _tree.unflatten(recipe.structure, values)
     if recipe.fresh:
         made = _fresh_optimizer(abstract_state, values)
         values |= {
-            info.path: _arrays.place(made[info.path], info) for info in recipe.fresh
+            info.path: _place.place(made[info.path], info) for info in recipe.fresh
         }
     return recipe.flat.rebuild(values)
+
+
+def _reading(path: str, options: _plan.Options) -> _read.Options:
+    memory_map = options.memory_map
+    if memory_map == "auto":
+        memory_map = _blocks.is_local(path)
+    return _read.Options(memory_map, options.verify, options.max_concurrent_bytes)
 
 
 def _fresh_optimizer(

@@ -21,13 +21,16 @@ from typing import Any
 import jax
 
 from flaxckpt import (
-    _arrays,
     _flax,
     _layout,
     _optax,
+    _snapshot,
     _steps,
     _storage,
+    _threads,
     _tree,
+    _write,
+    _zarr,
     datasets,
     errors,
     transforms,
@@ -65,7 +68,7 @@ class Options:
     metadata: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
     dataset: Any = None
     overwrite: bool = False
-    max_concurrent_bytes: int = _arrays.DEFAULT_CONCURRENT_BYTES
+    max_concurrent_bytes: int = _write.DEFAULT_CONCURRENT_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,12 +90,25 @@ class Snapshot:
     final: Path
     infos: tuple[LeafInfo, ...]
     structure: _tree.Node | LeafPath
-    arrays: tuple[_arrays.HostArray, ...]
+    arrays: tuple[_snapshot.HostArray, ...]
     strings: Mapping[str, str]
     dataset: Mapping[str, bytes]
     ocdbt: bool
     options: Options
     created: float
+
+    @property
+    def encoding(self) -> _zarr.Encoding:
+        """How the chunks of the arrays are encoded."""
+        return _zarr.Encoding(self.options.layout.codec, self.options.layout.checksum)
+
+    @property
+    def saved(self) -> _write.Previous:
+        """The arrays for the save after this one, once it is committed."""
+        return _write.Previous(
+            self.final / _orbax.STATE,
+            {array.name: array.source for array in self.arrays if array.source},
+        )
 
 
 class SaveHandle:
@@ -287,7 +303,7 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
         final,
         infos,
         flat.structure if set(table) == set(flat.table) else _plain(infos),
-        tuple(_arrays.to_host(arrays)),
+        tuple(_snapshot.to_host(arrays)),
         {
             _orbax_json.param_name(info.keys): str(table[info.path].source)
             for info in infos
@@ -366,20 +382,24 @@ _locks: collections.defaultdict[Path, threading.Lock] = collections.defaultdict(
 """One writer at a time of a path, within this process."""
 
 
-def execute(snapshot: Snapshot) -> int:
+def execute(snapshot: Snapshot, previous: _write.Previous | None = None) -> int:
     """Writes a snapshot and commits it, durably.
 
+    Args:
+        snapshot: What to write.
+        previous: Arrays of an earlier step; those that are equal are linked.
+
     Returns:
-        The size of all files.
+        The size of all files that were written.
 
     Raises:
         SaveFailedError: It could not be written. What was written is removed.
     """
     with _locks[snapshot.final]:
-        return _execute(snapshot)
+        return _execute(snapshot, previous)
 
 
-def _execute(snapshot: Snapshot) -> int:
+def _execute(snapshot: Snapshot, previous: _write.Previous | None) -> int:
     final = snapshot.final
     temporary = final.with_name(final.name + _steps.TEMPORARY)
     try:
@@ -387,7 +407,7 @@ def _execute(snapshot: Snapshot) -> int:
         _storage.remove_tree(temporary)
         (temporary / _orbax.STATE).mkdir(parents=True)
         try:
-            return _write_and_commit(snapshot, temporary)
+            return _write_and_commit(snapshot, temporary, previous)
         except BaseException:
             with contextlib.suppress(OSError):
                 _storage.remove_tree(temporary)
@@ -402,21 +422,37 @@ def _execute(snapshot: Snapshot) -> int:
         ) from error
 
 
-def _write_and_commit(snapshot: Snapshot, temporary: Path) -> int:
+def _write_and_commit(
+    snapshot: Snapshot, temporary: Path, previous: _write.Previous | None
+) -> int:
     options = snapshot.options
-    _arrays.write(
-        temporary / _orbax.STATE,
-        snapshot.arrays,
-        layout=options.layout,
-        ocdbt=snapshot.ocdbt,
-        max_concurrent_bytes=options.max_concurrent_bytes,
-    )
+    with _threads.beside(lambda: _write_metadata(snapshot, temporary)):
+        _write.write(
+            temporary / _orbax.STATE,
+            snapshot.arrays,
+            encoding=snapshot.encoding,
+            ocdbt=snapshot.ocdbt,
+            previous=previous,
+            max_concurrent_bytes=options.max_concurrent_bytes,
+        )
+    written = _storage.sync_tree(temporary)
+    if options.overwrite and snapshot.final.exists():
+        _storage.exchange(temporary, snapshot.final)
+        _storage.remove_tree(temporary)
+    else:
+        _storage.publish(temporary, snapshot.final)
+    return written
+
+
+def _write_metadata(snapshot: Snapshot, temporary: Path) -> None:
+    options = snapshot.options
     contents = _orbax.Contents(
         options.step,
         snapshot.infos,
         snapshot.structure,
         snapshot.strings,
         snapshot.ocdbt,
+        snapshot.encoding,
         options.metrics,
         options.metadata,
         snapshot.dataset,
@@ -428,13 +464,6 @@ def _write_and_commit(snapshot: Snapshot, temporary: Path) -> int:
         path = temporary / name
         path.parent.mkdir(parents=True, exist_ok=True)
         _storage.write(path, content)
-    written = _storage.sync_tree(temporary)
-    if options.overwrite and snapshot.final.exists():
-        _storage.exchange(temporary, snapshot.final)
-        _storage.remove_tree(temporary)
-    else:
-        _storage.publish(temporary, snapshot.final)
-    return written
 
 
 @functools.cache

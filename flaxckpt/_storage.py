@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from flaxckpt import errors
+from flaxckpt import _threads, errors
 from flaxckpt._types import PathLike
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
+_SYNCING_THREADS = 8
 
 
 def resolve(path: PathLike) -> Path:
@@ -101,20 +102,30 @@ def sync_directory(path: Path) -> None:
 def sync_tree(root: Path) -> int:
     """Syncs every file and directory under `root`, whoever wrote them.
 
+    Several at a time: the disk then settles them together.
+
     Returns:
-        The size of all files, in bytes.
+        The size of all files that have no other name elsewhere, in bytes.
     """
-    total = 0
-    for directory, _, files in os.walk(root, topdown=False):
-        for name in files:
-            descriptor = os.open(os.path.join(directory, name), os.O_RDONLY)  # noqa: PTH118
-            try:
-                os.fsync(descriptor)
-                total += os.fstat(descriptor).st_size
-            finally:
-                os.close(descriptor)
-        sync_directory(Path(directory))
-    return total
+    sizes: list[int] = []
+
+    def sync(path: str) -> None:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            status = os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+            sizes.append(status.st_size)
+
+    paths = [
+        os.path.join(directory, name)  # noqa: PTH118
+        for directory, _, files in os.walk(root, topdown=False)
+        for name in (*files, "")
+    ]
+    _threads.each(sync, paths, threads=_SYNCING_THREADS)
+    return sum(sizes)
 
 
 def publish(temporary: Path, final: Path) -> None:

@@ -21,7 +21,7 @@ def state(step):
 
 
 def damage(path):
-    chunk = path / "state/w/c/0/0"
+    chunk = path / "state/w/c.0.0"
     content = bytearray(chunk.read_bytes())
     content[3] ^= 1
     chunk.write_bytes(content)
@@ -228,12 +228,12 @@ def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(tmp_path, broken_d
 def test_saves_from_several_threads_follow_one_another(tmp_path, monkeypatch):
     real, running, most = _save.execute, [], []
 
-    def execute(snapshot):
+    def execute(snapshot, previous):
         running.append(snapshot)
         most.append(len(running))
         time.sleep(0.02)
         running.remove(snapshot)
-        return real(snapshot)
+        return real(snapshot, previous)
 
     monkeypatch.setattr(_save, "execute", execute)
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
@@ -253,9 +253,9 @@ def test_an_interrupted_wait_can_be_taken_up_again(tmp_path, monkeypatch):
     release = threading.Event()
     real = _save.execute
 
-    def held_up(snapshot):
+    def held_up(snapshot, previous):
         release.wait()
-        return real(snapshot)
+        return real(snapshot, previous)
 
     monkeypatch.setattr(_save, "execute", held_up)
     ckpt = flaxckpt.Checkpointer(tmp_path)
@@ -298,9 +298,9 @@ def test_a_file_is_no_run_directory(tmp_path):
 def test_waiting_may_time_out(tmp_path, monkeypatch):
     real = _save.execute
 
-    def slow(snapshot):
+    def slow(snapshot, previous):
         time.sleep(0.3)
-        return real(snapshot)
+        return real(snapshot, previous)
 
     monkeypatch.setattr(_save, "execute", slow)
     handle = flaxckpt.save_async(tmp_path / "c", state(1))

@@ -14,11 +14,13 @@ PACKAGE = Path(__file__).parents[1] / "flaxckpt"
 # not listed, may import all.
 LAYERS = (
     {"errors", "_types"},
-    {"_dtypes", "_chunks", "_multihost"},
-    {"_tree", "_storage"},
+    {"_dtypes", "_chunks", "_multihost", "_threads"},
+    {"_tree", "_storage", "_blocks", "_zarr"},
     {"_info", "_events"},
     {"_layout"},
-    {"_arrays", "_flax", "_optax", "transforms", "policies", "_steps", "datasets"},
+    {"_snapshot", "_raw", "_place"},
+    {"_read", "_write", "_flax", "_optax", "transforms", "policies", "_steps"}
+    | {"datasets"},
     {"formats", "partition", "_plan"},
     {"_save", "_restore"},
     {"_checkpointer"},
@@ -35,7 +37,7 @@ FREE_PACKAGES = {"cli"}
 # Third-party package -> the only modules that may import it; none: nobody may.
 # Types need no door: under `if TYPE_CHECKING:` anything may be imported.
 DOORS: dict[str, set[str]] = {
-    "tensorstore": {"_storage", "_arrays", "formats"},
+    "tensorstore": {"_storage", "_raw", "_read", "_write", "formats"},
     "flax": {"_flax"},
     "optax": {"_optax"},
     "clu": {"_callback"},

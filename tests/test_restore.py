@@ -312,8 +312,8 @@ def test_missing_and_truncated_chunks_are_named(tmp_path):
     state = {name: np.ones((64, 64)) for name in ("gone", "short", "fine")}
     path = tmp_path / "c"
     flaxckpt.save(path, state, layout=flaxckpt.ArrayLayout(store="files"))
-    (path / "state/gone/c/0/0").unlink()
-    chunk = path / "state/short/c/0/0"
+    (path / "state/gone/c.0.0").unlink()
+    chunk = path / "state/short/c.0.0"
     chunk.write_bytes(chunk.read_bytes()[:-100])
     with pytest.raises(errors.DamagedCheckpointError) as info:
         flaxckpt.load(path)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tensorstore as ts
 
-from flaxckpt import _arrays, _layout, _storage, _tree, errors
+from flaxckpt import _layout, _read, _storage, _tree, _zarr, errors
 from flaxckpt._info import (
     CheckpointMetadata,
     Leaf,
     LeafInfo,
     LeafTable,
+    RawArray,
     Stored,
     StoredLeaf,
 )
@@ -54,6 +55,7 @@ class Contents:
         structure: Its containers.
         strings: Param name -> value of the string leaves.
         ocdbt: Whether the arrays are in one database.
+        encoding: How their chunks are encoded.
         metrics: What was measured.
         custom: The user's metadata.
         dataset: File name -> content, of the iterator's state; empty if none is saved.
@@ -67,6 +69,7 @@ class Contents:
     structure: _tree.Node | LeafPath
     strings: Mapping[str, str]
     ocdbt: bool
+    encoding: _zarr.Encoding
     metrics: Mapping[str, float]
     custom: Mapping[str, JSON]
     dataset: Mapping[str, bytes]
@@ -129,6 +132,7 @@ def _manifest(contents: Contents, made: Mapping[str, bytes]) -> bytes:
             "step": contents.step,
             "versions": dict(contents.versions),
             "ocdbt": contents.ocdbt,
+            "encoding": contents.encoding._asdict(),
             "leaves": [_orbax_json.leaf_row(info) for info in contents.infos],
             "structure": _tree.to_json(contents.structure),
             "digests": {name: _storage.digest(text) for name, text in made.items()},
@@ -336,6 +340,7 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
         infos = [_orbax_json.leaf_info(row, keys) for row in manifest["leaves"]]
         digests = dict(manifest["digests"])
         ocdbt = bool(manifest["ocdbt"])
+        encoding = _orbax_json.encoding(manifest)
         if {info.path for info in infos} != set(keys):
             raise ValueError("its leaves and its structure do not agree")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -343,12 +348,10 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
             f"{path / _orbax_json.MANIFEST} is not a manifest: {str(error)[:200]}"
         ) from None
     strings = _read_strings(path / STATE, infos, digests)
-    opener = functools.partial(
-        _arrays.open_zarr, root=path / STATE, version=3, ocdbt=ocdbt, strict=True
-    )
+    arrays = _Arrays(path / STATE, 3, ocdbt, encoding=encoding)
     return Stored(
         _checkpoint_info(path, "flaxckpt", step, infos, digests),
-        _table(path, infos, opener, strings),
+        _table(path, infos, arrays, strings),
         structure,
         frozenset(unknown),
         digests,
@@ -384,26 +387,57 @@ def _read_strings(
         ) from None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Arrays:
+    """Where the arrays of a checkpoint are.
+
+    Attributes:
+        root: The directory that holds them, or the database of them.
+        version: Of the zarr format.
+        ocdbt: Whether `root` is a database.
+        strict: Whether a missing chunk is damage; else it is zeros.
+        encoding: Of their chunks; None if only each array's metadata tells.
+    """
+
+    root: Path
+    version: int
+    ocdbt: bool
+    strict: bool = True
+    encoding: _zarr.Encoding | None = None
+
+    def opener(self, name: str) -> Callable[[ts.Context], ts.Future[ts.TensorStore]]:
+        return functools.partial(
+            _read.open_zarr,
+            root=self.root,
+            name=name,
+            version=self.version,
+            ocdbt=self.ocdbt,
+            strict=self.strict,
+        )
+
+    def raw(self, name: str, info: LeafInfo) -> RawArray | None:
+        if self.encoding is None:
+            return None
+        if not _zarr.is_raw(self.encoding, *_layout.stored_form(info)):
+            return None
+        return RawArray(self.root, name, self.ocdbt, self.encoding)
+
+
 def _table(
     path: Path,
     infos: Sequence[LeafInfo],
-    opener: functools.partial[ts.Future[ts.TensorStore]],
+    arrays: _Arrays,
     strings: Mapping[LeafPath, str],
 ) -> LeafTable:
-    return {
-        info.path: Leaf(
-            info,
-            StoredLeaf(
-                path,
-                info,
-                functools.partial(opener, name=_orbax_json.param_name(info.keys))
-                if info.dtype is not None
-                else None,
-                strings.get(info.path),
-            ),
-        )
-        for info in infos
-    }
+    table = {}
+    for info in infos:
+        stored = StoredLeaf(path, info, value=strings.get(info.path))
+        if info.dtype is not None:
+            name = _orbax_json.param_name(info.keys)
+            raw = arrays.raw(name, info)
+            stored = StoredLeaf(path, info, arrays.opener(name), raw=raw)
+        table[info.path] = Leaf(info, stored)
+    return table
 
 
 def _checkpoint_info(
@@ -476,16 +510,15 @@ def _read_foreign(path: Path, step: int | None) -> Stored:
     arrays = _foreign_arrays(item, rows, version=version, ocdbt=bool(ocdbt))
     impls = _foreign_prng_impls(item)
     infos = [_foreign_info(item, row, arrays, impls) for row in rows]
-    opener = functools.partial(
-        _arrays.open_zarr,
-        root=item,
-        version=version,
-        ocdbt=bool(ocdbt),
+    kept = _Arrays(
+        item,
+        version,
+        bool(ocdbt),
         strict=bool(metadata.get("store_array_data_equal_to_fill_value")),
     )
     return Stored(
         _checkpoint_info(path, "orbax", step, infos, {}),
-        _table(path, infos, opener, _read_strings(item, infos, {})),
+        _table(path, infos, kept, _read_strings(item, infos, {})),
         _tree.plain_structure(
             (i.path, i.keys, i.python_type if i.kind == "empty" else None)
             for i in infos
@@ -521,7 +554,7 @@ def _foreign_arrays(
     item: Path, rows: Sequence[_ForeignRow], *, version: int, ocdbt: bool
 ) -> dict[str, tuple[tuple[int, ...], str, tuple[int, ...]]]:
     """Shape, dtype and chunk shape of every array, from its own zarr metadata."""
-    store = ts.KvStore.open(_arrays.kvstore(item, "", ocdbt=ocdbt)).result()
+    store = ts.KvStore.open(_zarr.kvstore(item, "", ocdbt=ocdbt)).result()
     file = "zarr.json" if version == 3 else ".zarray"
     reads = {
         row.name: store.read(f"{row.name}/{file}" if row.name else file)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flaxckpt import _dtypes, _layout, _tree, errors
+from flaxckpt import _dtypes, _layout, _tree, _zarr, errors
 from flaxckpt._info import LeafInfo, Role
 from flaxckpt._types import JSON, LeafPath
 
@@ -253,14 +253,17 @@ def leaf_info(row: Any, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]) -> LeafI
     is_scalar = python_type in (*_PYTHON_OF_KIND.values(), "numpy.generic")
     if not is_scalar and python_type not in ("jax.Array", "numpy.ndarray"):
         raise ValueError(f"{path} has the unknown type {python_type!r}")
+    shape, chunk_shape = sizes(row["shape"]), sizes(row["chunks"])
+    if len(chunk_shape) != len(shape) + bool(impl) or 0 in chunk_shape:
+        raise ValueError(f"{path} has chunks {chunk_shape} of an array {shape}")
     return LeafInfo(
         path,
         keys[path],
         "prng_key" if impl else "scalar" if is_scalar else "array",
         python_type,
-        sizes(row["shape"]),
+        shape,
         dtype,
-        chunk_shape=sizes(row["chunks"]),
+        chunk_shape=chunk_shape,
         weak_type=bool(row.get("weak_type", False))
         or (is_scalar and python_type != "numpy.generic"),
         prng_impl=impl,
@@ -268,6 +271,18 @@ def leaf_info(row: Any, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]) -> LeafI
         shard_shape=sizes(row["shard"]) if "shard" in row else None,
         role=_role(row["role"]) if "role" in row else None,
     )
+
+
+def encoding(manifest: Mapping[str, Any]) -> _zarr.Encoding | None:
+    """How the chunks of all arrays are encoded; None in manifests that do not say.
+
+    Raises:
+        ValueError, KeyError, TypeError: They say it wrongly.
+    """
+    if "encoding" not in manifest:
+        return None
+    row = manifest["encoding"]
+    return _zarr.Encoding(str(row["codec"]), bool(row["checksum"]))
 
 
 def _spec(parts: Any) -> PartitionSpec:

@@ -1,0 +1,345 @@
+"""Blocks: runs of bytes in files of their own, which may end in a checksum.
+
+Such a file is what zarr 3 makes of a chunk without compression. Blocks are written
+without a copy in between, read into memory of the caller's, or mapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import crc32c
+import numpy as np
+
+from flaxckpt._types import PathLike
+
+Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
+
+CHECKSUM_BYTES = 4
+ALIGNMENT = 64
+"""Of memory that jax takes over as it is, in bytes."""
+
+_PAGE = mmap.PAGESIZE
+_COMPARED_AT_ONCE = 2**20
+_SYNCED_AT_ONCE = 2**20
+_AT_MOST = 2**30  # what one system call reads or writes
+
+# File systems of this machine. Elsewhere another machine may cut a file short, which
+# kills whoever has it mapped, and pages may be old.
+_LOCAL = frozenset(
+    (
+        "bcachefs",
+        "btrfs",
+        "ext2",
+        "ext3",
+        "ext4",
+        "f2fs",
+        "overlay",
+        "tmpfs",
+        "xfs",
+        "zfs",
+    )
+)
+
+
+class Block(NamedTuple):
+    """A block in a file.
+
+    Attributes:
+        path: The file.
+        size: Bytes of it, less the checksum.
+        has_checksum: Whether its CRC-32C follows, little endian.
+    """
+
+    path: Path
+    size: int
+    has_checksum: bool
+
+    @property
+    def file_size(self) -> int:
+        """Bytes of the whole file."""
+        return self.size + CHECKSUM_BYTES * self.has_checksum
+
+
+def checksum(parts: Sequence[memoryview]) -> bytes:
+    """The CRC-32C of `parts`, one after another."""
+    value = 0
+    for part in parts:
+        value = crc32c.crc32c(part, value)
+    return value.to_bytes(CHECKSUM_BYTES, "little")
+
+
+# ---- writing --------------------------------------------------------------------
+
+
+def write(path: Path, parts: Sequence[memoryview]) -> None:
+    """Writes a new file of `parts`. A large one is durable, a small one not yet.
+
+    Syncing a large file here lets the disk work while others are written. Its name is
+    made durable with its directory, by the caller.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+    try:
+        size = 0
+        for view in parts:
+            while view:
+                written = os.write(descriptor, view[:_AT_MOST])
+                view = view[written:]
+                size += written
+        if size >= _SYNCED_AT_ONCE:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def link_equal(old: Path, new: Path, parts: Sequence[memoryview]) -> bool:
+    """Makes `new` another name of the file `old`, if that holds exactly `parts`.
+
+    The last part, which is the checksum of blocks that have one, is compared first.
+
+    Returns:
+        Whether it did.
+    """
+    size = sum(len(part) for part in parts)
+    try:
+        with old.open("rb") as file:
+            if os.fstat(file.fileno()).st_size != size or size == 0:
+                return False
+            start = size - len(parts[-1])
+            tail = parts[-1][:CHECKSUM_BYTES]
+            if os.pread(file.fileno(), CHECKSUM_BYTES, start) != tail:
+                return False
+            with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as stored:
+                if not _is_equal(stored, parts):
+                    return False
+    except OSError:
+        return False
+    return link(old, new)
+
+
+def link(old: Path, new: Path) -> bool:
+    """Makes `new` another name of the file `old`, if the file system can.
+
+    Returns:
+        Whether it did.
+    """
+    try:
+        os.link(old, new, follow_symlinks=False)
+    except OSError:  # no links here, too many, or `old` is gone
+        return False
+    return True
+
+
+def _is_equal(stored: mmap.mmap, parts: Sequence[memoryview]) -> bool:
+    at = 0
+    for part in parts:
+        wanted = np.frombuffer(part, np.uint8)
+        for start in range(0, len(wanted), _COMPARED_AT_ONCE):
+            piece = wanted[start : start + _COMPARED_AT_ONCE]
+            found = np.frombuffer(stored, np.uint8, len(piece), at)
+            same = np.array_equal(found, piece)
+            del found  # or the map cannot be closed
+            if not same:
+                return False
+            at += len(piece)
+    return True
+
+
+# ---- reading --------------------------------------------------------------------
+
+
+def empty(size: int) -> Bytes:
+    """New memory for `size` bytes, aligned as jax wants it."""
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size]
+
+
+def read(block: Block, into: Sequence[memoryview], *, verify: bool) -> None:
+    """Fills the memory `into`, as much as the block has bytes, from its file.
+
+    Raises:
+        ValueError: The file has another size, or fails its checksum.
+        OSError: It is missing, or cannot be read.
+    """
+    tail = np.empty(block.file_size - block.size, np.uint8)
+    with _open(block) as file:
+        at = 0
+        for view in (*into, tail.data):
+            while view:
+                count = os.preadv(file, [view[:_AT_MOST]], at)
+                if count == 0:
+                    raise ValueError(f"{block.path.name} was cut short meanwhile")
+                view = view[count:]
+                at += count
+    if verify and block.has_checksum:
+        check(block.path.name, into, tail.tobytes())
+
+
+def small(path: Path) -> bytes:
+    """The content of a small file, or its beginning if it is not small.
+
+    Raises:
+        OSError: It is missing, or cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, 2**16)
+    finally:
+        os.close(descriptor)
+
+
+def mapped(block: Block) -> Bytes:
+    """Maps a block into memory. What is written to it there stays in memory.
+
+    Raises:
+        ValueError: The file has another size.
+        OSError: It is missing, or cannot be mapped.
+    """
+    if block.size == 0:
+        return np.empty(0, np.uint8)
+    with _open(block) as file:
+        memory = mmap.mmap(
+            file,
+            block.size,
+            flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        )
+    return np.frombuffer(memory, np.uint8)
+
+
+def can_join(sizes: Sequence[int]) -> bool:
+    """Whether blocks of these sizes can be mapped as one run of bytes."""
+    return _map_function() is not None and all(s % _PAGE == 0 for s in sizes[:-1])
+
+
+def mapped_as_one(blocks: Sequence[Block]) -> Bytes:
+    """Maps blocks side by side, as one run of bytes; see `can_join`.
+
+    Raises:
+        ValueError: A file has another size.
+        OSError: One is missing, or cannot be mapped.
+    """
+    map_at = _map_function()
+    assert map_at is not None
+    # Holds the addresses; unmapping it unmaps what is put in its place.
+    memory = mmap.mmap(
+        -1, sum(block.size for block in blocks), flags=mmap.MAP_PRIVATE | _NO_RESERVE
+    )
+    run = np.frombuffer(memory, np.uint8)
+    start = run.ctypes.data
+    for block in blocks:
+        with _open(block) as file:
+            found = map_at(
+                start,
+                block.size,
+                mmap.PROT_READ | mmap.PROT_WRITE,
+                mmap.MAP_PRIVATE | _MAP_FIXED,
+                file,
+                0,
+            )
+        if found != start:
+            raise OSError(ctypes.get_errno(), "cannot be mapped", str(block.path))
+        start += block.size
+    return run
+
+
+def verify_mapped(block: Block, content: Bytes) -> None:
+    """Compares what is mapped of a block with its checksum.
+
+    Raises:
+        ValueError: It has changed since it was written.
+        OSError: The checksum cannot be read.
+    """
+    if not block.has_checksum:
+        return
+    with _open(block) as file:
+        tail = os.pread(file, CHECKSUM_BYTES, block.size)
+    check(block.path.name, [content.data], tail)
+
+
+def check(name: str, parts: Sequence[memoryview], recorded: bytes) -> None:
+    """Compares the content of the block called `name` with its checksum.
+
+    Raises:
+        ValueError: It has changed since it was written.
+    """
+    found = checksum(parts)
+    if found != recorded:
+        raise ValueError(
+            f"{name} has changed since it was written: its CRC-32C is"
+            f" {found[::-1].hex()} instead of {recorded[::-1].hex()}"
+        )
+
+
+@contextlib.contextmanager
+def _open(block: Block) -> Iterator[int]:
+    """The descriptor of a block's file, which has the right size."""
+    descriptor = os.open(block.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor).st_size
+        if found != block.file_size:
+            raise ValueError(
+                f"{block.path.name} has {found} bytes instead of {block.file_size}"
+            )
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+_MAP_FIXED = 0x10
+_NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux: addresses only
+
+
+@functools.cache
+def _map_function() -> Any:
+    """The C library's `mmap`, which unlike Python's can be told where; or None."""
+    if sys.platform != "linux":
+        return None
+    function = ctypes.CDLL(None, use_errno=True).mmap
+    function.restype = ctypes.c_void_p
+    function.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    )
+    return function
+
+
+def is_local(path: PathLike) -> bool:
+    """Whether `path` is on a file system of this machine, where mapping is safe."""
+    return _file_system(os.fspath(path)) in _LOCAL
+
+
+def _file_system(path: str) -> str:
+    """The kind of file system that holds `path`; empty if that is not known."""
+    path = os.path.realpath(path) + "/"
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8") as file:  # noqa: PTH123
+            mounts = [line.partition(" - ") for line in file]
+    except OSError:
+        return ""
+    holding = {
+        where: kind.split()[0]
+        for line, _, kind in mounts
+        if path.startswith((where := _unescaped(line.split()[4])).rstrip("/") + "/")
+    }
+    return holding[max(holding, key=len)] if holding else ""
+
+
+def _unescaped(mount: str) -> str:
+    """A mount point, in which mountinfo writes blanks as octal numbers."""
+    for char in " \t\n\\":
+        mount = mount.replace(f"\\{ord(char):03o}", char)
+    return mount

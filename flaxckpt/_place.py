@@ -1,0 +1,112 @@
+"""Host arrays of a checkpoint, as and where the caller wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from flaxckpt import _dtypes
+from flaxckpt._info import LeafInfo
+from flaxckpt._zarr import Array, Region, region_of, whole
+
+_WEAK_LIMIT = 4096
+"""Elements up to which a weakly typed array is built anew as one."""
+
+
+def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) -> Any:
+    """Makes a leaf of its values.
+
+    Args:
+        blocks: What each local device needs -> the values there, as stored.
+        found: How the leaf is stored.
+        wanted: What the caller asked for.
+
+    Returns:
+        A `jax.Array`, a `numpy.ndarray`, or a number.
+
+    Raises:
+        ValueError: An integer is too large for the wanted type.
+    """
+    if wanted.kind == "prng_key":
+        [data] = blocks.values()
+        keys = jax.random.wrap_key_data(jnp.asarray(data), impl=wanted.prng_impl)
+        return (
+            keys if wanted.sharding is None else jax.device_put(keys, wanted.sharding)
+        )
+    dtype = wanted.dtype or ""
+    typed = {
+        region: _as_dtype(_dtypes.from_stored(block, found.dtype or ""), dtype)
+        if block.dtype.name != dtype
+        else block
+        for region, block in blocks.items()
+    }
+    if wanted.python_type == "jax.Array":
+        return _to_devices(typed, wanted)
+    [array] = typed.values()
+    if wanted.python_type == "numpy.generic":
+        return array[()]
+    return array if wanted.python_type == "numpy.ndarray" else array.item()
+
+
+def _as_dtype(array: Array, dtype_name: str) -> Array:
+    if _dtypes.kind(dtype_name) in ("int", "uint") and array.size:
+        low, high = _dtypes.bounds(dtype_name)
+        if int(array.min()) < low or int(array.max()) > high:
+            raise ValueError(f"{array} does not fit {dtype_name}")
+    return _dtypes.convert(array, dtype_name)
+
+
+def _to_devices(blocks: Mapping[Region, Array], wanted: LeafInfo) -> jax.Array:
+    if wanted.sharding is None:
+        [array] = blocks.values()
+        return _weak(array) if wanted.weak_type else _put(array, None)
+    sharding = wanted.sharding
+    entire = blocks.get(whole(wanted.shape))
+    if entire is not None and wanted.weak_type:
+        return _put(_weak(entire), sharding)
+    if entire is not None and len(sharding.device_set) == 1:
+        return _put(entire, sharding)
+    placed = [
+        _put(blocks[region_of(index or (), wanted.shape)], _single(device, sharding))
+        for device, index in sharding.addressable_devices_indices_map(
+            wanted.shape
+        ).items()
+    ]
+    whole_array: jax.Array = jax.make_array_from_single_device_arrays(
+        wanted.shape, sharding, placed
+    )
+    return whole_array
+
+
+def place(value: Any, wanted: LeafInfo) -> Any:
+    """A computed leaf, where and as the caller wants it."""
+    if wanted.python_type != "jax.Array":
+        array = np.asarray(value)
+        return array if wanted.kind == "array" else array.item()
+    if wanted.sharding is not None:
+        return _put(value, wanted.sharding)
+    # Fresh from jit it is tied to a device, unlike what is restored.
+    return _put(np.asarray(value), None) if wanted.kind == "array" else value
+
+
+def _put(array: Array | jax.Array, sharding: Sharding | None) -> jax.Array:
+    placed: jax.Array = jax.device_put(array, sharding)
+    return placed
+
+
+def _single(device: jax.Device, sharding: Sharding) -> SingleDeviceSharding:
+    return SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+
+
+def _weak(array: Array) -> jax.Array:
+    """A jax array that promotes like a Python number, as only those can be built."""
+    if array.size > _WEAK_LIMIT or array.size == 0:
+        return _put(array, None)
+    numbers = [jnp.asarray(number) for number in array.ravel().tolist()]
+    weak = numbers[0] if array.ndim == 0 else jnp.stack(numbers).reshape(array.shape)
+    return weak if weak.dtype == array.dtype else _put(array, None)

@@ -1,0 +1,294 @@
+"""Reading raw arrays, whose chunks are their values as they are in memory.
+
+From files, a chunk is mapped where that gives the array without a copy; else it is read
+straight to its place in the array, and by way of a buffer only if it lies there in
+pieces. From a database, chunks are read as values of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from flaxckpt import _blocks, _dtypes, _layout, _threads, _zarr
+from flaxckpt._blocks import Block, Bytes
+from flaxckpt._info import LeafInfo, RawArray
+from flaxckpt._types import Shape
+from flaxckpt._zarr import Array, Region
+
+_THREADS = 8
+"""Readers of files. More than cores: some wait for the disk."""
+
+_MAPPED_FROM = 64 * 2**10
+"""Smaller arrays are read: a map takes whole pages, and one of the 65,530 maps that
+Linux lets a process have."""
+
+
+class Reading:
+    """The values of a leaf, on their way.
+
+    Args:
+        tasks: What is to be done first, in any order and by any thread.
+        arrays: Then gives what was asked for -> its values. It may raise, as the tasks
+            may: ValueError and OSError are told by `result`.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Callable[[], None]],
+        arrays: Callable[[], Mapping[Region, Array]],
+    ) -> None:
+        self.tasks = tuple(functools.partial(self._attempt, task) for task in tasks)
+        self._arrays = arrays
+        self._error: Exception | None = None
+
+    def _attempt(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        except (ValueError, OSError) as error:
+            self._error = self._error or error
+
+    def result(self) -> Mapping[Region, Array]:
+        """What was read -> its values.
+
+        Raises:
+            ValueError, OSError: They are missing, or have changed.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._arrays()
+
+
+def failed(error: Exception) -> Reading:
+    """A reading that could not begin."""
+
+    def fail() -> None:
+        raise error
+
+    return Reading([fail], dict)
+
+
+def run(readings: Sequence[Reading]) -> None:
+    """Does the tasks of all readings."""
+    tasks = [task for reading in readings for task in reading.tasks]
+    _threads.each(lambda task: task(), tasks, threads=_THREADS)
+
+
+class _Form:
+    """How the values of an array lie in its chunks."""
+
+    def __init__(self, raw: RawArray, info: LeafInfo) -> None:
+        assert info.chunk_shape is not None, info
+        self.encoding = raw.encoding
+        self.shape, self.stored = _layout.stored_form(info)
+        self.chunk_shape: Shape = info.chunk_shape
+        self.dtype: np.dtype[Any] = _dtypes.to_numpy(self.stored)
+        self.chunk_bytes = math.prod(self.chunk_shape) * self.dtype.itemsize
+
+    def check_metadata(self, text: bytes) -> None:
+        """Compares the array's `zarr.json` with what was recorded of it."""
+        _zarr.check_metadata(
+            text, self.encoding, self.shape, self.stored, self.chunk_shape
+        )
+
+    def values(self, content: Bytes, region: Region) -> Array:
+        """What `content`, a run of chunks along the first axis, has of `region`.
+
+        The run begins at the chunk that the region begins in.
+        """
+        if not self.shape:
+            return content.view(self.dtype).reshape(())
+        rows = content.view(self.dtype).reshape((-1, *self.chunk_shape[1:]))
+        inner = (
+            slice(start - start // size * size, stop - start // size * size)
+            for (start, stop), size in zip(region, self.chunk_shape, strict=True)
+        )
+        return rows[tuple(inner)]
+
+    def is_run(self, chunks: int) -> bool:
+        """Whether so many chunks, one after another, are one piece of the array."""
+        if chunks == 1:
+            return True
+        return self.chunk_shape[1:] == self.shape[1:] and _blocks.can_join(
+            [self.chunk_bytes] * chunks
+        )
+
+
+# ---- from files -----------------------------------------------------------------
+
+
+def from_files(
+    raw: RawArray,
+    info: LeafInfo,
+    regions: Sequence[Region],
+    *,
+    memory_map: bool,
+    verify: bool,
+) -> Reading:
+    """Reads `regions` of an array from files.
+
+    Raises:
+        ValueError, OSError: A file is missing or has the wrong size.
+    """
+    form = _Form(raw, info)
+    directory = raw.root / raw.name
+    tasks: list[Callable[[], None]] = []
+    if verify:
+        tasks.append(
+            lambda: form.check_metadata(_blocks.small(directory / _zarr.METADATA))
+        )
+    arrays: dict[Region, Array] = {}
+    for region in regions:
+        chunks = [
+            (
+                Block(
+                    directory / _zarr.chunk_key(index),
+                    form.chunk_bytes,
+                    form.encoding.checksum,
+                ),
+                bounds,
+            )
+            for index, bounds in _zarr.chunks(region, form.chunk_shape)
+        ]
+        blocks = [block for block, _ in chunks]
+        run = _map(form, blocks) if memory_map and blocks else None
+        if run is None:
+            arrays[region] = target = _empty(form, region)
+            for block, bounds in chunks:
+                part = target[_zarr.within(bounds, region)]
+                tasks.append(
+                    functools.partial(_fill, form, part, block, bounds, verify)
+                )
+        else:
+            arrays[region] = form.values(run, region)
+            for n, block in enumerate(blocks if verify else ()):
+                content = run[n * block.size : (n + 1) * block.size]
+                tasks.append(functools.partial(_blocks.verify_mapped, block, content))
+    return Reading(tasks, lambda: arrays)
+
+
+def _map(form: _Form, blocks: Sequence[Block]) -> Bytes | None:
+    """Chunks mapped as one run of bytes; None if they have to be read."""
+    if form.chunk_bytes < _MAPPED_FROM or not form.is_run(len(blocks)):
+        return None
+    try:
+        if len(blocks) == 1:
+            return _blocks.mapped(blocks[0])
+        return _blocks.mapped_as_one(blocks)
+    except OSError as error:
+        if error.errno in (errno.ENOMEM, errno.ENODEV):
+            return None  # no more maps, or a file system that has none
+        raise
+
+
+def _empty(form: _Form, region: Region) -> Array:
+    shape = _zarr.extent(region)
+    memory = _blocks.empty(math.prod(shape) * form.dtype.itemsize)
+    return memory.view(form.dtype).reshape(shape)
+
+
+def _fill(
+    form: _Form, target: Array, block: Block, bounds: Region, verify: bool
+) -> None:
+    """Reads a chunk, and puts what it has of `bounds` into `target`."""
+    starts_there = all(
+        start % size == 0
+        for (start, _), size in zip(bounds, form.chunk_shape, strict=True)
+    )
+    if (
+        starts_there
+        and target.flags.c_contiguous
+        and target.shape[1:] == form.chunk_shape[1:]
+    ):
+        # The target is the beginning of the chunk; what is left is padding.
+        memory = target.reshape(-1).view(np.uint8)
+        rest = np.empty(block.size - memory.size, np.uint8)
+        _blocks.read(block, [memory.data, rest.data], verify=verify)
+        return
+    buffer = _blocks.empty(block.size)
+    _blocks.read(block, [buffer.data], verify=verify)
+    target[...] = form.values(buffer, bounds)
+
+
+# ---- from a database ------------------------------------------------------------
+
+
+class Databases:
+    """The databases that are read together, each of them opened once."""
+
+    def __init__(self, context: ts.Context) -> None:
+        self.context = context
+        self._opened: dict[Path, ts.KvStore] = {}
+
+    def at(self, root: Path) -> ts.KvStore:
+        """The database in the directory `root`."""
+        if root not in self._opened:
+            spec = _zarr.kvstore(root, "", ocdbt=True)
+            self._opened[root] = ts.KvStore.open(spec, context=self.context).result()
+        return self._opened[root]
+
+
+def from_database(
+    raw: RawArray,
+    info: LeafInfo,
+    regions: Sequence[Region],
+    databases: Databases,
+    *,
+    verify: bool,
+) -> Reading:
+    """Reads `regions` of an array from a database."""
+    form = _Form(raw, info)
+    values = databases.at(raw.root)
+    metadata = (
+        values.read(_zarr.database_key(raw.name, _zarr.METADATA)) if verify else None
+    )
+    pending = {
+        region: [
+            (
+                key := _zarr.chunk_key(index),
+                bounds,
+                values.read(_zarr.database_key(raw.name, key)),
+            )
+            for index, bounds in _zarr.chunks(region, form.chunk_shape)
+        ]
+        for region in regions
+    }
+
+    def arrays() -> Mapping[Region, Array]:
+        if metadata is not None:
+            form.check_metadata(_value(_zarr.METADATA, metadata.result()))
+        found = {}
+        for region, chunks in pending.items():
+            found[region] = target = _empty(form, region)
+            for key, bounds, future in chunks:
+                content = _content(form, key, _value(key, future.result()), verify)
+                part = target[_zarr.within(bounds, region)]
+                part[...] = form.values(content, bounds)
+        return found
+
+    return Reading([], arrays)
+
+
+def _value(key: str, found: ts.KvStore.ReadResult) -> bytes:
+    if found.state != "value":
+        raise ValueError(f"{key} is missing")
+    return found.value
+
+
+def _content(form: _Form, key: str, value: bytes, verify: bool) -> Bytes:
+    """The values of a chunk, less its checksum."""
+    content = np.frombuffer(value, np.uint8)
+    size = form.chunk_bytes + _blocks.CHECKSUM_BYTES * form.encoding.checksum
+    if len(content) != size:
+        raise ValueError(f"{key} has {len(content)} bytes instead of {size}")
+    values = content[: form.chunk_bytes]
+    if verify and form.encoding.checksum:
+        _blocks.check(key, [values.data], content[form.chunk_bytes :].tobytes())
+    return values

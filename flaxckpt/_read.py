@@ -1,0 +1,298 @@
+"""Arrays from storage into memory, within a byte budget.
+
+Each part that a local device needs is read exactly once. Raw chunks (see `_zarr`) are
+mapped, or read straight into their place; all others come through TensorStore.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tensorstore as ts
+
+from flaxckpt import _dtypes, _layout, _place, _raw, _zarr, errors
+from flaxckpt._info import LeafInfo, StoredLeaf
+from flaxckpt._raw import Reading
+from flaxckpt._types import JSON, LeafPath, Shape
+from flaxckpt._zarr import Array, Region
+
+_DATABASE_VALUE_BYTES = 2**20
+"""Arrays of a database up to this size are read as values of it."""
+
+
+class ReadJob(NamedTuple):
+    """A leaf to read, and what to make of it.
+
+    Attributes:
+        stored: The leaf in the checkpoint.
+        wanted: The type, sharding and kind of value that the caller gets.
+    """
+
+    stored: StoredLeaf
+    wanted: LeafInfo
+
+    @property
+    def found(self) -> LeafInfo:
+        """How it is stored."""
+        return self.stored.info
+
+
+class Options(NamedTuple):
+    """How to read.
+
+    Attributes:
+        memory_map: Whether local files are mapped where that saves a copy.
+        verify: Whether raw chunks are compared with their checksums. TensorStore
+            always does that with those it reads.
+        max_concurrent_bytes: Bytes that are read, and not yet handed over, at one
+            time. A leaf larger than that is read alone.
+    """
+
+    memory_map: bool
+    verify: bool
+    max_concurrent_bytes: int
+
+
+def open_one(stored: StoredLeaf) -> ts.TensorStore:
+    """Opens one stored array, read-only.
+
+    Raises:
+        DamagedCheckpointError: It is not there, or is not what was recorded.
+    """
+    try:
+        store = _open(stored, ts.Context()).result()
+        _check_form(stored.info, store)
+    except (ValueError, OSError) as error:
+        raise _damaged(stored.root, {stored.info.path: _first_words(error)}) from None
+    return store
+
+
+def bytes_here(job: ReadJob) -> int:
+    """Uncompressed bytes that this process reads for a leaf."""
+    if job.found.dtype is None:
+        return 0
+    _, dtype = _layout.stored_form(job.found)
+    return _bytes_of(_reads(job), dtype)
+
+
+def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
+    """Reads leaves, each part that a local device needs exactly once.
+
+    Returns:
+        Wanted leaf path -> `jax.Array`, `numpy.ndarray` or Python number.
+
+    Raises:
+        DamagedCheckpointError: Values are missing or fail their checksum. All
+            leaves at fault are named.
+    """
+    values: dict[LeafPath, Any] = {}
+    faults: dict[LeafPath, str] = {}
+    databases = _raw.Databases(ts.Context({"file_io_concurrency": {"limit": 32}}))
+    for batch in _batches(jobs, options.max_concurrent_bytes):
+        reading = [_begin(work, options, databases) for work in batch]
+        _raw.run(reading)
+        for work, begun in zip(batch, reading, strict=True):
+            path = work.job.wanted.path
+            try:
+                blocks = _cut(work.reads, begun.result())
+                values[path] = _place.assemble(blocks, work.job.found, work.job.wanted)
+            except (ValueError, OSError) as error:
+                faults[path] = _first_words(error)
+    if faults:
+        raise _damaged(jobs[0].stored.root, faults)
+    return values
+
+
+def _damaged(root: Path, faults: dict[LeafPath, str]) -> errors.DamagedCheckpointError:
+    count = f"{len(faults)} leaves" if len(faults) > 1 else "1 leaf"
+    return errors.DamagedCheckpointError(
+        f"{count} of {root} cannot be read:\n"
+        + errors.rows(f"{path}: {reason}" for path, reason in faults.items())
+        + "\nRestore another step, or save the checkpoint again."
+    )
+
+
+def _first_words(error: Exception) -> str:
+    """What TensorStore says, less the specification that it appends."""
+    text = str(error).split(" [tensorstore_spec", maxsplit=1)[0].split(" [source")[0]
+    return " ".join(text.split())[:200]
+
+
+# ---- what to read ---------------------------------------------------------------
+
+
+class _Work(NamedTuple):
+    """A leaf to read.
+
+    Attributes:
+        job: The leaf.
+        reads: What is read of it -> the regions that devices need of that.
+    """
+
+    job: ReadJob
+    reads: Mapping[Region, list[Region]]
+
+
+def _batches(jobs: Sequence[ReadJob], max_bytes: int) -> Iterator[list[_Work]]:
+    batch: list[_Work] = []
+    total = 0
+    for job in jobs:
+        work = _Work(job, _reads(job))
+        size = _bytes_of(work.reads, _layout.stored_form(job.found)[1])
+        if batch and total + size > max_bytes:
+            yield batch
+            batch, total = [], 0
+        batch.append(work)
+        total += size
+    if batch:
+        yield batch
+
+
+def _bytes_of(reads: Mapping[Region, object], dtype: str) -> int:
+    elements = sum(math.prod(b - a for a, b in region) for region in reads)
+    return elements * _dtypes.item_bits(dtype) // 8
+
+
+def _reads(job: ReadJob) -> dict[Region, list[Region]]:
+    """What to read of a leaf -> the regions that devices need of it.
+
+    Each region is read by itself if no chunk reaches into two of them. Otherwise that
+    chunk would be read once for each, so what encloses them all is read instead.
+    """
+    shape, _ = _layout.stored_form(job.found)
+    sharding = job.wanted.sharding
+    if sharding is None or job.wanted.kind != "array" or len(sharding.device_set) == 1:
+        whole = _zarr.whole(shape)
+        return {whole: [whole]}
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    regions = list(
+        dict.fromkeys(_zarr.region_of(index or (), shape) for index in indices)
+    )
+    chunk = job.found.chunk_shape
+    if len(regions) == 1 or (
+        chunk and all(_fits_chunks(r, chunk, shape) for r in regions)
+    ):
+        return {region: [region] for region in regions}
+    box = tuple(
+        (min(start for start, _ in bounds), max(stop for _, stop in bounds))
+        for bounds in zip(*regions, strict=True)
+    )
+    return {box: regions}
+
+
+def _fits_chunks(region: Region, chunk: Shape, shape: Shape) -> bool:
+    return all(
+        start % part == 0 and (stop % part == 0 or stop == size)
+        for (start, stop), part, size in zip(region, chunk, shape, strict=True)
+    )
+
+
+def _cut(
+    reads: Mapping[Region, list[Region]], arrays: Mapping[Region, Array]
+) -> dict[Region, Array]:
+    """What each device needs -> its values."""
+    return {
+        region: arrays[read][_zarr.within(region, read)]
+        for read, regions in reads.items()
+        for region in regions
+    }
+
+
+# ---- reading --------------------------------------------------------------------
+
+
+def _begin(work: _Work, options: Options, databases: _raw.Databases) -> Reading:
+    stored, regions = work.job.stored, tuple(work.reads)
+    try:
+        if stored.raw is None:
+            return _from_store(work.job, regions, databases.context)
+        if not stored.raw.ocdbt:
+            return _raw.from_files(
+                stored.raw,
+                stored.info,
+                regions,
+                memory_map=options.memory_map,
+                verify=options.verify,
+            )
+        if _layout.stored_bytes(stored.info) > _DATABASE_VALUE_BYTES:
+            return _from_store(work.job, regions, databases.context)
+        return _raw.from_database(
+            stored.raw, stored.info, regions, databases, verify=options.verify
+        )
+    except (ValueError, OSError) as error:
+        return _raw.failed(error)
+
+
+def _from_store(
+    job: ReadJob, regions: Sequence[Region], context: ts.Context
+) -> Reading:
+    opened = _open(job.stored, context)
+    started: dict[Region, ts.Future[Array]] = {}
+
+    def start() -> None:
+        store = opened.result()
+        _check_form(job.found, store)
+        if _is_cast_by_tensorstore(job):
+            store = ts.cast(store, job.wanted.dtype or "")
+        for region in regions:
+            started[region] = store[tuple(slice(*b) for b in region)].read()
+
+    def arrays() -> Mapping[Region, Array]:
+        return {region: future.result() for region, future in started.items()}
+
+    return Reading([start], arrays)
+
+
+def _is_cast_by_tensorstore(job: ReadJob) -> bool:
+    """Floats are; an integer that does not fit is noticed only in memory."""
+    wanted, found = job.wanted.dtype or "", job.found.dtype or ""
+    return (
+        wanted != found
+        and _dtypes.kind(wanted) == _dtypes.kind(found) == "float"
+        and _dtypes.stored_name(wanted) == wanted
+        and _dtypes.stored_name(found) == found
+    )
+
+
+def _open(stored: StoredLeaf, context: ts.Context) -> ts.Future[ts.TensorStore]:
+    assert stored.open is not None, stored
+    return stored.open(context)
+
+
+def _check_form(found: LeafInfo, store: ts.TensorStore) -> None:
+    shape, dtype = _layout.stored_form(found)
+    if store.shape != shape or store.dtype.name != dtype:
+        raise ValueError(
+            f"recorded as {dtype}{list(shape)},"
+            f" stored as {store.dtype.name}{list(store.shape)}"
+        )
+
+
+def open_zarr(
+    context: ts.Context,
+    *,
+    root: Path,
+    name: str,
+    version: int,
+    ocdbt: bool,
+    strict: bool,
+) -> ts.Future[ts.TensorStore]:
+    """Opens the zarr array `name` under `root`, read-only.
+
+    Args:
+        context: Shared by all arrays that are read together.
+        root: The directory that holds the arrays, or the database of them.
+        name: Which array.
+        version: Of the zarr format, 2 or 3.
+        ocdbt: Whether `root` is a database.
+        strict: Whether a missing chunk is an error instead of zeros.
+    """
+    spec: dict[str, JSON] = {
+        "driver": "zarr3" if version == 3 else "zarr",
+        "kvstore": _zarr.kvstore(root, name, ocdbt=ocdbt),
+        "fill_missing_data_reads": not strict,
+    }
+    return ts.open(spec, read=True, open=True, context=context)

@@ -1,0 +1,305 @@
+"""Arrays from host memory into storage, within a byte budget.
+
+Raw chunks (see `_zarr`) are written as they lie in memory: into files by several
+threads at once, or as values of a database. Compressed ones go through TensorStore.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import tensorstore as ts
+
+from flaxckpt import _blocks, _dtypes, _threads, _zarr
+from flaxckpt._snapshot import HostArray, HostShard
+from flaxckpt._types import JSON
+from flaxckpt._zarr import Array, Encoding, Region
+
+DEFAULT_CONCURRENT_BYTES = 2 * 2**30
+"""Bytes that may be between memory and storage at one time."""
+
+_THREADS = 8
+"""Writers of files. More than cores: most of the time they wait for the disk."""
+
+_DATABASE_VALUE_BYTES = 2**20
+"""Arrays up to this size become values of a database by themselves. That takes a copy,
+and less time than TensorStore's own way with an array."""
+
+
+class Previous(NamedTuple):
+    """The arrays of an earlier checkpoint, of which some may not have changed.
+
+    Attributes:
+        root: The directory that holds them.
+        sources: Name -> the jax array that was saved, while anybody still has it.
+    """
+
+    root: Path
+    sources: Mapping[str, weakref.ref[jax.Array]]
+
+
+def write(
+    root: Path,
+    arrays: Iterable[HostArray],
+    *,
+    encoding: Encoding,
+    ocdbt: bool,
+    previous: Previous | None = None,
+    max_concurrent_bytes: int = DEFAULT_CONCURRENT_BYTES,
+) -> None:
+    """Writes `arrays` under `root` as zarr 3.
+
+    Args:
+        root: A directory without arrays of these names.
+        arrays: What to write.
+        encoding: Of their chunks.
+        ocdbt: Into one database instead of a directory for each array.
+        previous: An earlier checkpoint on the same file system. What is equal there is
+            linked instead of written again, if each array has its own directory.
+        max_concurrent_bytes: Bytes copied or handed to TensorStore and not yet
+            written. An array larger than that is written alone.
+
+    Raises:
+        OSError, ValueError: Something could not be written.
+    """
+    context = ts.Context()
+    if ocdbt:
+        for batch in _batches(arrays, max_concurrent_bytes):
+            _write_database(root, batch, encoding, context)
+        return
+    raw: list[HostArray] = []
+    encoded: list[HostArray] = []
+    for array in arrays:
+        (raw if _is_raw(array, encoding) else encoded).append(array)
+    _write_files(root, raw, encoding, previous, _threads.Budget(max_concurrent_bytes))
+    for batch in _batches(encoded, max_concurrent_bytes):
+        _write_encoded(root, batch, encoding, context)
+        if previous is not None:
+            for array in batch:
+                _link_files(previous.root / array.name, root / array.name)
+
+
+def _is_raw(array: HostArray, encoding: Encoding) -> bool:
+    return _zarr.is_raw(encoding, array.shape, _stored_name(array))
+
+
+def _stored_name(array: HostArray) -> str:
+    name = _dtypes.stored_name(array.dtype)
+    assert name is not None, array.name
+    return name
+
+
+def _metadata(array: HostArray, encoding: Encoding) -> dict[str, JSON]:
+    return _zarr.metadata(encoding, array.shape, _stored_name(array), array.chunk_shape)
+
+
+def _json(array: HostArray, encoding: Encoding) -> bytes:
+    return _zarr.metadata_text(
+        encoding, array.shape, _stored_name(array), array.chunk_shape
+    )
+
+
+def _batches(arrays: Iterable[HostArray], max_bytes: int) -> Iterator[list[HostArray]]:
+    batch: list[HostArray] = []
+    total = 0
+    for array in arrays:
+        if batch and total + array.nbytes > max_bytes:
+            yield batch
+            batch, total = [], 0
+        batch.append(array)
+        total += array.nbytes
+    if batch:
+        yield batch
+
+
+# ---- raw chunks -----------------------------------------------------------------
+
+
+class _Chunk(NamedTuple):
+    """A chunk to write.
+
+    Attributes:
+        array: Whose it is.
+        shard: What has its values.
+        key: Which chunk of the array.
+        bounds: What the shard has of it, in the whole array: all but padding.
+    """
+
+    array: HostArray
+    shard: HostShard
+    key: str
+    bounds: Region
+
+    @property
+    def size(self) -> int:
+        """Bytes of it as stored, less the checksum."""
+        bits = _dtypes.item_bits(self.array.dtype)
+        return math.prod(self.array.chunk_shape) * bits // 8
+
+    def has_to_be_copied(self) -> bool:
+        """Whether its values are not already one run of bytes, as stored."""
+        data = self._data()
+        return not (
+            data.dtype.name == self.array.dtype
+            and data.dtype.isnative
+            and data.flags.c_contiguous
+        )
+
+    def content(self) -> list[memoryview]:
+        """What is stored, but for the checksum: views of the values if that is all."""
+        array = self.array
+        data = _dtypes.to_stored(_dtypes.convert(self._data(), array.dtype))
+        missing = self.size - data.nbytes
+        if missing and data.shape[1:] != array.chunk_shape[1:]:
+            # The chunk sticks out of the array along another axis than the first.
+            padded = np.zeros(array.chunk_shape, data.dtype)
+            padded[tuple(slice(size) for size in data.shape)] = data
+            data, missing = padded, 0
+        run = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        return [run.data, memoryview(bytes(missing))]
+
+    def _data(self) -> Array:
+        data: Array = self.shard.data[_zarr.within(self.bounds, self.shard.region)]
+        return data
+
+
+def _chunks(array: HostArray) -> Iterator[_Chunk]:
+    for shard in array.shards:
+        for index, bounds in _zarr.chunks(shard.region, array.chunk_shape):
+            yield _Chunk(array, shard, _zarr.chunk_key(index), bounds)
+
+
+def _write_files(
+    root: Path,
+    arrays: list[HostArray],
+    encoding: Encoding,
+    previous: Previous | None,
+    budget: _threads.Budget,
+) -> None:
+    unchanged = set()
+    for array in arrays:
+        directory = root / array.name
+        directory.mkdir(exist_ok=not array.name)
+        content = _json(array, encoding)
+        _blocks.write(directory / _zarr.METADATA, [memoryview(content)])
+        if previous is not None and _is_unchanged(array, content, previous):
+            unchanged.add(array.name)
+
+    def write_one(chunk: _Chunk) -> None:
+        name = chunk.array.name
+        old = previous and previous.root / name / chunk.key
+        new = root / name / chunk.key
+        if old and name in unchanged and _blocks.link(old, new):
+            return
+        with budget.hold(chunk.size if chunk.has_to_be_copied() else 0):
+            parts = chunk.content()
+            if encoding.checksum:
+                parts.append(memoryview(_blocks.checksum(parts)))
+            if not (old and _blocks.link_equal(old, new, parts)):
+                _blocks.write(new, parts)
+
+    chunks = [chunk for array in arrays for chunk in _chunks(array)]
+    chunks.sort(key=lambda chunk: -chunk.size)  # or the last one may be waited for
+    _threads.each(write_one, chunks, threads=_THREADS)
+
+
+def _is_unchanged(array: HostArray, metadata: bytes, previous: Previous) -> bool:
+    """Whether the very same jax array was saved, in the same form."""
+    source = array.source and array.source()
+    known = previous.sources.get(array.name)
+    if source is None or known is None or known() is not source:
+        return False
+    try:
+        return (previous.root / array.name / _zarr.METADATA).read_bytes() == metadata
+    except OSError:
+        return False
+
+
+def _link_files(old: Path, new: Path) -> None:
+    """Replaces files of an array by links to equal ones of an earlier checkpoint."""
+    for file in new.iterdir():
+        link = file.with_name(file.name + ".link")
+        if _blocks.link_equal(old / file.name, link, [memoryview(file.read_bytes())]):
+            link.replace(file)
+
+
+# ---- databases, and TensorStore -------------------------------------------------
+
+
+def _write_database(
+    root: Path, arrays: list[HostArray], encoding: Encoding, context: ts.Context
+) -> None:
+    """Writes arrays into one database, in one transaction: one data file for all."""
+    transaction = ts.Transaction(atomic=True)
+    spec = _zarr.kvstore(root, "", ocdbt=True)
+    values = ts.KvStore.open(spec, context=context).result()
+    values = values.with_transaction(transaction)
+    large = []
+    for array in arrays:
+        if array.nbytes > _DATABASE_VALUE_BYTES or not _is_raw(array, encoding):
+            large.append(array)
+            continue
+        key = _zarr.database_key(array.name, _zarr.METADATA)
+        values.write(key, _json(array, encoding))
+        for chunk in _chunks(array):
+            parts = chunk.content()
+            if encoding.checksum:
+                parts.append(memoryview(_blocks.checksum(parts)))
+            content = b"".join(parts)
+            values.write(_zarr.database_key(array.name, chunk.key), content)
+    _write_encoded(root, large, encoding, context, transaction)
+    transaction.commit_async().result()
+
+
+def _write_encoded(
+    root: Path,
+    arrays: list[HostArray],
+    encoding: Encoding,
+    context: ts.Context,
+    transaction: ts.Transaction | None = None,
+) -> None:
+    """Writes arrays by TensorStore; into the transaction, if there is one."""
+    opened = [
+        ts.open(
+            {
+                "driver": "zarr3",
+                "kvstore": _zarr.kvstore(
+                    root, array.name, ocdbt=transaction is not None
+                ),
+                # Stock Orbax takes a missing chunk for damage: zeros are written too.
+                "store_data_equal_to_fill_value": True,
+                "metadata": _metadata(array, encoding),
+            },
+            create=True,
+            context=context,
+            transaction=transaction,
+        )
+        for array in arrays
+    ]
+    started: list[ts.Future[Any]] = []
+    try:
+        for array, future in zip(arrays, opened, strict=True):
+            started += _start_writes(array, future.result(), transaction)
+        for pending in started:
+            pending.result()
+    finally:
+        # If one fails, the others must have ended before the caller cleans up.
+        for pending in (*opened, *started):
+            pending.exception()
+
+
+def _start_writes(
+    array: HostArray, store: ts.TensorStore, transaction: ts.Transaction | None
+) -> Iterator[ts.Future[Any]]:
+    for shard in array.shards:
+        target = store[tuple(slice(*bounds) for bounds in shard.region)]
+        data = _dtypes.to_stored(_dtypes.convert(shard.data, array.dtype))
+        write = target.write(data, can_reference_source_data_indefinitely=True)
+        # In a transaction, nothing is written before the commit.
+        yield write.copy if transaction else write.commit

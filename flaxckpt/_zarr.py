@@ -1,0 +1,207 @@
+"""Arrays of zarr 3 as we write them: their metadata, their chunks, their keys.
+
+A chunk that is not compressed is the values of its elements, little endian and in C
+order, and then their CRC-32C. Such *raw* arrays are written and read without
+TensorStore, which has them all the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from flaxckpt import _dtypes
+from flaxckpt._types import JSON, Shape
+
+METADATA = "zarr.json"
+
+COMPRESSED_FROM = 4096
+"""Arrays of fewer bytes than this are never compressed: nothing would be gained."""
+
+_NEVER_RAW = frozenset(("int2", "int4", "float4_e2m1fn"))
+"""What of a byte such types use in memory is not what they use on disk."""
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+Region: TypeAlias = tuple[tuple[int, int], ...]
+"""Start and stop along each axis."""
+
+
+class Encoding(NamedTuple):
+    """How the chunks of a checkpoint's arrays are encoded.
+
+    Attributes:
+        codec: `none`, `compact` or `zstd`; see `ArrayLayout`.
+        checksum: Whether each ends in its CRC-32C.
+    """
+
+    codec: str
+    checksum: bool
+
+
+def is_raw(encoding: Encoding, shape: Shape, dtype: str) -> bool:
+    """Whether the chunks of such an array are its values as they are in memory."""
+    return dtype not in _NEVER_RAW and _codec(encoding, shape, dtype) == "none"
+
+
+def _codec(encoding: Encoding, shape: Shape, dtype: str) -> str:
+    size = math.prod(shape) * _dtypes.item_bits(dtype) // 8
+    return "none" if size < COMPRESSED_FROM else encoding.codec
+
+
+def metadata(
+    encoding: Encoding, shape: Shape, dtype: str, chunk_shape: Shape
+) -> dict[str, JSON]:
+    """The content of an array's `zarr.json`.
+
+    Args:
+        encoding: Of the checkpoint.
+        shape: Of the whole array.
+        dtype: Name of the stored type.
+        chunk_shape: Extent of a chunk, at least 1 along each axis.
+    """
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(shape),
+        "data_type": dtype,
+        "chunk_grid": {
+            "name": "regular",
+            "configuration": {"chunk_shape": list(chunk_shape)},
+        },
+        # Dots instead of slashes: one directory an array, however many axes it has.
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "fill_value": _zero(dtype),
+        "codecs": _codecs(_codec(encoding, shape, dtype), dtype, encoding.checksum),
+    }
+
+
+def metadata_text(
+    encoding: Encoding, shape: Shape, dtype: str, chunk_shape: Shape
+) -> bytes:
+    """The same, as it is written."""
+    content = metadata(encoding, shape, dtype, chunk_shape)
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def check_metadata(
+    text: bytes, encoding: Encoding, shape: Shape, dtype: str, chunk_shape: Shape
+) -> None:
+    """Compares the `zarr.json` of a raw array with what was recorded of the array.
+
+    Raises:
+        ValueError: It says something else.
+    """
+    if text == metadata_text(encoding, shape, dtype, chunk_shape):
+        return
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if found == metadata(encoding, shape, dtype, chunk_shape):
+        return
+    if not isinstance(found, dict):
+        raise ValueError(f"{METADATA} is not what was written there")
+    raise ValueError(
+        f"recorded as {dtype}{list(shape)}, but {METADATA} says"
+        f" {str(found.get('data_type'))[:20]}{str(found.get('shape'))[:80]}"
+    )
+
+
+def _zero(dtype: str) -> JSON:
+    match _dtypes.kind(dtype):
+        case "bool":
+            return False
+        case "complex":
+            return [0.0, 0.0]
+        case "float":
+            return 0.0
+        case _:
+            return 0
+
+
+def _codecs(codec: str, dtype: str, checksum: bool) -> list[JSON]:
+    codecs: list[JSON] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    if codec == "compact":
+        blosc: JSON = {
+            "cname": "lz4",
+            "clevel": 1,
+            "shuffle": "bitshuffle",
+            "typesize": _dtypes.item_bits(dtype) // 8,
+            "blocksize": 0,
+        }
+        codecs.append({"name": "blosc", "configuration": blosc})
+    elif codec == "zstd":
+        codecs.append({"name": "zstd", "configuration": {"level": 1}})
+    if checksum:
+        codecs.append({"name": "crc32c"})
+    return codecs
+
+
+def chunk_key(index: Sequence[int]) -> str:
+    """The key of the chunk at `index`, below that of its array."""
+    return ".".join(("c", *map(str, index)))
+
+
+def database_key(name: str, key: str) -> str:
+    """The key of what is called `key` below the array `name`, in a database."""
+    return f"{name}/{key}" if name else key
+
+
+def whole(shape: Shape) -> Region:
+    """All of an array."""
+    return tuple((0, size) for size in shape)
+
+
+def region_of(index: tuple[slice, ...], shape: Shape) -> Region:
+    """The region that a tuple of slices means, as jax has them."""
+    bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=False)]
+    return (*bounds, *((0, size) for size in shape[len(bounds) :]))
+
+
+def within(inner: Region, outer: Region) -> tuple[Any, ...]:
+    """Where `inner` lies in `outer`; what it selects is an array even if it is 0-d."""
+    slices = (
+        slice(start - origin, stop - origin)
+        for (start, stop), (origin, _) in zip(inner, outer, strict=True)
+    )
+    return (*slices, ...)
+
+
+def extent(region: Region) -> Shape:
+    """The shape of a region."""
+    return tuple(stop - start for start, stop in region)
+
+
+def chunks(region: Region, chunk_shape: Shape) -> Iterator[tuple[Shape, Region]]:
+    """The chunks that `region` reaches into: their index, and what it has of them.
+
+    Those bounds are of the whole array. They begin and end inside the region.
+    """
+    ranges = [
+        range(start // size, -(-stop // size))
+        for (start, stop), size in zip(region, chunk_shape, strict=True)
+    ]
+    for index in itertools.product(*ranges):
+        yield (
+            index,
+            tuple(
+                (max(start, i * size), min(stop, (i + 1) * size))
+                for i, (start, stop), size in zip(
+                    index, region, chunk_shape, strict=True
+                )
+            ),
+        )
+
+
+def kvstore(root: Path, name: str, *, ocdbt: bool) -> dict[str, JSON]:
+    """TensorStore's description of where the array `name` under `root` is kept."""
+    if ocdbt:
+        base: JSON = {"driver": "file", "path": f"{root}/"}
+        return {"driver": "ocdbt", "base": base, "path": f"{name}/" if name else ""}
+    return {"driver": "file", "path": f"{root}/{name}/" if name else f"{root}/"}
