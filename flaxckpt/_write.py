@@ -6,9 +6,10 @@ threads at once, or as values of a database. Compressed ones go through TensorSt
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,9 @@ DEFAULT_CONCURRENT_BYTES = 2 * 2**30
 
 _THREADS = 8
 """Writers of files. More than cores: most of the time they wait for the disk."""
+
+_SHARED_BYTES = 16 * 2**20
+"""Arrays from this size on are written by several threads, if they have many chunks."""
 
 _DATABASE_VALUE_BYTES = 2**20
 """Arrays up to this size become values of a database by themselves. That takes a copy,
@@ -99,7 +103,7 @@ def _metadata(array: HostArray, encoding: Encoding) -> dict[str, JSON]:
     return _zarr.metadata(encoding, array.shape, _stored_name(array), array.chunk_shape)
 
 
-def _json(array: HostArray, encoding: Encoding) -> bytes:
+def _metadata_text(array: HostArray, encoding: Encoding) -> bytes:
     return _zarr.metadata_text(
         encoding, array.shape, _stored_name(array), array.chunk_shape
     )
@@ -151,8 +155,14 @@ class _Chunk(NamedTuple):
             and data.flags.c_contiguous
         )
 
-    def content(self) -> list[memoryview]:
-        """What is stored, but for the checksum: views of the values if that is all."""
+    def parts(self, encoding: Encoding) -> list[memoryview]:
+        """What is stored: the values, padding, the checksum. Views where possible."""
+        parts = self._content()
+        if encoding.checksum:
+            parts.append(memoryview(_blocks.checksum(parts)))
+        return parts
+
+    def _content(self) -> list[memoryview]:
         array = self.array
         data = _dtypes.to_stored(_dtypes.convert(self._data(), array.dtype))
         missing = self.size - data.nbytes
@@ -177,36 +187,48 @@ def _chunks(array: HostArray) -> Iterator[_Chunk]:
 
 def _write_files(
     root: Path,
-    arrays: list[HostArray],
+    arrays: Sequence[HostArray],
     encoding: Encoding,
     previous: Previous | None,
     budget: _threads.Budget,
 ) -> None:
-    unchanged = set()
-    for array in arrays:
+    """Writes each array as a directory of chunks, several at a time."""
+
+    def begin(array: HostArray) -> bool:
+        """Makes the directory; says whether all chunks can be linked unread."""
         directory = root / array.name
         directory.mkdir(exist_ok=not array.name)
-        content = _json(array, encoding)
+        content = _metadata_text(array, encoding)
         _blocks.write(directory / _zarr.METADATA, [memoryview(content)])
-        if previous is not None and _is_unchanged(array, content, previous):
-            unchanged.add(array.name)
+        return previous is not None and _is_unchanged(array, content, previous)
 
-    def write_one(chunk: _Chunk) -> None:
-        name = chunk.array.name
-        old = previous and previous.root / name / chunk.key
-        new = root / name / chunk.key
-        if old and name in unchanged and _blocks.link(old, new):
+    def write_array(array: HostArray) -> None:
+        is_unchanged = begin(array)
+        for chunk in _chunks(array):
+            write_chunk(chunk, is_unchanged)
+
+    def write_chunk(chunk: _Chunk, is_unchanged: bool) -> None:
+        place = f"{chunk.array.name}/{chunk.key}"
+        old = previous and previous.root / place
+        if old and is_unchanged and _blocks.link(old, root / place):
             return
         with budget.hold(chunk.size if chunk.has_to_be_copied() else 0):
-            parts = chunk.content()
-            if encoding.checksum:
-                parts.append(memoryview(_blocks.checksum(parts)))
-            if not (old and _blocks.link_equal(old, new, parts)):
-                _blocks.write(new, parts)
+            parts = chunk.parts(encoding)
+            if not (old and _blocks.link_equal(old, root / place, parts)):
+                _blocks.write(root / place, parts)
 
-    chunks = [chunk for array in arrays for chunk in _chunks(array)]
-    chunks.sort(key=lambda chunk: -chunk.size)  # or the last one may be waited for
-    _threads.each(write_one, chunks, threads=_THREADS)
+    # Large arrays are shared among the threads, chunk by chunk, and come first.
+    tasks: list[Callable[[], None]] = []
+    for array in sorted(arrays, key=lambda array: -array.nbytes):
+        if array.nbytes < _SHARED_BYTES:
+            tasks.append(functools.partial(write_array, array))
+            continue
+        is_unchanged = begin(array)
+        tasks += [
+            functools.partial(write_chunk, chunk, is_unchanged)
+            for chunk in _chunks(array)
+        ]
+    _threads.each(lambda task: task(), tasks, threads=_THREADS)
 
 
 def _is_unchanged(array: HostArray, metadata: bytes, previous: Previous) -> bool:
@@ -246,12 +268,9 @@ def _write_database(
             large.append(array)
             continue
         key = _zarr.database_key(array.name, _zarr.METADATA)
-        values.write(key, _json(array, encoding))
+        values.write(key, _metadata_text(array, encoding))
         for chunk in _chunks(array):
-            parts = chunk.content()
-            if encoding.checksum:
-                parts.append(memoryview(_blocks.checksum(parts)))
-            content = b"".join(parts)
+            content = b"".join(chunk.parts(encoding))
             values.write(_zarr.database_key(array.name, chunk.key), content)
     _write_encoded(root, large, encoding, context, transaction)
     transaction.commit_async().result()

@@ -298,9 +298,9 @@ def test_a_file_is_no_run_directory(tmp_path):
 def test_waiting_may_time_out(tmp_path, monkeypatch):
     real = _save.execute
 
-    def slow(snapshot, previous):
+    def slow(snapshot):
         time.sleep(0.3)
-        return real(snapshot, previous)
+        return real(snapshot)
 
     monkeypatch.setattr(_save, "execute", slow)
     handle = flaxckpt.save_async(tmp_path / "c", state(1))
