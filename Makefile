@@ -2,16 +2,19 @@
 #   make test    formatting, lints, types, then the tests
 #   make demo    trains, interrupts and resumes a small model
 #   make check   formatting, lints and types only
+#   make bench   measures flaxckpt beside other checkpointers (a quarter of an hour)
 #   make clean   removes all that these targets made
 
 PYTHON ?= python3
 PYTEST_ARGS ?= -n 2
+BENCH_ARGS ?= --json bench-results/results.json --picture bench-results/results.svg
 
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+BENCH_INSTALLED := $(VENV)/.bench-installed
 
-.PHONY: demo test check clean
+.PHONY: demo test check bench clean
 
 demo: $(INSTALLED)
 	@$(BIN)/python -m examples.demo
@@ -28,6 +31,9 @@ check: $(INSTALLED)
 	@echo "==> mypy"
 	@$(BIN)/mypy
 
+bench: $(BENCH_INSTALLED)
+	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("flaxckpt wants Python 3.11 or newer, found " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'
 	@echo "==> Installing flaxckpt with its test and example dependencies into $(VENV)"
@@ -36,6 +42,11 @@ $(INSTALLED): pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,examples]'
 	@touch $@
 
+$(BENCH_INSTALLED): $(INSTALLED)
+	@echo "==> Installing the other checkpointers"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) demo-run .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) demo-run bench-results .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

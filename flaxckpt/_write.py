@@ -208,14 +208,15 @@ def _write_files(
             write_chunk(chunk, is_unchanged)
 
     def write_chunk(chunk: _Chunk, is_unchanged: bool) -> None:
-        place = f"{chunk.array.name}/{chunk.key}"
-        old = previous and previous.root / place
-        if old and is_unchanged and _blocks.link(old, root / place):
+        name = chunk.array.name
+        new = root / name / chunk.key
+        old = previous and previous.root / name / chunk.key
+        if old and is_unchanged and _blocks.link(old, new):
             return
         with budget.hold(chunk.size if chunk.has_to_be_copied() else 0):
             parts = chunk.parts(encoding)
-            if not (old and _blocks.link_equal(old, root / place, parts)):
-                _blocks.write(root / place, parts)
+            if not (old and _blocks.link_equal(old, new, parts)):
+                _blocks.write(new, parts)
 
     # Large arrays are shared among the threads, chunk by chunk, and come first.
     tasks: list[Callable[[], None]] = []
