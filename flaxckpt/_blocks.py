@@ -86,7 +86,8 @@ def write(path: Path, parts: Sequence[memoryview]) -> None:
     Syncing a large file here lets the disk work while others are written. Its name is
     made durable with its directory, by the caller.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
     try:
         size = 0
         for view in parts:

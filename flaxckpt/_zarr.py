@@ -126,7 +126,10 @@ def _zero(dtype: str) -> JSON:
 
 
 def _codecs(codec: str, dtype: str, checksum: bool) -> list[JSON]:
-    codecs: list[JSON] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    values: dict[str, JSON] = {"name": "bytes"}
+    if _dtypes.item_bits(dtype) > 8:
+        values["configuration"] = {"endian": "little"}
+    codecs: list[JSON] = [values]
     if codec == "compact":
         blosc: JSON = {
             "cname": "lz4",

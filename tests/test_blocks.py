@@ -1,0 +1,186 @@
+"""Files of bytes with a checksum: written, linked, read, mapped."""
+
+import gc
+import mmap
+import os
+from pathlib import Path
+
+import crc32c
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flaxckpt import _blocks
+from flaxckpt._blocks import Block
+
+PAGE = mmap.PAGESIZE
+
+
+def views(*parts):
+    return [memoryview(part) for part in parts]
+
+
+def stored(path, content, *, has_checksum=True):
+    parts = views(content)
+    if has_checksum:
+        parts.append(memoryview(_blocks.checksum(parts)))
+    _blocks.write(path, parts)
+    return Block(path, len(content), has_checksum)
+
+
+def noise(size, seed=0):
+    return np.random.default_rng(seed).bytes(size)
+
+
+@given(st.lists(st.binary(max_size=40), max_size=6))
+def test_a_checksum_is_that_of_all_parts_together(parts):
+    whole = b"".join(parts)
+    assert _blocks.checksum(views(*parts)) == crc32c.crc32c(whole).to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 2**20 + 3])
+@pytest.mark.parametrize("has_checksum", [True, False])
+def test_a_block_comes_back(tmp_path, size, has_checksum):
+    content = noise(size)
+    block = stored(tmp_path / "b", content, has_checksum=has_checksum)
+    assert block.file_size == block.path.stat().st_size
+    into = _blocks.empty(size)
+    _blocks.read(block, [into.data], verify=True)
+    assert into.tobytes() == content
+    run = _blocks.mapped(block)
+    _blocks.verify_mapped(block, run)
+    assert run.tobytes() == content
+
+
+def test_a_block_is_read_into_several_places(tmp_path):
+    block = stored(tmp_path / "b", b"abcdef")
+    first, second = _blocks.empty(2), _blocks.empty(4)
+    _blocks.read(block, [first.data, second.data], verify=True)
+    assert (first.tobytes(), second.tobytes()) == (b"ab", b"cdef")
+
+
+def test_memory_is_aligned_as_jax_wants_it():
+    for size in (1, 63, 1000):
+        assert _blocks.empty(size).ctypes.data % _blocks.ALIGNMENT == 0
+
+
+def test_files_get_the_usual_permissions(tmp_path):
+    stored(tmp_path / "b", b"x")
+    (tmp_path / "usual").write_bytes(b"x")
+    assert (tmp_path / "b").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_a_file_that_is_there_is_not_overwritten(tmp_path):
+    stored(tmp_path / "b", b"x")
+    with pytest.raises(FileExistsError):
+        stored(tmp_path / "b", b"y")
+
+
+@pytest.mark.parametrize("place", [0, 5000, 9999, 10_000, 10_003])
+def test_a_flipped_bit_is_found(tmp_path, place):
+    block = stored(tmp_path / "b", noise(10_000))
+    content = bytearray(block.path.read_bytes())
+    content[place] ^= 1
+    block.path.write_bytes(content)
+    with pytest.raises(ValueError, match="b has changed since it was written"):
+        _blocks.read(block, [_blocks.empty(10_000).data], verify=True)
+    with pytest.raises(ValueError, match="b has changed since it was written"):
+        _blocks.verify_mapped(block, _blocks.mapped(block))
+    _blocks.read(block, [_blocks.empty(10_000).data], verify=False)
+
+
+@pytest.mark.parametrize("size", [0, 3, 9999, 10_001])
+def test_another_size_is_found_before_anything_is_mapped(tmp_path, size):
+    block = stored(tmp_path / "b", noise(10_000))
+    block.path.write_bytes(noise(size))
+    for use in (
+        lambda: _blocks.read(block, [_blocks.empty(10_000).data], verify=False),
+        lambda: _blocks.mapped(block),
+        lambda: _blocks.mapped_as_one([block, block]),
+    ):
+        with pytest.raises(ValueError, match=f"b has {size} bytes instead of 10004"):
+            use()
+
+
+def test_blocks_are_mapped_side_by_side(tmp_path):
+    sizes = [PAGE, 3 * PAGE, PAGE // 2 + 1]
+    assert _blocks.can_join(sizes)
+    assert not _blocks.can_join([PAGE + 8, PAGE])
+    blocks = [stored(tmp_path / str(n), noise(size, n)) for n, size in enumerate(sizes)]
+    run = _blocks.mapped_as_one(blocks)
+    assert run.tobytes() == b"".join(noise(size, n) for n, size in enumerate(sizes))
+
+
+def test_what_is_written_to_a_map_stays_in_memory(tmp_path):
+    block = stored(tmp_path / "b", noise(2 * PAGE))
+    for run in (_blocks.mapped(block), _blocks.mapped_as_one([block])):
+        run[:] = 7
+        assert set(run.tolist()) == {7}
+    assert block.path.read_bytes()[:-4] == noise(2 * PAGE)
+
+
+def test_a_map_outlives_its_file(tmp_path):
+    block = stored(tmp_path / "b", noise(2 * PAGE))
+    run, joined = _blocks.mapped(block), _blocks.mapped_as_one([block, block])
+    block.path.unlink()
+    assert run.tobytes() == noise(2 * PAGE)
+    assert joined.tobytes() == noise(2 * PAGE) * 2
+
+
+def maps_of(path):
+    return Path("/proc/self/maps").read_text().count(str(path))
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc here")
+def test_a_map_goes_with_the_last_array_that_uses_it(tmp_path):
+    block = stored(tmp_path / "b", noise(2 * PAGE))
+    part = _blocks.mapped(block)[10:20]
+    joined = _blocks.mapped_as_one([block, block]).view(np.float32)[5:]
+    assert maps_of(block.path) >= 2
+    del part, joined
+    gc.collect()
+    assert maps_of(block.path) == 0
+
+
+@pytest.mark.parametrize("has_checksum", [True, False])
+def test_an_equal_file_is_linked(tmp_path, has_checksum):
+    content = noise(3 * 2**20 + 5)
+    old = stored(tmp_path / "old", content, has_checksum=has_checksum).path
+    parts = views(content[:100], content[100:])
+    if has_checksum:
+        parts.append(memoryview(_blocks.checksum(parts)))
+    assert _blocks.link_equal(old, tmp_path / "new", parts)
+    assert (tmp_path / "new").samefile(old)
+
+
+@pytest.mark.parametrize("place", [0, 2**20, 3 * 2**20 - 1])
+def test_a_file_that_differs_is_not_linked(tmp_path, place):
+    """Not even if its checksum is the same: it may have been damaged."""
+    content = bytearray(noise(3 * 2**20))
+    old = stored(tmp_path / "old", bytes(content)).path
+    parts = views(bytes(content))
+    parts.append(memoryview(_blocks.checksum(parts)))
+    with old.open("r+b") as file:
+        file.seek(place)
+        file.write(bytes([content[place] ^ 1]))
+    assert not _blocks.link_equal(old, tmp_path / "new", parts)
+    assert not (tmp_path / "new").exists()
+
+
+def test_no_link_is_made_of_what_is_not_there(tmp_path):
+    assert not _blocks.link_equal(tmp_path / "old", tmp_path / "new", views(b"x"))
+    assert not _blocks.link(tmp_path / "old", tmp_path / "new")
+    (tmp_path / "empty").touch()
+    assert not _blocks.link_equal(tmp_path / "empty", tmp_path / "new", views(b""))
+
+
+def test_the_file_system_of_a_path_is_known(tmp_path):
+    if not Path("/proc/self/mountinfo").exists():
+        assert not _blocks.is_local(tmp_path)
+        pytest.skip("no /proc here")
+    assert _blocks._file_system("/proc/self") == "proc"
+    assert not _blocks.is_local("/proc/self")
+    if Path("/dev/shm").is_dir() and os.path.ismount("/dev/shm"):
+        assert _blocks.is_local("/dev/shm")
+    assert _blocks._unescaped(r"/a\040b\134c") == "/a b\\c"
