@@ -10,11 +10,18 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 # Chunk counts that are never too many: this many in all, or this many times the
 # least number that `max_bytes` allows.
 _FEW_CHUNKS = 32
 _FEW_TIMES_IDEAL = 4
+
+_AS_GOOD = 2
+"""Chunks without padding are preferred up to so many times the least number."""
+
+_PAGE_BYTES = (16_384, 4_096)
+"""Sizes of memory pages, the more general first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +87,35 @@ def choose_chunk_shape(
     max_bytes: float,
     ragged: bool = False,
 ) -> tuple[int, ...]:
-    """Cuts `write_shape` into equal chunks of at most `max_bytes` each.
+    """Cuts `write_shape` into chunks of at most `max_bytes` each.
 
-    Chunk sizes divide those of `write_shape`, so that no chunk straddles two writers.
-    Sizes with few divisors would make that cut absurdly fine (a prime number of rows:
-    one row a chunk). The number of chunks is therefore bounded: 32 in all, or 4 times
-    the least number that `max_bytes` allows, whichever is more. The first of these
-    that is within the bound is taken:
+    An array that fits is one chunk. Others are cut along the first axis whose rows
+    fit, axes before it into single rows: so each chunk is one run of bytes of what the
+    writer writes. Where it can be had, a chunk is a whole number of memory pages (16
+    KiB, or else 4 KiB), so that files of chunks can be mapped side by side.
 
-    1. Cut the largest axis, the first one if several are, to its next smaller divisor
+    If `ragged`, the first of these is taken:
+
+    1. Chunks of whole pages that divide, if there are at most twice as many of them as
+       `max_bytes` asks for.
+    2. Chunks of whole pages, (nearly) equal and no more than that; the last one is cut
+       short by the edge of the array, but stored in full. That adds at most 5 % and as
+       many rows as fill whole pages, and at most a tenth. Only if rows of the first
+       axis fit: otherwise the runs would not follow one another.
+    3. 1 and 2 without pages, in up to as many chunks as below; if rows of the first
+       axis do not fit, up to a seventh is added.
+
+    Otherwise chunk sizes divide those of `write_shape`, so that no chunk straddles two
+    writers. Sizes with few divisors would make that cut absurdly fine (a prime number
+    of rows: one row a chunk). The number of chunks is therefore bounded: 32 in all, or
+    4 times the least number that `max_bytes` allows, whichever is more. The first of
+    these that is within the bound is taken:
+
+    1. The largest chunk of whole pages that is such a run, if there are at most 4
+       times as many as needed; else the largest that is such a run.
+    2. Cut the largest axis, the first one if several are, to its next smaller divisor
        until a chunk fits.
-    2. The largest chunk that fits among all that divide `write_shape`.
-    3. If `ragged`: leading axes cut into chunks of (nearly) equal size; the last one
-       along an axis is cut short by the edge of the array.
+    3. The largest chunk that fits among all that divide `write_shape`.
     4. The smallest chunk that divides `write_shape`, though larger than `max_bytes`.
 
     Args:
@@ -110,15 +133,28 @@ def choose_chunk_shape(
     Raises:
         ValueError: `itemsize` or `max_bytes` is not positive, or a size is negative.
 
-    Source: rule 1 is the greedy divisor search of T5X (`t5x/checkpoints.py`).
+    Source: the second rule for what divides is the greedy search of T5X
+        (`t5x/checkpoints.py`).
     """
     _check_shape(write_shape)
     if itemsize <= 0 or max_bytes <= 0:
         raise ValueError(f"want positive sizes, got {itemsize=} and {max_bytes=}")
     shape = tuple(max(1, dim) for dim in write_shape)
+    size = math.prod(shape)
     limit = max(1, int(max_bytes // itemsize))
-    few = max(_FEW_CHUNKS, _FEW_TIMES_IDEAL * -(-math.prod(shape) // limit))
+    if size <= limit:
+        return shape
+    ideal = -(-size // limit)
+    few = max(_FEW_CHUNKS, _FEW_TIMES_IDEAL * ideal)
 
+    cut = _cut(shape, limit)
+    units = (*[cut.unit(page, itemsize) for page in _PAGE_BYTES], 1)
+    if ragged:
+        return cut.chunk(_ragged_rows(cut, units, ideal, few))
+    for unit in units:
+        rows = cut.dividing(unit)
+        if rows and cut.count(rows) <= (few if unit == 1 else _FEW_TIMES_IDEAL * ideal):
+            return cut.chunk(rows)
     chunk = _greedy(shape, limit)
     if chunk_count(shape, chunk) <= few:
         return chunk
@@ -126,14 +162,104 @@ def choose_chunk_shape(
     chunk = dividing[max(size for size in dividing if size <= limit)]
     if chunk_count(shape, chunk) <= few:
         return chunk
-    if ragged:
-        return _leading(shape, limit)
-    return dividing[min(size for size in dividing if size * few >= math.prod(shape))]
+    return dividing[min(n for n in dividing if n * few >= size)]
 
 
 def chunk_count(shape: Sequence[int], chunk: Sequence[int]) -> int:
     """Counts the chunks of shape `chunk` that cover `shape`, ragged ones included."""
     return math.prod(-(-dim // c) for dim, c in zip(shape, chunk, strict=True))
+
+
+class _Cut(NamedTuple):
+    """A cut of an array into runs of bytes in C order.
+
+    Attributes:
+        shape: Of the array.
+        axis: Along which it is cut; every axis before it is cut into single rows.
+        row: Elements of one row of that axis.
+        most: Rows of it that fit in a chunk: at least 1, and not all.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    row: int
+    most: int
+
+    @property
+    def runs(self) -> int:
+        """How often the axis is cut."""
+        return math.prod(self.shape[: self.axis])
+
+    def chunk(self, rows: int) -> tuple[int, ...]:
+        """The chunk of `rows`."""
+        return (*(1,) * self.axis, rows, *self.shape[self.axis + 1 :])
+
+    def count(self, rows: int) -> int:
+        """How many chunks of `rows` there are."""
+        return self.runs * -(-self.shape[self.axis] // rows)
+
+    def unit(self, page_bytes: int, itemsize: float) -> int:
+        """The fewest rows that fill whole pages; more than fit if no number does."""
+        row_bits, page_bits = self.row * itemsize * 8, page_bytes * 8
+        if row_bits % 1:
+            return self.most + 1
+        return page_bits // math.gcd(page_bits, int(row_bits))
+
+    def dividing(self, unit: int) -> int | None:
+        """The most rows that fit and divide, a multiple of `unit`."""
+        fitting = [
+            rows
+            for rows in _divisors(self.shape[self.axis])
+            if rows <= self.most and rows % unit == 0
+        ]
+        return max(fitting, default=None)
+
+    def nearly_equal(self, unit: int, at_most: int) -> int | None:
+        """Rows of equal parts that fit, rounded up to a multiple of `unit`.
+
+        Fewer where that would pad the last part too much, as long as there are no
+        more than `at_most` chunks then.
+        """
+        if unit > self.most:
+            return None
+        dim = self.shape[self.axis]
+        parts = -(-dim // (self.most // unit * unit))
+        rows = -(-dim // (parts * unit)) * unit
+        second_best = (dim, -rows)
+        while rows and self.count(rows) <= at_most:
+            padding = -dim % rows
+            if padding <= min(dim // 20 + unit, dim // 10):
+                return rows
+            second_best = min(second_best, (padding, -rows))
+            rows -= unit
+        return -second_best[1] if unit == 1 else None
+
+
+def _cut(shape: tuple[int, ...], limit: int) -> _Cut:
+    """Cuts a `shape` of more than `limit` elements along the first axis that will do.
+
+    There need be no more than three times as many chunks as `limit` asks for.
+    """
+    row = math.prod(shape)
+    for axis, dim in enumerate(shape):
+        row //= dim
+        if row <= limit:
+            return _Cut(shape, axis, row, limit // row)
+    raise AssertionError(shape)
+
+
+def _ragged_rows(cut: _Cut, units: Sequence[int], ideal: int, few: int) -> int:
+    """Rows of the chunks of a whole array; the last of `units` is 1."""
+    for unit in units:
+        dividing = cut.dividing(unit)
+        if dividing and cut.count(dividing) <= _AS_GOOD * ideal:
+            return dividing
+        # Padding within an array would keep its runs apart, whole pages or not.
+        if cut.runs == 1 or unit == 1:
+            rows = cut.nearly_equal(unit, few if unit == 1 else _AS_GOOD * ideal)
+            if rows:
+                return rows
+    raise AssertionError(cut)
 
 
 def _greedy(shape: tuple[int, ...], limit: int) -> tuple[int, ...]:
@@ -160,26 +286,6 @@ def _dividing_chunks(shape: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
                     wider[size * d] = (d, *tail)
         chunks = wider
     return chunks
-
-
-def _leading(shape: tuple[int, ...], limit: int) -> tuple[int, ...]:
-    """Cuts the leading axes, so that each chunk is one run of bytes in C order.
-
-    At most three times as many chunks as `limit` asks for.
-    """
-    chunk = list(shape)
-    for axis, dim in enumerate(shape):
-        rows = limit // math.prod(shape[axis + 1 :])
-        if rows >= dim:
-            break
-        chunk[axis] = _ceil_part(dim, rows) if rows else 1
-    return tuple(chunk)
-
-
-def _ceil_part(dim: int, at_most: int) -> int:
-    """Returns the size of equal parts of `dim` that are no larger than `at_most`."""
-    parts = -(-dim // at_most)
-    return -(-dim // parts)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -10,6 +10,7 @@ from flaxckpt import _chunks
 
 MIB = 2**20
 PRIME = 16_777_259  # the first above 2**24
+PAGE = 16_384
 
 dims = st.one_of(
     st.integers(0, 64),
@@ -24,21 +25,24 @@ byte_counts = st.one_of(st.integers(1, 5_000), st.sampled_from([MIB, 64 * MIB]))
 @pytest.mark.parametrize(
     ("write_shape", "itemsize", "max_bytes", "expected"),
     [
-        # T5X's own tests
+        # T5X's own tests; it cuts the second and third along both axes
         ((4096, 4096), 1, 4096 * 4096, (4096, 4096)),
-        ((8192, 8192), 1, 4096 * 4096, (4096, 4096)),
-        ((8192, 8193), 1, 4096 * 4096, (4096, 2731)),
+        ((8192, 8192), 1, 4096 * 4096, (2048, 8192)),
+        ((8192, 8193), 1, 4096 * 4096, (1024, 8193)),
         ((8192,), 1, 4096, (4096,)),
         ((8193,), 1, 4096, (2731,)),
-        # what T5X computes for well-known weights
+        # well-known weights
         ((50257, 768), 4, 64 * MIB, (1733, 768)),
         ((32128, 512), 4, 64 * MIB, (32128, 512)),
         ((32128, 4096), 4, 64 * MIB, (4016, 4096)),
         ((32128, 4096), 2, 64 * MIB, (8032, 4096)),
         ((250112, 4096), 4, 64 * MIB, (3908, 4096)),
-        ((24, 1024, 64, 16), 4, 64 * MIB, (24, 512, 64, 16)),
-        ((8192, 3, 8192), 4, 64 * MIB, (2048, 3, 2048)),
-        ((48, 8192, 8192), 2, 64 * MIB, (48, 512, 1024)),
+        ((4096, 16384), 4, 64 * MIB, (1024, 16384)),
+        ((24, 1024, 64, 16), 4, 64 * MIB, (12, 1024, 64, 16)),
+        ((8192, 3, 8192), 4, 64 * MIB, (512, 3, 8192)),
+        ((48, 8192, 8192), 2, 64 * MIB, (1, 4096, 8192)),
+        # 42 rows divide and fit, but 40 are whole pages
+        ((840, 1024), 1, 42 * 1024, (40, 1024)),
         ((), 4, 64 * MIB, ()),
         ((1,), 4, 64 * MIB, (1,)),
         # half-byte elements: the bound in elements is a fraction of the bound in bytes
@@ -47,7 +51,9 @@ byte_counts = st.one_of(st.integers(1, 5_000), st.sampled_from([MIB, 64 * MIB]))
         ((6,), 8, 1, (1,)),
     ],
 )
-def test_the_chunk_shapes_of_t5x_are_kept(write_shape, itemsize, max_bytes, expected):
+def test_the_chunks_of_a_shard_are_as_expected(
+    write_shape, itemsize, max_bytes, expected
+):
     found = _chunks.choose_chunk_shape(
         write_shape, itemsize=itemsize, max_bytes=max_bytes
     )
@@ -57,12 +63,20 @@ def test_the_chunk_shapes_of_t5x_are_kept(write_shape, itemsize, max_bytes, expe
 @pytest.mark.parametrize(
     ("write_shape", "max_bytes", "ragged", "expected"),
     [
-        pytest.param((PRIME,), 64 * MIB, True, (8_388_630,), id="prime: equal parts"),
+        pytest.param((50257, 768), 64 * MIB, True, (16_768, 768), id="vocabulary"),
+        pytest.param((4096, 4096), 48 * MIB, True, (2048, 4096), id="divides as well"),
+        pytest.param((768, 50257), 64 * MIB, True, (256, 50257), id="no whole pages"),
+        pytest.param((13, 2**21), 64 * MIB, True, (7, 2**21), id="few long rows"),
+        pytest.param((7, 3_000_000), 64 * MIB, True, (1, 3_000_000), id="no 2 * 4 = 8"),
+        pytest.param((50257, 5, 67), 64 * MIB, True, (25_600, 5, 67), id="small pages"),
+        pytest.param((PRIME,), 64 * MIB, True, (8_392_704,), id="prime: equal parts"),
         pytest.param((PRIME,), 64 * MIB, False, (PRIME,), id="prime shard: too large"),
-        pytest.param((PRIME, 4), 65 * MIB, True, (PRIME, 1), id="another axis divides"),
-        pytest.param((PRIME, 4), 65 * MIB, False, (PRIME, 1), id="same for a shard"),
+        pytest.param((PRIME, 4), 65 * MIB, True, (4_195_328, 4), id="first axis"),
         pytest.param(
-            (PRIME, 2, 2), 129 * MIB, True, (PRIME, 1, 2), id="trailing axes whole"
+            (PRIME, 4), 65 * MIB, False, (PRIME, 1), id="another axis divides"
+        ),
+        pytest.param(
+            (PRIME, 2, 2), 129 * MIB, False, (PRIME, 1, 2), id="trailing axes whole"
         ),
         pytest.param((2, PRIME), 64 * MIB, True, (1, 8_388_630), id="leading axes"),
         pytest.param((0,), 64 * MIB, True, (1,), id="empty"),
@@ -91,6 +105,7 @@ def test_chunks_of_a_shard_divide_it_and_are_few(shape, itemsize, max_bytes):
 @given(shapes, itemsizes, byte_counts)
 @example((PRIME, 2), 4, 64 * MIB)
 @example((2, PRIME), 4, 64 * MIB)
+@example((100, 7, 3_000_000), 4, 64 * MIB)
 def test_chunks_of_a_whole_array_fit_and_are_few(shape, itemsize, max_bytes):
     chunk = _chunks.choose_chunk_shape(
         shape, itemsize=itemsize, max_bytes=max_bytes, ragged=True
@@ -102,14 +117,86 @@ def test_chunks_of_a_whole_array_fit_and_are_few(shape, itemsize, max_bytes):
 
 
 @given(shapes, itemsizes, byte_counts)
-def test_a_ragged_chunk_is_taken_only_where_no_divisor_will_do(
+@example((4096, 16_384), 4, 64 * MIB)
+@example((2, PRIME), 4, 64 * MIB)
+@example((101, 1000, 1000), 4, 64 * MIB)
+@example((100, 7, 3_000_000), 4, 64 * MIB)
+def test_a_chunk_of_a_whole_array_is_one_run_of_bytes_and_pads_little(
+    shape, itemsize, max_bytes
+):
+    chunk = _chunks.choose_chunk_shape(
+        shape, itemsize=itemsize, max_bytes=max_bytes, ragged=True
+    )
+    full = full_shape(shape)
+    assert is_run(full, chunk)
+    runs = math.prod(full[: cut_axis(full, chunk)])
+    padding = math.prod(chunk) * _chunks.chunk_count(full, chunk) - math.prod(full)
+    if runs > 1:
+        assert padding <= math.prod(full) / 7
+        return
+    assert padding <= math.prod(full) / 10
+    row = math.prod(chunk) // max(chunk[cut_axis(full, chunk)], 1) if shape else 1
+    group = math.lcm(row, int(PAGE // itemsize))
+    assert padding <= math.prod(full) / 20 + group
+
+
+@given(shapes, st.sampled_from([0.5, 1, 2, 4, 8, 16]), byte_counts)
+@example((50_257, 768), 4, 64 * MIB)
+@example((PRIME, 4), 4, 64 * MIB)
+def test_chunks_of_a_whole_array_are_whole_pages_where_rows_allow_it(
+    shape, itemsize, max_bytes
+):
+    full = full_shape(shape)
+    chunk = _chunks.choose_chunk_shape(
+        shape, itemsize=itemsize, max_bytes=max_bytes, ragged=True
+    )
+    chunk_bytes = math.prod(chunk) * itemsize
+    if not shape or chunk == full or (len(shape) > 1 and chunk[0] == 1):
+        return
+    for page in (PAGE, 4096):
+        group_bytes = math.lcm(math.prod(full[1:]), int(page // itemsize)) * itemsize
+        if group_bytes * 20 <= max_bytes:
+            assert chunk_bytes % page == 0
+
+
+@given(shapes, itemsizes, byte_counts)
+@example((4096, 4096), 4, 48 * MIB)
+def test_a_chunk_is_cut_short_only_where_no_divisor_is_as_good(
     shape, itemsize, max_bytes
 ):
     sizes = {"itemsize": itemsize, "max_bytes": max_bytes}
     even = _chunks.choose_chunk_shape(shape, **sizes)
     either = _chunks.choose_chunk_shape(shape, **sizes, ragged=True)
-    if math.prod(even) * itemsize <= max(max_bytes, itemsize):
+    full = full_shape(shape)
+    if (
+        is_run(full, even)
+        and math.prod(even) * itemsize % PAGE == 0
+        and _chunks.chunk_count(full, even) <= 2 * ideal(full, itemsize, max_bytes)
+    ):
         assert either == even
+
+
+@given(shapes, itemsizes, byte_counts)
+@example((4096, 16_384), 4, 64 * MIB)
+def test_a_shard_is_cut_along_its_leading_axes_if_that_makes_few_chunks(
+    shape, itemsize, max_bytes
+):
+    full = full_shape(shape)
+    chunk = _chunks.choose_chunk_shape(shape, itemsize=itemsize, max_bytes=max_bytes)
+    limit = max(1, int(max_bytes // itemsize))
+    runs = [
+        (*(1,) * axis, rows, *full[axis + 1 :])
+        for axis, dim in enumerate(full)
+        for rows in range(1, min(dim, limit) + 1)
+        if dim <= 1000 and dim % rows == 0
+    ]
+    fitting = [
+        run
+        for run in runs
+        if math.prod(run) <= limit
+        and _chunks.chunk_count(full, run) <= few(shape, itemsize, max_bytes)
+    ]
+    assert is_run(full, chunk) or not fitting
 
 
 @given(shapes, st.sampled_from([1, 2, 4, 8]))
@@ -201,5 +288,21 @@ def full_shape(shape):
 
 def few(shape, itemsize, max_bytes):
     """The promised bound on the number of chunks."""
+    return max(32, 4 * ideal(shape, itemsize, max_bytes))
+
+
+def ideal(shape, itemsize, max_bytes):
+    """The least number of chunks that `max_bytes` allows."""
     limit = max(1, int(max_bytes // itemsize))
-    return max(32, 4 * -(-math.prod(shape) // limit))
+    return -(-math.prod(shape) // limit)
+
+
+def cut_axis(shape, chunk):
+    """The last axis that is not whole in a chunk, or the first."""
+    cut = [i for i, (s, c) in enumerate(zip(shape, chunk, strict=True)) if s != c]
+    return max(cut, default=0)
+
+
+def is_run(shape, chunk):
+    """Whether a chunk is one run of bytes of an array in C order."""
+    return all(size == 1 for size in chunk[: cut_axis(shape, chunk)])

@@ -188,11 +188,11 @@ def test_parameter_infos_say_what_a_save_records(tmp_path):
     assert (kernel.shape, kernel.dtype, kernel.chunk_shape) == (
         (8, 16),
         "float32",
-        (8, 8),
+        (4, 16),
     )
     flaxckpt.save(tmp_path / "c", state, layout=layout)
     saved = flaxckpt.metadata(tmp_path / "c").leaves
-    assert saved["params/inner/kernel"].chunk_shape == (8, 8)
+    assert saved["params/inner/kernel"].chunk_shape == (4, 16)
 
 
 def test_chunks_follow_shards_before_there_are_devices():
