@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,17 +17,22 @@ from flaxckpt._info import Leaf
 from flaxckpt._types import Shape
 from flaxckpt._zarr import Array, Region, region_of, whole
 
+_log = logging.getLogger(__name__)
+
+_PINNED = "pinned_host"
+
 
 class HostShard(NamedTuple):
     """A part of an array that this process writes.
 
     Attributes:
         region: Where it lies in the whole array.
-        data: Its values, in the type that they have in memory. Never written again.
+        data: Its values, in the type that they have in memory. Never written again; a
+            jax array is in host memory, or on its way there.
     """
 
     region: Region
-    data: Array
+    data: Array | jax.Array
 
 
 class HostArray(NamedTuple):
@@ -59,8 +65,8 @@ def to_host(leaves: Sequence[tuple[str, Shape, Leaf]]) -> list[HostArray]:
 
     A jax array on the CPU is viewed, not copied: while the view lives, jax gives a
     donated array new memory instead of overwriting it. From an accelerator the
-    values are copied, all transfers being started before the first is waited for.
-    A numpy array is copied, because its owner may change it in place.
+    values are copied, all at once; see `_from_devices`. A numpy array is copied,
+    because its owner may change it in place.
 
     Args:
         leaves: For each leaf its name on disk, its chunk shape, and the leaf.
@@ -77,21 +83,54 @@ def to_host(leaves: Sequence[tuple[str, Shape, Leaf]]) -> list[HostArray]:
     if faults:
         raise errors.UnsupportedLeafError(faults)
     sources = [_sources(leaf) for _, _, leaf in leaves]
-    for parts in sources:
-        for part in parts:
-            if isinstance(part.data, jax.Array) and not _is_on_cpu(part.data.sharding):
-                part.data.copy_to_host_async()
+    elsewhere = [
+        part.data
+        for parts in sources
+        for part in parts
+        if part.data.size
+        and isinstance(part.data, jax.Array)
+        and not _is_on_cpu(part.data.sharding)
+    ]
+    copies = iter(_from_devices(elsewhere) if elsewhere else ())
     return [
         HostArray(
             name,
             _layout.stored_form(leaf.info)[0],
             leaf.info.dtype or "",
             chunk_shape,
-            tuple(part.on_host() for part in parts if part.data.size),
+            tuple(part.on_host(copies) for part in parts if part.data.size),
             weakref.ref(leaf.source) if isinstance(leaf.source, jax.Array) else None,
         )
         for (name, chunk_shape, leaf), parts in zip(leaves, sources, strict=True)
     ]
+
+
+def _from_devices(arrays: Sequence[jax.Array]) -> list[Array | jax.Array]:
+    """Copies arrays from accelerators to the host, all transfers side by side.
+
+    Where the backend has pinned host memory, they are copied there, which is the
+    fastest. Such a copy is an array of its own: whoever donates the first one is kept
+    waiting by jax until it is read, and nobody has to wait here.
+    """
+    pinned = [_pinned(array.sharding) for array in arrays]
+    if all(pinned):
+        try:
+            return list(jax.device_put(list(arrays), pinned))
+        except jax.errors.JaxRuntimeError as error:
+            _log.warning("no pinned memory for %d arrays: %s", len(arrays), error)
+    for array in arrays:
+        array.copy_to_host_async()
+    return [np.asarray(array) for array in arrays]
+
+
+@functools.lru_cache(maxsize=1024)
+def _pinned(sharding: Sharding) -> Sharding | None:
+    """The same devices' pinned host memory; None if they have none."""
+    devices: set[Any] = sharding.device_set
+    for device in devices:
+        if _PINNED not in {memory.kind for memory in device.addressable_memories()}:
+            return None
+    return sharding.with_memory_kind(_PINNED)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -113,7 +152,10 @@ class _Part(NamedTuple):
     data: jax.Array | Array
     within: tuple[slice, ...] | None = None
 
-    def on_host(self) -> HostShard:
+    def on_host(self, copies: Iterator[Array | jax.Array]) -> HostShard:
+        """This part, of the host's memory; what is not there is the next copy."""
+        if isinstance(self.data, jax.Array) and not _is_on_cpu(self.data.sharding):
+            return HostShard(self.region, next(copies))
         values = np.asarray(self.data)
         return HostShard(
             self.region, values if self.within is None else values[self.within]
@@ -150,7 +192,7 @@ def _part(
     bounds = (origin + start, origin + stop)
     region = (*region[: slices.axis], bounds, *region[slices.axis + 1 :])
     within = (*[slice(None)] * slices.axis, slice(start, stop))
-    if shard.device.platform == "cpu":
+    if _is_on_cpu(shard.data.sharding):
         return _Part(region, shard.data, within)
     # Cut on the device, so that only this part is copied from it.
     return _Part(region, shard.data[within])

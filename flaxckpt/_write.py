@@ -175,7 +175,8 @@ class _Chunk(NamedTuple):
         return [run.data, memoryview(bytes(missing))]
 
     def _data(self) -> Array:
-        data: Array = self.shard.data[_zarr.within(self.bounds, self.shard.region)]
+        values = np.asarray(self.shard.data)
+        data: Array = values[_zarr.within(self.bounds, self.shard.region)]
         return data
 
 
@@ -319,7 +320,7 @@ def _start_writes(
 ) -> Iterator[ts.Future[Any]]:
     for shard in array.shards:
         target = store[tuple(slice(*bounds) for bounds in shard.region)]
-        data = _dtypes.to_stored(_dtypes.convert(shard.data, array.dtype))
+        data = _dtypes.to_stored(_dtypes.convert(np.asarray(shard.data), array.dtype))
         write = target.write(data, can_reference_source_data_indefinitely=True)
         # In a transaction, nothing is written before the commit.
         yield write.copy if transaction else write.commit

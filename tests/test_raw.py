@@ -477,3 +477,44 @@ def test_arrays_in_use_by_another_thread_are_saved_whole(tmp_path):
             assert found["n"] == n
             np.testing.assert_array_equal(found["w"], np.full((256, 1024), n))
     assert threading.active_count() < 50
+
+
+# ---- accelerators ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pinned", ["pinned memory", "none", "not enough"])
+def test_values_come_from_accelerators_as_they_were(tmp_path, monkeypatch, pinned):
+    """The CPU's devices have the same kinds of memory, so they can stand in for one."""
+    monkeypatch.setattr(_snapshot, "_is_on_cpu", lambda sharding: False)
+    if pinned == "none":
+        monkeypatch.setattr(_snapshot, "_pinned", lambda sharding: None)
+    elif pinned == "not enough":
+
+        def refuse(*_):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+        monkeypatch.setattr(jax, "device_put", refuse)
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    state = {
+        "split": jax.jit(lambda: jnp.arange(1024.0 * 512), out_shardings=split)(),
+        "copied": jax.jit(
+            lambda: jnp.ones((512, 1024)),
+            out_shardings=NamedSharding(mesh, PartitionSpec()),
+        )(),
+        "one": jnp.full((3,), 2, jnp.bfloat16),
+        "none": jnp.zeros((0, 2)),
+        "key": jax.random.key(3),
+        "host": np.arange(5),
+    }
+    expected = jax.tree.map(
+        lambda x: x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(x),
+        state,
+    )
+    handle = flaxckpt.save_async(tmp_path / "c", state)
+    for name in ("split", "copied", "one"):
+        state[name].delete()  # as a donation would
+    handle.wait()
+    monkeypatch.undo()
+    found = flaxckpt.load(tmp_path / "c", expected)
+    strategies.assert_same(found, expected)
