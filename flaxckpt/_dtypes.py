@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import ml_dtypes
@@ -59,6 +60,7 @@ def name(dtype: Any) -> str:
     return str(np.dtype(dtype).name)
 
 
+@functools.cache
 def to_numpy(dtype_name: str) -> np.dtype[Any]:
     """The numpy dtype called `dtype_name`.
 
@@ -99,6 +101,7 @@ def convert(array: np.ndarray[Any, Any], dtype_name: str) -> np.ndarray[Any, Any
         return np.asarray(array, to_numpy(dtype_name))
 
 
+@functools.cache
 def item_bits(dtype_name: str) -> int:
     """Bits that one element takes on disk."""
     stored = stored_name(dtype_name)

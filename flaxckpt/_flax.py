@@ -62,6 +62,7 @@ def flatten(state: PyTree) -> FlatState:
     """
     tree, restore_objects = _split_objects(state)
     flat = _tree.flatten(tree, boxes=BOXES)
+    structure = flat.structure
     table: LeafTable = {}
     faults: dict[LeafPath, str] = {}
     for path, entry in flat.entries.items():
@@ -72,13 +73,15 @@ def flatten(state: PyTree) -> FlatState:
             table[path] = Leaf(info, None if entry.is_empty else entry.value)
     if faults:
         raise errors.UnsupportedLeafError(faults)
+    # Without objects, none of them is an optimizer.
+    optimizers = () if tree is state else _nodes(state, _is_nnx_optimizer)
     return FlatState(
         table,
-        flat.structure,
-        lambda values: restore_objects(_tree.unflatten(flat.structure, values)),
+        structure,
+        lambda values: restore_objects(_tree.unflatten(structure, values)),
         tuple(
             ((*keys, _OPT_STATE), _tree.flatten(node.opt_state, boxes=BOXES).structure)
-            for keys, node in _nodes(state, _is_nnx_optimizer)
+            for keys, node in optimizers
         ),
     )
 

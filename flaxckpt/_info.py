@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -309,29 +310,38 @@ def _describe_jax(
     sharding = value.sharding
     if isinstance(value, jax.Array) and not value.committed:
         sharding = None
-    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    dtype = "uint32" if is_key else _dtypes.name(value.dtype)
-    if _dtypes.stored_name(dtype) is None:
+    shape = value.shape
+    is_key, dtype, is_stored = _element_type(value.dtype)
+    if not is_stored:
         return f"a jax array of dtype {dtype}"
     return LeafInfo(
         path,
         keys,
         "prng_key" if is_key else "array",
         "jax.Array",
-        value.shape,
+        shape,
         dtype,
         sharding,
-        weak_type=not is_key and bool(value.weak_type),
-        prng_impl=_prng_impl(value) if is_key else None,
-        spec=sharding.spec if isinstance(sharding, NamedSharding) else None,
-        shard_shape=_shard_shape(sharding, value.shape),
+        None,
+        not is_key and bool(value.weak_type),
+        _prng_impl(value) if is_key else None,
+        sharding.spec if isinstance(sharding, NamedSharding) else None,
+        None if sharding is None else _shard_shape(sharding, shape),
     )
 
 
-def _shard_shape(sharding: Sharding | None, shape: Shape) -> Shape | None:
+@functools.cache
+def _element_type(dtype: Any) -> tuple[bool, str, bool]:
+    """Whether values of `dtype` are PRNG keys, their type's name, is it stored."""
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    name = "uint32" if is_key else _dtypes.name(dtype)
+    return is_key, name, _dtypes.stored_name(name) is not None
+
+
+def _shard_shape(sharding: Sharding, shape: Shape) -> Shape | None:
     """The shape of a shard; None if it is the whole, or if the sharding cannot be."""
     try:
-        shard = shape if sharding is None else sharding.shard_shape(shape)
+        shard = sharding.shard_shape(shape)
     except ValueError:
         return None
     return None if shard == shape else shard

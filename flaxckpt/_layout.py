@@ -5,13 +5,14 @@ Integers and names only; nothing here touches a value or a file.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 
 import jax
+from jax.sharding import Sharding
 
 from flaxckpt import _chunks, _dtypes
-from flaxckpt._info import ArrayLayout, LeafInfo
+from flaxckpt._info import ArrayLayout, LeafInfo, Role
 from flaxckpt._types import Shape
 
 _MIN_REPLICA_BYTES = 2**20
@@ -22,16 +23,26 @@ def replica_slices(info: LeafInfo, shape: Shape) -> _chunks.ReplicaSlices | None
     """How the devices that hold the same shard divide the writing of it."""
     if info.sharding is None:
         return None
-    shard = info.sharding.shard_shape(info.shape)
+    return _shared_writing(info.sharding, info.shape, shape, info.dtype or "")[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _shared_writing(
+    sharding: Sharding, leaf_shape: Shape, shape: Shape, dtype: str
+) -> tuple[_chunks.ReplicaSlices | None, Shape]:
+    """How devices divide the writing of a shard, and the shape of what one writes."""
+    shard = sharding.shard_shape(leaf_shape)
     copies = math.prod(
-        whole // part for whole, part in zip(info.shape, shard, strict=True) if part
+        whole // part for whole, part in zip(leaf_shape, shard, strict=True) if part
     )
-    return _chunks.replica_slices(
-        (*shard, *shape[len(shard) :]),
-        info.sharding.num_devices // copies,
-        itemsize=_dtypes.item_bits(info.dtype or "") / 8,
+    stored_shard = (*shard, *shape[len(shard) :])
+    slices = _chunks.replica_slices(
+        stored_shard,
+        sharding.num_devices // copies,
+        itemsize=_dtypes.item_bits(dtype) / 8,
         min_bytes=_MIN_REPLICA_BYTES,
     )
+    return slices, slices.shape if slices else stored_shard
 
 
 def stored_form(info: LeafInfo) -> tuple[Shape, str]:
@@ -43,6 +54,7 @@ def stored_form(info: LeafInfo) -> tuple[Shape, str]:
     return info.shape, dtype
 
 
+@functools.cache
 def _key_words(impl: str) -> int:
     words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
     return int(words.shape[0])
@@ -58,25 +70,53 @@ def write_shape(info: LeafInfo, shape: Shape) -> Shape:
         shape: As stored; of PRNG keys that is one axis more than the leaf has.
     """
     if info.sharding is not None:
-        shard = info.sharding.shard_shape(info.shape)
-        slices = replica_slices(info, shape)
-        shape = slices.shape if slices else (*shard, *shape[len(shard) :])
-    return tuple(max(1, size) for size in shape)
+        _, shape = _shared_writing(info.sharding, info.shape, shape, info.dtype or "")
+    return tuple([size or 1 for size in shape])
 
 
-def with_chunk_shape(info: LeafInfo, layout: ArrayLayout) -> LeafInfo:
-    """`info` with the chunk shape that its values are stored in, if it has any."""
-    if info.dtype is None:
+def with_chunk_shape(
+    info: LeafInfo, layout: ArrayLayout, *, role: Role | None = None
+) -> LeafInfo:
+    """`info` with the chunk shape that its values are stored in, if it has any.
+
+    Args:
+        info: A leaf.
+        layout: How its array shall be cut.
+        role: What it is in an optimizer.
+    """
+    chunk_shape = None
+    if info.dtype is not None:
+        shape, dtype = stored_form(info)
+        written = write_shape(info, shape)
+        chunk_shape = _chunk_shape(written, dtype, layout.chunk_bytes, written == shape)
+    elif role is None:
         return info
-    shape, dtype = stored_form(info)
-    written = write_shape(info, shape)
-    chunk_shape = _chunks.choose_chunk_shape(
+    # Every leaf passes here, and dataclasses.replace takes twice as long.
+    return LeafInfo(
+        info.path,
+        info.keys,
+        info.kind,
+        info.python_type,
+        info.shape,
+        info.dtype,
+        info.sharding,
+        chunk_shape,
+        info.weak_type,
+        info.prng_impl,
+        info.spec,
+        info.shard_shape,
+        role or info.role,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _chunk_shape(written: Shape, dtype: str, max_bytes: int, ragged: bool) -> Shape:
+    return _chunks.choose_chunk_shape(
         written,
         itemsize=_dtypes.item_bits(dtype) / 8,
-        max_bytes=layout.chunk_bytes,
-        ragged=written == shape,
+        max_bytes=max_bytes,
+        ragged=ragged,
     )
-    return dataclasses.replace(info, chunk_shape=chunk_shape)
 
 
 def stored_bytes(info: LeafInfo) -> int:

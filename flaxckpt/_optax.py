@@ -221,33 +221,67 @@ def roles(
             `structure`.
     """
     found: dict[LeafPath, Known] = {}
-    _collect(structure, (), None, None, found)
+    _collect(structure, (), "", None, None, found)
     for keys, node in optimizer_states:
-        _collect(node, keys, _Owner("", "", frozenset(), keys, keys), None, found)
+        owner = _owner("", "", frozenset(), keys, keys)
+        _collect(node, keys, _tree.join(keys) + "/" if keys else "", owner, None, found)
     return found
 
 
 class _Owner(NamedTuple):
+    """Whom a leaf belongs to.
+
+    Attributes:
+        state_class: Of the innermost transform's state; empty if there is none.
+        field: In which field of it the leaf is.
+        fields: All its fields.
+        skip: Length of the leaf path up to what is below that field.
+        optimizer: Path of the whole optimizer's state.
+        optimizer_keys: The same, key by key.
+    """
+
     state_class: str
     field: str
     fields: frozenset[str]
-    keys: Keys
-    optimizer: Keys
+    skip: int
+    optimizer: LeafPath
+    optimizer_keys: Keys
+
+    def known(self, path: LeafPath) -> Known:
+        """What is known of its leaf at `path`."""
+        role = Role(self.state_class, self.field, path[self.skip :], self.optimizer)
+        return Known(role, self.fields)
+
+
+def _owner(
+    state_class: str, field: str, fields: frozenset[str], keys: Keys, optimizer: Keys
+) -> _Owner:
+    skip = len(_tree.join(keys)) + 1 if keys else 0
+    return _Owner(state_class, field, fields, skip, _tree.join(optimizer), optimizer)
 
 
 def _collect(
     node: _tree.Node | LeafPath,
     keys: Keys,
+    prefix: LeafPath,
     owner: _Owner | None,
     chain: Keys | None,
     found: dict[LeafPath, Known],
 ) -> None:
+    """Adds to `found` what is known of the leaves of `node`.
+
+    Args:
+        node: A container or a leaf.
+        keys: Where it stands.
+        prefix: What the paths in `node` lack at their beginning.
+        owner: Whose it is.
+        chain: Where the outermost of the tuples stands that directly contain it.
+        found: Gets the leaves.
+    """
     if isinstance(node, str):
         if owner is not None:
-            below = _tree.join(keys[len(owner.keys) :])
-            optimizer = _tree.join(owner.optimizer)
-            role = Role(owner.state_class, owner.field, below, optimizer)
-            found[_tree.join(keys)] = Known(role, owner.fields)
+            path = _tree.join(keys)
+            found[path] = owner.known(path)
         return
     is_transform = not node.is_box and _is_transform(node, owner)
     if node.type == "tuple":
@@ -256,21 +290,27 @@ def _collect(
     elif not is_transform:
         chain = None
     for key, child in zip(node.keys, node.children, strict=True):
+        is_optimizer = owner is None and key.name == "opt_state"
+        if isinstance(child, str) and not is_transform and not is_optimizer:
+            if owner is not None:
+                path = prefix + child
+                found[path] = owner.known(path)
+            continue
         inner = keys if node.is_box else (*keys, key)
         child_owner = owner
         if is_transform:
-            child_owner = _Owner(
+            child_owner = _owner(
                 node.type.partition(":")[2],
                 str(key.name),
-                frozenset(str(field.name) for field in node.keys),
+                frozenset([str(field.name) for field in node.keys]),
                 inner,
                 (keys if chain is None else chain)
                 if owner is None
-                else owner.optimizer,
+                else owner.optimizer_keys,
             )
-        elif key.name == "opt_state" and owner is None:
-            child_owner = _Owner("", "", frozenset(), inner, inner)
-        _collect(child, inner, child_owner, chain, found)
+        elif is_optimizer:
+            child_owner = _owner("", "", frozenset(), inner, inner)
+        _collect(child, inner, prefix, child_owner, chain, found)
 
 
 def exists(state_class: str) -> bool:

@@ -35,7 +35,7 @@ from flaxckpt import (
     errors,
     transforms,
 )
-from flaxckpt._info import ArrayLayout, LeafInfo, SaveResult
+from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, SaveResult
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
 from flaxckpt.formats import _orbax, _orbax_json
 from flaxckpt.transforms import Transform
@@ -280,33 +280,31 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     roles = _optax.roles(flat.structure, flat.optimizer_states)
     table = transforms.apply(options.transforms, flat.table)
     infos = tuple(
-        _layout.with_chunk_shape(
-            dataclasses.replace(
-                leaf.info, role=roles[path].role if path in roles else None
-            ),
-            options.layout,
-        )
-        for path, leaf in table.items()
+        [
+            _layout.with_chunk_shape(
+                leaf.info,
+                options.layout,
+                role=known.role if (known := roles.get(path)) else None,
+            )
+            for path, leaf in table.items()
+        ]
     )
-    ocdbt = _uses_ocdbt(infos, options.layout)
-    _orbax.check_names(infos, ocdbt=ocdbt)
+    names = [_orbax_json.param_name(info.keys) for info in infos]
+    ocdbt = _uses_ocdbt(infos, names, options.layout)
+    _orbax.check_names(infos, names, ocdbt=ocdbt)
     arrays = [
-        (
-            _orbax_json.param_name(info.keys),
-            info.chunk_shape,
-            dataclasses.replace(table[info.path], info=info),
-        )
-        for info in infos
+        (name, info.chunk_shape, Leaf(info, table[info.path].source))
+        for name, info in zip(names, infos, strict=True)
         if info.chunk_shape is not None
     ]
     return Snapshot(
         final,
         infos,
-        flat.structure if set(table) == set(flat.table) else _plain(infos),
+        flat.structure if table.keys() == flat.table.keys() else _plain(infos),
         tuple(_snapshot.to_host(arrays)),
         {
-            _orbax_json.param_name(info.keys): str(table[info.path].source)
-            for info in infos
+            name: str(table[info.path].source)
+            for name, info in zip(names, infos, strict=True)
             if info.kind == "string"
         },
         {} if options.dataset is None else datasets.state_files(options.dataset),
@@ -324,14 +322,16 @@ def _plain(infos: Iterable[LeafInfo]) -> _tree.Node | LeafPath:
     )
 
 
-def _uses_ocdbt(infos: tuple[LeafInfo, ...], layout: ArrayLayout) -> bool:
+def _uses_ocdbt(
+    infos: Sequence[LeafInfo], names: Sequence[str], layout: ArrayLayout
+) -> bool:
     if layout.store != "auto":
         return layout.store == "ocdbt"
     sizes = [_layout.stored_bytes(i) for i in infos if i.chunk_shape is not None]
     many_small = len(sizes) > _MANY_LEAVES and sum(sizes) < _SMALL_LEAF_BYTES * len(
         sizes
     )
-    return many_small or not _orbax.file_safe(infos)
+    return many_small or not _orbax.file_safe(infos, names)
 
 
 def _check_free(final: Path, *, overwrite: bool) -> None:

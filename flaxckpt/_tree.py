@@ -8,6 +8,7 @@ that a later process can make them without a template.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -110,32 +111,38 @@ def flatten(tree: PyTree, *, boxes: tuple[type, ...] = ()) -> FlatTree:
     """
     entries: dict[LeafPath, Entry] = {}
     faults: dict[str, str] = {}
+    leaf_types: set[type] = set()
+    # Most names recur, in a parameter and its moments: let their keys be one object.
+    make_key = functools.lru_cache(maxsize=None, typed=True)(Key)
 
     def visit(value: Any, keys: tuple[Key, ...], path: LeafPath) -> Node | LeafPath:
         if len(keys) >= MAX_DEPTH // 2:
             raise errors.LeafNameError(
                 {f"{path[:60]} …": f"is nested {len(keys)} deep"}, "Flatten the state."
             )
-        parts = _decompose(value, boxes)
+        cls = type(value)
+        parts = None if cls in leaf_types else _decompose(value, boxes, make_key)
         if parts is None or not parts.children:
             if path in entries:
                 faults[path] = "two leaves have this path"
-            entries[path] = Entry(keys, value, is_empty=parts is not None)
+            entries[path] = Entry(keys, value, parts is not None)
             if parts is None:
+                leaf_types.add(cls)
                 return path
-        children = []
-        for key, child in zip(parts.keys, parts.children, strict=True):
-            if parts.is_box:
-                children.append(visit(child, keys, path))
-                continue
-            if type(key.name) not in (str, int):
-                kind = type(key.name).__name__
-                faults[path or "(root)"] = f"has the key {key.name!r} of type {kind}"
-                continue
-            name = _escape(str(key.name))
-            children.append(
-                visit(child, (*keys, key), f"{path}/{name}" if keys else name)
-            )
+        if parts.is_box:
+            children = [visit(child, keys, path) for child in parts.children]
+        else:
+            children = []
+            for key, child in zip(parts.keys, parts.children, strict=True):
+                name = key.name
+                if type(name) is not str and type(name) is not int:
+                    kind = type(name).__name__
+                    faults[path or "(root)"] = f"has the key {name!r} of type {kind}"
+                    continue
+                name = _escape(str(name))
+                children.append(
+                    visit(child, (*keys, key), f"{path}/{name}" if keys else name)
+                )
         return Node(
             parts.type,
             parts.keys,
@@ -201,7 +208,7 @@ def _plain_node(nested: Mapping[Key, Any]) -> Node:
     )
     if keys and all(key.kind == "index" for key in keys):
         return Node("list", keys, children, list)
-    return Node("dict", keys, children, lambda new: dict(zip(names, new, strict=True)))
+    return Node("dict", keys, children, functools.partial(_make_dict, names))
 
 
 def _empty_node(type_name: str) -> Node:
@@ -218,29 +225,32 @@ class _Parts(NamedTuple):
     is_box: bool
 
 
-def _decompose(value: Any, boxes: tuple[type, ...]) -> _Parts | None:
-    """One level of `value`, or None if it is a leaf."""
+def _decompose(
+    value: Any, boxes: tuple[type, ...], make_key: Callable[[Any, Any], Key]
+) -> _Parts | None:
+    """One level of `value`, or None if it is a leaf, as its class alone decides."""
     cls = type(value)
     if value is None:
-        return _Parts("None", (), (), lambda _: None, {}, False)
+        return _Parts("None", (), (), _make_none, {}, False)
     if cls is dict:
-        names = tuple(value)
-        keys = tuple([Key(name, "key") for name in names])
-        return _Parts(
-            "dict",
-            keys,
-            list(value.values()),
-            lambda new: dict(zip(names, new, strict=True)),
-            {},
-            False,
-        )
+        keys = tuple([make_key(name, "key") for name in value])
+        rebuild = functools.partial(_make_dict, tuple(value))
+        return _Parts("dict", keys, list(value.values()), rebuild, {}, False)
     if cls is list or cls is tuple:
-        keys = tuple([Key(i, "index") for i in range(len(value))])
+        keys = tuple([make_key(i, "index") for i in range(len(value))])
         return _Parts(cls.__name__, keys, value, cls, {}, False)
     if isinstance(value, tuple) and hasattr(cls, "_fields"):
-        keys = tuple([Key(name, "attr") for name in cls._fields])
+        keys = tuple([make_key(name, "attr") for name in cls._fields])
         return _Parts(_name(cls), keys, value, lambda new: cls(*new), {}, False)
     return _decompose_registered(value, boxes)
+
+
+def _make_none(_: Sequence[Any]) -> None:
+    return None
+
+
+def _make_dict(names: Sequence[Any], children: Sequence[Any]) -> dict[Any, Any]:
+    return dict(zip(names, children, strict=True))
 
 
 def _decompose_registered(value: Any, boxes: tuple[type, ...]) -> _Parts | None:
@@ -417,13 +427,13 @@ def _builder(
 ) -> Callable[[Sequence[Any]], Any] | None:
     match type_name:
         case "None":
-            return lambda _: None
+            return _make_none
         case "list":
             return list
         case "tuple":
             return tuple
         case "dict":
-            return lambda new: dict(zip(names, new, strict=True))
+            return functools.partial(_make_dict, names)
     build = resolve(type_name)
     if build is None:
         return None
@@ -435,4 +445,4 @@ def _plain(names: list[str | int], is_box: bool) -> Callable[[Sequence[Any]], An
         return lambda new: new[0]
     if names and names == list(range(len(names))):
         return list
-    return lambda new: dict(zip(names, new, strict=True))
+    return functools.partial(_make_dict, names)

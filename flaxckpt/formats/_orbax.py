@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,46 +141,63 @@ def _manifest(contents: Contents, made: Mapping[str, bytes]) -> bytes:
     )
 
 
-def check_names(infos: Sequence[LeafInfo], *, ocdbt: bool) -> None:
+def check_names(
+    infos: Sequence[LeafInfo], names: Sequence[str], *, ocdbt: bool
+) -> None:
     """Refuses leaf names that would collide on disk or that readers cannot take.
+
+    Args:
+        infos: The leaves.
+        names: What each is called on disk.
+        ocdbt: Whether the arrays are in one database.
 
     Raises:
         LeafNameError: All names at fault.
     """
     faults: dict[str, str] = {}
     seen: dict[str, LeafPath] = {}
-    for info in infos:
-        name = _orbax_json.param_name(info.keys)
+    strings = []
+    for info, name in zip(infos, names, strict=True):
         if name in seen:
             faults[info.path] = f"is called {name!r} on disk, as {seen[name]} is"
         seen[name] = info.path
+        if info.kind == "string":
+            strings.append(name)
         if "\0" in name:
             faults[info.path] = "contains a NUL"
         elif info.kind == "string" and "~" in name:
             faults[info.path] = "is a string leaf with a '~', which Orbax cannot read"
         elif not ocdbt and info.chunk_shape is not None and not _file_safe(name):
             faults[info.path] = "is no name of a directory; store='ocdbt' takes it"
-    strings = {
-        _orbax_json.param_name(info.keys) for info in infos if info.kind == "string"
-    }
-    for name in strings:
-        parts = name.split("/")
-        for outer in ("/".join(parts[:n]) for n in range(1, len(parts))):
-            if outer in strings:
-                faults[seen[name]] = f"would stand inside the string {outer!r}"
+    for name, outer in _nested_names(strings):
+        faults[seen[name]] = f"would stand inside the string {outer!r}"
     if faults:
         raise errors.LeafNameError(
             faults, "Rename these keys; on disk, keys are joined by dots."
         )
 
 
-def file_safe(infos: Sequence[LeafInfo]) -> bool:
-    """Whether each array can be a directory of its own."""
+def _nested_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Names that continue another one after a `/`, with that one."""
+    known = set(names)
+    for name in known:
+        end = name.find("/")
+        while end >= 0:
+            if name[:end] in known:
+                yield name, name[:end]
+            end = name.find("/", end + 1)
+
+
+def file_safe(infos: Sequence[LeafInfo], names: Sequence[str]) -> bool:
+    """Whether each array can be a directory of its own; `names` are those on disk."""
     return all(
-        _file_safe(_orbax_json.param_name(info.keys))
-        for info in infos
+        _file_safe(name)
+        for info, name in zip(infos, names, strict=True)
         if info.chunk_shape is not None
     )
+
+
+_UNSAFE_CHARACTERS = re.compile(r"[/\\\n\0]")
 
 
 def _file_safe(name: str) -> bool:
@@ -187,7 +205,7 @@ def _file_safe(name: str) -> bool:
         len(name.encode()) <= _MAX_NAME_BYTES
         and name not in _RESERVED
         and name not in (".", "..")
-        and not any(char in name for char in "/\\\n\0")
+        and not _UNSAFE_CHARACTERS.search(name)
     )
 
 
