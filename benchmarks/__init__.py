@@ -1,0 +1,1 @@
+"""Measures flaxckpt beside other checkpointers: `python -m benchmarks --help`."""

@@ -1,0 +1,34 @@
+"""What is measured, one module a case."""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from benchmarks.cases import (
+    frozen,
+    gpu,
+    imports,
+    loop,
+    memory,
+    planning,
+    steps,
+    tiny,
+    train_state,
+)
+from benchmarks.samples import Rows, Settings
+
+Case: TypeAlias = Callable[[Settings], Rows]
+
+CASES: dict[str, Case] = {
+    module.CASE: module.run
+    for module in (
+        train_state,
+        memory,
+        tiny,
+        steps,
+        loop,
+        frozen,
+        imports,
+        planning,
+        gpu,
+    )
+}

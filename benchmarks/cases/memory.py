@@ -1,0 +1,53 @@
+"""How much memory a save and a restore take beside the state.
+
+Only anonymous memory counts: pages of a mapped file cost nothing as long as somebody
+else needs the memory more. Each contender saves in one fresh process and restores in
+another, so that none finds memory that another has left.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks import contenders, memory, timing
+from benchmarks.samples import Rows, Sample, Series, Settings, Skip
+
+CASE = "memory"
+_ROOT = Path(__file__).parents[2]
+_NAMES = (
+    "flaxckpt",
+    "flaxckpt unmapped",
+    "flaxckpt compact",
+    "orbax",
+    "orbax uncompressed",
+    "orbax v1",
+    "safetensors",
+)
+
+
+def run(settings: Settings) -> Rows:
+    """Measures it once: memory varies little."""
+    if not memory.STATUS.exists():
+        yield Skip(CASE, "all", f"this system has no {memory.STATUS}")
+        return
+    found, skips = contenders.select(CASE, _NAMES, settings)
+    yield from skips
+    for contender in found:
+        with timing.scratch(settings.directory) as scratch:
+            for action in ("save", "restore"):
+                extra = _in_fresh_process(contender.name, action, scratch, settings)
+                yield Sample(Series(CASE, action, contender.name), extra, "x")
+
+
+def _in_fresh_process(
+    contender: str, action: str, directory: Path, settings: Settings
+) -> float:
+    command = [sys.executable, "-m", memory.__name__, contender, action, str(directory)]
+    if settings.quick:
+        command.append("--quick")
+    finished = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, cwd=_ROOT
+    )
+    return float(finished.stdout.splitlines()[-1])

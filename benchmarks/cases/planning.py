@@ -1,0 +1,34 @@
+"""Seconds to plan the save of very many leaves, on the caller's thread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+
+from benchmarks import states, timing
+from benchmarks.samples import Rows, Sample, Series, Settings
+from benchmarks.states import PyTree
+from flaxckpt import _save
+
+CASE = "planning"
+
+
+def run(settings: Settings) -> Rows:
+    """Measures two numbers of leaves in turn, to see that time is linear in it."""
+    counts = (100, 1_000) if settings.quick else (10_000, 100_000)
+    cpu = jax.devices("cpu")[0]
+    found = {
+        f"{count:,} leaves": states.fill(states.on(cpu, states.tiny_leaves(count)))
+        for count in counts
+    }
+    for turn in timing.turns(list(found), settings.rounds):
+        timing.settle()
+        path = settings.directory / "never-written"
+        _, seconds = timing.timed(_plan, path, found[turn.contender])
+        if turn.is_timed:
+            yield Sample(Series(CASE, turn.contender, "flaxckpt"), seconds)
+
+
+def _plan(path: Path, state: PyTree) -> object:
+    return _save.take(path, state, _save.Options())

@@ -1,0 +1,296 @@
+"""The checkpointers that are compared, behind one interface.
+
+Each imports its own library only when it is opened: a process that measures one of
+them is free of the others.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import flaxckpt
+from benchmarks.samples import Settings, Skip
+from benchmarks.states import PyTree
+
+
+class Session:
+    """A contender at work in a directory of steps, `<directory>/<step>`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def save(self, step: int, state: PyTree) -> None:
+        """Saves `state`; returns as soon as the contender lets its caller go on."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Returns when the save is what the contender calls complete."""
+
+    def restore(self, step: int, abstract_state: PyTree) -> PyTree:
+        """The step's values as jax arrays, in the structure of `abstract_state`."""
+        raise NotImplementedError
+
+    def latest_step(self) -> int | None:
+        """The newest step."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Lets go of threads and files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A checkpointer, with options.
+
+    Attributes:
+        name: What the report calls it.
+        open: Opens a directory, which may hold steps already.
+        package: What must be installed for it.
+        restores: Whether it restores.
+        restores_parts: Whether it also restores a part of a state.
+    """
+
+    name: str
+    open: Callable[[Path], Session]
+    package: str = "flaxckpt"
+    restores: bool = True
+    restores_parts: bool = False
+
+    def obstacle(self) -> str:
+        """Why it cannot take part here; empty if it can."""
+        if importlib.util.find_spec(self.package) is None:
+            return f"{self.package} is not installed"
+        return ""
+
+
+def select(
+    case: str, names: Sequence[str], settings: Settings
+) -> tuple[list[Contender], list[Skip]]:
+    """Those of `names` that take part, and why others do not."""
+    asked = [n for n in names if not settings.contenders or n in settings.contenders]
+    taking_part = [CONTENDERS[n] for n in asked if not CONTENDERS[n].obstacle()]
+    skips = [
+        Skip(case, name, obstacle)
+        for name in asked
+        if (obstacle := CONTENDERS[name].obstacle())
+    ]
+    return taking_part, skips
+
+
+# ---- flaxckpt -------------------------------------------------------------------
+
+
+class Flaxckpt(Session):
+    """`Checkpointer` saves, `load` restores.
+
+    Args:
+        directory: See there.
+        layout: How arrays are stored.
+        load_options: More arguments of `load`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        layout: flaxckpt.ArrayLayout | None = None,
+        load_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(directory)
+        self._checkpointer = flaxckpt.Checkpointer(directory, layout=layout)
+        self._load_options = load_options or {}
+
+    def save(self, step: int, state: PyTree) -> None:
+        self._checkpointer.save(step, state)
+
+    def wait(self) -> None:
+        self._checkpointer.wait()
+
+    def restore(self, step: int, abstract_state: PyTree) -> PyTree:
+        return flaxckpt.load(
+            self.directory, abstract_state, step=step, **self._load_options
+        )
+
+    def latest_step(self) -> int | None:
+        return self._checkpointer.latest_step()
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
+def _compact(directory: Path) -> Session:
+    return Flaxckpt(directory, flaxckpt.ArrayLayout(codec="compact"))
+
+
+def _unmapped(directory: Path) -> Session:
+    return Flaxckpt(directory, load_options={"memory_map": False})
+
+
+# ---- Orbax ----------------------------------------------------------------------
+
+
+class OrbaxV0(Session):
+    """A `CheckpointManager` with default options, which saves asynchronously.
+
+    Args:
+        directory: See there.
+        compressed: Whether arrays are compressed, as they are by default.
+    """
+
+    def __init__(self, directory: Path, *, compressed: bool = True) -> None:
+        super().__init__(directory)
+        import orbax.checkpoint as ocp
+
+        self._manager = (
+            ocp.CheckpointManager(directory)
+            if compressed
+            else ocp.CheckpointManager(
+                directory,
+                item_handlers=ocp.PyTreeCheckpointHandler(use_compression=False),
+            )
+        )
+        self._compressed = compressed
+        self._args = ocp.args
+        self._restore_args = ocp.checkpoint_utils.construct_restore_args
+
+    def save(self, step: int, state: PyTree) -> None:
+        save = self._args.StandardSave if self._compressed else self._args.PyTreeSave
+        if not self._manager.save(step, args=save(state)):
+            raise RuntimeError(f"Orbax has not saved step {step}")
+
+    def wait(self) -> None:
+        self._manager.wait_until_finished()
+
+    def restore(self, step: int, abstract_state: PyTree) -> PyTree:
+        args = (
+            self._args.StandardRestore(abstract_state)
+            if self._compressed
+            else self._args.PyTreeRestore(
+                abstract_state, self._restore_args(abstract_state)
+            )
+        )
+        return self._manager.restore(step, args=args)
+
+    def latest_step(self) -> int | None:
+        step: int | None = self._manager.latest_step()
+        return step
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+def _uncompressed(directory: Path) -> Session:
+    return OrbaxV0(directory, compressed=False)
+
+
+class OrbaxV1(Session):
+    """The functions of Orbax's new interface."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        from orbax.checkpoint import v1
+
+        self._orbax = v1
+        self._pending: Any = None
+
+    def save(self, step: int, state: PyTree) -> None:
+        self._pending = self._orbax.save_async(self.directory / str(step), state)
+
+    def wait(self) -> None:
+        self._pending.result()
+
+    def restore(self, step: int, abstract_state: PyTree) -> PyTree:
+        return self._orbax.load(self.directory / str(step), abstract_state)
+
+
+# ---- plain files ----------------------------------------------------------------
+
+
+class OneFile(Session):
+    """A file for all leaves, synced before `save` returns."""
+
+    def save(self, step: int, state: PyTree) -> None:
+        path = self.directory / str(step)
+        arrays = {name: np.asarray(leaf) for name, leaf in _named(state)}
+        self._write(path, arrays)
+        for written in (path, self.directory):
+            descriptor = os.open(written, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+    def restore(self, step: int, abstract_state: PyTree) -> PyTree:
+        arrays = self._read(self.directory / str(step))
+        leaves = [jnp.asarray(arrays[name]) for name, _ in _named(abstract_state)]
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
+
+    def _write(self, path: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        raise NotImplementedError
+
+    def _read(self, path: Path) -> Mapping[str, np.ndarray[Any, Any]]:
+        raise NotImplementedError
+
+
+def _named(state: PyTree) -> list[tuple[str, Any]]:
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    ]
+
+
+class Safetensors(OneFile):
+    """safetensors for numpy."""
+
+    def _write(self, path: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        import safetensors.numpy
+
+        safetensors.numpy.save_file(arrays, path)
+
+    def _read(self, path: Path) -> Mapping[str, np.ndarray[Any, Any]]:
+        import safetensors.numpy
+
+        return safetensors.numpy.load_file(path)
+
+
+class NumpySavez(OneFile):
+    """`numpy.savez`."""
+
+    def _write(self, path: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        with path.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+
+    def _read(self, path: Path) -> Mapping[str, np.ndarray[Any, Any]]:
+        with np.load(path) as file:
+            return dict(file)
+
+
+class RawWrite(OneFile):
+    """The bytes and nothing else: what the disk can do."""
+
+    def _write(self, path: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
+        with path.open("wb") as file:
+            for array in arrays.values():
+                file.write(array.data)
+
+
+CONTENDERS = {
+    contender.name: contender
+    for contender in (
+        Contender("flaxckpt", Flaxckpt, restores_parts=True),
+        Contender("flaxckpt unmapped", _unmapped),
+        Contender("flaxckpt compact", _compact),
+        Contender("orbax", OrbaxV0, "orbax"),
+        Contender("orbax uncompressed", _uncompressed, "orbax"),
+        Contender("orbax v1", OrbaxV1, "orbax"),
+        Contender("safetensors", Safetensors, "safetensors"),
+        Contender("numpy savez", NumpySavez),
+        Contender("raw write", RawWrite, restores=False),
+    )
+}

@@ -1,0 +1,154 @@
+"""The states that are saved: first abstract, then filled with values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from jax.sharding import SingleDeviceSharding
+
+PyTree: TypeAlias = Any
+
+
+def train_state(*, quick: bool = False) -> TrainState:
+    """GPT-2 small with AdamW: 446 leaves, 1.49 GB of float32; abstract."""
+    params = _gpt2(layers=2, width=32, vocabulary=200, context=16) if quick else _gpt2()
+    return _with_adamw(params)
+
+
+def _gpt2(
+    layers: int = 12, width: int = 768, vocabulary: int = 50257, context: int = 1024
+) -> PyTree:
+    norm = {"scale": _float(width), "bias": _float(width)}
+    block = {
+        "ln_1": norm,
+        "attn": {"c_attn": _dense(width, 3 * width), "c_proj": _dense(width, width)},
+        "ln_2": norm,
+        "mlp": {"c_fc": _dense(width, 4 * width), "c_proj": _dense(4 * width, width)},
+    }
+    return {
+        "wte": {"embedding": _float(vocabulary, width)},
+        "wpe": {"embedding": _float(context, width)},
+        **{f"h_{i}": block for i in range(layers)},
+        "ln_f": norm,
+    }
+
+
+def perceptron(*, layers: int, width: int) -> TrainState:
+    """Dense layers of equal width with AdamW; abstract."""
+    return _with_adamw({f"layer_{i}": _dense(width, width) for i in range(layers)})
+
+
+def tiny_leaves(count: int) -> PyTree:
+    """Nested dicts of `count` arrays of 8 float32; abstract."""
+    names = [divmod(i, 100) for i in range(count)]
+    state: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
+    for block, leaf in names:
+        state.setdefault(f"block_{block}", {})[f"leaf_{leaf}"] = _float(8)
+    return state
+
+
+def lora(*, quick: bool = False) -> PyTree:
+    """A frozen base, 99 % of the bytes, and adapters to it; abstract."""
+    layers, width = (4, 200) if quick else (24, 2000)
+    rank = width // 200  # two factors of width x rank: 1 % of width x width
+    base = {f"layer_{i}": {"kernel": _float(width, width)} for i in range(layers)}
+    adapters = {
+        f"layer_{i}": {"a": _float(width, rank), "b": _float(rank, width)}
+        for i in range(layers)
+    }
+    return {"base": base, "adapters": adapters}
+
+
+def _dense(inputs: int, outputs: int) -> Mapping[str, jax.ShapeDtypeStruct]:
+    return {"kernel": _float(inputs, outputs), "bias": _float(outputs)}
+
+
+def _float(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _with_adamw(params: PyTree) -> TrainState:
+    tx = optax.adamw(1e-3)
+    state = jax.eval_shape(
+        lambda p: TrainState.create(apply_fn=None, params=p, tx=tx), params
+    )
+    counted: TrainState = state.replace(step=jax.ShapeDtypeStruct((), jnp.int32))
+    return counted
+
+
+def on(device: jax.Device, abstract_state: PyTree) -> PyTree:
+    """`abstract_state`, every leaf of it to be on `device`."""
+    sharding = SingleDeviceSharding(device)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        abstract_state,
+    )
+
+
+def fill(abstract_state: PyTree, *, seed: int = 0) -> PyTree:
+    """Values like those of a trained model, so that they compress as such do.
+
+    Weights and first moments are normal, second moments their squares, counters 1000.
+    """
+    rng = np.random.default_rng(seed)
+
+    def values(path: Any, leaf: jax.ShapeDtypeStruct) -> PyTree:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jax.device_put(np.full(leaf.shape, 1000, leaf.dtype), leaf.sharding)
+        array = rng.standard_normal(leaf.shape, np.float32)
+        array *= 0.02
+        if ".nu" in jax.tree_util.keystr(path):
+            array *= array
+        return jax.device_put(array, leaf.sharding)
+
+    state = jax.tree_util.tree_map_with_path(values, abstract_state)
+    return jax.block_until_ready(state)
+
+
+def copy(state: PyTree) -> PyTree:
+    """The same values in new arrays: what a training step leaves behind."""
+    return jax.block_until_ready(jax.tree.map(jnp.copy, state))
+
+
+def use(state: PyTree) -> None:
+    """Computes with every leaf, and waits for it: a first touch of all memory."""
+    jax.block_until_ready([_sum(leaf) for leaf in jax.tree.leaves(state)])
+
+
+_sum = jax.jit(jnp.sum)
+
+
+def nbytes(abstract_state: PyTree) -> int:
+    """Size of all leaves."""
+    leaves = jax.tree.leaves(abstract_state)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def check_equal(restored: PyTree, saved: PyTree) -> None:
+    """Compares two states bit for bit.
+
+    Raises:
+        ValueError: They differ. A contender that gets it wrong is not measured.
+    """
+    found: Any = jax.tree.structure(restored)
+    wanted: Any = jax.tree.structure(saved)
+    if found != wanted:
+        raise ValueError(f"restored {found}, saved {wanted}")
+    leaves = jax.tree_util.tree_leaves_with_path(restored)
+    for (path, one), other in zip(leaves, jax.tree.leaves(saved), strict=True):
+        if not isinstance(one, jax.Array):
+            raise ValueError(f"{jax.tree_util.keystr(path)} came back as {type(one)}")
+        if one.dtype != other.dtype or not np.array_equal(_bits(one), _bits(other)):
+            raise ValueError(
+                f"{jax.tree_util.keystr(path)} differs from what was saved"
+            )
+
+
+def _bits(array: jax.Array) -> np.ndarray[Any, Any]:
+    return np.asarray(array).view(f"u{array.dtype.itemsize}")

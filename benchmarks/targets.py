@@ -1,0 +1,162 @@
+"""The figures that flaxckpt aims at, and whether a run has met them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from benchmarks.samples import Results, Series
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """At most `limit` times the median of `base`.
+
+    Attributes:
+        what: In words.
+        measured: What is held against it.
+        limit: In units of `base`; of the measurement itself if there is none.
+        base: What it is compared with, in the same run.
+    """
+
+    what: str
+    measured: Series
+    limit: float
+    base: Series | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a run did.
+
+    Attributes:
+        target: By this.
+        value: The ratio of medians, or the median; None if not measured.
+    """
+
+    target: Target
+    value: float | None
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether it is met; None if it was not measured."""
+        return None if self.value is None else self.value <= self.target.limit
+
+
+def judge(results: Results, targets: Iterable[Target]) -> list[Verdict]:
+    """Holds the medians of a run against `targets`."""
+    return [Verdict(target, _value(results, target)) for target in targets]
+
+
+def _value(results: Results, target: Target) -> float | None:
+    if target.measured not in results:
+        return None
+    value = results[target.measured].median
+    if target.base is None:
+        return value
+    if target.base not in results or results[target.base].median <= 0:
+        return None
+    return value / results[target.base].median
+
+
+def _against(
+    what: str, case: str, figure: str, ours: str, limits: dict[str, float]
+) -> list[Target]:
+    """Targets for one figure of ours against the same of others."""
+    measured = Series(case, figure, ours)
+    return [
+        Target(f"{what}, to {other}", measured, limit, Series(case, figure, other))
+        for other, limit in limits.items()
+    ]
+
+
+def _frozen(kind: str) -> Target:
+    return Target(
+        f"second save, 99 % {kind}, to the first",
+        Series("frozen", f"second save, {kind}", "flaxckpt"),
+        0.03,
+        Series("frozen", "first save", "flaxckpt"),
+    )
+
+
+_STATE = "train_state"
+_USED = "restore and use"
+
+TARGETS: tuple[Target, ...] = (
+    *_against(
+        "commit",
+        _STATE,
+        "commit",
+        "flaxckpt",
+        {"orbax": 0.35, "orbax uncompressed": 1.05, "raw write": 1.5},
+    ),
+    *_against("blocking", _STATE, "blocking", "flaxckpt", {"orbax": 0.25}),
+    *_against(
+        "restore and first use",
+        _STATE,
+        _USED,
+        "flaxckpt",
+        {"orbax": 0.15, "orbax uncompressed": 0.25},
+    ),
+    *_against(
+        "the same, unmapped",
+        _STATE,
+        _USED,
+        "flaxckpt unmapped",
+        {"orbax": 0.6, "orbax uncompressed": 1.0},
+    ),
+    Target(
+        "params only, to all",
+        Series(_STATE, "params only and use", "flaxckpt"),
+        0.45,
+        Series(_STATE, _USED, "flaxckpt"),
+    ),
+    Target("memory of a save", Series("memory", "save", "flaxckpt"), 0.05),
+    Target("memory of a restore", Series("memory", "restore", "flaxckpt"), 0.05),
+    Target(
+        "the same, unmapped", Series("memory", "restore", "flaxckpt unmapped"), 1.05
+    ),
+    *_against("compact: size", _STATE, "size", "flaxckpt compact", {"orbax": 0.96}),
+    *_against("compact: commit", _STATE, "commit", "flaxckpt compact", {"orbax": 0.6}),
+    *(
+        target
+        for leaves in ("2,000 leaves", "20,000 leaves")
+        for way, figure in (("commit", "commit"), ("restore and first use", _USED))
+        for target in _against(
+            f"{leaves}: {way}",
+            "tiny",
+            f"{leaves}: {figure}",
+            "flaxckpt",
+            {"orbax": 0.1},
+        )
+    ),
+    *_against(
+        "open 1,000 steps", "steps", "1,000 steps: open", "flaxckpt", {"orbax": 0.2}
+    ),
+    *_against("stall of a save", "loop", "stall", "flaxckpt", {"orbax": 0.5}),
+    _frozen("same arrays"),
+    _frozen("equal arrays"),
+    Target(
+        "import, to jax, flax, optax, tensorstore",
+        Series("imports", "import", "flaxckpt"),
+        1.15,
+        Series("imports", "import", "its dependencies"),
+    ),
+    Target(
+        "planning 100,000 leaves, seconds",
+        Series("planning", "100,000 leaves", "flaxckpt"),
+        2.0,
+    ),
+    Target(
+        "the same, to 10,000 (linear: 10)",
+        Series("planning", "100,000 leaves", "flaxckpt"),
+        12.0,
+        Series("planning", "10,000 leaves", "flaxckpt"),
+    ),
+    Target(
+        "blocking on a GPU, to the copy alone",
+        Series("gpu", "blocking", "flaxckpt"),
+        1.0,
+        Series("gpu", "blocking", "device to host"),
+    ),
+)
