@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -101,12 +102,14 @@ class RawArray(NamedTuple):
         name: Which array.
         ocdbt: Whether `root` is a database.
         encoding: How its chunks are encoded.
+        digests: File of the database -> its digest; empty if they are not recorded.
     """
 
     root: Path
     name: str
     ocdbt: bool
     encoding: _zarr.Encoding
+    digests: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

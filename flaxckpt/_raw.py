@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import _blocks, _dtypes, _layout, _threads, _zarr
+from flaxckpt import _blocks, _dtypes, _layout, _storage, _threads, _zarr
 from flaxckpt._blocks import Block, Bytes
 from flaxckpt._info import LeafInfo, RawArray
 from flaxckpt._types import Shape
@@ -29,6 +29,8 @@ _THREADS = 8
 _MAPPED_FROM = 64 * 2**10
 """Smaller arrays are read: a map takes whole pages, and one of the 65,530 maps that
 Linux lets a process have."""
+
+_MAX_DIGESTED_BYTES = 2**30
 
 
 class Reading:
@@ -221,18 +223,40 @@ def _fill(
 
 
 class Databases:
-    """The databases that are read together, each of them opened once."""
+    """The databases that are read together, each opened and verified once."""
 
     def __init__(self, context: ts.Context) -> None:
         self.context = context
         self._opened: dict[Path, ts.KvStore] = {}
+        self._faults: dict[Path, Exception] = {}
 
-    def at(self, root: Path) -> ts.KvStore:
-        """The database in the directory `root`."""
+    def open(self, raw: RawArray, *, verify: bool) -> ts.KvStore:
+        """The database that holds an array.
+
+        Raises:
+            ValueError, OSError: It has changed since it was written, or is missing.
+        """
+        root = raw.root
+        if root in self._faults:
+            raise self._faults[root]
         if root not in self._opened:
-            spec = _zarr.kvstore(root, "", ocdbt=True)
-            self._opened[root] = ts.KvStore.open(spec, context=self.context).result()
+            try:
+                if verify:
+                    _check_digests(root, raw.digests)
+                spec = _zarr.kvstore(root, "", ocdbt=True)
+                opened = ts.KvStore.open(spec, context=self.context).result()
+            except (ValueError, OSError) as error:
+                self._faults[root] = error
+                raise
+            self._opened[root] = opened
         return self._opened[root]
+
+
+def _check_digests(root: Path, digests: Mapping[str, str]) -> None:
+    for name, recorded in digests.items():
+        content = _storage.read(root / name, max_bytes=_MAX_DIGESTED_BYTES)
+        if _storage.digest(content) != recorded:
+            raise ValueError(f"{name} has changed since it was written")
 
 
 def from_database(
@@ -245,7 +269,8 @@ def from_database(
 ) -> Reading:
     """Reads `regions` of an array from a database."""
     form = _Form(raw, info)
-    values = databases.at(raw.root)
+    values = databases.open(raw, verify=verify)
+    verify = verify and not raw.digests  # or all of it is verified already
     metadata = (
         values.read(_zarr.database_key(raw.name, _zarr.METADATA)) if verify else None
     )

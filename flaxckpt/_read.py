@@ -94,13 +94,19 @@ def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
     for batch in _batches(jobs, options.max_concurrent_bytes):
         reading = [_begin(work, options, databases) for work in batch]
         _raw.run(reading)
+        # First all values, then all arrays: threads that read, and those by which jax
+        # takes memory over, slow each other down.
+        blocks = []
         for work, begun in zip(batch, reading, strict=True):
-            path = work.job.wanted.path
             try:
-                blocks = _cut(work.reads, begun.result())
-                values[path] = _place.assemble(blocks, work.job.found, work.job.wanted)
+                blocks.append((work.job, _cut(work.reads, begun.result())))
             except (ValueError, OSError) as error:
-                faults[path] = _first_words(error)
+                faults[work.job.wanted.path] = _first_words(error)
+        for job, parts in blocks:
+            try:
+                values[job.wanted.path] = _place.assemble(parts, job.found, job.wanted)
+            except ValueError as error:
+                faults[job.wanted.path] = _first_words(error)
     if faults:
         raise _damaged(jobs[0].stored.root, faults)
     return values

@@ -21,6 +21,7 @@ from flaxckpt import (
     _read,
     _steps,
     _storage,
+    _threads,
     _tree,
     datasets,
     errors,
@@ -210,6 +211,7 @@ def summary(steps: list[int]) -> str:
     return f"steps {shown}"
 
 
+@_threads.no_collection()
 def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Stored:
     """Reads everything of a checkpoint but its arrays."""
     return formats.detect(path).read(path, step=step, resolve=_flax.resolver(types))
@@ -218,6 +220,7 @@ def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Sto
 # ---- doing ------------------------------------------------------------------------
 
 
+@_threads.no_collection()
 def restore(
     stored: Stored, abstract_state: PyTree | None, options: _plan.Options
 ) -> PyTree:

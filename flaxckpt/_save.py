@@ -265,6 +265,7 @@ def _log_saved(path: Path, written: int, total: float, blocked: float) -> None:
 # ---- on the caller's thread -----------------------------------------------------
 
 
+@_threads.no_collection()
 def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     """Plans the save and takes the state's values.
 
@@ -425,18 +426,26 @@ def _execute(snapshot: Snapshot, previous: _write.Previous | None) -> int:
 def _write_and_commit(
     snapshot: Snapshot, temporary: Path, previous: _write.Previous | None
 ) -> int:
-    options = snapshot.options
-    with _threads.beside(lambda: _write_metadata(snapshot, temporary)):
+    contents = _contents(snapshot)
+    made: dict[str, bytes] = {}
+
+    @_threads.no_collection()
+    def describe() -> None:
+        made.update(_orbax.files(contents))
+        _write_new(temporary, made)
+
+    with _threads.beside(describe):
         _write.write(
             temporary / _orbax.STATE,
             snapshot.arrays,
             encoding=snapshot.encoding,
             ocdbt=snapshot.ocdbt,
             previous=previous,
-            max_concurrent_bytes=options.max_concurrent_bytes,
+            max_concurrent_bytes=snapshot.options.max_concurrent_bytes,
         )
+    _write_new(temporary, _orbax.seal(contents, made, temporary))
     written = _storage.sync_tree(temporary)
-    if options.overwrite and snapshot.final.exists():
+    if snapshot.options.overwrite and snapshot.final.exists():
         _storage.exchange(temporary, snapshot.final)
         _storage.remove_tree(temporary)
     else:
@@ -444,9 +453,9 @@ def _write_and_commit(
     return written
 
 
-def _write_metadata(snapshot: Snapshot, temporary: Path) -> None:
+def _contents(snapshot: Snapshot) -> _orbax.Contents:
     options = snapshot.options
-    contents = _orbax.Contents(
+    return _orbax.Contents(
         options.step,
         snapshot.infos,
         snapshot.structure,
@@ -460,8 +469,11 @@ def _write_metadata(snapshot: Snapshot, temporary: Path) -> None:
         time.time(),
         _versions(),
     )
-    for name, content in _orbax.files(contents).items():
-        path = temporary / name
+
+
+def _write_new(root: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         _storage.write(path, content)
 

@@ -39,6 +39,7 @@ _RESERVED = frozenset(
     (_TREE, _SHARDING, _STRINGS, "array_metadatas", "manifest.ocdbt", "d")
 )
 _MAX_NAME_BYTES = 240
+_SMALL_DATABASE_BYTES = 64 * 2**20
 _PREFERRED_ITEMS = (STATE, "default", "pytree")
 _NOT_ITEMS = frozenset((DATASET, METRICS))
 
@@ -80,10 +81,9 @@ class Contents:
 
 
 def files(contents: Contents) -> dict[str, bytes]:
-    """The files of a checkpoint beside its arrays: relative path -> content.
+    """The files of a checkpoint: relative path -> content.
 
-    Every one of them but the metrics, which may be written anew later, has its
-    digest in the manifest, and the manifest has its own in `commit_success.txt`.
+    All but its arrays, and but those that `seal` makes when everything else is there.
     """
     made = {
         _CHECKPOINT: _checkpoint_metadata(contents),
@@ -97,14 +97,33 @@ def files(contents: Contents) -> dict[str, bytes]:
         made[f"{STATE}/{_STRINGS}"] = _orbax_json.strings(contents.strings)
     for name, content in contents.dataset.items():
         made[f"{DATASET}/{name}"] = content
-    manifest = _manifest(contents, made)
     if contents.metrics:
         made[f"{METRICS}/{METRICS}"] = _orbax_json.dumps(dict(contents.metrics))
-    made[_orbax_json.MANIFEST] = manifest
-    made[_COMMITTED] = _orbax_json.dumps(
-        {_orbax_json.MANIFEST: _storage.digest(manifest)}
-    )
     return made
+
+
+def seal(contents: Contents, made: Mapping[str, bytes], root: Path) -> dict[str, bytes]:
+    """The manifest and its own digest: relative path -> content.
+
+    The manifest has the digest of every file in `made` but the metrics, which may be
+    written anew later, and of a small database under `root`, which is verified as a
+    whole: that is faster than each of its values.
+    """
+    digests = {
+        name: _storage.digest(text)
+        for name, text in made.items()
+        if not name.startswith(METRICS)
+    }
+    if contents.ocdbt:
+        database = [root / STATE / "manifest.ocdbt", *(root / STATE / "d").glob("*")]
+        database = [file for file in database if file.is_file()]  # none without arrays
+        if sum(file.stat().st_size for file in database) <= _SMALL_DATABASE_BYTES:
+            for file in database:
+                name = file.relative_to(root).as_posix()
+                digests[name] = _storage.digest(file.read_bytes())
+    manifest = _manifest(contents, digests)
+    digest = _orbax_json.dumps({_orbax_json.MANIFEST: _storage.digest(manifest)})
+    return {_orbax_json.MANIFEST: manifest, _COMMITTED: digest}
 
 
 def _checkpoint_metadata(contents: Contents) -> bytes:
@@ -125,7 +144,7 @@ def _checkpoint_metadata(contents: Contents) -> bytes:
     )
 
 
-def _manifest(contents: Contents, made: Mapping[str, bytes]) -> bytes:
+def _manifest(contents: Contents, digests: Mapping[str, str]) -> bytes:
     return _orbax_json.dumps(
         {
             "format": "flaxckpt",
@@ -136,7 +155,7 @@ def _manifest(contents: Contents, made: Mapping[str, bytes]) -> bytes:
             "encoding": contents.encoding._asdict(),
             "leaves": [_orbax_json.leaf_row(info) for info in contents.infos],
             "structure": _tree.to_json(contents.structure),
-            "digests": {name: _storage.digest(text) for name, text in made.items()},
+            "digests": digests,
         }
     )
 
@@ -366,7 +385,17 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
             f"{path / _orbax_json.MANIFEST} is not a manifest: {str(error)[:200]}"
         ) from None
     strings = _read_strings(path / STATE, infos, digests)
-    arrays = _Arrays(path / STATE, 3, ocdbt, encoding=encoding)
+    arrays = _Arrays(
+        path / STATE,
+        3,
+        ocdbt,
+        encoding=encoding,
+        digests={
+            name.removeprefix(f"{STATE}/"): digest
+            for name, digest in digests.items()
+            if _is_of_database(name)
+        },
+    )
     return Stored(
         _checkpoint_info(path, "flaxckpt", step, infos, digests),
         _table(path, infos, arrays, strings),
@@ -405,6 +434,10 @@ def _read_strings(
         ) from None
 
 
+def _is_of_database(name: str) -> bool:
+    return name == f"{STATE}/manifest.ocdbt" or name.startswith(f"{STATE}/d/")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Arrays:
     """Where the arrays of a checkpoint are.
@@ -415,6 +448,7 @@ class _Arrays:
         ocdbt: Whether `root` is a database.
         strict: Whether a missing chunk is damage; else it is zeros.
         encoding: Of their chunks; None if only each array's metadata tells.
+        digests: File of the database -> its digest, if they are recorded.
     """
 
     root: Path
@@ -422,6 +456,7 @@ class _Arrays:
     ocdbt: bool
     strict: bool = True
     encoding: _zarr.Encoding | None = None
+    digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def opener(self, name: str) -> Callable[[ts.Context], ts.Future[ts.TensorStore]]:
         return functools.partial(
@@ -438,7 +473,7 @@ class _Arrays:
             return None
         if not _zarr.is_raw(self.encoding, *_layout.stored_form(info)):
             return None
-        return RawArray(self.root, name, self.ocdbt, self.encoding)
+        return RawArray(self.root, name, self.ocdbt, self.encoding, self.digests)
 
 
 def _table(
