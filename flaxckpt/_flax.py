@@ -61,16 +61,17 @@ def flatten(state: PyTree) -> FlatState:
         LeafNameError: Two leaves have one path.
     """
     tree, restore_objects = _split_objects(state)
-    flat = _tree.flatten(tree, boxes=BOXES)
-    structure = flat.structure
     table: LeafTable = {}
     faults: dict[LeafPath, str] = {}
-    for path, entry in flat.entries.items():
+
+    def enter(path: LeafPath, entry: _tree.Entry) -> None:
         info = _info.describe(path, entry)
         if isinstance(info, str):
             faults[path] = info
         else:
             table[path] = Leaf(info, None if entry.is_empty else entry.value)
+
+    structure = _tree.walk(tree, enter, boxes=BOXES)
     if faults:
         raise errors.UnsupportedLeafError(faults)
     # Without objects, none of them is an optimizer.

@@ -271,7 +271,7 @@ def describe(path: LeafPath, entry: _tree.Entry) -> LeafInfo | str:
         return LeafInfo(path, keys, "empty", _empty_type(value))
     if isinstance(value, jax.core.Tracer):
         return "a traced value, which exists only inside a jax transformation"
-    if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+    if isinstance(value, _JAX_TYPES):
         return _describe_jax(path, keys, value)
     if isinstance(value, np.ndarray | np.generic):
         dtype = _dtypes.name(value.dtype)
@@ -296,6 +296,8 @@ def describe(path: LeafPath, entry: _tree.Entry) -> LeafInfo | str:
         )
     return f"a {type(value).__module__}.{type(value).__qualname__}"
 
+
+_JAX_TYPES = (jax.Array, jax.ShapeDtypeStruct)
 
 _PYTHON_NUMBERS: dict[type, str] = {
     bool: "bool",

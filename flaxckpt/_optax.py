@@ -195,22 +195,41 @@ def _adapted(param: Param, shape: Shape) -> Spec | None:
 
 
 class Known(NamedTuple):
-    """What is known of an optimizer leaf in a state in optax's own classes.
+    """What is known of the leaves in one field of a transform's state.
 
     Attributes:
-        role: What it is.
-        fields: All fields of its transform's state; empty if it belongs to none.
+        state_class: Of the innermost transform's state; empty if there is none.
+        field: The field.
+        fields: All fields of that state.
+        skip: Length of a leaf's path up to what is below the field.
+        optimizer: Path of the whole optimizer's state.
+        optimizer_keys: The same, key by key.
     """
 
-    role: Role
+    state_class: str
+    field: str
     fields: frozenset[str]
+    skip: int
+    optimizer: LeafPath
+    optimizer_keys: Keys
+
+    def role(self, path: LeafPath) -> Role:
+        """What the leaf at `path` is."""
+        return Role(self.state_class, self.field, path[self.skip :], self.optimizer)
+
+
+def _known(
+    state_class: str, field: str, fields: frozenset[str], keys: Keys, optimizer: Keys
+) -> Known:
+    skip = len(_tree.join(keys)) + 1 if keys else 0
+    return Known(state_class, field, fields, skip, _tree.join(optimizer), optimizer)
 
 
 def roles(
     structure: _tree.Node | LeafPath,
     optimizer_states: Iterable[tuple[Keys, _tree.Node | LeafPath]] = (),
 ) -> dict[LeafPath, Known]:
-    """The roles of all leaves that belong to optimizer states.
+    """What is known of all leaves that belong to optimizer states, by leaf path.
 
     Those are the leaves in the state of a transform of optax, and all below a key
     `opt_state`.
@@ -223,48 +242,16 @@ def roles(
     found: dict[LeafPath, Known] = {}
     _collect(structure, (), "", None, None, found)
     for keys, node in optimizer_states:
-        owner = _owner("", "", frozenset(), keys, keys)
+        owner = _known("", "", frozenset(), keys, keys)
         _collect(node, keys, _tree.join(keys) + "/" if keys else "", owner, None, found)
     return found
-
-
-class _Owner(NamedTuple):
-    """Whom a leaf belongs to.
-
-    Attributes:
-        state_class: Of the innermost transform's state; empty if there is none.
-        field: In which field of it the leaf is.
-        fields: All its fields.
-        skip: Length of the leaf path up to what is below that field.
-        optimizer: Path of the whole optimizer's state.
-        optimizer_keys: The same, key by key.
-    """
-
-    state_class: str
-    field: str
-    fields: frozenset[str]
-    skip: int
-    optimizer: LeafPath
-    optimizer_keys: Keys
-
-    def known(self, path: LeafPath) -> Known:
-        """What is known of its leaf at `path`."""
-        role = Role(self.state_class, self.field, path[self.skip :], self.optimizer)
-        return Known(role, self.fields)
-
-
-def _owner(
-    state_class: str, field: str, fields: frozenset[str], keys: Keys, optimizer: Keys
-) -> _Owner:
-    skip = len(_tree.join(keys)) + 1 if keys else 0
-    return _Owner(state_class, field, fields, skip, _tree.join(optimizer), optimizer)
 
 
 def _collect(
     node: _tree.Node | LeafPath,
     keys: Keys,
     prefix: LeafPath,
-    owner: _Owner | None,
+    owner: Known | None,
     chain: Keys | None,
     found: dict[LeafPath, Known],
 ) -> None:
@@ -280,8 +267,7 @@ def _collect(
     """
     if isinstance(node, str):
         if owner is not None:
-            path = _tree.join(keys)
-            found[path] = owner.known(path)
+            found[_tree.join(keys)] = owner
         return
     is_transform = not node.is_box and _is_transform(node, owner)
     if node.type == "tuple":
@@ -293,13 +279,12 @@ def _collect(
         is_optimizer = owner is None and key.name == "opt_state"
         if isinstance(child, str) and not is_transform and not is_optimizer:
             if owner is not None:
-                path = prefix + child
-                found[path] = owner.known(path)
+                found[prefix + child] = owner
             continue
         inner = keys if node.is_box else (*keys, key)
         child_owner = owner
         if is_transform:
-            child_owner = _owner(
+            child_owner = _known(
                 node.type.partition(":")[2],
                 str(key.name),
                 frozenset([str(field.name) for field in node.keys]),
@@ -309,7 +294,7 @@ def _collect(
                 else owner.optimizer_keys,
             )
         elif is_optimizer:
-            child_owner = _owner("", "", frozenset(), inner, inner)
+            child_owner = _known("", "", frozenset(), inner, inner)
         _collect(child, inner, prefix, child_owner, chain, found)
 
 
@@ -319,9 +304,11 @@ def exists(state_class: str) -> bool:
     return any(hasattr(module, state_class) for module in modules)
 
 
-def _is_transform(node: _tree.Node, owner: _Owner | None) -> bool:
+def _is_transform(node: _tree.Node, owner: Known | None) -> bool:
     """Whether `node` is a transform's state: a named tuple of optax, or within one."""
-    is_named_tuple = ":" in node.type and all(key.kind == "attr" for key in node.keys)
+    if ":" not in node.type:
+        return False
+    is_named_tuple = all(key.kind == "attr" for key in node.keys)
     # LookaheadParams, for one, is a named tuple of optax that holds parameters.
     is_optax_state = node.type.startswith("optax") and node.type.endswith("State")
     return is_named_tuple and (owner is not None or is_optax_state)

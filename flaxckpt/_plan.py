@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import difflib
+import functools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import jax
@@ -275,19 +277,24 @@ class _Planner:
     ) -> None:
         self._stored = stored
         self._table = table
+        self._abstract_state = abstract_state
         self._options = options
         self._flat = _flax.flatten(abstract_state)
         self._roles = _optax.roles(self._flat.structure, self._flat.optimizer_states)
-        self._can_init = tuple(
-            _tree.join(part.state_keys) + "/"
-            for part in _flax.optimizers(abstract_state)
-        )
         self._leaves: dict[LeafPath, LeafPlan] = {}
         self._jobs: list[_read.ReadJob] = []
         self._given: dict[LeafPath, Any] = {}
         self._fresh: list[LeafInfo] = []
         self._problems: list[Mismatch] = []
         self._finder = _Finder(table)
+
+    @functools.cached_property
+    def _can_init(self) -> tuple[str, ...]:
+        """How paths in optimizer states begin that `tx.init` can make anew."""
+        return tuple(
+            _tree.join(part.state_keys) + "/"
+            for part in _flax.optimizers(self._abstract_state)
+        )
 
     def plan(self) -> tuple[RestorePlan, Recipe]:
         """Decides every leaf."""
@@ -326,12 +333,13 @@ class _Planner:
         takers: dict[LeafPath, list[LeafPath]] = {}
         for path, sources in chosen.items():
             known = self._roles.get(path)
-            if len(sources) == 1 and known is not None and known.role.param:
+            if len(sources) == 1 and known is not None and known.role(path).param:
                 takers.setdefault(sources[0], []).append(path)
         for source, paths in takers.items():
-            for path in paths if len(paths) > 1 else ():
-                if self._at(path) != source:
-                    is_kept = any(self._at(other) == source for other in paths)
+            elsewhere = [path for path in paths if self._at(path) != source]
+            if len(paths) > 1:
+                is_kept = len(elsewhere) < len(paths)
+                for path in elsewhere:
                     chosen[path] = [] if is_kept else [source, source]
         return chosen
 
@@ -360,9 +368,10 @@ class _Planner:
         exact = self._at(path)
         if known is None or self._options.optimizer == "exact":
             return [] if exact is None else [exact]
-        if exact is not None and self._finder.plays(exact, known):
+        role = known.role(path)
+        if exact is not None and self._finder.plays(exact, role, known.fields):
             return [exact]
-        return self._finder.find(known)
+        return self._finder.find(role, known.fields)
 
     def _at(self, path: LeafPath) -> LeafPath | None:
         """The stored leaf at `path`; Orbax ends those of boxes and NNX in `/value`."""
@@ -448,55 +457,93 @@ class _Finder:
 
     def __init__(self, table: LeafTable) -> None:
         self._table = table
-        self._by_role: dict[Role, list[LeafPath]] = {}
-        self._by_ending: dict[str, list[LeafPath]] = {}
-        self._children: dict[LeafPath, set[str]] = {}
-        for path, leaf in table.items():
-            role = leaf.info.role
-            if role is not None and leaf.info.kind != "empty":
-                self._by_role.setdefault(role, []).append(path)
-            self._enter(path, leaf)
+        self._found: dict[Role, list[LeafPath]] = {}
 
-    def _enter(self, path: LeafPath, leaf: Leaf) -> None:
-        parts = path.removesuffix("/value").split("/")
-        for n, part in enumerate(parts):
-            self._children.setdefault("/".join(parts[:n]), set()).add(part)
-            if leaf.info.role is None and leaf.info.kind != "empty":
-                self._by_ending.setdefault("/".join(parts[n:]), []).append(path)
+    @functools.cached_property
+    def _by_role(self) -> dict[Role, list[LeafPath]]:
+        by_role: dict[Role, list[LeafPath]] = {}
+        for path, leaf in self._table.items():
+            if leaf.info.role is not None and leaf.info.kind != "empty":
+                by_role.setdefault(leaf.info.role, []).append(path)
+        return by_role
 
-    def plays(self, path: LeafPath, known: _optax.Known) -> bool:
-        """Whether the stored leaf at `path` has the role that is known of a wanted one.
+    @functools.cached_property
+    def _by_ending(self) -> dict[str, list[LeafPath]]:
+        """Leaves without a role, sorted, by each end of their paths."""
+        by_ending: dict[str, list[LeafPath]] = {}
+        for path in sorted(self._table):
+            info = self._table[path].info
+            if info.role is None and info.kind != "empty":
+                for ending in _endings(path.removesuffix("/value")):
+                    by_ending.setdefault(ending, []).append(path)
+        return by_ending
+
+    @functools.cached_property
+    def _children(self) -> dict[LeafPath, set[str]]:
+        """What is right below each container, by its path."""
+        children: dict[LeafPath, set[str]] = {}
+        for path in self._table:
+            inner = path.removesuffix("/value")
+            while inner:
+                container, _, name = inner.rpartition("/")
+                names = children.setdefault(container, set())
+                if name in names:
+                    break  # and so are the containers around it
+                names.add(name)
+                inner = container
+        return children
+
+    def plays(self, path: LeafPath, role: Role, fields: frozenset[str]) -> bool:
+        """Whether the stored leaf at `path` has the role of a wanted one.
 
         Optax renames the classes of its states now and then, so the same fields in the
         same place will do.
+
+        Args:
+            path: Of the stored leaf.
+            role: That of the wanted one.
+            fields: All fields of the state that the wanted one belongs to.
         """
-        role, found = known.role, self._table[path].info.role
+        found = self._table[path].info.role
         if found is not None and found[:3] == role[:3]:
             return True
         if found is not None and _optax.exists(found.state_class):
             return False  # Adam's and AdaBelief's states have the same fields
-        if not known.fields:
+        if not fields:
             return found is None or not found.state_class
         ending = _ending(role)
         bare = path.removesuffix("/value")
         if not bare.endswith(f"/{ending}") and bare != ending:
             return False
         container = bare[: -len(ending)].rstrip("/")
-        return self._children.get(container, set()) == set(known.fields)
+        return self._children.get(container, set()) == fields
 
-    def find(self, known: _optax.Known) -> list[LeafPath]:
+    def find(self, role: Role, fields: frozenset[str]) -> list[LeafPath]:
         """All stored leaves that may be the wanted one, in whichever place."""
-        role = known.role
         if same := self._by_role.get(role):
             return same
-        if not known.fields:
+        if not fields:
             return []
-        inside = f"{role.optimizer}/" if role.optimizer else ""
-        return [
-            path
-            for path in self._by_ending.get(_ending(role), ())
-            if path.startswith(inside) and self.plays(path, known)
-        ]
+        if role not in self._found:
+            inside = f"{role.optimizer}/" if role.optimizer else ""
+            paths = self._by_ending.get(_ending(role), [])
+            # Those of one optimizer stand together.
+            start = stop = bisect.bisect_left(paths, inside)
+            while stop < len(paths) and paths[stop].startswith(inside):
+                stop += 1
+            self._found[role] = [
+                path for path in paths[start:stop] if self.plays(path, role, fields)
+            ]
+        return self._found[role]
+
+
+def _endings(path: LeafPath) -> Iterator[str]:
+    """`a/b/c`, `b/c` and `c`, of the path `a/b/c`."""
+    yield path
+    start = path.find("/")
+    while start >= 0:
+        yield path[start + 1 :]
+        start = path.find("/", start + 1)
 
 
 def _ending(role: Role) -> LeafPath:

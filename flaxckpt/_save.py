@@ -280,23 +280,19 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     flat = _flax.flatten(state)
     roles = _optax.roles(flat.structure, flat.optimizer_states)
     table = transforms.apply(options.transforms, flat.table)
-    infos = tuple(
-        [
-            _layout.with_chunk_shape(
-                leaf.info,
-                options.layout,
-                role=known.role if (known := roles.get(path)) else None,
-            )
-            for path, leaf in table.items()
-        ]
-    )
+    for path, leaf in table.items():
+        known = roles.get(path)
+        role = None if known is None else known.role(path)
+        info = _layout.with_chunk_shape(leaf.info, options.layout, role=role)
+        table[path] = Leaf(info, leaf.source)
+    infos = tuple([leaf.info for leaf in table.values()])
     names = [_orbax_json.param_name(info.keys) for info in infos]
     ocdbt = _uses_ocdbt(infos, names, options.layout)
     _orbax.check_names(infos, names, ocdbt=ocdbt)
     arrays = [
-        (name, info.chunk_shape, Leaf(info, table[info.path].source))
-        for name, info in zip(names, infos, strict=True)
-        if info.chunk_shape is not None
+        (name, leaf.info.chunk_shape, leaf)
+        for name, leaf in zip(names, table.values(), strict=True)
+        if leaf.info.chunk_shape is not None
     ]
     return Snapshot(
         final,

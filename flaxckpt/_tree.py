@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -35,6 +35,9 @@ class Key(NamedTuple):
     kind: Literal["key", "attr", "index"]
 
 
+Rebuild: TypeAlias = Callable[[Sequence[Key], Sequence[Any]], Any]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
     """One container of a pytree.
@@ -43,7 +46,7 @@ class Node:
         type: `dict`, `list`, `tuple`, `None`, or `module:qualname` of the class.
         keys: How each child is reached.
         children: A `Node` for a container, the leaf path for a leaf.
-        rebuild: Makes the container anew from its children's values.
+        rebuild: Makes the container anew from its keys and its children's values.
         static: Its JSON-able fields that are no children (`DynamicScale.factor`).
         is_box: A wrapper around one value, such as `nnx.Param`; not part of the path.
     """
@@ -51,7 +54,7 @@ class Node:
     type: str
     keys: tuple[Key, ...]
     children: tuple[Node | LeafPath, ...]
-    rebuild: Callable[[Sequence[Any]], Any]
+    rebuild: Rebuild
     static: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
     is_box: bool = False
 
@@ -110,61 +113,97 @@ def flatten(tree: PyTree, *, boxes: tuple[type, ...] = ()) -> FlatTree:
         LeafNameError: Two leaves have one path, or a key is neither str nor int.
     """
     entries: dict[LeafPath, Entry] = {}
-    faults: dict[str, str] = {}
-    leaf_types: set[type] = set()
+    return FlatTree(entries, walk(tree, entries.__setitem__, boxes=boxes))
+
+
+def walk(
+    tree: PyTree,
+    enter: Callable[[LeafPath, Entry], None],
+    *,
+    boxes: tuple[type, ...] = (),
+) -> Node | LeafPath:
+    """Like `flatten`, but hands each leaf to `enter` and returns the structure only.
+
+    Raises:
+        LeafNameError: As for `flatten`; not all leaves have been entered then.
+    """
     # Most names recur, in a parameter and its moments: let their keys be one object.
     make_key = functools.lru_cache(maxsize=None, typed=True)(Key)
-
-    def visit(value: Any, keys: tuple[Key, ...], path: LeafPath) -> Node | LeafPath:
-        if len(keys) >= MAX_DEPTH // 2:
-            raise errors.LeafNameError(
-                {f"{path[:60]} …": f"is nested {len(keys)} deep"}, "Flatten the state."
-            )
-        cls = type(value)
-        parts = None if cls in leaf_types else _decompose(value, boxes, make_key)
-        if parts is None or not parts.children:
-            if path in entries:
-                faults[path] = "two leaves have this path"
-            entries[path] = Entry(keys, value, parts is not None)
-            if parts is None:
-                leaf_types.add(cls)
-                return path
-        if parts.is_box:
-            children = [visit(child, keys, path) for child in parts.children]
-        else:
-            children = []
-            for key, child in zip(parts.keys, parts.children, strict=True):
-                name = key.name
-                if type(name) is not str and type(name) is not int:
-                    kind = type(name).__name__
-                    faults[path or "(root)"] = f"has the key {name!r} of type {kind}"
-                    continue
-                name = _escape(str(name))
-                children.append(
-                    visit(child, (*keys, key), f"{path}/{name}" if keys else name)
-                )
-        return Node(
-            parts.type,
-            parts.keys,
-            tuple(children),
-            parts.rebuild,
-            parts.static,
-            parts.is_box,
-        )
-
-    structure = visit(tree, (), "")
-    if faults:
+    walker = _Walker(enter, boxes, make_key, set(), set(), {})
+    structure = _visit(walker, tree, (), "")
+    if walker.faults:
         raise errors.LeafNameError(
-            faults, "Use str or int keys, each of them once when written as text."
+            walker.faults,
+            "Use str or int keys, each of them once when written as text.",
         )
-    return FlatTree(entries, structure)
+    return structure
+
+
+class _Walker(NamedTuple):
+    """What is known all over a tree.
+
+    No closure takes its place: one that calls itself would be kept, and the leaves
+    with it, until the garbage collector comes by.
+    """
+
+    enter: Callable[[LeafPath, Entry], None]
+    boxes: tuple[type, ...]
+    make_key: Callable[[Any, Any], Key]
+    leaf_types: set[type]
+    seen: set[LeafPath]
+    faults: dict[str, str]
+
+
+def _visit(
+    walker: _Walker, value: Any, keys: tuple[Key, ...], path: LeafPath
+) -> Node | LeafPath:
+    if len(keys) >= MAX_DEPTH // 2:
+        raise errors.LeafNameError(
+            {f"{path[:60]} …": f"is nested {len(keys)} deep"}, "Flatten the state."
+        )
+    # Whether a value is a leaf is decided by its class alone, in jax too.
+    is_leaf = type(value) in walker.leaf_types
+    parts = None if is_leaf else _decompose(value, walker.boxes, walker.make_key)
+    if parts is None or not parts.children:
+        if path in walker.seen:
+            walker.faults[path] = "two leaves have this path"
+        walker.seen.add(path)
+        walker.enter(path, Entry(keys, value, parts is not None))
+        if parts is None:
+            walker.leaf_types.add(type(value))
+            return path
+    if parts.is_box:
+        children = [_visit(walker, child, keys, path) for child in parts.children]
+    else:
+        children = []
+        for key, child in zip(parts.keys, parts.children, strict=True):
+            name = key.name
+            if type(name) is not str and type(name) is not int:
+                fault = f"has the key {name!r} of type {type(name).__name__}"
+                walker.faults[path or "(root)"] = fault
+                continue
+            name = _escape(str(name))
+            inner = f"{path}/{name}" if keys else name
+            children.append(_visit(walker, child, (*keys, key), inner))
+    return Node(
+        parts.type,
+        parts.keys,
+        tuple(children),
+        parts.rebuild,
+        parts.static,
+        parts.is_box,
+    )
 
 
 def unflatten(structure: Node | LeafPath, values: Mapping[LeafPath, Any]) -> PyTree:
     """Puts `values` (leaf path -> leaf) back into the containers of `structure`."""
     if isinstance(structure, str):
         return values[structure]
-    return structure.rebuild([unflatten(c, values) for c in structure.children])
+    children = [
+        values[child] if isinstance(child, str) else unflatten(child, values)
+        for child in structure.children
+    ]
+    return structure.rebuild(structure.keys, children)
 
 
 def key_paths(
@@ -201,26 +240,24 @@ def plain_structure(
 
 def _plain_node(nested: Mapping[Key, Any]) -> Node:
     keys = tuple(nested)
-    names = [key.name for key in keys]
     children = tuple(
         _plain_node(child) if isinstance(child, dict) else child
         for child in nested.values()
     )
     if keys and all(key.kind == "index" for key in keys):
-        return Node("list", keys, children, list)
-    return Node("dict", keys, children, functools.partial(_make_dict, names))
+        return Node("list", keys, children, _make_list)
+    return Node("dict", keys, children, _make_dict)
 
 
 def _empty_node(type_name: str) -> Node:
-    make = {"dict": dict, "list": list, "tuple": tuple}.get(type_name)
-    return Node(type_name, (), (), lambda _: make() if make else None)
+    return Node(type_name, (), (), _MAKERS[type_name])
 
 
 class _Parts(NamedTuple):
     type: str
     keys: tuple[Key, ...]
     children: Sequence[Any]
-    rebuild: Callable[[Sequence[Any]], Any]
+    rebuild: Rebuild
     static: Mapping[str, JSON]
     is_box: bool
 
@@ -228,29 +265,45 @@ class _Parts(NamedTuple):
 def _decompose(
     value: Any, boxes: tuple[type, ...], make_key: Callable[[Any, Any], Key]
 ) -> _Parts | None:
-    """One level of `value`, or None if it is a leaf, as its class alone decides."""
+    """One level of `value`, or None if it is a leaf."""
     cls = type(value)
     if value is None:
         return _Parts("None", (), (), _make_none, {}, False)
     if cls is dict:
         keys = tuple([make_key(name, "key") for name in value])
-        rebuild = functools.partial(_make_dict, tuple(value))
-        return _Parts("dict", keys, list(value.values()), rebuild, {}, False)
+        return _Parts("dict", keys, list(value.values()), _make_dict, {}, False)
     if cls is list or cls is tuple:
         keys = tuple([make_key(i, "index") for i in range(len(value))])
-        return _Parts(cls.__name__, keys, value, cls, {}, False)
+        name = cls.__name__
+        return _Parts(name, keys, value, _MAKERS[name], {}, False)
     if isinstance(value, tuple) and hasattr(cls, "_fields"):
         keys = tuple([make_key(name, "attr") for name in cls._fields])
-        return _Parts(_name(cls), keys, value, lambda new: cls(*new), {}, False)
+        return _Parts(_name(cls), keys, value, lambda _, new: cls(*new), {}, False)
     return _decompose_registered(value, boxes)
 
 
-def _make_none(_: Sequence[Any]) -> None:
+def _make_none(_: Sequence[Key], children: Sequence[Any]) -> None:
     return None
 
 
-def _make_dict(names: Sequence[Any], children: Sequence[Any]) -> dict[Any, Any]:
-    return dict(zip(names, children, strict=True))
+def _make_dict(keys: Sequence[Key], children: Sequence[Any]) -> dict[Any, Any]:
+    return dict(zip([key.name for key in keys], children, strict=True))
+
+
+def _make_list(_: Sequence[Key], children: Sequence[Any]) -> list[Any]:
+    return list(children)
+
+
+def _make_tuple(_: Sequence[Key], children: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(children)
+
+
+_MAKERS: dict[str, Rebuild] = {
+    "None": _make_none,
+    "dict": _make_dict,
+    "list": _make_list,
+    "tuple": _make_tuple,
+}
 
 
 def _decompose_registered(value: Any, boxes: tuple[type, ...]) -> _Parts | None:
@@ -266,7 +319,7 @@ def _decompose_registered(value: Any, boxes: tuple[type, ...]) -> _Parts | None:
         _name(type(value)),
         keys,
         [child for _, child in found],
-        treedef.unflatten,
+        lambda _, new: treedef.unflatten(new),
         _static_fields(value, {key.name for key in keys}, is_box),
         is_box,
     )
@@ -393,7 +446,7 @@ def _described_node(
     names: list[str | int] = ["value"] if is_box else _names(type_name, keys)
     if len(names) != len(children):
         raise ValueError(f"{type_name} has {len(names)} keys, {len(children)} children")
-    rebuild = _builder(type_name, names, static, resolve)
+    rebuild = _builder(type_name, static, resolve)
     if rebuild is None:
         unknown.add(type_name)
         rebuild = _plain(names, is_box)
@@ -420,29 +473,19 @@ def _names(type_name: str, keys: JSON) -> list[str | int]:
 
 
 def _builder(
-    type_name: str,
-    names: list[str | int],
-    static: Mapping[str, JSON],
-    resolve: Resolve,
-) -> Callable[[Sequence[Any]], Any] | None:
-    match type_name:
-        case "None":
-            return _make_none
-        case "list":
-            return list
-        case "tuple":
-            return tuple
-        case "dict":
-            return functools.partial(_make_dict, names)
+    type_name: str, static: Mapping[str, JSON], resolve: Resolve
+) -> Rebuild | None:
+    if type_name in _MAKERS:
+        return _MAKERS[type_name]
     build = resolve(type_name)
     if build is None:
         return None
-    return lambda new: build(dict(zip(names, new, strict=True)), static)
+    return lambda keys, new: build(_make_dict(keys, new), static)
 
 
-def _plain(names: list[str | int], is_box: bool) -> Callable[[Sequence[Any]], Any]:
+def _plain(names: list[str | int], is_box: bool) -> Rebuild:
     if is_box:
-        return lambda new: new[0]
+        return lambda _, new: new[0]
     if names and names == list(range(len(names))):
-        return list
-    return functools.partial(_make_dict, names)
+        return _make_list
+    return _make_dict
