@@ -19,6 +19,9 @@ from flaxckpt._raw import Reading
 from flaxckpt._types import JSON, LeafPath, Shape
 from flaxckpt._zarr import Array, Region
 
+_DECODED_AT_ONCE = 512 * 2**20
+"""Bytes that TensorStore decodes at one time; it holds them encoded as well."""
+
 _DATABASE_VALUE_BYTES = 2**20
 """Arrays of a database up to this size are read as values of it."""
 
@@ -143,18 +146,23 @@ class _Work(NamedTuple):
 
 
 def _batches(jobs: Sequence[ReadJob], max_bytes: int) -> Iterator[list[_Work]]:
-    batch: list[_Work] = []
-    total = 0
-    for job in jobs:
-        work = _Work(job, _reads(job))
-        size = _bytes_of(work.reads, _layout.stored_form(job.found)[1])
-        if batch and total + size > max_bytes:
+    """What is read together: raw arrays, and then those that have to be decoded."""
+    for is_raw in (True, False):
+        at_once = max_bytes if is_raw else min(max_bytes, _DECODED_AT_ONCE)
+        batch: list[_Work] = []
+        total = 0
+        for job in jobs:
+            if (job.stored.raw is not None) != is_raw:
+                continue
+            work = _Work(job, _reads(job))
+            size = _bytes_of(work.reads, _layout.stored_form(job.found)[1])
+            if batch and total + size > at_once:
+                yield batch
+                batch, total = [], 0
+            batch.append(work)
+            total += size
+        if batch:
             yield batch
-            batch, total = [], 0
-        batch.append(work)
-        total += size
-    if batch:
-        yield batch
 
 
 def _bytes_of(reads: Mapping[Region, object], dtype: str) -> int:

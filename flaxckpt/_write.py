@@ -6,6 +6,7 @@ threads at once, or as values of a database. Compressed ones go through TensorSt
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 import weakref
@@ -27,6 +28,9 @@ DEFAULT_CONCURRENT_BYTES = 2 * 2**30
 
 _THREADS = 8
 """Writers of files. More than cores: most of the time they wait for the disk."""
+
+_ENCODED_AT_ONCE = 256 * 2**20
+"""Bytes that TensorStore compresses at one time; it keeps what waits for the disk."""
 
 _SHARED_BYTES = 16 * 2**20
 """Arrays from this size on are written by several threads, if they have many chunks."""
@@ -75,18 +79,18 @@ def write(
     context = ts.Context()
     if ocdbt:
         for batch in _batches(arrays, max_concurrent_bytes):
-            _write_database(root, batch, encoding, context)
+            _write_database(root, batch, encoding, context, max_concurrent_bytes)
         return
     raw: list[HostArray] = []
     encoded: list[HostArray] = []
     for array in arrays:
         (raw if _is_raw(array, encoding) else encoded).append(array)
     _write_files(root, raw, encoding, previous, _threads.Budget(max_concurrent_bytes))
-    for batch in _batches(encoded, max_concurrent_bytes):
-        _write_encoded(root, batch, encoding, context)
-        if previous is not None:
-            for array in batch:
-                _link_files(previous.root / array.name, root / array.name)
+    at_once = min(max_concurrent_bytes, _ENCODED_AT_ONCE)
+    _write_encoded(root, encoded, encoding, context, at_once)
+    if previous is not None:
+        for array in encoded:
+            _link_files(previous.root / array.name, root / array.name)
 
 
 def _is_raw(array: HostArray, encoding: Encoding) -> bool:
@@ -257,7 +261,11 @@ def _link_files(old: Path, new: Path) -> None:
 
 
 def _write_database(
-    root: Path, arrays: list[HostArray], encoding: Encoding, context: ts.Context
+    root: Path,
+    arrays: list[HostArray],
+    encoding: Encoding,
+    context: ts.Context,
+    max_concurrent_bytes: int,
 ) -> None:
     """Writes arrays into one database, in one transaction: one data file for all."""
     transaction = ts.Transaction(atomic=True)
@@ -274,15 +282,16 @@ def _write_database(
         for chunk in _chunks(array):
             content = b"".join(chunk.parts(encoding))
             values.write(_zarr.database_key(array.name, chunk.key), content)
-    _write_encoded(root, large, encoding, context, transaction)
+    _write_encoded(root, large, encoding, context, max_concurrent_bytes, transaction)
     transaction.commit_async().result()
 
 
 def _write_encoded(
     root: Path,
-    arrays: list[HostArray],
+    arrays: Sequence[HostArray],
     encoding: Encoding,
     context: ts.Context,
+    bytes_at_once: int,
     transaction: ts.Transaction | None = None,
 ) -> None:
     """Writes arrays by TensorStore; into the transaction, if there is one."""
@@ -304,23 +313,36 @@ def _write_encoded(
         for array in arrays
     ]
     started: list[ts.Future[Any]] = []
+    pending: collections.deque[tuple[ts.Future[Any], int]] = collections.deque()
+    in_flight = 0
     try:
         for array, future in zip(arrays, opened, strict=True):
-            started += _start_writes(array, future.result(), transaction)
-        for pending in started:
-            pending.result()
+            store = future.result()
+            for shard in array.shards:
+                while pending and in_flight + shard.data.nbytes > bytes_at_once:
+                    oldest, size = pending.popleft()
+                    oldest.result()
+                    in_flight -= size
+                write = _start_write(array, shard, store, transaction)
+                started.append(write)
+                pending.append((write, shard.data.nbytes))
+                in_flight += shard.data.nbytes
+        for write, _ in pending:
+            write.result()
     finally:
         # If one fails, the others must have ended before the caller cleans up.
-        for pending in (*opened, *started):
-            pending.exception()
+        for future in (*opened, *started):
+            future.exception()
 
 
-def _start_writes(
-    array: HostArray, store: ts.TensorStore, transaction: ts.Transaction | None
-) -> Iterator[ts.Future[Any]]:
-    for shard in array.shards:
-        target = store[tuple(slice(*bounds) for bounds in shard.region)]
-        data = _dtypes.to_stored(_dtypes.convert(np.asarray(shard.data), array.dtype))
-        write = target.write(data, can_reference_source_data_indefinitely=True)
-        # In a transaction, nothing is written before the commit.
-        yield write.copy if transaction else write.commit
+def _start_write(
+    array: HostArray,
+    shard: HostShard,
+    store: ts.TensorStore,
+    transaction: ts.Transaction | None,
+) -> ts.Future[Any]:
+    target = store[tuple(slice(*bounds) for bounds in shard.region)]
+    data = _dtypes.to_stored(_dtypes.convert(np.asarray(shard.data), array.dtype))
+    write = target.write(data, can_reference_source_data_indefinitely=True)
+    # In a transaction, nothing is written before the commit.
+    return write.copy if transaction else write.commit

@@ -111,7 +111,7 @@ def test_we_write_what_tensorstore_would(tmp_path, dtype):
         root.mkdir()
     written = host("w", array, (2, 3))
     _write._write_files(ours, [written], encoding, None, _write._threads.Budget(1))
-    _write._write_encoded(theirs, [written], encoding, ts.Context())
+    _write._write_encoded(theirs, [written], encoding, ts.Context(), 1)
     for file in theirs.rglob("c*"):
         assert (ours / "w" / file.name).read_bytes() == file.read_bytes()
     assert (
