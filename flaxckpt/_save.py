@@ -42,8 +42,9 @@ from flaxckpt.transforms import Transform
 
 _log = logging.getLogger(__name__)
 
-_MANY_LEAVES = 256
-_SMALL_LEAF_BYTES = 64 * 2**10
+# Where a database is faster both ways; docs/benchmarks.md has the measurement.
+_MANY_LEAVES = 64
+_SMALL_LEAF_BYTES = 128 * 2**10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
