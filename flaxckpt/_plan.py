@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import jax
@@ -228,17 +228,20 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
     jobs: dict[LeafPath, _read.ReadJob] = {}
     leaves: dict[LeafPath, LeafPlan] = {}
     problems = []
+    usable_type = functools.cache(_usable_type)
     for path, leaf in table.items():
         if leaf.info.kind == "empty":
             continue
         source = leaf.source
         assert isinstance(source, StoredLeaf), path
         found = source.info
-        wanted = dataclasses.replace(leaf.info, sharding=None)
+        wanted = leaf.info
+        if wanted.sharding is not None:
+            wanted = dataclasses.replace(wanted, sharding=None)
         if leaf.info.kind == "string":
             given[path] = source.value
         else:
-            if problem := _needs_x64(leaf.info):
+            if problem := _needs_x64(leaf.info, usable_type):
                 problems.append(problem)
             jobs[path] = _read.ReadJob(source, wanted)
         actions: tuple[Action, ...] = ("loaded",)
@@ -260,13 +263,18 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
     )
 
 
-def _needs_x64(info: LeafInfo) -> Mismatch | None:
+def _needs_x64(info: LeafInfo, usable_type: Callable[[str], str]) -> Mismatch | None:
     if info.kind != "array" or info.python_type != "jax.Array":
         return None
-    usable = jax.dtypes.canonicalize_dtype(_dtypes.to_numpy(info.dtype or "")).name
+    usable = usable_type(info.dtype or "")
     if usable == info.dtype:
         return None
     return Mismatch(info.path, f"at most {usable}, as jax is configured", str(info))
+
+
+def _usable_type(dtype: str) -> str:
+    """What jax makes of `dtype` as it is configured now."""
+    return str(jax.dtypes.canonicalize_dtype(_dtypes.to_numpy(dtype)).name)
 
 
 class _Planner:
@@ -553,18 +561,18 @@ def _ending(role: Role) -> LeafPath:
 def _actions(
     wanted: LeafInfo, found: LeafInfo, path: LeafPath, source_path: LeafPath
 ) -> tuple[Action, ...]:
-    actions: list[Action] = ["loaded"]
+    actions: tuple[Action, ...] = ("loaded",)
     if wanted.kind == "array" and wanted.dtype != found.dtype:
-        actions.append("cast")
+        actions += ("cast",)
     if source_path != found.path:
-        actions.append("renamed")
-    if source_path not in (path, f"{path}/value"):
-        actions.append("matched")
+        actions += ("renamed",)
+    if source_path != path and source_path != f"{path}/value":
+        actions += ("matched",)
     if wanted.shard_shape != found.shard_shape or (
         wanted.spec is not None and _ways(wanted.spec) != _ways(found.spec)
     ):
-        actions.append("resharded")
-    return tuple(actions)
+        actions += ("resharded",)
+    return actions
 
 
 def _ways(spec: PartitionSpec | None) -> tuple[Any, ...]:

@@ -424,7 +424,7 @@ def _from_json(
             return data
         case [str(type_name), keys, [*children], *rest] if len(rest) <= 1:
             nodes = tuple(
-                _from_json(child, resolve, unknown, depth + 1) for child in children
+                [_from_json(child, resolve, unknown, depth + 1) for child in children]
             )
             static = rest[0] if rest else {}
             if not isinstance(static, dict):
@@ -453,7 +453,7 @@ def _described_node(
     kind: Literal["key", "index"] = "index" if type_name in ("list", "tuple") else "key"
     return Node(
         type_name,
-        tuple(Key(name, kind) for name in names),
+        tuple([Key(name, kind) for name in names]),
         children,
         rebuild,
         static,
