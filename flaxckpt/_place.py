@@ -14,6 +14,9 @@ from flaxckpt import _dtypes
 from flaxckpt._info import LeafInfo
 from flaxckpt._zarr import Array, Region, region_of, whole
 
+_COPIED_BELOW = 2**16
+"""Bytes below which jax copies an array faster than it takes its memory over."""
+
 _WEAK_LIMIT = 4096
 """Elements up to which a weakly typed array is built anew as one."""
 
@@ -95,6 +98,8 @@ def place(value: Any, wanted: LeafInfo) -> Any:
 
 
 def _put(array: Array | jax.Array, sharding: Sharding | None) -> jax.Array:
+    if sharding is None and array.nbytes < _COPIED_BELOW:
+        return jnp.array(array)
     placed: jax.Array = jax.device_put(array, sharding)
     return placed
 
