@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flaxckpt import _arrays, _dtypes, _flax, _layout, _optax, _tree, errors, transforms
+from flaxckpt import (
+    _arrays,
+    _collector,
+    _dtypes,
+    _flax,
+    _layout,
+    _optax,
+    _tree,
+    errors,
+    transforms,
+)
 from flaxckpt._info import Leaf, LeafInfo, LeafTable, Role, Stored, StoredLeaf
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
@@ -193,10 +203,11 @@ def make(
     stored: Stored, abstract_state: PyTree | None, options: Options
 ) -> tuple[RestorePlan, Recipe]:
     """Plans the restore of what `abstract_state` asks for, or of everything."""
-    table = transforms.apply(options.transforms, stored.table)
-    if abstract_state is None:
-        return _plan_all(stored, table)
-    return _Planner(stored, table, abstract_state, options).plan()
+    with _collector.paused():
+        table = transforms.apply(options.transforms, stored.table)
+        if abstract_state is None:
+            return _plan_all(stored, table)
+        return _Planner(stored, table, abstract_state, options).plan()
 
 
 def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:

@@ -22,6 +22,7 @@ import jax
 
 from flaxckpt import (
     _arrays,
+    _collector,
     _flax,
     _layout,
     _optax,
@@ -32,7 +33,7 @@ from flaxckpt import (
     errors,
     transforms,
 )
-from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, SaveResult
+from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, LeafTable, SaveResult
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
 from flaxckpt.formats import _orbax, _orbax_json
 from flaxckpt.transforms import Transform
@@ -260,7 +261,40 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     created = time.time()
     _check_free(final, overwrite=options.overwrite)
     check_json(options.metadata)
-    flat = _flax.flatten(state)
+    with _collector.paused():
+        flat = _flax.flatten(state)
+        table = _planned(flat, options)
+        infos = tuple([leaf.info for leaf in table.values()])
+        names = [_orbax_json.param_name(info.keys) for info in infos]
+        ocdbt = _uses_ocdbt(infos, names, options.layout)
+        _orbax.check_names(infos, names, ocdbt=ocdbt)
+        arrays = [
+            (name, leaf.info.chunk_shape, leaf)
+            for name, leaf in zip(names, table.values(), strict=True)
+            if leaf.info.chunk_shape is not None
+        ]
+        structure = flat.structure
+        if table.keys() != flat.table.keys():
+            structure = _plain(infos)
+    return Snapshot(
+        final,
+        infos,
+        structure,
+        tuple(_arrays.to_host(arrays)),
+        {
+            name: str(leaf.source)
+            for name, leaf in zip(names, table.values(), strict=True)
+            if leaf.info.kind == "string"
+        },
+        {} if options.dataset is None else datasets.state_files(options.dataset),
+        ocdbt,
+        options,
+        created,
+    )
+
+
+def _planned(flat: _flax.FlatState, options: Options) -> LeafTable:
+    """The leaves to save: transformed, with their roles and chunk shapes."""
     roles = _optax.roles(flat.structure, flat.optimizer_states)
     table = transforms.apply(options.transforms, flat.table)
     for path, leaf in table.items():
@@ -268,30 +302,7 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
         role = None if known is None else known.role(path)
         info = _layout.with_chunk_shape(leaf.info, options.layout, role=role)
         table[path] = Leaf(info, leaf.source)
-    infos = tuple([leaf.info for leaf in table.values()])
-    names = [_orbax_json.param_name(info.keys) for info in infos]
-    ocdbt = _uses_ocdbt(infos, names, options.layout)
-    _orbax.check_names(infos, names, ocdbt=ocdbt)
-    arrays = [
-        (name, leaf.info.chunk_shape, leaf)
-        for name, leaf in zip(names, table.values(), strict=True)
-        if leaf.info.chunk_shape is not None
-    ]
-    return Snapshot(
-        final,
-        infos,
-        flat.structure if table.keys() == flat.table.keys() else _plain(infos),
-        tuple(_arrays.to_host(arrays)),
-        {
-            name: str(table[info.path].source)
-            for name, info in zip(names, infos, strict=True)
-            if info.kind == "string"
-        },
-        {} if options.dataset is None else datasets.state_files(options.dataset),
-        ocdbt,
-        options,
-        created,
-    )
+    return table
 
 
 def _plain(infos: Iterable[LeafInfo]) -> _tree.Node | LeafPath:

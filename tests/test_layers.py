@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "flaxckpt"
 # not listed, may import all.
 LAYERS = (
     {"errors", "_types"},
-    {"_dtypes", "_chunks", "_multihost"},
+    {"_dtypes", "_chunks", "_collector", "_multihost"},
     {"_tree", "_storage"},
     {"_info", "_events"},
     {"_layout"},
