@@ -15,13 +15,13 @@ from jax.sharding import AxisType, NamedSharding
 
 from flaxckpt import (
     _blocks,
+    _collector,
     _flax,
     _place,
     _plan,
     _read,
     _steps,
     _storage,
-    _threads,
     _tree,
     datasets,
     errors,
@@ -211,7 +211,7 @@ def summary(steps: list[int]) -> str:
     return f"steps {shown}"
 
 
-@_threads.no_collection()
+@_collector.paused()
 def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Stored:
     """Reads everything of a checkpoint but its arrays."""
     return formats.detect(path).read(path, step=step, resolve=_flax.resolver(types))
@@ -220,7 +220,7 @@ def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Sto
 # ---- doing ------------------------------------------------------------------------
 
 
-@_threads.no_collection()
+@_collector.paused()
 def restore(
     stored: Stored, abstract_state: PyTree | None, options: _plan.Options
 ) -> PyTree:

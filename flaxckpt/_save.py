@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from flaxckpt import (
+    _collector,
     _flax,
     _layout,
     _optax,
@@ -35,7 +36,7 @@ from flaxckpt import (
     errors,
     transforms,
 )
-from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, SaveResult
+from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, LeafTable, SaveResult
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
 from flaxckpt.formats import _orbax, _orbax_json
 from flaxckpt.transforms import Transform
@@ -266,7 +267,7 @@ def _log_saved(path: Path, written: int, total: float, blocked: float) -> None:
 # ---- on the caller's thread -----------------------------------------------------
 
 
-@_threads.no_collection()
+@_collector.paused()
 def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     """Plans the save and takes the state's values.
 
@@ -279,13 +280,7 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     _check_free(final, overwrite=options.overwrite)
     check_json(options.metadata)
     flat = _flax.flatten(state)
-    roles = _optax.roles(flat.structure, flat.optimizer_states)
-    table = transforms.apply(options.transforms, flat.table)
-    for path, leaf in table.items():
-        known = roles.get(path)
-        role = None if known is None else known.role(path)
-        info = _layout.with_chunk_shape(leaf.info, options.layout, role=role)
-        table[path] = Leaf(info, leaf.source)
+    table = _planned(flat, options)
     infos = tuple([leaf.info for leaf in table.values()])
     names = [_orbax_json.param_name(info.keys) for info in infos]
     ocdbt = _uses_ocdbt(infos, names, options.layout)
@@ -295,21 +290,36 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
         for name, leaf in zip(names, table.values(), strict=True)
         if leaf.info.chunk_shape is not None
     ]
+    structure = flat.structure
+    if table.keys() != flat.table.keys():
+        structure = _plain(infos)
     return Snapshot(
         final,
         infos,
-        flat.structure if table.keys() == flat.table.keys() else _plain(infos),
+        structure,
         tuple(_snapshot.to_host(arrays)),
         {
-            name: str(table[info.path].source)
-            for name, info in zip(names, infos, strict=True)
-            if info.kind == "string"
+            name: str(leaf.source)
+            for name, leaf in zip(names, table.values(), strict=True)
+            if leaf.info.kind == "string"
         },
         {} if options.dataset is None else datasets.state_files(options.dataset),
         ocdbt,
         options,
         created,
     )
+
+
+def _planned(flat: _flax.FlatState, options: Options) -> LeafTable:
+    """The leaves to save: transformed, with their roles and chunk shapes."""
+    roles = _optax.roles(flat.structure, flat.optimizer_states)
+    table = transforms.apply(options.transforms, flat.table)
+    for path, leaf in table.items():
+        known = roles.get(path)
+        role = None if known is None else known.role(path)
+        info = _layout.with_chunk_shape(leaf.info, options.layout, role=role)
+        table[path] = Leaf(info, leaf.source)
+    return table
 
 
 def _plain(infos: Iterable[LeafInfo]) -> _tree.Node | LeafPath:
@@ -426,7 +436,7 @@ def _write_and_commit(
     contents = _contents(snapshot)
     made: dict[str, bytes] = {}
 
-    @_threads.no_collection()
+    @_collector.paused()
     def describe() -> None:
         made.update(_orbax.files(contents))
         _write_new(temporary, made)

@@ -7,7 +7,6 @@ way. Where no thread can be started any more, the caller's own does all the work
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -79,33 +78,6 @@ def _start(work: Callable[[], None]) -> threading.Thread | None:
     except RuntimeError:  # Python is exiting, or the system has no more threads
         return None
     return thread
-
-
-_pause_lock = threading.Lock()
-_pauses = 0
-_was_enabled = False
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Holds Python's garbage collector back during the `with` block.
-
-    For blocks that make many objects which all stay: the collector would look through
-    them again and again and find nothing, which takes as long as the work itself.
-    """
-    global _pauses, _was_enabled
-    with _pause_lock:
-        if _pauses == 0:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-        _pauses += 1
-    try:
-        yield
-    finally:
-        with _pause_lock:
-            _pauses -= 1
-            if _pauses == 0 and _was_enabled:
-                gc.enable()
 
 
 class Budget:

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "flaxckpt"
 # not listed, may import all.
 LAYERS = (
     {"errors", "_types"},
-    {"_dtypes", "_chunks", "_multihost", "_threads"},
+    {"_dtypes", "_chunks", "_collector", "_multihost", "_threads"},
     {"_tree", "_storage", "_blocks", "_zarr"},
     {"_info", "_events"},
     {"_layout"},

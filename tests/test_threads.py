@@ -1,6 +1,5 @@
 """Work side by side: all of it, errors told, even where no thread can start."""
 
-import gc
 import subprocess
 import sys
 import threading
@@ -62,25 +61,6 @@ def test_errors_beside_are_told():
         pass
     with pytest.raises(OSError, match="block"), _threads.beside(fail):
         raise OSError("block")
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_is_as_it_was_after_a_pause(enabled):
-    (gc.enable if enabled else gc.disable)()
-    try:
-        with _threads.no_collection():
-            assert not gc.isenabled()
-            with pytest.raises(ValueError, match="inner"):
-                _fail_without_collection()
-            assert not gc.isenabled()
-        assert gc.isenabled() == enabled
-    finally:
-        gc.enable()
-
-
-@_threads.no_collection()
-def _fail_without_collection():
-    raise ValueError("inner")
 
 
 def test_a_budget_is_never_exceeded():

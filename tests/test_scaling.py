@@ -1,0 +1,174 @@
+"""The work for a state grows as its leaves do, not as their square."""
+
+import functools
+import gc
+import pathlib
+import sys
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+from flaxckpt import _collector, _flax, _info, _plan, _save, _tree, errors
+from flaxckpt.formats import _orbax, _orbax_json
+
+ADAMW = optax.adamw(1e-3)
+NOWHERE = pathlib.Path("/nonexistent/checkpoint")
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+@functools.cache
+def linen_like(n, tx=ADAMW):
+    params = {
+        f"layer_{i}": {"kernel": np.ones((2, 3)), "bias": np.ones(3)} for i in range(n)
+    }
+    return TrainState.create(apply_fn=None, params=params, tx=tx)
+
+
+@functools.cache
+def nnx_like(n):
+    layers = {f"layer_{i}": nnx.Param(jnp.ones(2)) for i in range(n)}
+    return nnx.state(nnx.Dict(layers))
+
+
+@functools.cache
+def several_optimizers(n):
+    """Many small networks, each with an optimizer."""
+    params = {"kernel": np.ones(2)}
+    member = TrainState.create(apply_fn=None, params=params, tx=ADAMW)
+    return {f"member_{i}": member for i in range(n)}
+
+
+def snapshot(state):
+    return _save.take(NOWHERE, state, _save.Options())
+
+
+@functools.cache
+def contents(make, n):
+    taken = snapshot(make(n))
+    return _save._contents(taken)
+
+
+@functools.cache
+def manifest(make, n):
+    return _orbax_json.loads(_orbax._manifest(contents(make, n), {}), "")
+
+
+def read(make, n, *, with_roles=True):
+    """The checkpoint of a state, without a disk."""
+    data = manifest(make, n)
+    structure = _tree.from_json(data["structure"], _flax.resolve, set())
+    keys = dict(_tree.key_paths(structure))
+    table = {}
+    for row in data["leaves"]:
+        if not with_roles:
+            row = {name: value for name, value in row.items() if name != "role"}
+        info = _orbax_json.leaf_info(row, keys)
+        table[info.path] = _info.Leaf(info, _info.StoredLeaf(NOWHERE, info))
+    metadata = _info.CheckpointMetadata(
+        *("/nonexistent", "flaxckpt", 1, {}, {}, None, None, {}, False, 0)
+    )
+    return _info.Stored(metadata, table, structure)
+
+
+def plan(stored, state, **options):
+    return _plan.make(stored, state, _plan.Options(**options))
+
+
+WORK = {
+    "a save": lambda n: snapshot(linen_like(n)),
+    "a save of NNX": lambda n: snapshot(nnx_like(n)),
+    "a save of many optimizers": lambda n: snapshot(several_optimizers(n)),
+    "metadata": lambda n: _orbax.files(contents(linen_like, n)),
+    "reading metadata": lambda n: read(linen_like, n),
+    "a restore": lambda n: plan(read(linen_like, n), linen_like(n)),
+    "a restore of everything": lambda n: plan(read(linen_like, n), None),
+    "a restore into another chain": lambda n: plan(
+        read(linen_like, n), linen_like(n, CLIPPED)
+    ),
+    "the same without roles": lambda n: plan(
+        read(linen_like, n, with_roles=False), linen_like(n, CLIPPED)
+    ),
+    "many optimizers without roles": lambda n: plan(
+        read(several_optimizers, n, with_roles=False), several_optimizers(n)
+    ),
+    "many optimizers, moved": lambda n: plan(
+        read(several_optimizers, n, with_roles=False),
+        {f"member_{i}": linen_like(1, CLIPPED) for i in range(n)},
+    ),
+    "a restore that lacks everything": lambda n: plan(
+        read(linen_like, n), {"other": linen_like(n).params}, unused="error"
+    ),
+    "rebuilding": lambda n: _tree.unflatten(
+        contents(linen_like, n).structure,
+        dict.fromkeys([info.path for info in contents(linen_like, n).infos]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_twice_the_leaves_are_twice_the_work(name):
+    work = WORK[name]
+    work(120), work(240)  # what is made once is made
+    assert calls(work, 240) <= 2.2 * calls(work, 120)
+
+
+def calls(work, *args):
+    """How many functions are called, those in C included: unlike time, exact."""
+    count = 0
+
+    def trace(frame, event, arg):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(trace)
+    try:
+        work(*args)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("wrap", [lambda x: {"a": [x]}, lambda x: nnx.Param(x)])
+def test_a_flattened_state_is_freed_without_the_garbage_collector(wrap):
+    leaf = jnp.ones(3)
+    gone = weakref.ref(leaf)
+    state = wrap(leaf)
+    gc.disable()
+    try:
+        _flax.flatten(state)
+        _tree.flatten(state)
+        _save.take(NOWHERE, {"a": state}, _save.Options())
+        del state, leaf
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_the_garbage_collector_goes_on_after_a_pause():
+    with _collector.paused():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(errors.UnsupportedLeafError):
+        snapshot({"a": object()})
+    assert gc.isenabled()
+
+
+def test_a_garbage_collector_that_is_off_stays_off():
+    gc.disable()
+    try:
+        snapshot({"a": jnp.ones(3)})
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_arrays_of_one_shape_share_what_is_derived_from_it():
+    state = {i: jax.device_put(jnp.ones((8, 4)), jax.devices()[0]) for i in range(3)}
+    infos = snapshot(state).infos
+    assert len({id(info.chunk_shape) for info in infos}) == 1
