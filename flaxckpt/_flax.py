@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-from flax import nnx
 from flax.core import meta
 from flax.linen import spmd
 from jax.sharding import PartitionSpec
@@ -27,11 +26,23 @@ from flaxckpt._types import JSON, LeafPath, PyTree
 
 _log = logging.getLogger(__name__)
 
-BOXES: tuple[type, ...] = (nnx.Variable, meta.AxisMetadata)
-
 Keys: TypeAlias = tuple[_tree.Key, ...]
 
 _TRUSTED_PACKAGES = ("flax", "optax")
+
+
+def _nnx() -> Any:
+    """The module `flax.nnx`, if anybody has imported it; else there are no objects.
+
+    It takes a tenth of a second to import, which not every user of linen wants to wait.
+    """
+    return sys.modules.get("flax.nnx")
+
+
+def boxes() -> tuple[type, ...]:
+    """Classes of wrappers around single values, which add nothing to a leaf path."""
+    nnx = _nnx()
+    return (meta.AxisMetadata, nnx.Variable) if nnx else (meta.AxisMetadata,)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +82,7 @@ def flatten(state: PyTree) -> FlatState:
         else:
             table[path] = Leaf(info, None if entry.is_empty else entry.value)
 
-    structure = _tree.walk(tree, enter, boxes=BOXES)
+    structure = _tree.walk(tree, enter, boxes=boxes())
     if faults:
         raise errors.UnsupportedLeafError(faults)
     # Without objects, none of them is an optimizer.
@@ -81,7 +92,10 @@ def flatten(state: PyTree) -> FlatState:
         structure,
         lambda values: restore_objects(_tree.unflatten(structure, values)),
         tuple(
-            ((*keys, _OPT_STATE), _tree.flatten(node.opt_state, boxes=BOXES).structure)
+            (
+                (*keys, _OPT_STATE),
+                _tree.flatten(node.opt_state, boxes=boxes()).structure,
+            )
             for keys, node in optimizers
         ),
     )
@@ -99,7 +113,8 @@ def _nodes(state: PyTree, wanted: Callable[[Any], bool]) -> list[tuple[Keys, Any
 
 
 def _is_nnx_optimizer(node: object) -> bool:
-    return isinstance(node, nnx.Optimizer)
+    nnx = _nnx()
+    return nnx is not None and isinstance(node, nnx.Optimizer)
 
 
 def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
@@ -115,6 +130,7 @@ def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     places = [i for i, node in enumerate(nodes) if is_object(node)]
     if not places:
         return state, lambda tree: tree
+    nnx = _nnx()
     # Split together, so that what two objects share is stored once.
     graph, states = nnx.split([nodes[i] for i in places])
     for n, i in enumerate(places):
@@ -133,7 +149,13 @@ def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
 
 def is_object(node: object) -> bool:
     """Whether `node` is an NNX object: a module, an optimizer, streams of keys."""
-    return isinstance(node, nnx.Pytree)
+    nnx = _nnx()
+    return nnx is not None and isinstance(node, nnx.Pytree)
+
+
+def _is_module(node: object) -> bool:
+    nnx = _nnx()
+    return nnx is not None and isinstance(node, nnx.Module)
 
 
 # ---- what a model says of its partition -----------------------------------------
@@ -207,6 +229,8 @@ def mesh_spec(axes: AxisNames, rules: Sequence[tuple[str, Any]]) -> PartitionSpe
 
 def eval_shape(init: Callable[..., PyTree], *args: Any) -> PyTree:
     """The abstract state that `init(*args)` would make, of linen, NNX or neither."""
+    from flax import nnx  # init may be what imports it
+
     # A model with axis names would want a mesh to put its parameters on.
     with nnx.use_eager_sharding(False):
         return nnx.eval_shape(lambda: init(*args))
@@ -243,13 +267,13 @@ def optimizers(state: PyTree) -> list[OptimizerPart]:
         )
         for keys, node in _nodes(state, _is_train_state)
     ]
-    modules = _nodes(state, lambda node: isinstance(node, nnx.Module))
+    modules = _nodes(state, _is_module)
     optimizers = _nodes(state, _is_nnx_optimizer)
     for n, (keys, optimizer) in enumerate(optimizers):
         fitting = [
             OptimizerPart((*keys, _OPT_STATE), optimizer.tx.init, module_keys, params)
             for module_keys, module in modules
-            if _fits(params := nnx.state(module, optimizer.wrt), optimizer)
+            if _fits(params := _nnx().state(module, optimizer.wrt), optimizer)
         ]
         if len(fitting) > 1 and len(modules) == len(optimizers):
             # Networks of one class: the n-th optimizer is the n-th network's.
@@ -270,7 +294,7 @@ def _fits(params: PyTree, optimizer: Any) -> bool:
 
 
 def _shapes(tree: PyTree) -> dict[LeafPath, Any]:
-    entries = _tree.flatten(tree, boxes=BOXES).entries
+    entries = _tree.flatten(tree, boxes=boxes()).entries
     return {
         path: getattr(entry.value, "shape", None)
         for path, entry in entries.items()
@@ -344,7 +368,8 @@ def _builder(cls: Any) -> Build | None:
 
 
 def _exact_builder(cls: Any) -> Build | None:
-    if issubclass(cls, nnx.Variable):
+    nnx = _nnx()
+    if nnx is not None and issubclass(cls, nnx.Variable):
         return lambda children, static: _variable(cls, children["value"], static)
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return lambda children, _: cls(**_named(children))

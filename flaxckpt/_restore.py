@@ -294,7 +294,7 @@ def _fresh_optimizer(
     """Optimizer leaves as their transforms' `init` makes them from restored params."""
     made: dict[LeafPath, Any] = {}
     for part in _flax.optimizers(abstract_state):
-        flat = _tree.flatten(part.params, boxes=_flax.BOXES)
+        flat = _tree.flatten(part.params, boxes=_flax.boxes())
         params = {
             path: values[_tree.join((*part.params_keys, *entry.keys))]
             for path, entry in flat.entries.items()
@@ -302,7 +302,7 @@ def _fresh_optimizer(
         }
         with _mesh_of(params.values()):
             state = jax.jit(part.init)(_tree.unflatten(flat.structure, params))
-        for entry in _tree.flatten(state, boxes=_flax.BOXES).entries.values():
+        for entry in _tree.flatten(state, boxes=_flax.boxes()).entries.values():
             made[_tree.join((*part.state_keys, *entry.keys))] = entry.value
     return made
 

@@ -262,7 +262,7 @@ def derive(
     by_types: dict[LeafPath, PartitionSpec | None] = {}
     params: list[_optax.Param] = []
     for part in _flax.optimizers(state):
-        entries = _tree.flatten(part.params, boxes=_flax.BOXES).entries
+        entries = _tree.flatten(part.params, boxes=_flax.boxes()).entries
         paths = {
             path: _tree.join((*part.params_keys, *entry.keys))
             for path, entry in entries.items()
@@ -279,7 +279,7 @@ def derive(
             part.params,
             {path: specs[whole] for path, whole in paths.items()},
             dict(mesh.shape),
-            _flax.BOXES,
+            _flax.boxes(),
         )
         by_types |= {
             _tree.join((*part.state_keys, *keys)): spec for keys, spec in typed.items()

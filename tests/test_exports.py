@@ -47,6 +47,11 @@ def test_import_pulls_in_no_other_framework(fresh):
     assert NOT_IMPORTED.isdisjoint(fresh["modules"])
 
 
+def test_import_is_light(fresh):
+    """These take a tenth of a second each, and not everybody needs them."""
+    assert {"flax.nnx", "matplotlib", "typer"}.isdisjoint(fresh["modules"])
+
+
 def test_every_public_callable_has_a_docstring():
     missing = sorted(name for name, found in public_callables() if not has_doc(found))
     assert not missing

@@ -85,6 +85,7 @@ WORK = {
     "a save of NNX": lambda n: snapshot(nnx_like(n)),
     "a save of many optimizers": lambda n: snapshot(several_optimizers(n)),
     "metadata": lambda n: _orbax.files(contents(linen_like, n)),
+    "the manifest": lambda n: _orbax._manifest(contents(linen_like, n), {}),
     "reading metadata": lambda n: read(linen_like, n),
     "a restore": lambda n: plan(read(linen_like, n), linen_like(n)),
     "a restore of everything": lambda n: plan(read(linen_like, n), None),
