@@ -74,22 +74,14 @@ def to_host(leaves: Sequence[tuple[str, Shape, Leaf]]) -> list[HostArray]:
     Raises:
         UnsupportedLeafError: A leaf is abstract, or was donated or deleted already.
     """
-    faults = {}
-    for _, _, leaf in leaves:
-        if isinstance(leaf.source, jax.ShapeDtypeStruct):
-            faults[leaf.info.path] = "an abstract leaf, which has no values"
-        elif isinstance(leaf.source, jax.Array) and leaf.source.is_deleted():
-            faults[leaf.info.path] = "an array that was donated or deleted"
+    faults = {
+        leaf.info.path: reason for _, _, leaf in leaves if (reason := _gone(leaf))
+    }
     if faults:
         raise errors.UnsupportedLeafError(faults)
-    sources = [_sources(leaf) for _, _, leaf in leaves]
+    parts = [_view(leaf) or _sources(leaf) for _, _, leaf in leaves]
     elsewhere = [
-        part.data
-        for parts in sources
-        for part in parts
-        if part.data.size
-        and isinstance(part.data, jax.Array)
-        and not _is_on_cpu(part.data.sharding)
+        part.data for some in parts for part in some if not isinstance(part, HostShard)
     ]
     copies = iter(_from_devices(elsewhere) if elsewhere else ())
     return [
@@ -98,11 +90,46 @@ def to_host(leaves: Sequence[tuple[str, Shape, Leaf]]) -> list[HostArray]:
             _layout.stored_form(leaf.info)[0],
             leaf.info.dtype or "",
             chunk_shape,
-            tuple(part.on_host(copies) for part in parts if part.data.size),
+            tuple(
+                [
+                    part if isinstance(part, HostShard) else part.as_copied(copies)
+                    for part in some
+                ]
+            ),
             weakref.ref(leaf.source) if isinstance(leaf.source, jax.Array) else None,
         )
-        for (name, chunk_shape, leaf), parts in zip(leaves, sources, strict=True)
+        for (name, chunk_shape, leaf), some in zip(leaves, parts, strict=True)
     ]
+
+
+def _gone(leaf: Leaf) -> str | None:
+    """Why a leaf has no values; None if it has."""
+    if isinstance(leaf.source, jax.ShapeDtypeStruct):
+        return "an abstract leaf, which has no values"
+    if isinstance(leaf.source, jax.Array) and leaf.source.is_deleted():
+        return "an array that was donated or deleted"
+    return None
+
+
+def _view(leaf: Leaf) -> tuple[HostShard] | None:
+    """The only part of an array that is on the CPU in one piece; None if it is not.
+
+    Most leaves are, so this is worth a way of its own.
+    """
+    value = leaf.source
+    if (
+        not isinstance(value, jax.Array)
+        or leaf.info.kind == "prng_key"
+        or not _is_one_cpu(value.sharding)
+    ):
+        return None
+    array = np.asarray(value)
+    return (HostShard(whole(array.shape), array),) if array.size else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_one_cpu(sharding: Sharding) -> bool:
+    return _is_on_cpu(sharding) and len(sharding.device_set) == 1
 
 
 def _from_devices(arrays: Sequence[jax.Array]) -> list[Array | jax.Array]:
@@ -139,60 +166,54 @@ def _is_on_cpu(sharding: Sharding) -> bool:
     return all(device.platform == "cpu" for device in devices)
 
 
-class _Part(NamedTuple):
-    """What this process writes of an array, not yet on the host.
+class _DevicePart(NamedTuple):
+    """What this process writes of an array, still on an accelerator.
 
     Attributes:
         region: Where it lies in the whole array.
-        data: Values on a device or on the host.
-        within: The part of `data` that counts, cut on the host; None for all.
+        data: Its values.
     """
 
     region: Region
-    data: jax.Array | Array
-    within: tuple[slice, ...] | None = None
+    data: jax.Array
 
-    def on_host(self, copies: Iterator[Array | jax.Array]) -> HostShard:
-        """This part, of the host's memory; what is not there is the next copy."""
-        if isinstance(self.data, jax.Array) and not _is_on_cpu(self.data.sharding):
-            return HostShard(self.region, next(copies))
-        values = np.asarray(self.data)
-        return HostShard(
-            self.region, values if self.within is None else values[self.within]
-        )
+    def as_copied(self, copies: Iterator[Array | jax.Array]) -> HostShard:
+        """This part with its copy, which is the next one."""
+        return HostShard(self.region, next(copies))
 
 
-def _sources(leaf: Leaf) -> list[_Part]:
+def _sources(leaf: Leaf) -> list[HostShard | _DevicePart]:
+    """What this process writes of an array; nothing if that has no elements."""
     value = leaf.source
     if not isinstance(value, jax.Array):
         array = np.array(value)
         if leaf.info.kind == "scalar":
             array = array.astype(_dtypes.to_numpy(leaf.info.dtype or ""))
-        return [_Part(whole(array.shape), array)]
+        return [HostShard(whole(array.shape), array)] if array.size else []
     if leaf.info.kind == "prng_key":
         value = jax.random.key_data(value)
-    if len(value.sharding.device_set) == 1:
-        return [_Part(whole(value.shape), value)]
     slices = _layout.replica_slices(leaf.info, value.shape)
     return [
         _part(shard, value.shape, slices)
         for shard in value.addressable_shards
-        if slices is not None or shard.replica_id == 0
+        if value.size and (slices is not None or shard.replica_id == 0)
     ]
 
 
 def _part(
     shard: jax.Shard, shape: Shape, slices: _chunks.ReplicaSlices | None
-) -> _Part:
+) -> HostShard | _DevicePart:
     region = region_of(shard.index, shape)
-    if slices is None:
-        return _Part(region, shard.data)
-    start, stop = slices.bounds[shard.replica_id]
-    origin = region[slices.axis][0]
-    bounds = (origin + start, origin + stop)
-    region = (*region[: slices.axis], bounds, *region[slices.axis + 1 :])
-    within = (*[slice(None)] * slices.axis, slice(start, stop))
-    if _is_on_cpu(shard.data.sharding):
-        return _Part(region, shard.data, within)
-    # Cut on the device, so that only this part is copied from it.
-    return _Part(region, shard.data[within])
+    data = shard.data
+    if _is_on_cpu(data.sharding):
+        data = np.asarray(data)
+    if slices is not None:
+        start, stop = slices.bounds[shard.replica_id]
+        origin = region[slices.axis][0]
+        bounds = (origin + start, origin + stop)
+        region = (*region[: slices.axis], bounds, *region[slices.axis + 1 :])
+        # On an accelerator this cuts there, so that only this part is copied from it.
+        data = data[(*[slice(None)] * slices.axis, slice(start, stop))]
+    if isinstance(data, jax.Array):
+        return _DevicePart(region, data)
+    return HostShard(region, data)
