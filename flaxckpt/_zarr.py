@@ -7,6 +7,7 @@ TensorStore, which has them all the same.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -81,6 +82,7 @@ def metadata(
     }
 
 
+@functools.lru_cache(maxsize=1024)  # most arrays are like others
 def metadata_text(
     encoding: Encoding, shape: Shape, dtype: str, chunk_shape: Shape
 ) -> bytes:
