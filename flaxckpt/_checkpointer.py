@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 from flaxckpt import (
+    _collector,
     _plan,
     _restore,
     _save,
@@ -378,6 +379,7 @@ class Checkpointer:
         )
         return state
 
+    @_collector.paused()
     def _restore(
         self,
         abstract_state: PyTree | None,

@@ -15,7 +15,6 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flaxckpt import (
-    _collector,
     _dtypes,
     _flax,
     _layout,
@@ -206,7 +205,6 @@ class Recipe:
 # ---- planning ---------------------------------------------------------------------
 
 
-@_collector.paused()
 def make(
     stored: Stored, abstract_state: PyTree | None, options: Options
 ) -> tuple[RestorePlan, Recipe]:

@@ -86,13 +86,15 @@ def run(readings: Sequence[Reading]) -> None:
 class _Form:
     """How the values of an array lie in its chunks."""
 
-    def __init__(self, raw: RawArray, info: LeafInfo) -> None:
-        assert info.chunk_shape is not None, info
-        self.encoding = raw.encoding
-        self.shape, self.stored = _layout.stored_form(info)
-        self.chunk_shape: Shape = info.chunk_shape
-        self.dtype: np.dtype[Any] = _dtypes.to_numpy(self.stored)
-        self.chunk_bytes = math.prod(self.chunk_shape) * self.dtype.itemsize
+    def __init__(
+        self, encoding: _zarr.Encoding, shape: Shape, stored: str, chunk_shape: Shape
+    ) -> None:
+        self.encoding = encoding
+        self.shape = shape
+        self.stored = stored
+        self.chunk_shape = chunk_shape
+        self.dtype: np.dtype[Any] = _dtypes.to_numpy(stored)
+        self.chunk_bytes = math.prod(chunk_shape) * self.dtype.itemsize
 
     def check_metadata(self, text: bytes) -> None:
         """Compares the array's `zarr.json` with what was recorded of it."""
@@ -123,6 +125,18 @@ class _Form:
         )
 
 
+@functools.lru_cache(maxsize=1024)  # most arrays are like others
+def _form(
+    encoding: _zarr.Encoding, shape: Shape, stored: str, chunk_shape: Shape
+) -> _Form:
+    return _Form(encoding, shape, stored, chunk_shape)
+
+
+def _form_of(raw: RawArray, info: LeafInfo) -> _Form:
+    assert info.chunk_shape is not None, info
+    return _form(raw.encoding, *_layout.stored_form(info), info.chunk_shape)
+
+
 # ---- from files -----------------------------------------------------------------
 
 
@@ -139,7 +153,7 @@ def from_files(
     Raises:
         ValueError, OSError: A file is missing or has the wrong size.
     """
-    form = _Form(raw, info)
+    form = _form_of(raw, info)
     directory = raw.root / raw.name
     tasks: list[Callable[[], None]] = []
     if verify:
@@ -150,14 +164,10 @@ def from_files(
     for region in regions:
         chunks = [
             (
-                Block(
-                    directory / _zarr.chunk_key(index),
-                    form.chunk_bytes,
-                    form.encoding.checksum,
-                ),
+                Block(directory / key, form.chunk_bytes, form.encoding.checksum),
                 bounds,
             )
-            for index, bounds in _zarr.chunks(region, form.chunk_shape)
+            for key, bounds in _zarr.chunks(region, form.chunk_shape)
         ]
         blocks = [block for block, _ in chunks]
         run = _map(form, blocks) if memory_map and blocks else None
@@ -268,7 +278,7 @@ def from_database(
     verify: bool,
 ) -> Reading:
     """Reads `regions` of an array from a database."""
-    form = _Form(raw, info)
+    form = _form_of(raw, info)
     values = databases.open(raw, verify=verify)
     verify = verify and not raw.digests  # or all of it is verified already
     metadata = (
@@ -276,12 +286,8 @@ def from_database(
     )
     pending = {
         region: [
-            (
-                key := _zarr.chunk_key(index),
-                bounds,
-                values.read(_zarr.database_key(raw.name, key)),
-            )
-            for index, bounds in _zarr.chunks(region, form.chunk_shape)
+            (key, bounds, values.read(_zarr.database_key(raw.name, key)))
+            for key, bounds in _zarr.chunks(region, form.chunk_shape)
         ]
         for region in regions
     }

@@ -42,6 +42,7 @@ _log = logging.getLogger(__name__)
 # ---- public functions -----------------------------------------------------------
 
 
+@_collector.paused()
 def load(
     path: PathLike,
     abstract_state: PyTree | None = None,
@@ -211,7 +212,6 @@ def summary(steps: list[int]) -> str:
     return f"steps {shown}"
 
 
-@_collector.paused()
 def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Stored:
     """Reads everything of a checkpoint but its arrays."""
     return formats.detect(path).read(path, step=step, resolve=_flax.resolver(types))
@@ -220,7 +220,6 @@ def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Sto
 # ---- doing ------------------------------------------------------------------------
 
 
-@_collector.paused()
 def restore(
     stored: Stored, abstract_state: PyTree | None, options: _plan.Options
 ) -> PyTree:

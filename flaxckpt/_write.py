@@ -186,8 +186,8 @@ class _Chunk(NamedTuple):
 
 def _chunks(array: HostArray) -> Iterator[_Chunk]:
     for shard in array.shards:
-        for index, bounds in _zarr.chunks(shard.region, array.chunk_shape):
-            yield _Chunk(array, shard, _zarr.chunk_key(index), bounds)
+        for key, bounds in _zarr.chunks(shard.region, array.chunk_shape):
+            yield _Chunk(array, shard, key, bounds)
 
 
 def _write_files(

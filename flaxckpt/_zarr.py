@@ -11,7 +11,6 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -148,11 +147,6 @@ def _codecs(codec: str, dtype: str, checksum: bool) -> list[JSON]:
     return codecs
 
 
-def chunk_key(index: Sequence[int]) -> str:
-    """The key of the chunk at `index`, below that of its array."""
-    return ".".join(("c", *map(str, index)))
-
-
 def database_key(name: str, key: str) -> str:
     """The key of what is called `key` below the array `name`, in a database."""
     return f"{name}/{key}" if name else key
@@ -183,18 +177,28 @@ def extent(region: Region) -> Shape:
     return tuple(stop - start for start, stop in region)
 
 
-def chunks(region: Region, chunk_shape: Shape) -> Iterator[tuple[Shape, Region]]:
-    """The chunks that `region` reaches into: their index, and what it has of them.
+class Chunk(NamedTuple):
+    """What a region has of a chunk.
 
-    Those bounds are of the whole array. They begin and end inside the region.
+    Attributes:
+        key: Of the chunk, below that of its array.
+        bounds: In the whole array; within the region and within the chunk.
     """
+
+    key: str
+    bounds: Region
+
+
+@functools.lru_cache(maxsize=256)  # most arrays are like others
+def chunks(region: Region, chunk_shape: Shape) -> tuple[Chunk, ...]:
+    """The chunks that `region` reaches into."""
     ranges = [
         range(start // size, -(-stop // size))
         for (start, stop), size in zip(region, chunk_shape, strict=True)
     ]
-    for index in itertools.product(*ranges):
-        yield (
-            index,
+    return tuple(
+        Chunk(
+            ".".join(("c", *map(str, index))),
             tuple(
                 (max(start, i * size), min(stop, (i + 1) * size))
                 for i, (start, stop), size in zip(
@@ -202,6 +206,8 @@ def chunks(region: Region, chunk_shape: Shape) -> Iterator[tuple[Shape, Region]]
                 )
             ),
         )
+        for index in itertools.product(*ranges)
+    )
 
 
 def kvstore(root: Path, name: str, *, ocdbt: bool) -> dict[str, JSON]:
