@@ -75,8 +75,8 @@ def open_one(stored: StoredLeaf) -> ts.TensorStore:
 
 def bytes_here(job: ReadJob) -> int:
     """Uncompressed bytes that this process reads for a leaf."""
-    if job.found.dtype is None:
-        return 0
+    if job.found.dtype is None or job.wanted.sharding is None:
+        return _layout.stored_bytes(job.found)
     _, dtype = _layout.stored_form(job.found)
     return _bytes_of(_reads(job), dtype)
 

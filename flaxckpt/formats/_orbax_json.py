@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flaxckpt import _dtypes, _layout, _tree, _zarr, errors
+from flaxckpt import _chunks, _dtypes, _layout, _tree, _zarr, errors
 from flaxckpt._info import LeafInfo, Role
 from flaxckpt._types import JSON, LeafPath, Shape
 
@@ -23,6 +23,8 @@ MANIFEST = "flaxckpt.json"
 MANIFEST_VERSION = 1
 MAX_BYTES = 64 * 2**20
 """Largest metadata file that is read; 100,000 leaves take about 20 MB."""
+
+_MAX_CHUNKS = 2**24  # of one array; their names alone take gigabytes beyond that
 
 _HANDLERS = "orbax.checkpoint._src.handlers."
 STATE_HANDLER = f"{_HANDLERS}standard_checkpoint_handler.StandardCheckpointHandler"
@@ -258,7 +260,11 @@ def leaf_info(row: Any, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]) -> LeafI
     if not is_scalar and python_type not in ("jax.Array", "numpy.ndarray"):
         raise ValueError(f"{path} has the unknown type {python_type!r}")
     shape, chunk_shape = sizes(row["shape"]), sizes(row["chunks"])
-    if len(chunk_shape) != len(shape) + bool(impl) or 0 in chunk_shape:
+    if (
+        len(chunk_shape) != len(shape) + bool(impl)
+        or 0 in chunk_shape
+        or _chunks.chunk_count(shape, chunk_shape[: len(shape)]) > _MAX_CHUNKS
+    ):
         raise ValueError(f"{path} has chunks {chunk_shape} of an array {shape}")
     return LeafInfo(
         path,
