@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from flaxckpt import _dtypes, _tree, _zarr, errors
+from flaxckpt import _dtypes, _storage, _tree, _zarr, errors
 from flaxckpt._types import JSON, LeafPath, Shape
 
 if TYPE_CHECKING:
@@ -251,6 +251,7 @@ class Stored:
         structure: Its containers, with their exact types if the format records them.
         unknown_types: Classes in `structure` that become plain dicts or lists.
         digests: Relative path -> digest that was written down for a file.
+        stamp: The file that describes it; another one means another checkpoint.
     """
 
     metadata: CheckpointMetadata
@@ -258,6 +259,7 @@ class Stored:
     structure: _tree.Node | LeafPath
     unknown_types: frozenset[str] = frozenset()
     digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    stamp: _storage.Stamp | None = None
 
 
 def describe(path: LeafPath, entry: _tree.Entry) -> LeafInfo | str:

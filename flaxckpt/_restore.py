@@ -234,7 +234,12 @@ def restore(
         )
     if abstract_state is not None:
         _tell(planned, options)
-    state = _execute(recipe, abstract_state, planned.path, options)
+    try:
+        state = _execute(recipe, abstract_state, planned.path, options)
+    except errors.DamagedCheckpointError:
+        _check_current(stored)
+        raise
+    _check_current(stored)
     _log.info(
         "restored %s: %d of %d leaves, %d bytes in %.3f s",
         planned.path,
@@ -244,6 +249,15 @@ def restore(
         time.monotonic() - start,
     )
     return state
+
+
+def _check_current(stored: Stored) -> None:
+    """Refuses what was read of a checkpoint and of another one in its place."""
+    if stored.stamp is not None and not stored.stamp.is_current():
+        raise errors.DamagedCheckpointError(
+            f"{stored.metadata.path} was replaced or deleted while it was read;"
+            " load it again"
+        )
 
 
 def restore_dataset(stored: Stored, iterator: Any) -> None:

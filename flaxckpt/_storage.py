@@ -14,6 +14,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from flaxckpt import _threads, errors
@@ -56,6 +57,31 @@ def read(path: Path, *, max_bytes: int) -> bytes:
                 f" found {status.st_size}"
             )
         return file.read(max_bytes + 1)
+
+
+class Stamp(NamedTuple):
+    """Which file was found under a name, and as of when.
+
+    Attributes:
+        path: The name.
+        identity: Of the file and its content; None if there was none.
+    """
+
+    path: Path
+    identity: tuple[int, ...] | None
+
+    def is_current(self) -> bool:
+        """Whether it is still that file, as it was."""
+        return stamp(self.path) == self
+
+
+def stamp(path: Path) -> Stamp:
+    """Notes which file `path` is now."""
+    try:
+        found = path.stat()
+    except OSError:
+        return Stamp(path, None)
+    return Stamp(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
 
 
 def write(path: Path, content: bytes) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxckpt
-from flaxckpt import errors
+from flaxckpt import _read, errors
 
 STATE = {
     "params": {"dense": {"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)}},
@@ -405,3 +406,39 @@ def test_nothing_is_returned_or_changed_when_a_restore_fails(path):
     with pytest.raises(errors.RestoreMismatchError):
         flaxckpt.load(path, template)
     strategies.assert_same(before, jax.tree.map(np.array, template))
+
+
+@pytest.mark.parametrize("memory_map", [True, False])
+def test_a_checkpoint_replaced_while_it_is_read_is_not_mixed(
+    tmp_path, monkeypatch, memory_map
+):
+    """Half of it would be of one save, half of the other, each with good checksums."""
+    path = tmp_path / "c"
+    flaxckpt.save(path, {"w": np.ones(4), "v": np.ones(4)})
+    real = _read._begin
+
+    def begin(work, *args):
+        if work.job.wanted.path == "v":
+            other = {"w": np.zeros(4), "v": np.zeros(4)}
+            flaxckpt.save(path, other, overwrite=True)
+        return real(work, *args)
+
+    monkeypatch.setattr(_read, "_begin", begin)
+    with pytest.raises(errors.DamagedCheckpointError, match="replaced or deleted"):
+        flaxckpt.load(path, memory_map=memory_map)
+    monkeypatch.undo()
+    strategies.assert_same(flaxckpt.load(path)["w"], np.zeros(4))
+
+
+def test_a_checkpoint_deleted_while_it_is_read_says_so(tmp_path, monkeypatch):
+    path = tmp_path / "c"
+    flaxckpt.save(path, {"w": np.ones(4)})
+    real = _read._begin
+
+    def begin(work, *args):
+        shutil.rmtree(path)
+        return real(work, *args)
+
+    monkeypatch.setattr(_read, "_begin", begin)
+    with pytest.raises(errors.DamagedCheckpointError, match="replaced or deleted"):
+        flaxckpt.load(path)

@@ -358,6 +358,7 @@ def _json_file(path: Path) -> dict[str, Any]:
 
 
 def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
+    stamp = _storage.stamp(path / _orbax_json.MANIFEST)
     raw = _file(path / _orbax_json.MANIFEST)
     if (path / _COMMITTED).is_file():
         recorded = _json_file(path / _COMMITTED).get(_orbax_json.MANIFEST)
@@ -402,6 +403,7 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
         structure,
         frozenset(unknown),
         digests,
+        stamp,
     )
 
 
@@ -554,6 +556,7 @@ class _ForeignRow:
 def _read_foreign(path: Path, step: int | None) -> Stored:
     item = _item(path)
     assert item is not None, path
+    stamp = _storage.stamp(item / _TREE)
     metadata = _json_file(item / _TREE)
     rows = _foreign_rows(item, metadata)
     version = 3 if metadata.get("use_zarr3") else 2
@@ -576,6 +579,7 @@ def _read_foreign(path: Path, step: int | None) -> Stored:
             (i.path, i.keys, i.python_type if i.kind == "empty" else None)
             for i in infos
         ),
+        stamp=stamp,
     )
 
 
