@@ -19,7 +19,7 @@ from flaxckpt._raw import Reading
 from flaxckpt._types import JSON, LeafPath, Shape
 from flaxckpt._zarr import Array, Region
 
-_DECODED_AT_ONCE = 512 * 2**20
+_DECODED_AT_ONCE = 256 * 2**20
 """Bytes that TensorStore decodes at one time; it holds them encoded as well."""
 
 _DATABASE_VALUE_BYTES = 2**20
@@ -95,17 +95,9 @@ def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
     faults: dict[LeafPath, str] = {}
     databases = _raw.Databases(ts.Context({"file_io_concurrency": {"limit": 32}}))
     for batch in _batches(jobs, options.max_concurrent_bytes):
-        reading = [_begin(work, options, databases) for work in batch]
-        _raw.run(reading)
-        # First all values, then all arrays: threads that read, and those by which jax
-        # takes memory over, slow each other down.
-        blocks = []
-        for work, begun in zip(batch, reading, strict=True):
-            try:
-                blocks.append((work.job, _cut(work.reads, begun.result())))
-            except (ValueError, OSError) as error:
-                faults[work.job.wanted.path] = _first_words(error)
-        for job, parts in blocks:
+        blocks = _read_batch(batch, options, databases, faults)
+        while blocks:  # what has become an array is let go
+            job, parts = blocks.pop()
             try:
                 values[job.wanted.path] = _place.assemble(parts, job.found, job.wanted)
             except ValueError as error:
@@ -113,6 +105,28 @@ def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
     if faults:
         raise _damaged(jobs[0].stored.root, faults)
     return values
+
+
+def _read_batch(
+    batch: Sequence[_Work],
+    options: Options,
+    databases: _raw.Databases,
+    faults: dict[LeafPath, str],
+) -> list[tuple[ReadJob, dict[Region, Array]]]:
+    """Each leaf with what the devices need of it, all of it in memory.
+
+    Only then arrays are made: threads that read, and those by which jax takes memory
+    over, slow each other down.
+    """
+    reading = [_begin(work, options, databases) for work in batch]
+    _raw.run(reading)
+    blocks = []
+    for work, begun in zip(batch, reading, strict=True):
+        try:
+            blocks.append((work.job, _cut(work.reads, begun.result())))
+        except (ValueError, OSError) as error:
+            faults[work.job.wanted.path] = _first_words(error)
+    return blocks
 
 
 def _damaged(root: Path, faults: dict[LeafPath, str]) -> errors.DamagedCheckpointError:
