@@ -55,6 +55,7 @@ _STORED_AS_BYTES = frozenset(
 """One byte an element in numpy, unknown to TensorStore: kept as uint8, bit for bit."""
 
 
+@functools.lru_cache(maxsize=256)
 def name(dtype: Any) -> str:
     """The field's name of a numpy or jax element type: `bfloat16`, `float32`."""
     return str(np.dtype(dtype).name)

@@ -44,7 +44,7 @@ def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) 
     dtype = wanted.dtype or ""
     typed = {
         region: _as_dtype(_dtypes.from_stored(block, found.dtype or ""), dtype)
-        if block.dtype.name != dtype
+        if _dtypes.name(block.dtype) != dtype
         else block
         for region, block in blocks.items()
     }
@@ -53,7 +53,9 @@ def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) 
     [array] = typed.values()
     if wanted.python_type == "numpy.generic":
         return array[()]
-    return array if wanted.python_type == "numpy.ndarray" else array.item()
+    if wanted.python_type == "numpy.ndarray":
+        return array if array.flags.writeable else array.copy()
+    return array.item()
 
 
 def _as_dtype(array: Array, dtype_name: str) -> Array:

@@ -297,11 +297,22 @@ def from_database(
             form.check_metadata(_value(_zarr.METADATA, metadata.result()))
         found = {}
         for region, chunks in pending.items():
+            parts = [
+                (
+                    bounds,
+                    form.values(
+                        _content(form, key, _value(key, future.result()), verify),
+                        bounds,
+                    ),
+                )
+                for key, bounds, future in chunks
+            ]
+            if len(parts) == 1:
+                found[region] = parts[0][1]
+                continue
             found[region] = target = _empty(form, region)
-            for key, bounds, future in chunks:
-                content = _content(form, key, _value(key, future.result()), verify)
-                part = target[_zarr.within(bounds, region)]
-                part[...] = form.values(content, bounds)
+            for bounds, values in parts:
+                target[_zarr.within(bounds, region)] = values
         return found
 
     return Reading([], arrays)
