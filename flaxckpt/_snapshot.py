@@ -81,7 +81,11 @@ def to_host(leaves: Sequence[tuple[str, Shape, Leaf]]) -> list[HostArray]:
         raise errors.UnsupportedLeafError(faults)
     parts = [_view(leaf) or _sources(leaf) for _, _, leaf in leaves]
     elsewhere = [
-        part.data for some in parts for part in some if not isinstance(part, HostShard)
+        part.data
+        for some in parts
+        if not isinstance(some, tuple)
+        for part in some
+        if isinstance(part, _DevicePart)
     ]
     copies = iter(_from_devices(elsewhere) if elsewhere else ())
     return [
@@ -90,11 +94,11 @@ def to_host(leaves: Sequence[tuple[str, Shape, Leaf]]) -> list[HostArray]:
             _layout.stored_form(leaf.info)[0],
             leaf.info.dtype or "",
             chunk_shape,
-            tuple(
-                [
-                    part if isinstance(part, HostShard) else part.as_copied(copies)
-                    for part in some
-                ]
+            some
+            if isinstance(some, tuple)
+            else tuple(
+                part if isinstance(part, HostShard) else part.as_copied(copies)
+                for part in some
             ),
             weakref.ref(leaf.source) if isinstance(leaf.source, jax.Array) else None,
         )

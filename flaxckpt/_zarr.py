@@ -152,6 +152,7 @@ def database_key(name: str, key: str) -> str:
     return f"{name}/{key}" if name else key
 
 
+@functools.lru_cache(maxsize=1024)
 def whole(shape: Shape) -> Region:
     """All of an array."""
     return tuple((0, size) for size in shape)
