@@ -256,7 +256,8 @@ class Safetensors(OneFile):
     def _read(self, path: Path) -> Mapping[str, np.ndarray[Any, Any]]:
         import safetensors.numpy
 
-        return safetensors.numpy.load_file(path)
+        loaded: Mapping[str, np.ndarray[Any, Any]] = safetensors.numpy.load_file(path)
+        return loaded
 
 
 class NumpySavez(OneFile):
