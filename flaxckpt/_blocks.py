@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import io
 import mmap
 import os
 import sys
@@ -111,16 +112,15 @@ def link_equal(old: Path, new: Path, parts: Sequence[memoryview]) -> bool:
     """
     size = sum(len(part) for part in parts)
     try:
-        with old.open("rb") as file:
+        with old.open("rb", buffering=0) as file:
             if os.fstat(file.fileno()).st_size != size or size == 0:
                 return False
-            start = size - len(parts[-1])
             tail = parts[-1][:CHECKSUM_BYTES]
+            start = size - len(parts[-1])
             if os.pread(file.fileno(), CHECKSUM_BYTES, start) != tail:
                 return False
-            with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as stored:
-                if not _is_equal(stored, parts):
-                    return False
+            if not _is_equal(file, parts):
+                return False
     except OSError:
         return False
     return link(old, new)
@@ -139,18 +139,17 @@ def link(old: Path, new: Path) -> bool:
     return True
 
 
-def _is_equal(stored: mmap.mmap, parts: Sequence[memoryview]) -> bool:
-    at = 0
+def _is_equal(stored: io.FileIO, parts: Sequence[memoryview]) -> bool:
+    """Whether a file goes on with exactly `parts`."""
+    # Read, not mapped: somebody else may cut the file short.
+    buffer = np.empty(_COMPARED_AT_ONCE, np.uint8)
     for part in parts:
         wanted = np.frombuffer(part, np.uint8)
-        for start in range(0, len(wanted), _COMPARED_AT_ONCE):
-            piece = wanted[start : start + _COMPARED_AT_ONCE]
-            found = np.frombuffer(stored, np.uint8, len(piece), at)
-            same = np.array_equal(found, piece)
-            del found  # or the map cannot be closed
-            if not same:
+        while wanted.size:
+            count = stored.readinto(buffer[: wanted.size].data) or 0
+            if count == 0 or not np.array_equal(buffer[:count], wanted[:count]):
                 return False
-            at += len(piece)
+            wanted = wanted[count:]
     return True
 
 
@@ -327,15 +326,17 @@ def _file_system(path: str) -> str:
     """The kind of file system that holds `path`; empty if that is not known."""
     path = os.path.realpath(path) + "/"
     try:
-        with open("/proc/self/mountinfo", encoding="utf-8") as file:  # noqa: PTH123
-            mounts = [line.partition(" - ") for line in file]
+        mounts = Path("/proc/self/mountinfo").read_bytes().split(b"\n")
     except OSError:
         return ""
-    holding = {
-        where: kind.split()[0]
-        for line, _, kind in mounts
-        if path.startswith((where := _unescaped(line.split()[4])).rstrip("/") + "/")
-    }
+    holding: dict[str, str] = {}
+    for line in mounts:
+        where, _, kind = os.fsdecode(line).partition(" - ")
+        fields = where.split(" ")
+        if len(fields) > 4 and kind:
+            mount = _unescaped(fields[4]).rstrip("/") + "/"
+            if path.startswith(mount):
+                holding[mount] = kind.split(" ")[0]  # the last one hides the others
     return holding[max(holding, key=len)] if holding else ""
 
 

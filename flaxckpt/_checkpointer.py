@@ -179,8 +179,7 @@ class Checkpointer:
         blocked = time.monotonic() - start
 
         def work() -> SaveResult:
-            written = _save.execute(snapshot, self._previous())
-            self._saved = snapshot.saved
+            written, self._saved = _save.execute(snapshot, self._previous())
             self._metrics.pop(number, None)
             deleted = self._apply_policies(just_saved=number)
             total = time.monotonic() - start
@@ -202,8 +201,9 @@ class Checkpointer:
         newest = self._listed().get(self.latest_step() or 0)
         if newest is None:
             return None
-        if self._saved is not None and self._saved.root.parent == newest:
-            return self._saved
+        saved = self._saved
+        if saved is not None and saved.root.parent == newest and saved.is_current():
+            return saved
         return _write.Previous(newest / _orbax.STATE, {})
 
     def _skipped(self, step: int, final: Path, start: float) -> SaveHandle:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -104,13 +104,17 @@ class Snapshot:
         """How the chunks of the arrays are encoded."""
         return _zarr.Encoding(self.options.layout.codec, self.options.layout.checksum)
 
-    @property
-    def saved(self) -> _write.Previous:
-        """The arrays for the save after this one, once it is committed."""
-        return _write.Previous(
-            self.final / _orbax.STATE,
-            {array.name: array.source for array in self.arrays if array.source},
-        )
+
+class Written(NamedTuple):
+    """What a finished save has left.
+
+    Attributes:
+        size: Bytes of all files that were written; those that were linked do not count.
+        arrays: Its arrays, for the save after it.
+    """
+
+    size: int
+    arrays: _write.Previous
 
 
 class SaveHandle:
@@ -246,7 +250,7 @@ def save_async(
     blocked = time.monotonic() - start
 
     def work() -> SaveResult:
-        written = execute(snapshot)
+        written = execute(snapshot).size
         total = time.monotonic() - start
         _log_saved(snapshot.final, written, total, blocked)
         return SaveResult(None, str(snapshot.final), written, blocked, total)
@@ -390,15 +394,12 @@ _locks: collections.defaultdict[Path, threading.Lock] = collections.defaultdict(
 """One writer at a time of a path, within this process."""
 
 
-def execute(snapshot: Snapshot, previous: _write.Previous | None = None) -> int:
+def execute(snapshot: Snapshot, previous: _write.Previous | None = None) -> Written:
     """Writes a snapshot and commits it, durably.
 
     Args:
         snapshot: What to write.
         previous: Arrays of an earlier step; those that are equal are linked.
-
-    Returns:
-        The size of all files that were written.
 
     Raises:
         SaveFailedError: It could not be written. What was written is removed.
@@ -407,7 +408,7 @@ def execute(snapshot: Snapshot, previous: _write.Previous | None = None) -> int:
         return _execute(snapshot, previous)
 
 
-def _execute(snapshot: Snapshot, previous: _write.Previous | None) -> int:
+def _execute(snapshot: Snapshot, previous: _write.Previous | None) -> Written:
     final = snapshot.final
     temporary = final.with_name(final.name + _steps.TEMPORARY)
     try:
@@ -432,7 +433,7 @@ def _execute(snapshot: Snapshot, previous: _write.Previous | None) -> int:
 
 def _write_and_commit(
     snapshot: Snapshot, temporary: Path, previous: _write.Previous | None
-) -> int:
+) -> Written:
     contents = _contents(snapshot)
     made: dict[str, bytes] = {}
 
@@ -451,13 +452,16 @@ def _write_and_commit(
             max_concurrent_bytes=snapshot.options.max_concurrent_bytes,
         )
     _write_new(temporary, _orbax.seal(contents, made, temporary))
-    written = _storage.sync_tree(temporary)
+    size = _storage.sync_tree(temporary)
+    manifest = _storage.stamp(temporary / _orbax_json.MANIFEST)
     if snapshot.options.overwrite and snapshot.final.exists():
         _storage.exchange(temporary, snapshot.final)
         _storage.remove_tree(temporary)
     else:
         _storage.publish(temporary, snapshot.final)
-    return written
+    sources = {array.name: array.source for array in snapshot.arrays if array.source}
+    stamp = manifest._replace(path=snapshot.final / _orbax_json.MANIFEST)
+    return Written(size, _write.Previous(snapshot.final / _orbax.STATE, sources, stamp))
 
 
 def _contents(snapshot: Snapshot) -> _orbax.Contents:

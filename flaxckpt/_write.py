@@ -20,6 +20,7 @@ import tensorstore as ts
 
 from flaxckpt import _blocks, _dtypes, _threads, _zarr
 from flaxckpt._snapshot import HostArray, HostShard
+from flaxckpt._storage import Stamp
 from flaxckpt._types import JSON
 from flaxckpt._zarr import Array, Encoding, Region
 
@@ -46,10 +47,16 @@ class Previous(NamedTuple):
     Attributes:
         root: The directory that holds them.
         sources: Name -> the jax array that was saved, while anybody still has it.
+        stamp: Tells whether that checkpoint is still there; None without sources.
     """
 
     root: Path
     sources: Mapping[str, weakref.ref[jax.Array]]
+    stamp: Stamp | None = None
+
+    def is_current(self) -> bool:
+        """Whether nobody has put another checkpoint in its place."""
+        return self.stamp is None or self.stamp.is_current()
 
 
 def write(
@@ -235,6 +242,9 @@ def _write_files(
             for chunk in _chunks(array)
         ]
     _threads.each(lambda task: task(), tasks, threads=_THREADS)
+    if previous is not None and not previous.is_current():
+        # Arrays that were saved there may have been linked from what is there now.
+        raise OSError(f"{previous.root} was replaced by somebody else meanwhile")
 
 
 def _is_unchanged(array: HostArray, metadata: bytes, previous: Previous) -> bool:
@@ -251,7 +261,7 @@ def _is_unchanged(array: HostArray, metadata: bytes, previous: Previous) -> bool
 
 def _link_files(old: Path, new: Path) -> None:
     """Replaces files of an array by links to equal ones of an earlier checkpoint."""
-    for file in new.iterdir():
+    for file in [path for path in new.iterdir() if path.is_file()]:
         link = file.with_name(file.name + ".link")
         if _blocks.link_equal(old / file.name, link, [memoryview(file.read_bytes())]):
             link.replace(file)

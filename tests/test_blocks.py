@@ -183,4 +183,5 @@ def test_the_file_system_of_a_path_is_known(tmp_path):
     assert not _blocks.is_local("/proc/self")
     if Path("/dev/shm").is_dir() and os.path.ismount("/dev/shm"):
         assert _blocks.is_local("/dev/shm")
+    assert _blocks._file_system("/nowhere/at/all") == _blocks._file_system("/")
     assert _blocks._unescaped(r"/a\040b\134c") == "/a b\\c"

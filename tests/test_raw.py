@@ -446,6 +446,42 @@ def test_a_damaged_step_is_not_linked_to(tmp_path):
         strategies.assert_same(ckpt.restore(step=2, fallback=False), big_state())
 
 
+def test_a_step_that_somebody_else_replaced_is_not_linked_to(tmp_path):
+    """The same array was saved there, but it is not there any more."""
+    layout = flaxckpt.ArrayLayout(store="files")
+    state, other = big_state(1), big_state(2)
+    ours = flaxckpt.Checkpointer(tmp_path, layout=layout)
+    ours.save(1, state).wait()
+    with flaxckpt.Checkpointer(tmp_path, layout=layout) as theirs:
+        theirs.save(1, other, on_exists="overwrite")
+    ours.save(2, state).wait()
+    strategies.assert_same(ours.restore(step=2), state)
+    strategies.assert_same(ours.restore(step=1), other)
+    ours.close()
+
+
+def test_a_step_replaced_while_it_is_linked_to_fails_the_save(tmp_path, monkeypatch):
+    layout = flaxckpt.ArrayLayout(store="files")
+    state = big_state(1)
+    ours = flaxckpt.Checkpointer(tmp_path, layout=layout)
+    ours.save(1, state).wait()
+    real, replaced = _write._is_unchanged, []
+
+    def is_unchanged(*args):
+        found = real(*args)
+        if not replaced:
+            replaced.append(True)
+            with flaxckpt.Checkpointer(tmp_path, layout=layout) as theirs:
+                theirs.save(1, big_state(2), on_exists="overwrite")
+        return found
+
+    monkeypatch.setattr(_write, "_is_unchanged", is_unchanged)
+    with pytest.raises(errors.SaveFailedError, match="replaced by somebody else"):
+        ours.save(2, state).wait()
+    assert ours.steps() == [1]
+    ours.close()
+
+
 def test_file_systems_without_links_get_copies(tmp_path, monkeypatch):
     def refuse(*_args, **_kwargs):
         raise OSError(1, "Operation not permitted")

@@ -614,3 +614,24 @@ def test_a_script_that_just_ends_exits_non_zero_if_its_save_fails(tmp_path):
     assert done.returncode != 0
     assert "could not be saved" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("other", ["c.0", "zarr.json", "c", "b"])
+def test_an_array_without_a_name_does_not_meet_others(tmp_path, codec, other):
+    state = {"": np.arange(2048.0), other: np.ones(2048)}
+    layout = flaxckpt.ArrayLayout(codec=codec)
+    with flaxckpt.Checkpointer(tmp_path / "run", layout=layout) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state).wait()
+            strategies.assert_same(ckpt.restore(), state)
+    files = flaxckpt.ArrayLayout(codec=codec, store="files")
+    with pytest.raises(errors.LeafNameError, match="no name of a directory"):
+        flaxckpt.save(tmp_path / "c", state, layout=files)
+    flaxckpt.save(tmp_path / "alone", {"": state[""]}, layout=files)
+    strategies.assert_same(flaxckpt.load(tmp_path / "alone")[""], state[""])
+
+
+def test_a_key_that_is_no_unicode_is_refused(tmp_path):
+    with pytest.raises(errors.LeafNameError, match="no valid Unicode"):
+        flaxckpt.save(tmp_path / "c", {"\udc80": np.ones(2)})

@@ -186,7 +186,13 @@ def check_names(
             faults[info.path] = "contains a NUL"
         elif info.kind == "string" and "~" in name:
             faults[info.path] = "is a string leaf with a '~', which Orbax cannot read"
-        elif not ocdbt and info.chunk_shape is not None and not _file_safe(name):
+        elif _SURROGATES.search(name):
+            faults[info.path] = "is no valid Unicode"
+        elif (
+            not ocdbt
+            and info.chunk_shape is not None
+            and (not _file_safe(name) or (not name and len(infos) > 1))
+        ):
             faults[info.path] = "is no name of a directory; store='ocdbt' takes it"
     for name, outer in _nested_names(strings):
         faults[seen[name]] = f"would stand inside the string {outer!r}"
@@ -210,18 +216,20 @@ def _nested_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 def file_safe(infos: Sequence[LeafInfo], names: Sequence[str]) -> bool:
     """Whether each array can be a directory of its own; `names` are those on disk."""
     return all(
-        _file_safe(name)
+        # Without a name, an array lies where the directories of others do.
+        _file_safe(name) and (name or len(infos) == 1)
         for info, name in zip(infos, names, strict=True)
         if info.chunk_shape is not None
     )
 
 
+_SURROGATES = re.compile(r"[\ud800-\udfff]")
 _UNSAFE_CHARACTERS = re.compile(r"[/\\\n\0]")
 
 
 def _file_safe(name: str) -> bool:
     return (
-        len(name.encode()) <= _MAX_NAME_BYTES
+        len(name.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
         and name not in _RESERVED
         and name not in (".", "..")
         and not _UNSAFE_CHARACTERS.search(name)
