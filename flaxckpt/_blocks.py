@@ -12,6 +12,7 @@ import functools
 import io
 import mmap
 import os
+import stat
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -112,6 +113,8 @@ def link_equal(old: Path, new: Path, parts: Sequence[memoryview]) -> bool:
     """
     size = sum(len(part) for part in parts)
     try:
+        if not stat.S_ISREG(os.lstat(old).st_mode):
+            return False
         with old.open("rb", buffering=0) as file:
             if os.fstat(file.fileno()).st_size != size or size == 0:
                 return False
@@ -123,16 +126,19 @@ def link_equal(old: Path, new: Path, parts: Sequence[memoryview]) -> bool:
                 return False
     except OSError:
         return False
-    return link(old, new)
+    return link(old, new, size)
 
 
-def link(old: Path, new: Path) -> bool:
-    """Makes `new` another name of the file `old`, if the file system can.
+def link(old: Path, new: Path, size: int) -> bool:
+    """Makes `new` another name of the file `old`, if that has `size` bytes.
 
     Returns:
         Whether it did.
     """
     try:
+        found = os.lstat(old)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != size:
+            return False
         os.link(old, new, follow_symlinks=False)
     except OSError:  # no links here, too many, or `old` is gone
         return False
@@ -206,6 +212,8 @@ def mapped(block: Block) -> Bytes:
     """
     if block.size == 0:
         return np.empty(0, np.uint8)
+    if _map_function() is not None:
+        return mapped_as_one([block])  # Python's own map keeps the file open
     with _open(block) as file:
         memory = mmap.mmap(
             file,

@@ -198,9 +198,13 @@ class Checkpointer:
 
     def _previous(self) -> _write.Previous | None:
         """The arrays of the newest step, which those of the next may equal."""
-        newest = self._listed().get(self.latest_step() or 0)
-        if newest is None:
+        try:
+            listed = self._listed()
+        except OSError:
             return None
+        if not listed:
+            return None
+        newest = listed[max(listed)]
         saved = self._saved
         if saved is not None and saved.root.parent == newest and saved.is_current():
             return saved

@@ -225,7 +225,8 @@ class SaveResult:
     Attributes:
         step: The checkpoint's step; None if it stands alone.
         path: Where it is.
-        bytes_written: Size of all its files.
+        bytes_written: Size of the files that were written, less those that were linked
+            from the step before.
         blocked_secs: How long the caller waited.
         total_secs: From the call until all was durable and old steps were deleted.
         deleted_steps: Steps that the preservation policies let go.

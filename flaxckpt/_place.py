@@ -43,9 +43,7 @@ def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) 
         )
     dtype = wanted.dtype or ""
     typed = {
-        region: _as_dtype(_dtypes.from_stored(block, found.dtype or ""), dtype)
-        if _dtypes.name(block.dtype) != dtype
-        else block
+        region: _as_dtype(_values(block, found.dtype or "", dtype), dtype)
         for region, block in blocks.items()
     }
     if wanted.python_type == "jax.Array":
@@ -58,7 +56,15 @@ def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) 
     return array.item()
 
 
+def _values(block: Array, found: str, wanted: str) -> Array:
+    """What was stored, in the type it has; or in the wanted one, if read as that."""
+    is_cast = _dtypes.name(block.dtype) == wanted != _dtypes.stored_name(found)
+    return block if is_cast else _dtypes.from_stored(block, found)
+
+
 def _as_dtype(array: Array, dtype_name: str) -> Array:
+    if _dtypes.name(array.dtype) == dtype_name:
+        return array
     if _dtypes.kind(dtype_name) in ("int", "uint") and array.size:
         low, high = _dtypes.bounds(dtype_name)
         if int(array.min()) < low or int(array.max()) > high:

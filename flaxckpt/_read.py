@@ -245,6 +245,7 @@ def _begin(work: _Work, options: Options, databases: _raw.Databases) -> Reading:
                 memory_map=options.memory_map,
                 verify=options.verify,
             )
+        databases.open(stored.raw, verify=options.verify)
         if _layout.stored_bytes(stored.info) > _DATABASE_VALUE_BYTES:
             return _from_store(work.job, regions, databases.context)
         return _raw.from_database(
@@ -252,6 +253,8 @@ def _begin(work: _Work, options: Options, databases: _raw.Databases) -> Reading:
         )
     except (ValueError, OSError) as error:
         return _raw.failed(error)
+    except MemoryError:
+        return _raw.failed(ValueError("it is larger than the memory"))
 
 
 def _from_store(

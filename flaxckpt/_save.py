@@ -131,7 +131,10 @@ class SaveHandle:
         self._thread = threading.Thread(
             target=self._run, args=(work,), name=name, daemon=False
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads: the caller does it
+            self._run(work)
 
     def _run(self, work: Callable[[], SaveResult]) -> None:
         try:
@@ -423,7 +426,7 @@ def _execute(snapshot: Snapshot, previous: _write.Previous | None) -> Written:
             raise
     except errors.CheckpointError:
         raise
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, MemoryError) as error:
         raise errors.SaveFailedError(
             f"{final} could not be saved: {' '.join(str(error).split())[:300]}\n"
             "Nothing of it is kept and earlier checkpoints are untouched; see that the"
@@ -459,7 +462,11 @@ def _write_and_commit(
         _storage.remove_tree(temporary)
     else:
         _storage.publish(temporary, snapshot.final)
-    sources = {array.name: array.source for array in snapshot.arrays if array.source}
+    sources = {
+        array.name: (array.source, array.dtype)
+        for array in snapshot.arrays
+        if array.source is not None
+    }
     stamp = manifest._replace(path=snapshot.final / _orbax_json.MANIFEST)
     return Written(size, _write.Previous(snapshot.final / _orbax.STATE, sources, stamp))
 

@@ -146,7 +146,7 @@ def _from_devices(arrays: Sequence[jax.Array]) -> list[Array | jax.Array]:
     pinned = [_pinned(array.sharding) for array in arrays]
     if all(pinned):
         try:
-            return list(jax.device_put(list(arrays), pinned))
+            return list(jax.device_put(list(arrays), pinned, may_alias=False))
         except jax.errors.JaxRuntimeError as error:
             _log.warning("no pinned memory for %d arrays: %s", len(arrays), error)
     for array in arrays:

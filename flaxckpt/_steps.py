@@ -89,9 +89,17 @@ def listed(root: Path, step_format: StepFormat) -> dict[int, Path]:
     found = {}
     for name in names:
         step = step_format.step(name)
-        if step is not None and any((root / name).iterdir()):
+        if step is not None and _has_content(root / name):
             found[step] = root / name
     return dict(sorted(found.items()))
+
+
+def _has_content(path: Path) -> bool:
+    """Whether there is anything in a directory; no if it was just deleted."""
+    try:
+        return any(path.iterdir())
+    except FileNotFoundError:
+        return False
 
 
 def find(root: Path) -> dict[int, Path]:
@@ -103,7 +111,7 @@ def find(root: Path) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for name in sorted(_storage.directories(root)):
         match = _ANY_NAME.fullmatch(name)
-        if not match or TEMPORARY in name or not any((root / name).iterdir()):
+        if not match or TEMPORARY in name or not _has_content(root / name):
             continue
         step = int(match[1])
         if step in found:

@@ -21,6 +21,7 @@ def each(function: Callable[[T], object], items: Iterable[T], *, threads: int) -
         BaseException: The first that a call raised. Items that were not begun by then
             are left out; no call is running any more.
     """
+    items = list(items)
     waiting = iter(items)
     lock = threading.Lock()
     raised: list[BaseException] = []
@@ -36,7 +37,8 @@ def each(function: Callable[[T], object], items: Iterable[T], *, threads: int) -
         except BaseException as error:
             raised.append(error)
 
-    helpers = [helper for _ in range(threads - 1) if (helper := _start(work))]
+    wanted = min(threads, len(items)) - 1  # this thread works, too
+    helpers = [helper for _ in range(wanted) if (helper := _start(work))]
     work()
     for helper in helpers:
         helper.join()

@@ -46,12 +46,13 @@ class Previous(NamedTuple):
 
     Attributes:
         root: The directory that holds them.
-        sources: Name -> the jax array that was saved, while anybody still has it.
+        sources: Name -> the jax array that was saved, while anybody still has it, and
+            the type it was saved as.
         stamp: Tells whether that checkpoint is still there; None without sources.
     """
 
     root: Path
-    sources: Mapping[str, weakref.ref[jax.Array]]
+    sources: Mapping[str, tuple[weakref.ref[jax.Array], str]]
     stamp: Stamp | None = None
 
     def is_current(self) -> bool:
@@ -223,7 +224,8 @@ def _write_files(
         name = chunk.array.name
         new = root / name / chunk.key
         old = previous and previous.root / name / chunk.key
-        if old and is_unchanged and _blocks.link(old, new):
+        file_size = chunk.size + _blocks.CHECKSUM_BYTES * encoding.checksum
+        if old and is_unchanged and _blocks.link(old, new, file_size):
             return
         with budget.hold(chunk.size if chunk.has_to_be_copied() else 0):
             parts = chunk.parts(encoding)
@@ -250,8 +252,10 @@ def _write_files(
 def _is_unchanged(array: HostArray, metadata: bytes, previous: Previous) -> bool:
     """Whether the very same jax array was saved, in the same form."""
     source = array.source and array.source()
-    known = previous.sources.get(array.name)
+    known, dtype = previous.sources.get(array.name, (None, ""))
     if source is None or known is None or known() is not source:
+        return False
+    if dtype != array.dtype:
         return False
     try:
         return (previous.root / array.name / _zarr.METADATA).read_bytes() == metadata

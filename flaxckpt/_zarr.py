@@ -197,6 +197,8 @@ def chunks(region: Region, chunk_shape: Shape) -> tuple[Chunk, ...]:
         range(start // size, -(-stop // size))
         for (start, stop), size in zip(region, chunk_shape, strict=True)
     ]
+    if not all(ranges):
+        return ()  # of size 0 along one axis, and perhaps endless along another
     return tuple(
         Chunk(
             ".".join(("c", *map(str, index))),

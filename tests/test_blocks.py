@@ -170,7 +170,7 @@ def test_a_file_that_differs_is_not_linked(tmp_path, place):
 
 def test_no_link_is_made_of_what_is_not_there(tmp_path):
     assert not _blocks.link_equal(tmp_path / "old", tmp_path / "new", views(b"x"))
-    assert not _blocks.link(tmp_path / "old", tmp_path / "new")
+    assert not _blocks.link(tmp_path / "old", tmp_path / "new", 1)
     (tmp_path / "empty").touch()
     assert not _blocks.link_equal(tmp_path / "empty", tmp_path / "new", views(b""))
 
@@ -185,3 +185,28 @@ def test_the_file_system_of_a_path_is_known(tmp_path):
         assert _blocks.is_local("/dev/shm")
     assert _blocks._file_system("/nowhere/at/all") == _blocks._file_system("/")
     assert _blocks._unescaped(r"/a\040b\134c") == "/a b\\c"
+
+
+@pytest.mark.parametrize("kind", ["short", "symlink", "fifo"])
+def test_only_whole_plain_files_are_linked(tmp_path, kind):
+    old = tmp_path / "old"
+    stored(tmp_path / "real", b"content")
+    if kind == "short":
+        old.write_bytes(b"cont")
+    elif kind == "symlink":
+        old.symlink_to(tmp_path / "real")
+    else:
+        os.mkfifo(old)
+    assert not _blocks.link(old, tmp_path / "new", len(b"content") + 4)
+    assert not _blocks.link_equal(old, tmp_path / "new", views(b"content", b"crc!"))
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_map_keeps_no_file_open(tmp_path):
+    if _blocks._map_function() is None:
+        pytest.skip("maps with Python's own function only")
+    block = stored(tmp_path / "b", noise(2 * PAGE))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    maps = [_blocks.mapped(block) for _ in range(50)]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(maps) == 50

@@ -526,7 +526,7 @@ def test_values_come_from_accelerators_as_they_were(tmp_path, monkeypatch, pinne
         monkeypatch.setattr(_snapshot, "_pinned", lambda sharding: None)
     elif pinned == "not enough":
 
-        def refuse(*_):
+        def refuse(*_args, **_kwargs):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
         monkeypatch.setattr(jax, "device_put", refuse)
@@ -554,3 +554,36 @@ def test_values_come_from_accelerators_as_they_were(tmp_path, monkeypatch, pinne
     monkeypatch.undo()
     found = flaxckpt.load(tmp_path / "c", expected)
     strategies.assert_same(found, expected)
+
+
+def test_what_is_stored_as_bytes_is_cast_by_its_values(tmp_path):
+    state = {"w": np.array([0.5, 1, 3, 2]).astype(jnp.float8_e4m3)}
+    flaxckpt.save(tmp_path / "c", state)
+    cast = flaxckpt.transforms.cast("w", "uint8", lossy=True)
+    found = flaxckpt.load(tmp_path / "c", transforms=[cast])
+    np.testing.assert_array_equal(found["w"], [0, 1, 3, 2])
+
+
+def test_the_same_array_saved_as_another_type_is_written(tmp_path):
+    """Both are bytes on disk, but not the same ones."""
+    array = jnp.array([0.0, 1.0, 3.0, 2.0])
+    for step, dtype in enumerate(("float8_e4m3", "uint4")):
+        cast = flaxckpt.transforms.cast("w", dtype, lossy=True)
+        layout = flaxckpt.ArrayLayout(store="files")
+        if step == 0:
+            ckpt = flaxckpt.Checkpointer(tmp_path, layout=layout)
+        ckpt._transforms = (cast,)
+        ckpt.save(step, {"w": array}).wait()
+    np.testing.assert_array_equal(ckpt.restore()["w"].astype(int), [0, 1, 3, 2])
+    ckpt.close()
+
+
+def test_a_save_without_threads_is_done_by_the_caller(tmp_path, monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    handle = flaxckpt.save_async(tmp_path / "c", big_state())
+    assert handle.done()
+    handle.wait()
+    strategies.assert_same(flaxckpt.load(tmp_path / "c"), big_state())

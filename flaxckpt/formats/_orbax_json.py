@@ -24,7 +24,7 @@ MANIFEST_VERSION = 1
 MAX_BYTES = 64 * 2**20
 """Largest metadata file that is read; 100,000 leaves take about 20 MB."""
 
-_MAX_CHUNKS = 2**24  # of one array; their names alone take gigabytes beyond that
+_MAX_CHUNKS = 2**20  # of one array; beyond that, their names take gigabytes
 
 _HANDLERS = "orbax.checkpoint._src.handlers."
 STATE_HANDLER = f"{_HANDLERS}standard_checkpoint_handler.StandardCheckpointHandler"
