@@ -172,7 +172,7 @@ def from_files(
         blocks = [block for block, _ in chunks]
         run = _map(form, blocks) if memory_map and blocks else None
         if run is None:
-            arrays[region] = target = _empty(form, region)
+            arrays[region] = target = empty(_zarr.extent(region), form.dtype)
             for block, bounds in chunks:
                 part = target[_zarr.within(bounds, region)]
                 tasks.append(
@@ -200,10 +200,10 @@ def _map(form: _Form, blocks: Sequence[Block]) -> Bytes | None:
         raise
 
 
-def _empty(form: _Form, region: Region) -> Array:
-    shape = _zarr.extent(region)
-    memory = _blocks.empty(math.prod(shape) * form.dtype.itemsize)
-    return memory.view(form.dtype).reshape(shape)
+def empty(shape: Shape, dtype: np.dtype[Any]) -> Array:
+    """A new array, in memory that jax takes over as it is."""
+    memory = _blocks.empty(math.prod(shape) * dtype.itemsize)
+    return memory.view(dtype).reshape(shape)
 
 
 def _fill(
@@ -310,7 +310,7 @@ def from_database(
             if len(parts) == 1:
                 found[region] = parts[0][1]
                 continue
-            found[region] = target = _empty(form, region)
+            found[region] = target = empty(_zarr.extent(region), form.dtype)
             for bounds, values in parts:
                 target[_zarr.within(bounds, region)] = values
         return found

@@ -19,7 +19,7 @@ from flaxckpt._raw import Reading
 from flaxckpt._types import JSON, LeafPath, Shape
 from flaxckpt._zarr import Array, Region
 
-_DECODED_AT_ONCE = 256 * 2**20
+_DECODED_AT_ONCE = 128 * 2**20
 """Bytes that TensorStore decodes at one time; it holds them encoded as well."""
 
 _DATABASE_VALUE_BYTES = 2**20
@@ -261,18 +261,25 @@ def _from_store(
     job: ReadJob, regions: Sequence[Region], context: ts.Context
 ) -> Reading:
     opened = _open(job.stored, context)
-    started: dict[Region, ts.Future[Array]] = {}
+    started: dict[Region, tuple[ts.Future[Any], Array]] = {}
 
     def start() -> None:
         store = opened.result()
         _check_form(job.found, store)
         if _is_cast_by_tensorstore(job):
             store = ts.cast(store, job.wanted.dtype or "")
+        dtype = store.dtype.numpy_dtype
         for region in regions:
-            started[region] = store[tuple(slice(*b) for b in region)].read()
+            # Into memory that jax takes over as it is; TensorStore's own it copies.
+            target = _raw.empty(_zarr.extent(region), dtype)
+            source = store[tuple(slice(*b) for b in region)]
+            moved = ts.array(target).write(source[ts.d[:].translate_to[0]])
+            started[region] = moved.commit, target
 
     def arrays() -> Mapping[Region, Array]:
-        return {region: future.result() for region, future in started.items()}
+        for moved, _ in started.values():
+            moved.result()
+        return {region: target for region, (_, target) in started.items()}
 
     return Reading([start], arrays)
 
