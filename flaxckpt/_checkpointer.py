@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from flaxckpt import (
     _collector,
+    _locate,
     _plan,
     _restore,
     _save,
@@ -263,7 +264,7 @@ class Checkpointer:
         if step not in listed:
             raise errors.CheckpointNotFoundError(
                 f"{self.directory} has no step {step}:"
-                f" it has {_restore.summary(list(listed))}"
+                f" it has {_locate.summary(list(listed))}"
             )
         return listed[step]
 
@@ -282,7 +283,7 @@ class Checkpointer:
 
     def metadata(self, step: int) -> CheckpointMetadata:
         """Describes a step without reading any array."""
-        return _restore.read_stored(self._path(step), step).metadata
+        return _locate.read_stored(self._path(step), step).metadata
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """What was measured at a step."""
@@ -410,7 +411,7 @@ class Checkpointer:
                     raise errors.DamagedCheckpointError(
                         f"{path} is called like a step, but holds no checkpoint"
                     )
-                stored = _restore.read_stored(path, number, options.types)
+                stored = _locate.read_stored(path, number, options.types)
                 state = _restore.restore(stored, abstract_state, options)
                 if dataset is not None:
                     _restore.restore_dataset(stored, dataset)

@@ -80,7 +80,7 @@ def flatten(state: PyTree) -> FlatState:
         if isinstance(info, str):
             faults[path] = info
         else:
-            table[path] = Leaf(info, None if entry.is_empty else entry.value)
+            table[path] = Leaf(info, (None if entry.is_empty else entry.value,))
 
     structure = _tree.walk(tree, enter, boxes=boxes())
     if faults:

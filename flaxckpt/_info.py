@@ -138,17 +138,30 @@ Value: TypeAlias = (
 )
 
 
+Source: TypeAlias = "Value | StoredLeaf"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
     """A row of a leaf table.
 
     Attributes:
         info: What is known of it.
-        source: Its value, or where that is stored. An empty container has None.
+        sources: Its value, or where that is stored; several, if it is made of several.
+            An empty container has None.
+        fn: What makes it of its sources, as jax arrays of the shapes and types that
+            these have themselves. It is traced. None: it is its only source, cast.
     """
 
     info: LeafInfo
-    source: Value | StoredLeaf
+    sources: tuple[Source, ...]
+    fn: Callable[..., jax.Array] | None = None
+
+    @property
+    def source(self) -> Source:
+        """Its only source."""
+        [source] = self.sources
+        return source
 
 
 LeafTable: TypeAlias = dict[LeafPath, Leaf]
@@ -370,8 +383,11 @@ def _empty_type(value: object) -> str:
 class Reader(Protocol):
     """Knows one format."""
 
-    def recognises(self, path: Path) -> bool:
-        """Whether `path` is a checkpoint in this format, judged by names of files."""
+    def recognises(self, path: Path) -> str | None:
+        """Why `path` is a checkpoint in this format; None if it is none.
+
+        Judged by names of files and the first bytes of one.
+        """
         ...
 
     def read(self, path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:

@@ -17,15 +17,14 @@ from flaxckpt import (
     _blocks,
     _collector,
     _flax,
+    _locate,
     _place,
     _plan,
     _read,
-    _steps,
     _storage,
     _tree,
     datasets,
     errors,
-    formats,
 )
 from flaxckpt._info import CheckpointMetadata, LeafInfo, Stored, StoredLeaf
 from flaxckpt._plan import RestorePlan
@@ -104,8 +103,8 @@ def load(
         verify=verify,
         memory_map=memory_map,
     )
-    found, number = locate(_storage.resolve(path), step)
-    return restore(read_stored(found, number, types), abstract_state, options)
+    found, number = _locate.locate(_storage.resolve(path), step)
+    return restore(_locate.read_stored(found, number, types), abstract_state, options)
 
 
 def plan(
@@ -128,7 +127,7 @@ def plan(
         DamagedCheckpointError: Its description is missing or has changed.
     """
     options = _plan.Options(missing, unused, optimizer, transforms)
-    stored = read_stored(*locate(_storage.resolve(path), step))
+    stored = _locate.read_stored(*_locate.locate(_storage.resolve(path), step))
     return _plan.make(stored, abstract_state, options)[0]
 
 
@@ -144,7 +143,7 @@ def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
         CheckpointFormatError: What is there is no checkpoint.
         DamagedCheckpointError: Its description is missing or has changed.
     """
-    return read_stored(*locate(_storage.resolve(path), step)).metadata
+    return _locate.read_stored(*_locate.locate(_storage.resolve(path), step)).metadata
 
 
 def open_leaf(
@@ -166,7 +165,7 @@ def open_leaf(
         RestoreMismatchError: There is no such leaf, or it is no array.
         CheckpointError: As for `load`.
     """
-    stored = read_stored(*locate(_storage.resolve(path), step))
+    stored = _locate.read_stored(*_locate.locate(_storage.resolve(path), step))
     found = stored.table.get(leaf_path)
     source = None if found is None else found.source
     if not isinstance(source, StoredLeaf) or source.open is None:
@@ -178,43 +177,6 @@ def open_leaf(
             "metadata(path).leaves lists them all.",
         )
     return _read.open_one(source)
-
-
-# ---- finding --------------------------------------------------------------------
-
-
-def locate(path: Path, step: int | None) -> tuple[Path, int | None]:
-    """The checkpoint that `path` and `step` mean, and its number if it is a step."""
-    if step is None and path.exists() and formats.recognises(path):
-        return path, None
-    if not path.is_dir():
-        formats.detect(path)  # raises
-    steps = {n: p for n, p in _steps.find(path).items() if formats.recognises(p)}
-    if step is not None:
-        if step not in steps:
-            raise errors.CheckpointNotFoundError(
-                f"{path} has no step {step}: it has {summary(list(steps))}"
-            )
-        return steps[step], step
-    if not steps:
-        formats.detect(path)  # raises
-    newest = max(steps)
-    return steps[newest], newest
-
-
-def summary(steps: list[int]) -> str:
-    """A few words on which steps there are."""
-    if not steps:
-        return "no steps"
-    shown = ", ".join(str(step) for step in steps[-5:])
-    if len(steps) > 5:
-        return f"{len(steps)} steps, the newest {shown}"
-    return f"steps {shown}"
-
-
-def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Stored:
-    """Reads everything of a checkpoint but its arrays."""
-    return formats.detect(path).read(path, step=step, resolve=_flax.resolver(types))
 
 
 # ---- doing ------------------------------------------------------------------------

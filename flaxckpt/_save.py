@@ -325,7 +325,7 @@ def _planned(flat: _flax.FlatState, options: Options) -> LeafTable:
         known = roles.get(path)
         role = None if known is None else known.role(path)
         info = _layout.with_chunk_shape(leaf.info, options.layout, role=role)
-        table[path] = Leaf(info, leaf.source)
+        table[path] = Leaf(info, leaf.sources, leaf.fn)
     return table
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ PIN = "PINNED"
 """A file of this name keeps its step, whatever the policies say; T5X's convention."""
 
 _FIELD = re.compile(r"\{step(?::0(\d+)d)?\}")
-_ANY_NAME = re.compile(r"(?:.*[^0-9])?([0-9]{1,18})", re.DOTALL)
+_ANY_NAME = re.compile(r"(?:.*(?<![0-9]\.)(?<![0-9]))?([0-9]{1,18})", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,24 +103,30 @@ def _has_content(path: Path) -> bool:
         return False
 
 
-def find(root: Path) -> dict[int, Path]:
-    """The committed steps under `root`, however they are called, ascending.
+def find(root: Path, is_checkpoint: Callable[[Path], bool]) -> dict[int, Path]:
+    """The steps under `root`, however they are called, ascending.
+
+    Args:
+        root: A directory.
+        is_checkpoint: Tells a step from what is merely called like one.
 
     Raises:
-        CheckpointFormatError: Two directories are one step.
+        CheckpointFormatError: Two of them are one step.
     """
     found: dict[int, Path] = {}
-    for name in sorted(_storage.directories(root)):
-        match = _ANY_NAME.fullmatch(name)
-        if not match or TEMPORARY in name or not _has_content(root / name):
+    for path in sorted(root.iterdir()):
+        match = _ANY_NAME.fullmatch(path.name)
+        if not match or TEMPORARY in path.name or path.is_symlink():
+            continue
+        if not is_checkpoint(path):
             continue
         step = int(match[1])
         if step in found:
             raise errors.CheckpointFormatError(
-                f"{root} holds step {step} twice, as {found[step].name} and {name}:"
-                " pass the path of one of them"
+                f"{root} holds step {step} twice, as {found[step].name} and"
+                f" {path.name}: pass the path of one of them"
             )
-        found[step] = root / name
+        found[step] = path
     return dict(sorted(found.items()))
 
 

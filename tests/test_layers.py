@@ -18,10 +18,12 @@ LAYERS = (
     {"_tree", "_storage", "_blocks", "_zarr"},
     {"_info", "_events"},
     {"_layout"},
-    {"_snapshot", "_raw", "_place"},
-    {"_read", "_write", "_flax", "_optax", "transforms", "policies", "_steps"}
-    | {"datasets"},
-    {"formats", "partition", "_plan"},
+    {"_snapshot", "_raw", "_spans", "_place"},
+    {"_read", "_write", "_flax", "_optax", "policies", "_steps", "datasets"},
+    {"_derive", "formats"},
+    {"_locate"},
+    {"transforms"},
+    {"partition", "_plan"},
     {"_save", "_restore"},
     {"_checkpointer"},
     {"_callback", "_report", "_tools"},
@@ -37,7 +39,7 @@ FREE_PACKAGES = {"cli"}
 # Third-party package -> the only modules that may import it; none: nobody may.
 # Types need no door: under `if TYPE_CHECKING:` anything may be imported.
 DOORS: dict[str, set[str]] = {
-    "tensorstore": {"_storage", "_raw", "_read", "_write", "formats"},
+    "tensorstore": {"_storage", "_raw", "_spans", "_read", "_write", "formats"},
     "flax": {"_flax"},
     "optax": {"_optax"},
     "clu": {"_callback"},

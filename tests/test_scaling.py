@@ -69,7 +69,7 @@ def read(make, n, *, with_roles=True):
         if not with_roles:
             row = {name: value for name, value in row.items() if name != "role"}
         info = _orbax_json.leaf_info(row, keys)
-        table[info.path] = _info.Leaf(info, _info.StoredLeaf(NOWHERE, info))
+        table[info.path] = _info.Leaf(info, (_info.StoredLeaf(NOWHERE, info),))
     metadata = _info.CheckpointMetadata(
         *("/nonexistent", "flaxckpt", 1, {}, {}, None, None, {}, False, 0)
     )

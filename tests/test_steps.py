@@ -48,6 +48,10 @@ def test_a_step_is_a_whole_number_from_0(step):
         _steps.check(step)
 
 
+def _has_files(path):
+    return path.is_dir() and any(path.iterdir())
+
+
 def test_only_filled_directories_are_listed(tmp_path):
     for name in ("0", "10", "9", "7.orbax-checkpoint-tmp", "metadata"):
         (tmp_path / name).mkdir()
@@ -60,17 +64,25 @@ def test_only_filled_directories_are_listed(tmp_path):
 
 
 def test_steps_are_found_however_they_are_called(tmp_path):
-    for name in ("step_3", "00000012", "old.orbax-checkpoint-tmp-4", "metadata"):
+    for name in (
+        "step_3",
+        "00000012",
+        "old.orbax-checkpoint-tmp-4",
+        "metadata",
+        "checkpoint_1.5",
+        "1" * 19,
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
-    assert {n: p.name for n, p in _steps.find(tmp_path).items()} == {
+    (tmp_path / "plots_12").mkdir()  # called like a step, and none
+    assert {n: p.name for n, p in _steps.find(tmp_path, _has_files).items()} == {
         3: "step_3",
         12: "00000012",
     }
     (tmp_path / "12").mkdir()
     (tmp_path / "12" / "file").touch()
     with pytest.raises(errors.CheckpointFormatError, match="step 12 twice"):
-        _steps.find(tmp_path)
+        _steps.find(tmp_path, _has_files)
 
 
 def test_delete_takes_the_name_away_first(tmp_path, monkeypatch):
@@ -86,4 +98,4 @@ def test_delete_takes_the_name_away_first(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="interrupted"):
         _steps.delete(step)
     assert not _steps.listed(tmp_path, _steps.StepFormat())
-    assert not _steps.find(tmp_path)
+    assert not _steps.find(tmp_path, _has_files)

@@ -3,35 +3,56 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
-from flaxckpt import errors
+from flaxckpt import _storage, errors
 from flaxckpt._info import Reader
+from flaxckpt._types import PathLike
 from flaxckpt.formats import _orbax
 
-__all__ = ["detect", "recognises"]
+__all__ = ["Detected", "detect", "recognises"]
 
-READERS: tuple[Reader, ...] = (_orbax,)
+READERS: dict[str, Reader] = {"orbax": _orbax}
+"""Name of a format -> its reader, in the order in which they are asked."""
+
+
+class Detected(NamedTuple):
+    """What a path was found to be.
+
+    Attributes:
+        format: Its name, such as `orbax`.
+        why: What it was recognised by.
+        reader: Reads it.
+    """
+
+    format: str
+    why: str
+    reader: Reader
 
 
 def recognises(path: Path) -> bool:
     """Whether `path` is a checkpoint in a format that is read here."""
-    return any(reader.recognises(path) for reader in READERS)
+    return any(reader.recognises(path) for reader in READERS.values())
 
 
-def detect(path: Path) -> Reader:
-    """Finds the reader of the checkpoint at `path`.
+def detect(path: PathLike) -> Detected:
+    """Says what a path is, and why.
+
+    Args:
+        path: A checkpoint, as a directory or a file.
 
     Raises:
         CheckpointNotFoundError: There is nothing.
         CheckpointFormatError: What is there is no checkpoint that is read here.
     """
+    path = _storage.resolve(path)
     if not path.exists():
         raise errors.CheckpointNotFoundError(
             f"there is no checkpoint at {path}: the path does not exist"
         )
-    for reader in READERS:
-        if reader.recognises(path):
-            return reader
+    for name, reader in READERS.items():
+        if why := reader.recognises(path):
+            return Detected(name, why, reader)
     raise errors.CheckpointFormatError(
         f"{path} is no checkpoint: wanted a directory that flaxckpt or Orbax wrote"
         f" (with a _METADATA file in it or in its state/), found {_content(path)}"

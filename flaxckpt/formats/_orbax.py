@@ -239,15 +239,20 @@ def _file_safe(name: str) -> bool:
 # ---- reading --------------------------------------------------------------------
 
 
-def recognises(path: Path) -> bool:
-    """Whether `path` is a checkpoint of ours or Orbax's, or one item of it."""
-    return _item(path) is not None
+def recognises(path: Path) -> str | None:
+    """Why `path` is a checkpoint of ours or Orbax's, or one item of it."""
+    item = _item(path)
+    if item is None:
+        return None
+    if (path / _orbax_json.MANIFEST).is_file():
+        return f"it has the manifest {_orbax_json.MANIFEST}"
+    return f"it has the file {(item / _TREE).relative_to(path)}"
 
 
 def is_whole(path: Path) -> bool:
     """Whether `path` itself is a checkpoint, and not just something around one."""
     names = (_orbax_json.MANIFEST, _CHECKPOINT, _TREE)
-    return recognises(path) and any((path / name).is_file() for name in names)
+    return _item(path) is not None and any((path / name).is_file() for name in names)
 
 
 def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
@@ -499,7 +504,7 @@ def _table(
             name = _orbax_json.param_name(info.keys)
             raw = arrays.raw(name, info)
             stored = StoredLeaf(path, info, arrays.opener(name), raw=raw)
-        table[info.path] = Leaf(info, stored)
+        table[info.path] = Leaf(info, (stored,))
     return table
 
 

@@ -1,0 +1,121 @@
+"""Arrays that lie in a file as one run of bytes, opened as TensorStore has them.
+
+Formats that keep many arrays in one file (safetensors, msgpack, streams) differ only in
+how they say where each of them begins.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorstore as ts
+
+from flaxckpt import _dtypes
+from flaxckpt._types import Shape
+from flaxckpt._zarr import Array
+
+_PART_BYTES = 8 * 2**20
+"""What is read at once: enough for a disk, and several at a time for several cores."""
+
+
+class Span(NamedTuple):
+    """Where the elements of an array lie, little endian and in C order.
+
+    Attributes:
+        file: Which file.
+        offset: Where the first element begins, in bytes.
+        shape: In elements.
+        dtype: Name of the element type, as it is stored.
+    """
+
+    file: Path
+    offset: int
+    shape: Shape
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all elements."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        """The size of one element in bytes."""
+        return _dtypes.to_numpy(self.dtype).itemsize
+
+
+def opened(spans: Sequence[Span], context: ts.Context) -> ts.Future[ts.TensorStore]:
+    """Opens an array, read-only.
+
+    Args:
+        spans: Its parts, one after another along the first axis: mostly one.
+        context: Shared by all arrays that are read together.
+    """
+    promise: ts.Promise[ts.TensorStore]
+    future: ts.Future[ts.TensorStore]
+    promise, future = ts.Promise.new()
+    stores = [_opened(span, context) for span in spans]
+    promise.set_result(stores[0] if len(stores) == 1 else ts.concat(stores, axis=0))
+    return future
+
+
+def _opened(span: Span, context: ts.Context) -> ts.TensorStore:
+    def read(domain: ts.IndexDomain, target: Array, _: Any) -> None:
+        # Some whole rows of the array, or a part of one row: always few runs of bytes.
+        outer = _outer_axes(span.shape, domain.shape)
+        with span.file.open("rb", buffering=0) as file:
+            for index in np.ndindex(domain.shape[:outer]):
+                start = [*domain.origin]
+                for axis, i in enumerate(index):
+                    start[axis] += i
+                _read_run(file.fileno(), span, start, target[(*index, ...)])
+
+    return ts.virtual_chunked(
+        read,
+        dtype=ts.dtype(span.dtype),
+        shape=span.shape,
+        chunk_layout=ts.ChunkLayout(read_chunk_shape=_part_shape(span)),
+        context=context,
+    )
+
+
+def _part_shape(span: Span) -> Shape:
+    """The largest run of bytes that is read at once, at least 1 along each axis."""
+    part = [1] * len(span.shape)
+    room = max(_PART_BYTES // span.itemsize, 1)
+    for axis in reversed(range(len(span.shape))):
+        part[axis] = max(min(span.shape[axis], room), 1)
+        room //= part[axis]
+        if part[axis] < span.shape[axis]:
+            break
+    return tuple(part)
+
+
+def _outer_axes(shape: Shape, extent: Shape) -> int:
+    """How many leading axes must be walked, so that the rest is one run of bytes."""
+    axis = len(shape)
+    while axis > 0 and extent[axis - 1] == shape[axis - 1]:
+        axis -= 1
+    return max(axis - 1, 0)
+
+
+def _read_run(descriptor: int, span: Span, start: Sequence[int], target: Array) -> None:
+    """Reads what lies from the element `start` on, as much as `target` takes."""
+    run = target if target.flags.c_contiguous else np.empty_like(target, order="C")
+    element = 0
+    for size, i in zip(span.shape, start, strict=True):
+        element = element * size + i
+    view = run.reshape(-1).view(np.uint8).data
+    position = span.offset + element * span.itemsize
+    while view:
+        count = os.preadv(descriptor, [view], position)
+        if not count:
+            raise OSError(f"{span.file} ends at byte {position}, in the middle of it")
+        view, position = view[count:], position + count
+    if run is not target:
+        target[...] = run
