@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from flaxckpt import (
     _blocks,
     _collector,
+    _derive,
     _flax,
     _locate,
     _place,
@@ -245,7 +246,9 @@ def _execute(
     options: _plan.Options,
 ) -> PyTree:
     values = dict(recipe.given)
-    values |= _read.read(recipe.jobs, _reading(path, options))
+    reading = _reading(path, options)
+    values |= _read.read(recipe.jobs, reading)
+    values |= _derive.read(recipe.derived, reading)
     if recipe.flat is None:
         return _tree.unflatten(recipe.structure, values)
     if recipe.fresh:
