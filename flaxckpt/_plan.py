@@ -66,6 +66,7 @@ class Options:
         memory_map: Whether local files are mapped where that saves a copy; `auto` is
             where it is safe.
         max_concurrent_bytes: Bytes that are read at one time.
+        keeps_steps: Whether step counters beside optimizers keep their values.
     """
 
     missing: Literal["error", "init"] = "error"
@@ -76,6 +77,7 @@ class Options:
     verify: bool = True
     memory_map: Literal["auto"] | bool = "auto"
     max_concurrent_bytes: int = _write.DEFAULT_CONCURRENT_BYTES
+    keeps_steps: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -197,6 +199,7 @@ class Recipe:
         fresh: Optimizer leaves to make from the parameters, once those are read.
         flat: The wanted state; None to build what the checkpoint describes.
         structure: The containers of the result if `flat` is None.
+        as_asked: Leaves that start afresh because the caller said so.
     """
 
     jobs: tuple[_read.ReadJob, ...]
@@ -205,6 +208,7 @@ class Recipe:
     fresh: tuple[LeafInfo, ...]
     flat: _flax.FlatState | None
     structure: _tree.Node | LeafPath
+    as_asked: frozenset[LeafPath] = frozenset()
 
 
 # ---- planning ---------------------------------------------------------------------
@@ -306,6 +310,7 @@ class _Reading:
         fresh: Sequence[LeafInfo],
         flat: _flax.FlatState | None,
         structure: _tree.Node | LeafPath,
+        as_asked: Iterable[LeafPath] = (),
     ) -> Recipe:
         """How all of it is done."""
         return Recipe(
@@ -315,6 +320,7 @@ class _Reading:
             tuple(fresh),
             flat,
             structure,
+            frozenset(as_asked),
         )
 
 
@@ -364,6 +370,7 @@ class _Planner:
         self._fresh: list[LeafInfo] = []
         self._problems: list[Mismatch] = []
         self._used: set[LeafPath] = set()
+        self._as_asked: set[LeafPath] = set()
         self._finder = _Finder(table)
 
     @functools.cached_property
@@ -388,7 +395,9 @@ class _Planner:
             sum(leaf.bytes for leaf in self._leaves.values()),
             tuple(self._problems),
         )
-        recipe = self._reading.recipe(self._fresh, self._flat, self._flat.structure)
+        recipe = self._reading.recipe(
+            self._fresh, self._flat, self._flat.structure, self._as_asked
+        )
         return plan, recipe
 
     def _choose(self) -> dict[LeafPath, list[LeafPath]]:
@@ -415,9 +424,29 @@ class _Planner:
                     chosen[path] = [] if is_kept else [source, source]
         return chosen
 
+    @functools.cached_property
+    def _kept(self) -> set[LeafPath]:
+        """Step counters that keep their values."""
+        if not self._options.keeps_steps:
+            return set()
+        optimizers = {known.role(path).optimizer for path, known in self._roles.items()}
+        beside = {"/".join((*path.split("/")[:-1], "step")) for path in optimizers}
+        return {
+            path
+            for path in beside & self._flat.table.keys()
+            if not isinstance(self._flat.table[path].source, jax.ShapeDtypeStruct)
+        }
+
     def _decide(self, path: LeafPath, leaf: Leaf, candidates: list[LeafPath]) -> None:
         known = self._roles.get(path)
+        if path in self._kept:
+            self._as_asked.add(path)
+            self._used.update(candidates)
+            self._reading.given[path] = leaf.source
+            self._leaves[path] = LeafPlan(("init",), (), leaf.info, None, 0)
+            return
         if known is not None and self._options.optimizer == "reinit":
+            self._as_asked.add(path)
             self._start_afresh(leaf, known)
             return
         if len(candidates) > 1:
@@ -619,6 +648,8 @@ def _actions(
     wanted: LeafInfo, leaf: Leaf, path: LeafPath, source_path: LeafPath
 ) -> tuple[Action, ...]:
     """What is done to `leaf`, which the table has at `source_path`, for `path`."""
+    if not _source_paths(leaf):
+        return ("init",)  # made by a transform, of nothing that is stored
     actions: tuple[Action, ...] = ("loaded",)
     found = _found(leaf)
     if wanted.kind == "array" and wanted.dtype != found.dtype:
@@ -718,6 +749,7 @@ def advice(problems: Iterable[Mismatch], abstract_state: PyTree) -> str:
             ' and missing="init" to keep them.'
         )
     return (
-        "Change the state to fit; floating types are cast, integers only widened, and"
-        " shapes must agree."
+        "Change the state to fit, or the checkpoint on the way: transforms=[...] can"
+        " rename, drop, grow, slice and map leaves. Floating types are cast, integers"
+        " only widened."
     )

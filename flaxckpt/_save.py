@@ -36,7 +36,7 @@ from flaxckpt import (
     datasets,
     errors,
 )
-from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, LeafTable, SaveResult
+from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, LeafTable, Lineage, SaveResult
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
 from flaxckpt.formats import _orbax, _orbax_json
 from flaxckpt.transforms import Transform
@@ -62,6 +62,7 @@ class Options:
         dataset: A dataset iterator, or None.
         overwrite: Whether an existing checkpoint is replaced.
         max_concurrent_bytes: Budget of the writing thread.
+        lineage: What the run began from.
     """
 
     step: int | None = None
@@ -72,6 +73,7 @@ class Options:
     dataset: Any = None
     overwrite: bool = False
     max_concurrent_bytes: int = _write.DEFAULT_CONCURRENT_BYTES
+    lineage: Sequence[Lineage] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -502,6 +504,8 @@ def _contents(snapshot: Snapshot) -> _orbax.Contents:
         snapshot.created,
         time.time(),
         _versions(),
+        options.lineage,
+        _transforms.describe(options.transforms),
     )
 
 

@@ -150,7 +150,11 @@ class _Function(TableTransform):
         new: LeafTable = {}
         for path, constant in shape:
             if constant is not None:
-                new[path] = _table.moved(constant.leaf, path)
+                leaf = constant.leaf
+                old = table.get(path)
+                if old and leaf.info.kind == old.info.kind == "empty":
+                    leaf = old  # which knows what kind of container it is
+                new[path] = _table.moved(leaf, path)
                 continue
             leaf = _output(closed, next(outputs), traced, path, str(self))
             if leaf is not None:
@@ -303,7 +307,7 @@ def _output(
         invars=[var for var, _ in used],
         outvars=[out],
         eqns=list(reversed(equations)),
-        debug_info=None,
+        debug_info=jaxpr.debug_info.with_unknown_names(),
     )
     run = core.jaxpr_as_fun(core.ClosedJaxpr(part, closed.consts))
     info = LeafInfo(path, _tree_keys(path), "array", "jax.Array")

@@ -194,7 +194,8 @@ class _Assign(TableTransform):
                 " or use rename, which goes by those of the checkpoint"
             )
         assigned = self._assigned(self.wanted)
-        assigned |= self._mirrored(assigned, self.wanted)
+        mirrors = _table.mirrors(self.wanted)
+        assigned |= self._mirrored(assigned, mirrors)
         lacking = {
             path: source
             for path, source in assigned.items()
@@ -210,11 +211,14 @@ class _Assign(TableTransform):
         new = {
             path: leaf
             for path, leaf in table.items()
-            if path not in taken and path not in assigned
+            if path not in assigned and (path not in taken or path in self.wanted)
         }
         for path, source in assigned.items():
             if source is not None and source in table:
-                new[path] = _table.moved(table[source], path)
+                leaf = table[source]
+                if path in mirrors:
+                    leaf = _table.with_role_of(leaf, mirrors[path].name)
+                new[path] = _table.moved(leaf, path)
         return new
 
     def _assigned(self, wanted: LeafTable) -> dict[LeafPath, LeafPath | None]:
@@ -236,10 +240,12 @@ class _Assign(TableTransform):
         return assigned
 
     def _mirrored(
-        self, assigned: Mapping[LeafPath, LeafPath | None], wanted: LeafTable
+        self,
+        assigned: Mapping[LeafPath, LeafPath | None],
+        mirrors: Mapping[LeafPath, _table.Mirror],
     ) -> dict[LeafPath, LeafPath | None]:
         found: dict[LeafPath, LeafPath | None] = {}
-        for path, mirror in _table.mirrors(wanted).items():
+        for path, mirror in mirrors.items():
             if path in assigned or mirror.param not in assigned:
                 continue
             source = assigned[mirror.param]

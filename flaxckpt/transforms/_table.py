@@ -277,13 +277,14 @@ def replace(table: LeafTable, chosen: Iterable[LeafPath], act: Act) -> LeafTable
             where = paths[at]
             if slot is not None:
                 name = mirrored[where].renamed(new)
-                leaf = _with_role_of(leaf, name)
+                leaf = with_role_of(leaf, name)
                 new = slot.path(name)
             rows.setdefault(where, []).append(Row(where, new, leaf))
     return _assembled(table, gone, rows)
 
 
-def _with_role_of(leaf: Leaf, param: LeafPath) -> Leaf:
+def with_role_of(leaf: Leaf, param: LeafPath) -> Leaf:
+    """A moment of another parameter."""
     role = leaf.info.role
     if role is None or role.param == param:
         return leaf
@@ -296,11 +297,11 @@ def _assembled(
 ) -> LeafTable:
     new: LeafTable = {}
     origin: dict[LeafPath, LeafPath] = {}
-    faults: dict[LeafPath, str] = {}
+    faults: dict[LeafPath, list[LeafPath]] = {}
 
     def add(path: LeafPath, leaf: Leaf, at: LeafPath) -> None:
         if path in new:
-            faults[path] = f"{origin[path]} and {at}"
+            faults.setdefault(path, [origin[path]]).append(at)
         new[path] = leaf
         origin[path] = at
 
@@ -312,7 +313,9 @@ def _assembled(
     if faults:
         raise errors.OptionError(
             f"{len(faults)} leaf paths would be taken twice:\n"
-            + errors.rows(f"{path}: by {which}" for path, which in faults.items())
+            + errors.rows(
+                f"{path}: by {', '.join(all_)}" for path, all_ in faults.items()
+            )
             + "\nDrop one of each first, or rename both at once: rename({…: …})."
         )
     return new
