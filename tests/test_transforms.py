@@ -173,6 +173,11 @@ def test_two_leaves_of_one_name_are_refused_with_all_of_them(saved):
     assert "opt_state/0/mu/bias: by" in str(caught.value)
 
 
+def test_a_leaf_where_others_have_a_container_is_refused(saved):
+    with pytest.raises(errors.OptionError, match="params/head: beside params/head/k"):
+        flaxckpt.load(saved, transforms=[rename("params/layers_0/bias", "params/head")])
+
+
 def test_a_replacement_with_a_group_too_many_is_refused(saved):
     with pytest.raises(errors.OptionError, match="does not go with the pattern"):
         flaxckpt.load(saved, transforms=[rename("params/head/(.*)", r"\2")])
