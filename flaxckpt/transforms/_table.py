@@ -70,19 +70,18 @@ def apply(
         if isinstance(transform, TableTransform):
             transform = transform.with_wanted(wanted)
         table = transform(table)
-    if transforms:
-        _check_containers(table)
-    return table
+    return _with_containers(table) if transforms else table
 
 
-def _check_containers(table: LeafTable) -> None:
-    """Refuses a leaf that stands where others have a container."""
+def _with_containers(table: LeafTable) -> LeafTable:
+    """The table less empty containers that are not empty any more.
+
+    Raises:
+        OptionError: A leaf stands where others have a container.
+    """
     containers = {beginning for path in table for beginning in _beginnings(path)}
-    faults = [
-        path
-        for path in table.keys() & containers
-        if path and table[path].info.kind != "empty"
-    ]
+    both = [path for path in table if path and path in containers]
+    faults = [path for path in both if table[path].info.kind != "empty"]
     if faults:
         inner = {p: next(q for q in table if q.startswith(f"{p}/")) for p in faults}
         raise errors.OptionError(
@@ -90,6 +89,8 @@ def _check_containers(table: LeafTable) -> None:
             + errors.rows(f"{path}: beside {other}" for path, other in inner.items())
             + "\nRename or drop one of each."
         )
+    filled = set(both)
+    return {path: leaf for path, leaf in table.items() if path not in filled}
 
 
 def describe(transforms: Iterable[Transform]) -> tuple[str, ...]:
