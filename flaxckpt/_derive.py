@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -25,6 +26,9 @@ Fn: TypeAlias = Callable[..., jax.Array]
 
 _WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
 """Types that jax makes narrower, unless it is told otherwise."""
+
+_AT_ONCE = 256 * 2**20
+"""Bytes that are computed at one time; what they are made of is in memory as well."""
 
 # ---- saying what is computed --------------------------------------------------------
 
@@ -199,8 +203,10 @@ def read(leaves: Sequence[Leaf], options: _read.Options) -> dict[LeafPath, Any]:
         DamagedCheckpointError: Values are missing or fail their checksum.
     """
     values: dict[LeafPath, Any] = {}
-    for batch in _batches(leaves, options.max_concurrent_bytes):
+    for batch in _batches(leaves, min(options.max_concurrent_bytes, _AT_ONCE)):
         values |= _read_batch(batch, options)
+        # jax lets go of memory that is not its own only when garbage is collected.
+        gc.collect(0)
     return values
 
 
@@ -283,7 +289,10 @@ def _make(leaves: Sequence[Leaf], options: _read.Options) -> dict[LeafPath, Any]
     shardings = [_automatic(leaf.info.sharding) for leaf in leaves]
     infos = [info for leaf in leaves for info in (leaf.info, *_infos_of(leaf))]
     with wide(infos):
-        made = jax.jit(make, out_shardings=shardings)(list(arrays.values()))
+        split = {"out_shardings": shardings} if any(shardings) else {}
+        made = jax.jit(make, **split)(list(arrays.values()))
+        # Else the next sources are read while these are still in memory.
+        jax.block_until_ready(made)
     return {
         leaf.info.path: _place.place(value, leaf.info)
         for leaf, value in zip(leaves, made, strict=True)

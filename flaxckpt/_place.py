@@ -105,8 +105,10 @@ def place(value: Any, wanted: LeafInfo) -> Any:
         return array if wanted.kind == "array" else array.item()
     if wanted.sharding is not None:
         return _put(value, wanted.sharding)
-    # Fresh from jit it is tied to a device, unlike what is restored.
-    return _put(np.asarray(value), None) if wanted.kind == "array" else value
+    if wanted.kind == "array" and value.committed:
+        # Tied to a device, unlike what is restored.
+        return _put(np.asarray(value), None)
+    return value
 
 
 def _put(array: Array | jax.Array, sharding: Sharding | None) -> jax.Array:
