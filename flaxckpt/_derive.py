@@ -289,7 +289,7 @@ def _make(leaves: Sequence[Leaf], options: _read.Options) -> dict[LeafPath, Any]
     shardings = [_automatic(leaf.info.sharding) for leaf in leaves]
     infos = [info for leaf in leaves for info in (leaf.info, *_infos_of(leaf))]
     with wide(infos):
-        split = {"out_shardings": shardings} if any(shardings) else {}
+        split: dict[str, Any] = {"out_shardings": shardings} if any(shardings) else {}
         made = jax.jit(make, **split)(list(arrays.values()))
         # Else the next sources are read while these are still in memory.
         jax.block_until_ready(made)
