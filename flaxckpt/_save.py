@@ -102,7 +102,7 @@ class Snapshot:
     @property
     def encoding(self) -> _zarr.Encoding:
         """How the chunks of the arrays are encoded."""
-        return _zarr.Encoding(self.options.layout.codec, self.options.layout.checksum)
+        return self.options.layout.encoding
 
 
 class Written(NamedTuple):

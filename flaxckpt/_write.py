@@ -1,7 +1,7 @@
 """Arrays from host memory into storage, within a byte budget.
 
 Raw chunks (see `_zarr`) are written as they lie in memory: into files by several
-threads at once, or as values of a database. Compressed ones go through TensorStore.
+threads at once, or as values of a database. All others go through TensorStore.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def write(
     previous: Previous | None = None,
     max_concurrent_bytes: int = DEFAULT_CONCURRENT_BYTES,
 ) -> None:
-    """Writes `arrays` under `root` as zarr 3.
+    """Writes `arrays` under `root` as zarr.
 
     Args:
         root: A directory without arrays of these names.
@@ -312,7 +312,7 @@ def _write_encoded(
     opened = [
         ts.open(
             {
-                "driver": "zarr3",
+                "driver": "zarr3" if encoding.version == 3 else "zarr",
                 "kvstore": _zarr.kvstore(
                     root, array.name, ocdbt=transaction is not None
                 ),
