@@ -101,6 +101,35 @@ def write(
             _link_files(previous.root / array.name, root / array.name)
 
 
+def write_parts(
+    root: Path,
+    arrays: Sequence[HostArray],
+    *,
+    encoding: Encoding,
+    ocdbt: bool,
+    max_concurrent_bytes: int = DEFAULT_CONCURRENT_BYTES,
+) -> None:
+    """Writes parts of arrays, of which other parts may be there; or writes them again.
+
+    Args:
+        root: The directory that holds the arrays, or the database of them.
+        arrays: Whole chunks of each; the rest of it stays as it is.
+        encoding: Of their chunks.
+        ocdbt: Whether `root` is a database.
+        max_concurrent_bytes: Bytes handed to TensorStore and not yet written.
+
+    Raises:
+        OSError, ValueError: Something could not be written.
+    """
+    transaction = ts.Transaction(atomic=True) if ocdbt else None
+    at_once = min(max_concurrent_bytes, _ENCODED_AT_ONCE)
+    _write_encoded(
+        root, arrays, encoding, ts.Context(), at_once, transaction, may_exist=True
+    )
+    if transaction is not None:
+        transaction.commit_async().result()
+
+
 def _is_raw(array: HostArray, encoding: Encoding) -> bool:
     return _zarr.is_raw(encoding, array.shape, _stored_name(array))
 
@@ -307,6 +336,8 @@ def _write_encoded(
     context: ts.Context,
     bytes_at_once: int,
     transaction: ts.Transaction | None = None,
+    *,
+    may_exist: bool = False,
 ) -> None:
     """Writes arrays by TensorStore; into the transaction, if there is one."""
     opened = [
@@ -321,6 +352,7 @@ def _write_encoded(
                 "metadata": _metadata(array, encoding),
             },
             create=True,
+            open=may_exist,
             context=context,
             transaction=transaction,
         )

@@ -15,16 +15,19 @@ PACKAGE = Path(__file__).parents[1] / "flaxckpt"
 LAYERS = (
     {"errors", "_types"},
     {"_dtypes", "_chunks", "_collector", "_multihost", "_threads"},
-    {"_tree", "_storage", "_blocks", "_zarr"},
+    {"_tree", "_storage", "_blocks", "_zarr", "_journal", "_runs"},
     {"_info", "_events"},
     {"_layout"},
     {"_snapshot", "_raw", "_spans", "_place"},
     {"_read", "_write", "_flax", "_optax", "policies", "_steps", "datasets"},
     {"_derive", "formats"},
+    {"_pieces"},
     {"_locate"},
     {"transforms"},
     {"partition", "_plan"},
     {"_save", "_restore"},
+    {"_targets"},
+    {"_convert"},
     {"_checkpointer"},
     {"_callback", "_report", "_tools"},
     {"cli", "integrations"},
@@ -43,7 +46,15 @@ FREE_PACKAGES = {"cli"}
 # Third-party package -> the only modules that may import it; none: nobody may.
 # Types need no door: under `if TYPE_CHECKING:` anything may be imported.
 DOORS: dict[str, set[str]] = {
-    "tensorstore": {"_storage", "_raw", "_spans", "_read", "_write", "formats"},
+    "tensorstore": {
+        "_storage",
+        "_raw",
+        "_spans",
+        "_read",
+        "_write",
+        "_pieces",
+        "formats",
+    },
     "flax": {"_flax"},
     "optax": {"_optax"},
     "clu": {"_callback"},
