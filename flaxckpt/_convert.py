@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -101,8 +101,8 @@ def run(source: Path, step: int | None, final: Path, options: Options) -> SaveRe
     temporary = final.with_name(final.name + TEMPORARY)
     try:
         with _journal.Journal(temporary, _work(stored, state, target, options)) as done:
-            target.begin(done.output, done.done)
-            _write(target, done, options)
+            kept = target.begin(done.output, done.done)
+            _write(target, kept, done, options)
             target.finish(done.output)
             size = _storage.sync_tree(done.output)
             _check_current(stored)
@@ -216,9 +216,12 @@ def _work(
 
 
 def _write(
-    target: _targets.Target, journal: _journal.Journal, options: Options
+    target: _targets.Target,
+    kept: Collection[str],
+    journal: _journal.Journal,
+    options: Options,
 ) -> None:
-    missing = [p for p in target.pieces if p.name not in journal.done]
+    missing = [piece for piece in target.pieces if piece.name not in kept]
     total = sum(piece.nbytes for piece in target.pieces)
     batches = _pieces.batches(missing, target.batch_bytes)
     with _shown(options.progress) as show:

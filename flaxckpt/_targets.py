@@ -95,8 +95,8 @@ class Target(Protocol):
     result: str
     batch_bytes: int
 
-    def begin(self, output: Path, done: Collection[str]) -> None:
-        """Makes ready for all pieces but those that are `done`."""
+    def begin(self, output: Path, done: Collection[str]) -> Collection[str]:
+        """Makes ready for pieces, and tells which of those `done` are still there."""
         ...
 
     def write(self, ready: Sequence[tuple[Piece, Array]]) -> None:
@@ -127,13 +127,16 @@ class _FlatTarget:
         self.result = result
         self.batch_bytes = state.batch_bytes
 
-    def begin(self, output: Path, done: Collection[str]) -> None:
+    def begin(self, output: Path, done: Collection[str]) -> Collection[str]:
         self._output = output
+        if not all((output / layout.name).is_file() for layout in self._layouts):
+            done = ()
         for layout in self._layouts:
             with _opened(output / layout.name, os.O_CREAT) as descriptor:
                 os.ftruncate(descriptor, layout.size)
                 os.fsync(descriptor)
         _storage.sync_directory(output)
+        return done
 
     def write(self, ready: Sequence[tuple[Piece, Array]]) -> None:
         for layout in self._layouts:
@@ -220,18 +223,20 @@ class _OrbaxTarget:
         self.result = ""
         self.batch_bytes = state.batch_bytes
 
-    def begin(self, output: Path, done: Collection[str]) -> None:
+    def begin(self, output: Path, done: Collection[str]) -> Collection[str]:
         self._root = output / _orbax.STATE
         self._root.mkdir(exist_ok=True)
         if self._ocdbt:
-            return
+            return done if (self._root / "manifest.ocdbt").is_file() else ()
         kept = {piece.path for piece in self.pieces if piece.name in done}
+        kept = {path for path in kept if (self._root / self._names[path]).is_dir()}
         for path, name in self._names.items():
             if path not in kept and name:
                 _storage.remove_tree(self._root / name)
         if not kept:
             _storage.remove_tree(self._root)
             self._root.mkdir()
+        return {p.name for p in self.pieces if p.name in done and p.path in kept}
 
     def write(self, ready: Sequence[tuple[Piece, Array]]) -> None:
         whole = [self._host_array(*item) for item in ready if item[0].is_whole]

@@ -15,8 +15,8 @@ PACKAGE = Path(__file__).parents[1] / "flaxckpt"
 LAYERS = (
     {"errors", "_types"},
     {"_dtypes", "_chunks", "_collector", "_multihost", "_threads"},
-    {"_tree", "_storage", "_blocks", "_zarr", "_journal", "_runs"},
-    {"_info", "_events"},
+    {"_tree", "_storage", "_blocks", "_zarr", "_runs"},
+    {"_info", "_events", "_journal"},
     {"_layout"},
     {"_snapshot", "_raw", "_spans", "_place"},
     {"_read", "_write", "_flax", "_optax", "policies", "_steps", "datasets"},

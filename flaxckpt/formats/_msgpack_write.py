@@ -8,6 +8,7 @@ Source: `flax/serialization.py`.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Callable, Mapping
@@ -58,11 +59,9 @@ def _add(
         file.add(_pack(None))
     else:
         names = ["value"] if node.is_box else [str(key.name) for key in node.keys]
-        children = dict(zip(names, node.children, strict=True))
-        # Flax maps the tree before it packs it, and jax sorts the keys of dicts.
         parts = {
-            key: lambda child=children[key]: _add(file, contents, child)
-            for key in sorted(children)
+            name: functools.partial(_add, file, contents, child)
+            for name, child in zip(names, node.children, strict=True)
         }
         _add_map(file, parts)
 
@@ -102,13 +101,9 @@ def _add_array(file: _runs.FileLayout, info: LeafInfo) -> None:
         bounds = (start * itemsize, stop * itemsize)
         _add_elements(file, info, (stop - start,), *bounds)
 
-    sizes = {
-        str(axis): lambda size=size: file.add(_pack(size))
-        for axis, size in enumerate(shape)
-    }
+    sizes = {str(i): functools.partial(file.add, _pack(n)) for i, n in enumerate(shape)}
     parts = {
-        str(n): lambda bounds=bounds: add_chunk(*bounds)
-        for n, bounds in enumerate(chunks)
+        str(i): functools.partial(add_chunk, *bounds) for i, bounds in enumerate(chunks)
     }
     _add_map(
         file,
