@@ -29,7 +29,6 @@ from flaxckpt import (
     _tree,
     errors,
     formats,
-    transforms,
 )
 from flaxckpt._info import ArrayLayout, Leaf, SaveResult, Stored, StoredLeaf
 from flaxckpt._pieces import Piece
@@ -37,6 +36,7 @@ from flaxckpt._types import JSON
 from flaxckpt._zarr import Array
 from flaxckpt.formats import _orbax, _orbax_json
 from flaxckpt.transforms import Transform
+from flaxckpt.transforms import _table as _transforms
 
 _log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ def check_free(final: Path, *, overwrite: bool) -> None:
 
 
 def _state(stored: Stored, step: int | None, options: Options) -> _targets.State:
-    table = transforms.apply(options.transforms, stored.table)
+    table = _transforms.apply(options.transforms, stored.table)
     for path, leaf in table.items():
         info = _layout.with_chunk_shape(leaf.info, options.layout)
         table[path] = Leaf(info, leaf.sources, leaf.fn)
@@ -169,7 +169,13 @@ def _state(stored: Stored, step: int | None, options: Options) -> _targets.State
             for path, leaf in table.items()
             if leaf.info.kind == "string"
         },
-        stored.metadata,
+        dataclasses.replace(
+            stored.metadata,
+            transforms=(
+                *stored.metadata.transforms,
+                *_transforms.describe(options.transforms),
+            ),
+        ),
         step,
         _orbax.read_dataset(found, stored.digests) if has_dataset else {},
         options.layout,
@@ -192,12 +198,14 @@ def _work(
             _orbax_json.leaf_row(leaf.info),
             [
                 [str(source.root), source.info.path, str(source.info)]
-                for source in leaf.sources
-                if isinstance(source, StoredLeaf)
+                for source in _stored(leaf)
             ],
         ]
         for leaf in state.table.values()
     ]
+    roots = {s.root for leaf in state.table.values() for s in _stored(leaf)}
+    # Of other checkpoints nobody knows whether they are still the same.
+    others = [str(root) for root in roots if str(root) != stored.metadata.path]
     identity = None if stored.stamp is None else stored.stamp.identity
     content = _orbax_json.dumps([rows, _tree.to_json(state.structure)])
     return {
@@ -208,8 +216,13 @@ def _work(
         "files": list(target.files),
         "leaves": _storage.digest(content),
         "layout": dataclasses.asdict(options.layout),
+        "others": [*others, os.urandom(16).hex()] if others else [],
         "bytes": [state.batch_bytes, options.max_shard_bytes],
     }
+
+
+def _stored(leaf: Leaf) -> list[StoredLeaf]:
+    return [source for source in leaf.sources if isinstance(source, StoredLeaf)]
 
 
 # ---- making it --------------------------------------------------------------------

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import _blocks, _dtypes, _layout, _read, _zarr, errors
+from flaxckpt import _blocks, _derive, _dtypes, _layout, _read, _zarr, errors
 from flaxckpt._info import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt._zarr import Array, Region
@@ -242,10 +242,7 @@ def _given_part(piece: Piece) -> Array:
 
 def _given(leaf: Leaf) -> Array:
     """The value of a leaf that is stored nowhere yet."""
-    value: Any = leaf.source
-    if leaf.info.kind == "prng_key":
-        value = jax.random.key_data(value)
-    return _converted(np.asarray(value), leaf.info)
+    return _as_array(leaf.source, leaf.info)
 
 
 def _converted(array: Array, info: LeafInfo) -> Array:
@@ -256,19 +253,22 @@ def _converted(array: Array, info: LeafInfo) -> Array:
 
 def _computed(leaves: Sequence[Leaf], max_bytes: int) -> list[Array]:
     """The values of leaves that are made of others."""
-    values = []
-    for leaf in leaves:
-        assert leaf.fn is not None, leaf.info.path
-        sources = [_source_value(source, max_bytes) for source in leaf.sources]
-        value: Any = jax.jit(leaf.fn)(*sources)
-        if leaf.info.kind == "prng_key":
-            value = jax.random.key_data(value)
-        values.append(_converted(np.asarray(value), leaf.info))
-    return values
+    if not leaves:
+        return []
+    wanted = [
+        dataclasses.replace(
+            leaf,
+            info=dataclasses.replace(
+                leaf.info, python_type="numpy.ndarray", sharding=None, weak_type=False
+            ),
+        )
+        for leaf in leaves
+    ]
+    values = _derive.read(wanted, _read.Options(False, True, max_bytes))
+    return [_as_array(values[leaf.info.path], leaf.info) for leaf in leaves]
 
 
-def _source_value(source: Any, max_bytes: int) -> Any:
-    if not isinstance(source, StoredLeaf):
-        return source
-    options = _read.Options(False, True, max_bytes)
-    return _read.read([_read.ReadJob(source, source.info)], options)[source.info.path]
+def _as_array(value: Any, info: LeafInfo) -> Array:
+    if info.kind == "prng_key":
+        value = jax.random.key_data(value)
+    return _converted(np.asarray(value), info)

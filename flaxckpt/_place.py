@@ -97,7 +97,9 @@ def _to_devices(blocks: Mapping[Region, Array], wanted: LeafInfo) -> jax.Array:
 def place(value: Any, wanted: LeafInfo) -> Any:
     """A computed leaf, where and as the caller wants it."""
     if wanted.python_type != "jax.Array":
-        array = np.asarray(value)
+        array = np.array(value)  # a view of jax's could not be written to
+        if wanted.python_type == "numpy.generic":
+            return array[()]
         return array if wanted.kind == "array" else array.item()
     if wanted.sharding is not None:
         return _put(value, wanted.sharding)

@@ -103,7 +103,8 @@ def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
             except ValueError as error:
                 faults[job.wanted.path] = _first_words(error)
     if faults:
-        raise _damaged(jobs[0].stored.root, faults)
+        roots = {job.wanted.path: job.stored.root for job in jobs}
+        raise _damaged(roots[next(iter(faults))], faults)
     return values
 
 

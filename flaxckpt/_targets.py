@@ -43,7 +43,7 @@ class State:
         table: Its leaves, with the chunks in which they would be written.
         structure: Its containers.
         strings: Leaf path -> value of the string leaves.
-        metadata: Of the checkpoint that it comes from.
+        metadata: Of the checkpoint that it comes from, with what is changed now.
         step: The step of that; None if it stands alone.
         dataset: File name -> content, of a dataset iterator's state.
         layout: How arrays are cut and encoded.
@@ -177,8 +177,7 @@ def _safetensors(state: State, final: Path) -> Target:
         state.infos,
         state.structure,
         state.strings,
-        state.metadata.metrics,
-        state.metadata.custom,
+        state.metadata,
         max_shard_bytes=None if is_file else state.max_shard_bytes,
     )
     return _FlatTarget(state, layouts, layouts[0].name if is_file else "")
@@ -300,6 +299,8 @@ class _OrbaxTarget:
             created=metadata.created or now,
             committed=now,
             versions=_save.versions(),
+            lineage=metadata.lineage,
+            transforms=metadata.transforms,
         )
 
 

@@ -1,6 +1,5 @@
 """Checkpoints of one format become such of another, exactly, and after a kill too."""
 
-import dataclasses
 import json
 import signal
 import subprocess
@@ -24,8 +23,7 @@ from jax.sharding import SingleDeviceSharding
 from safetensors import numpy as safetensors
 
 import flaxckpt
-from flaxckpt import _convert, _locate, _pieces, _tree, errors, transforms
-from flaxckpt._info import Leaf
+from flaxckpt import _convert, _locate, _pieces, errors, transforms
 from flaxckpt.formats import _msgpack_write
 
 ocp = pytest.importorskip("orbax.checkpoint")
@@ -321,27 +319,58 @@ def test_everything_beside_the_state_comes_along(tmp_path):
         assert ckpt.metrics(3) == {"loss": 0.5}
 
 
-def test_transforms_change_names_types_and_values(tmp_path):
-    flaxckpt.save(tmp_path / "c", {"a": {"w": jnp.arange(4.0)}, "n": 3})
+def layers():
+    return {
+        f"layer_{i}": {"w": jnp.full((3, 4), i, jnp.float32), "b": jnp.arange(4.0)}
+        for i in range(3)
+    }
 
-    def change(table):
-        leaf = table["a/w"]
-        keys = (_tree.Key("moved", "key"),)
-        moved = dataclasses.replace(leaf.info, path="moved", keys=keys)
-        return {"moved": Leaf(moved, leaf.sources, lambda x: x * 2)}
 
-    for format_name in ("orbax", "safetensors"):
-        target = tmp_path / format_name
-        flaxckpt.convert(
-            tmp_path / "c",
-            target,
-            format=format_name,
-            transforms=[change, transforms.cast("moved", "bfloat16")],
-        )
-        found = flaxckpt.load(target)
-        assert found.keys() == {"moved"}
-        wanted = jnp.arange(4, dtype=jnp.bfloat16) * 2
-        strategies.assert_same_bits(wanted, found["moved"])
+@pytest.mark.parametrize("limit", [2**30, 100])
+@pytest.mark.parametrize("format_name", ["orbax", "safetensors"])
+def test_transforms_change_names_shapes_and_types(tmp_path, format_name, limit):
+    flaxckpt.save(
+        tmp_path / "c", {"params": layers(), "n": 3, "key": jax.random.key(1)}
+    )
+    changes = [
+        transforms.stack(r"params/layer_(\d+)/(.*)", r"params/layers/\2", axis=0),
+        transforms.map_leaf("params/layers/b", lambda x: x * 2),
+        transforms.cast("params/.*", "bfloat16"),
+        transforms.rename("n", "step"),
+    ]
+    flaxckpt.convert(
+        tmp_path / "c",
+        tmp_path / "d",
+        format=format_name,
+        transforms=changes,
+        max_concurrent_bytes=limit,
+    )
+    found = flaxckpt.load(tmp_path / "d")
+    wanted = {
+        "params": {
+            "layers": {
+                "w": jnp.stack([layers()[f"layer_{i}"]["w"] for i in range(3)]),
+                "b": jnp.stack([jnp.arange(4.0) * 2] * 3),
+            }
+        },
+    }
+    wanted = jax.tree.map(lambda x: x.astype(jnp.bfloat16), wanted)
+    wanted |= {"step": 3, "key": jax.random.key(1)}
+    strategies.assert_same_state(wanted, found)
+    assert len(flaxckpt.metadata(tmp_path / "d").transforms) == 4
+    flaxckpt.convert(
+        tmp_path / "d",
+        tmp_path / "e",
+        format=format_name,
+        transforms=[
+            transforms.unstack("params/layers/(.*)", r"params/layer_{i}/\1", axis=0)
+        ],
+        max_concurrent_bytes=limit,
+    )
+    again = flaxckpt.load(tmp_path / "e")["params"]
+    assert again.keys() == layers().keys()
+    for name, layer in layers().items():
+        strategies.assert_same_bits(layer["w"].astype(jnp.bfloat16), again[name]["w"])
 
 
 # ---- msgpack ----------------------------------------------------------------------

@@ -40,6 +40,9 @@ SHARED_SIBLINGS = {
     "formats._ndarray",
     "formats._orbax_json",
     "formats._safetensors_json",
+    "transforms._patterns",
+    "transforms._table",
+    "transforms._values",
 }
 FREE_PACKAGES = {"cli"}
 

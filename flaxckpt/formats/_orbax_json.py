@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flaxckpt import _chunks, _dtypes, _layout, _tree, _zarr, errors
-from flaxckpt._info import LeafInfo, Role
+from flaxckpt._info import LeafInfo, Lineage, Role
 from flaxckpt._types import JSON, LeafPath, Shape
 
 MANIFEST = "flaxckpt.json"
@@ -304,6 +304,37 @@ def encoding_row(encoding: _zarr.Encoding) -> JSON:
     """What `encoding` reads."""
     row: dict[str, JSON] = {"codec": encoding.codec, "checksum": encoding.checksum}
     return row if encoding.version == 3 else {**row, "zarr_version": encoding.version}
+
+
+def lineage_row(lineage: Lineage) -> JSON:
+    """One origin in the manifest; `lineage` is the inverse."""
+    return lineage._asdict()
+
+
+def lineage(manifest: Mapping[str, Any]) -> tuple[Lineage, ...]:
+    """What the run began from.
+
+    Raises:
+        ValueError, KeyError, TypeError: The manifest says it wrongly.
+    """
+    found = []
+    for row in manifest.get("lineage", []):
+        path, step, digest = row["path"], row["step"], row["digest"]
+        if type(step) not in (int, type(None)) or type(digest) not in (str, type(None)):
+            raise ValueError(f"{str(row)[:80]} is no lineage")
+        found.append(Lineage(str(path), step, digest, texts(row["transforms"])))
+    return tuple(found)
+
+
+def texts(value: Any) -> tuple[str, ...]:
+    """A list of strings.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not isinstance(value, list) or not all(type(text) is str for text in value):
+        raise ValueError(f"{str(value)[:80]} is no list of texts")
+    return tuple(value)
 
 
 @functools.cache

@@ -97,6 +97,8 @@ def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
             described.custom,
             has_dataset=False,
             total_bytes=sum(_layout.stored_bytes(info) for info in described.infos),
+            lineage=described.lineage,
+            transforms=described.transforms,
         ),
         table,
         described.structure,

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flaxckpt import _dtypes, _layout, _tree
-from flaxckpt._info import LeafInfo
+from flaxckpt._info import CheckpointMetadata, LeafInfo, Lineage
 from flaxckpt._types import JSON, LeafPath, Shape
 from flaxckpt.formats import _orbax_json
 
@@ -243,6 +243,8 @@ class Described(NamedTuple):
         strings: Leaf path -> value of the string leaves.
         metrics: What was measured.
         custom: The user's metadata.
+        lineage: What the run began from.
+        transforms: What was changed on the way, as text.
     """
 
     infos: tuple[LeafInfo, ...]
@@ -251,6 +253,8 @@ class Described(NamedTuple):
     strings: Mapping[LeafPath, str]
     metrics: Mapping[str, float]
     custom: Mapping[str, JSON]
+    lineage: tuple[Lineage, ...] = ()
+    transforms: tuple[str, ...] = ()
 
 
 def describe_foreign(
@@ -325,6 +329,8 @@ def describe_own(
             if info.dtype is not None
         }
         _check_tensors(infos, names, tensors)
+        lineage = _orbax_json.lineage(data)
+        changes = _orbax_json.texts(data.get("transforms", []))
         numbers = {name: float(value) for name, value in metrics.items()}
     except (
         *(ValueError, KeyError, TypeError, AttributeError),
@@ -333,7 +339,9 @@ def describe_own(
         raise ValueError(
             f"its {OURS!r} metadata is not what was written: {str(error)[:200]}"
         ) from None
-    return Described(infos, names, structure, strings, numbers, custom)
+    return Described(
+        infos, names, structure, strings, numbers, custom, lineage, changes
+    )
 
 
 def _own_info(row: Any, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]) -> LeafInfo:
@@ -431,18 +439,22 @@ def own_metadata(
     infos: Iterable[LeafInfo],
     structure: _tree.Node | LeafPath,
     strings: Mapping[LeafPath, str],
-    metrics: Mapping[str, float],
-    custom: Mapping[str, JSON],
+    metadata: CheckpointMetadata,
 ) -> str:
     """What `describe_own` reads."""
-    data = {
+    data: dict[str, JSON] = {
         "version": _VERSION,
         "leaves": [_orbax_json.leaf_row(_whole(info)) for info in infos],
         "structure": _tree.to_json(structure),
         "strings": dict(strings),
-        "metrics": dict(metrics),
-        "custom": dict(custom),
+        "metrics": dict(metadata.metrics),
+        "custom": dict(metadata.custom),
     }
+    if metadata.lineage:
+        rows = [_orbax_json.lineage_row(origin) for origin in metadata.lineage]
+        data["lineage"] = rows
+    if metadata.transforms:
+        data["transforms"] = list(metadata.transforms)
     return json.dumps(data, separators=(",", ":"))
 
 

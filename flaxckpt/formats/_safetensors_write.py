@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from flaxckpt import _dtypes, _layout, _runs, _tree, errors
-from flaxckpt._info import LeafInfo
+from flaxckpt._info import CheckpointMetadata, LeafInfo
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _orbax_json, _safetensors_json
 
@@ -23,8 +23,7 @@ def layouts(
     infos: Sequence[LeafInfo],
     structure: _tree.Node | LeafPath,
     strings: Mapping[LeafPath, str],
-    metrics: Mapping[str, float],
-    custom: Mapping[str, JSON],
+    metadata: CheckpointMetadata,
     *,
     max_shard_bytes: int | None,
 ) -> list[_runs.FileLayout]:
@@ -34,8 +33,7 @@ def layouts(
         infos: Its leaves, in order.
         structure: Its containers.
         strings: Leaf path -> value of the string leaves.
-        metrics: What was measured.
-        custom: The user's metadata.
+        metadata: What else is known of it.
         max_shard_bytes: Upper bound on the arrays in one file, but for a file with one
             array; None is one file.
 
@@ -47,12 +45,12 @@ def layouts(
     names = {info.path: _orbax_json.param_name(info.keys) for info in arrays}
     _check_names(names)
     _check_types(arrays)
-    ours = _safetensors_json.own_metadata(infos, structure, strings, metrics, custom)
+    ours = _safetensors_json.own_metadata(infos, structure, strings, metadata)
     shards = list(_shards(arrays, max_shard_bytes))
     if len(shards) == 1:
-        metadata = {**_FORMAT, _safetensors_json.OURS: ours}
+        text = {**_FORMAT, _safetensors_json.OURS: ours}
         name = f"{NAME}{_safetensors_json.SUFFIX}"
-        return [_file(name, shards[0], names, metadata)]
+        return [_file(name, shards[0], names, text)]
     files = []
     weight_map: dict[str, str] = {}
     for n, shard in enumerate(shards, start=1):
