@@ -373,6 +373,46 @@ def test_transforms_change_names_shapes_and_types(tmp_path, format_name, limit):
         strategies.assert_same_bits(layer["w"].astype(jnp.bfloat16), again[name]["w"])
 
 
+def test_what_is_left_keeps_its_classes(source, tmp_path):
+    """A leaf that is dropped takes the class of its own container with it only."""
+    drop = [transforms.drop("dropout"), transforms.drop("best")]
+    for format_name in ("orbax", "safetensors"):
+        target = tmp_path / format_name
+        flaxckpt.convert(source, target, format=format_name, transforms=drop)
+        found, wanted = flaxckpt.load(target), flaxckpt.load(source)
+        assert "dropout" not in found
+        for name in ("train", "empty", "a%b", "int keys"):
+            structure = jax.tree.structure(wanted[name])
+            assert jax.tree.structure(found[name]) == structure
+            strategies.assert_same_state(wanted[name], found[name])
+
+
+def test_lists_with_holes_are_dicts_and_containers_without_leaves_go(tmp_path):
+    tree = {
+        "l": [1, 2, 3],
+        "t": (4, {"x": 5}),
+        "g": {"a": {"b": 6}, "c": {}},
+        "n": None,
+    }
+    flaxckpt.save(tmp_path / "c", tree)
+    drop = [transforms.drop("l/1|t/1/x|g/a/b")]
+    for format_name in ("orbax", "safetensors"):
+        target = tmp_path / format_name
+        flaxckpt.convert(tmp_path / "c", target, format=format_name, transforms=drop)
+        found = flaxckpt.load(target)
+        wanted = {"l": {"0": 1, "2": 3}, "t": {"0": 4}, "g": {"c": {}}, "n": None}
+        assert found == wanted
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        assert checkpointer.restore(tmp_path / "orbax" / "state") == wanted
+
+
+def test_empty_containers_that_are_moved_are_the_same(source, tmp_path):
+    moved = [transforms.rename("train/(.*)", r"model/\1")]
+    flaxckpt.convert(source, tmp_path / "c", transforms=moved)
+    clip = flaxckpt.load(tmp_path / "c")["model"]["opt_state"][0]
+    assert isinstance(clip, optax.EmptyState)
+
+
 # ---- msgpack ----------------------------------------------------------------------
 
 
@@ -710,6 +750,8 @@ def test_arguments_that_make_no_sense_are_refused(source, tmp_path):
     for target in (source, source / "inner", tmp_path):
         with pytest.raises(errors.OptionError, match="beside"):
             flaxckpt.convert(source, target)
+    with pytest.raises(errors.OptionError, match="nothing"):
+        flaxckpt.convert(source, tmp_path / "x", transforms=[transforms.drop(".*")])
     with pytest.raises(errors.CheckpointNotFoundError):
         flaxckpt.convert(tmp_path / "nothing", tmp_path / "x")
     assert not list(tmp_path.glob("*tmp*"))

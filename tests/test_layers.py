@@ -40,6 +40,7 @@ SHARED_SIBLINGS = {
     "formats._ndarray",
     "formats._orbax_json",
     "formats._safetensors_json",
+    "formats._safetensors_leaves",
     "transforms._patterns",
     "transforms._table",
     "transforms._values",

@@ -12,15 +12,15 @@ from pathlib import Path
 from flaxckpt import _layout, _spans, _storage, _tree, errors
 from flaxckpt._info import CheckpointMetadata, Leaf, LeafTable, Stored, StoredLeaf
 from flaxckpt._types import JSON
-from flaxckpt.formats import _safetensors_json
+from flaxckpt.formats import _safetensors_json, _safetensors_leaves
 from flaxckpt.formats._safetensors_json import (
     INDEX_SUFFIX,
     OURS,
     SUFFIX,
-    Described,
     Header,
     Tensor,
 )
+from flaxckpt.formats._safetensors_leaves import Described
 
 _log = logging.getLogger(__name__)
 
@@ -117,10 +117,10 @@ def _describe(
     ours = metadata.get(OURS)
     if isinstance(ours, str):
         try:
-            return _safetensors_json.describe_own(ours, tensors, resolve, unknown)
+            return _safetensors_leaves.describe_own(ours, tensors, resolve, unknown)
         except ValueError as error:
             raise _damaged(path, error) from None
-    described, is_split = _safetensors_json.describe_foreign(tensors, metadata)
+    described, is_split = _safetensors_leaves.describe_foreign(tensors, metadata)
     if not is_split:
         _log.warning(
             "the names of the tensors in %s stay whole: one continues another one"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from flaxckpt import _dtypes, _layout, _runs, _tree, errors
 from flaxckpt._info import CheckpointMetadata, LeafInfo
 from flaxckpt._types import JSON, LeafPath
-from flaxckpt.formats import _orbax_json, _safetensors_json
+from flaxckpt.formats import _orbax_json, _safetensors_json, _safetensors_leaves
 
 NAME = "model"
 """What files are called, as Hugging Face's libraries have it."""
@@ -45,7 +45,7 @@ def layouts(
     names = {info.path: _orbax_json.param_name(info.keys) for info in arrays}
     _check_names(names)
     _check_types(arrays)
-    ours = _safetensors_json.own_metadata(infos, structure, strings, metadata)
+    ours = _safetensors_leaves.own_metadata(infos, structure, strings, metadata)
     shards = list(_shards(arrays, max_shard_bytes))
     if len(shards) == 1:
         text = {**_FORMAT, _safetensors_json.OURS: ours}
