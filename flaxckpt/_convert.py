@@ -106,6 +106,7 @@ def run(source: Path, step: int | None, final: Path, options: Options) -> SaveRe
             target.finish(done.output)
             size = _storage.sync_tree(done.output)
             _check_current(stored)
+            done.forget()
             _publish(done.output / target.result, final, overwrite=options.overwrite)
             done.remove()
     except errors.CheckpointError:

@@ -42,11 +42,13 @@ class Journal:
         self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             os.close(self._lock)
             raise errors.CheckpointExistsError(
                 f"another process is at work in {directory}: wait for it"
             ) from None
+        except OSError:
+            pass  # a file system without locks
         try:
             self.done = self._begin(json.dumps(work, sort_keys=True).encode())
             self._file = (directory / _DONE).open("ab")
@@ -76,6 +78,11 @@ class Journal:
         self._file.flush()
         os.fsync(self._file.fileno())
         self.done.update(names)
+
+    def forget(self) -> None:
+        """Lets nobody go on with this work any more: what was made is moved away."""
+        (self._directory / _WORK).unlink(missing_ok=True)
+        _storage.sync_directory(self._directory)
 
     def remove(self) -> None:
         """Removes the directory, when what was made has been moved out of it."""

@@ -18,6 +18,7 @@ from flaxckpt import (
     _runs,
     _save,
     _storage,
+    _threads,
     _tree,
     _write,
 )
@@ -33,6 +34,8 @@ from flaxckpt.formats import (
     _safetensors_json,
     _safetensors_write,
 )
+
+_SYNCING_THREADS = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -262,8 +265,9 @@ class _OrbaxTarget:
         if self._ocdbt:
             _storage.sync_tree(self._root)
         else:
-            for name in {array.name for array in (*whole, *parts)}:
-                _storage.sync_tree(self._root / name)
+            names = {array.name for array in (*whole, *parts)}
+            directories = [self._root / name for name in names]
+            _threads.each(_storage.sync_tree, directories, threads=_SYNCING_THREADS)
             _storage.sync_directory(self._root)
 
     def _host_array(self, piece: Piece, array: Array) -> HostArray:

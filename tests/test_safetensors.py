@@ -88,6 +88,22 @@ def test_a_directory_with_two_files_and_no_index_is_no_checkpoint(tmp_path):
         flaxckpt.load(tmp_path)
 
 
+def test_a_file_beside_steps_does_not_hide_them(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(3, {"w": jnp.ones(2)})
+    flaxckpt.convert(tmp_path, tmp_path / "m.safetensors", format="safetensors")
+    assert flaxckpt.metadata(tmp_path).step == 3
+    assert flaxckpt.load(tmp_path / "m.safetensors")["w"].shape == (2,)
+
+
+def test_directories_of_safetensors_are_steps(tmp_path):
+    for step in (10, 20):
+        target = tmp_path / f"checkpoint-{step}"
+        flaxckpt.convert(SILERO, target, format="safetensors")
+    assert flaxckpt.metadata(tmp_path).step == 20
+    assert flaxckpt.metadata(tmp_path, step=10).path.endswith("checkpoint-10")
+
+
 def test_a_file_without_the_suffix_is_known_by_its_header(tmp_path):
     shutil.copy(SILERO, tmp_path / "model")
     assert_is(flaxckpt.load(tmp_path / "model"), safetensors.load_file(SILERO))

@@ -25,6 +25,10 @@ from flaxckpt.formats._safetensors_leaves import Described
 _log = logging.getLogger(__name__)
 
 
+_IN_STEPS = ("_CHECKPOINT_METADATA", "_METADATA", "checkpoint")
+"""Files of which one is in every step that Orbax, T5X or we wrote."""
+
+
 def recognises(path: Path) -> str | None:
     """Why `path` is safetensors: a file, an index, or a directory with one of them."""
     if path.is_dir():
@@ -48,13 +52,19 @@ def _begins_with_header(path: Path) -> bool:
 
 
 def _main_file(directory: Path) -> Path | None:
-    """The index in a directory, else its only safetensors file; None if unclear."""
-    names = sorted(
-        path.name for path in directory.iterdir() if not path.name.startswith(".")
-    )
+    """The index in a directory, else its only safetensors file; None if unclear.
+
+    None, too, if there are steps beside it: then it is a run directory.
+    """
+    found = sorted(directory.iterdir())
+    names = [path.name for path in found if not path.name.startswith(".")]
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
     files = indices or [name for name in names if name.endswith(SUFFIX)]
-    return directory / files[0] if len(files) == 1 else None
+    if len(files) != 1:
+        return None
+    if any((path / name).exists() for path in found for name in _IN_STEPS):
+        return None
+    return directory / files[0]
 
 
 def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
