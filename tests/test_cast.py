@@ -121,3 +121,16 @@ def test_a_cast_leaf_keeps_every_shard(tmp_path):
     found = flaxckpt.load(tmp_path / "c", {"w": array})["w"]
     assert found.sharding == array.sharding
     np.testing.assert_array_equal(found, np.asarray(array.astype(jnp.bfloat16)))
+
+
+@pytest.mark.parametrize("store", ["files", "ocdbt"])
+def test_what_a_lossy_cast_cannot_keep_is_cut_and_no_damage(tmp_path, store):
+    """As numpy has it, also where an integer has no such value."""
+    layout = flaxckpt.ArrayLayout(store=store)
+    state = {"w": np.array([1.9, np.nan, np.inf, -3]), "n": np.array([300, -1, 7])}
+    flaxckpt.save(tmp_path / "c", state, layout=layout)
+    casts = [cast("w", "int32", lossy=True), cast("n", "uint8", lossy=True)]
+    found = flaxckpt.load(tmp_path / "c", transforms=casts)
+    assert found["w"].dtype == np.int32
+    np.testing.assert_array_equal(found["w"][[0, 3]], [1, -3])
+    np.testing.assert_array_equal(found["n"], [300 % 256, 255, 7])
