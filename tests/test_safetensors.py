@@ -1,5 +1,6 @@
 """safetensors files, single and sharded, ours and others'; and hostile ones."""
 
+import contextlib
 import json
 import logging
 import shutil
@@ -14,7 +15,7 @@ import pytest
 import strategies
 from golden import make_safetensors
 from hostile import safetensors as hostile
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import numpy as safetensors
@@ -243,3 +244,46 @@ def test_a_changed_byte_is_an_error_or_nothing(tmp_path_factory, junk, at, data)
     except errors.CheckpointError:
         return
     json.loads(content[8 : 8 + header_size(path)])
+
+
+json_values = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3)
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(
+            st.sampled_from(["a", "path", "dtype", "b"]), inner, max_size=3
+        ),
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300)
+@given(
+    st.sampled_from([*hostile.OURS, *hostile.LEAF, "role", "spec", "shard"])
+    | st.sampled_from(["prng_impl", "weak_type", "lineage", "transforms"]),
+    json_values,
+)
+def test_metadata_of_ours_may_be_anything(tmp_path_factory, key, value):
+    in_leaf = key in (*hostile.LEAF, "role", "spec", "shard", "prng_impl", "weak_type")
+    write = hostile.leaf(**{key: value}) if in_leaf else hostile.lie(**{key: value})
+    path = write(tmp_path_factory.mktemp("lie"))
+    with contextlib.suppress(errors.CheckpointError):
+        flaxckpt.load(path)
+        flaxckpt.convert(path, path.with_name("c"))
+
+
+@settings(max_examples=200)
+@given(st.sampled_from([*hostile.ZEROS, "__metadata__", "weight_map"]), json_values)
+def test_headers_and_indices_may_be_anything(tmp_path_factory, key, value):
+    root = tmp_path_factory.mktemp("header")
+    if key == "__metadata__":
+        path = hostile.one({key: value, "a": hostile.ZEROS})(root)
+    elif key == "weight_map":
+        path = hostile.index(value)(root)
+    else:
+        path = hostile.tensor(**{key: value})(root)
+    with contextlib.suppress(errors.CheckpointError):
+        flaxckpt.load(path)
