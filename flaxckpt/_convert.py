@@ -12,13 +12,14 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 import rich.progress
 
 from flaxckpt import (
+    _containers,
     _journal,
     _layout,
     _locate,
@@ -30,9 +31,9 @@ from flaxckpt import (
     errors,
     formats,
 )
-from flaxckpt._info import ArrayLayout, Leaf, LeafTable, SaveResult, Stored, StoredLeaf
+from flaxckpt._info import ArrayLayout, Leaf, SaveResult, Stored, StoredLeaf
 from flaxckpt._pieces import Piece
-from flaxckpt._types import JSON, LeafPath
+from flaxckpt._types import JSON
 from flaxckpt._zarr import Array
 from flaxckpt.formats import _orbax, _orbax_json
 from flaxckpt.transforms import Transform
@@ -151,7 +152,7 @@ def check_free(final: Path, *, overwrite: bool) -> None:
 
 def _state(stored: Stored, step: int | None, options: Options) -> _targets.State:
     table = _transforms.apply(options.transforms, stored.table)
-    structure = _structure(stored, table)
+    structure = _containers.of(stored, table)
     keys = dict(_tree.key_paths(structure))
     for path, leaf in table.items():
         info = dataclasses.replace(leaf.info, keys=keys[path])
@@ -180,93 +181,6 @@ def _state(stored: Stored, step: int | None, options: Options) -> _targets.State
         options.max_shard_bytes,
         min(_BATCH_BYTES, max(1, options.max_concurrent_bytes // 2)),
     )
-
-
-def _structure(stored: Stored, table: LeafTable) -> _tree.Node | LeafPath:
-    """The containers of what is left; those that keep all they had are the same."""
-    if table.keys() == stored.table.keys():
-        return stored.structure
-    if table.keys() < stored.table.keys():
-        pruned = _pruned(stored.structure, (), table)
-        if pruned is None:
-            raise errors.OptionError(
-                f"the transforms leave nothing of {stored.metadata.path}"
-            )
-        return pruned
-    plain = _tree.plain_structure(
-        (i.path, i.keys, i.python_type if i.kind == "empty" else None)
-        for i in (leaf.info for leaf in table.values())
-    )
-    old = dict(_empties(stored.structure, ()))
-    moved = {
-        path: old[source.info.path]
-        for path, leaf in table.items()
-        for source in _stored(leaf)
-        if leaf.info.kind == "empty" and source.info.path in old
-    }
-    return _with_empties(plain, (), moved)
-
-
-_Keys: TypeAlias = tuple[_tree.Key, ...]
-
-
-def _children(
-    node: _tree.Node, keys: _Keys
-) -> Iterator[tuple[_tree.Key, _tree.Node | LeafPath, _Keys]]:
-    """The children of a node, each with its key and its keys from the root."""
-    for key, child in zip(node.keys, node.children, strict=True):
-        yield key, child, keys if node.is_box else (*keys, key)
-
-
-def _pruned(
-    node: _tree.Node | LeafPath, keys: _Keys, table: LeafTable
-) -> _tree.Node | LeafPath | None:
-    """A container without the leaves that are not in `table`; None: nothing is left.
-
-    What has lost something is a dict of the rest: Orbax takes no lists with holes.
-    """
-    if isinstance(node, str) or not node.children:
-        return node if _tree.join(keys) in table else None
-    kept = {
-        key: part
-        for key, child, inner in _children(node, keys)
-        if (part := _pruned(child, inner, table)) is not None
-    }
-    if len(kept) == len(node.children):
-        return dataclasses.replace(node, children=tuple(kept.values()))
-    named = [
-        _tree.Key(str(k.name) if k.kind == "index" else k.name, "key") for k in kept
-    ]
-    plain = _tree.plain_structure((str(i), (key,), None) for i, key in enumerate(named))
-    if not kept or isinstance(plain, str):
-        return None
-    return dataclasses.replace(plain, children=tuple(kept.values()))
-
-
-def _empties(
-    node: _tree.Node | LeafPath, keys: _Keys
-) -> Iterator[tuple[LeafPath, _tree.Node]]:
-    if isinstance(node, str):
-        return
-    if not node.children:
-        yield _tree.join(keys), node
-    for _, child, inner in _children(node, keys):
-        yield from _empties(child, inner)
-
-
-def _with_empties(
-    node: _tree.Node | LeafPath, keys: _Keys, empties: Mapping[LeafPath, _tree.Node]
-) -> _tree.Node | LeafPath:
-    """The same containers, but those that are empty as they were elsewhere."""
-    if isinstance(node, str):
-        return node
-    if not node.children:
-        return empties.get(_tree.join(keys), node)
-    children = [
-        _with_empties(child, inner, empties)
-        for _, child, inner in _children(node, keys)
-    ]
-    return dataclasses.replace(node, children=tuple(children))
 
 
 def _text(leaf: Leaf) -> str:

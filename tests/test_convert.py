@@ -406,6 +406,21 @@ def test_lists_with_holes_are_dicts_and_containers_without_leaves_go(tmp_path):
         assert checkpointer.restore(tmp_path / "orbax" / "state") == wanted
 
 
+def test_lists_are_in_order_wherever_their_items_came_from(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"l": [10, 11, 12], "m": [20, 21]})
+    swap = [
+        transforms.rename("l/0", "l/9"),
+        transforms.rename("l/1", "l/0"),
+        transforms.rename("l/9", "l/1"),
+        transforms.rename("m/0", "x"),
+    ]
+    flaxckpt.convert(tmp_path / "c", tmp_path / "d", transforms=swap)
+    wanted = {"l": [11, 10, 12], "m": {"1": 21}, "x": 20}
+    assert flaxckpt.load(tmp_path / "d") == wanted
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        assert checkpointer.restore(tmp_path / "d" / "state") == wanted
+
+
 def test_empty_containers_that_are_moved_are_the_same(source, tmp_path):
     moved = [transforms.rename("train/(.*)", r"model/\1")]
     flaxckpt.convert(source, tmp_path / "c", transforms=moved)

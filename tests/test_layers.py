@@ -17,7 +17,7 @@ LAYERS = (
     {"_dtypes", "_chunks", "_collector", "_multihost", "_threads"},
     {"_tree", "_storage", "_blocks", "_zarr", "_runs"},
     {"_info", "_events", "_journal"},
-    {"_layout"},
+    {"_layout", "_containers"},
     {"_snapshot", "_raw", "_spans", "_place"},
     {"_read", "_write", "_flax", "_optax", "policies", "_steps", "datasets"},
     {"_derive", "formats"},
