@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -55,8 +56,7 @@ def derive(
         return fn(*values)
 
     try:
-        with wide(leaf.info for leaf in leaves):
-            made = jax.eval_shape(fn, *(abstract(leaf.info) for leaf in leaves))
+        made = _shape_of_result(fn, [leaf.info for leaf in leaves])
     except jax.errors.JAXTypeError as error:
         raise errors.OptionError(
             f"{what} cannot be traced for {base.path}: use jax.numpy, which works on"
@@ -70,6 +70,22 @@ def derive(
     info = _derived_info(base, made, what)
     sources = tuple(source for leaf in leaves for source in leaf.sources)
     return Leaf(info, sources, value)
+
+
+_shapes: weakref.WeakKeyDictionary[Fn, dict[Any, Any]] = weakref.WeakKeyDictionary()
+"""What functions make of which shapes: layers are alike, and tracing takes long."""
+
+
+def _shape_of_result(fn: Fn, infos: Sequence[LeafInfo]) -> Any:
+    try:
+        known = _shapes.setdefault(fn, {})
+    except TypeError:  # it can be no key
+        known = {}
+    form = tuple((info.shape, info.dtype, info.prng_impl) for info in infos)
+    if form not in known:
+        with wide(infos):
+            known[form] = jax.eval_shape(fn, *map(abstract, infos))
+    return known[form]
 
 
 def _first_line(error: Exception) -> str:

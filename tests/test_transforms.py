@@ -173,6 +173,17 @@ def test_two_leaves_of_one_name_are_refused_with_all_of_them(saved):
     assert "opt_state/0/mu/bias: by" in str(caught.value)
 
 
+def test_a_leaf_where_others_have_a_container_is_refused(saved):
+    with pytest.raises(errors.OptionError, match="params/head: beside params/head/b"):
+        flaxckpt.load(saved, transforms=[rename("params/layers_0/bias", "params/head")])
+
+
+def test_a_leaf_may_go_where_a_container_was_empty(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"a": {}, "b": jnp.ones(2)})
+    found = flaxckpt.load(tmp_path / "c", transforms=[rename("b", "a/b")])
+    np.testing.assert_array_equal(found["a"]["b"], [1, 1])
+
+
 def test_a_replacement_with_a_group_too_many_is_refused(saved):
     with pytest.raises(errors.OptionError, match="does not go with the pattern"):
         flaxckpt.load(saved, transforms=[rename("params/head/(.*)", r"\2")])

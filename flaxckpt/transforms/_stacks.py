@@ -56,6 +56,10 @@ def _joined(
         count: How many parts a group has; None: as many as there are, without gaps.
         what: Who asks, for messages.
     """
+
+    def joined(*values: jax.Array) -> jax.Array:
+        return join(values)
+
     for new, parts in groups.items():
         _check_complete(new, parts, count or max(parts) + 1, what)
 
@@ -68,7 +72,7 @@ def _joined(
             if some[0].info.kind == "empty":
                 yield Row(present[0], new, some[0])
                 continue
-            made = _derive.derive(some, lambda *values: join(values), what=what)
+            made = _derive.derive(some, joined, what=what)
             yield Row(present[0], new, made)
 
     return _table.replace(
@@ -245,6 +249,7 @@ def _parted(
             apart likewise.
         what: Who asks, for messages.
     """
+    part_fn = functools.cache(functools.partial(functools.partial, part))
 
     def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[Row]:
         for path, leaf in leaves.items():
@@ -252,8 +257,9 @@ def _parted(
             if not is_empty and not fits(leaf.info.shape, table[path].info.shape):
                 continue  # factored moments: they start afresh
             for number, new in enumerate(names[path]):
-                fn = functools.partial(part, number)
-                made = leaf if is_empty else _derive.derive([leaf], fn, what=what)
+                made = leaf
+                if not is_empty:
+                    made = _derive.derive([leaf], part_fn(number), what=what)
                 yield Row(path, new, made)
 
     return _table.replace(table, names, act)

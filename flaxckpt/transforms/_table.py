@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from flaxckpt import _tree, errors
@@ -55,7 +55,7 @@ class TableTransform(abc.ABC):
 
 
 def apply(
-    transforms: Iterable[Transform],
+    transforms: Sequence[Transform],
     table: LeafTable,
     wanted: LeafTable | None = None,
 ) -> LeafTable:
@@ -70,7 +70,27 @@ def apply(
         if isinstance(transform, TableTransform):
             transform = transform.with_wanted(wanted)
         table = transform(table)
-    return table
+    return _with_containers(table) if transforms else table
+
+
+def _with_containers(table: LeafTable) -> LeafTable:
+    """The table less empty containers that are not empty any more.
+
+    Raises:
+        OptionError: A leaf stands where others have a container.
+    """
+    containers = {beginning for path in table for beginning in _beginnings(path)}
+    both = [path for path in table if path and path in containers]
+    faults = [path for path in both if table[path].info.kind != "empty"]
+    if faults:
+        inner = {p: next(q for q in table if q.startswith(f"{p}/")) for p in faults}
+        raise errors.OptionError(
+            f"{len(faults)} leaves would stand where others have a container:\n"
+            + errors.rows(f"{path}: beside {other}" for path, other in inner.items())
+            + "\nRename or drop one of each."
+        )
+    filled = set(both)
+    return {path: leaf for path, leaf in table.items() if path not in filled}
 
 
 def describe(transforms: Iterable[Transform]) -> tuple[str, ...]:
@@ -149,24 +169,57 @@ def mirrors(table: LeafTable) -> dict[LeafPath, Mirror]:
     Roles tell them, where they are recorded. Elsewhere it is a leaf of an optimizer's
     state whose path ends as that of a parameter, less its root.
     """
-    params: dict[LeafPath, list[LeafPath]] = {}
+    params = _Params()
     others = []
     for path, leaf in table.items():
         if leaf.info.role is not None or not _OPTIMIZERS.isdisjoint(path.split("/")):
             others.append(path)
         elif leaf.info.kind != "empty":
-            for name in _names(path):
-                params.setdefault(name, []).append(path)
+            params.add(path)
     found = {}
     for path in others:
         role = table[path].info.role
         known = _by_path(path, params) if role is None else _by_role(path, role.param)
-        if known is None:
-            continue
-        name, slot = known
-        if param := _nearest(path, params.get(name, ())):
-            found[path] = Mirror(param, name, slot)
+        if known is not None and (param := params.nearest(known[0], path)):
+            found[path] = Mirror(param, *known)
     return found
+
+
+class _Params:
+    """Parameters by their names below a root, of which there may be several."""
+
+    def __init__(self) -> None:
+        self._names: set[LeafPath] = set()
+        self._beside: dict[tuple[LeafPath, str], LeafPath | None] = {}
+
+    def __contains__(self, name: LeafPath) -> bool:
+        return name in self._names
+
+    def add(self, path: LeafPath) -> None:
+        for name in _names(path):
+            self._names.add(name)
+            for beginning in _beginnings(path):
+                key = name, beginning
+                self._beside[key] = None if key in self._beside else path
+
+    def nearest(self, name: LeafPath, path: LeafPath) -> LeafPath | None:
+        """That parameter of this name which shares the longest beginning with `path`.
+
+        None if several do. A discriminator's moments are beside its own parameters.
+        """
+        for beginning in _beginnings(path):
+            if (name, beginning) in self._beside:
+                return self._beside[name, beginning]
+        return None
+
+
+def _beginnings(path: LeafPath) -> Iterator[str]:
+    """`a/b`, `a` and the empty one, of the path `a/b/c`."""
+    end = path.rfind("/")
+    while end >= 0:
+        yield path[:end]
+        end = path.rfind("/", 0, end)
+    yield ""
 
 
 def _names(path: LeafPath) -> set[LeafPath]:
@@ -190,9 +243,7 @@ def _by_role(path: LeafPath, param: LeafPath) -> tuple[LeafPath, Slot] | None:
     return param, Slot(bare[: -len(param) - 1], path[len(bare) + 1 :])
 
 
-def _by_path(
-    path: LeafPath, params: Mapping[LeafPath, object]
-) -> tuple[LeafPath, Slot] | None:
+def _by_path(path: LeafPath, params: _Params) -> tuple[LeafPath, Slot] | None:
     parts = path.split("/")
     first = next(i for i, part in enumerate(parts) if part in _OPTIMIZERS) + 1
     # T5X's own optimizers have their fields below the parameter.
@@ -204,27 +255,6 @@ def _by_path(
                 head, tail = "/".join(parts[:start]), "/".join(parts[end:])
                 return name, Slot(head, tail)
     return None
-
-
-def _nearest(path: LeafPath, candidates: Sequence[LeafPath]) -> LeafPath | None:
-    """The candidate that shares the longest beginning with `path`; None if several do.
-
-    A discriminator's moments are beside its own parameters.
-    """
-    if len(candidates) <= 1:
-        return candidates[0] if candidates else None
-    shared = {c: _shared_beginning(path, c) for c in candidates}
-    best = [c for c in candidates if shared[c] == max(shared.values())]
-    return best[0] if len(best) == 1 else None
-
-
-def _shared_beginning(a: LeafPath, b: LeafPath) -> int:
-    count = 0
-    for x, y in zip(a.split("/"), b.split("/"), strict=False):
-        if x != y:
-            break
-        count += 1
-    return count
 
 
 # ---- the new table ------------------------------------------------------------------
