@@ -7,6 +7,7 @@ from flaxckpt._info import ArrayLayout, CheckpointMetadata, LeafInfo, SaveResult
 from flaxckpt._plan import LeafPlan, RestorePlan
 from flaxckpt._restore import load, metadata, open_leaf, plan
 from flaxckpt._save import SaveHandle, save, save_async
+from flaxckpt._tools import convert
 from flaxckpt.partition import abstract_state, parameter_infos
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "SaveHandle",
     "SaveResult",
     "abstract_state",
+    "convert",
     "datasets",
     "errors",
     "formats",

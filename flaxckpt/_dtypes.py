@@ -80,6 +80,13 @@ def stored_name(dtype_name: str) -> str | None:
     return "uint8" if dtype_name in _STORED_AS_BYTES else None
 
 
+@functools.cache
+def zarr_2_name(dtype_name: str) -> str:
+    """What zarr 2 calls a stored type: `<f4`; those that numpy lacks have our name."""
+    dtype = to_numpy(dtype_name)
+    return dtype_name if dtype.isbuiltin != 1 else dtype.newbyteorder("<").str
+
+
 def to_stored(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """`array` in the type that is stored for it; no copy unless bytes are swapped."""
     if array.dtype.name in _STORED_AS_BYTES:

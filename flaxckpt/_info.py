@@ -176,15 +176,16 @@ class ArrayLayout:
         store: `files` is a directory a leaf and a file a chunk, `ocdbt` is one
             database for all leaves, `auto` takes `ocdbt` for many small leaves.
         codec: `none`; `compact` is blosc with lz4 and bit-shuffle; `zstd` is level 1.
-        checksum: Whether every chunk ends in its CRC-32C. All readers verify it.
-        zarr_version: Always 3.
+        checksum: Whether every chunk ends in its CRC-32C. All readers verify it. zarr 2
+            has no such checksums.
+        zarr_version: 2 is for readers that do not know 3: Orbax before 0.4.5, and T5X.
     """
 
     chunk_bytes: int = 64 * MIB
     store: Literal["auto", "files", "ocdbt"] = "auto"
     codec: Literal["none", "compact", "zstd"] = "none"
     checksum: bool = True
-    zarr_version: Literal[3] = 3
+    zarr_version: Literal[2, 3] = 3
 
     def __post_init__(self) -> None:
         if self.chunk_bytes <= 0:
@@ -194,12 +195,18 @@ class ArrayLayout:
         for name, allowed in (
             ("store", ("auto", "files", "ocdbt")),
             ("codec", ("none", "compact", "zstd")),
-            ("zarr_version", (3,)),
+            ("zarr_version", (2, 3)),
         ):
             if getattr(self, name) not in allowed:
                 raise errors.OptionError(
                     f"{name} must be one of {allowed}, got {getattr(self, name)!r}"
                 )
+
+    @property
+    def encoding(self) -> _zarr.Encoding:
+        """How the chunks of all arrays are encoded."""
+        has_checksums = self.checksum and self.zarr_version == 3
+        return _zarr.Encoding(self.codec, has_checksums, self.zarr_version)
 
 
 class Lineage(NamedTuple):
@@ -225,7 +232,7 @@ class CheckpointMetadata:
 
     Attributes:
         path: The checkpoint's directory.
-        format: `flaxckpt` or `orbax`.
+        format: `flaxckpt`, `orbax` or `safetensors`.
         step: Its number under a run directory; None if it stands alone.
         leaves: Leaf path -> what is known of it, in the order of the state.
         metrics: What was measured at this step.

@@ -105,7 +105,7 @@ class Snapshot:
     @property
     def encoding(self) -> _zarr.Encoding:
         """How the chunks of the arrays are encoded."""
-        return _zarr.Encoding(self.options.layout.codec, self.options.layout.checksum)
+        return self.options.layout.encoding
 
 
 class Written(NamedTuple):
@@ -293,7 +293,7 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     table = _planned(flat, options)
     infos = tuple([leaf.info for leaf in table.values()])
     names = [_orbax_json.param_name(info.keys) for info in infos]
-    ocdbt = _uses_ocdbt(infos, names, options.layout)
+    ocdbt = uses_ocdbt(infos, names, options.layout)
     _orbax.check_names(infos, names, ocdbt=ocdbt)
     arrays = [
         (name, leaf.info.chunk_shape, leaf)
@@ -355,7 +355,7 @@ def _plain(infos: Iterable[LeafInfo]) -> _tree.Node | LeafPath:
     )
 
 
-def _uses_ocdbt(
+def uses_ocdbt(
     infos: Sequence[LeafInfo], names: Sequence[str], layout: ArrayLayout
 ) -> bool:
     if layout.store != "auto":
@@ -503,7 +503,7 @@ def _contents(snapshot: Snapshot) -> _orbax.Contents:
         snapshot.dataset,
         snapshot.created,
         time.time(),
-        _versions(),
+        versions(),
         options.lineage,
         _transforms.describe(options.transforms),
     )
@@ -517,7 +517,7 @@ def _write_new(root: Path, files: Mapping[str, bytes]) -> None:
 
 
 @functools.cache
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     found = {"jax": jax.__version__}
     for name in ("flaxckpt", "flax", "optax", "tensorstore"):
         try:

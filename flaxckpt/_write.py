@@ -1,7 +1,7 @@
 """Arrays from host memory into storage, within a byte budget.
 
 Raw chunks (see `_zarr`) are written as they lie in memory: into files by several
-threads at once, or as values of a database. Compressed ones go through TensorStore.
+threads at once, or as values of a database. All others go through TensorStore.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def write(
     previous: Previous | None = None,
     max_concurrent_bytes: int = DEFAULT_CONCURRENT_BYTES,
 ) -> None:
-    """Writes `arrays` under `root` as zarr 3.
+    """Writes `arrays` under `root` as zarr.
 
     Args:
         root: A directory without arrays of these names.
@@ -99,6 +99,35 @@ def write(
     if previous is not None:
         for array in encoded:
             _link_files(previous.root / array.name, root / array.name)
+
+
+def write_parts(
+    root: Path,
+    arrays: Sequence[HostArray],
+    *,
+    encoding: Encoding,
+    ocdbt: bool,
+    max_concurrent_bytes: int = DEFAULT_CONCURRENT_BYTES,
+) -> None:
+    """Writes parts of arrays, of which other parts may be there; or writes them again.
+
+    Args:
+        root: The directory that holds the arrays, or the database of them.
+        arrays: Whole chunks of each; the rest of it stays as it is.
+        encoding: Of their chunks.
+        ocdbt: Whether `root` is a database.
+        max_concurrent_bytes: Bytes handed to TensorStore and not yet written.
+
+    Raises:
+        OSError, ValueError: Something could not be written.
+    """
+    transaction = ts.Transaction(atomic=True) if ocdbt else None
+    at_once = min(max_concurrent_bytes, _ENCODED_AT_ONCE)
+    _write_encoded(
+        root, arrays, encoding, ts.Context(), at_once, transaction, may_exist=True
+    )
+    if transaction is not None:
+        transaction.commit_async().result()
 
 
 def _is_raw(array: HostArray, encoding: Encoding) -> bool:
@@ -307,12 +336,14 @@ def _write_encoded(
     context: ts.Context,
     bytes_at_once: int,
     transaction: ts.Transaction | None = None,
+    *,
+    may_exist: bool = False,
 ) -> None:
     """Writes arrays by TensorStore; into the transaction, if there is one."""
     opened = [
         ts.open(
             {
-                "driver": "zarr3",
+                "driver": "zarr3" if encoding.version == 3 else "zarr",
                 "kvstore": _zarr.kvstore(
                     root, array.name, ocdbt=transaction is not None
                 ),
@@ -321,6 +352,7 @@ def _write_encoded(
                 "metadata": _metadata(array, encoding),
             },
             create=True,
+            open=may_exist,
             context=context,
             transaction=transaction,
         )

@@ -1,7 +1,7 @@
-"""Arrays of zarr 3 as we write them: their metadata, their chunks, their keys.
+"""Arrays of zarr as we write them: their metadata, their chunks, their keys.
 
-A chunk that is not compressed is the values of its elements, little endian and in C
-order, and then their CRC-32C. Such *raw* arrays are written and read without
+A chunk of zarr 3 that is not compressed is the values of its elements, little endian
+and in C order, and then their CRC-32C. Such *raw* arrays are written and read without
 TensorStore, which has them all the same.
 """
 
@@ -37,16 +37,22 @@ class Encoding(NamedTuple):
 
     Attributes:
         codec: `none`, `compact` or `zstd`; see `ArrayLayout`.
-        checksum: Whether each ends in its CRC-32C.
+        checksum: Whether each ends in its CRC-32C; in zarr 2, none does.
+        version: Of the zarr format, 2 or 3.
     """
 
     codec: str
     checksum: bool
+    version: int = 3
 
 
 def is_raw(encoding: Encoding, shape: Shape, dtype: str) -> bool:
     """Whether the chunks of such an array are its values as they are in memory."""
-    return dtype not in _NEVER_RAW and _codec(encoding, shape, dtype) == "none"
+    return (
+        encoding.version == 3
+        and dtype not in _NEVER_RAW
+        and _codec(encoding, shape, dtype) == "none"
+    )
 
 
 def _codec(encoding: Encoding, shape: Shape, dtype: str) -> str:
@@ -57,7 +63,7 @@ def _codec(encoding: Encoding, shape: Shape, dtype: str) -> str:
 def metadata(
     encoding: Encoding, shape: Shape, dtype: str, chunk_shape: Shape
 ) -> dict[str, JSON]:
-    """The content of an array's `zarr.json`.
+    """The content of an array's `zarr.json`, or of its `.zarray`.
 
     Args:
         encoding: Of the checkpoint.
@@ -65,6 +71,8 @@ def metadata(
         dtype: Name of the stored type.
         chunk_shape: Extent of a chunk, at least 1 along each axis.
     """
+    if encoding.version == 2:
+        return _metadata_2(encoding, shape, dtype, chunk_shape)
     return {
         "zarr_format": 3,
         "node_type": "array",
@@ -112,6 +120,34 @@ def check_metadata(
         f"recorded as {dtype}{list(shape)}, but {METADATA} says"
         f" {str(found.get('data_type'))[:20]}{str(found.get('shape'))[:80]}"
     )
+
+
+def _metadata_2(
+    encoding: Encoding, shape: Shape, dtype: str, chunk_shape: Shape
+) -> dict[str, JSON]:
+    blosc: JSON = {
+        "id": "blosc",
+        "cname": "lz4",
+        "clevel": 1,
+        "shuffle": 2,
+        "blocksize": 0,
+    }
+    compressors: dict[str, JSON] = {
+        "none": None,
+        "compact": blosc,
+        "zstd": {"id": "zstd", "level": 1},
+    }
+    return {
+        "zarr_format": 2,
+        "shape": list(shape),
+        "chunks": list(chunk_shape),
+        "dtype": _dtypes.zarr_2_name(dtype),
+        "compressor": compressors[_codec(encoding, shape, dtype)],
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "dimension_separator": ".",
+    }
 
 
 def _zero(dtype: str) -> JSON:

@@ -74,15 +74,18 @@ class UnsupportedLeafError(CheckpointError, TypeError):
         leaves: Leaf path -> what was found there.
     """
 
-    def __init__(self, leaves: dict[str, str]) -> None:
+    def __init__(self, leaves: dict[str, str], advice: str = "") -> None:
         self.leaves = dict(leaves)
+        advice = advice or (
+            "Wanted arrays, numbers, strings, typed PRNG keys or None. Convert"
+            " them, or make them static fields: flax.struct.field(pytree_node=False)."
+        )
         super().__init__(
             f"{_count(leaves, 'leaf', 'leaves')} cannot be saved:\n"
             + rows(
                 f"{path or '(root)'}: found {found}" for path, found in leaves.items()
             )
-            + "\nWanted arrays, numbers, strings, typed PRNG keys or None. Convert"
-            " them, or make them static fields: flax.struct.field(pytree_node=False)."
+            + f"\n{advice}"
         )
 
 

@@ -15,16 +15,19 @@ PACKAGE = Path(__file__).parents[1] / "flaxckpt"
 LAYERS = (
     {"errors", "_types"},
     {"_dtypes", "_chunks", "_collector", "_multihost", "_threads"},
-    {"_tree", "_storage", "_blocks", "_zarr"},
-    {"_info", "_events"},
-    {"_layout"},
+    {"_tree", "_storage", "_blocks", "_zarr", "_runs"},
+    {"_info", "_events", "_journal"},
+    {"_layout", "_containers"},
     {"_snapshot", "_raw", "_spans", "_place"},
     {"_read", "_write", "_flax", "_optax", "policies", "_steps", "datasets"},
     {"_derive", "formats"},
+    {"_pieces"},
     {"_locate"},
     {"transforms"},
     {"partition", "_plan"},
     {"_save", "_restore"},
+    {"_targets"},
+    {"_convert"},
     {"_checkpointer"},
     {"_callback", "_report", "_tools"},
     {"cli", "integrations"},
@@ -36,6 +39,8 @@ LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 SHARED_SIBLINGS = {
     "formats._ndarray",
     "formats._orbax_json",
+    "formats._safetensors_json",
+    "formats._safetensors_leaves",
     "transforms._patterns",
     "transforms._table",
     "transforms._values",
@@ -45,7 +50,15 @@ FREE_PACKAGES = {"cli"}
 # Third-party package -> the only modules that may import it; none: nobody may.
 # Types need no door: under `if TYPE_CHECKING:` anything may be imported.
 DOORS: dict[str, set[str]] = {
-    "tensorstore": {"_storage", "_raw", "_spans", "_read", "_write", "formats"},
+    "tensorstore": {
+        "_storage",
+        "_raw",
+        "_spans",
+        "_read",
+        "_write",
+        "_pieces",
+        "formats",
+    },
     "flax": {"_flax"},
     "optax": {"_optax"},
     "clu": {"_callback"},

@@ -8,11 +8,11 @@ from typing import NamedTuple
 from flaxckpt import _storage, errors
 from flaxckpt._info import Reader
 from flaxckpt._types import PathLike
-from flaxckpt.formats import _orbax
+from flaxckpt.formats import _orbax, _safetensors
 
 __all__ = ["Detected", "detect", "recognises"]
 
-READERS: dict[str, Reader] = {"orbax": _orbax}
+READERS: dict[str, Reader] = {"orbax": _orbax, "safetensors": _safetensors}
 """Name of a format -> its reader, in the order in which they are asked."""
 
 
@@ -55,7 +55,8 @@ def detect(path: PathLike) -> Detected:
             return Detected(name, why, reader)
     raise errors.CheckpointFormatError(
         f"{path} is no checkpoint: wanted a directory that flaxckpt or Orbax wrote"
-        f" (with a _METADATA file in it or in its state/), found {_content(path)}"
+        f" (with a _METADATA file in it or in its state/), or"
+        f" safetensors, found {_content(path)}"
     )
 
 

@@ -93,7 +93,9 @@ def files(contents: Contents) -> dict[str, bytes]:
     made = {
         _CHECKPOINT: _checkpoint_metadata(contents),
         f"{STATE}/{_TREE}": _orbax_json.tree_metadata(
-            contents.infos, ocdbt=contents.ocdbt
+            contents.infos,
+            ocdbt=contents.ocdbt,
+            zarr_version=contents.encoding.version,
         ),
         f"{STATE}/{_SHARDING}": _orbax_json.shardings(contents.infos),
         f"{STATE}/{_ARRAYS}": _orbax_json.array_metadatas(contents.infos),
@@ -162,7 +164,7 @@ def _manifest(contents: Contents, digests: Mapping[str, str]) -> bytes:
             "step": contents.step,
             "versions": dict(contents.versions),
             "ocdbt": contents.ocdbt,
-            "encoding": contents.encoding._asdict(),
+            "encoding": _orbax_json.encoding_row(contents.encoding),
             "leaves": [_orbax_json.leaf_row(info) for info in contents.infos],
             "structure": _tree.to_json(contents.structure),
             "digests": digests,
@@ -414,7 +416,7 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
     strings = _read_strings(path / STATE, infos, digests)
     arrays = _Arrays(
         path / STATE,
-        3,
+        3 if encoding is None else encoding.version,
         ocdbt,
         encoding=encoding,
         digests={

@@ -91,7 +91,9 @@ def param_name(keys: Iterable[_tree.Key]) -> str:
     return ".".join([str(key.name) for key in keys])
 
 
-def tree_metadata(infos: Iterable[LeafInfo], *, ocdbt: bool) -> bytes:
+def tree_metadata(
+    infos: Iterable[LeafInfo], *, ocdbt: bool, zarr_version: int = 3
+) -> bytes:
     """The content of `_METADATA`."""
     key_text = functools.cache(_key_text)
     shape_text = functools.cache(_text)
@@ -105,8 +107,8 @@ def tree_metadata(infos: Iterable[LeafInfo], *, ocdbt: bool) -> bytes:
         )
     return (
         f'{{"tree_metadata":{{{",".join(rows)}}},"use_ocdbt":{_text(ocdbt)},'
-        '"use_zarr3":true,"store_array_data_equal_to_fill_value":true,'
-        '"custom_metadata":null}'
+        f'"use_zarr3":{_text(zarr_version == 3)},'
+        '"store_array_data_equal_to_fill_value":true,"custom_metadata":null}'
     ).encode()
 
 
@@ -292,7 +294,16 @@ def encoding(manifest: Mapping[str, Any]) -> _zarr.Encoding | None:
     if "encoding" not in manifest:
         return None
     row = manifest["encoding"]
-    return _zarr.Encoding(str(row["codec"]), bool(row["checksum"]))
+    version = row.get("zarr_version", 3)
+    if version not in (2, 3):
+        raise ValueError(f"its arrays are of zarr {str(version)[:20]}")
+    return _zarr.Encoding(str(row["codec"]), bool(row["checksum"]), int(version))
+
+
+def encoding_row(encoding: _zarr.Encoding) -> JSON:
+    """What `encoding` reads."""
+    row: dict[str, JSON] = {"codec": encoding.codec, "checksum": encoding.checksum}
+    return row if encoding.version == 3 else {**row, "zarr_version": encoding.version}
 
 
 def lineage_row(lineage: Lineage) -> JSON:

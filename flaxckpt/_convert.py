@@ -1,0 +1,301 @@
+"""Conversion: from a checkpoint of one format to one of another, piece by piece.
+
+What is made lies beside its place until all of it is durable, with a journal of what is
+done: the same conversion goes on where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import rich.progress
+
+from flaxckpt import (
+    _containers,
+    _journal,
+    _layout,
+    _locate,
+    _pieces,
+    _storage,
+    _targets,
+    _threads,
+    _tree,
+    errors,
+    formats,
+)
+from flaxckpt._info import ArrayLayout, Leaf, SaveResult, Stored, StoredLeaf
+from flaxckpt._pieces import Piece
+from flaxckpt._types import JSON
+from flaxckpt._zarr import Array
+from flaxckpt.formats import _orbax, _orbax_json
+from flaxckpt.transforms import Transform
+from flaxckpt.transforms import _table as _transforms
+
+_log = logging.getLogger(__name__)
+
+TEMPORARY = ".flaxckpt-convert-tmp"
+"""In the name of a directory: an unfinished conversion, no checkpoint for anybody."""
+
+DEFAULT_CONCURRENT_BYTES = 2**30
+
+_BATCH_BYTES = 256 * 2**20
+"""What is read, and then written and made durable, together."""
+
+Progress: TypeAlias = bool | Callable[[int, int], object]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """How to convert.
+
+    Attributes:
+        format: What to make.
+        transforms: What to change on the way.
+        layout: How arrays of an Orbax checkpoint are cut and encoded.
+        overwrite: Whether to replace a checkpoint that is there.
+        max_shard_bytes: Upper bound on the arrays in one file of safetensors.
+        max_concurrent_bytes: Bytes of arrays in memory at one time.
+        progress: Whether to show a bar; or what is called with bytes done and in all.
+    """
+
+    format: Literal["orbax", "safetensors", "msgpack"] = "orbax"
+    transforms: Sequence[Transform] = ()
+    layout: ArrayLayout = dataclasses.field(default_factory=ArrayLayout)
+    overwrite: bool = False
+    max_shard_bytes: int = 5 * 10**9
+    max_concurrent_bytes: int = DEFAULT_CONCURRENT_BYTES
+    progress: Progress = False
+
+    def __post_init__(self) -> None:
+        if self.format not in _targets.MAKERS:
+            raise errors.OptionError(
+                f"format must be one of {tuple(_targets.MAKERS)}, got {self.format!r}"
+            )
+        for name in ("max_shard_bytes", "max_concurrent_bytes"):
+            if getattr(self, name) <= 0:
+                raise errors.OptionError(
+                    f"{name} must be positive, got {getattr(self, name)}"
+                )
+
+
+def run(source: Path, step: int | None, final: Path, options: Options) -> SaveResult:
+    """Converts the checkpoint at `source` into one at `final`."""
+    begun = time.monotonic()
+    found, number = _locate.locate(source, step)
+    if final == found or found in final.parents or final in found.parents:
+        raise errors.OptionError(
+            f"{final} lies in the checkpoint {found}, or that in it: choose a path"
+            " beside it"
+        )
+    check_free(final, overwrite=options.overwrite)
+    stored = _locate.read_stored(found, number)
+    state = _state(stored, number, options)
+    target = _targets.MAKERS[options.format](state, final)
+    temporary = final.with_name(final.name + TEMPORARY)
+    try:
+        with _journal.Journal(temporary, _work(stored, state, target, options)) as done:
+            kept = target.begin(done.output, done.done)
+            _write(target, kept, done, options)
+            target.finish(done.output)
+            size = _storage.sync_tree(done.output)
+            _check_current(stored)
+            done.forget()
+            _publish(done.output / target.result, final, overwrite=options.overwrite)
+            done.remove()
+    except errors.CheckpointError:
+        raise
+    except (OSError, ValueError, RuntimeError, MemoryError) as error:
+        raise errors.SaveFailedError(
+            f"{final} could not be made of {found}:"
+            f" {' '.join(str(error).split())[:300]}\n"
+            f"What is done of it is in {temporary}: the same conversion goes on there;"
+            " else remove it."
+        ) from error
+    secs = time.monotonic() - begun
+    _log.info("converted %s to %s: %d bytes in %.3f s", found, final, size, secs)
+    return SaveResult(None, str(final), size, secs, secs)
+
+
+def check_free(final: Path, *, overwrite: bool) -> None:
+    """Refuses a path that is taken.
+
+    Raises:
+        CheckpointExistsError: Something is there that may not be replaced.
+    """
+    if not os.path.lexists(final):
+        return
+    is_directory = final.is_dir() and not final.is_symlink()
+    if is_directory and not any(final.iterdir()):
+        return
+    if not overwrite:
+        raise errors.CheckpointExistsError(
+            f"{final} exists: choose another path, or pass overwrite=True"
+        )
+    is_own = _orbax.is_whole(final) or formats.recognises(final)
+    if final.is_symlink() or (is_directory and not is_own):
+        raise errors.CheckpointExistsError(
+            f"{final} exists and is no checkpoint, so it is not overwritten:"
+            " remove it yourself, or choose another path"
+        )
+
+
+# ---- what is made -----------------------------------------------------------------
+
+
+def _state(stored: Stored, step: int | None, options: Options) -> _targets.State:
+    table = _transforms.apply(options.transforms, stored.table)
+    structure = _containers.of(stored, table)
+    keys = dict(_tree.key_paths(structure))
+    for path, leaf in table.items():
+        info = dataclasses.replace(leaf.info, keys=keys[path])
+        info = _layout.with_chunk_shape(info, options.layout)
+        table[path] = Leaf(info, leaf.sources, leaf.fn)
+    found = Path(stored.metadata.path)
+    has_dataset = stored.metadata.has_dataset and options.format == "orbax"
+    return _targets.State(
+        table,
+        structure,
+        {
+            path: _text(leaf)
+            for path, leaf in table.items()
+            if leaf.info.kind == "string"
+        },
+        dataclasses.replace(
+            stored.metadata,
+            transforms=(
+                *stored.metadata.transforms,
+                *_transforms.describe(options.transforms),
+            ),
+        ),
+        step,
+        _orbax.read_dataset(found, stored.digests) if has_dataset else {},
+        options.layout,
+        options.max_shard_bytes,
+        min(_BATCH_BYTES, max(1, options.max_concurrent_bytes // 2)),
+    )
+
+
+def _text(leaf: Leaf) -> str:
+    source = leaf.source
+    return str(source.value if isinstance(source, StoredLeaf) else source)
+
+
+def _work(
+    stored: Stored, state: _targets.State, target: _targets.Target, options: Options
+) -> dict[str, JSON]:
+    """What is made of what: equal only if what is done already can be kept."""
+    rows: list[JSON] = [
+        [
+            _orbax_json.leaf_row(leaf.info),
+            [
+                [str(source.root), source.info.path, str(source.info)]
+                for source in _stored(leaf)
+            ],
+        ]
+        for leaf in state.table.values()
+    ]
+    roots = {s.root for leaf in state.table.values() for s in _stored(leaf)}
+    # Of other checkpoints nobody knows whether they are still the same.
+    others = [str(root) for root in roots if str(root) != stored.metadata.path]
+    identity = None if stored.stamp is None else stored.stamp.identity
+    content = _orbax_json.dumps([rows, _tree.to_json(state.structure)])
+    return {
+        "version": 1,
+        "source": stored.metadata.path,
+        "stamp": list(identity or ()),
+        "format": options.format,
+        "files": list(target.files),
+        "leaves": _storage.digest(content),
+        "layout": dataclasses.asdict(options.layout),
+        "others": [*others, os.urandom(16).hex()] if others else [],
+        "bytes": [state.batch_bytes, options.max_shard_bytes],
+    }
+
+
+def _stored(leaf: Leaf) -> list[StoredLeaf]:
+    return [source for source in leaf.sources if isinstance(source, StoredLeaf)]
+
+
+# ---- making it --------------------------------------------------------------------
+
+
+def _write(
+    target: _targets.Target,
+    kept: Collection[str],
+    journal: _journal.Journal,
+    options: Options,
+) -> None:
+    missing = [piece for piece in target.pieces if piece.name not in kept]
+    total = sum(piece.nbytes for piece in target.pieces)
+    batches = _pieces.batches(missing, target.batch_bytes)
+    with _shown(options.progress) as show:
+        done = total - sum(piece.nbytes for piece in missing)
+        show(done, total)
+        # The next batch is read while one is written.
+        waiting: list[tuple[Piece, Array]] = []
+        for batch in batches:
+            values: list[Array] = []
+            with _threads.beside(functools.partial(_finish, target, journal, waiting)):
+                values += _pieces.read(batch, max_bytes=target.batch_bytes)
+            done += sum(piece.nbytes for piece, _ in waiting)
+            show(done, total)
+            waiting = list(zip(batch, values, strict=True))
+        _finish(target, journal, waiting)
+        show(total, total)
+
+
+def _finish(
+    target: _targets.Target,
+    journal: _journal.Journal,
+    ready: Sequence[tuple[Piece, Array]],
+) -> None:
+    if ready:
+        target.write(ready)
+        # Nobody can tell whether a function will be the same the next time.
+        journal.add(piece.name for piece, _ in ready if piece.leaf.fn is None)
+
+
+@contextlib.contextmanager
+def _shown(progress: Progress) -> Iterator[Callable[[int, int], object]]:
+    if callable(progress):
+        yield progress
+    elif not progress:
+        yield lambda done, total: None
+    else:
+        with rich.progress.Progress(
+            *rich.progress.Progress.get_default_columns(),
+            rich.progress.DownloadColumn(binary_units=True),
+        ) as bar:
+            task = bar.add_task("converting", total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _check_current(stored: Stored) -> None:
+    if stored.stamp is not None and not stored.stamp.is_current():
+        raise errors.DamagedCheckpointError(
+            f"{stored.metadata.path} was replaced or deleted while it was read;"
+            " convert it again"
+        )
+
+
+def _publish(made: Path, final: Path, *, overwrite: bool) -> None:
+    """Moves what was made to its place, in one step."""
+    if made.is_dir() and overwrite and final.is_dir():
+        _storage.exchange(made, final)
+    elif made.is_dir() and not (overwrite and final.exists()):
+        _storage.publish(made, final)
+    else:
+        check_free(final, overwrite=overwrite)
+        if made.is_dir() or final.is_dir():
+            aside = made.with_name("replaced")
+            final.rename(aside)
+        made.rename(final)
+        _storage.sync_directory(final.parent)

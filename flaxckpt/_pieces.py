@@ -1,0 +1,274 @@
+"""Leaves cut into pieces that fit into memory, and the values of these.
+
+A piece is some whole rows of an array, so one run of bytes in C order. Whole arrays are
+read as a restore reads them; parts come through TensorStore. Both are verified.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import tensorstore as ts
+
+from flaxckpt import _blocks, _derive, _dtypes, _layout, _read, _zarr, errors
+from flaxckpt._info import Leaf, LeafInfo, StoredLeaf
+from flaxckpt._types import LeafPath, Shape
+from flaxckpt._zarr import Array, Region
+
+
+class Piece(NamedTuple):
+    """Some of the values of a leaf.
+
+    Attributes:
+        leaf: Whose they are.
+        region: Where they lie in the array as it is stored.
+    """
+
+    leaf: Leaf
+    region: Region
+
+    @property
+    def path(self) -> LeafPath:
+        """The leaf's path."""
+        return self.leaf.info.path
+
+    @property
+    def name(self) -> str:
+        """Tells it from all other pieces of a checkpoint; one line of text."""
+        bounds = ",".join(f"{start}:{stop}" for start, stop in self.region)
+        return (
+            f"{self.path.encode('unicode_escape', 'surrogatepass').decode()} {bounds}"
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole leaf."""
+        return self.region == _zarr.whole(_layout.stored_form(self.leaf.info)[0])
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its values, in memory."""
+        return math.prod(_zarr.extent(self.region)) * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        """The size of one of its elements in bytes, in memory."""
+        return _dtypes.to_numpy(self.leaf.info.dtype or "").itemsize
+
+    @property
+    def start(self) -> int:
+        """How many bytes of the array, in C order, come before it."""
+        shape = _layout.stored_form(self.leaf.info)[0]
+        element = 0
+        for (start, _), size in zip(self.region, shape, strict=True):
+            element = element * size + start
+        return element * self.itemsize
+
+
+def cut(leaf: Leaf, *, chunk_shape: Shape | None, max_bytes: int) -> list[Piece]:
+    """Cuts a leaf into pieces of at most `max_bytes`, if its chunks allow that.
+
+    Args:
+        leaf: An array, a number or PRNG keys.
+        chunk_shape: What must not be cut: the chunks it is written in. None: nothing.
+        max_bytes: Upper bound on the values of a piece, as they are read and written.
+    """
+    shape = _layout.stored_form(leaf.info)[0]
+    whole = Piece(leaf, _zarr.whole(shape))
+    source = leaf.sources[0]
+    read_bytes = 0
+    if isinstance(source, StoredLeaf) and leaf.fn is None:
+        read_bytes = _layout.stored_bytes(source.info)
+    size = max(whole.nbytes, read_bytes)
+    # Along the first axis that is no 1: what is cut there is one run of bytes.
+    axis = next((i for i, extent in enumerate(shape) if extent != 1), None)
+    if leaf.fn is not None or axis is None or size <= max_bytes:
+        return [whole]
+    row_bytes = size // shape[axis]
+    step = chunk_shape[axis] if chunk_shape else 1
+    if isinstance(source, StoredLeaf) and source.info.chunk_shape:
+        # Else the chunk that two pieces reach into would be read twice.
+        both = math.lcm(step, source.info.chunk_shape[axis])
+        step = both if both * row_bytes <= max_bytes else step
+    step *= max(1, max_bytes // (row_bytes * step))
+    return [
+        whole._replace(
+            region=(
+                *whole.region[:axis],
+                (start, min(start + step, shape[axis])),
+                *whole.region[axis + 1 :],
+            )
+        )
+        for start in range(0, shape[axis], step)
+    ]
+
+
+def batches(pieces: Iterable[Piece], max_bytes: int) -> Iterator[list[Piece]]:
+    """Pieces that are read together: of at most `max_bytes`, or a single one.
+
+    Leaves that are computed of the same sources stay together, so that these are read
+    once.
+    """
+    groups: dict[object, list[Piece]] = {}
+    for n, piece in enumerate(pieces):
+        sources = tuple([id(source) for source in piece.leaf.sources])
+        groups.setdefault(n if piece.leaf.fn is None else sources, []).append(piece)
+    batch: list[Piece] = []
+    total = 0
+    for group in groups.values():
+        size = sum(piece.nbytes for piece in group)
+        if batch and total + size > max_bytes:
+            yield batch
+            batch, total = [], 0
+        batch += group
+        total += size
+    if batch:
+        yield batch
+
+
+def read(pieces: Sequence[Piece], *, max_bytes: int) -> list[Array]:
+    """Reads the values of pieces, in the types that their leaves shall have.
+
+    Args:
+        pieces: What to read.
+        max_bytes: What may be on its way at one time.
+
+    Raises:
+        DamagedCheckpointError: Values are missing or fail their checksum. All leaves
+            at fault are named.
+    """
+    whole = [p for p in pieces if p.leaf.fn is None and p.is_whole]
+    parts = [p for p in pieces if p.leaf.fn is None and not p.is_whole]
+    found = {p.name: v for p, v in zip(whole, _whole(whole, max_bytes), strict=True)}
+    found |= {p.name: v for p, v in zip(parts, _parts(parts), strict=True)}
+    computed = [p for p in pieces if p.leaf.fn is not None]
+    values = _computed([piece.leaf for piece in computed], max_bytes)
+    found |= {p.name: v for p, v in zip(computed, values, strict=True)}
+    return [found[piece.name] for piece in pieces]
+
+
+def _whole(pieces: Sequence[Piece], max_bytes: int) -> list[Array]:
+    jobs = {
+        piece.path: _read.ReadJob(source, _as_numpy(source.info, piece.path))
+        for piece in pieces
+        if isinstance(source := piece.leaf.source, StoredLeaf)
+    }
+    if not jobs:
+        return [_given(piece.leaf) for piece in pieces]
+    root = next(iter(jobs.values())).stored.root
+    options = _read.Options(_blocks.is_local(str(root)), True, max_bytes)
+    values = _read.read(tuple(jobs.values()), options)
+    return [
+        _converted(values[piece.path], piece.leaf.info)
+        if piece.path in values
+        else _given(piece.leaf)
+        for piece in pieces
+    ]
+
+
+def _as_numpy(info: LeafInfo, path: LeafPath) -> LeafInfo:
+    """What is stored, as it is stored but for types that only stand for others."""
+    return dataclasses.replace(
+        info,
+        path=path,
+        kind="array",
+        python_type="numpy.ndarray",
+        shape=_layout.stored_form(info)[0],
+        sharding=None,
+        weak_type=False,
+        prng_impl=None,
+    )
+
+
+def _parts(pieces: Sequence[Piece]) -> list[Array]:
+    context = ts.Context()
+    opened: dict[LeafPath, Any] = {}
+    faults: dict[LeafPath, str] = {}
+    started: list[Any] = []
+    root = None
+    for piece in pieces:
+        source = piece.leaf.source
+        if not isinstance(source, StoredLeaf):
+            started.append(_given_part(piece))
+            continue
+        root = source.root
+        try:
+            if piece.path not in opened:
+                assert source.open is not None, piece.path
+                opened[piece.path] = source.open(context).result()
+            store = opened[piece.path]
+            if (store.shape, store.dtype.name) != _layout.stored_form(source.info):
+                raise ValueError(f"recorded as {source.info}, stored as another")
+            region = tuple(slice(*bounds) for bounds in piece.region)
+            started.append(store[region].read())
+        except (ValueError, OSError) as error:
+            faults[piece.path] = _first_words(error)
+            started.append(None)
+    values = []
+    for piece, future in zip(pieces, started, strict=True):
+        try:
+            if isinstance(future, ts.Future):
+                source = piece.leaf.source
+                assert isinstance(source, StoredLeaf), piece.path
+                array = _dtypes.from_stored(future.result(), source.info.dtype or "")
+                values.append(_converted(array, piece.leaf.info))
+            elif future is not None:
+                values.append(future)
+        except (ValueError, OSError) as error:
+            faults[piece.path] = _first_words(error)
+    if faults:
+        raise errors.DamagedCheckpointError(
+            f"{len(faults)} of the leaves of {root} cannot be read:\n"
+            + errors.rows(f"{path}: {reason}" for path, reason in faults.items())
+            + "\nConvert another step, or save the checkpoint again."
+        )
+    return values
+
+
+def _first_words(error: Exception) -> str:
+    return " ".join(str(error).split(" [")[0].split())[:200]
+
+
+def _given_part(piece: Piece) -> Array:
+    shape = _layout.stored_form(piece.leaf.info)[0]
+    part: Array = _given(piece.leaf)[_zarr.within(piece.region, _zarr.whole(shape))]
+    return part
+
+
+def _given(leaf: Leaf) -> Array:
+    """The value of a leaf that is stored nowhere yet."""
+    return _as_array(leaf.source, leaf.info)
+
+
+def _converted(array: Array, info: LeafInfo) -> Array:
+    return (
+        array if info.kind == "prng_key" else _dtypes.convert(array, info.dtype or "")
+    )
+
+
+def _computed(leaves: Sequence[Leaf], max_bytes: int) -> list[Array]:
+    """The values of leaves that are made of others."""
+    if not leaves:
+        return []
+    wanted = [
+        dataclasses.replace(
+            leaf,
+            info=dataclasses.replace(
+                leaf.info, python_type="numpy.ndarray", sharding=None, weak_type=False
+            ),
+        )
+        for leaf in leaves
+    ]
+    values = _derive.read(wanted, _read.Options(False, True, max_bytes))
+    return [_as_array(values[leaf.info.path], leaf.info) for leaf in leaves]
+
+
+def _as_array(value: Any, info: LeafInfo) -> Array:
+    if info.kind == "prng_key":
+        value = jax.random.key_data(value)
+    return _converted(np.asarray(value), info)

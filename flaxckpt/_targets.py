@@ -1,0 +1,325 @@
+"""What a conversion makes: the files of a checkpoint in each format that is written."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from flaxckpt import (
+    _layout,
+    _pieces,
+    _runs,
+    _save,
+    _storage,
+    _threads,
+    _tree,
+    _write,
+)
+from flaxckpt._info import ArrayLayout, CheckpointMetadata, LeafInfo, LeafTable
+from flaxckpt._pieces import Piece
+from flaxckpt._snapshot import HostArray, HostShard
+from flaxckpt._types import LeafPath
+from flaxckpt._zarr import Array
+from flaxckpt.formats import (
+    _msgpack_write,
+    _orbax,
+    _orbax_json,
+    _safetensors_json,
+    _safetensors_write,
+)
+
+_SYNCING_THREADS = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class State:
+    """What is converted.
+
+    Attributes:
+        table: Its leaves, with the chunks in which they would be written.
+        structure: Its containers.
+        strings: Leaf path -> value of the string leaves.
+        metadata: Of the checkpoint that it comes from, with what is changed now.
+        step: The step of that; None if it stands alone.
+        dataset: File name -> content, of a dataset iterator's state.
+        layout: How arrays are cut and encoded.
+        max_shard_bytes: Upper bound on the arrays in one file of several.
+        batch_bytes: Upper bound on pieces.
+    """
+
+    table: LeafTable
+    structure: _tree.Node | LeafPath
+    strings: Mapping[LeafPath, str]
+    metadata: CheckpointMetadata
+    step: int | None
+    dataset: Mapping[str, bytes]
+    layout: ArrayLayout
+    max_shard_bytes: int
+    batch_bytes: int
+
+    @property
+    def infos(self) -> tuple[LeafInfo, ...]:
+        """What is known of all leaves."""
+        return tuple([leaf.info for leaf in self.table.values()])
+
+    def pieces(self, *, by_chunk: bool) -> list[Piece]:
+        """All values, cut."""
+        return [
+            piece
+            for leaf in self.table.values()
+            if leaf.info.dtype is not None
+            for piece in _pieces.cut(
+                leaf,
+                chunk_shape=leaf.info.chunk_shape if by_chunk else None,
+                max_bytes=self.batch_bytes,
+            )
+        ]
+
+
+class Target(Protocol):
+    """A checkpoint in the making, in an output directory.
+
+    Attributes:
+        pieces: All that is written to it.
+        files: Tells it from others that are made of the same leaves.
+        result: What of the output directory is the checkpoint; empty: all of it.
+        batch_bytes: Upper bound on what is written together.
+    """
+
+    pieces: list[Piece]
+    files: list[str]
+    result: str
+    batch_bytes: int
+
+    def begin(self, output: Path, done: Collection[str]) -> Collection[str]:
+        """Makes ready for pieces, and tells which of those `done` are still there."""
+        ...
+
+    def write(self, ready: Sequence[tuple[Piece, Array]]) -> None:
+        """Writes pieces; when it returns, they are durable."""
+        ...
+
+    def finish(self, output: Path) -> None:
+        """Writes all else, when all pieces are written."""
+        ...
+
+
+# ---- files of bytes ---------------------------------------------------------------
+
+
+class _FlatTarget:
+    """Files in which arrays follow one another."""
+
+    def __init__(
+        self, state: State, layouts: Sequence[_runs.FileLayout], result: str
+    ) -> None:
+        self._layouts = layouts
+        self._output = Path()
+        self.pieces = state.pieces(by_chunk=False)
+        self.files = [
+            f"{layout.name} {layout.size} {_literals_digest(layout)}"
+            for layout in layouts
+        ]
+        self.result = result
+        self.batch_bytes = state.batch_bytes
+
+    def begin(self, output: Path, done: Collection[str]) -> Collection[str]:
+        self._output = output
+        if not all((output / layout.name).is_file() for layout in self._layouts):
+            done = ()
+        for layout in self._layouts:
+            with _opened(output / layout.name, os.O_CREAT) as descriptor:
+                os.ftruncate(descriptor, layout.size)
+                os.fsync(descriptor)
+        _storage.sync_directory(output)
+        return done
+
+    def write(self, ready: Sequence[tuple[Piece, Array]]) -> None:
+        for layout in self._layouts:
+            inside = [item for item in ready if item[0].path in layout.runs]
+            if not inside:
+                continue
+            with _opened(self._output / layout.name) as descriptor:
+                for piece, array in inside:
+                    content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+                    runs = layout.runs[piece.path]
+                    _runs.write_values(descriptor, runs, piece.start, content.data)
+                os.fsync(descriptor)
+
+    def finish(self, output: Path) -> None:
+        for layout in self._layouts:
+            with _opened(output / layout.name) as descriptor:
+                _runs.write_literals(descriptor, layout)
+
+
+def _literals_digest(layout: _runs.FileLayout) -> str:
+    return _storage.digest(
+        b"".join(b"%d %b" % (at, content) for at, content in layout.literals)
+    )
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int = 0) -> Iterator[int]:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _safetensors(state: State, final: Path) -> Target:
+    is_file = final.suffix == _safetensors_json.SUFFIX
+    layouts = _safetensors_write.layouts(
+        state.infos,
+        state.structure,
+        state.strings,
+        state.metadata,
+        max_shard_bytes=None if is_file else state.max_shard_bytes,
+    )
+    return _FlatTarget(state, layouts, layouts[0].name if is_file else "")
+
+
+def _msgpack(state: State, final: Path) -> Target:
+    infos = {info.path: info for info in state.infos}
+    numbers = [
+        _pieces.cut(leaf, chunk_shape=None, max_bytes=state.batch_bytes)[0]
+        for leaf in state.table.values()
+        if leaf.info.python_type in ("int", "float", "bool", "complex")
+    ]
+    values = _pieces.read(numbers, max_bytes=state.batch_bytes)
+    contents = _msgpack_write.Contents(
+        state.structure,
+        infos,
+        {p.path: v.item() for p, v in zip(numbers, values, strict=True)},
+        state.strings,
+    )
+    layout = _msgpack_write.layout("state.msgpack", contents)
+    target = _FlatTarget(state, [layout], layout.name)
+    target.pieces = [piece for piece in target.pieces if piece.path in layout.runs]
+    return target
+
+
+# ---- Orbax ------------------------------------------------------------------------
+
+
+class _OrbaxTarget:
+    """What `save` writes."""
+
+    def __init__(self, state: State, final: Path) -> None:
+        self._state = state
+        self._root = Path()
+        infos = state.infos
+        names = [_orbax_json.param_name(info.keys) for info in infos]
+        self._names = {i.path: name for i, name in zip(infos, names, strict=True)}
+        self._ocdbt = _save.uses_ocdbt(infos, names, state.layout)
+        _orbax.check_names(infos, names, ocdbt=self._ocdbt)
+        self.pieces = state.pieces(by_chunk=True)
+        self.files = ["ocdbt" if self._ocdbt else "files"]
+        self.result = ""
+        self.batch_bytes = state.batch_bytes
+
+    def begin(self, output: Path, done: Collection[str]) -> Collection[str]:
+        self._root = output / _orbax.STATE
+        self._root.mkdir(exist_ok=True)
+        if self._ocdbt:
+            return done if (self._root / "manifest.ocdbt").is_file() else ()
+        kept = {piece.path for piece in self.pieces if piece.name in done}
+        kept = {path for path in kept if (self._root / self._names[path]).is_dir()}
+        for path, name in self._names.items():
+            if path not in kept and name:
+                _storage.remove_tree(self._root / name)
+        if not kept:
+            _storage.remove_tree(self._root)
+            self._root.mkdir()
+        return {p.name for p in self.pieces if p.name in done and p.path in kept}
+
+    def write(self, ready: Sequence[tuple[Piece, Array]]) -> None:
+        whole = [self._host_array(*item) for item in ready if item[0].is_whole]
+        parts = [self._host_array(*item) for item in ready if not item[0].is_whole]
+        if self._ocdbt:
+            whole, parts = [], [*whole, *parts]
+        encoding, limit = self._state.layout.encoding, self.batch_bytes
+        if whole:
+            _write.write(
+                self._root,
+                whole,
+                encoding=encoding,
+                ocdbt=False,
+                max_concurrent_bytes=limit,
+            )
+        if parts:
+            _write.write_parts(
+                self._root,
+                parts,
+                encoding=encoding,
+                ocdbt=self._ocdbt,
+                max_concurrent_bytes=limit,
+            )
+        if self._ocdbt:
+            _storage.sync_tree(self._root)
+        else:
+            names = {array.name for array in (*whole, *parts)}
+            directories = [self._root / name for name in names]
+            _threads.each(_storage.sync_tree, directories, threads=_SYNCING_THREADS)
+            _storage.sync_directory(self._root)
+
+    def _host_array(self, piece: Piece, array: Array) -> HostArray:
+        info = piece.leaf.info
+        shards = (HostShard(piece.region, array),) if array.size else ()
+        return HostArray(
+            self._names[piece.path],
+            _layout.stored_form(info)[0],
+            info.dtype or "",
+            info.chunk_shape or (),
+            shards,
+        )
+
+    def finish(self, output: Path) -> None:
+        contents = self._contents()
+        made = _orbax.files(contents)
+        _write_anew(output, made)
+        _write_anew(output, _orbax.seal(contents, made, output))
+
+    def _contents(self) -> _orbax.Contents:
+        state, now = self._state, time.time()
+        metadata = state.metadata
+        return _orbax.Contents(
+            step=state.step,
+            infos=state.infos,
+            structure=state.structure,
+            strings={self._names[path]: text for path, text in state.strings.items()},
+            ocdbt=self._ocdbt,
+            encoding=state.layout.encoding,
+            metrics=metadata.metrics,
+            custom=metadata.custom,
+            dataset=state.dataset,
+            created=metadata.created or now,
+            committed=now,
+            versions=_save.versions(),
+            lineage=metadata.lineage,
+            transforms=metadata.transforms,
+        )
+
+
+def _write_anew(root: Path, files: Mapping[str, bytes]) -> None:
+    """Writes files that a conversion which was interrupted may have left."""
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        _storage.write(path, content)
+
+
+MAKERS: dict[str, Callable[[State, Path], Any]] = {
+    "orbax": _OrbaxTarget,
+    "safetensors": _safetensors,
+    "msgpack": _msgpack,
+}
+"""Format -> how to begin with it: of a state, for a path."""

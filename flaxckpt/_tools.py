@@ -1,0 +1,77 @@
+"""What is done with checkpoints outside of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from flaxckpt import _convert, _storage
+from flaxckpt._info import ArrayLayout, SaveResult
+from flaxckpt._types import PathLike
+from flaxckpt.transforms import Transform
+
+
+def convert(
+    src: PathLike,
+    dst: PathLike,
+    *,
+    format: Literal["orbax", "safetensors", "msgpack"] = "orbax",
+    transforms: Sequence[Transform] = (),
+    layout: ArrayLayout | None = None,
+    step: int | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = 5 * 10**9,
+    max_concurrent_bytes: int = _convert.DEFAULT_CONCURRENT_BYTES,
+    progress: bool | Callable[[int, int], object] = False,
+) -> SaveResult:
+    """Makes a checkpoint in another format, or in another layout, of one that is read.
+
+    Arrays pass through memory in pieces, so that they need not fit into it. What is
+    read is verified, and `dst` is there only when it is whole and durable. A conversion
+    that was interrupted leaves `<dst>.flaxckpt-convert-tmp`; the same conversion goes
+    on there, and any other starts over.
+
+    ```python
+    convert("run", "model.safetensors", format="safetensors")
+    ```
+
+    Args:
+        src: A checkpoint in any format that is read, or a run directory of steps.
+        dst: Where the new one shall be. `safetensors`: a path that ends in
+            `.safetensors` is one file; any other is a directory, with an index if the
+            arrays take several files. `msgpack`: a file. `orbax`: a directory.
+        format: `orbax` is what `save` writes. `safetensors` takes what we know of the
+            leaves along, in text that other readers ignore: it converts back to equal
+            values and types. `msgpack` is what `flax.serialization.to_bytes` writes.
+        transforms: What to change on the way, as `transforms.cast`.
+        layout: How arrays are cut and encoded, for `orbax`.
+        step: Which step of a run directory; by default the newest.
+        overwrite: Whether to replace a checkpoint that is there.
+        max_shard_bytes: Upper bound on the arrays in one file of a directory of
+            safetensors; a larger array has a file of its own.
+        max_concurrent_bytes: Bytes of arrays in memory at one time. An array is cut
+            along its first axis, but chunks and what transforms compute are not cut.
+        progress: Whether to show a bar; or a function that is called with the bytes
+            that are done and those in all.
+
+    Returns:
+        Where it is, its size, and the time it took.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointFormatError, DamagedCheckpointError: As for
+            `load`.
+        CheckpointExistsError: `dst` is taken, or another process works there.
+        UnsupportedLeafError: The format lacks the types of some leaves; all are named.
+        LeafNameError: Leaf names collide in it.
+        SaveFailedError: The bytes could not be written.
+    """
+    options = _convert.Options(
+        format,
+        transforms,
+        layout or ArrayLayout(),
+        overwrite,
+        max_shard_bytes,
+        max_concurrent_bytes,
+        progress,
+    )
+    return _convert.run(_storage.resolve(src), step, _storage.resolve(dst), options)

@@ -1,0 +1,160 @@
+"""Flax's msgpack as we write it: what `flax.serialization.to_bytes` makes of a state.
+
+Pure: a structure and infos in, the layout of a file out. The bytes are equal to those
+of Flax, but arrays need not be in memory.
+
+Source: `flax/serialization.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import msgpack
+
+from flaxckpt import _dtypes, _layout, _runs, _tree
+from flaxckpt._info import LeafInfo
+from flaxckpt._types import LeafPath, Shape
+
+MAX_CHUNK_BYTES = 2**30
+"""Arrays of more bytes are written in pieces of this size; Flax's `MAX_CHUNK_SIZE`."""
+
+_NDARRAY, _COMPLEX, _NUMPY_SCALAR = 1, 2, 3
+"""Flax's types of msgpack extensions."""
+
+
+class Contents(NamedTuple):
+    """A state to be written.
+
+    Attributes:
+        structure: Its containers.
+        infos: Leaf path -> what is known of it.
+        numbers: Leaf path -> value of the Python numbers.
+        strings: Leaf path -> value of the string leaves.
+    """
+
+    structure: _tree.Node | LeafPath
+    infos: Mapping[LeafPath, LeafInfo]
+    numbers: Mapping[LeafPath, bool | int | float | complex]
+    strings: Mapping[LeafPath, str]
+
+
+def layout(name: str, contents: Contents) -> _runs.FileLayout:
+    """The file `name` that holds the state."""
+    file = _runs.FileLayout(name)
+    _add(file, contents, contents.structure)
+    return file
+
+
+def _add(
+    file: _runs.FileLayout, contents: Contents, node: _tree.Node | LeafPath
+) -> None:
+    if isinstance(node, str):
+        _add_leaf(file, contents, contents.infos[node])
+    elif node.type == "None":
+        file.add(_pack(None))
+    else:
+        names = ["value"] if node.is_box else [str(key.name) for key in node.keys]
+        parts = {
+            name: functools.partial(_add, file, contents, child)
+            for name, child in zip(names, node.children, strict=True)
+        }
+        _add_map(file, parts)
+
+
+def _add_map(file: _runs.FileLayout, parts: Mapping[str, Callable[[], None]]) -> None:
+    file.add(msgpack.Packer().pack_map_header(len(parts)))
+    for key, add in parts.items():
+        file.add(_pack(key))
+        add()
+
+
+def _add_leaf(file: _runs.FileLayout, contents: Contents, info: LeafInfo) -> None:
+    if info.path in contents.strings:
+        file.add(_pack(contents.strings[info.path]))
+    elif info.path in contents.numbers:
+        file.add(_pack(contents.numbers[info.path]))
+    else:
+        _add_array(file, info)
+
+
+def _add_array(file: _runs.FileLayout, info: LeafInfo) -> None:
+    shape, dtype = _layout.stored_form(info)[0], info.dtype or ""
+    itemsize = _dtypes.to_numpy(dtype).itemsize
+    elements = math.prod(shape)
+    if info.python_type == "numpy.generic":
+        _add_elements(file, info, shape, 0, itemsize, _NUMPY_SCALAR)
+        return
+    if elements * itemsize <= MAX_CHUNK_BYTES:
+        _add_elements(file, info, shape, 0, elements * itemsize)
+        return
+    step = max(1, MAX_CHUNK_BYTES // itemsize)
+    chunks = [
+        (start, min(start + step, elements)) for start in range(0, elements, step)
+    ]
+
+    def add_chunk(start: int, stop: int) -> None:
+        bounds = (start * itemsize, stop * itemsize)
+        _add_elements(file, info, (stop - start,), *bounds)
+
+    sizes = {str(i): functools.partial(file.add, _pack(n)) for i, n in enumerate(shape)}
+    parts = {
+        str(i): functools.partial(add_chunk, *bounds) for i, bounds in enumerate(chunks)
+    }
+    _add_map(
+        file,
+        {
+            "__msgpack_chunked_array__": lambda: file.add(_pack(True)),
+            "shape": lambda: _add_map(file, sizes),
+            "chunks": lambda: _add_map(file, parts),
+        },
+    )
+
+
+def _add_elements(
+    file: _runs.FileLayout,
+    info: LeafInfo,
+    shape: Shape,
+    start: int,
+    stop: int,
+    kind: int = _NDARRAY,
+) -> None:
+    """Appends the elements in the bytes from `start` to `stop`, as an array."""
+    name = _dtypes.to_numpy(info.dtype or "").name
+    size = stop - start
+    inner = b"\x93" + _pack(shape) + _pack(name) + _bin_header(size)
+    file.add(_ext_header(kind, len(inner) + size) + inner)
+    file.add_values(info.path, start, stop)
+
+
+def _pack(value: object) -> bytes:
+    if isinstance(value, complex):
+        parts = msgpack.packb((value.real, value.imag))
+        value = msgpack.ExtType(_COMPLEX, parts)
+    packed: bytes = msgpack.packb(value)
+    return packed
+
+
+def _bin_header(size: int) -> bytes:
+    if size < 2**8:
+        return struct.pack(">BB", 0xC4, size)
+    if size < 2**16:
+        return struct.pack(">BH", 0xC5, size)
+    return struct.pack(">BI", 0xC6, size)
+
+
+_FIXED_EXT = {1: 0xD4, 2: 0xD5, 4: 0xD6, 8: 0xD7, 16: 0xD8}
+
+
+def _ext_header(kind: int, size: int) -> bytes:
+    if size in _FIXED_EXT:
+        return struct.pack(">BB", _FIXED_EXT[size], kind)
+    if size < 2**8:
+        return struct.pack(">BBB", 0xC7, size, kind)
+    if size < 2**16:
+        return struct.pack(">BHB", 0xC8, size, kind)
+    return struct.pack(">BIB", 0xC9, size, kind)

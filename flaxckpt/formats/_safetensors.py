@@ -1,0 +1,261 @@
+"""safetensors: one file, or several with an index; lazily read, never trusted."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from flaxckpt import _layout, _spans, _storage, _tree, errors
+from flaxckpt._info import CheckpointMetadata, Leaf, LeafTable, Stored, StoredLeaf
+from flaxckpt._types import JSON
+from flaxckpt.formats import _safetensors_json, _safetensors_leaves
+from flaxckpt.formats._safetensors_json import (
+    INDEX_SUFFIX,
+    OURS,
+    SUFFIX,
+    Header,
+    Tensor,
+)
+from flaxckpt.formats._safetensors_leaves import Described
+
+_log = logging.getLogger(__name__)
+
+
+_IN_STEPS = ("_CHECKPOINT_METADATA", "_METADATA", "checkpoint")
+"""Files of which one is in every step that Orbax, T5X or we wrote."""
+
+
+def recognises(path: Path) -> str | None:
+    """Why `path` is safetensors: a file, an index, or a directory with one of them."""
+    if path.is_dir():
+        main = _main_file(path)
+        return None if main is None else f"it holds {main.name}"
+    if path.name.endswith(INDEX_SUFFIX) and path.is_file():
+        return f"its name ends in {INDEX_SUFFIX}"
+    if path.is_file() and (path.suffix == SUFFIX or _begins_with_header(path)):
+        return "it begins with the header of a safetensors file"
+    return None
+
+
+def _begins_with_header(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            start = file.read(10)
+    except OSError:
+        return False
+    length = int.from_bytes(start[:8], "little")
+    return start[8:] in (b'{"', b"{}") and length <= _safetensors_json.MAX_HEADER_BYTES
+
+
+def _main_file(directory: Path) -> Path | None:
+    """The index in a directory, else its only safetensors file; None if unclear.
+
+    None, too, if there are steps beside it: then it is a run directory.
+    """
+    found = sorted(directory.iterdir())
+    names = [path.name for path in found if not path.name.startswith(".")]
+    indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    files = indices or [name for name in names if name.endswith(SUFFIX)]
+    if len(files) != 1:
+        return None
+    if any((path / name).exists() for path in found for name in _IN_STEPS):
+        return None
+    return directory / files[0]
+
+
+def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
+    """Reads everything but arrays.
+
+    Raises:
+        DamagedCheckpointError: A file is missing or malformed.
+    """
+    main = path
+    if path.is_dir():
+        found = _main_file(path)
+        if found is None:
+            raise errors.CheckpointFormatError(
+                f"{path} holds no single safetensors file or index any more"
+            )
+        main = _inside(path, found.name)
+    stamp = _storage.stamp(main)
+    files: dict[str, Path] = {}
+    tensors: dict[str, Tensor] = {}
+    metadata: Mapping[str, JSON]
+    if main.name.endswith(INDEX_SUFFIX):
+        metadata = _read_shards(main, tensors, files)
+    else:
+        header = _read_header(main)
+        tensors.update(header.tensors)
+        files = dict.fromkeys(tensors, main)
+        metadata = header.metadata
+    unknown: set[str] = set()
+    described = _describe(path, tensors, metadata, resolve, unknown)
+    table = _table(path, described, tensors, files)
+    return Stored(
+        CheckpointMetadata(
+            str(path),
+            "safetensors",
+            step,
+            {info.path: info for info in described.infos},
+            described.metrics,
+            None,
+            None,
+            described.custom,
+            has_dataset=False,
+            total_bytes=sum(_layout.stored_bytes(info) for info in described.infos),
+            lineage=described.lineage,
+            transforms=described.transforms,
+        ),
+        table,
+        described.structure,
+        frozenset(unknown),
+        stamp=stamp,
+    )
+
+
+def _describe(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, JSON],
+    resolve: _tree.Resolve,
+    unknown: set[str],
+) -> Described:
+    ours = metadata.get(OURS)
+    if isinstance(ours, str):
+        try:
+            return _safetensors_leaves.describe_own(ours, tensors, resolve, unknown)
+        except ValueError as error:
+            raise _damaged(path, error) from None
+    described, is_split = _safetensors_leaves.describe_foreign(tensors, metadata)
+    if not is_split:
+        _log.warning(
+            "the names of the tensors in %s stay whole: one continues another one"
+            " after a dot, or has too many dots",
+            path,
+        )
+    return described
+
+
+def _table(
+    path: Path,
+    described: Described,
+    tensors: Mapping[str, Tensor],
+    files: Mapping[str, Path],
+) -> LeafTable:
+    table: LeafTable = {}
+    for info in described.infos:
+        stored = StoredLeaf(path, info, value=described.strings.get(info.path))
+        if info.dtype is not None:
+            name = described.names[info.path]
+            place = tensors[name]
+            span = _spans.Span(files[name], place.offset, place.shape, place.dtype)
+            stored = StoredLeaf(path, info, functools.partial(_spans.opened, (span,)))
+        table[info.path] = Leaf(info, (stored,))
+    return table
+
+
+def _damaged(path: Path, error: object) -> errors.DamagedCheckpointError:
+    return errors.DamagedCheckpointError(
+        f"{path} is no intact safetensors checkpoint: {str(error)[:300]};"
+        " get it again from where it came"
+    )
+
+
+# ---- files ----------------------------------------------------------------------
+
+
+def _read_header(path: Path) -> Header:
+    """Reads the header of one file, limits first.
+
+    Raises:
+        DamagedCheckpointError: It is missing, malformed, or the file is cut short.
+    """
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError("it is no plain file")
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
+            if len(start) < 8 or length > status.st_size - 8:
+                raise ValueError(
+                    f"its header is said to have {length} bytes, the file has"
+                    f" {status.st_size}"
+                )
+            if length > _safetensors_json.MAX_HEADER_BYTES:
+                raise ValueError(
+                    f"its header has {length} bytes, and at most"
+                    f" {_safetensors_json.MAX_HEADER_BYTES} are read"
+                )
+            text = file.read(length)
+        if len(text) != length:
+            raise ValueError("it was cut short while it was read")
+        return _safetensors_json.parse_header(text, file_size=status.st_size)
+    except (ValueError, OSError) as error:
+        raise _damaged(path, _words(error)) from None
+
+
+def _read_shards(
+    index_file: Path, tensors: dict[str, Tensor], files: dict[str, Path]
+) -> Mapping[str, JSON]:
+    """Reads an index and the headers of its files, and tells the index's metadata."""
+    try:
+        text = _storage.read(index_file, max_bytes=_safetensors_json.MAX_HEADER_BYTES)
+        index = _safetensors_json.parse_index(text)
+    except (ValueError, FileNotFoundError) as error:
+        raise _damaged(index_file, _words(error)) from None
+    faults = []
+    unlisted = 0
+    headers: dict[str, Header] = {}
+    for name in sorted(set(index.files.values())):
+        headers[name] = _read_header(_inside(index_file.parent, name))
+        listed = [index.files.get(tensor) == name for tensor in headers[name].tensors]
+        unlisted += listed.count(False)
+    for tensor, name in index.files.items():
+        if tensor not in headers[name].tensors:
+            faults.append(f"{tensor[:80]}: wanted in {name}, found nothing there")
+            continue
+        tensors[tensor] = headers[name].tensors[tensor]
+        files[tensor] = index_file.parent / name
+    if faults:
+        raise errors.DamagedCheckpointError(
+            f"{index_file} does not fit the files beside it:\n"
+            f"{errors.rows(faults)}\nGet all of them again from where they came."
+        )
+    if unlisted:
+        _log.warning("%d tensors beside %s are not in it", unlisted, index_file)
+    return index.metadata
+
+
+def _inside(directory: Path, name: str) -> Path:
+    """The file `name` in `directory`.
+
+    Raises:
+        DamagedCheckpointError: It is a link to what lies outside, unless that is where
+            the cache of Hugging Face's hub has the files of the directory.
+    """
+    path = directory / name
+    try:
+        real = path.resolve(strict=True)
+    except (OSError, RuntimeError) as error:
+        raise _damaged(path, _words(error)) from None
+    home = directory.resolve()
+    blobs = home.parent.parent / "blobs"
+    is_cached = home.parent.name == "snapshots" and real.parent == blobs
+    if real.parent != home and not is_cached:
+        raise errors.DamagedCheckpointError(
+            f"{path} is a link to {real}, outside of its directory: copy that file here"
+        )
+    return path
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "it is missing"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)

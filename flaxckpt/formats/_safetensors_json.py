@@ -1,0 +1,276 @@
+"""The JSON in safetensors files: headers and indices.
+
+Pure: text in, tensors out, and back. `_safetensors` finds and opens the files.
+
+Source: the format section of the safetensors README, and its `tensor.rs`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import reprlib
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from flaxckpt import _dtypes, _layout
+from flaxckpt._info import LeafInfo
+from flaxckpt._types import JSON, Shape
+
+MAX_HEADER_BYTES = 100 * 10**6
+"""Largest header that the safetensors library reads, and largest index here."""
+
+METADATA = "__metadata__"
+OURS = "flaxckpt"
+"""The key of our own metadata: exact types, structure, strings, empty containers."""
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = f"{SUFFIX}.index.json"
+
+_ALIGNMENT = 64
+"""Of the first tensor in what we write, in bytes."""
+
+_MAX_BRACKETS = 2**23
+"""Containers in one JSON text: each takes some 60 bytes as Python has it."""
+
+_MAX_RANK = 32
+_MAX_SIZE = 2**48
+_MAX_SHARDS = 100_000
+
+DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "U16": "uint16",
+    "I32": "int32",
+    "U32": "uint32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}
+"""Element types: name in the file -> ours. Types of less than a byte are not read."""
+
+_NAMES = {ours: name for name, ours in DTYPES.items()}
+
+_PLAIN_NAME = re.compile(r"[^./\\\0][^/\\\0]*")
+
+
+class Tensor(NamedTuple):
+    """An array in a file.
+
+    Attributes:
+        shape: In elements.
+        dtype: Name of the element type, as we call it.
+        offset: Where its first byte is, from the beginning of the file.
+    """
+
+    shape: Shape
+    dtype: str
+    offset: int
+
+
+class Header(NamedTuple):
+    """What a file says of itself.
+
+    Attributes:
+        tensors: Name -> where it is, in the order of the file.
+        metadata: Free text of the writer.
+    """
+
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+
+
+class Index(NamedTuple):
+    """What an index says of the files beside it.
+
+    Attributes:
+        files: Name of a tensor -> name of its file.
+        metadata: Free JSON of the writer.
+    """
+
+    files: Mapping[str, str]
+    metadata: Mapping[str, JSON]
+
+
+# ---- read -----------------------------------------------------------------------
+
+
+def parse_header(text: bytes, *, file_size: int) -> Header:
+    """Reads the header of a file, and holds it against the file's size.
+
+    Args:
+        text: The header, without the 8 bytes that tell its length.
+        file_size: Of the whole file, in bytes.
+
+    Raises:
+        ValueError: It is no header, or its tensors are not exactly what follows it.
+    """
+    data = load(text)
+    metadata = data.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(
+        type(value) is str for value in metadata.values()
+    ):
+        raise ValueError(f"{METADATA} holds something else than text")
+    begin = 8 + len(text)
+    found = [_tensor(name, row, begin) for name, row in data.items()]
+    found.sort(key=lambda item: (item[1].offset, item[2]))
+    end = begin
+    for name, tensor, stop in found:
+        if tensor.offset != end:
+            problem = "overlaps another" if tensor.offset < end else "follows a hole"
+            raise ValueError(f"{short(name)} {problem}, at byte {tensor.offset}")
+        end = stop
+    if end != file_size:
+        raise ValueError(f"the tensors end at byte {end}, the file at {file_size}")
+    return Header({name: tensor for name, tensor, _ in found}, metadata)
+
+
+def _tensor(name: str, row: Any, begin: int) -> tuple[str, Tensor, int]:
+    """Name, place and end of a tensor."""
+    if not isinstance(row, dict) or row.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{short(name)} is described by {reprlib.repr(row)}")
+    dtype = row["dtype"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(
+            f"{short(name)} has the unknown element type {reprlib.repr(dtype)}"
+        )
+    shape, offsets = row["shape"], row["data_offsets"]
+    if not _are_sizes(shape) or len(shape) > _MAX_RANK:
+        raise ValueError(f"{short(name)} has the shape {reprlib.repr(shape)}")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"{short(name)} lies at {reprlib.repr(offsets)}")
+    start, stop = offsets
+    size = math.prod(shape) * _dtypes.to_numpy(DTYPES[dtype]).itemsize
+    if size != stop - start:
+        raise ValueError(
+            f"{short(name)} is {dtype}{reprlib.repr(shape)}, {size} bytes, and takes"
+            f" {stop - start}"
+        )
+    return name, Tensor(tuple(shape), DTYPES[dtype], begin + start), begin + stop
+
+
+def parse_index(text: bytes) -> Index:
+    """Reads an index.
+
+    Raises:
+        ValueError: It is none, or names files that are not simply beside it.
+    """
+    data = load(text)
+    files, metadata = data.get("weight_map"), data.get("metadata", {})
+    if not isinstance(files, dict) or not isinstance(metadata, dict):
+        raise ValueError("wanted an object with a weight_map")
+    names = set()
+    for tensor, name in files.items():
+        if type(name) is not str or not is_plain_name(name):
+            raise ValueError(
+                f"{short(tensor)} is said to be in {reprlib.repr(name)}, which is no"
+                f" name of a {SUFFIX} file beside the index"
+            )
+        names.add(name)
+    if len(names) > _MAX_SHARDS:
+        raise ValueError(f"it names {len(names)} files")
+    return Index(files, metadata)
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether `name` is that of a file in the same directory, not a hidden one."""
+    return (
+        len(name) <= 255
+        and name.endswith(SUFFIX)
+        and _PLAIN_NAME.fullmatch(name) is not None
+    )
+
+
+def load(text: bytes) -> dict[str, Any]:
+    """Parses a JSON object within limits.
+
+    Raises:
+        ValueError: It is none, or is too large or too deep.
+    """
+    if not text.startswith(b"{"):
+        raise ValueError("wanted a JSON object")
+    if text.count(b"{") + text.count(b"[") > _MAX_BRACKETS:
+        raise ValueError("it has too many containers")
+    try:
+        data = json.loads(text, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deep") from None
+    except UnicodeDecodeError:
+        raise ValueError("it is no UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON ({error})") from None
+    assert isinstance(data, dict), text[:1]
+    return data
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) != len(pairs):
+        raise ValueError("it has the same key twice")
+    return data
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        type(size) is int and 0 <= size < _MAX_SIZE for size in value
+    )
+
+
+def short(name: str) -> str:
+    """A name for a message."""
+    return repr(name if len(name) <= 80 else f"{name[:80]}…")
+
+
+# ---- written --------------------------------------------------------------------
+
+
+def dtype_name(info: LeafInfo) -> str | None:
+    """What safetensors calls the element type of a leaf; None if it has no such."""
+    return _NAMES.get(_layout.stored_form(info)[1]) if _is_exact(info) else None
+
+
+def _is_exact(info: LeafInfo) -> bool:
+    return info.kind == "prng_key" or _layout.stored_form(info)[1] == info.dtype
+
+
+def header(
+    tensors: Iterable[tuple[str, LeafInfo]], metadata: Mapping[str, str]
+) -> bytes:
+    """The beginning of a file: the header's length, and the header.
+
+    Args:
+        tensors: Name and leaf of all tensors, in the order in which they follow.
+        metadata: Free text.
+    """
+    rows: dict[str, JSON] = {METADATA: dict(metadata)} if metadata else {}
+    offset = 0
+    for name, info in tensors:
+        size = _layout.stored_bytes(info)
+        rows[name] = {
+            "dtype": dtype_name(info),
+            "shape": list(_layout.stored_form(info)[0]),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def index(files: Mapping[str, str], metadata: Mapping[str, JSON]) -> bytes:
+    """An index, as Hugging Face's libraries write it."""
+    data = {"metadata": dict(metadata), "weight_map": dict(files)}
+    text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False)
+    return f"{text}\n".encode()

@@ -1,0 +1,212 @@
+"""The leaves that the tensors of a safetensors file are.
+
+Others' tensors have nothing but names. We add text that says the rest: exact types,
+containers, strings. Pure: text in, infos out, and back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from flaxckpt import _layout, _tree
+from flaxckpt._info import CheckpointMetadata, LeafInfo, Lineage
+from flaxckpt._types import JSON, LeafPath, Shape
+from flaxckpt.formats import _orbax_json, _safetensors_json
+from flaxckpt.formats._safetensors_json import Tensor
+
+_VERSION = 1
+
+
+class Described(NamedTuple):
+    """The leaves that a checkpoint's tensors are.
+
+    Attributes:
+        infos: The leaves, in the order of the state.
+        names: Leaf path -> name of the tensor.
+        structure: Their containers.
+        strings: Leaf path -> value of the string leaves.
+        metrics: What was measured.
+        custom: The user's metadata.
+        lineage: What the run began from.
+        transforms: What was changed on the way, as text.
+    """
+
+    infos: tuple[LeafInfo, ...]
+    names: Mapping[LeafPath, str]
+    structure: _tree.Node | LeafPath
+    strings: Mapping[LeafPath, str]
+    metrics: Mapping[str, float]
+    custom: Mapping[str, JSON]
+    lineage: tuple[Lineage, ...] = ()
+    transforms: tuple[str, ...] = ()
+
+
+def describe_foreign(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, JSON]
+) -> tuple[Described, bool]:
+    """The leaves of a checkpoint that others wrote: names are split at the dots.
+
+    Returns:
+        The leaves, and whether names were split. They stay whole if one of them
+        continues another, or is nested too deep.
+    """
+    split = {name: name.split(".") for name in tensors}
+    inner = {
+        ".".join(parts[:n]) for parts in split.values() for n in range(1, len(parts))
+    }
+    is_split = inner.isdisjoint(split) and all(
+        len(parts) <= _tree.MAX_DEPTH // 2 for parts in split.values()
+    )
+    infos, names = [], {}
+    for name, tensor in tensors.items():
+        parts = split[name] if is_split else [name]
+        keys = tuple([_tree.Key(part, "key") for part in parts])
+        path = _tree.join(keys)
+        infos.append(_foreign_info(path, keys, tensor))
+        names[path] = name
+    structure = _tree.plain_structure((info.path, info.keys, None) for info in infos)
+    found = Described(tuple(infos), names, structure, {}, {}, dict(metadata))
+    return found, is_split
+
+
+def _foreign_info(
+    path: LeafPath, keys: tuple[_tree.Key, ...], tensor: Tensor
+) -> LeafInfo:
+    # jax cuts elements of 64 bits down to 32, unless it is told not to.
+    is_wide = tensor.dtype in ("int64", "uint64", "float64")
+    python_type = "numpy.ndarray" if is_wide else "jax.Array"
+    shape = tensor.shape
+    return LeafInfo(
+        path, keys, "array", python_type, shape, tensor.dtype, None, _each(shape)
+    )
+
+
+def describe_own(
+    text: str, tensors: Mapping[str, Tensor], resolve: _tree.Resolve, unknown: set[str]
+) -> Described:
+    """The leaves of a checkpoint that we wrote.
+
+    Args:
+        text: What `own_metadata` made; nothing in it is trusted.
+        tensors: What is there.
+        resolve: Finds the builder of a class.
+        unknown: Gets the names of classes that `resolve` does not know.
+
+    Raises:
+        ValueError: The text is something else, or does not fit the tensors.
+    """
+    try:
+        data = _safetensors_json.load(text.encode(errors="surrogatepass"))
+        version = reprlib.repr(data["version"])
+        if version != str(_VERSION):
+            raise ValueError(f"it has version {version}, and {_VERSION} is read")
+        structure = _tree.from_json(data["structure"], resolve, unknown)
+        keys = dict(_tree.key_paths(structure))
+        infos = tuple([_own_info(row, keys) for row in data["leaves"]])
+        strings, metrics, custom = data["strings"], data["metrics"], data["custom"]
+        _check_own(infos, keys, strings, metrics)
+        if not isinstance(custom, dict):
+            raise ValueError(f"it has the metadata {reprlib.repr(custom)}")
+        names = {
+            info.path: _orbax_json.param_name(info.keys)
+            for info in infos
+            if info.dtype is not None
+        }
+        _check_tensors(infos, names, tensors)
+        lineage = _orbax_json.lineage(data)
+        changes = _orbax_json.texts(data.get("transforms", []))
+        numbers = {name: float(value) for name, value in metrics.items()}
+    except (
+        *(ValueError, KeyError, TypeError, AttributeError),
+        *(OverflowError, RecursionError),
+    ) as error:
+        raise ValueError(
+            f"its {_safetensors_json.OURS!r} metadata is not what was written:"
+            f" {str(error)[:200]}"
+        ) from None
+    return Described(
+        infos, names, structure, strings, numbers, custom, lineage, changes
+    )
+
+
+def _own_info(row: Any, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]) -> LeafInfo:
+    info = _orbax_json.leaf_info(row, keys)
+    if info.chunk_shape is None:
+        return info
+    return dataclasses.replace(info, chunk_shape=_each(info.chunk_shape))
+
+
+def _check_own(
+    infos: Sequence[LeafInfo], keys: Mapping[LeafPath, Any], strings: Any, metrics: Any
+) -> None:
+    if len({info.path for info in infos}) != len(infos) or {
+        info.path for info in infos
+    } != set(keys):
+        raise ValueError("its leaves and its structure do not agree")
+    wanted = {info.path for info in infos if info.kind == "string"}
+    if strings.keys() != wanted or not all(type(s) is str for s in strings.values()):
+        raise ValueError("its strings are not those of its leaves")
+    if not all(type(value) in (int, float) for value in metrics.values()):
+        raise ValueError("it has metrics that are no numbers")
+
+
+def _check_tensors(
+    infos: Sequence[LeafInfo],
+    names: Mapping[LeafPath, str],
+    tensors: Mapping[str, Tensor],
+) -> None:
+    if len(set(names.values())) != len(names) or set(names.values()) != set(tensors):
+        different = set(names.values()) ^ set(tensors)
+        raise ValueError(
+            "its leaves and the tensors do not agree:"
+            f" {', '.join(map(_safetensors_json.short, sorted(different)[:3]))}"
+        )
+    for info in infos:
+        if info.dtype is None:
+            continue
+        tensor = tensors[names[info.path]]
+        if _layout.stored_form(info) != (tensor.shape, tensor.dtype):
+            raise ValueError(
+                f"{info.path} is recorded as {info}, stored as"
+                f" {tensor.dtype}{list(tensor.shape)}"
+            )
+
+
+def _each(shape: Shape) -> Shape:
+    """The chunk shape of an array in which each element is found by itself."""
+    return (1,) * len(shape)
+
+
+def own_metadata(
+    infos: Iterable[LeafInfo],
+    structure: _tree.Node | LeafPath,
+    strings: Mapping[LeafPath, str],
+    metadata: CheckpointMetadata,
+) -> str:
+    """What `describe_own` reads."""
+    data: dict[str, JSON] = {
+        "version": _VERSION,
+        "leaves": [_orbax_json.leaf_row(_whole(info)) for info in infos],
+        "structure": _tree.to_json(structure),
+        "strings": dict(strings),
+        "metrics": dict(metadata.metrics),
+        "custom": dict(metadata.custom),
+    }
+    if metadata.lineage:
+        rows = [_orbax_json.lineage_row(origin) for origin in metadata.lineage]
+        data["lineage"] = rows
+    if metadata.transforms:
+        data["transforms"] = list(metadata.transforms)
+    return json.dumps(data, separators=(",", ":"))
+
+
+def _whole(info: LeafInfo) -> LeafInfo:
+    """`info` as one chunk: how it was stored elsewhere is nothing to keep."""
+    if info.dtype is None:
+        return info
+    shape = tuple([size or 1 for size in _layout.stored_form(info)[0]])
+    return dataclasses.replace(info, chunk_shape=shape)

@@ -1,0 +1,154 @@
+"""safetensors as we write it: which tensor goes where in which file.
+
+Pure: infos in, layouts of files out. The same infos make the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from flaxckpt import _dtypes, _layout, _runs, _tree, errors
+from flaxckpt._info import CheckpointMetadata, LeafInfo
+from flaxckpt._types import JSON, LeafPath
+from flaxckpt.formats import _orbax_json, _safetensors_json, _safetensors_leaves
+
+NAME = "model"
+"""What files are called, as Hugging Face's libraries have it."""
+
+_FORMAT = {"format": "flax"}
+"""What transformers and others look for in the metadata of every file."""
+
+
+def layouts(
+    infos: Sequence[LeafInfo],
+    structure: _tree.Node | LeafPath,
+    strings: Mapping[LeafPath, str],
+    metadata: CheckpointMetadata,
+    *,
+    max_shard_bytes: int | None,
+) -> list[_runs.FileLayout]:
+    """The files of a checkpoint; with an index, if they are several.
+
+    Args:
+        infos: Its leaves, in order.
+        structure: Its containers.
+        strings: Leaf path -> value of the string leaves.
+        metadata: What else is known of it.
+        max_shard_bytes: Upper bound on the arrays in one file, but for a file with one
+            array; None is one file.
+
+    Raises:
+        LeafNameError: Leaf names that cannot be told apart.
+        UnsupportedLeafError: Leaves of types that safetensors lacks.
+    """
+    arrays = [info for info in infos if info.dtype is not None]
+    names = {info.path: _orbax_json.param_name(info.keys) for info in arrays}
+    _check_names(names)
+    _check_types(arrays)
+    ours = _safetensors_leaves.own_metadata(infos, structure, strings, metadata)
+    shards = list(_shards(arrays, max_shard_bytes))
+    if len(shards) == 1:
+        text = {**_FORMAT, _safetensors_json.OURS: ours}
+        name = f"{NAME}{_safetensors_json.SUFFIX}"
+        return [_file(name, shards[0], names, text)]
+    files = []
+    weight_map: dict[str, str] = {}
+    for n, shard in enumerate(shards, start=1):
+        name = f"{NAME}-{n:05}-of-{len(shards):05}{_safetensors_json.SUFFIX}"
+        files.append(_file(name, shard, names, _FORMAT))
+        weight_map |= {names[info.path]: name for info in shard}
+    size = sum(_layout.stored_bytes(info) for info in arrays)
+    index = _runs.FileLayout(f"{NAME}{_safetensors_json.INDEX_SUFFIX}")
+    of_index: dict[str, JSON] = {"total_size": size, _safetensors_json.OURS: ours}
+    index.add(_limited(_safetensors_json.index(weight_map, of_index), index.name))
+    return [*files, index]
+
+
+def _check_names(names: Mapping[LeafPath, str]) -> None:
+    faults: dict[str, str] = {}
+    seen: dict[str, LeafPath] = {}
+    for path, name in names.items():
+        if name in seen:
+            faults[path] = f"is called {name!r} in the file, as {seen[name]} is"
+        elif name == _safetensors_json.METADATA:
+            faults[path] = "is the name of the file's own metadata"
+        elif not name.isascii() and name.encode(errors="replace").decode() != name:
+            faults[path] = "is no valid Unicode"
+        seen[name] = path
+    if faults:
+        raise errors.LeafNameError(
+            faults,
+            "Rename these keys on the way; in the file, keys are joined by dots.",
+        )
+
+
+def _check_types(arrays: Sequence[LeafInfo]) -> None:
+    faults = {
+        info.path: f"{info}, a type that safetensors lacks; cast it to {wider}"
+        for info in arrays
+        if _safetensors_json.dtype_name(info) is None
+        for wider in [_nearest(info.dtype or "")]
+    }
+    if faults:
+        raise errors.UnsupportedLeafError(
+            faults,
+            "Cast them on the way, as transforms=[cast(pattern, dtype, lossy=True)],"
+            " or convert to another format.",
+        )
+
+
+def _nearest(dtype: str) -> str:
+    """The smallest type of safetensors that holds such values."""
+    match _dtypes.kind(dtype):
+        case "float":
+            return "float16"
+        case "complex":
+            return "complex64"
+        case "uint":
+            return "uint8"
+        case _:
+            return "int8"
+
+
+def _shards(
+    arrays: Sequence[LeafInfo], max_bytes: int | None
+) -> Iterator[list[LeafInfo]]:
+    """Arrays that go into one file; at least one file, in the order of the state."""
+    shard: list[LeafInfo] = []
+    total = 0
+    for info in arrays:
+        size = _layout.stored_bytes(info)
+        if shard and max_bytes is not None and total + size > max_bytes:
+            yield shard
+            shard, total = [], 0
+        shard.append(info)
+        total += size
+    yield shard
+
+
+def _file(
+    name: str,
+    infos: Sequence[LeafInfo],
+    names: Mapping[LeafPath, str],
+    metadata: Mapping[str, str],
+) -> _runs.FileLayout:
+    # Large elements first: so all of them are where their size divides their place.
+    ordered = sorted(
+        infos, key=lambda i: (-_dtypes.item_bits(i.dtype or ""), names[i.path])
+    )
+    file = _runs.FileLayout(name)
+    tensors = [(names[info.path], info) for info in ordered]
+    file.add(_limited(_safetensors_json.header(tensors, metadata), name))
+    for info in ordered:
+        file.add_values(info.path, 0, _layout.stored_bytes(info))
+    return file
+
+
+def _limited(content: bytes, name: str) -> bytes:
+    if len(content) > _safetensors_json.MAX_HEADER_BYTES:
+        raise errors.OptionError(
+            f"{name} would describe its tensors in {len(content)} bytes, and readers"
+            f" take {_safetensors_json.MAX_HEADER_BYTES}: leave out leaves, or convert"
+            " to another format"
+        )
+    return content
