@@ -1,4 +1,4 @@
-"""The containers of leaves that transforms have moved or left out."""
+"""The containers of leaves that transforms have moved, made or left out."""
 
 from __future__ import annotations
 
@@ -7,126 +7,96 @@ from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 from flaxckpt import _tree, errors
-from flaxckpt._info import LeafTable, Stored, StoredLeaf
+from flaxckpt._info import Leaf, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath
 
 
-def of(stored: Stored, table: LeafTable) -> _tree.Node | LeafPath:
-    """The containers of a table that transforms have made of a checkpoint's.
+def of(
+    structure: _tree.Node | LeafPath, old: LeafTable, table: LeafTable
+) -> _tree.Node | LeafPath:
+    """The containers of a table that transforms have made of another.
 
-    If leaves were only left out, those that have lost nothing are what they were. If
-    any was moved, they are dicts and lists, and empty ones what they were elsewhere.
+    A container that has the same keys as the one that stood in its place is of the same
+    class. Others are dicts, or lists if they have all items of one.
+
+    Args:
+        structure: Containers of the old table.
+        old: The table before.
+        table: The table after.
 
     Raises:
-        OptionError: The table is empty.
+        OptionError: Nothing is left.
     """
-    if table.keys() == stored.table.keys():
-        return stored.structure
-    if table.keys() < stored.table.keys():
-        pruned = _pruned(stored.structure, (), table)
-        if pruned is None:
-            raise errors.OptionError(
-                f"the transforms leave nothing of {stored.metadata.path}"
-            )
-        return pruned
-    plain = _without_holes(
-        _tree.plain_structure(
-            (i.path, i.keys, i.python_type if i.kind == "empty" else None)
-            for i in (leaf.info for leaf in table.values())
-        )
-    )
-    old = dict(_empties(stored.structure, ()))
-    moved = {
-        path: old[source.info.path]
-        for path, leaf in table.items()
-        for source in leaf.sources
-        if isinstance(source, StoredLeaf)
-        and leaf.info.kind == "empty"
-        and source.info.path in old
-    }
-    return _with_empties(plain, (), moved)
+    if table.keys() == old.keys():
+        return structure
+    if not table:
+        raise errors.OptionError("the transforms leave nothing of the checkpoint")
+    empties = dict(_empties(structure, ()))
+    root: _Parts = {}
+    for path, leaf in table.items():
+        part = path if leaf.info.kind != "empty" else _empty(path, leaf, empties)
+        if not path:
+            return part
+        *containers, last = zip(path.split("/"), leaf.info.keys, strict=True)
+        parts = root
+        for name, key in containers:
+            _, inner = parts.setdefault(name, (key, {}))
+            assert isinstance(inner, dict), path
+            parts = inner
+        parts[last[0]] = last[1], part
+    return _built(root, structure)
 
 
-_Keys: TypeAlias = tuple[_tree.Key, ...]
-
-
-def _children(
-    node: _tree.Node, keys: _Keys
-) -> Iterator[tuple[_tree.Key, _tree.Node | LeafPath, _Keys]]:
-    """The children of a node, each with its key and its keys from the root."""
-    for key, child in zip(node.keys, node.children, strict=True):
-        yield key, child, keys if node.is_box else (*keys, key)
-
-
-def _pruned(
-    node: _tree.Node | LeafPath, keys: _Keys, table: LeafTable
-) -> _tree.Node | LeafPath | None:
-    """A container without the leaves that are not in `table`; None: nothing is left.
-
-    What has lost something is a dict of the rest: Orbax takes no lists with holes.
-    """
-    if isinstance(node, str) or not node.children:
-        return node if _tree.join(keys) in table else None
-    kept = {
-        key: part
-        for key, child, inner in _children(node, keys)
-        if (part := _pruned(child, inner, table)) is not None
-    }
-    if len(kept) == len(node.children):
-        return dataclasses.replace(node, children=tuple(kept.values()))
-    return _dict(kept) if kept else None
-
-
-def _dict(children: Mapping[_tree.Key, _tree.Node | LeafPath]) -> _tree.Node:
-    """A dict; what was an index is a string of it."""
-    keys = [
-        _tree.Key(str(key.name) if key.kind == "index" else key.name, "key")
-        for key in children
-    ]
-    plain = _tree.plain_structure((_tree.join((key,)), (key,), None) for key in keys)
-    assert isinstance(plain, _tree.Node), plain
-    return dataclasses.replace(plain, children=tuple(children.values()))
-
-
-def _without_holes(node: _tree.Node | LeafPath) -> _tree.Node | LeafPath:
-    """The same containers, but lists only where they have all of their items."""
-    if isinstance(node, str) or not node.children:
-        return node
-    parts = dict(zip(node.keys, map(_without_holes, node.children), strict=True))
-    if all(key.kind == "key" for key in parts):
-        return dataclasses.replace(node, children=tuple(parts.values()))
-    # What was moved into a list has a text for its index.
-    items = {str(key.name): part for key, part in parts.items()}
-    indices = [str(i) for i in range(len(parts))]
-    if items.keys() != set(indices):
-        return _dict(parts)
-    keys = [_tree.Key(i, "index") for i in range(len(parts))]
-    plain = _tree.plain_structure((_tree.join((key,)), (key,), None) for key in keys)
-    assert isinstance(plain, _tree.Node), plain
-    return dataclasses.replace(plain, children=tuple(items[i] for i in indices))
+_Parts: TypeAlias = "dict[str, tuple[_tree.Key, _Parts | _tree.Node | LeafPath]]"
+"""Children by the last part of their paths, each with its key."""
 
 
 def _empties(
-    node: _tree.Node | LeafPath, keys: _Keys
+    node: _tree.Node | LeafPath, keys: tuple[_tree.Key, ...]
 ) -> Iterator[tuple[LeafPath, _tree.Node]]:
     if isinstance(node, str):
         return
     if not node.children:
         yield _tree.join(keys), node
-    for _, child, inner in _children(node, keys):
-        yield from _empties(child, inner)
+    for key, child in zip(node.keys, node.children, strict=True):
+        yield from _empties(child, keys if node.is_box else (*keys, key))
 
 
-def _with_empties(
-    node: _tree.Node | LeafPath, keys: _Keys, empties: Mapping[LeafPath, _tree.Node]
+def _empty(
+    path: LeafPath, leaf: Leaf, empties: Mapping[LeafPath, _tree.Node]
+) -> _tree.Node:
+    """The node of an empty container, which may have been elsewhere."""
+    [source] = leaf.sources
+    before = source.info.path if isinstance(source, StoredLeaf) else path
+    return empties.get(before) or _tree.empty_node(leaf.info.python_type)
+
+
+def _built(
+    part: _Parts | _tree.Node | LeafPath, old: _tree.Node | LeafPath | None
 ) -> _tree.Node | LeafPath:
-    """The same containers, but those that are empty as they were elsewhere."""
-    if isinstance(node, str):
-        return node
-    if not node.children:
-        return empties.get(_tree.join(keys), node)
-    children = [
-        _with_empties(child, inner, empties)
-        for _, child, inner in _children(node, keys)
+    """A new container, where `old` stood; None if nothing did."""
+    if isinstance(old, _tree.Node) and old.is_box and not isinstance(part, dict):
+        return dataclasses.replace(old, children=(_built(part, old.children[0]),))
+    if not isinstance(part, dict):
+        return part
+    before: dict[str, _tree.Node | LeafPath] = {}
+    if isinstance(old, _tree.Node) and not old.is_box:
+        names = (_tree.join((key,)) for key in old.keys)
+        before = dict(zip(names, old.children, strict=True))
+    new = {name: _built(inner, before.get(name)) for name, (_, inner) in part.items()}
+    if isinstance(old, _tree.Node) and new.keys() == before.keys():
+        children = tuple(new[name] for name in before)
+        return dataclasses.replace(old, children=children)
+    keys = {name: key for name, (key, _) in part.items()}
+    if any(key.kind == "index" for key in keys.values()):
+        indices = [str(i) for i in range(len(new))]
+        if new.keys() == set(indices) and not before.keys() - new.keys():
+            items = tuple(new[i] for i in indices)
+            return _tree.plain_node("list", range(len(new)), items)
+        # A list with holes would be one that nobody reads, and one that has lost its
+        # end would look whole.
+    plain = [
+        _tree.unescape(name) if key.kind == "index" else key.name
+        for name, key in keys.items()
     ]
-    return dataclasses.replace(node, children=tuple(children))
+    return _tree.plain_node("dict", plain, tuple(new.values()))

@@ -152,7 +152,7 @@ def check_free(final: Path, *, overwrite: bool) -> None:
 
 def _state(stored: Stored, step: int | None, options: Options) -> _targets.State:
     table = _transforms.apply(options.transforms, stored.table)
-    structure = _containers.of(stored, table)
+    structure = _containers.of(stored.structure, stored.table, table)
     keys = dict(_tree.key_paths(structure))
     for path, leaf in table.items():
         info = dataclasses.replace(leaf.info, keys=keys[path])

@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flaxckpt import (
+    _containers,
     _dtypes,
     _flax,
     _layout,
@@ -250,12 +251,7 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
         sources = _source_paths(leaf)
         actions = _actions(wanted, leaf, path, path)
         leaves[path] = LeafPlan(actions, sources, wanted, _found(leaf), size)
-    structure = stored.structure
-    if set(table) != set(stored.table):
-        structure = _tree.plain_structure(
-            (path, i.keys, i.python_type if i.kind == "empty" else None)
-            for path, i in ((path, leaf.info) for path, leaf in table.items())
-        )
+    structure = _containers.of(stored.structure, stored.table, table)
     total = reading.bytes_to_read
     return (
         RestorePlan(stored.metadata.path, leaves, total, total, tuple(problems)),

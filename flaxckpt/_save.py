@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ import jax
 
 from flaxckpt import (
     _collector,
+    _containers,
     _derive,
     _flax,
     _layout,
@@ -290,7 +291,7 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     _check_free(final, overwrite=options.overwrite)
     check_json(options.metadata)
     flat = _flax.flatten(state)
-    table = _planned(flat, options)
+    table, structure = _planned(flat, options)
     infos = tuple([leaf.info for leaf in table.values()])
     names = [_orbax_json.param_name(info.keys) for info in infos]
     ocdbt = uses_ocdbt(infos, names, options.layout)
@@ -300,9 +301,6 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
         for name, leaf in zip(names, table.values(), strict=True)
         if leaf.info.chunk_shape is not None
     ]
-    structure = flat.structure
-    if table.keys() != flat.table.keys():
-        structure = _plain(infos)
     return Snapshot(
         final,
         infos,
@@ -320,20 +318,33 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     )
 
 
-def _planned(flat: _flax.FlatState, options: Options) -> LeafTable:
-    """The leaves to save: transformed, with their roles and chunk shapes."""
+def _planned(
+    flat: _flax.FlatState, options: Options
+) -> tuple[LeafTable, _tree.Node | LeafPath]:
+    """What to save: leaves with their roles and chunk shapes, and the containers."""
     roles = _optax.roles(flat.structure, flat.optimizer_states)
-    table = flat.table
+    table, structure = flat.table, flat.structure
     if options.transforms:
         table = _with_roles(table, roles)  # so that moments go with their parameters
         table = _derive.computed(_transforms.apply(options.transforms, table))
+        structure = _containers.of(structure, flat.table, table)
+        table = _with_keys(table, dict(_tree.key_paths(structure)))
         roles = {}
     for path, leaf in table.items():
         known = roles.get(path)
         role = leaf.info.role if known is None else known.role(path)
         info = _layout.with_chunk_shape(leaf.info, options.layout, role=role)
         table[path] = Leaf(info, leaf.sources)
-    return table
+    return table, structure
+
+
+def _with_keys(
+    table: LeafTable, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]
+) -> LeafTable:
+    return {
+        path: Leaf(dataclasses.replace(leaf.info, keys=keys[path]), leaf.sources)
+        for path, leaf in table.items()
+    }
 
 
 def _with_roles(table: LeafTable, roles: Mapping[LeafPath, _optax.Known]) -> LeafTable:
@@ -345,14 +356,6 @@ def _with_roles(table: LeafTable, roles: Mapping[LeafPath, _optax.Known]) -> Lea
         else leaf
         for path, leaf in table.items()
     }
-
-
-def _plain(infos: Iterable[LeafInfo]) -> _tree.Node | LeafPath:
-    """Containers for leaves that a transform has moved away from theirs."""
-    return _tree.plain_structure(
-        (info.path, info.keys, info.python_type if info.kind == "empty" else None)
-        for info in infos
-    )
 
 
 def uses_ocdbt(

@@ -97,6 +97,11 @@ def _escape(name: str) -> str:
     return name
 
 
+def unescape(part: LeafPath) -> str:
+    """The key that is one part of a leaf path."""
+    return part.replace("%2F", "/").replace("%25", "%")
+
+
 def keys(path: Sequence[Any]) -> tuple[Key, ...]:
     """A path of `jax.tree_util` as our keys."""
     return tuple(_key(key, i) for i, key in enumerate(path))
@@ -228,7 +233,7 @@ def plain_structure(
     """
     nested: dict[Key, Any] = {}
     for path, keys, empty in leaves:
-        leaf = path if empty is None else _empty_node(empty)
+        leaf = path if empty is None else empty_node(empty)
         if not keys:
             return leaf
         inner = nested
@@ -236,6 +241,17 @@ def plain_structure(
             inner = inner.setdefault(key, {})
         inner[keys[-1]] = leaf
     return _plain_node(nested)
+
+
+def plain_node(
+    kind: Literal["dict", "list"],
+    names: Iterable[str | int],
+    children: tuple[Node | LeafPath, ...],
+) -> Node:
+    """A dict, or a list."""
+    key_kind: Literal["key", "index"] = "key" if kind == "dict" else "index"
+    keys = tuple(Key(name, key_kind) for name in names)
+    return Node(kind, keys, children, _MAKERS[kind])
 
 
 def _plain_node(nested: Mapping[Key, Any]) -> Node:
@@ -249,7 +265,8 @@ def _plain_node(nested: Mapping[Key, Any]) -> Node:
     return Node("dict", keys, children, _make_dict)
 
 
-def _empty_node(type_name: str) -> Node:
+def empty_node(type_name: str) -> Node:
+    """An empty container: `None`, `dict`, `list` or `tuple`."""
     return Node(type_name, (), (), _MAKERS[type_name])
 
 

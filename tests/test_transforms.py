@@ -90,11 +90,14 @@ def test_renaming_takes_the_moments_along(saved, state):
     found = flaxckpt.load(
         saved, transforms=[rename("params/head/(.*)", r"params/out/\1")]
     )
-    assert_equal(state.params["head"], found["params"]["out"])
-    assert_equal(state.opt_state[0].mu["head"], found["opt_state"][0]["mu"]["out"])
-    assert_equal(state.opt_state[0].nu["head"], found["opt_state"][0]["nu"]["out"])
-    assert "head" not in found["params"]
-    assert "head" not in found["opt_state"][0]["mu"]
+    assert isinstance(found, TrainState)  # what has the same keys is of the same class
+    assert isinstance(found.opt_state[0], optax.ScaleByAdamState)
+    assert isinstance(found.opt_state[1], optax.EmptyState)
+    assert_equal(state.params["head"], found.params["out"])
+    assert_equal(state.opt_state[0].mu["head"], found.opt_state[0].mu["out"])
+    assert_equal(state.opt_state[0].nu["head"], found.opt_state[0].nu["out"])
+    assert "head" not in found.params
+    assert "head" not in found.opt_state[0].mu
 
 
 def test_a_renamed_model_is_restored_optimizer_and_all(saved, state):
@@ -251,8 +254,8 @@ def test_layers_are_stacked_for_a_scan_and_unstacked_again(saved, state):
     stacked = stack(r"params/layers_(\d+)/(.*)", r"params/layers/\2")
     found = flaxckpt.load(saved, transforms=[stacked])
     for tree, old in (
-        (found["params"], state.params),
-        (found["opt_state"][0]["nu"], state.opt_state[0].nu),
+        (found.params, state.params),
+        (found.opt_state[0].nu, state.opt_state[0].nu),
     ):
         wanted = jnp.stack([old[f"layers_{i}"]["kernel"] for i in range(3)])
         np.testing.assert_array_equal(tree["layers"]["kernel"], wanted)
@@ -296,10 +299,10 @@ def test_a_fused_projection_is_split_and_fused(tmp_path):
     cut = split("(.*)/qkv/kernel", parts)
     found = flaxckpt.load(tmp_path / "c", transforms=[cut])
     np.testing.assert_array_equal(
-        found["params"]["attn"]["key"]["kernel"],
+        found.params["attn"]["key"]["kernel"],
         state.params["attn"]["qkv"]["kernel"][:, 8:16],
     )
-    moments = found["opt_state"][1][0]["mu"]["attn"]
+    moments = found.opt_state[1][0].mu["attn"]
     np.testing.assert_array_equal(
         moments["value"]["kernel"],
         state.opt_state[1][0].mu["attn"]["qkv"]["kernel"][:, 16:],
@@ -466,7 +469,7 @@ def test_functions_of_t5x_style_on_save(tmp_path, state):
     assert "halve" in metadata.transforms[0]
     found = flaxckpt.load(tmp_path / "c")
     assert found["note"] == "halved"
-    assert_equal(state.opt_state[0].mu, found["opt_state"][0]["mu"])
+    assert_equal(state.opt_state[0].mu, found["opt_state"][0].mu)
 
 
 def test_functions_of_t5x_style_on_restore(saved, state):
@@ -650,10 +653,10 @@ def test_two_models_of_equal_names_keep_to_their_own_optimizers(tmp_path):
         tmp_path / "c", transforms=[rename("g/params/w", "g/params/v")]
     )
     np.testing.assert_array_equal(
-        moved["g"]["opt_state"][0]["mu"]["v"], state["g"].opt_state[0].mu["w"]
+        moved["g"].opt_state[0].mu["v"], state["g"].opt_state[0].mu["w"]
     )
     np.testing.assert_array_equal(
-        moved["d"]["opt_state"][0]["mu"]["w"], state["d"].opt_state[0].mu["w"]
+        moved["d"].opt_state[0].mu["w"], state["d"].opt_state[0].mu["w"]
     )
 
 
@@ -700,7 +703,7 @@ def test_computed_leaves_are_split_as_wanted(tmp_path, state, axis_type):
     assert kernel.sharding == sharding
     assert kernel.addressable_shards[0].data.shape == (3, 2, 1)
     np.testing.assert_array_equal(
-        kernel, flaxckpt.load(tmp_path / "d")["params"]["layers"]["kernel"]
+        kernel, flaxckpt.load(tmp_path / "d").params["layers"]["kernel"]
     )
     flat = jax.NamedSharding(mesh, jax.P("data", "model"))
     grown = {

@@ -376,7 +376,7 @@ def _optimizer(optimizer: LeafPath, old: LeafPath, new: LeafPath) -> LeafPath | 
 
 def keys(path: LeafPath, info: LeafInfo) -> tuple[_tree.Key, ...]:
     """The keys of a new path; what it shares with the old one keeps its kind."""
-    names = [_unescape(part) for part in path.split("/")]
+    names = [_tree.unescape(part) for part in path.split("/")]
     old = info.keys
     leading = 0
     while leading < min(len(names), len(old)) and _is(names[leading], old[leading]):
@@ -396,7 +396,3 @@ def keys(path: LeafPath, info: LeafInfo) -> tuple[_tree.Key, ...]:
 
 def _is(name: str, key: _tree.Key) -> bool:
     return str(key.name) == name
-
-
-def _unescape(part: str) -> str:
-    return part.replace("%2F", "/").replace("%25", "%")

@@ -1,0 +1,190 @@
+"""Fine-tunes a transformer from a safetensors file, and compares it with a fresh one.
+
+    python -m examples.finetune --config=configs/finetune.py --workdir=runs/finetune
+
+Pre-trains on one half of the Python reference manual, in lower case, and exports the
+parameters as one `.safetensors` file, which stands for a model of somebody else. Then
+another model is trained on the other half as it is written: its trunk has another name,
+its alphabet is larger, because it has capitals, and its head is its own. So the trunk
+is renamed on the way, the embedding grows by the mean of its rows, and the head of the
+file stays behind. The same model trained from scratch for as many steps does worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import numpy as np
+from absl import app, flags
+from ml_collections import ConfigDict, config_flags
+
+import flaxckpt
+from examples.char_lm import (
+    Corpus,
+    TrainState,
+    Trunk,
+    create_train_state,
+    create_trunk,
+    distinct_topics,
+    evaluate,
+    train_batches,
+    train_step,
+)
+from flaxckpt.transforms import Transform, drop, grow, keep, rename
+
+
+def main(config: ConfigDict) -> dict[str, float]:
+    """Pre-trains, exports, fine-tunes, and trains from scratch.
+
+    Returns:
+        Validation losses, in nats a character: `pretrained`, `finetuned`, `scratch`.
+    """
+    topics = distinct_topics()
+    general = [text.lower() for text in topics[::2]]
+    special = topics[1::2]
+    alphabet = alphabet_of(general)
+    extended = alphabet + alphabet_of(special, known=alphabet)
+    workdir = Path(config.workdir)
+
+    base, pretrained = train(
+        create_train_state(config, len(alphabet)),
+        corpus_of(general, alphabet, config),
+        config,
+        workdir / "pretrained",
+        steps=config.pretrain_steps,
+    )
+    print(f"pre-trained for {int(base.step)} steps: loss {pretrained:.3f}")
+    source = export(workdir / "pretrained", workdir / "model.safetensors")
+
+    corpus = corpus_of(special, extended, config)
+    changes = fine_tuning_changes(len(extended))
+    state = create_special_state(config, len(extended))
+    print(flaxckpt.plan(source, state, transforms=changes, missing="init"))
+    _, finetuned = train(
+        state, corpus, config, workdir / "finetuned", source=source, changes=changes
+    )
+    state = create_special_state(config, len(extended))
+    _, scratch = train(state, corpus, config, workdir / "scratch")
+    print(
+        f"after {config.total_steps} steps on the other half: loss {finetuned:.3f}"
+        f" fine-tuned, {scratch:.3f} from scratch"
+    )
+    [origin] = flaxckpt.metadata(workdir / "finetuned").lineage
+    print(f"fine-tuned from {origin.path}, {origin.digest}")
+    return {"pretrained": pretrained, "finetuned": finetuned, "scratch": scratch}
+
+
+def export(run: Path, file: Path) -> Path:
+    """Writes the parameters of a run's newest step, less `params/` in their names."""
+    flaxckpt.convert(
+        run,
+        file,
+        format="safetensors",
+        transforms=[keep("params/.*"), rename("params/(.*)", r"\1")],
+        overwrite=True,
+    )
+    return file
+
+
+def fine_tuning_changes(alphabet_size: int) -> Sequence[Transform]:
+    """What makes of the exported parameters those that `Special` begins with."""
+    return [
+        drop("head/.*"),
+        rename("trunk/(.*)", r"params/reader/\1"),
+        grow("params/reader/embed/embedding", axis=0, size=alphabet_size),
+    ]
+
+
+class Special(nn.Module):
+    """A trunk under another name, and a head with a hidden layer."""
+
+    reader: Trunk
+    alphabet_size: int
+
+    @nn.compact
+    def __call__(self, chars: jax.Array, *, deterministic: bool = True) -> jax.Array:
+        """Maps characters `[batch, length]` to logits `[batch, length, alphabet]`."""
+        x = self.reader(chars, deterministic=deterministic)
+        x = nn.gelu(nn.Dense(x.shape[-1], name="hidden")(x))
+        logits: jax.Array = nn.Dense(self.alphabet_size, name="writer")(x)
+        return logits
+
+
+def create_special_state(config: ConfigDict, alphabet_size: int) -> TrainState:
+    """A fresh state of `Special`."""
+    model = Special(create_trunk(config, alphabet_size), alphabet_size)
+    return create_train_state(config, alphabet_size, model)
+
+
+def train(
+    state: TrainState,
+    corpus: Corpus,
+    config: ConfigDict,
+    directory: Path,
+    *,
+    steps: int | None = None,
+    source: Path | None = None,
+    changes: Sequence[Transform] = (),
+) -> tuple[TrainState, float]:
+    """Trains, from the newest checkpoint in `directory` if there is one.
+
+    Args:
+        state: Where to begin; what `source` has takes the place of what is in it.
+        corpus: What to train on.
+        config: The settings.
+        directory: Of the run's checkpoints.
+        steps: How many; by default `config.total_steps`.
+        source: A checkpoint to begin from, in any format.
+        changes: What to change in the source.
+
+    Returns:
+        The final state, and its loss on validation windows.
+    """
+    batches: Iterator[np.ndarray] = train_batches(corpus, config)
+    with (
+        flaxckpt.Checkpointer(directory) as ckpt,
+        flaxckpt.CheckpointCallback(
+            ckpt, every_steps=config.checkpoint_every, dataset=batches
+        ) as on_step,
+    ):
+        state, start = on_step.restore_or_init(
+            state, source=source, source_transforms=changes, missing="init"
+        )
+        for step in range(start + 1, (steps or config.total_steps) + 1):
+            state, _ = train_step(state, next(batches))
+            on_step(step, state)
+    return state, evaluate(state, corpus, config)["eval/loss"]
+
+
+def alphabet_of(texts: Sequence[str], known: str = "") -> str:
+    """The characters that occur and are not known, sorted."""
+    return "".join(sorted(set("".join(texts)) - set(known)))
+
+
+def corpus_of(texts: Sequence[str], alphabet: str, config: ConfigDict) -> Corpus:
+    """Windows of texts; one in eight is kept for validation."""
+    numbers = {char: i for i, char in enumerate(alphabet)}
+    length = config.context + 1
+
+    def windows(texts: Sequence[str]) -> np.ndarray:
+        text = np.array([numbers[char] for char in "".join(texts)], np.int32)
+        return np.lib.stride_tricks.sliding_window_view(text, length)
+
+    train = [text for i, text in enumerate(texts) if i % 8 != 4]
+    return Corpus(alphabet, windows(train), windows(texts[4::8])[::length])
+
+
+if __name__ == "__main__":
+    _CONFIG = config_flags.DEFINE_config_file("config", "configs/finetune.py")
+    _WORKDIR = flags.DEFINE_string("workdir", None, "Replaces config.workdir.")
+
+    def _run(argv: list[str]) -> None:
+        del argv
+        config = _CONFIG.value
+        config.workdir = _WORKDIR.value or config.workdir
+        main(config)
+
+    app.run(_run)
