@@ -33,7 +33,14 @@ LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 
 # Inside a package: its __init__ may import every sibling, and these siblings may be
 # imported by the others. The readers of formats do not import each other.
-SHARED_SIBLINGS = {"formats._ndarray", "formats._orbax_json", "formats._zarr2"}
+SHARED_SIBLINGS = {
+    "formats._ndarray",
+    "formats._orbax_disk",
+    "formats._scan",
+    "formats._orbax_foreign",
+    "formats._orbax_json",
+    "formats._zarr2",
+}
 FREE_PACKAGES = {"cli"}
 
 # Third-party package -> the only modules that may import it; none: nobody may.

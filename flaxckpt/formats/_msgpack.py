@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flaxckpt import _storage, _tree, errors
 from flaxckpt._info import Stored
-from flaxckpt.formats import _ndarray
+from flaxckpt.formats import _ndarray, _scan
 
 _ELSEWHERE = "//GDAPlaceholder:"
 """How a string begins that stands for an array of several processes."""
@@ -17,7 +17,7 @@ _ELSEWHERE = "//GDAPlaceholder:"
 
 def recognises(path: Path) -> str | None:
     """Why `path` is a file that holds a map in msgpack."""
-    keys = _ndarray.first_keys(path)
+    keys = _scan.first_keys(path)
     if keys is None or keys == ["version", "optimizer"]:
         return None
     return f"it begins with a msgpack map, whose first key is {keys[0][:60]!r}"
@@ -31,7 +31,7 @@ def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
         CheckpointFormatError: Parts of it are elsewhere, in a way that is not read.
     """
     stamp = _storage.stamp(path)
-    with _ndarray.scanner(path) as scan:
+    with _scan.scanner(path) as scan:
         tree = scan.value()
         scan.leave()
     beside = path.with_name(f"{path.name}_gda")

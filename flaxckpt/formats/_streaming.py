@@ -13,13 +13,13 @@ from pathlib import Path
 
 from flaxckpt import _storage, _tree
 from flaxckpt._info import Stored
-from flaxckpt.formats import _ndarray
-from flaxckpt.formats._ndarray import Run, Scanner, Value
+from flaxckpt.formats import _ndarray, _scan
+from flaxckpt.formats._scan import Run, Scanner, Value
 
 
 def recognises(path: Path) -> str | None:
     """Why `path` is a stream of records."""
-    if not _ndarray.begins_with_record(path):
+    if not _scan.begins_with_record(path):
         return None
     return "it begins with a msgpack record of keys and a value"
 
@@ -32,7 +32,7 @@ def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
     """
     stamp = _storage.stamp(path)
     tree: dict[str, Value] = {}
-    with _ndarray.scanner(path) as scan:
+    with _scan.scanner(path) as scan:
         while scan.position < scan.size:
             _enter(scan, tree)
     return _ndarray.stored(

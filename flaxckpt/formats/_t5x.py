@@ -15,7 +15,7 @@ from typing import Any
 from flaxckpt import _storage, _tree, errors
 from flaxckpt._info import Stored
 from flaxckpt._types import LeafPath
-from flaxckpt.formats import _ndarray, _orbax_json, _zarr2
+from flaxckpt.formats import _ndarray, _orbax_json, _scan, _zarr2
 
 _FILE = "checkpoint"
 _VERSIONS = (2, 3)
@@ -52,7 +52,7 @@ def recognises(path: Path) -> str | None:
 
 
 def _is_ours(file: Path) -> bool:
-    keys = _ndarray.first_keys(file)
+    keys = _scan.first_keys(file)
     if keys is None or keys[0] not in _KEYS:
         return False
     if set(keys) == _KEYS:
@@ -61,7 +61,7 @@ def _is_ours(file: Path) -> bool:
         return False
     # The other order, with all of the state before the version.
     try:
-        with _ndarray.scanner(file) as scan:
+        with _scan.scanner(file) as scan:
             tree = scan.value()
     except errors.DamagedCheckpointError:
         return False
@@ -81,7 +81,7 @@ def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
         _zarr2.inside(file.parent, file)
     except ValueError as error:
         raise errors.DamagedCheckpointError(str(error)) from None
-    with _ndarray.scanner(file) as scan:
+    with _scan.scanner(file) as scan:
         tree = scan.value()
         scan.leave()
     version = tree["version"]
