@@ -117,9 +117,11 @@ def _begins(path: Path) -> bytes:
 
 
 def _content(path: Path) -> str:
-    if not path.is_dir():
+    if path.is_file():
         first = _begins(path)
         return f"a file that begins with {first[:8]!r}" if first else "an empty file"
+    if not path.is_dir():
+        return "no plain file"
     names = sorted(child.name for child in path.iterdir())
     listed = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
     return f"a directory with {listed}" if names else "an empty directory"

@@ -123,11 +123,7 @@ def stored(
         else:
             leaves[name] = _leaf(path, file, name, keys, value)
     if faults:
-        raise errors.DamagedCheckpointError(
-            f"{len(faults)} leaves of {file} are not as Flax writes them:\n"
-            + errors.rows(f"{name}: {reason}" for name, reason in faults.items())
-            + "\nRestore another step."
-        )
+        raise unreadable(file, faults)
     infos = [leaf.info for leaf in leaves.values()]
     return Stored(
         CheckpointMetadata(
@@ -148,6 +144,18 @@ def stored(
             for i in infos
         ),
         stamp=stamp,
+    )
+
+
+def unreadable(
+    path: Path, faults: Mapping[LeafPath, str]
+) -> errors.DamagedCheckpointError:
+    """The error that says why leaves of a checkpoint cannot be read."""
+    count = f"{len(faults)} leaves" if len(faults) > 1 else "1 leaf"
+    return errors.DamagedCheckpointError(
+        f"{count} of {path} cannot be read:\n"
+        + errors.rows(f"{name}: {reason}" for name, reason in faults.items())
+        + "\nRestore another step."
     )
 
 

@@ -117,7 +117,8 @@ def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
                 opened[name] = _zarr2.find(item, name)
             except (ValueError, OSError) as error:
                 faults[name] = str(error)[:200]
-        _raise(item, faults)
+        if faults:
+            raise _ndarray.unreadable(item, faults)
     tree = _filled(tree, opened)
     found_here = _ndarray.stored(
         path, file, tree, format_name="orbax", step=step, stamp=stamp
@@ -217,7 +218,8 @@ def _arrays(
             found[name] = _checked(*_orbax_json.foreign_array(data))
         except (ValueError, KeyError, TypeError, OSError, errors.CheckpointError) as e:
             faults[name] = str(e).split(" [")[0][:200]
-    _raise(item, faults)
+    if faults:
+        raise _ndarray.unreadable(item, faults)
     return found
 
 
@@ -238,15 +240,6 @@ def _checked(
     ):
         raise ValueError(f"chunks {list(chunk_shape)} of an array {list(shape)}")
     return shape, dtype, chunk_shape
-
-
-def _raise(item: Path, faults: Mapping[str, str]) -> None:
-    if faults:
-        raise errors.DamagedCheckpointError(
-            f"{len(faults)} leaves of {item} cannot be read:\n"
-            + errors.rows(f"{name}: {reason}" for name, reason in faults.items())
-            + "\nRestore another step."
-        )
 
 
 def _prng_impls(item: Path) -> dict[str, str]:

@@ -94,11 +94,7 @@ def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
     finder = _Finder(file.parent, version)
     state = finder.replaced(tree["optimizer"], ())
     if finder.faults:
-        raise errors.DamagedCheckpointError(
-            f"{len(finder.faults)} leaves of {path} cannot be read:\n"
-            + errors.rows(f"{name}: {why}" for name, why in finder.faults.items())
-            + "\nRestore another step."
-        )
+        raise _ndarray.unreadable(path, finder.faults)
     return _ndarray.stored(path, file, state, format_name="t5x", step=step, stamp=stamp)
 
 
@@ -156,7 +152,7 @@ def _is_spec(value: dict[str, Any]) -> bool:
     """Whether a map describes an array; a module may have parameters of these names."""
     return (
         isinstance(value.get("driver"), str)
-        and isinstance(value.get("kvstore"), dict)
+        and isinstance(value.get("kvstore"), dict | str)
         and isinstance(value.get("metadata"), dict)
     )
 
@@ -168,6 +164,8 @@ def _directory(spec: dict[str, Any]) -> str:
         ValueError: It is not what T5X writes.
     """
     kvstore, metadata = spec["kvstore"], spec["metadata"]
+    if not isinstance(kvstore, dict):
+        raise ValueError(f"its specification has the URL {kvstore[:40]!r}, not of T5X")
     for part, allowed in (
         (spec, _SPEC_KEYS),
         (kvstore, _KVSTORE_KEYS),

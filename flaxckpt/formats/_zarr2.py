@@ -30,8 +30,10 @@ from flaxckpt.formats import _ndarray, _orbax_json
 _MAX_METADATA_BYTES = 2**16
 _MAX_CHUNK_BYTES = 2 * 2**30
 _NUMBER = re.compile(r"[<>|][biufc][0-9]{1,2}")
-_BEST_RATIO = {"zlib": 1032, "gzip": 1032}
-"""No deflate stream holds more than this many times its size."""
+_BEST_RATIO = {None: 1, "zlib": 1032, "gzip": 1032}
+"""Codec -> how many times its size a chunk may hold; that of deflate is exact."""
+
+_ANY_RATIO = 2**16
 
 _DECODED_HERE = (None, "zlib", "gzip", "bz2")
 _LEFT_TO_TENSORSTORE = ("zstd", "blosc")
@@ -164,9 +166,9 @@ def _dtype(name: object) -> np.dtype[Any]:
 def _codec(compressor: Any) -> str | None:
     if compressor is None:
         return None
-    name = compressor.get("id") if isinstance(compressor, dict) else compressor
-    if name not in (*_DECODED_HERE, *_LEFT_TO_TENSORSTORE):
-        raise ValueError(f"compressor {str(name)[:40]!r} is not read")
+    name = compressor.get("id") if isinstance(compressor, dict) else None
+    if name not in (*_DECODED_HERE, *_LEFT_TO_TENSORSTORE) or name is None:
+        raise ValueError(f"compressor {str(compressor)[:40]!r} is not read")
     return str(name)
 
 
@@ -220,25 +222,33 @@ def _key(index: Shape) -> str:
 
 
 def _check_files(array: _Zarr2) -> None:
-    """Asserts that every chunk is a plain file in the checkpoint.
+    """Asserts that every chunk is a plain file in the checkpoint, of sensible size.
+
+    Before anything is allocated for what the chunks are said to hold.
 
     Raises:
         ValueError: One is not.
     """
     wanted = _chunks.chunk_count(array.shape, array.chunk_shape)
-    there = set()
+    there: dict[str, int] = {}
     with os.scandir(array.root / array.name) as entries:
         for entry in entries:
             if entry.is_symlink():
                 inside(array.root, Path(entry.path))
             if entry.is_file():
-                there.add(entry.name)
+                there[entry.name] = entry.stat().st_size
     if wanted > len(there):
         raise ValueError(f"of {wanted} chunks, at most {len(there)} are there")
     for chunk in _zarr.chunks(_zarr.whole(array.shape), array.chunk_shape):
         key = chunk.key.removeprefix("c").removeprefix(".") or "0"
         if key not in there:
             raise ValueError(f"chunk {key} is missing")
+        ratio = _BEST_RATIO.get(array.codec, _ANY_RATIO)
+        if not array.chunk_bytes / ratio <= there[key] <= 2 * array.chunk_bytes + 2**16:
+            raise ValueError(
+                f"chunk {key} has {there[key]} bytes instead of those of"
+                f" {array.chunk_bytes}"
+            )
 
 
 def _chunk(array: _Zarr2, key: str) -> Array:
@@ -248,12 +258,6 @@ def _chunk(array: _Zarr2, key: str) -> Array:
         ValueError, OSError: They are not there, or are not whole.
     """
     path = array.root / array.name / key
-    size = path.stat().st_size
-    if (
-        size > 2 * array.chunk_bytes + 2**16
-        or size * _BEST_RATIO.get(array.codec or "", 2**40) < array.chunk_bytes
-    ):
-        raise ValueError(f"chunk {key} has {size} bytes, which cannot be all of it")
     content = path.read_bytes()
     if array.codec is not None:
         content = _decoded(array, key, content)

@@ -43,7 +43,7 @@ def main() -> None:
         ("t5x-3", make_t5x),
         ("streaming", make_streaming),
         ("flax-msgpack", make_flax),
-        ("orbax-aggregate", make_orbax),
+        ("legacy-orbax", make_orbax),
     ):
         folder = GOLDEN / name
         if folder.exists():
@@ -86,7 +86,7 @@ def put(tree: Tree, path: str, value: Any) -> None:
 
 
 def expect(expected: Expected, name: str, path: str, value: Any, kind: str) -> None:
-    """Notes a leaf; `kind` is the name of its dtype, or of its Python type."""
+    """Notes a leaf; `kind` is the name of its dtype, `int32 scalar` or `python int`."""
     array = np.asarray(value)
     if array.dtype.kind not in "biuc":
         array = array.astype(np.float32)
@@ -205,7 +205,7 @@ def make_flax(folder: Path, expected: Expected) -> None:
     state = {"step": 3, "params": parameters(2), "opt_state": {"0": adam, "1": {}}}
     (folder / "checkpoint_3").write_bytes(serialization.to_bytes(state))
     for path, value in leaves(state):
-        kind = "int" if path == "step" else value.dtype.name
+        kind = "python int" if path == "step" else value.dtype.name
         expect(expected, "checkpoint_3", path, value, kind)
 
     whole = parameters(2)["token_embedder"]["embedding"]
@@ -236,7 +236,7 @@ def make_flax(folder: Path, expected: Expected) -> None:
     }
     content = serialization.msgpack_serialize(others, in_place=True)
     (folder / "checkpoint_4").write_bytes(content)
-    kinds = {"half": "float", "true": "bool", "complex": "complex"}
+    kinds = {"half": "python float", "true": "python bool", "complex": "python complex"}
     for path, value in others.items():
         if path in kinds:
             expect(expected, "checkpoint_4", path, value, kinds[path])
@@ -246,7 +246,7 @@ def make_flax(folder: Path, expected: Expected) -> None:
             expect(expected, "checkpoint_4", path, value, value.dtype.name)
     expect(expected, "checkpoint_4", "w", whole, "float32")
     expect(expected, "checkpoint_4", "pair/left", flat[:2], "float32")
-    expect(expected, "checkpoint_4", "pair/right", 7, "int")
+    expect(expected, "checkpoint_4", "pair/right", 7, "python int")
 
 
 # ---- Orbax before `_METADATA` -----------------------------------------------------
@@ -285,7 +285,7 @@ def make_orbax(folder: Path, expected: Expected) -> None:
             shutil.rmtree(root / "step")
         check_orbax(root, state, ocdbt=ocdbt)
         for path, value in leaves(state):
-            kind = "int" if path == "step" else value.dtype.name
+            kind = "python int" if path == "step" else value.dtype.name
             expect(expected, name, path, value, kind)
 
 
