@@ -511,7 +511,44 @@ def test_arrays_of_zarr_2_are_read_as_tensorstore_has_them(tmp_path, compressor,
         np.testing.assert_array_equal(found[region].read().result(), values[region])
 
 
-def test_step_0_of_t5x_version_2_and_its_old_bfloat16(tmp_path):
+@pytest.mark.parametrize("step", [np.int32(3), np.asarray(3, np.int32), 3])
+def test_t5x_in_one_file_with_any_kind_of_step_and_any_order(tmp_path, step):
+    optimizer = {"target": {"w": np.ones(2)}, "state": {"step": step}}
+    for tree in (
+        {"version": 3, "optimizer": optimizer},
+        {"optimizer": optimizer, "version": 3},
+    ):
+        content = serialization.msgpack_serialize(tree)
+        (tmp_path / "tiny.checkpoint_0").write_bytes(content)
+        assert flaxckpt.metadata(tmp_path).format == "t5x"
+        found = flaxckpt.load(tmp_path, step=0)
+        assert found["state"]["step"] == 3
+        assert type(found["state"]["step"]) is type(step)
+        np.testing.assert_array_equal(found["target"]["w"], [1, 1])
+
+
+def test_parameters_that_are_called_like_a_specification_are_parameters(tmp_path):
+    target = {"driver": np.ones(2), "kvstore": {"x": np.ones(1)}, "metadata": {}}
+    content = {"version": 3, "optimizer": {"target": target}}
+    (tmp_path / "file").write_bytes(serialization.msgpack_serialize(content))
+    found = flaxckpt.load(tmp_path / "file")["target"]
+    np.testing.assert_array_equal(found["driver"], [1, 1])
+
+
+def test_large_integers_and_what_is_no_number_come_back(tmp_path):
+    state = {
+        "large": 2**64 - 1,
+        "small": -(2**63),
+        "nothing": None,
+        "infinite": float("inf"),
+        "empty": {},
+        "text": "ä" * 300,
+    }
+    (tmp_path / "file").write_bytes(serialization.msgpack_serialize(state))
+    assert flaxckpt.load(tmp_path / "file") == state
+
+
+def test_version_2_of_t5x_is_read_but_for_its_old_bfloat16(tmp_path):
     from hostile import t5x
 
     path = t5x.write(tmp_path, version=2)
