@@ -166,8 +166,8 @@ class Block(nn.Module):
         return x + residual
 
 
-class Transformer(nn.Module):
-    """Predicts each next character from those before it."""
+class Trunk(nn.Module):
+    """Describes each character by what stands before it."""
 
     alphabet_size: int
     context: int
@@ -178,20 +178,34 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, chars: jax.Array, *, deterministic: bool = True) -> jax.Array:
-        """Maps characters `[batch, length]` to logits `[batch, length, alphabet]`."""
+        """Maps characters `[batch, length]` to features `[batch, length, dim]`."""
         positions = jnp.arange(chars.shape[-1])
         x = nn.Embed(self.alphabet_size, self.dim, name="embed")(chars)
         x = x + nn.Embed(self.context, self.dim, name="pos_embed")(positions)
         for i in range(self.layers):
             block = Block(self.heads, self.dropout_rate, name=f"block_{i}")
             x = block(x, deterministic=deterministic)
-        logits: jax.Array = nn.Dense(self.alphabet_size, name="head")(nn.LayerNorm()(x))
+        features: jax.Array = nn.LayerNorm(name="norm")(x)
+        return features
+
+
+class Transformer(nn.Module):
+    """Predicts each next character from those before it."""
+
+    trunk: Trunk
+    alphabet_size: int
+
+    @nn.compact
+    def __call__(self, chars: jax.Array, *, deterministic: bool = True) -> jax.Array:
+        """Maps characters `[batch, length]` to logits `[batch, length, alphabet]`."""
+        x = self.trunk(chars, deterministic=deterministic)
+        logits: jax.Array = nn.Dense(self.alphabet_size, name="head")(x)
         return logits
 
 
-def create_train_state(config: ConfigDict, alphabet_size: int) -> TrainState:
-    """Initializes parameters, optimizer and dropout key from `config.seed`."""
-    model = Transformer(
+def create_trunk(config: ConfigDict, alphabet_size: int) -> Trunk:
+    """The part of the model that other models can be built on."""
+    return Trunk(
         alphabet_size=alphabet_size,
         context=config.context,
         dim=config.dim,
@@ -199,6 +213,20 @@ def create_train_state(config: ConfigDict, alphabet_size: int) -> TrainState:
         heads=config.heads,
         dropout_rate=config.dropout_rate,
     )
+
+
+def create_train_state(
+    config: ConfigDict, alphabet_size: int, model: nn.Module | None = None
+) -> TrainState:
+    """Initializes parameters, optimizer and dropout key from `config.seed`.
+
+    Args:
+        config: The settings.
+        alphabet_size: How many characters there are.
+        model: What to train; by default a `Transformer`.
+    """
+    if model is None:
+        model = Transformer(create_trunk(config, alphabet_size), alphabet_size)
     learning_rate = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=config.learning_rate,

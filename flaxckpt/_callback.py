@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import jax
 
-from flaxckpt import _plan, errors
+from flaxckpt import errors
 from flaxckpt._checkpointer import Checkpointer
 from flaxckpt._save import SaveHandle
-from flaxckpt._types import PyTree
+from flaxckpt._types import PathLike, PyTree
+from flaxckpt.transforms import Transform
 
 _log = logging.getLogger(__name__)
 
@@ -163,23 +164,59 @@ class CheckpointCallback:
         self._last = None
 
     def restore_or_init(
-        self, state: PyTree, *, dataset: Any = None
+        self,
+        state: PyTree,
+        *,
+        source: PathLike | None = None,
+        source_step: int | None = None,
+        source_transforms: Sequence[Transform] = (),
+        dataset: Any = None,
+        missing: Literal["error", "init"] = "error",
+        unused: Literal["warn", "error", "ignore"] = "warn",
+        optimizer: Literal["match", "exact", "reinit"] = "reinit",
     ) -> tuple[PyTree, int]:
-        """The newest checkpoint if there is one, otherwise `state` as it is.
+        """The run's newest checkpoint; else `source`, transformed; else `state`.
+
+        A run that is started again goes on from its own newest checkpoint, which is
+        never transformed: what `source_transforms` change is changed once.
 
         Args:
             state: The state that training would begin with. Abstract leaves will do
                 if there is a checkpoint.
+            source: What a new run begins from: a checkpoint in any format, or a run
+                directory. It must be there if this run has no checkpoint yet.
+            source_step: Which step of a run directory; by default the newest.
+            source_transforms: What to change in it first; see `flaxckpt.transforms`.
             dataset: Instead of the iterator given at the beginning. It is put where
-                the saved one stood; do so before anything prefetches from it.
+                the saved one stood; do so before anything prefetches from it. That of
+                a source is not taken.
+            missing: What to do about leaves that the source lacks; see `load`.
+            unused: What to do about leaves of the source that are not asked for.
+            optimizer: How those of the optimizer are found in the source. By default it
+                starts afresh with the new parameters, and so does the step counter
+                beside it; `match` goes on where the source stood.
 
         Returns:
-            The state, and how many steps it has completed: 0 for a fresh one.
+            The state, and how many steps it has completed: 0 for a fresh one, and for
+            one from a source, unless its step counter was taken from there.
 
         Raises:
             CheckpointError: There are checkpoints, but none that fits.
         """
         dataset = self._dataset if dataset is None else dataset
+        if self.checkpointer.latest_step() is None and source is not None:
+            loaded = self.checkpointer.load_source(
+                source,
+                state,
+                step=source_step,
+                transforms=source_transforms,
+                missing=missing,
+                unused=unused,
+                optimizer=optimizer,
+            )
+            step = 0 if optimizer == "reinit" else _step_of(loaded)
+            self._begin_at(step)
+            return loaded, step
         if self.checkpointer.latest_step() is None:
             abstract = [
                 leaf
@@ -194,12 +231,14 @@ class CheckpointCallback:
                 )
             _log.info("no checkpoint in %s: starting anew", self.checkpointer.directory)
             return state, 0
-        restored, step = self.checkpointer._restore(
-            state, None, dataset, True, _plan.Options()
-        )
-        self._seen = self._saved = step
-        self._saved_at = self._clock()
+        restored, step = self.checkpointer.restore_latest(state, dataset=dataset)
+        self._begin_at(step)
+        self._saved = step
         return restored, step
+
+    def _begin_at(self, step: int) -> None:
+        self._seen = step
+        self._saved_at = self._clock()
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds metrics to a committed step, as of an evaluation after its save."""
@@ -226,3 +265,10 @@ class CheckpointCallback:
         if error is None:
             self.close()
         self._last = None
+
+
+def _step_of(state: PyTree) -> int:
+    """What a state's own counter says; 0 if it has none."""
+    step = state.get("step") if isinstance(state, Mapping) else None
+    step = getattr(state, "step", step)
+    return 0 if step is None else int(step)

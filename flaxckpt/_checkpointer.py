@@ -23,7 +23,7 @@ from flaxckpt import (
     formats,
     policies,
 )
-from flaxckpt._info import ArrayLayout, CheckpointMetadata, SaveResult
+from flaxckpt._info import ArrayLayout, CheckpointMetadata, Lineage, SaveResult
 from flaxckpt._save import SaveHandle
 from flaxckpt._types import JSON, PathLike, PyTree
 from flaxckpt.formats import _orbax
@@ -60,6 +60,10 @@ class Checkpointer:
         read_only: Refuses to save or delete.
         metadata: JSON of your own about the whole run, kept where Orbax keeps its
             root metadata. It replaces what is there.
+
+    Attributes:
+        lineage: What this run began from, the nearest first; recorded in every step.
+            Restoring a step sets it to what is recorded there.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class Checkpointer:
         self._lock = threading.RLock()  # one save at a time, whichever thread asks
         self._pending: SaveHandle | None = None
         self._saved: _write.Previous | None = None  # by the last save of ours
+        self.lineage: tuple[Lineage, ...] = ()
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._before_close: list[Callable[[], None]] = []
         if max_concurrent_bytes <= 0:
@@ -175,6 +180,7 @@ class Checkpointer:
                 dataset,
                 on_exists == "overwrite",
                 self._max_concurrent_bytes,
+                self.lineage,
             ),
         )
         blocked = time.monotonic() - start
@@ -371,18 +377,69 @@ class Checkpointer:
             step,
             dataset,
             fallback,
-            _plan.Options(
-                missing,
-                unused,
-                optimizer,
-                transforms,
-                types,
-                verify,
-                memory_map,
-                self._max_concurrent_bytes,
+            self._options(
+                missing=missing,
+                unused=unused,
+                optimizer=optimizer,
+                transforms=transforms,
+                types=types,
+                verify=verify,
+                memory_map=memory_map,
             ),
         )
         return state
+
+    def restore_latest(
+        self, abstract_state: PyTree, *, dataset: Any = None
+    ) -> tuple[PyTree, int]:
+        """Restores the newest step that is not damaged, and says which it is.
+
+        Raises:
+            CheckpointError: As for `restore`.
+        """
+        return self._restore(abstract_state, None, dataset, True, self._options())
+
+    def load_source(
+        self,
+        source: PathLike,
+        abstract_state: PyTree,
+        *,
+        step: int | None = None,
+        transforms: Sequence[Transform] = (),
+        missing: Literal["error", "init"] = "error",
+        unused: Literal["warn", "error", "ignore"] = "warn",
+        optimizer: Literal["match", "exact", "reinit"] = "reinit",
+    ) -> PyTree:
+        """Loads another checkpoint for this run to begin from.
+
+        What it began from is recorded in every step that is saved from here on.
+
+        Args:
+            source: A checkpoint in any format, or a run directory.
+            abstract_state: What to load; see `flaxckpt.load`.
+            step: Which step of a run directory; by default the newest.
+            transforms: What to change in it first.
+            missing: See `flaxckpt.load`.
+            unused: See there.
+            optimizer: See there. With `reinit`, the step counter beside the optimizer
+                keeps its value in `abstract_state`, too.
+
+        Raises:
+            CheckpointError: As for `flaxckpt.load`.
+        """
+        options = self._options(
+            missing=missing,
+            unused=unused,
+            optimizer=optimizer,
+            transforms=transforms,
+            keeps_steps=optimizer == "reinit",
+        )
+        path = _storage.resolve(source)
+        state, self.lineage = _restore.load_source(path, step, abstract_state, options)
+        return state
+
+    def _options(self, **given: Any) -> _plan.Options:
+        return _plan.Options(max_concurrent_bytes=self._max_concurrent_bytes, **given)
 
     @_collector.paused()
     def _restore(
@@ -415,6 +472,7 @@ class Checkpointer:
                 state = _restore.restore(stored, abstract_state, options)
                 if dataset is not None:
                     _restore.restore_dataset(stored, dataset)
+                self.lineage = stored.metadata.lineage
             except errors.DamagedCheckpointError as error:
                 if not fallback:
                     raise

@@ -202,6 +202,23 @@ class ArrayLayout:
                 )
 
 
+class Lineage(NamedTuple):
+    """A checkpoint from which a run began.
+
+    Attributes:
+        path: Where it was.
+        step: Which step of a run directory; None if it stood alone.
+        digest: Checksum of the file that describes it, or of all of it; None if that
+            is too large to read.
+        transforms: What was changed in it, as text.
+    """
+
+    path: str
+    step: int | None
+    digest: str | None
+    transforms: tuple[str, ...]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointMetadata:
     """All that is known of a checkpoint without reading an array.
@@ -218,6 +235,8 @@ class CheckpointMetadata:
         custom: The user's own `metadata=`.
         has_dataset: Whether a dataset iterator was saved with it.
         total_bytes: Size of all arrays, uncompressed.
+        lineage: What the run began from, the nearest first.
+        transforms: What was changed when it was saved, as text.
     """
 
     path: str
@@ -230,6 +249,8 @@ class CheckpointMetadata:
     custom: Mapping[str, JSON]
     has_dataset: bool
     total_bytes: int
+    lineage: tuple[Lineage, ...] = ()
+    transforms: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

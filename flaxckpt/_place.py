@@ -33,7 +33,7 @@ def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) 
         A `jax.Array`, a `numpy.ndarray`, or a number.
 
     Raises:
-        ValueError: An integer is too large for the wanted type.
+        OverflowError: A number is too large for the wanted type.
     """
     if wanted.kind == "prng_key":
         [data] = blocks.values()
@@ -42,8 +42,10 @@ def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) 
             keys if wanted.sharding is None else jax.device_put(keys, wanted.sharding)
         )
     dtype = wanted.dtype or ""
+    # A Python number has no width: whether it fits is seen only now.
+    is_number = "scalar" in (wanted.kind, found.kind)
     typed = {
-        region: _as_dtype(_values(block, found.dtype or "", dtype), dtype)
+        region: _as_dtype(_values(block, found.dtype or "", dtype), dtype, is_number)
         for region, block in blocks.items()
     }
     if wanted.python_type == "jax.Array":
@@ -62,13 +64,13 @@ def _values(block: Array, found: str, wanted: str) -> Array:
     return block if is_cast else _dtypes.from_stored(block, found)
 
 
-def _as_dtype(array: Array, dtype_name: str) -> Array:
+def _as_dtype(array: Array, dtype_name: str, is_number: bool) -> Array:
     if _dtypes.name(array.dtype) == dtype_name:
         return array
-    if _dtypes.kind(dtype_name) in ("int", "uint") and array.size:
+    if is_number and _dtypes.kind(dtype_name) in ("int", "uint"):
         low, high = _dtypes.bounds(dtype_name)
-        if int(array.min()) < low or int(array.max()) > high:
-            raise ValueError(f"{array} does not fit {dtype_name}")
+        if not low <= array.item() <= high:
+            raise OverflowError(str(array))
     return _dtypes.convert(array, dtype_name)
 
 
@@ -97,7 +99,9 @@ def _to_devices(blocks: Mapping[Region, Array], wanted: LeafInfo) -> jax.Array:
 def place(value: Any, wanted: LeafInfo) -> Any:
     """A computed leaf, where and as the caller wants it."""
     if wanted.python_type != "jax.Array":
-        array = np.asarray(value)
+        array = np.array(value)  # a view of jax's could not be written to
+        if wanted.python_type == "numpy.generic":
+            return array[()]
         return array if wanted.kind == "array" else array.item()
     if wanted.sharding is not None:
         return _put(value, wanted.sharding)

@@ -19,16 +19,17 @@ from flaxckpt import (
     _flax,
     _layout,
     _optax,
+    _place,
     _read,
     _tree,
     _write,
     errors,
-    transforms,
 )
 from flaxckpt._info import Leaf, LeafInfo, LeafTable, Role, Stored, StoredLeaf
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
 from flaxckpt.transforms import Transform
+from flaxckpt.transforms import _table as _transforms
 
 if TYPE_CHECKING:
     import rich.table
@@ -42,6 +43,7 @@ Action: TypeAlias = Literal[
     "loaded",
     "cast",
     "renamed",
+    "transformed",
     "resharded",
     "matched",
     "init",
@@ -64,6 +66,7 @@ class Options:
         memory_map: Whether local files are mapped where that saves a copy; `auto` is
             where it is safe.
         max_concurrent_bytes: Bytes that are read at one time.
+        keeps_steps: Whether step counters beside optimizers keep their values.
     """
 
     missing: Literal["error", "init"] = "error"
@@ -74,6 +77,7 @@ class Options:
     verify: bool = True
     memory_map: Literal["auto"] | bool = "auto"
     max_concurrent_bytes: int = _write.DEFAULT_CONCURRENT_BYTES
+    keeps_steps: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -94,8 +98,9 @@ class LeafPlan:
 
     Attributes:
         actions: `loaded`, and with it `cast`, `renamed` (its path in the checkpoint is
-            another), `matched` (found by its role in the optimizer), `resharded`; or
-            one of `init`, `dropped` (only the checkpoint has it), `conflict`.
+            another), `transformed` (its values are computed), `matched` (found by its
+            role in the optimizer), `resharded`; or one of `init`, `dropped` (only the
+            checkpoint has it), `conflict`.
         sources: Leaf paths in the checkpoint.
         wanted: What the state asks for; None if it is dropped.
         found: What the checkpoint holds; None if it holds nothing.
@@ -189,17 +194,21 @@ class Recipe:
 
     Attributes:
         jobs: Arrays to read.
+        derived: Leaves to compute of what is read for them.
         given: Leaf path -> value that needs no reading.
         fresh: Optimizer leaves to make from the parameters, once those are read.
         flat: The wanted state; None to build what the checkpoint describes.
         structure: The containers of the result if `flat` is None.
+        as_asked: Leaves that start afresh because the caller said so.
     """
 
     jobs: tuple[_read.ReadJob, ...]
+    derived: tuple[Leaf, ...]
     given: Mapping[LeafPath, Any]
     fresh: tuple[LeafInfo, ...]
     flat: _flax.FlatState | None
     structure: _tree.Node | LeafPath
+    as_asked: frozenset[LeafPath] = frozenset()
 
 
 # ---- planning ---------------------------------------------------------------------
@@ -209,10 +218,11 @@ def make(
     stored: Stored, abstract_state: PyTree | None, options: Options
 ) -> tuple[RestorePlan, Recipe]:
     """Plans the restore of what `abstract_state` asks for, or of everything."""
-    table = transforms.apply(options.transforms, stored.table)
     if abstract_state is None:
-        return _plan_all(stored, table)
-    return _Planner(stored, table, abstract_state, options).plan()
+        return _plan_all(stored, _transforms.apply(options.transforms, stored.table))
+    flat = _flax.flatten(abstract_state)
+    table = _transforms.apply(options.transforms, stored.table, flat.table)
+    return _Planner(stored, table, flat, abstract_state, options).plan()
 
 
 def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
@@ -224,43 +234,104 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
             stored.metadata.path,
             ", ".join(sorted(stored.unknown_types)),
         )
-    given: dict[LeafPath, Any] = {}
-    jobs: dict[LeafPath, _read.ReadJob] = {}
+    reading = _Reading()
     leaves: dict[LeafPath, LeafPlan] = {}
     problems = []
     usable_type = functools.cache(_usable_type)
     for path, leaf in table.items():
         if leaf.info.kind == "empty":
             continue
-        source = leaf.source
-        assert isinstance(source, StoredLeaf), path
-        found = source.info
         wanted = leaf.info
         if wanted.sharding is not None:
             wanted = dataclasses.replace(wanted, sharding=None)
-        if leaf.info.kind == "string":
-            given[path] = source.value
-        else:
-            if problem := _needs_x64(leaf.info, usable_type):
-                problems.append(problem)
-            jobs[path] = _read.ReadJob(source, wanted)
-        actions: tuple[Action, ...] = ("loaded",)
-        if wanted.dtype != found.dtype:
-            actions = ("loaded", "cast")
-        leaves[path] = LeafPlan(
-            actions, (path,), wanted, found, _layout.stored_bytes(found)
-        )
-    total = sum(leaf.bytes for leaf in leaves.values())
+        if problem := _needs_x64(leaf.info, usable_type):
+            problems.append(problem)
+        size = reading.add(leaf, wanted)
+        sources = _source_paths(leaf)
+        actions = _actions(wanted, leaf, path, path)
+        leaves[path] = LeafPlan(actions, sources, wanted, _found(leaf), size)
     structure = stored.structure
     if set(table) != set(stored.table):
         structure = _tree.plain_structure(
             (path, i.keys, i.python_type if i.kind == "empty" else None)
             for path, i in ((path, leaf.info) for path, leaf in table.items())
         )
+    total = reading.bytes_to_read
     return (
         RestorePlan(stored.metadata.path, leaves, total, total, tuple(problems)),
-        Recipe(tuple(jobs.values()), given, (), None, structure),
+        reading.recipe((), None, structure),
     )
+
+
+class _Reading:
+    """What is to be read and computed."""
+
+    def __init__(self) -> None:
+        self.given: dict[LeafPath, Any] = {}
+        self._jobs: list[_read.ReadJob] = []
+        self._derived: list[Leaf] = []
+
+    def add(self, leaf: Leaf, wanted: LeafInfo) -> int:
+        """Has a leaf of the table become what is wanted of it.
+
+        Returns:
+            The bytes that this process reads for it.
+        """
+        path = wanted.path
+        stored = [s for s in leaf.sources if isinstance(s, StoredLeaf)]
+        if leaf.fn is not None:
+            self._derived.append(Leaf(wanted, leaf.sources, leaf.fn))
+            return sum(_layout.stored_bytes(source.info) for source in stored)
+        if not stored:
+            self.given[path] = _place.place(leaf.source, wanted)
+            return 0
+        if wanted.kind == "string":
+            self.given[path] = stored[0].value
+            return 0
+        job = _read.ReadJob(stored[0], wanted)
+        self._jobs.append(job)
+        return _read.bytes_here(job)
+
+    @property
+    def bytes_to_read(self) -> int:
+        """By all processes together; what is read for several leaves counts once."""
+        once = {
+            id(source): source
+            for leaf in self._derived
+            for source in leaf.sources
+            if isinstance(source, StoredLeaf)
+        }
+        return sum(_layout.stored_bytes(job.found) for job in self._jobs) + sum(
+            _layout.stored_bytes(source.info) for source in once.values()
+        )
+
+    def recipe(
+        self,
+        fresh: Sequence[LeafInfo],
+        flat: _flax.FlatState | None,
+        structure: _tree.Node | LeafPath,
+        as_asked: Iterable[LeafPath] = (),
+    ) -> Recipe:
+        """How all of it is done."""
+        return Recipe(
+            tuple(self._jobs),
+            tuple(self._derived),
+            self.given,
+            tuple(fresh),
+            flat,
+            structure,
+            frozenset(as_asked),
+        )
+
+
+def _source_paths(leaf: Leaf) -> tuple[LeafPath, ...]:
+    return tuple(s.info.path for s in leaf.sources if isinstance(s, StoredLeaf))
+
+
+def _found(leaf: Leaf) -> LeafInfo:
+    """What is stored for a leaf: of a computed one, the first of its sources."""
+    source = next((s for s in leaf.sources if isinstance(s, StoredLeaf)), None)
+    return leaf.info if source is None else source.info
 
 
 def _needs_x64(info: LeafInfo, usable_type: Callable[[str], str]) -> Mismatch | None:
@@ -281,19 +352,25 @@ class _Planner:
     """Fits a checkpoint's leaf table to a wanted state."""
 
     def __init__(
-        self, stored: Stored, table: LeafTable, abstract_state: PyTree, options: Options
+        self,
+        stored: Stored,
+        table: LeafTable,
+        flat: _flax.FlatState,
+        abstract_state: PyTree,
+        options: Options,
     ) -> None:
         self._stored = stored
         self._table = table
         self._abstract_state = abstract_state
         self._options = options
-        self._flat = _flax.flatten(abstract_state)
+        self._flat = flat
         self._roles = _optax.roles(self._flat.structure, self._flat.optimizer_states)
         self._leaves: dict[LeafPath, LeafPlan] = {}
-        self._jobs: list[_read.ReadJob] = []
-        self._given: dict[LeafPath, Any] = {}
+        self._reading = _Reading()
         self._fresh: list[LeafInfo] = []
         self._problems: list[Mismatch] = []
+        self._used: set[LeafPath] = set()
+        self._as_asked: set[LeafPath] = set()
         self._finder = _Finder(table)
 
     @functools.cached_property
@@ -314,16 +391,12 @@ class _Planner:
         plan = RestorePlan(
             self._stored.metadata.path,
             self._leaves,
-            sum(_layout.stored_bytes(job.found) for job in self._jobs),
+            self._reading.bytes_to_read,
             sum(leaf.bytes for leaf in self._leaves.values()),
             tuple(self._problems),
         )
-        recipe = Recipe(
-            tuple(self._jobs),
-            self._given,
-            tuple(self._fresh),
-            self._flat,
-            self._flat.structure,
+        recipe = self._reading.recipe(
+            self._fresh, self._flat, self._flat.structure, self._as_asked
         )
         return plan, recipe
 
@@ -351,9 +424,29 @@ class _Planner:
                     chosen[path] = [] if is_kept else [source, source]
         return chosen
 
+    @functools.cached_property
+    def _kept(self) -> set[LeafPath]:
+        """Step counters that keep their values."""
+        if not self._options.keeps_steps:
+            return set()
+        optimizers = {known.role(path).optimizer for path, known in self._roles.items()}
+        beside = {"/".join((*path.split("/")[:-1], "step")) for path in optimizers}
+        return {
+            path
+            for path in beside & self._flat.table.keys()
+            if not isinstance(self._flat.table[path].source, jax.ShapeDtypeStruct)
+        }
+
     def _decide(self, path: LeafPath, leaf: Leaf, candidates: list[LeafPath]) -> None:
         known = self._roles.get(path)
+        if path in self._kept:
+            self._as_asked.add(path)
+            self._used.update(candidates)
+            self._reading.given[path] = leaf.source
+            self._leaves[path] = LeafPlan(("init",), (), leaf.info, None, 0)
+            return
         if known is not None and self._options.optimizer == "reinit":
+            self._as_asked.add(path)
             self._start_afresh(leaf, known)
             return
         if len(candidates) > 1:
@@ -361,6 +454,7 @@ class _Planner:
             if len(set(candidates)) == 1:
                 found = f"several leaves that ask for {candidates[0]}"
             problem = Mismatch(path, str(leaf.info), found)
+            self._used.update(candidates)
             self._conflict(problem, leaf.info, None, tuple(candidates))
         elif candidates:
             self._take(path, leaf, candidates[0])
@@ -390,24 +484,17 @@ class _Planner:
         return None
 
     def _take(self, path: LeafPath, leaf: Leaf, source_path: LeafPath) -> None:
-        wanted, declared = leaf.info, self._table[source_path].info
-        source = self._table[source_path].source
-        assert isinstance(source, StoredLeaf), source_path
-        if problem := _misfit(wanted, declared):
-            self._conflict(problem, wanted, declared, (source_path,))
+        wanted, found = leaf.info, self._table[source_path]
+        self._used.add(source_path)
+        if problem := _misfit(wanted, found.info):
+            self._conflict(problem, wanted, found.info, (source_path,))
             return
-        found = source.info
-        job = _read.ReadJob(source, wanted)
-        if wanted.kind == "string":
-            self._given[path] = source.value
-        else:
-            self._jobs.append(job)
         self._leaves[path] = LeafPlan(
             _actions(wanted, found, path, source_path),
-            (source_path,),
+            _source_paths(found),
             wanted,
-            found,
-            _read.bytes_here(job),
+            _found(found),
+            self._reading.add(found, wanted),
         )
 
     def _start_afresh(self, leaf: Leaf, known: _optax.Known | None) -> None:
@@ -418,7 +505,7 @@ class _Planner:
         if is_optimizer and info.path.startswith(self._can_init):
             self._fresh.append(info)
         elif (is_optimizer or self._options.missing == "init") and has_value:
-            self._given[info.path] = leaf.source
+            self._reading.given[info.path] = leaf.source
         else:
             # Finding the nearest name is slow, and only a few are shown.
             lacking = missing(
@@ -443,9 +530,8 @@ class _Planner:
         self._leaves[problem.leaf] = LeafPlan(("conflict",), sources, wanted, found, 0)
 
     def _drop_unused(self) -> None:
-        used = {path for leaf in self._leaves.values() for path in leaf.sources}
         for path, leaf in self._table.items():
-            if path in used or leaf.info.kind == "empty":
+            if path in self._used or leaf.info.kind == "empty":
                 continue
             if self._options.unused == "error":
                 self._problems.append(Mismatch(path, "nothing", str(leaf.info)))
@@ -559,13 +645,19 @@ def _ending(role: Role) -> LeafPath:
 
 
 def _actions(
-    wanted: LeafInfo, found: LeafInfo, path: LeafPath, source_path: LeafPath
+    wanted: LeafInfo, leaf: Leaf, path: LeafPath, source_path: LeafPath
 ) -> tuple[Action, ...]:
+    """What is done to `leaf`, which the table has at `source_path`, for `path`."""
+    if not _source_paths(leaf):
+        return ("init",)  # made by a transform, of nothing that is stored
     actions: tuple[Action, ...] = ("loaded",)
+    found = _found(leaf)
     if wanted.kind == "array" and wanted.dtype != found.dtype:
         actions += ("cast",)
     if source_path != found.path:
         actions += ("renamed",)
+    if leaf.fn is not None:
+        actions += ("transformed",)
     if source_path != path and source_path != f"{path}/value":
         actions += ("matched",)
     if wanted.shard_shape != found.shard_shape or (
@@ -657,6 +749,7 @@ def advice(problems: Iterable[Mismatch], abstract_state: PyTree) -> str:
             ' and missing="init" to keep them.'
         )
     return (
-        "Change the state to fit; floating types are cast, integers only widened, and"
-        " shapes must agree."
+        "Change the state to fit, or the checkpoint on the way: transforms=[...] can"
+        " rename, drop, grow, slice and map leaves. Floating types are cast, integers"
+        " only widened."
     )

@@ -90,9 +90,11 @@ def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
     Raises:
         DamagedCheckpointError: Values are missing or fail their checksum. All
             leaves at fault are named.
+        RestoreMismatchError: Numbers are too large for the wanted types.
     """
     values: dict[LeafPath, Any] = {}
     faults: dict[LeafPath, str] = {}
+    too_large: list[errors.Mismatch] = []
     databases = _raw.Databases(ts.Context({"file_io_concurrency": {"limit": 32}}))
     for batch in _batches(jobs, options.max_concurrent_bytes):
         blocks = _read_batch(batch, options, databases, faults)
@@ -102,8 +104,13 @@ def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
                 values[job.wanted.path] = _place.assemble(parts, job.found, job.wanted)
             except ValueError as error:
                 faults[job.wanted.path] = _first_words(error)
+            except OverflowError as error:
+                too_large.append(_too_large(job.wanted, error))
+    if too_large:
+        raise errors.RestoreMismatchError(str(jobs[0].stored.root), too_large)
     if faults:
-        raise _damaged(jobs[0].stored.root, faults)
+        roots = {job.wanted.path: job.stored.root for job in jobs}
+        raise _damaged(roots[next(iter(faults))], faults)
     return values
 
 
@@ -127,6 +134,10 @@ def _read_batch(
         except (ValueError, OSError) as error:
             faults[work.job.wanted.path] = _first_words(error)
     return blocks
+
+
+def _too_large(wanted: LeafInfo, error: OverflowError) -> errors.Mismatch:
+    return errors.Mismatch(wanted.path, str(wanted), f"the number {error}")
 
 
 def _damaged(root: Path, faults: dict[LeafPath, str]) -> errors.DamagedCheckpointError:

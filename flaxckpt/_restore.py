@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from flaxckpt import (
     _blocks,
     _collector,
+    _derive,
     _flax,
     _locate,
     _place,
@@ -26,17 +27,24 @@ from flaxckpt import (
     datasets,
     errors,
 )
-from flaxckpt._info import CheckpointMetadata, LeafInfo, Stored, StoredLeaf
+from flaxckpt._info import CheckpointMetadata, LeafInfo, Lineage, Stored, StoredLeaf
 from flaxckpt._plan import RestorePlan
 from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.errors import Mismatch
 from flaxckpt.formats import _orbax
 from flaxckpt.transforms import Transform
+from flaxckpt.transforms import _table as _transforms
 
 if TYPE_CHECKING:
     import tensorstore as ts
 
 _log = logging.getLogger(__name__)
+
+_MAX_LINEAGE = 64
+"""Origins that are recorded, the nearest first."""
+
+_DIGESTED_BYTES = 2**30
+"""Size up to which a file is read for its digest alone."""
 
 # ---- public functions -----------------------------------------------------------
 
@@ -105,6 +113,29 @@ def load(
     )
     found, number = _locate.locate(_storage.resolve(path), step)
     return restore(_locate.read_stored(found, number, types), abstract_state, options)
+
+
+@_collector.paused()
+def load_source(
+    path: Path, step: int | None, abstract_state: PyTree, options: _plan.Options
+) -> tuple[PyTree, tuple[Lineage, ...]]:
+    """Loads a checkpoint for a run to begin from, and says where it came from."""
+    found, number = _locate.locate(path, step)
+    stored = _locate.read_stored(found, number)
+    digest = _digest(stored)
+    state = restore(stored, abstract_state, options)
+    done = _transforms.describe(options.transforms)
+    origin = Lineage(str(found), number, digest, done)
+    return state, (origin, *stored.metadata.lineage)[:_MAX_LINEAGE]
+
+
+def _digest(stored: Stored) -> str | None:
+    if stored.stamp is None:
+        return None
+    try:
+        return _storage.digest_file(stored.stamp.path, max_bytes=_DIGESTED_BYTES)
+    except OSError:
+        return None
 
 
 def plan(
@@ -195,7 +226,7 @@ def restore(
             _plan.advice(planned.problems, abstract_state),
         )
     if abstract_state is not None:
-        _tell(planned, options)
+        _tell(planned, recipe, options)
     try:
         state = _execute(recipe, abstract_state, planned.path, options)
     except errors.DamagedCheckpointError:
@@ -245,7 +276,9 @@ def _execute(
     options: _plan.Options,
 ) -> PyTree:
     values = dict(recipe.given)
-    values |= _read.read(recipe.jobs, _reading(path, options))
+    reading = _reading(path, options)
+    values |= _read.read(recipe.jobs, reading)
+    values |= _derive.read(recipe.derived, reading)
     if recipe.flat is None:
         return _tree.unflatten(recipe.structure, values)
     if recipe.fresh:
@@ -294,7 +327,7 @@ def _mesh_of(leaves: Iterable[Any]) -> AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def _tell(planned: RestorePlan, options: _plan.Options) -> None:
+def _tell(planned: RestorePlan, recipe: _plan.Recipe, options: _plan.Options) -> None:
     """Warns of what a caller may not expect: leaves left behind, moments made anew."""
     dropped = [p for p, leaf in planned.leaves.items() if "dropped" in leaf.actions]
     wanted = [leaf.wanted for leaf in planned.leaves.values() if leaf.wanted]
@@ -302,7 +335,11 @@ def _tell(planned: RestorePlan, options: _plan.Options) -> None:
     beside = [path for path in dropped if path.split("/")[0] in branches]
     if beside and options.unused == "warn":
         _warn(planned.path, "are not in the state and stay unread", beside)
-    fresh = [p for p, leaf in planned.leaves.items() if "init" in leaf.actions]
+    fresh = [
+        path
+        for path, leaf in planned.leaves.items()
+        if "init" in leaf.actions and path not in recipe.as_asked
+    ]
     if fresh:
         _warn(planned.path, "are not taken from it but start afresh", fresh)
 

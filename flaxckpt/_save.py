@@ -22,6 +22,7 @@ import jax
 
 from flaxckpt import (
     _collector,
+    _derive,
     _flax,
     _layout,
     _optax,
@@ -34,12 +35,12 @@ from flaxckpt import (
     _zarr,
     datasets,
     errors,
-    transforms,
 )
-from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, LeafTable, SaveResult
+from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, LeafTable, Lineage, SaveResult
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
 from flaxckpt.formats import _orbax, _orbax_json
 from flaxckpt.transforms import Transform
+from flaxckpt.transforms import _table as _transforms
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Options:
         dataset: A dataset iterator, or None.
         overwrite: Whether an existing checkpoint is replaced.
         max_concurrent_bytes: Budget of the writing thread.
+        lineage: What the run began from.
     """
 
     step: int | None = None
@@ -71,6 +73,7 @@ class Options:
     dataset: Any = None
     overwrite: bool = False
     max_concurrent_bytes: int = _write.DEFAULT_CONCURRENT_BYTES
+    lineage: Sequence[Lineage] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -320,13 +323,28 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
 def _planned(flat: _flax.FlatState, options: Options) -> LeafTable:
     """The leaves to save: transformed, with their roles and chunk shapes."""
     roles = _optax.roles(flat.structure, flat.optimizer_states)
-    table = transforms.apply(options.transforms, flat.table)
+    table = flat.table
+    if options.transforms:
+        table = _with_roles(table, roles)  # so that moments go with their parameters
+        table = _derive.computed(_transforms.apply(options.transforms, table))
+        roles = {}
     for path, leaf in table.items():
         known = roles.get(path)
-        role = None if known is None else known.role(path)
+        role = leaf.info.role if known is None else known.role(path)
         info = _layout.with_chunk_shape(leaf.info, options.layout, role=role)
-        table[path] = Leaf(info, leaf.sources, leaf.fn)
+        table[path] = Leaf(info, leaf.sources)
     return table
+
+
+def _with_roles(table: LeafTable, roles: Mapping[LeafPath, _optax.Known]) -> LeafTable:
+    return {
+        path: Leaf(
+            dataclasses.replace(leaf.info, role=roles[path].role(path)), leaf.sources
+        )
+        if path in roles
+        else leaf
+        for path, leaf in table.items()
+    }
 
 
 def _plain(infos: Iterable[LeafInfo]) -> _tree.Node | LeafPath:
@@ -486,6 +504,8 @@ def _contents(snapshot: Snapshot) -> _orbax.Contents:
         snapshot.created,
         time.time(),
         _versions(),
+        options.lineage,
+        _transforms.describe(options.transforms),
     )
 
 

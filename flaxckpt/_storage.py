@@ -228,6 +228,14 @@ def directories(path: Path) -> Iterator[str]:
                 yield entry.name
 
 
+def digest_file(path: Path, *, max_bytes: int) -> str | None:
+    """The checksum of a file's content; None if it is larger than `max_bytes`."""
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            return None
+        return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def digest(content: bytes) -> str:
     """The checksum that is written down for `content`."""
     return "sha256:" + hashlib.sha256(content).hexdigest()

@@ -18,9 +18,10 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from flaxckpt import _flax, _layout, _optax, _tree, errors, transforms
+from flaxckpt import _flax, _layout, _optax, _tree, errors
 from flaxckpt._info import ArrayLayout, Leaf, LeafInfo
 from flaxckpt._types import LeafPath, PyTree
+from flaxckpt.transforms._patterns import compile_pattern
 
 __all__ = ["abstract_state", "parameter_infos"]
 
@@ -136,9 +137,7 @@ def _specs(
         for path, leaf in flat.table.items()
         if leaf.info.python_type == "jax.Array"
     }
-    compiled = [
-        _Rule(transforms.compile_pattern(pattern), spec) for pattern, spec in leaf_rules
-    ]
+    compiled = [_Rule(compile_pattern(pattern), spec) for pattern, spec in leaf_rules]
     axis_names = _flax.axis_names(flat.structure)
     roles = _optax.roles(flat.structure, flat.optimizer_states)
     optimizer = {path for path in infos if path in roles}

@@ -36,10 +36,13 @@ LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 SHARED_SIBLINGS = {
     "formats._ndarray",
     "formats._orbax_disk",
-    "formats._scan",
     "formats._orbax_foreign",
     "formats._orbax_json",
+    "formats._scan",
     "formats._zarr2",
+    "transforms._patterns",
+    "transforms._table",
+    "transforms._values",
 }
 FREE_PACKAGES = {"cli"}
 

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from flaxckpt import _collector, _flax, _info, _plan, _save, _tree, errors
+from flaxckpt import _collector, _flax, _info, _plan, _save, _tree, errors, transforms
 from flaxckpt.formats import _orbax, _orbax_json
 
 ADAMW = optax.adamw(1e-3)
@@ -104,6 +104,26 @@ WORK = {
     ),
     "a restore that lacks everything": lambda n: plan(
         read(linen_like, n), {"other": linen_like(n).params}, unused="error"
+    ),
+    **{
+        f"a restore that is changed: {change}": functools.partial(
+            lambda change, n: plan(read(linen_like, n), None, transforms=[change]),
+            change,
+        )
+        for change in (
+            transforms.rename("params/(.*)", r"params/inner/\1"),
+            transforms.drop("params/.*/kernel"),
+            transforms.stack(r"params/layer_(\d+)/(.*)", r"params/layers/\2"),
+            transforms.map_leaf("params/.*/kernel", lambda x: x.T),
+            transforms.split(
+                "params/(.*)/bias", [r"params/\1/a", r"params/\1/b"], sizes=[1, 2]
+            ),
+        )
+    },
+    "many optimizers, renamed": lambda n: plan(
+        read(several_optimizers, n),
+        None,
+        transforms=[transforms.rename("(.*)/params/kernel", r"\1/params/weight")],
     ),
     "rebuilding": lambda n: _tree.unflatten(
         contents(linen_like, n).structure,

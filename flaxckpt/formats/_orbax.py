@@ -11,6 +11,7 @@ from pathlib import Path
 from flaxckpt import _storage, _tree, _zarr, errors
 from flaxckpt._info import (
     LeafInfo,
+    Lineage,
     Stored,
 )
 from flaxckpt._types import JSON, LeafPath
@@ -57,6 +58,8 @@ class Contents:
         created: When the save began, in seconds since 1970.
         committed: When it ended.
         versions: Package -> version that wrote it.
+        lineage: What the run began from.
+        transforms: What was changed on the way, as text.
     """
 
     step: int | None
@@ -71,6 +74,8 @@ class Contents:
     created: float
     committed: float
     versions: Mapping[str, str]
+    lineage: Sequence[Lineage] = ()
+    transforms: Sequence[str] = ()
 
 
 def files(contents: Contents) -> dict[str, bytes]:
@@ -138,6 +143,11 @@ def _checkpoint_metadata(contents: Contents) -> bytes:
 
 
 def _manifest(contents: Contents, digests: Mapping[str, str]) -> bytes:
+    origin: dict[str, JSON] = {}
+    if contents.lineage:
+        origin["lineage"] = [_orbax_json.lineage_row(each) for each in contents.lineage]
+    if contents.transforms:
+        origin["transforms"] = list(contents.transforms)
     return _orbax_json.dumps(
         {
             "format": "flaxckpt",
@@ -149,6 +159,7 @@ def _manifest(contents: Contents, digests: Mapping[str, str]) -> bytes:
             "leaves": [_orbax_json.leaf_row(info) for info in contents.infos],
             "structure": _tree.to_json(contents.structure),
             "digests": digests,
+            **origin,
         }
     )
 
@@ -337,6 +348,8 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
         digests = dict(manifest["digests"])
         ocdbt = bool(manifest["ocdbt"])
         encoding = _orbax_json.encoding(manifest)
+        lineage = _orbax_json.lineage(manifest)
+        transforms = _orbax_json.texts(manifest.get("transforms", []))
         if {info.path for info in infos} != set(keys):
             raise ValueError("its leaves and its structure do not agree")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -355,8 +368,13 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
             if _is_of_database(name)
         },
     )
-    return Stored(
+    described = dataclasses.replace(
         _orbax_disk.checkpoint_info(path, "flaxckpt", step, infos, digests),
+        lineage=lineage,
+        transforms=transforms,
+    )
+    return Stored(
+        described,
         _orbax_disk.table(path, infos, arrays, strings),
         structure,
         frozenset(unknown),

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flaxckpt import _chunks, _dtypes, _layout, _tree, _zarr, errors
-from flaxckpt._info import LeafInfo, Role
+from flaxckpt._info import LeafInfo, Lineage, Role
 from flaxckpt._types import JSON, LeafPath, Shape
 
 MANIFEST = "flaxckpt.json"
@@ -293,6 +293,37 @@ def encoding(manifest: Mapping[str, Any]) -> _zarr.Encoding | None:
         return None
     row = manifest["encoding"]
     return _zarr.Encoding(str(row["codec"]), bool(row["checksum"]))
+
+
+def lineage_row(lineage: Lineage) -> JSON:
+    """One origin in the manifest; `lineage` is the inverse."""
+    return lineage._asdict()
+
+
+def lineage(manifest: Mapping[str, Any]) -> tuple[Lineage, ...]:
+    """What the run began from.
+
+    Raises:
+        ValueError, KeyError, TypeError: The manifest says it wrongly.
+    """
+    found = []
+    for row in manifest.get("lineage", []):
+        path, step, digest = row["path"], row["step"], row["digest"]
+        if type(step) not in (int, type(None)) or type(digest) not in (str, type(None)):
+            raise ValueError(f"{str(row)[:80]} is no lineage")
+        found.append(Lineage(str(path), step, digest, texts(row["transforms"])))
+    return tuple(found)
+
+
+def texts(value: Any) -> tuple[str, ...]:
+    """A list of strings.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not isinstance(value, list) or not all(type(text) is str for text in value):
+        raise ValueError(f"{str(value)[:80]} is no list of texts")
+    return tuple(value)
 
 
 @functools.cache

@@ -1,0 +1,325 @@
+"""Transforms that bring other checkpoints, and functions over whole trees."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+from jax.extend import core
+
+from flaxckpt import _derive, _locate, _storage, _tree, errors
+from flaxckpt._info import Leaf, LeafInfo, LeafTable
+from flaxckpt._types import LeafPath, PathLike
+from flaxckpt.transforms import _table
+from flaxckpt.transforms._table import TableTransform, Transform
+
+# ---- several checkpoints ------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Merge(TableTransform):
+    """See `merge`."""
+
+    path: str
+    step: int | None
+    transforms: tuple[Transform, ...]
+    on_conflict: Literal["error", "first", "second"]
+
+    def __call__(self, table: LeafTable) -> LeafTable:
+        found, step = _locate.locate(_storage.resolve(self.path), self.step)
+        stored = _locate.read_stored(found, step)
+        other = _table.apply(self.transforms, stored.table)
+        twice = [path for path in other if _has_leaf(table, path)]
+        if twice and self.on_conflict == "error":
+            raise errors.OptionError(
+                f"{len(twice)} leaves of {found} are there already:\n"
+                + errors.rows(f"{path}: {other[path].info}" for path in twice)
+                + '\nDrop or rename some, or pass on_conflict="first" or "second".'
+            )
+        if self.on_conflict == "first":
+            return {**other, **table}
+        return {**table, **other}
+
+    def __str__(self) -> str:
+        conflict = None if self.on_conflict == "error" else self.on_conflict
+        inner = [*_table.describe(self.transforms)] or None
+        return _table.call(
+            "merge", self.path, step=self.step, transforms=inner, on_conflict=conflict
+        )
+
+
+def _has_leaf(table: LeafTable, path: LeafPath) -> bool:
+    return path in table and table[path].info.kind != "empty"
+
+
+def merge(
+    path: PathLike,
+    *,
+    step: int | None = None,
+    transforms: Sequence[Transform] = (),
+    on_conflict: Literal["error", "first", "second"] = "error",
+) -> TableTransform:
+    """Adds the leaves of another checkpoint, in whichever format.
+
+    ```python
+    load("vision", state, transforms=[merge("text.safetensors", transforms=[...])])
+    ```
+
+    Args:
+        path: A checkpoint, or a run directory.
+        step: Which step of it; by default the newest.
+        transforms: What to change in it first.
+        on_conflict: Which checkpoint wins where both have a leaf.
+
+    Raises:
+        OptionError: When applied: both have a leaf, and neither shall win.
+        CheckpointError: When applied: there is no such checkpoint, or it is damaged.
+    """
+    if on_conflict not in ("error", "first", "second"):
+        raise errors.OptionError(
+            f"on_conflict must be 'error', 'first' or 'second', got {on_conflict!r}"
+        )
+    resolved = str(_storage.resolve(path))
+    return _Merge(resolved, step, tuple(transforms), on_conflict)
+
+
+# ---- functions over trees -----------------------------------------------------------
+
+Tree: TypeAlias = dict[str, Any]
+"""Nested dicts with `str` keys."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Function(TableTransform):
+    """See `from_function`."""
+
+    fn: Callable[..., Any]
+    style: Literal["tree", "save", "restore"]
+    is_resuming: bool
+    wanted: LeafTable | None = None
+
+    def with_wanted(self, wanted: LeafTable | None) -> Transform:
+        return dataclasses.replace(self, wanted=wanted)
+
+    def __call__(self, table: LeafTable) -> LeafTable:
+        target: LeafTable = {}
+        if self.style == "restore":
+            if self.wanted is None:
+                raise errors.OptionError(
+                    f"{self} asks for the target's leaves: pass an abstract state"
+                )
+            target = self.wanted
+        leaves = [*table.values(), *target.values()]
+        traced = [leaf for leaf in leaves if _is_traced(leaf)]
+        constants = [_Constant(leaf) for leaf in leaves if not _is_traced(leaf)]
+        order = {id(leaf): i for i, leaf in enumerate(traced)}
+        fixed = {id(c.leaf): c for c in constants}
+        shape: list[tuple[LeafPath, Any]] = []
+
+        def flat(values: Sequence[jax.Array]) -> list[jax.Array]:
+            def value(leaf: Leaf) -> Any:
+                i = order.get(id(leaf))
+                return fixed[id(leaf)] if i is None else values[i]
+
+            result = self._call(
+                _nested({path: value(leaf) for path, leaf in table.items()}),
+                _nested({path: value(leaf) for path, leaf in target.items()}),
+                table,
+            )
+            found = list(_flat(result))
+            shape[:] = [
+                (path, item if isinstance(item, _Constant) else None)
+                for path, item in found
+            ]
+            return [item for _, item in found if not isinstance(item, _Constant)]
+
+        try:
+            with _derive.wide(leaf.info for leaf in traced):
+                closed = jax.make_jaxpr(flat)(
+                    [_derive.abstract(leaf.info) for leaf in traced]
+                )
+        except jax.errors.JAXTypeError as error:
+            raise errors.OptionError(
+                f"{self} cannot be traced: use jax.numpy, which works on arrays before"
+                f" they are read ({str(error).splitlines()[0][:160]})"
+            ) from None
+        outputs = iter(range(len(closed.jaxpr.outvars)))
+        new: LeafTable = {}
+        for path, constant in shape:
+            if constant is not None:
+                leaf = constant.leaf
+                old = table.get(path)
+                if old and leaf.info.kind == old.info.kind == "empty":
+                    leaf = old  # which knows what kind of container it is
+                new[path] = _table.moved(leaf, path)
+                continue
+            leaf = _output(closed, next(outputs), traced, path, str(self))
+            if leaf is not None:
+                new[path] = leaf
+        return new
+
+    def _call(self, tree: Tree, target: Tree, table: LeafTable) -> Any:
+        if self.style == "restore":
+            return self.fn(tree, target, is_resuming=self.is_resuming)
+        if self.style == "tree":
+            return self.fn(tree)
+        infos = _nested({path: leaf.info for path, leaf in table.items()})
+        result = self.fn(tree, infos)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise errors.OptionError(
+                f"{self} must return the state and its infos, got"
+                f" {type(result).__name__}"
+            )
+        return result[0]
+
+    def __str__(self) -> str:
+        name = getattr(self.fn, "__qualname__", type(self.fn).__qualname__)
+        resuming = True if self.is_resuming else None
+        return f"from_function({name}{', is_resuming=True' if resuming else ''})"
+
+
+def from_function(
+    fn: Callable[..., Any], *, is_resuming: bool = False
+) -> TableTransform:
+    """Makes a transform of a function over nested dicts, as T5X has them.
+
+    What the function does with arrays is traced, so that what it leaves out is never
+    read: it sees shapes and types, and uses `jax.numpy`. Leaves without values
+    (strings, empty containers) it may only move.
+
+    Args:
+        fn: One of three, told apart by its parameters: `fn(checkpoint, target, *,
+            is_resuming)` returns the new checkpoint, and may take arrays of the target;
+            `fn(state, infos)` returns both, where infos are a `LeafInfo` a leaf, and
+            the new ones are not looked at; `fn(state)` returns the new one.
+        is_resuming: What the first of these is told. `restore_or_init` never transforms
+            a run's own checkpoints, so it is False there.
+
+    Raises:
+        OptionError: `fn` takes something else. When applied: it cannot be traced, or
+            returns something else.
+
+    Source: state transformations of T5X, on save and on restore.
+    """
+    parameters = inspect.signature(fn).parameters
+    positional = [
+        p
+        for p in parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        and p.name != "is_resuming"
+        and p.default is p.empty
+    ]
+    style: Literal["tree", "save", "restore"]
+    if "is_resuming" in parameters and len(positional) == 2:
+        style = "restore"
+    elif len(positional) == 2:
+        style = "save"
+    elif len(positional) == 1:
+        style = "tree"
+    else:
+        raise errors.OptionError(
+            "from_function wants fn(checkpoint, target, *, is_resuming),"
+            f" fn(state, infos) or fn(state), got fn{inspect.signature(fn)}"
+        )
+    return _Function(fn, style, is_resuming)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Constant:
+    """What a function sees of a leaf that has no values to compute with."""
+
+    leaf: Leaf
+
+    def __repr__(self) -> str:
+        return f"<{self.leaf.info} at {self.leaf.info.path}>"
+
+
+def _is_traced(leaf: Leaf) -> bool:
+    return leaf.info.kind not in ("string", "empty")
+
+
+def _nested(leaves: Mapping[LeafPath, Any]) -> Tree:
+    tree: Tree = {}
+    for path, value in leaves.items():
+        *parents, last = path.split("/")
+        inner = tree
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        empty = isinstance(value, _Constant) and value.leaf.info.kind == "empty"
+        is_dict = empty and value.leaf.info.python_type != "None"
+        inner[last] = {} if is_dict else None if empty else value
+    return tree
+
+
+def _flat(tree: Any) -> list[tuple[LeafPath, Any]]:
+    """Leaf path -> a traced array or a constant, of what a function returned."""
+    found: list[tuple[LeafPath, Any]] = []
+
+    def visit(value: Any, keys: tuple[_tree.Key, ...]) -> None:
+        path = _tree.join(keys)
+        if isinstance(value, Mapping) and value:
+            for name, child in value.items():
+                visit(child, (*keys, _tree.Key(name, "key")))
+        elif isinstance(value, tuple | list) and value:
+            for i, child in enumerate(value):
+                visit(child, (*keys, _tree.Key(i, "index")))
+        elif value is None or isinstance(value, Mapping | tuple | list):
+            kind = "None" if value is None else "dict"
+            empty = Leaf(LeafInfo(path, keys, "empty", kind), (None,))
+            found.append((path, _Constant(empty)))
+        elif isinstance(value, str):
+            info = LeafInfo(path, keys, "string", "str")
+            found.append((path, _Constant(Leaf(info, (value,)))))
+        else:
+            found.append((path, value))
+
+    visit(tree, ())
+    return found
+
+
+def _output(
+    closed: core.ClosedJaxpr,
+    number: int,
+    traced: Sequence[Leaf],
+    path: LeafPath,
+    what: str,
+) -> Leaf | None:
+    """A result of a traced function as a leaf; None if it needs an abstract target."""
+    jaxpr = closed.jaxpr
+    out = jaxpr.outvars[number]
+    inputs = dict(zip(jaxpr.invars, traced, strict=True))
+    if not isinstance(out, core.Literal) and out in inputs:
+        leaf = inputs[out]
+        return None if _is_abstract(leaf) else _table.moved(leaf, path)
+    needed = set() if isinstance(out, core.Literal) else {out}
+    equations = []
+    for equation in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(equation.outvars):
+            equations.append(equation)
+            needed.update(v for v in equation.invars if not isinstance(v, core.Literal))
+    used = [(var, leaf) for var, leaf in inputs.items() if var in needed]
+    if any(_is_abstract(leaf) for _, leaf in used):
+        return None
+    part = jaxpr.replace(
+        invars=[var for var, _ in used],
+        outvars=[out],
+        eqns=list(reversed(equations)),
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+    run = core.jaxpr_as_fun(core.ClosedJaxpr(part, closed.consts))
+    info = LeafInfo(path, _tree_keys(path), "array", "jax.Array")
+    base = [leaf for _, leaf in used]
+    if base:
+        info = _table.moved(base[0], path).info
+    return _derive.derive(base, lambda *values: run(*values)[0], what=what, base=info)
+
+
+def _tree_keys(path: LeafPath) -> tuple[_tree.Key, ...]:
+    return _table.keys(path, LeafInfo("", (), "array", "jax.Array"))
+
+
+def _is_abstract(leaf: Leaf) -> bool:
+    return any(isinstance(source, jax.ShapeDtypeStruct) for source in leaf.sources)

@@ -1,0 +1,202 @@
+"""Patterns on leaf paths, what they are replaced by, and the way back."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from flaxckpt import errors
+from flaxckpt._types import LeafPath
+
+INDEX = "{i}"
+"""In a replacement: where the number of a part goes."""
+
+_NEAREST_AMONG = 5_000
+
+
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """A pattern on whole leaf paths.
+
+    Raises:
+        OptionError: It is no regular expression.
+    """
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise errors.OptionError(
+            f"{pattern!r} is no regular expression: {error}"
+        ) from None
+
+
+def expand(match: re.Match[str], replacement: str) -> LeafPath:
+    """What `replacement` makes of a match.
+
+    Raises:
+        OptionError: It refers to a group that the pattern does not have.
+    """
+    try:
+        return match.expand(replacement)
+    except (re.error, IndexError) as error:
+        raise errors.OptionError(
+            f"{replacement!r} does not go with the pattern {match.re.pattern!r}:"
+            f" {error}"
+        ) from None
+
+
+def no_match(pattern: str, paths: Collection[str]) -> errors.OptionError:
+    """Says that nothing matches, and what is called most alike."""
+    near: list[str] = []
+    if len(paths) <= _NEAREST_AMONG:
+        near = difflib.get_close_matches(_plain(pattern), paths, n=3, cutoff=0.3)
+    return errors.OptionError(
+        f"the pattern {pattern!r} matches no leaf (it must match a whole leaf path)"
+        + (f"; the nearest are {', '.join(near)}" if near else "")
+    )
+
+
+def _plain(pattern: str) -> str:
+    """A pattern without what no path has in it."""
+    return re.sub(r"\\[A-Za-z]|[\\()\[\]*+?^$|{}]", "", pattern)
+
+
+# ---- the way back -----------------------------------------------------------------
+
+
+class _Group(NamedTuple):
+    """A group of a pattern, or what refers to one in a replacement.
+
+    Attributes:
+        name: Its name, or its number as text.
+        source: What it matches; empty in a replacement.
+    """
+
+    name: str
+    source: str = ""
+
+
+def invert(pattern: str, replacement: str) -> tuple[str, str]:
+    """The pattern and the replacement that undo these.
+
+    `{i}` in the replacement stands for a number; what undoes it has a group `i`. A
+    group `i` that the replacement does not use becomes `{i}`.
+
+    Raises:
+        OptionError: It cannot be known what `pattern` matched.
+    """
+    parts = list(_pattern_parts(pattern))
+    groups = {part.name: part for part in parts if isinstance(part, _Group)}
+    wanted = list(_replacement_parts(replacement))
+    used = [part.name for part in wanted if isinstance(part, _Group)]
+    lost = [name for name in groups if name not in used and name != "i"]
+    if len(set(used)) < len(used) or lost or not set(used) <= {*groups, "i"}:
+        raise _cannot_invert(
+            pattern, f"{replacement!r} does not use each of its groups once"
+        )
+    number = {name: str(i + 1) for i, name in enumerate(used)}
+    inverse = "".join(
+        re.escape(part) if isinstance(part, str) else _group(part.name, groups)
+        for part in wanted
+    )
+    back = "".join(
+        part.replace("\\", r"\\")
+        if isinstance(part, str)
+        else rf"\g<{number[part.name]}>"
+        if part.name in number
+        else INDEX
+        for part in parts
+    )
+    return inverse, back
+
+
+def _group(name: str, groups: dict[str, _Group]) -> str:
+    source = groups[name].source if name in groups else "[0-9]+"
+    return f"(?P<i>{source})" if name == "i" else f"({source})"
+
+
+def _cannot_invert(pattern: str, why: str) -> errors.OptionError:
+    return errors.OptionError(
+        f"{pattern!r} cannot be inverted: {why}. Escape dots, keep to plain text and"
+        " groups, or write the inverse yourself."
+    )
+
+
+_NAMED = re.compile(r"\?P<(\w+)>")
+_REFERENCE = re.compile(r"\\g<(\w+)>|\\([1-9][0-9]?)|(\{i\})|\\(.)|(.)", re.DOTALL)
+
+
+def _pattern_parts(pattern: str) -> Iterator[str | _Group]:
+    """Plain text and groups of a pattern that has nothing else."""
+    i = count = 0
+    while i < len(pattern):
+        char = pattern[i]
+        if char == "\\" and i + 1 < len(pattern) and not pattern[i + 1].isalnum():
+            yield pattern[i + 1]
+            i += 2
+        elif char == "(":
+            end = _group_end(pattern, i)
+            source, name = pattern[i + 1 : end], ""
+            count += 1
+            if named := _NAMED.match(source):
+                name, source = named[1], source[named.end() :]
+            if source.startswith("?") or _has_group(source):
+                raise _cannot_invert(pattern, f"({source}) holds another group")
+            if pattern[end + 1 : end + 2] in {"*", "+", "?", "{"}:
+                raise _cannot_invert(pattern, f"({source}) is repeated")
+            yield _Group(name or str(count), source)
+            i = end + 1
+        elif char in r"\.^$*+?{}[]|)":
+            raise _cannot_invert(pattern, f"{char!r} outside of a group matches more")
+        else:
+            yield char
+            i += 1
+
+
+def _group_end(pattern: str, start: int) -> int:
+    """Where the group that begins at `start` ends."""
+    depth, in_class, i = 0, False, start
+    while i < len(pattern):
+        char = pattern[i]
+        if char == "\\":
+            i += 1
+        elif in_class:
+            in_class = char != "]" or pattern[i - 1] == "["
+        elif char == "[":
+            in_class = True
+        elif char in "()":
+            depth += 1 if char == "(" else -1
+            if depth == 0:
+                return i
+        i += 1
+    raise _cannot_invert(pattern, "a group is not closed")
+
+
+def _has_group(source: str) -> bool:
+    return re.compile(source).groups > 0
+
+
+def _replacement_parts(replacement: str) -> Iterator[str | _Group]:
+    """Plain text, references to groups, and `{i}`, of a replacement."""
+    for name, number, index, escaped, plain in _REFERENCE.findall(replacement):
+        if name or number:
+            yield _Group(name or number)
+        elif index:
+            yield _Group("i")
+        else:
+            yield escaped or plain
+
+
+def name_index(pattern: str) -> str:
+    """The pattern with its first group called `i`, unless another one is."""
+    if "(?P<i>" in pattern:
+        return pattern
+    i = 0
+    while i < len(pattern) and pattern[i] != "(":
+        i += 2 if pattern[i] == "\\" else 1
+    if pattern[i : i + 2] in ("", "(?"):
+        raise errors.OptionError(
+            f"{pattern!r} needs a group for the number of a part, as in"
+            r" 'params/layers_(\d+)/(.*)'"
+        )
+    return f"{pattern[:i]}(?P<i>{pattern[i + 1 :]}"

@@ -1,0 +1,342 @@
+"""Transforms that change the values of leaves: their types, shapes and number."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from flaxckpt import _derive, _dtypes, errors
+from flaxckpt._info import Leaf, LeafTable
+from flaxckpt._types import LeafPath
+from flaxckpt.transforms import _table
+from flaxckpt.transforms._patterns import compile_pattern
+from flaxckpt.transforms._table import Row, TableTransform, Transform
+
+# ---- types --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cast(TableTransform):
+    """See `cast`."""
+
+    pattern: re.Pattern[str]
+    dtype: str
+    lossy: bool
+
+    def __call__(self, table: LeafTable) -> LeafTable:
+        matching = _table.matches(self.pattern, table)
+        faults = {
+            path: str(table[path].info)
+            for path in matching
+            if not self.lossy and not _is_safe(table[path], self.dtype)
+        }
+        if faults:
+            raise errors.OptionError(
+                f"{self} would lose values of integers:\n"
+                + errors.rows(
+                    f"{path}: found {found}" for path, found in faults.items()
+                )
+                + "\nPass lossy=True if that is what you want."
+            )
+        return {
+            path: _cast(leaf, self.dtype, self.lossy) if path in matching else leaf
+            for path, leaf in table.items()
+        }
+
+    def __str__(self) -> str:
+        lossy = True if self.lossy else None
+        return _table.call("cast", self.pattern.pattern, self.dtype, lossy=lossy)
+
+
+def cast(pattern: str, dtype: Any, *, lossy: bool = False) -> TableTransform:
+    """Changes the element type of the floating leaves that match.
+
+    ```python
+    save(path, state, transforms=[cast("params/.*", "bfloat16")])
+    ```
+
+    Moments keep their type, unless they match themselves.
+
+    Args:
+        pattern: Regular expression on the whole leaf path.
+        dtype: The new type, by name or as numpy or jax have it. If it is a floating
+            type, floating leaves that match get it, and others stay as they are.
+        lossy: Also change integers to floats, floats to integers, and integers to
+            narrower ones. Values are then cut as numpy cuts them.
+
+    Raises:
+        OptionError: `pattern` is no regular expression, or `dtype` no element type.
+            When the transform is applied: nothing matches, or a leaf that matches
+            cannot be cast without `lossy`.
+
+    Source: `save_dtype` and `restore_dtype` of T5X, `float_dtype` of fjformer.
+    """
+    wanted = dtype if isinstance(dtype, str) else _dtypes.name(dtype)
+    wanted = _dtypes.name(_dtypes.to_numpy(wanted))
+    return _Cast(compile_pattern(pattern), wanted, lossy)
+
+
+def _is_safe(leaf: Leaf, wanted: str) -> bool:
+    found = leaf.info.dtype
+    if leaf.info.kind != "array" or found is None:
+        return True
+    kinds = (_dtypes.kind(found), _dtypes.kind(wanted))
+    return kinds[1] == "float" or _dtypes.restores_as(found, wanted)
+
+
+def _cast(leaf: Leaf, wanted: str, lossy: bool) -> Leaf:
+    found = leaf.info.dtype
+    if leaf.info.kind != "array" or found is None:
+        return leaf
+    if not lossy and not _dtypes.restores_as(found, wanted):
+        return leaf
+    return dataclasses.replace(
+        leaf, info=dataclasses.replace(leaf.info, dtype=wanted, weak_type=False)
+    )
+
+
+# ---- one leaf to one ----------------------------------------------------------------
+
+ArrayFn: TypeAlias = Callable[[jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Map(TableTransform):
+    """A function of every leaf that matches; see `map_leaf`, `transpose`, `pad`, ….
+
+    Attributes:
+        name: The call that makes it, for the record.
+        pattern: On whole leaf paths.
+        fn: Of a parameter's values.
+        mirror_fn: Of its mirrors' values. None: `fn`.
+        undo: Makes the inverse, if there is one.
+    """
+
+    name: str
+    pattern: re.Pattern[str]
+    fn: ArrayFn
+    mirror_fn: ArrayFn | None = None
+    undo: Callable[[], Transform] | None = None
+
+    def __call__(self, table: LeafTable) -> LeafTable:
+        chosen = arrays(_table.matches(self.pattern, table), table, self.name)
+        shapes: dict[LeafPath, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+
+        def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[Row]:
+            for path, leaf in leaves.items():
+                if not is_mirror:
+                    new = _derive.derive([leaf], self.fn, what=self.name)
+                    shapes[path] = leaf.info.shape, new.info.shape
+                    yield Row(path, path, new)
+                    continue
+                before, after = shapes[path]
+                if before == after:
+                    yield Row(path, path, leaf)
+                elif leaf.info.shape == before and leaf.info.dtype is not None:
+                    fn = self.mirror_fn or self.fn
+                    yield Row(path, path, _derive.derive([leaf], fn, what=self.name))
+                # Else it has another shape, as factored moments have: it starts afresh.
+
+        return _table.replace(table, chosen, act)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def inverse(self) -> Transform:
+        return super().inverse() if self.undo is None else self.undo()
+
+
+def arrays(paths: Iterable[LeafPath], table: LeafTable, what: str) -> list[LeafPath]:
+    """Those of `paths` that have values to compute with; empty containers have none.
+
+    Raises:
+        OptionError: Strings are among them.
+    """
+    found = [path for path in paths if table[path].info.kind != "empty"]
+    strings = [path for path in found if table[path].info.kind == "string"]
+    if strings:
+        raise errors.OptionError(
+            f"{what} works on arrays, and these are strings: {', '.join(strings[:5])};"
+            " choose a pattern that leaves them out"
+        )
+    return found
+
+
+def map_leaf(
+    pattern: str, fn: ArrayFn, *, inverse: ArrayFn | None = None
+) -> TableTransform:
+    """Gives every leaf that matches the values that `fn` makes of it.
+
+    ```python
+    map_leaf("params/pos_embed", lambda x: jax.image.resize(x, (256, 768), "linear"))
+    ```
+
+    If that changes the shape of a parameter, `fn` also makes the new values of those of
+    its moments that have the parameter's shape; the others start afresh.
+
+    Args:
+        pattern: Regular expression on the whole leaf path.
+        fn: From array to array, traced by jax: use `jax.numpy`.
+        inverse: What undoes `fn`.
+
+    Raises:
+        OptionError: `pattern` is no regular expression. When applied: nothing matches,
+            or `fn` cannot be traced.
+    """
+
+    def undo() -> Transform:
+        assert inverse is not None
+        return map_leaf(pattern, inverse, inverse=fn)
+
+    name = _table.call("map_leaf", pattern) + f" with {_fn_name(fn)}"
+    return _Map(
+        name, compile_pattern(pattern), fn, undo=None if inverse is None else undo
+    )
+
+
+def _fn_name(fn: Callable[..., Any]) -> str:
+    return str(getattr(fn, "__qualname__", None) or type(fn).__qualname__)
+
+
+def transpose(pattern: str, axes: Sequence[int] | None = None) -> TableTransform:
+    """Changes the order of the axes of the leaves that match, and of their moments.
+
+    Args:
+        pattern: Regular expression on the whole leaf path.
+        axes: As for `jax.numpy.transpose`; without, they are reversed.
+
+    Raises:
+        OptionError: As for `map_leaf`.
+    """
+    order = None if axes is None else tuple(axes)
+
+    def undo() -> Transform:
+        if order is None:
+            return transpose(pattern)
+        ndim = len(order)
+        positive = [axis % ndim for axis in order]
+        return transpose(pattern, [positive.index(axis) for axis in range(ndim)])
+
+    def fn(x: jax.Array) -> jax.Array:
+        return jnp.transpose(x, order)
+
+    name = _table.call("transpose", pattern, order)
+    return _Map(name, compile_pattern(pattern), fn, undo=undo)
+
+
+def pad(
+    pattern: str, shape: Sequence[int | None], *, value: float = 0
+) -> TableTransform:
+    """Makes the leaves that match larger, at the end of their axes.
+
+    Their moments are made larger with zeros.
+
+    Args:
+        pattern: Regular expression on the whole leaf path.
+        shape: The new extent along each axis; None leaves it as it is.
+        value: What fills the rest.
+
+    Raises:
+        OptionError: As for `map_leaf`; or a leaf has other axes, or is larger already.
+    """
+    wanted = tuple(shape)
+
+    def padded(x: jax.Array, fill: float) -> jax.Array:
+        widths = [(0, new - old) for old, new in _extents(x, wanted)]
+        if any(width < 0 for _, width in widths):
+            raise ValueError(f"it is larger than {wanted} already; slice cuts")
+        return jnp.pad(x, widths, constant_values=fill)
+
+    return _Map(
+        _table.call("pad", pattern, wanted, value=value or None),
+        compile_pattern(pattern),
+        lambda x: padded(x, value),
+        lambda x: padded(x, 0),
+    )
+
+
+def slice(pattern: str, shape: Sequence[int | None]) -> TableTransform:
+    """Cuts the leaves that match, and their moments, to the beginning of their axes.
+
+    Args:
+        pattern: Regular expression on the whole leaf path.
+        shape: The new extent along each axis; None leaves it as it is.
+
+    Raises:
+        OptionError: As for `map_leaf`; or a leaf has other axes, or is smaller already.
+    """
+    wanted = tuple(shape)
+
+    def cut(x: jax.Array) -> jax.Array:
+        extents = list(_extents(x, wanted))
+        if any(new > old for old, new in extents):
+            raise ValueError(f"it is smaller than {wanted} already; pad or grow it")
+        return jax.lax.slice(x, [0] * x.ndim, [new for _, new in extents])
+
+    name = _table.call("slice", pattern, wanted)
+    return _Map(name, compile_pattern(pattern), cut)
+
+
+def _extents(x: jax.Array, wanted: Sequence[int | None]) -> Iterator[tuple[int, int]]:
+    if x.ndim != len(wanted):
+        raise ValueError(f"it has {x.ndim} axes, and {tuple(wanted)} has {len(wanted)}")
+    for old, new in zip(x.shape, wanted, strict=True):
+        yield old, old if new is None else new
+
+
+def grow(
+    pattern: str,
+    axis: int,
+    size: int,
+    *,
+    init: Literal["mean", "normal", "zeros"] = "mean",
+    seed: int = 0,
+) -> TableTransform:
+    """Adds rows to the leaves that match: tokens to a vocabulary, classes to a head.
+
+    Their moments get zeros.
+
+    Args:
+        pattern: Regular expression on the whole leaf path.
+        axis: Which axis grows.
+        size: Its new extent.
+        init: New rows are the mean of the old ones, random with their mean and
+            deviation (each element's over all rows), or zero.
+        seed: For `normal`.
+
+    Raises:
+        OptionError: As for `map_leaf`; or a leaf is larger already.
+    """
+    if init not in ("mean", "normal", "zeros"):
+        raise errors.OptionError(
+            f"init must be 'mean', 'normal' or 'zeros', got {init!r}"
+        )
+
+    def grown(x: jax.Array, how: str) -> jax.Array:
+        old = x.shape[axis]
+        if size < old:
+            raise ValueError(f"its axis {axis} has {old} rows already, not {size}")
+        shape = (*x.shape[: axis % x.ndim], size - old, *x.shape[axis % x.ndim + 1 :])
+        if how == "zeros":
+            new = jnp.zeros(shape, x.dtype)
+        else:
+            wide = jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32))
+            new = jnp.broadcast_to(jnp.mean(wide, axis, keepdims=True), shape)
+            if how == "normal":
+                deviation = jnp.std(wide, axis, keepdims=True)
+                key = jax.random.key(seed, impl="threefry2x32")
+                new = new + deviation * jax.random.normal(key, shape, wide.dtype)
+        return jnp.concatenate([x, jnp.asarray(new, x.dtype)], axis)
+
+    shown = None if init == "mean" else init
+    return _Map(
+        _table.call("grow", pattern, axis, size, init=shown, seed=seed or None),
+        compile_pattern(pattern),
+        lambda x: grown(x, init),
+        lambda x: grown(x, "zeros"),
+    )

@@ -1,0 +1,192 @@
+"""A run begins from another checkpoint, once, and says so ever after."""
+
+import hashlib
+import json
+import logging
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt.transforms import drop, grow, rename
+
+
+def state_of(classes, seed, tx=None, steps=0):
+    keys = iter(jax.random.split(jax.random.key(seed), 4))
+    params = {
+        "trunk": {"kernel": jax.random.normal(next(keys), (4, 4))},
+        "head": jax.random.normal(next(keys), (4, classes)),
+    }
+    state = TrainState.create(apply_fn=None, params=params, tx=tx or optax.adamw(1e-3))
+    for _ in range(steps):
+        state = state.apply_gradients(grads=params)
+    return state
+
+
+@pytest.fixture
+def source(tmp_path):
+    state = state_of(2, seed=0, steps=3)
+    flaxckpt.save(tmp_path / "source", state)
+    return tmp_path / "source", state
+
+
+def begin(directory, state, **options):
+    """One start of a training script: where it begins, and its first save."""
+    with flaxckpt.Checkpointer(directory) as ckpt:
+        on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=1)
+        state, start = on_step.restore_or_init(state, **options)
+        on_step(start + 1, state)
+    return state, start
+
+
+def test_params_come_from_the_source_and_all_else_starts_afresh(
+    tmp_path, source, caplog
+):
+    path, old = source
+    fresh = state_of(2, seed=1)
+    with caplog.at_level(logging.WARNING):
+        state, start = begin(tmp_path / "run", fresh, source=path)
+    assert start == 0
+    assert state.step == 0
+    jax.tree.map(np.testing.assert_array_equal, old.params, state.params)
+    jax.tree.map(np.testing.assert_array_equal, fresh.opt_state, state.opt_state)
+    assert not caplog.text  # nothing of this is unexpected
+
+
+def test_an_optimizer_that_keeps_the_params_gets_the_new_ones(tmp_path, source):
+    path, old = source
+    tx = optax.contrib.schedule_free_adamw(1e-3)
+    state, _ = begin(tmp_path / "run", state_of(2, seed=1, tx=tx), source=path)
+    jax.tree.map(np.testing.assert_array_equal, old.params, state.opt_state.z)
+
+
+def test_the_own_newest_step_wins_and_is_not_transformed_again(tmp_path, source):
+    path, old = source
+    fresh = state_of(3, seed=1)
+    steps = {"source_transforms": [grow("params/head", 1, 3, init="zeros")]}
+    first, start = begin(tmp_path / "run", fresh, source=path, **steps)
+    assert start == 0
+    np.testing.assert_array_equal(first.params["head"][:, :2], old.params["head"])
+    shutil.rmtree(path)  # it is not even looked for
+    again, start = begin(tmp_path / "run", fresh, source=path, **steps)
+    assert start == 1
+    jax.tree.map(np.testing.assert_array_equal, first.params, again.params)
+
+
+def test_a_source_that_is_not_there_is_an_error_in_a_new_run(tmp_path):
+    with pytest.raises(errors.CheckpointNotFoundError):
+        begin(tmp_path / "run", state_of(2, 0), source=tmp_path / "nowhere")
+
+
+def test_a_source_that_does_not_fit_is_an_error_and_says_what_to_do(tmp_path, source):
+    with pytest.raises(errors.RestoreMismatchError) as caught:
+        begin(tmp_path / "run", state_of(3, 1), source=source[0])
+    assert "params/head: wanted float32[4, 3], found float32[4, 2]" in str(caught.value)
+    assert "transforms=" in str(caught.value)
+
+
+def test_a_fresh_head_is_asked_for(tmp_path, source):
+    path, old = source
+    fresh = state_of(3, seed=1)
+    state, _ = begin(
+        tmp_path / "run",
+        fresh,
+        source=path,
+        source_transforms=[drop("params/head")],
+        missing="init",
+    )
+    np.testing.assert_array_equal(fresh.params["head"], state.params["head"])
+    np.testing.assert_array_equal(
+        old.params["trunk"]["kernel"], state.params["trunk"]["kernel"]
+    )
+
+
+def test_going_on_where_the_source_stood(tmp_path, source):
+    path, old = source
+    state, start = begin(
+        tmp_path / "run", state_of(2, seed=1), source=path, optimizer="match"
+    )
+    assert start == 3
+    for wanted, found in zip(jax.tree.leaves(old), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(wanted, found)
+    assert flaxckpt.Checkpointer(tmp_path / "run").steps() == [4]
+
+
+def test_an_nnx_optimizer_starts_afresh_with_its_counter(tmp_path):
+    def build(seed):
+        model = nnx.Linear(3, 3, rngs=nnx.Rngs(seed))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        return {"model": model, "optimizer": optimizer}
+
+    old = build(0)
+    grads = nnx.grad(lambda m: m(jnp.ones((2, 3))).sum())(old["model"])
+    old["optimizer"].update(old["model"], grads)
+    flaxckpt.save(tmp_path / "source", old)
+    state, start = begin(tmp_path / "run", build(1), source=tmp_path / "source")
+    assert start == 0
+    assert state["optimizer"].step[...] == 0
+    assert not state["optimizer"].opt_state[0].mu["kernel"].any()
+    np.testing.assert_array_equal(state["model"].kernel, old["model"].kernel)
+
+
+def test_a_step_of_a_run_is_a_source(tmp_path):
+    states = [state_of(2, seed) for seed in range(3)]
+    with flaxckpt.Checkpointer(tmp_path / "old") as ckpt:
+        for step, state in enumerate(states):
+            ckpt.save(step, state)
+    fresh = state_of(2, seed=9)
+    for source_step, wanted in ((None, states[2]), (0, states[0])):
+        run = tmp_path / f"run_{source_step}"
+        options = {"source": tmp_path / "old", "source_step": source_step}
+        state, _ = begin(run, fresh, **options)
+        jax.tree.map(np.testing.assert_array_equal, wanted.params, state.params)
+        [origin] = flaxckpt.metadata(run).lineage
+        assert origin.step == (2 if source_step is None else 0)
+
+
+def test_lineage_is_recorded_and_goes_on(tmp_path, source):
+    path, _ = source
+    moved = rename("params/trunk/(.*)", r"params/trunk/\1")
+    fresh = state_of(2, seed=1)
+    begin(tmp_path / "run", fresh, source=path, source_transforms=[moved])
+    begin(tmp_path / "run", fresh)  # a restart
+    begin(tmp_path / "next", fresh, source=tmp_path / "run")
+    nearest, first = flaxckpt.metadata(tmp_path / "next").lineage
+    assert (nearest.path, nearest.step) == (str(tmp_path / "run" / "2"), 2)
+    assert nearest.transforms == ()
+    assert (first.path, first.step) == (str(path), None)
+    assert first.transforms == (str(moved),)
+    content = (path / "flaxckpt.json").read_bytes()
+    assert first.digest == "sha256:" + hashlib.sha256(content).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "lineage",
+    [
+        {"path": "x"},
+        [{"path": "x", "step": "1", "digest": None, "transforms": []}],
+        [{"path": "x", "step": 1, "digest": None, "transforms": [1]}],
+        [["x", 1, None, []]],
+        "x",
+    ],
+)
+def test_a_manifest_with_another_lineage_is_damaged(tmp_path, source, lineage):
+    path, _ = source
+    manifest = json.loads((path / "flaxckpt.json").read_text())
+    manifest["lineage"] = lineage
+    (path / "flaxckpt.json").write_text(json.dumps(manifest))
+    (path / "commit_success.txt").unlink()
+    with pytest.raises(errors.DamagedCheckpointError, match="is not a manifest"):
+        flaxckpt.metadata(path)
+
+
+def test_a_run_without_a_source_has_no_lineage(tmp_path):
+    begin(tmp_path / "run", state_of(2, 0))
+    assert flaxckpt.metadata(tmp_path / "run").lineage == ()
