@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flaxckpt
-from flaxckpt import errors, formats
+from flaxckpt import errors, formats, transforms
 
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
@@ -587,3 +587,19 @@ def test_the_error_says_what_is_read_and_what_never_is(tmp_path):
         (tmp_path / name).mkdir()
         with pytest.raises(errors.CheckpointFormatError, match=says):
             flaxckpt.load(msgpack.CASES[name](tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["streaming_params", "streaming_train_state"])
+def test_parameters_of_a_stream_come_back_as_easylm_loads_them(name):
+    """Kinds `params` and `trainstate_params`."""
+    change = [transforms.rename("(.*)", r"params/\1")]
+    if name == "streaming_train_state":
+        change = [
+            transforms.keep("params/params/.*"),
+            transforms.rename("params/params/(.*)", r"params/\1"),
+        ]
+    found = flaxckpt.load(GOLDEN / "streaming" / name, transforms=change)
+    [case] = [case for case in CASES if case.name == "streaming-streaming_params"]
+    assert list(found) == ["params"]
+    for path, value in case.leaves.items():
+        assert_same(find(found["params"], path), value)
