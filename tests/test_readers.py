@@ -543,6 +543,7 @@ def test_large_integers_and_what_is_no_number_come_back(tmp_path):
         "infinite": float("inf"),
         "empty": {},
         "text": "ä" * 300,
+        "list": [1, [2.5]],
     }
     (tmp_path / "file").write_bytes(serialization.msgpack_serialize(state))
     assert flaxckpt.load(tmp_path / "file") == state

@@ -27,7 +27,8 @@ _MAX_KEY_BYTES = 4096
 _MAX_RANK = 32
 _PARTS = "__msgpack_chunked_array__"
 
-_NDARRAY, _COMPLEX, _NUMPY_SCALAR, _TUPLE = 1, 2, 3, 4
+# Extension types: those of Flax, tuples of Orbax, and one of msgpack itself.
+_NDARRAY, _COMPLEX, _NUMPY_SCALAR, _TUPLE, _TIMESTAMP = 1, 2, 3, 4, -1
 
 # First byte -> what it begins, and how its size or its value follows.
 _HEADS: dict[int, tuple[str, str]] = {
@@ -210,8 +211,7 @@ class Scanner:
             return self._run(size)
         if kind == "ext":
             return self._ext(size, depth)
-        if depth >= _tree.MAX_DEPTH:
-            raise self.fault(f"containers nested more than {_tree.MAX_DEPTH} deep")
+        self._deepen(depth)
         if kind == "array":
             self._count(self._left(size), add=False)
             return [self._value(depth + 1) for _ in range(size)]
@@ -232,19 +232,22 @@ class Scanner:
         self._left(size)
         end = self._end
         self.enter(Run(self.position, size))
-        match code:
-            case 1 | 3:
-                value: Value = self._array(is_scalar=code == _NUMPY_SCALAR)
-            case 2:
-                value = self._complex()
-            case 4:
-                value = self._value(depth + 1)
-                if not isinstance(value, list):
-                    raise self.fault("a tuple that is none")
-            case -1:
-                raise self.fault("a timestamp, which no state holds")
-            case _:
-                raise self.fault(f"a value of the unknown extension type {code}")
+        value: Value
+        if code in (_NDARRAY, _NUMPY_SCALAR):
+            value = self._array(is_scalar=code == _NUMPY_SCALAR)
+        elif code == _COMPLEX:
+            value = self._complex()
+        elif code == _TUPLE:
+            self._deepen(depth)
+            kind, count = self.head()
+            if kind != "array":
+                raise self.fault("a tuple that is none")
+            self._count(self._left(count), add=False)
+            value = [self._value(depth + 1) for _ in range(count)]
+        elif code == _TIMESTAMP:
+            raise self.fault("a timestamp, which no state holds")
+        else:
+            raise self.fault(f"a value of the unknown extension type {code}")
         self.leave(end=end)
         return value
 
@@ -309,6 +312,10 @@ class Scanner:
             )
         pieces = tuple(piece for part in arrays for piece in part.pieces)
         return Array(pieces, shape, arrays[0].dtype)
+
+    def _deepen(self, depth: int) -> None:
+        if depth >= _tree.MAX_DEPTH:
+            raise self.fault(f"containers nested more than {_tree.MAX_DEPTH} deep")
 
     # ---- bytes
 

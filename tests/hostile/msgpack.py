@@ -59,6 +59,14 @@ def deep(depth: int) -> bytes:
     return b"\x81\xa1a" * depth + b"\x01"
 
 
+def tuples(depth: int) -> bytes:
+    """Orbax's extension for tuples, each right inside another."""
+    value = b"\x90"
+    for _ in range(depth):
+        value = ext(4, value)
+    return value
+
+
 def torch_like() -> bytes:
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
@@ -70,7 +78,8 @@ FILES: Final[dict[str, bytes]] = {
     "depth 65": deep(65),
     "depth 100k": deep(NESTED),
     "arrays nested 100k": one(b"\x91" * NESTED + b"\x01"),
-    "extensions nested in each other": one(ext(4, ext(4, ext(4, GOOD)))),
+    "tuples right in each other": one(tuples(3)),
+    "tuples nested 10k": one(tuples(10_000)),
     "array of 2^32": one(b"\xdd\xff\xff\xff\xff\x01"),
     "map of 2^32": b"\xdf\xff\xff\xff\xff\xa1a\x01",
     "string of 2^32": one(b"\xdb\xff\xff\xff\xffabc"),
