@@ -231,8 +231,9 @@ class CheckpointMetadata:
     """All that is known of a checkpoint without reading an array.
 
     Attributes:
-        path: The checkpoint's directory.
-        format: `flaxckpt`, `orbax` or `safetensors`.
+        path: The checkpoint, a directory or a file.
+        format: `flaxckpt`, or whose it is else: `orbax`, `t5x`, `msgpack`, `streaming`
+            or `safetensors`.
         step: Its number under a run directory; None if it stands alone.
         leaves: Leaf path -> what is known of it, in the order of the state.
         metrics: What was measured at this step.

@@ -31,12 +31,15 @@ class Span(NamedTuple):
         offset: Where the first element begins, in bytes.
         shape: In elements.
         dtype: Name of the element type, as it is stored.
+        pieces: Offset and size in bytes of each run, if they are no single one but
+            several, whose bytes belong one after another; `offset` is then not used.
     """
 
     file: Path
     offset: int
     shape: Shape
     dtype: str
+    pieces: tuple[tuple[int, int], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -111,11 +114,20 @@ def _read_run(descriptor: int, span: Span, start: Sequence[int], target: Array) 
     for size, i in zip(span.shape, start, strict=True):
         element = element * size + i
     view = run.reshape(-1).view(np.uint8).data
-    position = span.offset + element * span.itemsize
+    start_byte = element * span.itemsize
+    for begin, size in span.pieces or ((span.offset, span.nbytes),):
+        if view and start_byte < size:
+            count = min(size - start_byte, len(view))
+            _fill(descriptor, span.file, begin + start_byte, view[:count])
+            view = view[count:]
+        start_byte = max(start_byte - size, 0)
+    if run is not target:
+        target[...] = run
+
+
+def _fill(descriptor: int, file: Path, position: int, view: memoryview) -> None:
     while view:
         count = os.preadv(descriptor, [view], position)
         if not count:
-            raise OSError(f"{span.file} ends at byte {position}, in the middle of it")
+            raise OSError(f"{file} ends at byte {position}, in the middle of an array")
         view, position = view[count:], position + count
-    if run is not target:
-        target[...] = run

@@ -21,6 +21,9 @@ TEMPORARY = ".orbax-checkpoint-tmp"
 PIN = "PINNED"
 """A file of this name keeps its step, whatever the policies say; T5X's convention."""
 
+_T5X_TEMPORARY = re.compile(r"\.tmp-[0-9]+")
+"""How T5X ends the name of a step that is not finished."""
+
 _FIELD = re.compile(r"\{step(?::0(\d+)d)?\}")
 _ANY_NAME = re.compile(r"(?:.*(?<![0-9]\.)(?<![0-9]))?([0-9]{1,18})", re.DOTALL)
 
@@ -117,6 +120,8 @@ def find(root: Path, is_checkpoint: Callable[[Path], bool]) -> dict[int, Path]:
     for path in sorted(root.iterdir()):
         match = _ANY_NAME.fullmatch(path.name)
         if not match or TEMPORARY in path.name or path.is_symlink():
+            continue
+        if _T5X_TEMPORARY.search(path.name):
             continue
         if not is_checkpoint(path):
             continue

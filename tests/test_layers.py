@@ -38,9 +38,13 @@ LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 # imported by the others. The readers of formats do not import each other.
 SHARED_SIBLINGS = {
     "formats._ndarray",
+    "formats._orbax_disk",
+    "formats._orbax_foreign",
     "formats._orbax_json",
     "formats._safetensors_json",
     "formats._safetensors_leaves",
+    "formats._scan",
+    "formats._zarr2",
     "transforms._patterns",
     "transforms._table",
     "transforms._values",

@@ -46,6 +46,22 @@ def test_parts_follow_one_another(tmp_path):
     np.testing.assert_array_equal(store[3:5, 1:].read().result(), whole[3:5, 1:])
 
 
+@pytest.mark.parametrize("cuts", [(24,), (1, 23), (0, 9, 9, 6), (13, 11)])
+def test_the_runs_of_a_flat_array_make_one_of_any_shape(tmp_path, cuts):
+    whole = np.arange(24, dtype="float32").reshape(2, 3, 4)
+    content, pieces, done = b"", [], 0
+    for size in cuts:
+        content += b"xyz"
+        pieces.append((len(content), 4 * size))
+        content += whole.reshape(-1)[done : done + size].tobytes()
+        done += size
+    (tmp_path / "file").write_bytes(content)
+    span = _spans.Span(tmp_path / "file", 0, (2, 3, 4), "float32", tuple(pieces))
+    store = _spans.opened([span], ts.Context()).result()
+    np.testing.assert_array_equal(store.read().result(), whole)
+    np.testing.assert_array_equal(store[1:, 1:, 3].read().result(), whole[1:, 1:, 3])
+
+
 def test_a_file_cut_short_is_an_error(tmp_path):
     path = tmp_path / "file"
     spans = write(path, np.arange(24, dtype="float32").reshape(6, 4))

@@ -8,12 +8,27 @@ from typing import NamedTuple
 from flaxckpt import _storage, errors
 from flaxckpt._info import Reader
 from flaxckpt._types import PathLike
-from flaxckpt.formats import _orbax, _safetensors
+from flaxckpt.formats import _msgpack, _orbax, _safetensors, _streaming, _t5x
 
 __all__ = ["Detected", "detect", "recognises"]
 
-READERS: dict[str, Reader] = {"orbax": _orbax, "safetensors": _safetensors}
+READERS: dict[str, Reader] = {
+    # Old ones of Orbax have a file of the same name as T5X's, with other keys in it.
+    "t5x": _t5x,
+    "orbax": _orbax,
+    "safetensors": _safetensors,
+    "streaming": _streaming,
+    # After T5X, whose single files are such maps, too.
+    "msgpack": _msgpack,
+}
 """Name of a format -> its reader, in the order in which they are asked."""
+
+_READ_HERE = (
+    "flaxckpt or Orbax (a directory with a _METADATA file in it or in its state/),"
+    " T5X (a directory with a file 'checkpoint'), safetensors (a file, or a directory"
+    " with an index), Flax's old msgpack (a file), or a stream of EasyLM or fjformer"
+    " (a file)"
+)
 
 
 class Detected(NamedTuple):
@@ -53,16 +68,62 @@ def detect(path: PathLike) -> Detected:
     for name, reader in READERS.items():
         if why := reader.recognises(path):
             return Detected(name, why, reader)
+    if refused := _refused(path):
+        raise errors.CheckpointFormatError(f"{path} is {refused}")
     raise errors.CheckpointFormatError(
-        f"{path} is no checkpoint: wanted a directory that flaxckpt or Orbax wrote"
-        f" (with a _METADATA file in it or in its state/), or"
-        f" safetensors, found {_content(path)}"
+        f"{path} is no checkpoint that is read here: wanted one of {_READ_HERE}; found"
+        f" {_content(path)}"
     )
 
 
+def _refused(path: Path) -> str | None:
+    """What a path is, and where to go with it, if it is known and not read."""
+    if path.is_dir():
+        if _begins(path / "checkpoint").startswith(_TENSORFLOW) or any(
+            path.glob("*.ckpt*.index")
+        ):
+            return _OF_TENSORFLOW
+        return None
+    first = _begins(path)
+    if first.startswith(_TENSORFLOW) or path.with_name(path.name + ".index").is_file():
+        return _OF_TENSORFLOW
+    if path.suffix == ".index" or ".data-" in path.suffix:
+        return _OF_TENSORFLOW
+    if (first[:1] == b"\x80" and b"\x02" <= first[1:2] <= b"\x05") or (
+        first.startswith(b"PK\x03\x04")
+    ):
+        return (
+            "a pickle, or an archive that may hold one (torch, numpy). Pickles run code"
+            " when they are opened, so none ever is here; save the arrays in another"
+            " format with the program that wrote it"
+        )
+    return None
+
+
+_TENSORFLOW = b"model_checkpoint_path"
+_OF_TENSORFLOW = (
+    "a TensorFlow checkpoint, which is not read here: load it with tf.train or with"
+    " T5X's importer, and save the arrays from there"
+)
+
+
+def _begins(path: Path) -> bytes:
+    """The first bytes of a plain file; none of anything else."""
+    try:
+        if not path.is_file():
+            return b""
+        with path.open("rb") as file:
+            return file.read(64)
+    except OSError:
+        return b""
+
+
 def _content(path: Path) -> str:
+    if path.is_file():
+        first = _begins(path)
+        return f"a file that begins with {first[:8]!r}" if first else "an empty file"
     if not path.is_dir():
-        return "a file"
+        return "no plain file"
     names = sorted(child.name for child in path.iterdir())
     listed = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
     return f"a directory with {listed}" if names else "an empty directory"

@@ -3,46 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import tensorstore as ts
-
-from flaxckpt import _layout, _read, _storage, _tree, _zarr, errors
+from flaxckpt import _storage, _tree, _zarr, errors
 from flaxckpt._info import (
-    CheckpointMetadata,
-    Leaf,
     LeafInfo,
-    LeafTable,
     Lineage,
-    RawArray,
     Stored,
-    StoredLeaf,
 )
 from flaxckpt._types import JSON, LeafPath
-from flaxckpt.formats import _orbax_json
+from flaxckpt.formats import _orbax_disk, _orbax_foreign, _orbax_json
 
 _log = logging.getLogger(__name__)
 
-STATE, DATASET, METRICS = "state", "dataset", "metrics"
-_CHECKPOINT = "_CHECKPOINT_METADATA"
-_TREE = "_METADATA"
 _COMMITTED = "commit_success.txt"
 _ROOT_METADATA = "metadata/_ROOT_METADATA"
-_STRINGS = "_strings.json"
+STATE, DATASET, METRICS = _orbax_disk.STATE, _orbax_disk.DATASET, _orbax_disk.METRICS
 _SHARDING = "_sharding"
 _ARRAYS = "array_metadatas/process_0"
 _RESERVED = frozenset(
-    (_TREE, _SHARDING, _STRINGS, "array_metadatas", "manifest.ocdbt", "d")
+    (
+        _orbax_disk.TREE,
+        _SHARDING,
+        _orbax_disk.STRINGS,
+        "array_metadatas",
+        "manifest.ocdbt",
+        "d",
+    )
 )
 _MAX_NAME_BYTES = 240
 _SMALL_DATABASE_BYTES = 64 * 2**20
-_PREFERRED_ITEMS = (STATE, "default", "pytree")
-_NOT_ITEMS = frozenset((DATASET, METRICS))
 
 
 # ---- writing --------------------------------------------------------------------
@@ -91,8 +84,8 @@ def files(contents: Contents) -> dict[str, bytes]:
     All but its arrays, and but those that `seal` makes when everything else is there.
     """
     made = {
-        _CHECKPOINT: _checkpoint_metadata(contents),
-        f"{STATE}/{_TREE}": _orbax_json.tree_metadata(
+        _orbax_disk.CHECKPOINT: _checkpoint_metadata(contents),
+        f"{STATE}/{_orbax_disk.TREE}": _orbax_json.tree_metadata(
             contents.infos,
             ocdbt=contents.ocdbt,
             zarr_version=contents.encoding.version,
@@ -101,7 +94,7 @@ def files(contents: Contents) -> dict[str, bytes]:
         f"{STATE}/{_ARRAYS}": _orbax_json.array_metadatas(contents.infos),
     }
     if contents.strings:
-        made[f"{STATE}/{_STRINGS}"] = _orbax_json.strings(contents.strings)
+        made[f"{STATE}/{_orbax_disk.STRINGS}"] = _orbax_json.strings(contents.strings)
     for name, content in contents.dataset.items():
         made[f"{DATASET}/{name}"] = content
     if contents.metrics:
@@ -254,18 +247,23 @@ def _file_safe(name: str) -> bool:
 
 def recognises(path: Path) -> str | None:
     """Why `path` is a checkpoint of ours or Orbax's, or one item of it."""
-    item = _item(path)
+    item = _orbax_disk.item(path)
     if item is None:
         return None
     if (path / _orbax_json.MANIFEST).is_file():
         return f"it has the manifest {_orbax_json.MANIFEST}"
-    return f"it has the file {(item / _TREE).relative_to(path)}"
+    file = item / _orbax_disk.TREE
+    if not file.is_file():
+        file = item / _orbax_disk.AGGREGATE
+    return f"it has the file {file.relative_to(path)}"
 
 
 def is_whole(path: Path) -> bool:
     """Whether `path` itself is a checkpoint, and not just something around one."""
-    names = (_orbax_json.MANIFEST, _CHECKPOINT, _TREE)
-    return _item(path) is not None and any((path / name).is_file() for name in names)
+    names = (_orbax_json.MANIFEST, _orbax_disk.CHECKPOINT, _orbax_disk.TREE)
+    return _orbax_disk.item(path) is not None and any(
+        (path / name).is_file() for name in names
+    )
 
 
 def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
@@ -277,30 +275,10 @@ def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
     """
     if (path / _orbax_json.MANIFEST).is_file():
         return _read_own(path, step, resolve)
-    return _read_foreign(path, step)
+    return _orbax_foreign.read(path, step)
 
 
-def read_metrics(path: Path) -> dict[str, float]:
-    """The metrics of the checkpoint `path`; those that are no numbers are left out.
-
-    A damaged file means no metrics: it is no reason to lose the state beside it.
-    """
-    try:
-        content = _storage.read(
-            path / METRICS / METRICS, max_bytes=_orbax_json.MAX_BYTES
-        )
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    try:
-        data = _orbax_json.loads(content, path / METRICS / METRICS)
-    except errors.DamagedCheckpointError as error:
-        _log.warning("the metrics of %s are lost: %s", path, error)
-        return {}
-    return {
-        name: float(value)
-        for name, value in data.items()
-        if isinstance(value, int | float)
-    }
+read_metrics = _orbax_disk.read_metrics
 
 
 def write_metrics(path: Path, metrics: Mapping[str, float]) -> None:
@@ -316,7 +294,7 @@ def read_dataset(path: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
     """
     for name in digests:
         if name.startswith(f"{DATASET}/") and not (path / name).is_file():
-            _file(path / name)  # raises
+            _orbax_disk.read_file(path / name)  # raises
     items = [path / DATASET, *(path / name for name in _storage.directories(path))]
     item = next((i for i in items if any(i.glob("process_*-of-*.json"))), None)
     if item is None:
@@ -324,8 +302,10 @@ def read_dataset(path: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
     files = {}
     for file in sorted(item.iterdir()):
         if file.is_file():
-            files[file.name] = _file(file)
-            _check_digest(file, files[file.name], digests.get(f"{DATASET}/{file.name}"))
+            files[file.name] = _orbax_disk.read_file(file)
+            _orbax_disk.check_digest(
+                file, files[file.name], digests.get(f"{DATASET}/{file.name}")
+            )
     return files
 
 
@@ -334,7 +314,7 @@ def read_run_metadata(root: Path) -> dict[str, JSON]:
     path = root / _ROOT_METADATA
     if not path.is_file():
         return {}
-    custom = _orbax_json.loads(_file(path), path).get("custom_metadata")
+    custom = _orbax_json.loads(_orbax_disk.read_file(path), path).get("custom_metadata")
     return custom if isinstance(custom, dict) else {}
 
 
@@ -348,47 +328,12 @@ def write_run_metadata(root: Path, custom: Mapping[str, JSON]) -> None:
     )
 
 
-def _item(path: Path) -> Path | None:
-    """The directory that holds the arrays of the checkpoint `path`."""
-    for name in _PREFERRED_ITEMS:
-        if (path / name / _TREE).is_file():
-            return path / name
-    if (path / _TREE).is_file():
-        return path
-    if not (path / _CHECKPOINT).is_file():
-        return None
-    items = [
-        name
-        for name in sorted(_storage.directories(path))
-        if (path / name / _TREE).is_file() and name not in _NOT_ITEMS
-    ]
-    if len(items) > 1:
-        raise errors.CheckpointFormatError(
-            f"{path} holds several items, {', '.join(items)}: "
-            f"load one of them by its own path, {path / items[0]}"
-        )
-    return path / items[0] if items else None
-
-
-def _file(path: Path) -> bytes:
-    try:
-        return _storage.read(path, max_bytes=_orbax_json.MAX_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
-        raise errors.DamagedCheckpointError(
-            f"{path} is missing; restore another step"
-        ) from None
-
-
-def _json_file(path: Path) -> dict[str, Any]:
-    return _orbax_json.loads(_file(path), path)
-
-
 def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
     stamp = _storage.stamp(path / _orbax_json.MANIFEST)
-    raw = _file(path / _orbax_json.MANIFEST)
+    raw = _orbax_disk.read_file(path / _orbax_json.MANIFEST)
     if (path / _COMMITTED).is_file():
-        recorded = _json_file(path / _COMMITTED).get(_orbax_json.MANIFEST)
-        _check_digest(path / _orbax_json.MANIFEST, raw, recorded)
+        recorded = _orbax_disk.json_file(path / _COMMITTED).get(_orbax_json.MANIFEST)
+        _orbax_disk.check_digest(path / _orbax_json.MANIFEST, raw, recorded)
     manifest = _orbax_json.loads(raw, path / _orbax_json.MANIFEST)
     version = manifest.get("version")
     if version != _orbax_json.MANIFEST_VERSION:
@@ -413,8 +358,8 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
         raise errors.DamagedCheckpointError(
             f"{path / _orbax_json.MANIFEST} is not a manifest: {str(error)[:200]}"
         ) from None
-    strings = _read_strings(path / STATE, infos, digests)
-    arrays = _Arrays(
+    strings = _orbax_disk.read_strings(path / STATE, infos, digests)
+    arrays = _orbax_disk.Arrays(
         path / STATE,
         3 if encoding is None else encoding.version,
         ocdbt,
@@ -426,13 +371,13 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
         },
     )
     described = dataclasses.replace(
-        _checkpoint_info(path, "flaxckpt", step, infos, digests),
+        _orbax_disk.checkpoint_info(path, "flaxckpt", step, infos, digests),
         lineage=lineage,
         transforms=transforms,
     )
     return Stored(
         described,
-        _table(path, infos, arrays, strings),
+        _orbax_disk.table(path, infos, arrays, strings),
         structure,
         frozenset(unknown),
         digests,
@@ -440,279 +385,5 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
     )
 
 
-def _check_digest(path: Path, content: bytes, recorded: object) -> None:
-    if recorded is not None and _storage.digest(content) != recorded:
-        raise errors.DamagedCheckpointError(
-            f"{path} has changed since it was saved: wanted {recorded},"
-            f" found {_storage.digest(content)}; restore another step"
-        )
-
-
-def _read_strings(
-    item: Path, infos: Sequence[LeafInfo], digests: Mapping[str, str]
-) -> dict[LeafPath, str]:
-    wanted = [info for info in infos if info.kind == "string"]
-    if not wanted:
-        return {}
-    path = item / _STRINGS
-    raw = _file(path)
-    _check_digest(path, raw, digests.get(f"{STATE}/{_STRINGS}"))
-    data = _orbax_json.loads(raw, path)
-    try:
-        return {
-            info.path: _orbax_json.string_at(data, _orbax_json.param_name(info.keys))
-            for info in wanted
-        }
-    except KeyError as error:
-        raise errors.DamagedCheckpointError(
-            f"{path} lacks the string {error}; restore another step"
-        ) from None
-
-
 def _is_of_database(name: str) -> bool:
     return name == f"{STATE}/manifest.ocdbt" or name.startswith(f"{STATE}/d/")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Arrays:
-    """Where the arrays of a checkpoint are.
-
-    Attributes:
-        root: The directory that holds them, or the database of them.
-        version: Of the zarr format.
-        ocdbt: Whether `root` is a database.
-        strict: Whether a missing chunk is damage; else it is zeros.
-        encoding: Of their chunks; None if only each array's metadata tells.
-        digests: File of the database -> its digest, if they are recorded.
-    """
-
-    root: Path
-    version: int
-    ocdbt: bool
-    strict: bool = True
-    encoding: _zarr.Encoding | None = None
-    digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    def opener(self, name: str) -> Callable[[ts.Context], ts.Future[ts.TensorStore]]:
-        return functools.partial(
-            _read.open_zarr,
-            root=self.root,
-            name=name,
-            version=self.version,
-            ocdbt=self.ocdbt,
-            strict=self.strict,
-        )
-
-    def raw(self, name: str, info: LeafInfo) -> RawArray | None:
-        if self.encoding is None:
-            return None
-        if not _zarr.is_raw(self.encoding, *_layout.stored_form(info)):
-            return None
-        return RawArray(self.root, name, self.ocdbt, self.encoding, self.digests)
-
-
-def _table(
-    path: Path,
-    infos: Sequence[LeafInfo],
-    arrays: _Arrays,
-    strings: Mapping[LeafPath, str],
-) -> LeafTable:
-    table = {}
-    for info in infos:
-        stored = StoredLeaf(path, info, value=strings.get(info.path))
-        if info.dtype is not None:
-            name = _orbax_json.param_name(info.keys)
-            raw = arrays.raw(name, info)
-            stored = StoredLeaf(path, info, arrays.opener(name), raw=raw)
-        table[info.path] = Leaf(info, (stored,))
-    return table
-
-
-def _checkpoint_info(
-    path: Path,
-    format_name: str,
-    step: int | None,
-    infos: Sequence[LeafInfo],
-    digests: Mapping[str, str],
-) -> CheckpointMetadata:
-    found: dict[str, Any] = {}
-    if _CHECKPOINT in digests or (path / _CHECKPOINT).is_file():
-        raw = _file(path / _CHECKPOINT)
-        if _CHECKPOINT in digests:
-            _check_digest(path / _CHECKPOINT, raw, digests[_CHECKPOINT])
-            found = _orbax_json.loads(raw, path / _CHECKPOINT)
-        else:
-            # Orbax tolerates rubbish here, and nothing of the state depends on it.
-            try:
-                found = _orbax_json.loads(raw, path / _CHECKPOINT)
-            except errors.DamagedCheckpointError:
-                found = {}
-    custom = found.get("custom_metadata")
-    return CheckpointMetadata(
-        str(path),
-        format_name,
-        step,
-        {info.path: info for info in infos},
-        read_metrics(path),
-        _seconds(found.get("init_timestamp_nsecs")),
-        _seconds(found.get("commit_timestamp_nsecs")),
-        custom if isinstance(custom, dict) else {},
-        (path / DATASET).is_dir(),
-        sum(_layout.stored_bytes(info) for info in infos),
-    )
-
-
-def _seconds(nanoseconds: object) -> float | None:
-    return nanoseconds / 1e9 if isinstance(nanoseconds, int | float) else None
-
-
-# ---- reading what Orbax wrote ---------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _ForeignRow:
-    keys: tuple[_tree.Key, ...]
-    value_type: str
-
-    @property
-    def name(self) -> str:
-        return _orbax_json.param_name(self.keys)
-
-    @property
-    def is_array(self) -> bool:
-        return (
-            self.value_type != "string"
-            and _orbax_json.foreign_empty(self.value_type) is None
-        )
-
-
-def _read_foreign(path: Path, step: int | None) -> Stored:
-    item = _item(path)
-    assert item is not None, path
-    stamp = _storage.stamp(item / _TREE)
-    metadata = _json_file(item / _TREE)
-    rows = _foreign_rows(item, metadata)
-    version = 3 if metadata.get("use_zarr3") else 2
-    ocdbt = metadata.get("use_ocdbt")
-    if ocdbt is None:
-        ocdbt = (item / "manifest.ocdbt").is_file()
-    arrays = _foreign_arrays(item, rows, version=version, ocdbt=bool(ocdbt))
-    impls = _foreign_prng_impls(item)
-    infos = [_foreign_info(item, row, arrays, impls) for row in rows]
-    kept = _Arrays(
-        item,
-        version,
-        bool(ocdbt),
-        strict=bool(metadata.get("store_array_data_equal_to_fill_value")),
-    )
-    return Stored(
-        _checkpoint_info(path, "orbax", step, infos, {}),
-        _table(path, infos, kept, _read_strings(item, infos, {})),
-        _tree.plain_structure(
-            (i.path, i.keys, i.python_type if i.kind == "empty" else None)
-            for i in infos
-        ),
-        stamp=stamp,
-    )
-
-
-def _foreign_rows(item: Path, metadata: Mapping[str, Any]) -> list[_ForeignRow]:
-    try:
-        rows = [
-            _ForeignRow(
-                _orbax_json.foreign_keys(row), str(row["value_metadata"]["value_type"])
-            )
-            for row in metadata["tree_metadata"].values()
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise errors.DamagedCheckpointError(
-            f"{item / _TREE} does not describe a tree: {str(error)[:200]}"
-        ) from None
-    # A partial save leaves placeholders at the prefixes of paths saved later.
-    inner = {row.keys[:n] for row in rows for n in range(len(row.keys))}
-    return sorted(
-        (row for row in rows if row.keys not in inner or len(rows) == 1),
-        key=lambda row: [_rank(key) for key in row.keys],
-    )
-
-
-def _rank(key: _tree.Key) -> tuple[str, int]:
-    return ("", int(key.name)) if key.kind == "index" else (str(key.name), 0)
-
-
-def _foreign_arrays(
-    item: Path, rows: Sequence[_ForeignRow], *, version: int, ocdbt: bool
-) -> dict[str, tuple[tuple[int, ...], str, tuple[int, ...]]]:
-    """Shape, dtype and chunk shape of every array, from its own zarr metadata."""
-    store = ts.KvStore.open(_zarr.kvstore(item, "", ocdbt=ocdbt)).result()
-    file = "zarr.json" if version == 3 else ".zarray"
-    reads = {
-        row.name: store.read(f"{row.name}/{file}" if row.name else file)
-        for row in rows
-        if row.is_array
-    }
-    found = {}
-    faults = {}
-    for name, future in reads.items():
-        try:
-            result = future.result()
-            if result.state != "value":
-                raise ValueError(f"{file} is missing")
-            if len(result.value) > _orbax_json.MAX_BYTES:
-                raise ValueError(f"{file} is too large")
-            data = _orbax_json.loads(bytes(result.value), f"{name}/{file}")
-            found[name] = _orbax_json.foreign_array(data)
-        except (ValueError, KeyError, TypeError, OSError, errors.CheckpointError) as e:
-            faults[name] = str(e).split(" [")[0][:200]
-    if faults:
-        raise errors.DamagedCheckpointError(
-            f"{len(faults)} leaves of {item} cannot be read:\n"
-            + errors.rows(f"{name}: {reason}" for name, reason in faults.items())
-            + "\nRestore another step."
-        )
-    return found
-
-
-def _foreign_prng_impls(item: Path) -> dict[str, str]:
-    directory = item / "array_metadatas"
-    if not directory.is_dir():
-        return {}
-    impls = {}
-    for path in sorted(directory.iterdir())[:1]:
-        for row in _json_file(path).get("array_metadatas", []):
-            array = row.get("array_metadata", {})
-            impl = (array.get("ext_metadata") or {}).get("random_key_impl")
-            if isinstance(impl, str):
-                impls[str(array.get("param_name"))] = impl
-    return impls
-
-
-def _foreign_info(
-    item: Path,
-    row: _ForeignRow,
-    arrays: Mapping[str, tuple[tuple[int, ...], str, tuple[int, ...]]],
-    impls: Mapping[str, str],
-) -> LeafInfo:
-    path = _tree.join(row.keys)
-    if empty := _orbax_json.foreign_empty(row.value_type):
-        return LeafInfo(path, row.keys, "empty", empty)
-    if row.value_type == "string":
-        return LeafInfo(path, row.keys, "string", "str")
-    shape, dtype, chunk_shape = arrays[row.name]
-    try:
-        python_type = _orbax_json.foreign_python_type(row.value_type, dtype)
-    except ValueError as error:
-        raise errors.DamagedCheckpointError(f"{item}: {path}: {error}") from None
-    impl = impls.get(row.name)
-    is_scalar = python_type not in ("jax.Array", "numpy.ndarray")
-    return LeafInfo(
-        path,
-        row.keys,
-        "prng_key" if impl else "scalar" if is_scalar else "array",
-        python_type,
-        shape[:-1] if impl else shape,
-        dtype,
-        chunk_shape=chunk_shape,
-        weak_type=is_scalar,
-        prng_impl=impl,
-    )

@@ -1,0 +1,52 @@
+"""Flax's old checkpoints: one file that holds a whole state in msgpack.
+
+Source: `flax.training.checkpoints` and `flax.serialization.to_bytes`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flaxckpt import _storage, _tree, errors
+from flaxckpt._info import Stored
+from flaxckpt.formats import _ndarray, _scan
+
+_ELSEWHERE = "//GDAPlaceholder:"
+"""How a string begins that stands for an array of several processes."""
+
+
+def recognises(path: Path) -> str | None:
+    """Why `path` is a file that holds a map in msgpack."""
+    keys = _scan.first_keys(path)
+    if keys is None or keys == ["version", "optimizer"]:
+        return None
+    return f"it begins with a msgpack map, whose first key is {keys[0][:60]!r}"
+
+
+def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
+    """Reads everything but arrays.
+
+    Raises:
+        DamagedCheckpointError: The file is not what Flax writes.
+        CheckpointFormatError: Parts of it are elsewhere, in a way that is not read.
+    """
+    stamp = _storage.stamp(path)
+    with _scan.scanner(path) as scan:
+        tree = scan.value()
+        scan.leave()
+    beside = path.with_name(f"{path.name}_gda")
+    elsewhere = [
+        _tree.join(keys)
+        for keys, value in _ndarray.walk(tree)
+        if isinstance(value, str) and value.startswith(_ELSEWHERE)
+    ]
+    if elsewhere or beside.exists():
+        raise errors.CheckpointFormatError(
+            f"{path} was saved by several processes; wanted all values in it, found"
+            f" {len(elsewhere)} leaves that are kept in {beside.name}/:\n"
+            + errors.rows(elsewhere)
+            + "\nRestore it with the Flax that wrote it, and save it again as one."
+        )
+    return _ndarray.stored(
+        path, path, tree, format_name="msgpack", step=step, stamp=stamp
+    )

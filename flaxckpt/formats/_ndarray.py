@@ -1,0 +1,223 @@
+"""The leaves of what was scanned: arrays in a file, numbers, and arrays elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from flaxckpt import _dtypes, _layout, _spans, _storage, _tree, errors
+from flaxckpt._info import CheckpointMetadata, Leaf, LeafInfo, Stored, StoredLeaf
+from flaxckpt._types import LeafPath, Shape
+from flaxckpt.formats._scan import Array, Run, Value
+
+_MAX_LEAVES = 5 * 10**5
+_MAX_PATH_BYTES = 256 * 2**20  # of all leaf paths together: keys high up recur in them
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Opened:
+    """An array that is kept somewhere else than in the scanned file.
+
+    Attributes:
+        shape: In elements.
+        dtype: Name of the element type.
+        chunk_shape: What is read at once.
+        open: Opens it; see `StoredLeaf`.
+    """
+
+    shape: Shape
+    dtype: str
+    chunk_shape: Shape
+    open: Callable[[ts.Context], ts.Future[ts.TensorStore]]
+
+
+def is_sequence(names: Mapping[str, object]) -> bool:
+    """Whether the keys of a map are 0, 1, …, as Flax writes lists and tuples."""
+    # Sorted as text, 10 comes before 2.
+    return bool(names) and all(str(i) in names for i in range(len(names)))
+
+
+def walk(tree: Value) -> Iterator[tuple[tuple[_tree.Key, ...], Value]]:
+    """The leaves and empty containers of what was scanned, each with its keys.
+
+    Maps whose keys are 0, 1, … are lists, in that order; so are Flax's old named
+    tuples maps.
+    """
+    return _walk(tree, ())
+
+
+def _walk(
+    value: Value, keys: tuple[_tree.Key, ...]
+) -> Iterator[tuple[tuple[_tree.Key, ...], Value]]:
+    value = _without_name(value)
+    if isinstance(value, dict) and is_sequence(value):
+        value = [value[str(i)] for i in range(len(value))]
+    if not value or not isinstance(value, dict | list):
+        yield keys, value
+    elif isinstance(value, list):
+        for i, child in enumerate(value):
+            yield from _walk(child, (*keys, _tree.Key(i, "index")))
+    else:
+        for name, child in value.items():
+            yield from _walk(child, (*keys, _tree.Key(name, "key")))
+
+
+def _without_name(value: Value) -> Value:
+    """What is in a named tuple as Flax wrote it before 0.3; all else unchanged."""
+    if not isinstance(value, dict) or set(value) != {"name", "fields", "values"}:
+        return value
+    fields, values = value["fields"], value["values"]
+    for part in (fields, values):
+        if not isinstance(part, dict) or (part and not is_sequence(part)):
+            return value
+    names = [fields[str(i)] for i in range(len(fields))]
+    if type(value["name"]) is not str or len(values) != len(names):
+        return value
+    if any(type(name) is not str for name in names) or len(set(names)) != len(names):
+        return value
+    return {name: values[str(i)] for i, name in enumerate(names)}
+
+
+def stored(
+    path: Path,
+    file: Path,
+    tree: Value,
+    *,
+    format_name: str,
+    step: int | None,
+    stamp: _storage.Stamp,
+) -> Stored:
+    """A checkpoint whose leaves were scanned.
+
+    Args:
+        path: The checkpoint.
+        file: The file that was scanned.
+        tree: What was found in it.
+        format_name: What `CheckpointMetadata.format` says.
+        step: Its number, if it is known.
+        stamp: Of the file, from before it was scanned.
+
+    Raises:
+        DamagedCheckpointError: Leaves are nothing that Flax writes; they are named.
+    """
+    leaves: dict[LeafPath, StoredLeaf] = {}
+    faults: dict[LeafPath, str] = {}
+    path_bytes = 0
+    for keys, value in walk(tree):
+        name = _tree.join(keys)
+        path_bytes += len(name)
+        if len(leaves) >= _MAX_LEAVES or path_bytes > _MAX_PATH_BYTES:
+            raise errors.DamagedCheckpointError(
+                f"{file} holds more than {_MAX_LEAVES} leaves, or absurdly long names"
+            )
+        if isinstance(value, Run):
+            faults[name] = f"is {value.size} bytes without a type"
+        elif name in leaves:
+            faults[name] = "is there twice"
+        else:
+            leaves[name] = _leaf(path, file, name, keys, value)
+    if faults:
+        raise unreadable(file, faults)
+    infos = [leaf.info for leaf in leaves.values()]
+    return Stored(
+        CheckpointMetadata(
+            str(path),
+            format_name,
+            step,
+            {info.path: info for info in infos},
+            {},
+            None,
+            None,
+            {},
+            False,
+            sum(_layout.stored_bytes(info) for info in infos),
+        ),
+        {name: Leaf(leaf.info, (leaf,)) for name, leaf in leaves.items()},
+        _tree.plain_structure(
+            (i.path, i.keys, i.python_type if i.kind == "empty" else None)
+            for i in infos
+        ),
+        stamp=stamp,
+    )
+
+
+def unreadable(
+    path: Path, faults: Mapping[LeafPath, str]
+) -> errors.DamagedCheckpointError:
+    """The error that says why leaves of a checkpoint cannot be read."""
+    count = f"{len(faults)} leaves" if len(faults) > 1 else "1 leaf"
+    return errors.DamagedCheckpointError(
+        f"{count} of {path} cannot be read:\n"
+        + errors.rows(f"{name}: {reason}" for name, reason in faults.items())
+        + "\nRestore another step."
+    )
+
+
+def _leaf(
+    path: Path, file: Path, name: LeafPath, keys: tuple[_tree.Key, ...], value: Value
+) -> StoredLeaf:
+    match value:
+        case None | {} | []:
+            empty = "None" if value is None else type(value).__name__
+            return StoredLeaf(path, LeafInfo(name, keys, "empty", empty))
+        case str():
+            info = LeafInfo(name, keys, "string", "str")
+            return StoredLeaf(path, info, value=value)
+        case Array():
+            dtype = _dtypes.stored_name(value.dtype)
+            assert dtype is not None, value
+            span = _spans.Span(file, 0, value.shape, dtype, value.pieces)
+            info = LeafInfo(
+                name,
+                keys,
+                "scalar" if value.is_scalar else "array",
+                "numpy.generic" if value.is_scalar else "numpy.ndarray",
+                value.shape,
+                value.dtype,
+                # Rows can be read one by one.
+                chunk_shape=tuple(
+                    1 if axis == 0 else max(size, 1)
+                    for axis, size in enumerate(value.shape)
+                ),
+            )
+            return StoredLeaf(path, info, functools.partial(_spans.opened, [span]))
+        case Opened():
+            info = LeafInfo(
+                name,
+                keys,
+                "array",
+                "numpy.ndarray",
+                value.shape,
+                value.dtype,
+                chunk_shape=value.chunk_shape,
+            )
+            return StoredLeaf(path, info, value.open)
+        case _:
+            number = np.asarray(value)
+            info = LeafInfo(
+                name,
+                keys,
+                "scalar",
+                type(value).__name__,
+                (),
+                number.dtype.name,
+                chunk_shape=(),
+                weak_type=True,
+            )
+            return StoredLeaf(path, info, functools.partial(_constant, number))
+
+
+def _constant(
+    number: np.ndarray[Any, Any], context: ts.Context
+) -> ts.Future[ts.TensorStore]:
+    promise: ts.Promise[ts.TensorStore]
+    future: ts.Future[ts.TensorStore]
+    promise, future = ts.Promise.new()
+    promise.set_result(ts.array(number, context=context))
+    return future

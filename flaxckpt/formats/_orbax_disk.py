@@ -1,0 +1,236 @@
+"""Where the parts of a checkpoint of Orbax's layout are: items, files, arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorstore as ts
+
+from flaxckpt import _layout, _read, _storage, _zarr, errors
+from flaxckpt._info import (
+    CheckpointMetadata,
+    Leaf,
+    LeafInfo,
+    LeafTable,
+    RawArray,
+    StoredLeaf,
+)
+from flaxckpt._types import LeafPath
+from flaxckpt.formats import _orbax_json, _scan
+
+_log = logging.getLogger(__name__)
+
+STATE, DATASET, METRICS = "state", "dataset", "metrics"
+CHECKPOINT = "_CHECKPOINT_METADATA"
+TREE = "_METADATA"
+AGGREGATE = "checkpoint"
+"""The tree in msgpack, in Orbax until 0.6: values, and names of arrays beside it."""
+
+STRINGS = "_strings.json"
+PREFERRED_ITEMS = (STATE, "default", "pytree")
+NOT_ITEMS = frozenset((DATASET, METRICS))
+
+
+def item(path: Path) -> Path | None:
+    """The directory that holds the arrays of the checkpoint `path`."""
+    for name in (*PREFERRED_ITEMS, ""):
+        if _is_item(path / name):
+            return path / name
+    if not (path / CHECKPOINT).is_file():
+        return None
+    items = [
+        name
+        for name in sorted(_storage.directories(path))
+        if _is_item(path / name) and name not in NOT_ITEMS
+    ]
+    if len(items) > 1:
+        raise errors.CheckpointFormatError(
+            f"{path} holds several items, {', '.join(items)}: "
+            f"load one of them by its own path, {path / items[0]}"
+        )
+    return path / items[0] if items else None
+
+
+def _is_item(path: Path) -> bool:
+    return (path / TREE).is_file() or (_scan.first_keys(path / AGGREGATE) is not None)
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a file that must be there.
+
+    Raises:
+        DamagedCheckpointError: It is not, or is too large.
+    """
+    try:
+        return _storage.read(path, max_bytes=_orbax_json.MAX_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        raise errors.DamagedCheckpointError(
+            f"{path} is missing; restore another step"
+        ) from None
+
+
+def json_file(path: Path) -> dict[str, Any]:
+    """The object in a JSON file that must be there.
+
+    Raises:
+        DamagedCheckpointError: It is not, or holds something else.
+    """
+    return _orbax_json.loads(read_file(path), path)
+
+
+def check_digest(path: Path, content: bytes, recorded: object) -> None:
+    """Compares what a file holds with the digest that was written down, if one was.
+
+    Raises:
+        DamagedCheckpointError: They differ.
+    """
+    if recorded is not None and _storage.digest(content) != recorded:
+        raise errors.DamagedCheckpointError(
+            f"{path} has changed since it was saved: wanted {recorded},"
+            f" found {_storage.digest(content)}; restore another step"
+        )
+
+
+def read_strings(
+    item: Path, infos: Sequence[LeafInfo], digests: Mapping[str, str]
+) -> dict[LeafPath, str]:
+    """Leaf path -> value of the string leaves."""
+    wanted = [info for info in infos if info.kind == "string"]
+    if not wanted:
+        return {}
+    path = item / STRINGS
+    raw = read_file(path)
+    check_digest(path, raw, digests.get(f"{STATE}/{STRINGS}"))
+    data = _orbax_json.loads(raw, path)
+    try:
+        return {
+            info.path: _orbax_json.string_at(data, _orbax_json.param_name(info.keys))
+            for info in wanted
+        }
+    except KeyError as error:
+        raise errors.DamagedCheckpointError(
+            f"{path} lacks the string {error}; restore another step"
+        ) from None
+
+
+def read_metrics(path: Path) -> dict[str, float]:
+    """The metrics of the checkpoint `path`; those that are no numbers are left out.
+
+    A damaged file means no metrics: it is no reason to lose the state beside it.
+    """
+    try:
+        content = _storage.read(
+            path / METRICS / METRICS, max_bytes=_orbax_json.MAX_BYTES
+        )
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    try:
+        data = _orbax_json.loads(content, path / METRICS / METRICS)
+    except errors.DamagedCheckpointError as error:
+        _log.warning("the metrics of %s are lost: %s", path, error)
+        return {}
+    return {
+        name: float(value)
+        for name, value in data.items()
+        if isinstance(value, int | float)
+    }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrays:
+    """Where the arrays of a checkpoint are.
+
+    Attributes:
+        root: The directory that holds them, or the database of them.
+        version: Of the zarr format.
+        ocdbt: Whether `root` is a database.
+        strict: Whether a missing chunk is damage; else it is zeros.
+        encoding: Of their chunks; None if only each array's metadata tells.
+        digests: File of the database -> its digest, if they are recorded.
+    """
+
+    root: Path
+    version: int
+    ocdbt: bool
+    strict: bool = True
+    encoding: _zarr.Encoding | None = None
+    digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def opener(self, name: str) -> Callable[[ts.Context], ts.Future[ts.TensorStore]]:
+        """What opens the array `name`."""
+        return functools.partial(
+            _read.open_zarr,
+            root=self.root,
+            name=name,
+            version=self.version,
+            ocdbt=self.ocdbt,
+            strict=self.strict,
+        )
+
+    def raw(self, name: str, info: LeafInfo) -> RawArray | None:
+        """Where the chunks of an array are, if they are not compressed."""
+        if self.encoding is None:
+            return None
+        if not _zarr.is_raw(self.encoding, *_layout.stored_form(info)):
+            return None
+        return RawArray(self.root, name, self.ocdbt, self.encoding, self.digests)
+
+
+def table(
+    path: Path,
+    infos: Sequence[LeafInfo],
+    arrays: Arrays,
+    strings: Mapping[LeafPath, str],
+) -> LeafTable:
+    table = {}
+    for info in infos:
+        stored = StoredLeaf(path, info, value=strings.get(info.path))
+        if info.dtype is not None:
+            name = _orbax_json.param_name(info.keys)
+            raw = arrays.raw(name, info)
+            stored = StoredLeaf(path, info, arrays.opener(name), raw=raw)
+        table[info.path] = Leaf(info, (stored,))
+    return table
+
+
+def checkpoint_info(
+    path: Path,
+    format_name: str,
+    step: int | None,
+    infos: Sequence[LeafInfo],
+    digests: Mapping[str, str],
+) -> CheckpointMetadata:
+    found: dict[str, Any] = {}
+    if CHECKPOINT in digests or (path / CHECKPOINT).is_file():
+        raw = read_file(path / CHECKPOINT)
+        if CHECKPOINT in digests:
+            check_digest(path / CHECKPOINT, raw, digests[CHECKPOINT])
+            found = _orbax_json.loads(raw, path / CHECKPOINT)
+        else:
+            # Orbax tolerates rubbish here, and nothing of the state depends on it.
+            try:
+                found = _orbax_json.loads(raw, path / CHECKPOINT)
+            except errors.DamagedCheckpointError:
+                found = {}
+    custom = found.get("custom_metadata")
+    return CheckpointMetadata(
+        str(path),
+        format_name,
+        step,
+        {info.path: info for info in infos},
+        read_metrics(path),
+        _seconds(found.get("init_timestamp_nsecs")),
+        _seconds(found.get("commit_timestamp_nsecs")),
+        custom if isinstance(custom, dict) else {},
+        (path / DATASET).is_dir(),
+        sum(_layout.stored_bytes(info) for info in infos),
+    )
+
+
+def _seconds(nanoseconds: object) -> float | None:
+    return nanoseconds / 1e9 if isinstance(nanoseconds, int | float) else None

@@ -1,0 +1,293 @@
+"""Checkpoints that Orbax wrote: their tree, and what else is only told there."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorstore as ts
+
+from flaxckpt import _dtypes, _storage, _tree, _zarr, errors
+from flaxckpt._info import Leaf, LeafInfo, Stored, StoredLeaf
+from flaxckpt._types import LeafPath
+from flaxckpt.formats import _ndarray, _orbax_disk, _orbax_json, _scan, _zarr2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Row:
+    keys: tuple[_tree.Key, ...]
+    value_type: str
+
+    @property
+    def path(self) -> LeafPath:
+        return _tree.join(self.keys)
+
+    @property
+    def name(self) -> str:
+        return _orbax_json.param_name(self.keys)
+
+    @property
+    def is_array(self) -> bool:
+        return (
+            self.value_type != "string"
+            and _orbax_json.foreign_empty(self.value_type) is None
+        )
+
+
+_MAX_CHUNK_BYTES = 2 * 2**30  # if the array is smaller; old releases never cut arrays
+_STANDS_FOR = ("PLACEHOLDER://", "AGGREGATED://")
+"""How a string in the aggregate file begins that names an array beside it."""
+
+
+def read(path: Path, step: int | None) -> Stored:
+    """Reads everything but arrays.
+
+    Raises:
+        DamagedCheckpointError: A file is missing or not what it should be.
+    """
+    item = _orbax_disk.item(path)
+    assert item is not None, path
+    if not (item / _orbax_disk.TREE).is_file():
+        return _read_aggregate(path, item, step)
+    stamp = _storage.stamp(item / _orbax_disk.TREE)
+    metadata = _orbax_disk.json_file(item / _orbax_disk.TREE)
+    rows = _rows(item, metadata)
+    inline = _inline(path, item)
+    version = 3 if metadata.get("use_zarr3") else 2
+    ocdbt = metadata.get("use_ocdbt")
+    if ocdbt is None:
+        ocdbt = (item / "manifest.ocdbt").is_file()
+    names = [row.name for row in rows if row.is_array and row.path not in inline]
+    arrays = _arrays(item, names, version=version, ocdbt=bool(ocdbt))
+    impls = _prng_impls(item)
+    infos = [
+        dataclasses.replace(inline[row.path].info, keys=row.keys)
+        if row.path in inline
+        else _info(item, row, arrays, impls)
+        for row in rows
+    ]
+    kept = _orbax_disk.Arrays(
+        item,
+        version,
+        bool(ocdbt),
+        strict=bool(metadata.get("store_array_data_equal_to_fill_value")),
+    )
+    others = [info for info in infos if info.path not in inline]
+    table = _orbax_disk.table(
+        path, others, kept, _orbax_disk.read_strings(item, others, {})
+    )
+    for info in infos:
+        if info.path in inline:
+            source = dataclasses.replace(inline[info.path], info=info)
+            table[info.path] = Leaf(info, (source,))
+    return Stored(
+        _orbax_disk.checkpoint_info(path, "orbax", step, infos, {}),
+        {info.path: table[info.path] for info in infos},
+        _tree.plain_structure(
+            (i.path, i.keys, i.python_type if i.kind == "empty" else None)
+            for i in infos
+        ),
+        stamp=stamp,
+    )
+
+
+# ---- the tree in msgpack ----------------------------------------------------------
+
+
+def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
+    """Reads a checkpoint without `_METADATA`, which tells no types of its arrays."""
+    file = item / _orbax_disk.AGGREGATE
+    stamp = _storage.stamp(file)
+    tree = _aggregate(file)
+    names = list(dict.fromkeys(_names(tree)))
+    ocdbt = (item / "manifest.ocdbt").is_file()
+    opened: dict[str, _ndarray.Opened] = {}
+    if ocdbt:
+        # Without the flag that `_METADATA` has, but all chunks were written then.
+        kept = _orbax_disk.Arrays(item, 2, ocdbt=True, strict=True)
+        for name, found in _arrays(item, names, version=2, ocdbt=True).items():
+            opened[name] = _ndarray.Opened(*found, kept.opener(name))
+    else:
+        faults = {}
+        for name in names:
+            try:
+                opened[name] = _zarr2.find(item, name)
+            except (ValueError, OSError) as error:
+                faults[name] = str(error)[:200]
+        if faults:
+            raise _ndarray.unreadable(item, faults)
+    tree = _filled(tree, opened)
+    found_here = _ndarray.stored(
+        path, file, tree, format_name="orbax", step=step, stamp=stamp
+    )
+    infos = [leaf.info for leaf in found_here.table.values()]
+    metadata = _orbax_disk.checkpoint_info(path, "orbax", step, infos, {})
+    return dataclasses.replace(found_here, metadata=metadata)
+
+
+def _inline(path: Path, item: Path) -> dict[LeafPath, StoredLeaf]:
+    """The leaves whose values are in the aggregate file, beside a `_METADATA`."""
+    file = item / _orbax_disk.AGGREGATE
+    if not file.is_file():
+        return {}
+    tree = _filled(_aggregate(file), {})
+    stamp = _storage.stamp(file)
+    found = _ndarray.stored(path, file, tree, format_name="", step=None, stamp=stamp)
+    return {
+        name: leaf.source
+        for name, leaf in found.table.items()
+        if isinstance(leaf.source, StoredLeaf) and leaf.info.kind != "empty"
+    }
+
+
+def _aggregate(file: Path) -> _scan.Value:
+    try:
+        _zarr2.inside(file.parent, file)
+    except ValueError as error:
+        raise errors.DamagedCheckpointError(str(error)) from None
+    with _scan.scanner(file) as scan:
+        tree = scan.value()
+        scan.leave()
+    return tree
+
+
+def _names(value: _scan.Value) -> Iterator[str]:
+    for _, leaf in _ndarray.walk(value):
+        if isinstance(leaf, str) and leaf.startswith(_STANDS_FOR):
+            yield leaf.partition("://")[2]
+
+
+def _filled(value: _scan.Value, arrays: Mapping[str, _ndarray.Opened]) -> _scan.Value:
+    """`value` with the arrays in their places; with None for those not in `arrays`."""
+    if isinstance(value, dict):
+        return {key: _filled(child, arrays) for key, child in value.items()}
+    if isinstance(value, list):
+        return [_filled(child, arrays) for child in value]
+    if isinstance(value, str) and value.startswith(_STANDS_FOR):
+        return arrays.get(value.partition("://")[2])
+    return value
+
+
+# ---- the tree in `_METADATA` ------------------------------------------------------
+
+
+def _rows(item: Path, metadata: Mapping[str, Any]) -> list[_Row]:
+    try:
+        rows = [
+            _Row(
+                _orbax_json.foreign_keys(row), str(row["value_metadata"]["value_type"])
+            )
+            for row in metadata["tree_metadata"].values()
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise errors.DamagedCheckpointError(
+            f"{item / _orbax_disk.TREE} does not describe a tree: {str(error)[:200]}"
+        ) from None
+    # A partial save leaves placeholders at the prefixes of paths saved later.
+    inner = {row.keys[:n] for row in rows for n in range(len(row.keys))}
+    return sorted(
+        (row for row in rows if row.keys not in inner or len(rows) == 1),
+        key=lambda row: [_rank(key) for key in row.keys],
+    )
+
+
+def _rank(key: _tree.Key) -> tuple[str, int]:
+    return ("", int(key.name)) if key.kind == "index" else (str(key.name), 0)
+
+
+def _arrays(
+    item: Path, names: Sequence[str], *, version: int, ocdbt: bool
+) -> dict[str, tuple[tuple[int, ...], str, tuple[int, ...]]]:
+    """Shape, dtype and chunk shape of every array, from its own zarr metadata."""
+    store = ts.KvStore.open(_zarr.kvstore(item, "", ocdbt=ocdbt)).result()
+    file = "zarr.json" if version == 3 else ".zarray"
+    reads = {name: store.read(f"{name}/{file}" if name else file) for name in names}
+    found = {}
+    faults = {}
+    for name, future in reads.items():
+        try:
+            result = future.result()
+            if result.state != "value":
+                raise ValueError(f"{file} is missing")
+            if len(result.value) > _orbax_json.MAX_BYTES:
+                raise ValueError(f"{file} is too large")
+            data = _orbax_json.loads(bytes(result.value), f"{name}/{file}")
+            found[name] = _checked(*_orbax_json.foreign_array(data))
+        except (ValueError, KeyError, TypeError, OSError, errors.CheckpointError) as e:
+            faults[name] = str(e).split(" [")[0][:200]
+    if faults:
+        raise _ndarray.unreadable(item, faults)
+    return found
+
+
+def _checked(
+    shape: tuple[int, ...], dtype: str, chunk_shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], str, tuple[int, ...]]:
+    """The same, if TensorStore can take it: too large a chunk ends the process.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    itemsize = _dtypes.to_numpy(dtype).itemsize
+    chunk_bytes = math.prod(chunk_shape) * itemsize
+    if (
+        len(chunk_shape) != len(shape)
+        or 0 in chunk_shape
+        or chunk_bytes > max(math.prod(shape) * itemsize, _MAX_CHUNK_BYTES)
+    ):
+        raise ValueError(f"chunks {list(chunk_shape)} of an array {list(shape)}")
+    return shape, dtype, chunk_shape
+
+
+def _prng_impls(item: Path) -> dict[str, str]:
+    directory = item / "array_metadatas"
+    if not directory.is_dir():
+        return {}
+    impls = {}
+    for path in sorted(directory.iterdir())[:1]:
+        try:
+            for row in _orbax_disk.json_file(path).get("array_metadatas", []):
+                array = row.get("array_metadata", {})
+                impl = (array.get("ext_metadata") or {}).get("random_key_impl")
+                if isinstance(impl, str):
+                    impls[str(array.get("param_name"))] = impl
+        except (AttributeError, TypeError) as error:
+            raise errors.DamagedCheckpointError(
+                f"{path} does not describe arrays: {str(error)[:100]}; restore another"
+                " step"
+            ) from None
+    return impls
+
+
+def _info(
+    item: Path,
+    row: _Row,
+    arrays: Mapping[str, tuple[tuple[int, ...], str, tuple[int, ...]]],
+    impls: Mapping[str, str],
+) -> LeafInfo:
+    path = _tree.join(row.keys)
+    if empty := _orbax_json.foreign_empty(row.value_type):
+        return LeafInfo(path, row.keys, "empty", empty)
+    if row.value_type == "string":
+        return LeafInfo(path, row.keys, "string", "str")
+    shape, dtype, chunk_shape = arrays[row.name]
+    try:
+        python_type = _orbax_json.foreign_python_type(row.value_type, dtype)
+    except ValueError as error:
+        raise errors.DamagedCheckpointError(f"{item}: {path}: {error}") from None
+    impl = impls.get(row.name)
+    is_scalar = python_type not in ("jax.Array", "numpy.ndarray")
+    return LeafInfo(
+        path,
+        row.keys,
+        "prng_key" if impl else "scalar" if is_scalar else "array",
+        python_type,
+        shape[:-1] if impl else shape,
+        dtype,
+        chunk_shape=chunk_shape,
+        weak_type=is_scalar,
+        prng_impl=impl,
+    )

@@ -1,0 +1,405 @@
+"""Msgpack as Flax writes it: small things are read, arrays are found where they lie.
+
+Nothing in a file is trusted: sizes are compared with what is left of the file, and
+counts with fixed limits, before anything is made of them. What an array holds is never
+read here, so that a file of any size is scanned in the time its names take.
+
+Source: `flax.serialization` (the extension types and the arrays in parts).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
+
+from flaxckpt import _dtypes, _tree, errors
+from flaxckpt._types import Shape
+
+MAX_NODES = 2 * 10**6
+"""Values in one file, those in containers included."""
+
+_MAX_TEXT_BYTES = 64 * 2**20
+_MAX_KEY_BYTES = 4096
+_MAX_RANK = 32
+_PARTS = "__msgpack_chunked_array__"
+
+# Extension types: those of Flax, tuples of Orbax, and one of msgpack itself.
+_NDARRAY, _COMPLEX, _NUMPY_SCALAR, _TUPLE, _TIMESTAMP = 1, 2, 3, 4, -1
+
+# First byte -> what it begins, and how its size or its value follows.
+_HEADS: dict[int, tuple[str, str]] = {
+    0xC4: ("bin", ">B"),
+    0xC5: ("bin", ">H"),
+    0xC6: ("bin", ">I"),
+    0xC7: ("ext", ">B"),
+    0xC8: ("ext", ">H"),
+    0xC9: ("ext", ">I"),
+    0xCA: ("number", ">f"),
+    0xCB: ("number", ">d"),
+    0xCC: ("number", ">B"),
+    0xCD: ("number", ">H"),
+    0xCE: ("number", ">I"),
+    0xCF: ("number", ">Q"),
+    0xD0: ("number", ">b"),
+    0xD1: ("number", ">h"),
+    0xD2: ("number", ">i"),
+    0xD3: ("number", ">q"),
+    0xD9: ("str", ">B"),
+    0xDA: ("str", ">H"),
+    0xDB: ("str", ">I"),
+    0xDC: ("array", ">H"),
+    0xDD: ("array", ">I"),
+    0xDE: ("map", ">H"),
+    0xDF: ("map", ">I"),
+}
+_CONSTANTS: dict[int, bool | None] = {0xC0: None, 0xC2: False, 0xC3: True}
+_FIXED_EXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
+
+
+class Run(NamedTuple):
+    """Some bytes of a file.
+
+    Attributes:
+        offset: Where they begin.
+        size: How many they are.
+    """
+
+    offset: int
+    size: int
+
+
+class Array(NamedTuple):
+    """An array in a file.
+
+    Attributes:
+        pieces: The runs of bytes that hold its elements, one after another.
+        shape: In elements.
+        dtype: Name of the element type.
+        is_scalar: Whether it stands for a numpy scalar.
+    """
+
+    pieces: tuple[Run, ...]
+    shape: Shape
+    dtype: str
+    is_scalar: bool = False
+
+
+Value: TypeAlias = Any
+"""A dict (str -> `Value`), list, `Array`, `Run`, number, str or None."""
+
+
+@contextlib.contextmanager
+def scanner(path: Path, *, buffer_bytes: int = 2**16) -> Iterator[Scanner]:
+    """Opens a file to be scanned.
+
+    Args:
+        path: Which file.
+        buffer_bytes: What is read at once.
+
+    Raises:
+        DamagedCheckpointError: It is not there, or is no plain file.
+    """
+    if not path.is_file():
+        raise errors.DamagedCheckpointError(
+            f"{path} is no plain file; restore another step"
+        )
+    with path.open("rb", buffering=buffer_bytes) as file:
+        yield Scanner(file, path)
+
+
+class Scanner:
+    """Goes through a file value by value.
+
+    Attributes:
+        position: Where the next value begins, in bytes.
+        size: The size of the file.
+    """
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file = file
+        self._path = path
+        self.position = 0
+        self.size = file.seek(0, 2)
+        file.seek(0)
+        self._end = self.size
+        self._nodes = 0
+        self._text_bytes = 0
+
+    def value(self) -> Value:
+        """The next value, with all that is in it.
+
+        Raises:
+            DamagedCheckpointError: There is none, or none that Flax writes.
+        """
+        return self._value(0)
+
+    def head(self) -> tuple[str, Any]:
+        """What the next value is, and its size or its value."""
+        byte = self._bytes(1)[0]
+        if byte < 0x80:
+            return "number", byte
+        if byte < 0x90:
+            return "map", byte & 0x0F
+        if byte < 0xA0:
+            return "array", byte & 0x0F
+        if byte < 0xC0:
+            return "str", byte & 0x1F
+        if byte >= 0xE0:
+            return "number", byte - 0x100
+        if byte in _CONSTANTS:
+            return "number", _CONSTANTS[byte]
+        if byte in _FIXED_EXT:
+            return "ext", _FIXED_EXT[byte]
+        if byte not in _HEADS:
+            raise self.fault(f"the byte {byte:#x}, which begins nothing", back=1)
+        kind, layout = _HEADS[byte]
+        [size] = struct.unpack(layout, self._bytes(struct.calcsize(layout)))
+        return kind, size
+
+    def text(self, kind: str, size: int) -> str:
+        """What follows the head of a string."""
+        if kind != "str":
+            raise self.fault(f"{_a(kind)} where a string belongs")
+        self._text_bytes += self._left(size)
+        if self._text_bytes > _MAX_TEXT_BYTES:
+            raise self.fault(f"more than {_MAX_TEXT_BYTES} bytes of text")
+        try:
+            return self._bytes(size).decode()
+        except UnicodeDecodeError:
+            raise self.fault("a string that is no UTF-8", back=size) from None
+
+    def key(self) -> str:
+        """The next value, which must be a string that can be part of a leaf path."""
+        self._count(1)
+        kind, size = self.head()
+        if kind == "str" and size > _MAX_KEY_BYTES:
+            raise self.fault(f"a key of {size} bytes")
+        key = self.text(kind, size)
+        if not key:
+            raise self.fault("an empty key")
+        for character, name in (("/", "a '/'"), ("\0", "a NUL")):
+            if character in key:
+                raise self.fault(f"the key {key[:60]!r}, which contains {name}")
+        return key
+
+    def enter(self, run: Run) -> None:
+        """Goes to a run of bytes: what is scanned next lies within."""
+        self._seek(run.offset)
+        self._end = run.offset + run.size
+
+    def leave(self, *, end: int | None = None) -> None:
+        """Asserts that the run has been scanned to its end, and goes on behind it."""
+        if self.position != self._end:
+            raise self.fault(f"{self._end - self.position} bytes more than belong here")
+        self._end = self.size if end is None else end
+
+    def fault(self, found: str, *, back: int = 0) -> errors.DamagedCheckpointError:
+        """The error that says what was found where it should not be."""
+        return errors.DamagedCheckpointError(
+            f"{self._path} is damaged or was written by something else: at byte"
+            f" {self.position - back} found {found}; restore another step"
+        )
+
+    def _value(self, depth: int) -> Value:
+        self._count(1)
+        kind, size = self.head()
+        if kind == "number":
+            return size
+        if kind == "str":
+            return self.text(kind, size)
+        if kind == "bin":
+            return self._run(size)
+        if kind == "ext":
+            return self._ext(size, depth)
+        self._deepen(depth)
+        if kind == "array":
+            self._count(self._left(size), add=False)
+            return [self._value(depth + 1) for _ in range(size)]
+        return self._map(size, depth)
+
+    def _map(self, size: int, depth: int) -> Value:
+        self._count(self._left(2 * size), add=False)
+        found: dict[str, Value] = {}
+        for _ in range(size):
+            key = self.key()
+            if key in found:
+                raise self.fault(f"the key {key[:60]!r} for the second time")
+            found[key] = self._value(depth + 1)
+        return self._joined(found) if _PARTS in found else found
+
+    def _ext(self, size: int, depth: int) -> Value:
+        [code] = struct.unpack(">b", self._bytes(1))
+        self._left(size)
+        end = self._end
+        self.enter(Run(self.position, size))
+        value: Value
+        if code in (_NDARRAY, _NUMPY_SCALAR):
+            value = self._array(is_scalar=code == _NUMPY_SCALAR)
+        elif code == _COMPLEX:
+            value = self._complex()
+        elif code == _TUPLE:
+            self._deepen(depth)
+            kind, count = self.head()
+            if kind != "array":
+                raise self.fault("a tuple that is none")
+            self._count(self._left(count), add=False)
+            value = [self._value(depth + 1) for _ in range(count)]
+        elif code == _TIMESTAMP:
+            raise self.fault("a timestamp, which no state holds")
+        else:
+            raise self.fault(f"a value of the unknown extension type {code}")
+        self.leave(end=end)
+        return value
+
+    def _array(self, *, is_scalar: bool) -> Array:
+        if self.head() != ("array", 3):
+            raise self.fault("an array that is not its shape, type and values")
+        shape = self._shape(self._value(_tree.MAX_DEPTH - 2))
+        kind, size = self.head()
+        name = self.text(kind, size)
+        try:
+            itemsize = _dtypes.to_numpy(name).itemsize
+        except errors.OptionError:
+            raise self.fault(f"an array of the element type {name[:40]!r}") from None
+        kind, size = self.head()
+        if kind != "bin" or math.prod(shape) * itemsize != size:
+            raise self.fault(
+                f"{size if kind == 'bin' else 'no'} bytes for {name}{list(shape)}"
+            )
+        if is_scalar and shape:
+            raise self.fault(f"a numpy scalar of shape {list(shape)}")
+        return Array((self._run(size),), shape, name, is_scalar)
+
+    def _shape(self, sizes: Value) -> Shape:
+        if isinstance(sizes, dict) and list(sizes) == [
+            str(i) for i in range(len(sizes))
+        ]:
+            sizes = list(sizes.values())
+        if not isinstance(sizes, list) or len(sizes) > _MAX_RANK:
+            raise self.fault("an array without a shape")
+        for size in sizes:
+            if type(size) is not int or not 0 <= size < 2**48:
+                raise self.fault(f"an array with {str(size)[:40]} elements on an axis")
+        return tuple(sizes)
+
+    def _complex(self) -> complex:
+        if self.head() != ("array", 2):
+            raise self.fault("a complex number that is not two numbers")
+        parts = [self._value(_tree.MAX_DEPTH) for _ in range(2)]
+        for part in parts:
+            if type(part) not in (int, float):
+                raise self.fault("a complex number that is not two numbers")
+        return complex(*parts)
+
+    def _joined(self, found: Mapping[str, Value]) -> Array:
+        """The array that `found` has in parts."""
+        parts = found.get("chunks")
+        if set(found) != {_PARTS, "shape", "chunks"} or not isinstance(parts, dict):
+            raise self.fault("an array in parts that lacks some of them")
+        shape = self._shape(found["shape"])
+        if list(parts) != [str(i) for i in range(len(parts))] or not parts:
+            raise self.fault("an array in parts that lacks some of them")
+        arrays = list(parts.values())
+        for part in arrays:
+            if not isinstance(part, Array) or part.is_scalar or len(part.shape) != 1:
+                raise self.fault("an array in parts that are none")
+        types = {part.dtype for part in arrays}
+        count = sum(part.shape[0] for part in arrays)
+        if len(types) != 1 or count != math.prod(shape):
+            raise self.fault(
+                f"an array {list(shape)} in parts of {count} elements and the types"
+                f" {', '.join(sorted(types))}"
+            )
+        pieces = tuple(piece for part in arrays for piece in part.pieces)
+        return Array(pieces, shape, arrays[0].dtype)
+
+    def _deepen(self, depth: int) -> None:
+        if depth >= _tree.MAX_DEPTH:
+            raise self.fault(f"containers nested more than {_tree.MAX_DEPTH} deep")
+
+    # ---- bytes
+
+    def _count(self, nodes: int, *, add: bool = True) -> None:
+        if self._nodes + nodes > MAX_NODES:
+            raise self.fault(f"more than {MAX_NODES} values")
+        if add:
+            self._nodes += nodes
+
+    def _left(self, size: int) -> int:
+        """`size`, if as many bytes are left."""
+        if size > self._end - self.position:
+            raise self.fault(
+                f"the beginning of {size} bytes or more, but only"
+                f" {self._end - self.position} follow"
+            )
+        return size
+
+    def _run(self, size: int) -> Run:
+        run = Run(self.position, self._left(size))
+        self._seek(run.offset + size)
+        return run
+
+    def _seek(self, position: int) -> None:
+        self._file.seek(position)
+        self.position = position
+
+    def _bytes(self, size: int) -> bytes:
+        content = self._file.read(self._left(size))
+        self.position += size
+        if len(content) != size:
+            raise self.fault("the end of the file, which has become shorter")
+        return content
+
+
+def _a(kind: str) -> str:
+    return f"an {kind}" if kind[0] in "ae" else f"a {kind}"
+
+
+# ---- what a file begins with ------------------------------------------------------
+
+
+_FIRST_BYTES = 512
+"""What is read of a file to see what it is."""
+
+
+def first_keys(path: Path) -> Sequence[str] | None:
+    """The keys of the map that the file `path` begins with, as far as they are cheap.
+
+    None: it is no plain file, or begins with no map of strings. Only numbers and
+    strings are passed over on the way to the next key.
+    """
+    found: list[str] = []
+    try:
+        with scanner(path, buffer_bytes=_FIRST_BYTES) as scan:
+            kind, size = scan.head()
+            if kind != "map":
+                return None
+            for _ in range(min(size, 2)):
+                found.append(scan.key())
+                kind, length = scan.head()
+                if kind == "str":
+                    scan.text(kind, length)
+                elif kind != "number":
+                    break
+    except (errors.DamagedCheckpointError, PermissionError):
+        return found or None
+    return found or None
+
+
+def begins_with_record(path: Path) -> bool:
+    """Whether the file `path` begins with a list of two, the first a list of strings.
+
+    So do streams of records `[key, value]`.
+    """
+    try:
+        with scanner(path, buffer_bytes=_FIRST_BYTES) as scan:
+            if scan.head() != ("array", 2):
+                return False
+            kind, size = scan.head()
+            return kind == "array" and size > 0 and bool(scan.key())
+    except (errors.DamagedCheckpointError, PermissionError):
+        return False

@@ -1,0 +1,214 @@
+"""Checkpoints of T5X: a msgpack file, and beside it a zarr 2 directory an array.
+
+A leaf with a directory is described in the file by a specification for TensorStore.
+None of that is opened: it is compared with what T5X writes, and only its shape, its
+type and the name of its directory are used.
+
+Source: `t5x/checkpoints.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flaxckpt import _storage, _tree, errors
+from flaxckpt._info import Stored
+from flaxckpt._types import LeafPath
+from flaxckpt.formats import _ndarray, _orbax_json, _scan, _zarr2
+
+_FILE = "checkpoint"
+_VERSIONS = (2, 3)
+_KEYS = {"version", "optimizer"}
+_SPEC_KEYS = frozenset(("driver", "dtype", "kvstore", "metadata", "path", "transform"))
+_KVSTORE_KEYS = frozenset(("driver", "path", "bucket"))
+_METADATA_KEYS = frozenset(
+    (
+        "chunks",
+        "compressor",
+        "dimension_separator",
+        "dtype",
+        "fill_value",
+        "filters",
+        "order",
+        "shape",
+        "zarr_format",
+    )
+)
+_TRANSFORM_KEYS = frozenset(
+    ("input_exclusive_max", "input_inclusive_min", "input_rank", "output")
+)
+_STORES = ("file", "gfile", "gcs")
+
+
+def recognises(path: Path) -> str | None:
+    """Why `path` is a step of T5X, or the msgpack file of one."""
+    file = path / _FILE if path.is_dir() else path
+    if (path / "_METADATA").exists() or not _is_ours(file):
+        return None
+    if path.is_dir():
+        return f"it has a file {_FILE!r} with the keys 'version' and 'optimizer'"
+    return "it begins with a msgpack map of 'version' and 'optimizer'"
+
+
+def _is_ours(file: Path) -> bool:
+    keys = _scan.first_keys(file)
+    if keys is None or keys[0] not in _KEYS:
+        return False
+    if set(keys) == _KEYS:
+        return True
+    if keys[0] == "version":
+        return False
+    # The other order, with all of the state before the version.
+    try:
+        with _scan.scanner(file) as scan:
+            tree = scan.value()
+    except errors.DamagedCheckpointError:
+        return False
+    return set(tree) == _KEYS and isinstance(tree["version"], int)
+
+
+def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
+    """Reads everything but arrays.
+
+    Raises:
+        CheckpointFormatError: It has a version that is not read.
+        DamagedCheckpointError: Leaves are missing, or not what T5X writes.
+    """
+    file = path / _FILE if path.is_dir() else path.resolve()
+    stamp = _storage.stamp(file)
+    try:
+        _zarr2.inside(file.parent, file)
+    except ValueError as error:
+        raise errors.DamagedCheckpointError(str(error)) from None
+    with _scan.scanner(file) as scan:
+        tree = scan.value()
+        scan.leave()
+    version = tree["version"]
+    if type(version) is not int or version not in _VERSIONS or set(tree) != _KEYS:
+        raise errors.CheckpointFormatError(
+            f"{file} has version {str(version)[:40]} of T5X's format and the keys"
+            f" {', '.join(sorted(tree)[:5])}; wanted version 2 or 3 and the keys"
+            " 'version' and 'optimizer'. Restore it with T5X, and save it again."
+        )
+    finder = _Finder(file.parent, version)
+    state = finder.replaced(tree["optimizer"], ())
+    if finder.faults:
+        raise _ndarray.unreadable(path, finder.faults)
+    return _ndarray.stored(path, file, state, format_name="t5x", step=step, stamp=stamp)
+
+
+class _Finder:
+    """Finds the directories of a checkpoint.
+
+    Attributes:
+        faults: Leaf path -> why its directory is not read.
+    """
+
+    def __init__(self, root: Path, version: int) -> None:
+        self.faults: dict[LeafPath, str] = {}
+        self._root = root
+        self._version = version
+        self._leaves: dict[str, LeafPath] = {}
+
+    def replaced(self, value: Any, keys: tuple[str, ...]) -> Any:
+        """`value`, each specification in it replaced by its array."""
+        if not isinstance(value, dict):
+            return value
+        if not _is_spec(value):
+            return {
+                key: self.replaced(child, (*keys, key)) for key, child in value.items()
+            }
+        leaf = "/".join(keys)
+        try:
+            return self._array(value, leaf)
+        except (ValueError, OSError) as error:
+            self.faults[leaf] = str(error)[:200]
+            return None
+
+    def _array(self, spec: dict[str, Any], leaf: LeafPath) -> _ndarray.Opened:
+        name = _directory(spec)
+        if other := self._leaves.get(name):
+            raise ValueError(f"shares the directory {name} with {other}")
+        self._leaves[name] = leaf
+        array = _zarr2.find(self._root, name)
+        shape = _orbax_json.sizes(spec["metadata"].get("shape"))
+        dtype = spec.get("dtype", array.dtype)
+        if array.shape != shape or array.dtype != dtype:
+            raise ValueError(
+                f"wanted {str(dtype)[:40]}{list(shape)}, as {_FILE!r} has it, found"
+                f" {array.dtype}{list(array.shape)} in {name}/.zarray"
+            )
+        _check_transform(spec.get("transform"), shape)
+        if self._version == 2 and array.dtype == "uint16":
+            raise ValueError(
+                "uint16 in version 2 of the format may stand for bfloat16;"
+                " restore it with T5X, and save it again"
+            )
+        return array
+
+
+def _is_spec(value: dict[str, Any]) -> bool:
+    """Whether a map describes an array; a module may have parameters of these names."""
+    return (
+        isinstance(value.get("driver"), str)
+        and isinstance(value.get("kvstore"), dict | str)
+        and isinstance(value.get("metadata"), dict)
+    )
+
+
+def _directory(spec: dict[str, Any]) -> str:
+    """The name of the directory that a specification is about.
+
+    Raises:
+        ValueError: It is not what T5X writes.
+    """
+    kvstore, metadata = spec["kvstore"], spec["metadata"]
+    if not isinstance(kvstore, dict):
+        raise ValueError(f"its specification has the URL {kvstore[:40]!r}, not of T5X")
+    for part, allowed in (
+        (spec, _SPEC_KEYS),
+        (kvstore, _KVSTORE_KEYS),
+        (metadata, _METADATA_KEYS),
+    ):
+        if unknown := sorted(set(part) - allowed):
+            raise ValueError(f"its specification has {unknown[0][:40]!r}, not of T5X")
+    if spec["driver"] != "zarr" or kvstore.get("driver") not in _STORES:
+        raise ValueError(
+            f"wanted the driver zarr in files, found {spec['driver'][:40]!r} in"
+            f" {str(kvstore.get('driver'))[:40]!r}"
+        )
+    if ("path" in spec) == ("path" in kvstore):
+        raise ValueError("its specification has no path, or two")
+    path = spec.get("path", kvstore.get("path"))
+    if not isinstance(path, str):
+        raise ValueError("its specification has a path that is no string")
+    return _zarr2.check_name(path.removesuffix("/"))
+
+
+def _check_transform(transform: Any, shape: tuple[int, ...]) -> None:
+    """Asserts that a specification means all of the array and nothing else.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if transform is None:
+        return
+    axes = [{"input_dimension": axis} for axis in range(len(shape))]
+    is_identity = (
+        isinstance(transform, dict)
+        and set(transform) <= _TRANSFORM_KEYS
+        and transform.get("input_rank", len(shape)) == len(shape)
+        and transform.get("input_inclusive_min", [0] * len(shape)) == [0] * len(shape)
+        and transform.get("output", axes) == axes
+        and _bounds(transform.get("input_exclusive_max", list(shape))) == list(shape)
+    )
+    if not is_identity:
+        raise ValueError("its specification has a transform")
+
+
+def _bounds(bounds: Any) -> Any:
+    """`[8]`, which TensorStore writes for a bound that may be resized, is 8."""
+    if not isinstance(bounds, list):
+        return bounds
+    return [b[0] if isinstance(b, list) and len(b) == 1 else b for b in bounds]

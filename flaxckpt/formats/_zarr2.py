@@ -1,0 +1,284 @@
+"""Arrays of zarr 2 in directories, checked before anything is made of what they say.
+
+TensorStore ends the process when a `.zarray` asks for more memory than there is, reads
+zeros for a chunk that is missing, and does not notice that a gzip stream lacks its
+checksum. So chunks that are not compressed, or by what Python has, are decoded here;
+only zstd and blosc, which fail by themselves when they are cut short, are left to it.
+"""
+
+from __future__ import annotations
+
+import bz2
+import dataclasses
+import functools
+import math
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from flaxckpt import _chunks, _dtypes, _read, _storage, _zarr, errors
+from flaxckpt._types import Shape
+from flaxckpt._zarr import Array
+from flaxckpt.formats import _ndarray, _orbax_json
+
+_MAX_METADATA_BYTES = 2**16
+_MAX_CHUNK_BYTES = 2 * 2**30
+_NUMBER = re.compile(r"[<>|][biufc][0-9]{1,2}")
+_BEST_RATIO = {None: 1, "zlib": 1032, "gzip": 1032}
+"""Codec -> how many times its size a chunk may hold; that of deflate is exact."""
+
+_ANY_RATIO = 2**16
+
+_DECODED_HERE = (None, "zlib", "gzip", "bz2")
+_LEFT_TO_TENSORSTORE = ("zstd", "blosc")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Zarr2:
+    """An array as its `.zarray` describes it.
+
+    Attributes:
+        root: The checkpoint.
+        name: Of its directory in there.
+        shape: In elements.
+        dtype: Of an element as it is stored, with its byte order.
+        chunk_shape: Extent of a chunk.
+        order: `C` or `F`, within a chunk.
+        codec: How chunks are compressed; None: not at all.
+    """
+
+    root: Path
+    name: str
+    shape: Shape
+    dtype: np.dtype[Any]
+    chunk_shape: Shape
+    order: str
+    codec: str | None
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The size of a chunk, decoded."""
+        return math.prod(self.chunk_shape) * self.dtype.itemsize
+
+
+def find(root: Path, name: str) -> _ndarray.Opened:
+    """The array in the directory `name` of a checkpoint, its values unread.
+
+    Raises:
+        ValueError: There is none, or none that is read.
+    """
+    array = _parse(root, name, _metadata(root, name))
+    return _ndarray.Opened(
+        array.shape,
+        _dtypes.name(array.dtype.newbyteorder("=")),
+        array.chunk_shape,
+        functools.partial(_open, array),
+    )
+
+
+def check_name(name: str) -> str:
+    """`name`, if it is one of a directory right in the checkpoint.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if not name or len(name) > 1024 or name[0] == "." or set(name) & set("/\\\0"):
+        raise ValueError(f"its directory {name[:80]!r} is not one in the checkpoint")
+    return name
+
+
+def _metadata(root: Path, name: str) -> Mapping[str, Any]:
+    file = inside(root, root / check_name(name) / ".zarray")
+    if not file.is_file():
+        raise ValueError(f"{name}/.zarray is missing")
+    try:
+        content = _storage.read(file, max_bytes=_MAX_METADATA_BYTES)
+        return _orbax_json.loads(content, file)
+    except errors.DamagedCheckpointError as error:
+        raise ValueError(str(error)) from None
+
+
+def inside(root: Path, path: Path) -> Path:
+    """`path`, if no symbolic link on the way leads out of `root`."""
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise ValueError(f"{path} is a symbolic link that leads out of the checkpoint")
+    return path
+
+
+def _parse(root: Path, name: str, data: Mapping[str, Any]) -> _Zarr2:
+    """Reads a `.zarray`.
+
+    Raises:
+        ValueError: It is none, or asks for what is not read.
+    """
+    for key, allowed in (
+        ("zarr_format", (2,)),
+        ("order", ("C", "F")),
+        ("filters", (None, [])),
+        ("dimension_separator", (".", None)),
+    ):
+        if data.get(key) not in allowed or isinstance(data.get(key), bool):
+            raise ValueError(f".zarray has the {key} {str(data.get(key))[:40]!r}")
+    if "shape" not in data or "chunks" not in data:
+        raise ValueError(".zarray has no shape or no chunks")
+    shape, chunk_shape = (_orbax_json.sizes(data[key]) for key in ("shape", "chunks"))
+    array = _Zarr2(
+        root,
+        name,
+        shape,
+        _dtype(data.get("dtype")),
+        chunk_shape,
+        str(data["order"]),
+        _codec(data.get("compressor")),
+    )
+    if len(chunk_shape) != len(shape) or 0 in chunk_shape:
+        raise ValueError(f"chunks {list(chunk_shape)} of an array {list(shape)}")
+    if array.chunk_bytes > _MAX_CHUNK_BYTES:
+        raise ValueError(
+            f"chunks of {array.chunk_bytes} bytes; at most {_MAX_CHUNK_BYTES} are read"
+        )
+    return array
+
+
+def _dtype(name: object) -> np.dtype[Any]:
+    if isinstance(name, str) and _NUMBER.fullmatch(name):
+        try:
+            dtype = np.dtype(name)
+            _dtypes.to_numpy(dtype.name)
+        except (TypeError, errors.OptionError):
+            pass
+        else:
+            return dtype
+    elif isinstance(name, str):
+        try:
+            return _dtypes.to_numpy(name)
+        except errors.OptionError:
+            pass
+    raise ValueError(f"element type {str(name)[:40]!r} is not read")
+
+
+def _codec(compressor: Any) -> str | None:
+    if compressor is None:
+        return None
+    name = compressor.get("id") if isinstance(compressor, dict) else None
+    if name not in (*_DECODED_HERE, *_LEFT_TO_TENSORSTORE) or name is None:
+        raise ValueError(f"compressor {str(compressor)[:40]!r} is not read")
+    return str(name)
+
+
+def _open(array: _Zarr2, context: ts.Context) -> ts.Future[ts.TensorStore]:
+    _check_files(array)
+    if array.codec in _LEFT_TO_TENSORSTORE:
+        return _read.open_zarr(
+            context,
+            root=array.root,
+            name=array.name,
+            version=2,
+            ocdbt=False,
+            strict=True,
+        )
+    promise: ts.Promise[ts.TensorStore]
+    future: ts.Future[ts.TensorStore]
+    promise, future = ts.Promise.new()
+
+    def read(domain: ts.IndexDomain, target: Array, _: Any) -> None:
+        region = tuple(zip(domain.inclusive_min, domain.exclusive_max, strict=True))
+        for chunk in _zarr.chunks(region, array.chunk_shape):
+            index = tuple(
+                start // size
+                for (start, _), size in zip(
+                    chunk.bounds, array.chunk_shape, strict=True
+                )
+            )
+            cell = tuple(
+                (i * size, (i + 1) * size)
+                for i, size in zip(index, array.chunk_shape, strict=True)
+            )
+            values = _chunk(array, _key(index))
+            target[_zarr.within(chunk.bounds, region)] = values[
+                _zarr.within(chunk.bounds, cell)
+            ]
+
+    promise.set_result(
+        ts.virtual_chunked(
+            read,
+            dtype=ts.dtype(_dtypes.stored_name(array.dtype.name) or ""),
+            shape=array.shape,
+            chunk_layout=ts.ChunkLayout(read_chunk_shape=array.chunk_shape),
+            context=context,
+        )
+    )
+    return future
+
+
+def _key(index: Shape) -> str:
+    return ".".join(map(str, index)) or "0"
+
+
+def _check_files(array: _Zarr2) -> None:
+    """Asserts that every chunk is a plain file in the checkpoint, of sensible size.
+
+    Before anything is allocated for what the chunks are said to hold.
+
+    Raises:
+        ValueError: One is not.
+    """
+    wanted = _chunks.chunk_count(array.shape, array.chunk_shape)
+    there: dict[str, int] = {}
+    with os.scandir(array.root / array.name) as entries:
+        for entry in entries:
+            if entry.is_symlink():
+                inside(array.root, Path(entry.path))
+            if entry.is_file():
+                there[entry.name] = entry.stat().st_size
+    if wanted > len(there):
+        raise ValueError(f"of {wanted} chunks, at most {len(there)} are there")
+    for chunk in _zarr.chunks(_zarr.whole(array.shape), array.chunk_shape):
+        key = chunk.key.removeprefix("c").removeprefix(".") or "0"
+        if key not in there:
+            raise ValueError(f"chunk {key} is missing")
+        ratio = _BEST_RATIO.get(array.codec, _ANY_RATIO)
+        if not array.chunk_bytes / ratio <= there[key] <= 2 * array.chunk_bytes + 2**16:
+            raise ValueError(
+                f"chunk {key} has {there[key]} bytes instead of those of"
+                f" {array.chunk_bytes}"
+            )
+
+
+def _chunk(array: _Zarr2, key: str) -> Array:
+    """The values of a chunk.
+
+    Raises:
+        ValueError, OSError: They are not there, or are not whole.
+    """
+    path = array.root / array.name / key
+    content = path.read_bytes()
+    if array.codec is not None:
+        content = _decoded(array, key, content)
+    if len(content) != array.chunk_bytes:
+        raise ValueError(
+            f"chunk {key} has {len(content)} bytes instead of {array.chunk_bytes}"
+        )
+    values = np.frombuffer(content, array.dtype)
+    if array.dtype.name != _dtypes.stored_name(array.dtype.name):
+        values = values.view(np.uint8)
+    return values.reshape(array.chunk_shape, order="C" if array.order == "C" else "F")
+
+
+def _decoded(array: _Zarr2, key: str, content: bytes) -> bytes:
+    # 32: zlib and gzip, by their headers. The checksum is that of the whole stream,
+    # so its end must have been seen.
+    codec = bz2.BZ2Decompressor() if array.codec == "bz2" else zlib.decompressobj(47)
+    try:
+        decoded = codec.decompress(content, array.chunk_bytes + 1)
+    except (zlib.error, OSError) as error:
+        raise ValueError(f"chunk {key} is damaged ({error})") from None
+    if not codec.eof or codec.unused_data:
+        raise ValueError(f"chunk {key} is cut short or goes on behind its end")
+    return decoded
