@@ -20,5 +20,5 @@ def tiny() -> ConfigDict:
     """A small model, for tests: large enough to learn something."""
     config = get_config()
     config.update(context=16, dim=32, layers=1, heads=2)
-    config.update(pretrain_steps=300, total_steps=30, warmup_steps=3, eval_windows=64)
+    config.update(pretrain_steps=400, total_steps=50, warmup_steps=5, eval_windows=64)
     return config

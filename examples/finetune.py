@@ -49,12 +49,13 @@ def main(config: ConfigDict) -> dict[str, float]:
     extended = alphabet + alphabet_of(special, known=alphabet)
     workdir = Path(config.workdir)
 
+    longer = config.copy_and_resolve_references()
+    longer.total_steps = config.pretrain_steps
     base, pretrained = train(
-        create_train_state(config, len(alphabet)),
-        corpus_of(general, alphabet, config),
-        config,
+        create_train_state(longer, len(alphabet)),
+        corpus_of(general, alphabet, longer),
+        longer,
         workdir / "pretrained",
-        steps=config.pretrain_steps,
     )
     print(f"pre-trained for {int(base.step)} steps: loss {pretrained:.3f}")
     source = export(workdir / "pretrained", workdir / "model.safetensors")
@@ -62,7 +63,8 @@ def main(config: ConfigDict) -> dict[str, float]:
     corpus = corpus_of(special, extended, config)
     changes = fine_tuning_changes(len(extended))
     state = create_special_state(config, len(extended))
-    print(flaxckpt.plan(source, state, transforms=changes, missing="init"))
+    params = {"params": state.params}
+    print(flaxckpt.plan(source, params, transforms=changes, missing="init"))
     _, finetuned = train(
         state, corpus, config, workdir / "finetuned", source=source, changes=changes
     )
@@ -99,7 +101,7 @@ def fine_tuning_changes(alphabet_size: int) -> Sequence[Transform]:
 
 
 class Special(nn.Module):
-    """A trunk under another name, and a head with a hidden layer."""
+    """A trunk under another name, and a head of its own."""
 
     reader: Trunk
     alphabet_size: int
@@ -108,7 +110,6 @@ class Special(nn.Module):
     def __call__(self, chars: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Maps characters `[batch, length]` to logits `[batch, length, alphabet]`."""
         x = self.reader(chars, deterministic=deterministic)
-        x = nn.gelu(nn.Dense(x.shape[-1], name="hidden")(x))
         logits: jax.Array = nn.Dense(self.alphabet_size, name="writer")(x)
         return logits
 
@@ -125,7 +126,6 @@ def train(
     config: ConfigDict,
     directory: Path,
     *,
-    steps: int | None = None,
     source: Path | None = None,
     changes: Sequence[Transform] = (),
 ) -> tuple[TrainState, float]:
@@ -136,7 +136,6 @@ def train(
         corpus: What to train on.
         config: The settings.
         directory: Of the run's checkpoints.
-        steps: How many; by default `config.total_steps`.
         source: A checkpoint to begin from, in any format.
         changes: What to change in the source.
 
@@ -153,7 +152,7 @@ def train(
         state, start = on_step.restore_or_init(
             state, source=source, source_transforms=changes, missing="init"
         )
-        for step in range(start + 1, (steps or config.total_steps) + 1):
+        for step in range(start + 1, config.total_steps + 1):
             state, _ = train_step(state, next(batches))
             on_step(step, state)
     return state, evaluate(state, corpus, config)["eval/loss"]
