@@ -205,7 +205,7 @@ class CheckpointCallback:
         """
         dataset = self._dataset if dataset is None else dataset
         if self.checkpointer.latest_step() is None and source is not None:
-            loaded = self.checkpointer.load_source(
+            loaded, step = self.checkpointer.load_source(
                 source,
                 state,
                 step=source_step,
@@ -214,7 +214,6 @@ class CheckpointCallback:
                 unused=unused,
                 optimizer=optimizer,
             )
-            step = 0 if optimizer == "reinit" else _step_of(loaded)
             self._begin_at(step)
             return loaded, step
         if self.checkpointer.latest_step() is None:
@@ -265,10 +264,3 @@ class CheckpointCallback:
         if error is None:
             self.close()
         self._last = None
-
-
-def _step_of(state: PyTree) -> int:
-    """What a state's own counter says; 0 if it has none."""
-    step = state.get("step") if isinstance(state, Mapping) else None
-    step = getattr(state, "step", step)
-    return 0 if step is None else int(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -29,6 +30,7 @@ from flaxckpt._types import JSON, PathLike, PyTree
 from flaxckpt.formats import _orbax
 from flaxckpt.policies import PreservationPolicy
 from flaxckpt.transforms import Transform
+from flaxckpt.transforms import _table as _transforms
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +57,8 @@ class Checkpointer:
             pinned steps always stay, and without policies nothing is deleted.
         layout: How arrays are cut and encoded.
         max_concurrent_bytes: Bytes on their way to or from storage at one time.
-        transforms: What to change on the way to the checkpoint, at every save.
+        transforms: What to change on the way to the checkpoint, at every save. A
+            restore into a state undoes those that can be undone.
         step_format: Names of steps: `{step}`, `step_{step}`, `{step:08d}`.
         read_only: Refuses to save or delete.
         metadata: JSON of your own about the whole run, kept where Orbax keeps its
@@ -82,7 +85,7 @@ class Checkpointer:
         self.keep = tuple(keep)
         self.read_only = read_only
         self._layout = layout or ArrayLayout()
-        self._transforms = tuple(transforms)
+        self._transforms = _transforms.checked(transforms)
         self._max_concurrent_bytes = max_concurrent_bytes
         self._format = _steps.StepFormat(step_format)
         self._lock = threading.RLock()  # one save at a time, whichever thread asks
@@ -409,7 +412,7 @@ class Checkpointer:
         missing: Literal["error", "init"] = "error",
         unused: Literal["warn", "error", "ignore"] = "warn",
         optimizer: Literal["match", "exact", "reinit"] = "reinit",
-    ) -> PyTree:
+    ) -> tuple[PyTree, int]:
         """Loads another checkpoint for this run to begin from.
 
         What it began from is recorded in every step that is saved from here on.
@@ -424,7 +427,12 @@ class Checkpointer:
             optimizer: See there. With `reinit`, the step counter beside the optimizer
                 keeps its value in `abstract_state`, too.
 
+        Returns:
+            The state, and the step that its counters say: 0 with `reinit`, or if it has
+            none.
+
         Raises:
+            OptionError: Its counters disagree.
             CheckpointError: As for `flaxckpt.load`.
         """
         options = self._options(
@@ -436,7 +444,7 @@ class Checkpointer:
         )
         path = _storage.resolve(source)
         state, self.lineage = _restore.load_source(path, step, abstract_state, options)
-        return state
+        return state, 0 if options.keeps_steps else _restore.step_of(state)
 
     def _options(self, **given: Any) -> _plan.Options:
         return _plan.Options(max_concurrent_bytes=self._max_concurrent_bytes, **given)
@@ -469,7 +477,8 @@ class Checkpointer:
                         f"{path} is called like a step, but holds no checkpoint"
                     )
                 stored = _locate.read_stored(path, number, options.types)
-                state = _restore.restore(stored, abstract_state, options)
+                undone = self._undone(stored.metadata, abstract_state, options)
+                state = _restore.restore(stored, abstract_state, undone)
                 if dataset is not None:
                     _restore.restore_dataset(stored, dataset)
                 self.lineage = stored.metadata.lineage
@@ -482,6 +491,20 @@ class Checkpointer:
                 return state, number
         assert damage is not None
         raise damage
+
+    def _undone(
+        self,
+        metadata: CheckpointMetadata,
+        abstract_state: PyTree | None,
+        options: _plan.Options,
+    ) -> _plan.Options:
+        """The options to restore a state from what was made of it at the save."""
+        if abstract_state is None or not self._transforms:
+            return options
+        if metadata.transforms != _transforms.describe(self._transforms):
+            return options
+        undoing = _transforms.undoing(self._transforms)
+        return dataclasses.replace(options, transforms=(*undoing, *options.transforms))
 
     # ---- keeping and deleting ---------------------------------------------------
 

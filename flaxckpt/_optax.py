@@ -7,6 +7,7 @@ it play, so that it is found again when the optimizer around it has changed?
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -17,7 +18,7 @@ import optax.contrib
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from flaxckpt import _tree
-from flaxckpt._info import Role
+from flaxckpt._info import Leaf, LeafTable, Role
 from flaxckpt._types import LeafPath, PyTree, Shape
 
 Spec: TypeAlias = PartitionSpec
@@ -223,6 +224,18 @@ def _known(
 ) -> Known:
     skip = len(_tree.join(keys)) + 1 if keys else 0
     return Known(state_class, field, fields, skip, _tree.join(optimizer), optimizer)
+
+
+def with_roles(table: LeafTable, known: Mapping[LeafPath, Known]) -> LeafTable:
+    """The table of a state, each leaf of an optimizer with its role."""
+    return {
+        path: Leaf(
+            dataclasses.replace(leaf.info, role=known[path].role(path)), leaf.sources
+        )
+        if path in known
+        else leaf
+        for path, leaf in table.items()
+    }
 
 
 def roles(

@@ -103,6 +103,8 @@ def place(value: Any, wanted: LeafInfo) -> Any:
         if wanted.python_type == "numpy.generic":
             return array[()]
         return array if wanted.kind == "array" else array.item()
+    if wanted.weak_type:
+        value = _weak(np.asarray(value))
     if wanted.sharding is not None:
         return _put(value, wanted.sharding)
     if wanted.kind == "array" and value.committed:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flaxckpt import (
@@ -81,6 +82,7 @@ class Options:
     keeps_steps: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "transforms", _transforms.checked(self.transforms))
         for name, allowed in (
             ("missing", ("error", "init")),
             ("unused", ("warn", "error", "ignore")),
@@ -222,7 +224,11 @@ def make(
     if abstract_state is None:
         return _plan_all(stored, _transforms.apply(options.transforms, stored.table))
     flat = _flax.flatten(abstract_state)
-    table = _transforms.apply(options.transforms, stored.table, flat.table)
+    wanted = None
+    if options.transforms:  # with roles, so that moments go with their parameters
+        roles = _optax.roles(flat.structure, flat.optimizer_states)
+        wanted = _optax.with_roles(flat.table, roles)
+    table = _transforms.apply(options.transforms, stored.table, wanted)
     return _Planner(stored, table, flat, abstract_state, options).plan()
 
 
@@ -266,6 +272,7 @@ class _Reading:
         self.given: dict[LeafPath, Any] = {}
         self._jobs: list[_read.ReadJob] = []
         self._derived: list[Leaf] = []
+        self._seen: set[int] = set()  # read for one of them
 
     def add(self, leaf: Leaf, wanted: LeafInfo) -> int:
         """Has a leaf of the table become what is wanted of it.
@@ -277,7 +284,10 @@ class _Reading:
         stored = [s for s in leaf.sources if isinstance(s, StoredLeaf)]
         if leaf.fn is not None:
             self._derived.append(Leaf(wanted, leaf.sources, leaf.fn))
-            return sum(_layout.stored_bytes(source.info) for source in stored)
+            new = {id(source): source for source in stored}
+            new = {key: new[key] for key in new.keys() - self._seen}
+            self._seen.update(new)
+            return sum(_layout.stored_bytes(source.info) for source in new.values())
         if not stored:
             self.given[path] = _place.place(leaf.source, wanted)
             return 0
@@ -425,24 +435,22 @@ class _Planner:
         """Step counters that keep their values."""
         if not self._options.keeps_steps:
             return set()
-        optimizers = {known.role(path).optimizer for path, known in self._roles.items()}
-        beside = {"/".join((*path.split("/")[:-1], "step")) for path in optimizers}
-        return {
-            path
-            for path in beside & self._flat.table.keys()
-            if not isinstance(self._flat.table[path].source, jax.ShapeDtypeStruct)
-        }
+        return step_counters(self._roles) & self._flat.table.keys()
 
     def _decide(self, path: LeafPath, leaf: Leaf, candidates: list[LeafPath]) -> None:
         known = self._roles.get(path)
         if path in self._kept:
             self._as_asked.add(path)
             self._used.update(candidates)
-            self._reading.given[path] = leaf.source
+            value = leaf.source
+            if isinstance(value, jax.ShapeDtypeStruct):
+                value = _place.place(jnp.zeros(value.shape, value.dtype), leaf.info)
+            self._reading.given[path] = value
             self._leaves[path] = LeafPlan(("init",), (), leaf.info, None, 0)
             return
         if known is not None and self._options.optimizer == "reinit":
-            self._as_asked.add(path)
+            if path.startswith(self._can_init):
+                self._as_asked.add(path)
             self._start_afresh(leaf, known)
             return
         if len(candidates) > 1:
@@ -482,7 +490,12 @@ class _Planner:
     def _take(self, path: LeafPath, leaf: Leaf, source_path: LeafPath) -> None:
         wanted, found = leaf.info, self._table[source_path]
         self._used.add(source_path)
-        if problem := _misfit(wanted, found.info):
+        problem = _misfit(wanted, found.info)
+        if problem and found.fn is not None and path in self._roles:
+            # What a transform made of an optimizer's leaf, such as a placeholder.
+            self._start_afresh(leaf, self._roles[path])
+            return
+        if problem:
             self._conflict(problem, wanted, found.info, (source_path,))
             return
         self._leaves[path] = LeafPlan(
@@ -535,6 +548,12 @@ class _Planner:
                 continue
             name = path if path not in self._leaves else f"{path} (in the checkpoint)"
             self._leaves[name] = LeafPlan(("dropped",), (path,), None, leaf.info, 0)
+
+
+def step_counters(roles: Mapping[LeafPath, _optax.Known]) -> set[LeafPath]:
+    """Where step counters are, if there are any: beside the optimizers."""
+    optimizers = {known.role(path).optimizer for path, known in roles.items()}
+    return {"/".join((*path.split("/")[:-1], "step")) for path in optimizers}
 
 
 class _Finder:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from flaxckpt import (
@@ -19,6 +20,7 @@ from flaxckpt import (
     _derive,
     _flax,
     _locate,
+    _optax,
     _place,
     _plan,
     _read,
@@ -127,6 +129,29 @@ def load_source(
     done = _transforms.describe(options.transforms)
     origin = Lineage(str(found), number, digest, done)
     return state, (origin, *stored.metadata.lineage)[:_MAX_LINEAGE]
+
+
+def step_of(state: PyTree) -> int:
+    """What the step counters beside the optimizers of a state say; 0 without any.
+
+    Raises:
+        OptionError: They disagree.
+    """
+    flat = _flax.flatten(state)
+    roles = _optax.roles(flat.structure, flat.optimizer_states)
+    found = {
+        path: set(np.asarray(flat.table[path].source).ravel().tolist())
+        for path in _plan.step_counters(roles)
+        if path in flat.table
+    }
+    steps = set().union(*found.values())
+    if len(steps) > 1:
+        raise errors.OptionError(
+            "the step counters of the source disagree:\n"
+            + errors.rows(f"{path}: {sorted(n)[:5]}" for path, n in found.items())
+            + '\nPass optimizer="reinit" to begin at step 0.'
+        )
+    return int(steps.pop()) if steps else 0
 
 
 def _digest(stored: Stored) -> str | None:
@@ -282,11 +307,38 @@ def _execute(
     if recipe.flat is None:
         return _tree.unflatten(recipe.structure, values)
     if recipe.fresh:
-        made = _fresh_optimizer(abstract_state, values)
-        values |= {
-            info.path: _place.place(made[info.path], info) for info in recipe.fresh
-        }
+        values |= _fresh(recipe, _fresh_optimizer(abstract_state, values), path)
     return recipe.flat.rebuild(values)
+
+
+def _fresh(
+    recipe: _plan.Recipe, made: Mapping[LeafPath, Any], path: str
+) -> dict[LeafPath, Any]:
+    """Optimizer leaves that start afresh: from `made`, or else as the state has them.
+
+    The state has others than `tx.init` makes if it was made of a part of the params.
+    """
+    assert recipe.flat is not None
+    values = {}
+    own = []
+    for info in recipe.fresh:
+        value = made.get(info.path)
+        if value is not None and np.shape(value) == info.shape:
+            values[info.path] = _place.place(value, info)
+            continue
+        values[info.path] = recipe.flat.table[info.path].source
+        own.append(info)
+    lacking = [i for i in own if isinstance(values[i.path], jax.ShapeDtypeStruct)]
+    if lacking:
+        found = "nothing, and tx.init of all params makes no such leaf"
+        raise errors.RestoreMismatchError(
+            path,
+            [Mismatch(info.path, str(info), found) for info in lacking],
+            "Pass a state with values for them.",
+        )
+    if own:
+        _warn(path, "are as the state has them", [info.path for info in own])
+    return values
 
 
 def _reading(path: str, options: _plan.Options) -> _read.Options:

@@ -288,6 +288,7 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
         UnsupportedLeafError, LeafNameError, DatasetStateError: As `save` says.
     """
     created = time.time()
+    _transforms.checked(options.transforms)
     _check_free(final, overwrite=options.overwrite)
     check_json(options.metadata)
     flat = _flax.flatten(state)
@@ -325,7 +326,9 @@ def _planned(
     roles = _optax.roles(flat.structure, flat.optimizer_states)
     table, structure = flat.table, flat.structure
     if options.transforms:
-        table = _with_roles(table, roles)  # so that moments go with their parameters
+        table = _optax.with_roles(
+            table, roles
+        )  # so that moments go with their parameters
         table = _derive.computed(_transforms.apply(options.transforms, table))
         structure = _containers.of(structure, flat.table, table)
         table = _with_keys(table, dict(_tree.key_paths(structure)))
@@ -343,17 +346,6 @@ def _with_keys(
 ) -> LeafTable:
     return {
         path: Leaf(dataclasses.replace(leaf.info, keys=keys[path]), leaf.sources)
-        for path, leaf in table.items()
-    }
-
-
-def _with_roles(table: LeafTable, roles: Mapping[LeafPath, _optax.Known]) -> LeafTable:
-    return {
-        path: Leaf(
-            dataclasses.replace(leaf.info, role=roles[path].role(path)), leaf.sources
-        )
-        if path in roles
-        else leaf
         for path, leaf in table.items()
     }
 

@@ -45,6 +45,7 @@ SHARED_SIBLINGS = {
     "formats._safetensors_leaves",
     "formats._scan",
     "formats._zarr2",
+    "transforms._mirrors",
     "transforms._patterns",
     "transforms._table",
     "transforms._values",

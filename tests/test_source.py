@@ -190,3 +190,61 @@ def test_a_manifest_with_another_lineage_is_damaged(tmp_path, source, lineage):
 def test_a_run_without_a_source_has_no_lineage(tmp_path):
     begin(tmp_path / "run", state_of(2, 0))
     assert flaxckpt.metadata(tmp_path / "run").lineage == ()
+
+
+def test_an_abstract_state_begins_at_step_0(tmp_path, source):
+    path, old = source
+    abstract = flaxckpt.abstract_state(state_of(2, seed=1))
+    state, start = begin(tmp_path / "run", abstract, source=path)
+    assert start == 0
+    assert state.step == 0
+    jax.tree.map(np.testing.assert_array_equal, old.params, state.params)
+    flaxckpt.save(tmp_path / "params", {"params": old.params})
+    state, start = begin(tmp_path / "run2", abstract, source=tmp_path / "params")
+    assert (start, state.step, state.opt_state[0].count) == (0, 0, 0)
+
+
+def test_the_step_of_an_nnx_optimizer_is_where_the_source_stood(tmp_path):
+    def build(seed, steps):
+        model = nnx.Linear(3, 3, rngs=nnx.Rngs(seed))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        for _ in range(steps):
+            grads = nnx.grad(lambda m: m(jnp.ones((2, 3))).sum())(model)
+            optimizer.update(model, grads)
+        return {"model": model, "optimizer": optimizer}
+
+    flaxckpt.save(tmp_path / "source", build(0, steps=3))
+    options = {"source": tmp_path / "source", "optimizer": "match"}
+    _, start = begin(tmp_path / "run", build(1, steps=0), **options)
+    assert start == 3
+    two = {"a": build(0, steps=3), "b": build(0, steps=2)}
+    flaxckpt.save(tmp_path / "two", two)
+    options["source"] = tmp_path / "two"
+    with pytest.raises(errors.OptionError, match="counters of the source disagree"):
+        begin(tmp_path / "run2", two, **options)
+
+
+def test_an_optimizer_of_a_part_of_the_params_starts_with_what_it_has(tmp_path, caplog):
+    def partial(seed):
+        state = state_of(2, seed)
+        part = state.tx.init({"head": state.params["head"]})
+        return state.replace(opt_state=part)
+
+    flaxckpt.save(tmp_path / "source", partial(0))
+    state, _ = begin(tmp_path / "run", partial(1), source=tmp_path / "source")
+    assert set(state.opt_state[0].mu) == {"head"}
+    moved = state.replace(opt_state=state.tx.init({"trunk": state.params["trunk"]}))
+    with caplog.at_level(logging.WARNING):
+        found = flaxckpt.load(tmp_path / "source", moved)
+    assert set(found.opt_state[0].mu) == {"trunk"}
+
+
+def test_an_optimizer_that_cannot_be_made_anew_is_told_of(tmp_path, source, caplog):
+    path, old = source
+    fresh = state_of(2, seed=1)
+    plain = {"params": fresh.params, "opt_state": fresh.opt_state, "step": 0}
+    with caplog.at_level(logging.WARNING):
+        state, start = begin(tmp_path / "run", plain, source=path)
+    assert start == 0
+    jax.tree.map(np.testing.assert_array_equal, old.params, state["params"])
+    assert "start afresh: opt_state/0/count" in caplog.text

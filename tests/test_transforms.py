@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 from flax.training.train_state import TrainState
 from hypothesis import given
 from hypothesis import strategies as st
@@ -823,3 +823,455 @@ def test_transforms_read_as_the_calls_that_make_them():
     ):
         again = eval(str(made), vars(transforms).copy())
         assert str(again) == str(made)
+
+
+# ---- whose moments ------------------------------------------------------------------
+
+
+class WithEma(TrainState):
+    """Keeps a second copy of the parameters, of the same names."""
+
+    ema_params: dict
+
+
+SWAP = rename({"params/a/(.*)": r"params/b/\1", "params/b/(.*)": r"params/a/\1"})
+
+
+def two_layers(seed=0, cls=TrainState, tx=None, **more):
+    keys = jax.random.split(jax.random.key(seed), 2)
+    params = {
+        name: {"kernel": jax.random.normal(key, (4, 4))}
+        for name, key in zip("ab", keys, strict=True)
+    }
+    more = dict.fromkeys(more, params)
+    state = cls.create(apply_fn=None, params=params, tx=tx or optax.adam(1e-3), **more)
+    for _ in range(2):
+        state = state.apply_gradients(grads=params)
+    return state
+
+
+def assert_swapped(old, new, field="mu"):
+    """The moments `mu` of a and b have changed places, as the parameters have."""
+    np.testing.assert_array_equal(old["a"]["kernel"], new["b"]["kernel"])
+    np.testing.assert_array_equal(old["b"]["kernel"], new["a"]["kernel"])
+
+
+def test_moments_are_those_of_the_params_and_not_of_their_copy(tmp_path):
+    state = two_layers(cls=WithEma, ema_params=True)
+    flaxckpt.save(tmp_path / "c", state)
+    found = flaxckpt.load(tmp_path / "c", state, transforms=[SWAP])
+    assert_swapped(state.params, found.params)
+    assert_swapped(state.opt_state[0].mu, found.opt_state[0].mu)
+    assert_equal(state.ema_params, found.ema_params)
+    both = rename({r"(\w*)params/a/(.*)": r"\1params/c/\2"})
+    found = flaxckpt.load(tmp_path / "c", transforms=[both])
+    assert "c" in found["opt_state"][0].nu  # whose class is not known without types=
+
+
+def test_where_nobody_knows_whose_moments_they_are_it_is_an_error(tmp_path):
+    def net(seed):
+        return nnx.Linear(3, 3, rngs=nnx.Rngs(seed))
+
+    model, ema = net(0), net(1)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    state = {"g": model, "g_ema": ema, "optimizer": optimizer}
+    flaxckpt.save(tmp_path / "c", state)
+    with pytest.raises(errors.OptionError) as caught:
+        flaxckpt.load(tmp_path / "c", transforms=[rename("g/kernel", "g/weight")])
+    assert "optimizer/opt_state/0/mu/kernel: of g/kernel or of g_ema/kernel" in str(
+        caught.value
+    )
+    both = rename({r"(g|g_ema)/kernel": r"\1/weight"})
+    found = flaxckpt.load(tmp_path / "c", transforms=[both])
+    assert set(found["optimizer"]["opt_state"][0].mu) == {"bias", "weight"}
+
+
+@pytest.mark.parametrize("written_by", ["flaxckpt", "orbax"])
+@pytest.mark.parametrize("shape", ["parts", "deep", "dicts", "optimizer"])
+def test_moments_follow_in_states_of_any_shape(tmp_path, shape, written_by):
+    base, other = two_layers(0), two_layers(1)
+    mu = lambda tree: tree.opt_state[0].mu  # noqa: E731
+    if shape == "parts":
+        state = {
+            "params": {"gen": base.params, "disc": other.params},
+            "opt_state": {"gen": base.opt_state, "disc": other.opt_state},
+        }
+        before, root = "params/gen/", ("params", "gen")
+        mu = lambda tree: tree["opt_state"]["gen"][0].mu  # noqa: E731
+    elif shape == "deep":
+        state = {"nets": {"gen": base.params}, "opt_state": base.opt_state}
+        before, root = "nets/gen/", ("nets", "gen")
+        mu = lambda tree: tree["opt_state"][0].mu  # noqa: E731
+    elif shape == "dicts":
+        state = serialization.to_state_dict(base)
+        before, root = "params/", ("params",)
+        mu = lambda tree: tree["opt_state"]["0"]["mu"]  # noqa: E731
+    else:
+        state = {"params": base.params, "optimizer": base.opt_state}
+        before, root = "params/", ("params",)
+        mu = lambda tree: tree["optimizer"][0].mu  # noqa: E731
+    if written_by == "orbax":
+        import orbax.checkpoint as ocp
+
+        with ocp.StandardCheckpointer() as writer:
+            writer.save(tmp_path / "c", state)
+    else:
+        flaxckpt.save(tmp_path / "c", state)
+    swap = rename(
+        {
+            f"{before}a/(.*)": rf"{before}b/\1",
+            f"{before}b/(.*)": rf"{before}a/\1",
+        }
+    )
+    found = flaxckpt.load(tmp_path / "c", state, transforms=[swap])
+    params = [state, found]
+    for name in root:
+        params = [tree[name] for tree in params]
+    assert_swapped(*params)
+    assert_swapped(mu(state), mu(found))
+
+
+def test_moments_that_nobody_can_tell_apart_are_warned_about(tmp_path, caplog):
+    params = {"a": {"kernel": jnp.ones((2, 2))}}
+    state = {
+        "actor": params,
+        "critic": params,
+        "opt_state": optax.adam(1e-3).init((params, params)),
+    }
+    flaxckpt.save(tmp_path / "c", state)
+    flaxckpt.load(tmp_path / "c", transforms=[rename("actor/a/(.*)", r"actor/b/\1")])
+    assert "nobody knows of which parameters" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        rename({r"(.*)/a/(.*)": r"\1/b/\2", r"(.*)/b/(.*)": r"\1/a/\2"}),
+        assign(
+            [
+                ("params/a/(.*)", r"params/b/\1"),
+                ("params/b/(.*)", r"params/a/\1"),
+            ]
+        ),
+        from_function(
+            lambda tree: {
+                **tree,
+                "params": {"a": tree["params"]["b"], "b": tree["params"]["a"]},
+                "opt_state": {
+                    **tree["opt_state"],
+                    "0": {
+                        **tree["opt_state"]["0"],
+                        **{
+                            field: {
+                                "a": tree["opt_state"]["0"][field]["b"],
+                                "b": tree["opt_state"]["0"][field]["a"],
+                            }
+                            for field in ("mu", "nu")
+                        },
+                    },
+                },
+            }
+        ),
+    ],
+    ids=["all", "assign", "function"],
+)
+def test_moments_that_were_moved_by_themselves_stay_where_they_went(tmp_path, change):
+    state = two_layers()
+    flaxckpt.save(tmp_path / "c", state)
+    found = flaxckpt.load(tmp_path / "c", state, transforms=[change])
+    assert_swapped(state.params, found.params)
+    assert_swapped(state.opt_state[0].mu, found.opt_state[0].mu)
+    if "assign" in str(change):
+        return  # which is for restores
+    flaxckpt.save(tmp_path / "d", state, transforms=[change])
+    again = flaxckpt.load(tmp_path / "d", state)
+    assert_swapped(state.opt_state[0].nu, again.opt_state[0].nu)
+
+
+def test_all_leaves_moved_into_a_container_are_found_there(tmp_path):
+    state = two_layers()
+    flaxckpt.save(tmp_path / "c", state, transforms=[rename("(.*)", r"train/\1")])
+    found = flaxckpt.load(tmp_path / "c", {"train": state})
+    assert_equal(state.opt_state[0].mu, found["train"].opt_state[0].mu)
+
+
+def test_assignments_find_moments_in_another_chain(tmp_path):
+    state = two_layers()
+    flaxckpt.save(tmp_path / "c", state)
+    chained = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    wanted = two_layers(seed=1, tx=chained)
+    rules = [("params/a/(.*)", r"params/b/\1"), ("params/b/(.*)", r"params/a/\1")]
+    found = flaxckpt.load(tmp_path / "c", wanted, transforms=[assign(rules)])
+    assert_swapped(state.params, found.params)
+    assert_swapped(state.opt_state[0].mu, found.opt_state[1][0].mu)
+    fresh = [assign([("params/a/.*", None)])]
+    found = flaxckpt.load(tmp_path / "c", wanted, transforms=fresh, missing="init")
+    assert_equal(wanted.params["a"], found.params["a"])
+    assert not found.opt_state[1][0].mu["a"]["kernel"].any()
+    assert_equal(state.opt_state[0].mu["b"], found.opt_state[1][0].mu["b"])
+
+
+def test_square_kernels_are_transposed_with_their_moments(tmp_path):
+    state = two_layers()
+    flaxckpt.save(tmp_path / "c", state)
+    turn = transpose("params/a/kernel", (1, 0))
+    found = flaxckpt.load(tmp_path / "c", state, transforms=[turn])
+    for old, new in (
+        (state.params, found.params),
+        (state.opt_state[0].mu, found.opt_state[0].mu),
+    ):
+        np.testing.assert_array_equal(old["a"]["kernel"].T, new["a"]["kernel"])
+        assert_equal(old["b"], new["b"])
+
+
+def test_moments_that_match_themselves_grow_as_moments_do(tmp_path):
+    state = two_layers()
+    flaxckpt.save(tmp_path / "c", state)
+    found = flaxckpt.load(tmp_path / "c", transforms=[grow(".*/kernel", 0, 6)])
+    assert not found.opt_state[0].nu["a"]["kernel"][4:].any()
+    assert found.params["a"]["kernel"][4:].any()
+
+
+def test_copies_of_parameters_are_changed_as_these_are(tmp_path):
+    tx = optax.contrib.schedule_free_adamw(1e-3)
+    state = two_layers(tx=tx)
+    flaxckpt.save(tmp_path / "c", state)
+    change = [map_leaf("params/.*", lambda x: x * 0)]
+    found = flaxckpt.load(tmp_path / "c", state, transforms=change)
+    assert not found.opt_state.z["a"]["kernel"].any()
+
+
+def test_placeholders_of_adafactor_start_afresh(tmp_path):
+    tx = optax.adafactor(1e-2)
+    layers = {f"layers_{i}": {"b": jnp.full((1,), float(i))} for i in range(2)}
+    state = TrainState.create(apply_fn=None, params=layers, tx=tx)
+    flaxckpt.save(tmp_path / "c", state)
+    scanned = {"layers": {"b": jnp.zeros((2, 1))}}
+    wanted = TrainState.create(apply_fn=None, params=scanned, tx=tx)
+    found = flaxckpt.load(
+        tmp_path / "c",
+        wanted,
+        transforms=[stack(r"params/layers_(\d+)/(.*)", r"params/layers/\2")],
+    )
+    np.testing.assert_array_equal(found.params["layers"]["b"], [[0.0], [1.0]])
+    wide = TrainState.create(apply_fn=None, params={"b": jnp.zeros(5)}, tx=tx)
+    steps = [
+        keep("params/layers_1/.*|opt_state/.*"),
+        rename("params/layers_1/b", "params/b"),
+        grow("params/b", 0, 5),
+    ]
+    found = flaxckpt.load(tmp_path / "c", wide, transforms=steps, missing="init")
+    np.testing.assert_array_equal(found.params["b"], np.ones(5))
+
+
+def test_a_parameter_called_like_a_field_is_no_field(tmp_path):
+    import orbax.checkpoint as ocp
+
+    params = {"count": jnp.ones(2), "w": jnp.ones(3)}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(tmp_path / "c", state)
+    renamed = rename("params/count", "params/n")
+    found = flaxckpt.load(tmp_path / "c", transforms=[renamed])
+    assert set(found["opt_state"][0]) == {"count", "mu", "nu"}
+    assert set(found["opt_state"][0]["mu"]) == {"n", "w"}
+
+
+def test_an_empty_container_of_a_like_name_is_nobodys_mirror(tmp_path):
+    state = {"numpy": [jnp.ones(2)], "train": two_layers()}
+    flaxckpt.save(tmp_path / "c", state)
+    found = flaxckpt.load(tmp_path / "c", transforms=[drop("numpy/0")])
+    assert isinstance(found["train"].opt_state[1], optax.EmptyState)
+
+
+# ---- what a transform may and may not do --------------------------------------------
+
+
+def test_a_function_is_traced_anew_for_every_load(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"a": jnp.arange(8.0)})
+    size = 4
+
+    def cut(x):
+        return x[:size]
+
+    for size in (4, 6):
+        found = flaxckpt.load(tmp_path / "c", transforms=[map_leaf("a", cut)])
+        assert found["a"].shape == (size,)
+
+
+def test_numbers_beside_arrays_do_not_make_them_wide(tmp_path):
+    state = {"step": 3, "w": jnp.ones(3), "x": np.ones(2)}
+
+    def add(tree):
+        return {**tree, "new": jnp.zeros(3), "w": tree["w"] * np.float64(0.5)}
+
+    flaxckpt.save(
+        tmp_path / "c",
+        {k: state[k] for k in ("step", "w")},
+        transforms=[from_function(add)],
+    )
+    leaves = flaxckpt.metadata(tmp_path / "c").leaves
+    assert leaves["new"].dtype == leaves["w"].dtype == "float32"
+    assert flaxckpt.load(tmp_path / "c")["step"] == 3
+
+
+def test_what_is_computed_does_not_depend_on_what_is_computed_beside_it(tmp_path):
+    state = {"w": jnp.ones(3), "x": np.ones(3)}
+    flaxckpt.save(tmp_path / "c", state)
+
+    def noisy(x):
+        return x + jax.random.normal(jax.random.key(0), x.shape)
+
+    alone = flaxckpt.load(tmp_path / "c", transforms=[map_leaf("w", noisy)])
+    both = flaxckpt.load(tmp_path / "c", transforms=[map_leaf("w|x", noisy)])
+    np.testing.assert_array_equal(alone["w"], both["w"])
+    assert both["x"].dtype == np.float64
+
+
+def test_a_number_that_needs_64_bits_is_refused_where_there_are_32(tmp_path):
+    add = from_function(lambda tree: {"n": tree["n"] + 1})
+    with pytest.raises(errors.OptionError, match="needs 64 bits"):
+        flaxckpt.save(tmp_path / "c", {"n": 2**40}, transforms=[add])
+    flaxckpt.save(tmp_path / "d", {"n": 2**40})
+    with pytest.raises(errors.OptionError, match="needs 64 bits"):
+        flaxckpt.load(tmp_path / "d", transforms=[add])
+
+
+def test_paths_that_cannot_be_are_refused(tmp_path):
+    state = {"a": jnp.ones(2)}
+    for path in ("acc@50%", "", "x//y", "/x"):
+        with pytest.raises(errors.OptionError, match="is no leaf path"):
+            flaxckpt.save(tmp_path / "c", state, transforms=[rename("a", path)])
+    odd = {"lin/~/w": jnp.ones(2), "50%": jnp.zeros(1)}
+    flaxckpt.save(tmp_path / "d", odd, transforms=[from_function(lambda tree: tree)])
+    assert_equal(odd, flaxckpt.load(tmp_path / "d"))
+
+
+@pytest.mark.parametrize(
+    "transforms",
+    [
+        rename("a", "b"),
+        [3],
+        [from_function(lambda tree: tree["nowhere"])],
+        [from_function(lambda tree: {"a": jnp.ones(2) + jnp.ones(3)})],
+        [from_function(lambda tree: {"a": object()})],
+        [map_leaf("a", lambda x: x.nothing)],
+        [lambda table: None],
+        [lambda table: {"b": table["a"]}],
+        [grow("a", "x", 3)],
+        [grow("a", 3, 3)],
+        [grow("none", 0, 3)],
+        [stack(r"(a)", "b")],
+    ],
+)
+def test_mistakes_are_errors_of_ours(tmp_path, transforms):
+    flaxckpt.save(tmp_path / "c", {"a": jnp.ones(2), "none": jnp.ones((0,))})
+    with pytest.raises(errors.OptionError) as caught:
+        flaxckpt.load(tmp_path / "c", transforms=transforms)
+    assert str(caught.value).count("\n") < 15
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: drop(["a", "b"]),
+        lambda: keep(None),
+        lambda: split("a", []),
+        lambda: fuse("ab", "c"),
+        lambda: from_function(3),
+        lambda: map_leaf("a", 3),
+        lambda: unstack("a", "b"),
+        lambda: stack("a", "b"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused_at_once(make):
+    with pytest.raises(errors.OptionError):
+        make()
+
+
+def test_parts_of_different_types_are_not_stacked(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"l_0": jnp.ones(2), "l_1": jnp.ones(2, jnp.int32)})
+    with pytest.raises(errors.OptionError, match="of different types, float32, int32"):
+        flaxckpt.load(tmp_path / "c", transforms=[stack(r"l_(\d)", "l")])
+
+
+def test_new_rows_of_two_leaves_are_not_the_same(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"a": jnp.eye(3), "b": jnp.eye(3)})
+    random = [grow("a|b", 0, 5, init="normal")]
+    found = flaxckpt.load(tmp_path / "c", transforms=random)
+    assert (found["a"][3:] != found["b"][3:]).all()
+
+
+def test_transforms_on_the_wanted_state_work_within_a_merge(tmp_path):
+    flaxckpt.save(tmp_path / "a", {"x": jnp.ones(2)})
+    flaxckpt.save(tmp_path / "b", {"y": jnp.zeros(2)})
+    inner = [assign([("z", "y")])]
+    found = flaxckpt.load(
+        tmp_path / "a",
+        {"x": jnp.ones(2), "z": jnp.ones(2)},
+        transforms=[merge(tmp_path / "b", transforms=inner)],
+    )
+    assert not found["z"].any()
+    merged = [merge(tmp_path / "b"), map_leaf("y", lambda y: y + 1)]
+    for some in (merged, merged[:1]):
+        with pytest.raises(errors.OptionError, match="a save has only the state"):
+            flaxckpt.save(tmp_path / "c", {"x": jnp.ones(2)}, transforms=some)
+
+
+def test_weak_types_are_kept(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"a": jnp.asarray(2.0)})
+    assert jnp.asarray(2.0).weak_type
+    doubled = [map_leaf("a", lambda x: x * 2)]
+    found = flaxckpt.load(tmp_path / "c", {"a": jnp.asarray(0.0)}, transforms=doubled)
+    assert found["a"].weak_type
+    assert float(found["a"]) == 4
+
+
+def test_functions_are_compiled_once_for_all_saves(tmp_path):
+    count = 0
+
+    def slow(x):
+        nonlocal count
+        count += 1
+        return jax.lax.scan(lambda c, row: (c + row, None), jnp.zeros_like(x[0]), x)[0]
+
+    state = {f"w_{i}": jnp.ones((3, 2)) for i in range(4)}
+    with flaxckpt.Checkpointer(tmp_path, transforms=[map_leaf(".*", slow)]) as ckpt:
+        for step in range(5):
+            ckpt.save(step, state).wait()
+    assert count <= 2  # to know the shape, and to compile
+
+
+def test_leaves_on_a_mesh_with_explicit_axes_are_cut_before_a_save(tmp_path):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    array = jnp.arange(32.0).reshape(16, 2)
+    state = {"w": jax.device_put(array, jax.NamedSharding(mesh, jax.P("x")))}
+    steps = [grow("w", 0, 20), transforms.slice("w", (18, 1)), unstack("w", "w_{i}")]
+    flaxckpt.save(tmp_path / "c", state, transforms=steps)
+    found = flaxckpt.load(tmp_path / "c")
+    assert len(found) == 18
+    np.testing.assert_array_equal(found["w_3"], array[3, :1])
+
+
+def test_layers_on_different_devices_are_stacked_before_a_save(tmp_path):
+    devices = jax.devices()[:2]
+    state = {f"l_{i}": jax.device_put(jnp.full(2, i), d) for i, d in enumerate(devices)}
+    flaxckpt.save(tmp_path / "c", state, transforms=[stack(r"l_(\d)", "l")])
+    np.testing.assert_array_equal(flaxckpt.load(tmp_path / "c")["l"], [[0, 0], [1, 1]])
+
+
+def test_a_run_that_saves_another_form_is_resumed_in_its_own(tmp_path):
+    state = trained()
+    changes = [
+        stack(r"params/layers_(\d+)/(.*)", r"params/layers/\2"),
+        cast("params/.*", "bfloat16"),
+    ]
+    for start in (0, 1):
+        with flaxckpt.Checkpointer(tmp_path, transforms=changes) as ckpt:
+            on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=1)
+            found, completed = on_step.restore_or_init(state)
+            assert completed == start
+            on_step(completed + 1, found)
+    half = jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), state.params)
+    assert_equal(half, found.params)
+    assert_equal(state.opt_state[0].mu, found.opt_state[0].mu)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from flaxckpt import _derive, _locate, _storage, _tree, errors
@@ -27,11 +28,15 @@ class _Merge(TableTransform):
     step: int | None
     transforms: tuple[Transform, ...]
     on_conflict: Literal["error", "first", "second"]
+    wanted: LeafTable | None = None
+
+    def with_wanted(self, wanted: LeafTable | None) -> Transform:
+        return dataclasses.replace(self, wanted=wanted)
 
     def __call__(self, table: LeafTable) -> LeafTable:
         found, step = _locate.locate(_storage.resolve(self.path), self.step)
         stored = _locate.read_stored(found, step)
-        other = _table.apply(self.transforms, stored.table)
+        other = _table.apply(self.transforms, stored.table, self.wanted)
         twice = [path for path in other if _has_leaf(table, path)]
         if twice and self.on_conflict == "error":
             raise errors.OptionError(
@@ -83,7 +88,7 @@ def merge(
             f"on_conflict must be 'error', 'first' or 'second', got {on_conflict!r}"
         )
     resolved = str(_storage.resolve(path))
-    return _Merge(resolved, step, tuple(transforms), on_conflict)
+    return _Merge(resolved, step, _table.checked(transforms), on_conflict)
 
 
 # ---- functions over trees -----------------------------------------------------------
@@ -100,6 +105,7 @@ class _Function(TableTransform):
     style: Literal["tree", "save", "restore"]
     is_resuming: bool
     wanted: LeafTable | None = None
+    _runs: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     def with_wanted(self, wanted: LeafTable | None) -> Transform:
         return dataclasses.replace(self, wanted=wanted)
@@ -136,8 +142,13 @@ class _Function(TableTransform):
             ]
             return [item for _, item in found if not isinstance(item, _Constant)]
 
+        # Python numbers need no more than 32 bits, as if they were jax's.
+        is_wide = any(
+            leaf.info.kind == "array" and _derive.needs_64_bits(leaf.info)
+            for leaf in traced
+        )
         try:
-            with _derive.wide(leaf.info for leaf in traced):
+            with _derive.wide(is_wide):
                 closed = jax.make_jaxpr(flat)(
                     [_derive.abstract(leaf.info) for leaf in traced]
                 )
@@ -146,6 +157,7 @@ class _Function(TableTransform):
                 f"{self} cannot be traced: use jax.numpy, which works on arrays before"
                 f" they are read ({str(error).splitlines()[0][:160]})"
             ) from None
+        part_of = _Parts(closed, traced, is_wide, self._runs, str(self))
         outputs = iter(range(len(closed.jaxpr.outvars)))
         new: LeafTable = {}
         for path, constant in shape:
@@ -156,7 +168,7 @@ class _Function(TableTransform):
                     leaf = old  # which knows what kind of container it is
                 new[path] = _table.moved(leaf, path)
                 continue
-            leaf = _output(closed, next(outputs), traced, path, str(self))
+            leaf = part_of(next(outputs), path)
             if leaf is not None:
                 new[path] = leaf
         return new
@@ -171,7 +183,8 @@ class _Function(TableTransform):
         if not isinstance(result, tuple) or len(result) != 2:
             raise errors.OptionError(
                 f"{self} must return the state and its infos, got"
-                f" {type(result).__name__}"
+                f" {type(result).__name__}; a function of a checkpoint and a target has"
+                " a parameter is_resuming"
             )
         return result[0]
 
@@ -204,7 +217,12 @@ def from_function(
 
     Source: state transformations of T5X, on save and on restore.
     """
-    parameters = inspect.signature(fn).parameters
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        raise errors.OptionError(
+            f"from_function wants a function, got {fn!r}"
+        ) from None
     positional = [
         p
         for p in parameters.values()
@@ -213,7 +231,8 @@ def from_function(
         and p.default is p.empty
     ]
     style: Literal["tree", "save", "restore"]
-    if "is_resuming" in parameters and len(positional) == 2:
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+    if ("is_resuming" in parameters or takes_all) and len(positional) == 2:
         style = "restore"
     elif len(positional) == 2:
         style = "save"
@@ -244,7 +263,7 @@ def _is_traced(leaf: Leaf) -> bool:
 def _nested(leaves: Mapping[LeafPath, Any]) -> Tree:
     tree: Tree = {}
     for path, value in leaves.items():
-        *parents, last = path.split("/")
+        *parents, last = (_tree.unescape(part) for part in path.split("/"))
         inner = tree
         for parent in parents:
             inner = inner.setdefault(parent, {})
@@ -273,48 +292,100 @@ def _flat(tree: Any) -> list[tuple[LeafPath, Any]]:
         elif isinstance(value, str):
             info = LeafInfo(path, keys, "string", "str")
             found.append((path, _Constant(Leaf(info, (value,)))))
-        else:
+        elif isinstance(value, _Constant) or hasattr(value, "dtype"):
             found.append((path, value))
+        elif isinstance(value, bool | int | float | complex):
+            found.append((path, jnp.asarray(value)))
+        else:
+            raise errors.OptionError(
+                f"a function gave {type(value).__name__} at {path or '(root)'}: wanted"
+                " nested dicts of arrays"
+            )
 
     visit(tree, ())
     return found
 
 
-def _output(
-    closed: core.ClosedJaxpr,
-    number: int,
-    traced: Sequence[Leaf],
-    path: LeafPath,
-    what: str,
-) -> Leaf | None:
-    """A result of a traced function as a leaf; None if it needs an abstract target."""
-    jaxpr = closed.jaxpr
-    out = jaxpr.outvars[number]
-    inputs = dict(zip(jaxpr.invars, traced, strict=True))
-    if not isinstance(out, core.Literal) and out in inputs:
-        leaf = inputs[out]
-        return None if _is_abstract(leaf) else _table.moved(leaf, path)
-    needed = set() if isinstance(out, core.Literal) else {out}
-    equations = []
-    for equation in reversed(jaxpr.eqns):
-        if not needed.isdisjoint(equation.outvars):
-            equations.append(equation)
-            needed.update(v for v in equation.invars if not isinstance(v, core.Literal))
-    used = [(var, leaf) for var, leaf in inputs.items() if var in needed]
-    if any(_is_abstract(leaf) for _, leaf in used):
-        return None
-    part = jaxpr.replace(
-        invars=[var for var, _ in used],
-        outvars=[out],
-        eqns=list(reversed(equations)),
-        debug_info=jaxpr.debug_info.with_unknown_names(),
+class _Parts:
+    """The results of a traced function, each as a leaf of what it needs.
+
+    Args:
+        closed: The function, traced.
+        traced: Its arguments.
+        is_wide: Whether it was traced with 64 bits.
+        runs: What was compiled before, by what it does.
+        what: The transform, for messages.
+    """
+
+    def __init__(
+        self,
+        closed: core.ClosedJaxpr,
+        traced: Sequence[Leaf],
+        is_wide: bool,
+        runs: dict[str, Any],
+        what: str,
+    ) -> None:
+        self._closed = closed
+        self._inputs = dict(zip(closed.jaxpr.invars, traced, strict=True))
+        self._is_wide = is_wide
+        self._runs = runs
+        self._derive = _derive.Deriver(what)
+        self._made_by = {
+            var: i for i, eqn in enumerate(closed.jaxpr.eqns) for var in eqn.outvars
+        }
+
+    def __call__(self, number: int, path: LeafPath) -> Leaf | None:
+        """One result as a leaf; None if it needs an abstract leaf of a target."""
+        out = self._closed.jaxpr.outvars[number]
+        if not isinstance(out, core.Literal) and out in self._inputs:
+            leaf = self._inputs[out]
+            return None if _is_abstract(leaf) else _table.moved(leaf, path)
+        equations, used = self._needed(out)
+        leaves = [self._inputs[var] for var in used]
+        if any(_is_abstract(leaf) for leaf in leaves):
+            return None
+        jaxpr = self._closed.jaxpr
+        part = jaxpr.replace(
+            invars=used,
+            outvars=[out],
+            eqns=[jaxpr.eqns[i] for i in equations],
+            debug_info=jaxpr.debug_info.with_unknown_names(),
+        )
+        run = core.jaxpr_as_fun(core.ClosedJaxpr(part, self._closed.consts))
+        if not self._closed.consts and any(map(_has_body, part.eqns)):
+            # Loops are compiled; what is saved again and again, only once.
+            run = self._runs.setdefault(str(part), jax.jit(run))
+        info = LeafInfo(path, _tree_keys(path), "array", "jax.Array")
+        if leaves:
+            info = _table.moved(leaves[0], path).info
+        return self._derive(
+            leaves, lambda *values: run(*values)[0], base=info, is_wide=self._is_wide
+        )
+
+    def _needed(self, out: Any) -> tuple[list[int], list[Any]]:
+        """The equations that a result needs, in order, and the arguments."""
+        equations: set[int] = set()
+        used: dict[Any, None] = {}
+        waiting = [out]
+        while waiting:
+            var = waiting.pop()
+            if isinstance(var, core.Literal):
+                continue
+            if var in self._inputs:
+                used[var] = None
+            elif var in self._made_by and self._made_by[var] not in equations:
+                equations.add(self._made_by[var])
+                waiting += self._closed.jaxpr.eqns[self._made_by[var]].invars
+        return sorted(equations), [var for var in self._inputs if var in used]
+
+
+def _has_body(equation: Any) -> bool:
+    bodies = (core.Jaxpr, core.ClosedJaxpr)
+    return any(
+        isinstance(value, bodies)
+        or (isinstance(value, tuple) and value and isinstance(value[0], bodies))
+        for value in equation.params.values()
     )
-    run = core.jaxpr_as_fun(core.ClosedJaxpr(part, closed.consts))
-    info = LeafInfo(path, _tree_keys(path), "array", "jax.Array")
-    base = [leaf for _, leaf in used]
-    if base:
-        info = _table.moved(base[0], path).info
-    return _derive.derive(base, lambda *values: run(*values)[0], what=what, base=info)
 
 
 def _tree_keys(path: LeafPath) -> tuple[_tree.Key, ...]:

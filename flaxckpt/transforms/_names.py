@@ -7,9 +7,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from flaxckpt import errors
-from flaxckpt._info import Leaf, LeafTable
+from flaxckpt._info import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
 from flaxckpt.transforms import _table
+from flaxckpt.transforms._mirrors import Mirror
+from flaxckpt.transforms._mirrors import mirrors as find_mirrors
 from flaxckpt.transforms._patterns import compile_pattern, expand, invert, no_match
 from flaxckpt.transforms._table import Row, TableTransform, Transform
 
@@ -134,6 +136,9 @@ class _Drop(TableTransform):
         chosen = _table.matches(self.pattern, table)
         return _table.replace(table, chosen, lambda leaves, is_mirror: ())
 
+    def on_restore(self) -> Transform | None:
+        return None
+
     def __str__(self) -> str:
         return _table.call("drop", self.pattern.pattern)
 
@@ -159,6 +164,9 @@ class _Keep(TableTransform):
     def __call__(self, table: LeafTable) -> LeafTable:
         chosen = _table.matches(self.pattern, table)
         return {path: leaf for path, leaf in table.items() if path in chosen}
+
+    def on_restore(self) -> Transform | None:
+        return None
 
     def __str__(self) -> str:
         return _table.call("keep", self.pattern.pattern)
@@ -194,31 +202,42 @@ class _Assign(TableTransform):
                 " or use rename, which goes by those of the checkpoint"
             )
         assigned = self._assigned(self.wanted)
-        mirrors = _table.mirrors(self.wanted)
-        assigned |= self._mirrored(assigned, mirrors)
         lacking = {
             path: source
             for path, source in assigned.items()
             if source is not None and source not in table
         }
-        if lacking := {p: s for p, s in lacking.items() if self._is_param(p)}:
+        if lacking:
             raise errors.OptionError(
                 f"{len(lacking)} assigned leaves are not in the checkpoint:\n"
                 + errors.rows(f"{path}: from {s}" for path, s in lacking.items())
                 + f"\nIt has {', '.join(sorted(table)[:5])}, …"
             )
+        moments = _Moments(table)
+        replaced = set(assigned)
+        for param in assigned:  # these are now those of other parameters, or nobody's
+            replaced.update(path for path, _ in moments.of(param))
+        wanted_mirrors = find_mirrors(self.wanted).known
+        for path, mirror in wanted_mirrors.items():
+            if path not in assigned and mirror.param in assigned:
+                source = assigned[mirror.param]
+                assigned[path] = source and moments.find(
+                    source, self.wanted[path].info, mirror
+                )
         taken = set(assigned.values())
         new = {
             path: leaf
             for path, leaf in table.items()
-            if path not in assigned and (path not in taken or path in self.wanted)
+            if path not in replaced and (path not in taken or path in self.wanted)
         }
         for path, source in assigned.items():
-            if source is not None and source in table:
-                leaf = table[source]
-                if path in mirrors:
-                    leaf = _table.with_role_of(leaf, mirrors[path].name)
-                new[path] = _table.moved(leaf, path)
+            if source is not None:
+                leaf = _table.moved(table[source], path)
+                if path in wanted_mirrors:
+                    role = self.wanted[path].info.role
+                    info = dataclasses.replace(leaf.info, role=role)
+                    leaf = dataclasses.replace(leaf, info=info)
+                new[path] = leaf
         return new
 
     def _assigned(self, wanted: LeafTable) -> dict[LeafPath, LeafPath | None]:
@@ -239,29 +258,60 @@ class _Assign(TableTransform):
             raise no_match(left[0], list(wanted))
         return assigned
 
-    def _mirrored(
-        self,
-        assigned: Mapping[LeafPath, LeafPath | None],
-        mirrors: Mapping[LeafPath, _table.Mirror],
-    ) -> dict[LeafPath, LeafPath | None]:
-        found: dict[LeafPath, LeafPath | None] = {}
-        for path, mirror in mirrors.items():
-            if path in assigned or mirror.param not in assigned:
-                continue
-            source = assigned[mirror.param]
-            found[path] = source and mirror.slot.path(mirror.renamed(source))
-        return found
-
-    def _is_param(self, path: LeafPath) -> bool:
-        return any(pattern.fullmatch(path) for pattern, _ in self.rules)
-
     def __str__(self) -> str:
         rules = [(p.pattern, r) for p, r in self.rules]
         return _table.call("assign", rules, strict=None if self.strict else False)
 
 
+class _Moments:
+    """The moments in a table, by their parameters."""
+
+    def __init__(self, table: LeafTable) -> None:
+        self._table = table
+        self._of: dict[LeafPath, list[tuple[LeafPath, Mirror]]] = {}
+        for path, mirror in find_mirrors(table).known.items():
+            self._of.setdefault(mirror.param, []).append((path, mirror))
+
+    def of(self, param: LeafPath) -> Sequence[tuple[LeafPath, Mirror]]:
+        """The moments of a parameter, each with what it mirrors."""
+        return self._of.get(param, ())
+
+    def find(
+        self, param: LeafPath, wanted: LeafInfo, mirror: Mirror
+    ) -> LeafPath | None:
+        """The moment of `param` that is what `wanted` is; None if none is.
+
+        In the same place, else of the same field of the same transform.
+        """
+        same = [path for path, found in self.of(param) if found.slot == mirror.slot]
+        alike = same or [
+            path
+            for path, found in self.of(param)
+            if self._is_alike(self._table[path].info, found, wanted, mirror)
+        ]
+        return alike[0] if len(alike) == 1 else None
+
+    def _is_alike(
+        self, found: LeafInfo, of_found: Mirror, wanted: LeafInfo, mirror: Mirror
+    ) -> bool:
+        (one, field), (other, wanted_field) = (
+            _field(found, of_found),
+            _field(wanted, mirror),
+        )
+        return field == wanted_field and (one == other or not one or not other)
+
+
+def _field(info: LeafInfo, mirror: Mirror) -> tuple[str, str]:
+    """Class and field of a moment, as far as they are known."""
+    if info.role is not None and info.role.state_class:
+        return info.role.state_class, info.role.field
+    return "", mirror.slot.tail or mirror.slot.head.rpartition("/")[2]
+
+
 def assign(
-    rules: Sequence[tuple[str, str | None]], *, strict: bool = True
+    rules: Sequence[tuple[str, str | None]] | Mapping[str, str | None],
+    *,
+    strict: bool = True,
 ) -> TableTransform:
     r"""Says for leaves of the wanted state which leaves of the checkpoint fill them.
 
@@ -284,5 +334,6 @@ def assign(
 
     Source: `assignment_map` and `require_all_rules_match` of T5X.
     """
-    compiled = tuple((compile_pattern(p), r) for p, r in rules)
+    pairs = rules.items() if isinstance(rules, Mapping) else rules
+    compiled = tuple((compile_pattern(p), r) for p, r in pairs)
     return _Assign(compiled, strict)

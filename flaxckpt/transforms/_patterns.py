@@ -22,6 +22,10 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     Raises:
         OptionError: It is no regular expression.
     """
+    if not isinstance(pattern, str):
+        raise errors.OptionError(
+            f"a pattern must be a regular expression as text, got {pattern!r:.80}"
+        )
     try:
         return re.compile(pattern)
     except re.error as error:
@@ -199,4 +203,4 @@ def name_index(pattern: str) -> str:
             f"{pattern!r} needs a group for the number of a part, as in"
             r" 'params/layers_(\d+)/(.*)'"
         )
-    return f"{pattern[:i]}(?P<i>{pattern[i + 1 :]}"
+    return f"{pattern[:i]}(?P<i>{pattern[i + 1 :]}"  # numbered as it was

@@ -60,6 +60,7 @@ def _joined(
     def joined(*values: jax.Array) -> jax.Array:
         return join(values)
 
+    derive = _derive.Deriver(what)
     for new, parts in groups.items():
         _check_complete(new, parts, count or max(parts) + 1, what)
 
@@ -67,32 +68,46 @@ def _joined(
         for new, parts in groups.items():
             present = [parts[i] for i in sorted(parts) if parts[i] in leaves]
             some = [leaves[path] for path in present]
-            if is_mirror and (len(present) < len(parts) or not _is_alike(some)):
+            if is_mirror and (
+                len(present) < len(parts) or not _are_like(some, table, present)
+            ):
                 continue  # such moments cannot be joined: they start afresh
             if some[0].info.kind == "empty":
                 yield Row(present[0], new, some[0])
                 continue
-            made = _derive.derive(some, joined, what=what)
-            yield Row(present[0], new, made)
+            types = {leaf.info.dtype for leaf in some}
+            if len(types) > 1:
+                raise errors.OptionError(
+                    f"{what}: the parts of {new} are of different types,"
+                    f" {', '.join(sorted(map(str, types)))}: cast them first"
+                )
+            yield Row(present[0], new, derive(some, joined))
 
     return _table.replace(
         table, itertools.chain(*map(dict.values, groups.values())), act
     )
 
 
-def _is_alike(leaves: Sequence[Leaf]) -> bool:
-    """Whether all are of one kind, and have equally many axes."""
-    return len({(leaf.info.kind, len(leaf.info.shape)) for leaf in leaves}) == 1
+def _are_like(
+    mirrors: Sequence[Leaf], table: LeafTable, params: Sequence[LeafPath]
+) -> bool:
+    """Whether mirrors are arrays of their parameters' shapes, or all are empty."""
+    return all(
+        leaf.info.kind == mirrors[0].info.kind
+        and (leaf.info.kind == "empty" or leaf.info.shape == table[path].info.shape)
+        for leaf, path in zip(mirrors, params, strict=True)
+    )
 
 
 def _check_complete(
     new: LeafPath, parts: Mapping[int, LeafPath], count: int, what: str
 ) -> None:
-    lacking = [str(i) for i in range(count) if i not in parts]
-    if lacking:
+    if len(parts) < count:
+        missing = (str(i) for i in range(count) if i not in parts)
+        some = ", ".join(itertools.islice(missing, 8))
         raise errors.OptionError(
-            f"{what}: {new} lacks its parts {', '.join(lacking[:8])}; it would be made"
-            f" of {', '.join(list(parts.values())[:3])}"
+            f"{what}: {new} lacks its parts {some}; it would be made of"
+            f" {', '.join(list(parts.values())[:3])}"
         )
 
 
@@ -175,6 +190,8 @@ class _Fuse(TableTransform):
                 )
 
         def join(values: Sequence[jax.Array]) -> jax.Array:
+            for value in values:
+                _check_axis(value, self.axis)
             found = tuple(value.shape[self.axis] for value in values)
             if self.sizes is None and len(set(found)) > 1:
                 raise ValueError(f"its parts differ: pass sizes={list(found)}")
@@ -225,8 +242,15 @@ def fuse(
         OptionError: A pattern is no regular expression. When applied: one matches
             nothing, parts are missing, or they do not go together.
     """
+    if isinstance(patterns, str) or len(patterns) < 2:
+        raise errors.OptionError(f"fuse needs a list of patterns, got {patterns!r}")
     parts = tuple((compile_pattern(pattern), replacement) for pattern in patterns)
     return _Fuse(parts, axis, None if sizes is None else tuple(sizes))
+
+
+def _check_axis(x: jax.Array, axis: int) -> None:
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"it has no axis {axis}")
 
 
 # ---- several of one -----------------------------------------------------------------
@@ -249,6 +273,7 @@ def _parted(
             apart likewise.
         what: Who asks, for messages.
     """
+    derive = _derive.Deriver(what)
     part_fn = functools.cache(functools.partial(functools.partial, part))
 
     def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[Row]:
@@ -259,7 +284,7 @@ def _parted(
             for number, new in enumerate(names[path]):
                 made = leaf
                 if not is_empty:
-                    made = _derive.derive([leaf], part_fn(number), what=what)
+                    made = derive([leaf], part_fn(number))
                 yield Row(path, new, made)
 
     return _table.replace(table, names, act)
@@ -348,6 +373,7 @@ class _Split(TableTransform):
         }
 
         def part(number: int, whole: jax.Array) -> jax.Array:
+            _check_axis(whole, self.axis)
             sizes = self._sizes(whole.shape[self.axis])
             start = sum(sizes[:number])
             return jax.lax.slice_in_dim(
@@ -398,6 +424,8 @@ def split(
         OptionError: `pattern` is no regular expression. When applied: nothing matches,
             or a leaf cannot be cut so.
     """
+    if isinstance(replacements, str) or len(replacements) < 2:
+        raise errors.OptionError(f"split needs a list of parts, got {replacements!r}")
     if sizes is not None and len(sizes) != len(replacements):
         raise errors.OptionError(
             f"split needs a size for each of {len(replacements)} parts, got {sizes}"

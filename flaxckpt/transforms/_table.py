@@ -1,31 +1,25 @@
-"""What all transforms share: leaves that match, their mirrors, and the new table.
-
-A *mirror* of a parameter is a leaf of the optimizer that has the same place in its own
-tree: a moment. Whatever happens to a parameter happens to its mirrors, slot by slot:
-`opt_state/0/mu/…` is one slot, `opt_state/0/nu/…` another.
-"""
+"""What all transforms share: leaves that match, and the new table."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from flaxckpt import _tree, errors
 from flaxckpt._info import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
+from flaxckpt.transforms._mirrors import Mirror, Mirrors, Slot, beginnings
+from flaxckpt.transforms._mirrors import mirrors as find_mirrors
 from flaxckpt.transforms._patterns import no_match
+
+_log = logging.getLogger(__name__)
 
 Transform: TypeAlias = Callable[[LeafTable], LeafTable]
 """Leaf table in, leaf table out."""
-
-_ROOTS = frozenset(("params", "target"))
-"""What containers of all parameters are called, if they are not the outermost."""
-
-_OPTIMIZERS = frozenset(("opt_state", "param_states"))
-"""What optimizer states are called where no roles are recorded (Orbax, T5X, flax)."""
 
 
 class TableTransform(abc.ABC):
@@ -42,6 +36,14 @@ class TableTransform(abc.ABC):
     def with_wanted(self, wanted: LeafTable | None) -> Transform:
         """This transform for what a restore asks for; None if it asks for all."""
         return self
+
+    def on_restore(self) -> Transform | None:
+        """What undoes it when a run restores what it saved; None: nothing has to.
+
+        Raises:
+            OptionError: Nothing can.
+        """
+        return self.inverse()
 
     def inverse(self) -> Transform:
         """What undoes it.
@@ -67,10 +69,55 @@ def apply(
         wanted: When restoring, the table of the state to fill.
     """
     for transform in transforms:
-        if isinstance(transform, TableTransform):
-            transform = transform.with_wanted(wanted)
-        table = transform(table)
-    return _with_containers(table) if transforms else table
+        table = _with_containers(_applied(transform, table, wanted))
+    return table
+
+
+def _applied(
+    transform: Transform, table: LeafTable, wanted: LeafTable | None
+) -> LeafTable:
+    if isinstance(transform, TableTransform):
+        transform = transform.with_wanted(wanted)
+    [name] = describe([transform])
+    try:
+        made = transform(dict(table))
+    except errors.CheckpointError:
+        raise
+    except Exception as error:
+        raise errors.OptionError(
+            f"{name[:200]} failed: {type(error).__name__}: {str(error)[:300]}"
+        ) from error
+    if not _is_table(made):
+        raise errors.OptionError(
+            f"{name[:200]} must return a leaf table, path -> Leaf of that path,"
+            f" got {str(made)[:80]}"
+        )
+    return made
+
+
+def _is_table(made: object) -> bool:
+    return isinstance(made, dict) and all(
+        isinstance(leaf, Leaf) and leaf.info.path == path for path, leaf in made.items()
+    )
+
+
+def checked(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
+    """The transforms that somebody has passed.
+
+    Raises:
+        OptionError: They are no list of functions.
+    """
+    if callable(transforms) or not isinstance(transforms, Iterable):
+        raise errors.OptionError(
+            f"transforms must be a list of transforms, got {str(transforms)[:80]}"
+        )
+    listed = tuple(transforms)
+    for transform in listed:
+        if not callable(transform):
+            raise errors.OptionError(
+                f"transforms must be functions of leaf tables, got {transform!r:.80}"
+            )
+    return listed
 
 
 def _with_containers(table: LeafTable) -> LeafTable:
@@ -79,7 +126,7 @@ def _with_containers(table: LeafTable) -> LeafTable:
     Raises:
         OptionError: A leaf stands where others have a container.
     """
-    containers = {beginning for path in table for beginning in _beginnings(path)}
+    containers = {beginning for path in table for beginning in beginnings(path)}
     both = [path for path in table if path and path in containers]
     faults = [path for path in both if table[path].info.kind != "empty"]
     if faults:
@@ -91,6 +138,22 @@ def _with_containers(table: LeafTable) -> LeafTable:
         )
     filled = set(both)
     return {path: leaf for path, leaf in table.items() if path not in filled}
+
+
+def undoing(transforms: Sequence[Transform]) -> list[Transform]:
+    """What a run undoes when it restores what it saved with `transforms`.
+
+    Nothing, if one of them cannot be undone.
+    """
+    undone = []
+    for transform in reversed(transforms):
+        if not isinstance(transform, TableTransform):
+            return []
+        try:
+            undone.append(transform.on_restore())
+        except errors.OptionError:
+            return []
+    return [transform for transform in undone if transform is not None]
 
 
 def describe(transforms: Iterable[Transform]) -> tuple[str, ...]:
@@ -128,135 +191,6 @@ def matches(
     return found
 
 
-class Slot(NamedTuple):
-    """Where the mirrors of parameters are: between a head and a tail.
-
-    Attributes:
-        head: What comes before the parameter's path, `opt_state/0/mu`.
-        tail: What comes after it: Adafactor's `v_row` in T5X, mostly nothing.
-    """
-
-    head: str
-    tail: str
-
-    def path(self, param: LeafPath) -> LeafPath:
-        """The mirror of what is called `param` below the root of all parameters."""
-        return "/".join(part for part in (self.head, param, self.tail) if part)
-
-
-class Mirror(NamedTuple):
-    """A leaf that mirrors a parameter.
-
-    Attributes:
-        param: The parameter's leaf path.
-        name: The same below the root of all parameters.
-        slot: Where the mirror is.
-    """
-
-    param: LeafPath
-    name: LeafPath
-    slot: Slot
-
-    def renamed(self, param: LeafPath) -> LeafPath:
-        """The new name if the parameter gets the path `param`."""
-        root = self.param.removesuffix(self.name)
-        return param.removeprefix(root) if param.startswith(root) else below_root(param)
-
-
-def mirrors(table: LeafTable) -> dict[LeafPath, Mirror]:
-    """The mirrors in a table: leaf path -> what it mirrors.
-
-    Roles tell them, where they are recorded. Elsewhere it is a leaf of an optimizer's
-    state whose path ends as that of a parameter, less its root.
-    """
-    params = _Params()
-    others = []
-    for path, leaf in table.items():
-        if leaf.info.role is not None or not _OPTIMIZERS.isdisjoint(path.split("/")):
-            others.append(path)
-        elif leaf.info.kind != "empty":
-            params.add(path)
-    found = {}
-    for path in others:
-        role = table[path].info.role
-        known = _by_path(path, params) if role is None else _by_role(path, role.param)
-        if known is not None and (param := params.nearest(known[0], path)):
-            found[path] = Mirror(param, *known)
-    return found
-
-
-class _Params:
-    """Parameters by their names below a root, of which there may be several."""
-
-    def __init__(self) -> None:
-        self._names: set[LeafPath] = set()
-        self._beside: dict[tuple[LeafPath, str], LeafPath | None] = {}
-
-    def __contains__(self, name: LeafPath) -> bool:
-        return name in self._names
-
-    def add(self, path: LeafPath) -> None:
-        for name in _names(path):
-            self._names.add(name)
-            for beginning in _beginnings(path):
-                key = name, beginning
-                self._beside[key] = None if key in self._beside else path
-
-    def nearest(self, name: LeafPath, path: LeafPath) -> LeafPath | None:
-        """That parameter of this name which shares the longest beginning with `path`.
-
-        None if several do. A discriminator's moments are beside its own parameters.
-        """
-        for beginning in _beginnings(path):
-            if (name, beginning) in self._beside:
-                return self._beside[name, beginning]
-        return None
-
-
-def _beginnings(path: LeafPath) -> Iterator[str]:
-    """`a/b`, `a` and the empty one, of the path `a/b/c`."""
-    end = path.rfind("/")
-    while end >= 0:
-        yield path[:end]
-        end = path.rfind("/", 0, end)
-    yield ""
-
-
-def _names(path: LeafPath) -> set[LeafPath]:
-    """What a parameter may be called below the root of all parameters."""
-    return {path.partition("/")[2] or path, below_root(path)}
-
-
-def below_root(path: LeafPath) -> LeafPath:
-    """A path below the root of all parameters: `params`, or whatever comes first."""
-    parts = path.split("/")
-    for i, part in enumerate(parts[:3]):
-        if part in _ROOTS and i + 1 < len(parts):
-            return "/".join(parts[i + 1 :])
-    return "/".join(parts[1:]) or path
-
-
-def _by_role(path: LeafPath, param: LeafPath) -> tuple[LeafPath, Slot] | None:
-    bare = path.removesuffix("/value")
-    if not param or not bare.endswith(f"/{param}"):
-        return None
-    return param, Slot(bare[: -len(param) - 1], path[len(bare) + 1 :])
-
-
-def _by_path(path: LeafPath, params: _Params) -> tuple[LeafPath, Slot] | None:
-    parts = path.split("/")
-    first = next(i for i, part in enumerate(parts) if part in _OPTIMIZERS) + 1
-    # T5X's own optimizers have their fields below the parameter.
-    ends = (len(parts), len(parts) - 1) if "param_states" in parts else (len(parts),)
-    for start in range(first, len(parts)):
-        for end in ends:
-            name = "/".join(parts[start:end])
-            if name and name in params:
-                head, tail = "/".join(parts[:start]), "/".join(parts[end:])
-                return name, Slot(head, tail)
-    return None
-
-
 # ---- the new table ------------------------------------------------------------------
 
 
@@ -278,7 +212,9 @@ Act: TypeAlias = Callable[[dict[LeafPath, Leaf], bool], Iterable[Row]]
 """From leaves by path, and whether they are mirrors, to what takes their place."""
 
 
-def replace(table: LeafTable, chosen: Iterable[LeafPath], act: Act) -> LeafTable:
+def replace(
+    table: LeafTable, chosen: Iterable[LeafPath], act: Act, *, moves: bool = True
+) -> LeafTable:
     """The table with `chosen` leaves, and their mirrors, replaced.
 
     Args:
@@ -286,31 +222,94 @@ def replace(table: LeafTable, chosen: Iterable[LeafPath], act: Act) -> LeafTable
         chosen: What was asked for.
         act: Is called once for the chosen leaves, and once for each slot with their
             mirrors, under the paths of the parameters that they mirror.
+        moves: Whether leaves get other paths. Then mirrors that were asked for
+            themselves go where they were sent; else they are mirrors all the same.
 
     Raises:
-        OptionError: Two leaves get one path.
+        OptionError: Two leaves get one path, or nobody knows whose moments some are.
     """
-    members: dict[Slot | None, dict[LeafPath, LeafPath]] = {
-        None: {path: path for path in chosen}
-    }
-    direct = members[None]
-    mirrored = mirrors(table)
-    for path, mirror in mirrored.items():
-        if path not in direct and mirror.param in direct:
+    mirrored = find_mirrors(table)
+    direct = {path: path for path in chosen}
+    members: dict[Slot | None, dict[LeafPath, LeafPath]] = {None: direct}
+    known = {**mirrored.known, **_agreed(mirrored, direct)}
+    for path, mirror in known.items():
+        if mirror.param in direct and (path not in direct or not moves):
             members.setdefault(mirror.slot, {})[mirror.param] = path
+    for paths in list(members.values())[1:]:
+        for path in paths.values():
+            direct.pop(path, None)
+    _tell_of_lost(mirrored, direct)
     rows: dict[LeafPath, list[Row]] = {}
     gone: set[LeafPath] = set()
+    new_paths: dict[LeafPath, list[LeafPath]] = {}
     for slot, paths in members.items():
         leaves = {param: table[path] for param, path in paths.items()}
         gone.update(paths.values())
         for at, new, leaf in act(leaves, slot is not None):
             where = paths[at]
-            if slot is not None:
-                name = mirrored[where].renamed(new)
+            if slot is None:
+                new_paths.setdefault(at, []).append(new)
+            else:
+                name = known[where].renamed(new)
                 leaf = with_role_of(leaf, name)
                 new = slot.path(name)
             rows.setdefault(where, []).append(Row(where, new, leaf))
+    for path in direct.keys() & known.keys():
+        names = [known[path].renamed(p) for p in new_paths.get(known[path].param, ())]
+        rows[path] = [_retargeted(row, names) for row in rows.get(path, ())]
     return _assembled(table, gone, rows)
+
+
+def _agreed(
+    mirrored: Mirrors, chosen: Mapping[LeafPath, LeafPath]
+) -> dict[LeafPath, Mirror]:
+    """Mirrors of one of several parameters, of which all are chosen.
+
+    Raises:
+        OptionError: Only some are.
+    """
+    agreed = {}
+    faults = {}
+    for path, (slot, candidates) in mirrored.unclear.items():
+        of_chosen = [param in chosen for param in candidates.values()]
+        if all(of_chosen):
+            root, param = next(iter(candidates.items()))
+            agreed[path] = Mirror(param, param.removeprefix(root), slot)
+        elif any(of_chosen) and path not in chosen:
+            faults[path] = " or of ".join(candidates.values())
+    if faults:
+        raise errors.OptionError(
+            f"nobody knows whose moments {len(faults)} leaves are:\n"
+            + errors.rows(f"{path}: of {which}" for path, which in faults.items())
+            + "\nHave the pattern match them, too, or drop them first."
+        )
+    return agreed
+
+
+def _tell_of_lost(mirrored: Mirrors, chosen: Mapping[LeafPath, LeafPath]) -> None:
+    """Warns of moments that look like those of what is changed, and do not follow."""
+    endings = {tuple(path.split("/")[-2:]) for path in chosen}
+    left = [
+        path
+        for path in mirrored.lost
+        if path not in chosen and tuple(path.split("/")[-2:]) in endings
+    ]
+    if left:
+        _log.warning(
+            "%d leaves of an optimizer may mirror what is changed, and stay as they"
+            " are, as nobody knows of which parameters they are: %s",
+            len(left),
+            ", ".join(left[:5]) + (", …" if len(left) > 5 else ""),
+        )
+
+
+def _retargeted(row: Row, names: Sequence[LeafPath]) -> Row:
+    """A mirror that was moved by itself, with the role of where it went."""
+    bare = row.path.removesuffix("/value")
+    for name in names:
+        if bare.endswith(f"/{name}"):
+            return row._replace(leaf=with_role_of(row.leaf, name))
+    return row
 
 
 def with_role_of(leaf: Leaf, param: LeafPath) -> Leaf:
@@ -351,6 +350,11 @@ def _assembled(
     return new
 
 
+def _some(paths: Sequence[LeafPath]) -> str:
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return ", ".join(paths[:3]) + more
+
+
 def moved(leaf: Leaf, path: LeafPath) -> Leaf:
     """`leaf` under another path."""
     info = leaf.info
@@ -359,7 +363,10 @@ def moved(leaf: Leaf, path: LeafPath) -> Leaf:
     role = info.role
     if role is not None:
         optimizer = _optimizer(role.optimizer, info.path, path)
-        role = None if optimizer is None else role._replace(optimizer=optimizer)
+        # Of another parameter, and nobody knows of which.
+        is_lost = role.param and not f"{path}/".endswith((f"{role.param}/", "/value/"))
+        is_lost = is_lost or optimizer is None
+        role = None if is_lost else role._replace(optimizer=optimizer or "")
     renamed = dataclasses.replace(info, path=path, keys=keys(path, info), role=role)
     return dataclasses.replace(leaf, info=renamed)
 
@@ -377,6 +384,10 @@ def _optimizer(optimizer: LeafPath, old: LeafPath, new: LeafPath) -> LeafPath | 
 def keys(path: LeafPath, info: LeafInfo) -> tuple[_tree.Key, ...]:
     """The keys of a new path; what it shares with the old one keeps its kind."""
     names = [_tree.unescape(part) for part in path.split("/")]
+    if "" in names or _tree.join([_tree.Key(name, "key") for name in names]) != path:
+        raise errors.OptionError(
+            f"{path!r} is no leaf path: no part may be empty, and % is written as %25"
+        )
     old = info.keys
     leading = 0
     while leading < min(len(names), len(old)) and _is(names[leading], old[leading]):

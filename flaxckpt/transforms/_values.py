@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -48,6 +49,9 @@ class _Cast(TableTransform):
             for path, leaf in table.items()
         }
 
+    def on_restore(self) -> Transform | None:
+        return None
+
     def __str__(self) -> str:
         lossy = True if self.lossy else None
         return _table.call("cast", self.pattern.pattern, self.dtype, lossy=lossy)
@@ -67,7 +71,7 @@ def cast(pattern: str, dtype: Any, *, lossy: bool = False) -> TableTransform:
         dtype: The new type, by name or as numpy or jax have it. If it is a floating
             type, floating leaves that match get it, and others stay as they are.
         lossy: Also change integers to floats, floats to integers, and integers to
-            narrower ones. Values are then cut as numpy cuts them.
+            narrower ones. What the new type does not have becomes any of its values.
 
     Raises:
         OptionError: `pattern` is no regular expression, or `dtype` no element type.
@@ -115,6 +119,8 @@ class _Map(TableTransform):
         fn: Of a parameter's values.
         mirror_fn: Of its mirrors' values. None: `fn`.
         undo: Makes the inverse, if there is one.
+        follows: Whether mirrors follow although the shape stays.
+        fn_of: Instead of `fn`, makes it for a leaf path.
     """
 
     name: str
@@ -122,33 +128,58 @@ class _Map(TableTransform):
     fn: ArrayFn
     mirror_fn: ArrayFn | None = None
     undo: Callable[[], Transform] | None = None
+    follows: bool = False
+    fn_of: Callable[[LeafPath], ArrayFn] | None = None
 
     def __call__(self, table: LeafTable) -> LeafTable:
         chosen = arrays(_table.matches(self.pattern, table), table, self.name)
+        derive = _derive.Deriver(self.name)
         shapes: dict[LeafPath, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
         def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[Row]:
             for path, leaf in leaves.items():
+                fn = self.fn if self.fn_of is None else self.fn_of(path)
                 if not is_mirror:
-                    new = _derive.derive([leaf], self.fn, what=self.name)
+                    new = derive([leaf], fn)
                     shapes[path] = leaf.info.shape, new.info.shape
                     yield Row(path, path, new)
                     continue
                 before, after = shapes[path]
-                if before == after:
+                is_copy = _is_copy(leaf)
+                is_left = before == after and not (self.follows or is_copy)
+                if is_left or leaf.info.kind == "empty":
                     yield Row(path, path, leaf)
                 elif leaf.info.shape == before and leaf.info.dtype is not None:
-                    fn = self.mirror_fn or self.fn
-                    yield Row(path, path, _derive.derive([leaf], fn, what=self.name))
+                    of_mirror = None if is_copy else self.mirror_fn
+                    yield Row(path, path, derive([leaf], of_mirror or fn))
                 # Else it has another shape, as factored moments have: it starts afresh.
 
-        return _table.replace(table, chosen, act)
+        return _table.replace(table, chosen, act, moves=False)
 
     def __str__(self) -> str:
         return self.name
 
     def inverse(self) -> Transform:
         return super().inverse() if self.undo is None else self.undo()
+
+
+_COPIES = frozenset(
+    (
+        ("ScheduleFreeState", "z"),
+        ("ProdigyState", "params0"),
+        ("MechanicState", "x0"),
+        ("MadgradState", "x0"),
+        ("DoGState", "init_params"),
+        ("DoWGState", "init_params"),
+        ("ScaleByLBFGSState", "params"),
+    )
+)
+"""Fields of optimizers that hold parameters, and no moments of them."""
+
+
+def _is_copy(leaf: Leaf) -> bool:
+    role = leaf.info.role
+    return role is not None and (role.state_class, role.field) in _COPIES
 
 
 def arrays(paths: Iterable[LeafPath], table: LeafTable, what: str) -> list[LeafPath]:
@@ -188,14 +219,18 @@ def map_leaf(
         OptionError: `pattern` is no regular expression. When applied: nothing matches,
             or `fn` cannot be traced.
     """
+    if not callable(fn):
+        raise errors.OptionError(f"map_leaf needs a function of arrays, got {fn!r:.80}")
 
     def undo() -> Transform:
         assert inverse is not None
         return map_leaf(pattern, inverse, inverse=fn)
 
+    # A trainer saves again and again: what is in the function is compiled once.
+    traced = jax.jit(lambda x: fn(x))
     name = _table.call("map_leaf", pattern) + f" with {_fn_name(fn)}"
     return _Map(
-        name, compile_pattern(pattern), fn, undo=None if inverse is None else undo
+        name, compile_pattern(pattern), traced, undo=None if inverse is None else undo
     )
 
 
@@ -226,7 +261,7 @@ def transpose(pattern: str, axes: Sequence[int] | None = None) -> TableTransform
         return jnp.transpose(x, order)
 
     name = _table.call("transpose", pattern, order)
-    return _Map(name, compile_pattern(pattern), fn, undo=undo)
+    return _Map(name, compile_pattern(pattern), fn, undo=undo, follows=True)
 
 
 def pad(
@@ -317,21 +352,31 @@ def grow(
             f"init must be 'mean', 'normal' or 'zeros', got {init!r}"
         )
 
-    def grown(x: jax.Array, how: str) -> jax.Array:
+    def grown(x: jax.Array, how: str, path: LeafPath = "") -> jax.Array:
+        if not -x.ndim <= axis < x.ndim:
+            raise ValueError(f"it has no axis {axis}")
         old = x.shape[axis]
+        if old == 0 and how != "zeros":
+            raise ValueError(f"its axis {axis} has no rows to go by: init='zeros'")
         if size < old:
             raise ValueError(f"its axis {axis} has {old} rows already, not {size}")
         shape = (*x.shape[: axis % x.ndim], size - old, *x.shape[axis % x.ndim + 1 :])
         if how == "zeros":
             new = jnp.zeros(shape, x.dtype)
         else:
-            wide = jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32))
+            is_wide = jnp.dtype(x.dtype).itemsize > 4
+            wide = jnp.asarray(x, x.dtype if is_wide else jnp.float32)
             new = jnp.broadcast_to(jnp.mean(wide, axis, keepdims=True), shape)
             if how == "normal":
                 deviation = jnp.std(wide, axis, keepdims=True)
+                # Leaves of one shape get different rows.
                 key = jax.random.key(seed, impl="threefry2x32")
+                key = jax.random.fold_in(key, zlib.crc32(path.encode()))
                 new = new + deviation * jax.random.normal(key, shape, wide.dtype)
         return jnp.concatenate([x, jnp.asarray(new, x.dtype)], axis)
+
+    def grown_of(path: LeafPath) -> ArrayFn:
+        return lambda x: grown(x, init, path)
 
     shown = None if init == "mean" else init
     return _Map(
@@ -339,4 +384,5 @@ def grow(
         compile_pattern(pattern),
         lambda x: grown(x, init),
         lambda x: grown(x, "zeros"),
+        fn_of=grown_of if init == "normal" else None,
     )

@@ -1,0 +1,254 @@
+"""Which leaves of an optimizer mirror which parameters.
+
+A *mirror* of a parameter is a leaf of the optimizer that has the same place in its own
+tree: a moment. Mirrors come in *slots*, `opt_state/0/mu` and `opt_state/0/nu`: below
+each of them, everything is called as below the *root* of the parameters, `params`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from flaxckpt._info import LeafTable
+from flaxckpt._types import LeafPath
+
+_ROOTS = frozenset(("params", "target"))
+"""What containers of all parameters are called, if they are not the outermost."""
+
+_OPTIMIZERS = frozenset(("opt_state", "param_states", "optimizer", "opt"))
+"""What optimizer states are called where no roles are recorded (Orbax, T5X, flax)."""
+
+_BELOW_PARAMS = frozenset(("m", "v", "v_row", "v_col"))
+"""Fields that T5X's own optimizers have below each parameter."""
+
+_DEEPEST_ROOT = 3
+_CANDIDATES = 8
+
+
+class Slot(NamedTuple):
+    """Where the mirrors of parameters are: between a head and a tail.
+
+    Attributes:
+        head: What comes before the parameter's name, `opt_state/0/mu`.
+        tail: What comes after it: Adafactor's `v_row` in T5X, mostly nothing.
+    """
+
+    head: str
+    tail: str
+
+    def path(self, name: LeafPath) -> LeafPath:
+        """The mirror of what has this name below the root of all parameters."""
+        return "/".join(part for part in (self.head, name, self.tail) if part)
+
+
+class Mirror(NamedTuple):
+    """A leaf that mirrors a parameter.
+
+    Attributes:
+        param: The parameter's leaf path.
+        name: The same below the root of all parameters.
+        slot: Where the mirror is.
+    """
+
+    param: LeafPath
+    name: LeafPath
+    slot: Slot
+
+    def renamed(self, param: LeafPath) -> LeafPath:
+        """The new name if the parameter gets the path `param`."""
+        root = self.param.removesuffix(self.name)
+        return param.removeprefix(root) if param.startswith(root) else below_root(param)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mirrors:
+    """All mirrors in a table.
+
+    Attributes:
+        known: Leaf path -> what it mirrors.
+        unclear: Leaf path -> its slot, and root -> parameter, for those of which it may
+            mirror one.
+        lost: Leaves that mirror something, and nobody knows what.
+    """
+
+    known: Mapping[LeafPath, Mirror]
+    unclear: Mapping[LeafPath, tuple[Slot, Mapping[str, LeafPath]]]
+    lost: Sequence[LeafPath]
+
+
+def below_root(path: LeafPath) -> LeafPath:
+    """A path below the root of all parameters: `params`, or whatever comes first."""
+    parts = path.split("/")
+    for i, part in enumerate(parts[:_DEEPEST_ROOT]):
+        if part in _ROOTS and i + 1 < len(parts):
+            return "/".join(parts[i + 1 :])
+    return "/".join(parts[1:]) or path
+
+
+def mirrors(table: LeafTable) -> Mirrors:
+    """Finds the mirrors in a table.
+
+    Roles tell which leaves they are, where they are recorded. Elsewhere a slot is a
+    container within an optimizer's state in which everything is called as below one
+    root. Of several roots that would do, the nearest counts: a discriminator's moments
+    are beside its own parameters. Then the one that is called `params`, and not that of
+    a copy of them; and then the one that shares most names with the slot.
+    """
+    params: set[LeafPath] = set()
+    by_role: dict[Slot, dict[LeafPath, LeafPath]] = {}
+    by_path: dict[Slot, dict[LeafPath, LeafPath]] = {}
+    empties = []
+    for path, leaf in table.items():
+        role = leaf.info.role
+        if leaf.info.kind == "empty":
+            empties.append(path)
+        elif role is not None and role.state_class:
+            slot = _slot_of_role(path, role.param)
+            if slot is not None:
+                by_role.setdefault(slot, {})[role.param] = path
+        elif role is not None or not _OPTIMIZERS.isdisjoint(path.split("/")[:-1]):
+            for slot, name in _possible_slots(path):
+                by_path.setdefault(slot, {})[name] = path
+        else:
+            params.add(path)
+    roots = _Roots(
+        params, [next(iter(s)) for s in (*by_role.values(), *by_path.values())]
+    )
+    found = _Found(params, roots)
+    for slot, members in by_role.items():
+        found.settle(slot, members, strict=False)
+    heads: set[str] = set()
+    for slot in sorted(by_path, key=lambda slot: slot.head.count("/")):
+        # All that is in it must be called so, or it is a container of slots.
+        inside = not heads.isdisjoint(beginnings(slot.head))
+        if not inside and found.settle(slot, by_path[slot], strict=True):
+            heads.add(slot.head)
+    for path in empties:
+        found.settle_empty(path)
+    lost = [
+        path
+        for members in by_role.values()
+        for path in members.values()
+        if path not in found.known and path not in found.unclear
+    ]
+    return Mirrors(found.known, found.unclear, lost)
+
+
+class _Found:
+    """What is known so far."""
+
+    def __init__(self, params: set[LeafPath], roots: _Roots) -> None:
+        self.known: dict[LeafPath, Mirror] = {}
+        self.unclear: dict[LeafPath, tuple[Slot, dict[str, LeafPath]]] = {}
+        self._params = params
+        self._roots = roots
+        self._root_of_head: dict[str, tuple[Slot, str]] = {}
+
+    def settle(
+        self, slot: Slot, members: Mapping[LeafPath, LeafPath], *, strict: bool
+    ) -> bool:
+        """Finds the root of a slot; says whether there is one."""
+        found = self._roots.of(slot, members, strict=strict)
+        for name, path in members.items():
+            if len(found) == 1 and found[0] + name in self._params:
+                self.known[path] = Mirror(found[0] + name, name, slot)
+                self._root_of_head[slot.head] = slot, found[0]
+            elif len(found) > 1:
+                candidates = {root: root + name for root in found}
+                self.unclear[path] = slot, candidates
+        return bool(found)
+
+    def settle_empty(self, path: LeafPath) -> None:
+        """Has an empty container in a slot, as of a masked moment, follow, too."""
+        for head in beginnings(path):
+            if head in self._root_of_head:
+                slot, root = self._root_of_head[head]
+                name = path[len(head) + 1 :]
+                if not slot.tail and root + name in self._params:
+                    self.known[path] = Mirror(root + name, name, slot)
+                return
+
+
+def _slot_of_role(path: LeafPath, param: LeafPath) -> Slot | None:
+    bare = path.removesuffix("/value")
+    if not param or not bare.endswith(f"/{param}"):
+        return None
+    return Slot(bare[: -len(param) - 1], path[len(bare) + 1 :])
+
+
+def _possible_slots(path: LeafPath) -> Iterator[tuple[Slot, LeafPath]]:
+    """Every slot that a leaf of an optimizer may be in, and its name there."""
+    parts = path.split("/")
+    first = next((i for i, p in enumerate(parts) if p in _OPTIMIZERS), 0) + 1
+    tail = parts[-1] if parts[-1] in _BELOW_PARAMS and "param_states" in parts else ""
+    end = len(parts) - bool(tail)
+    for start in range(first, end):
+        yield Slot("/".join(parts[:start]), tail), "/".join(parts[start:end])
+
+
+class _Roots:
+    """Roots below which parameters have certain names."""
+
+    def __init__(self, params: set[LeafPath], names: Iterable[LeafPath]) -> None:
+        self._params = params
+        wanted = set(names)
+        self._beside: dict[tuple[LeafPath, str], list[str]] = {}
+        for path in params:
+            for root, name in _splits(path):
+                if name in wanted:
+                    for beginning in beginnings(root):
+                        found = self._beside.setdefault((name, beginning), [])
+                        if len(found) <= _CANDIDATES:
+                            found.append(root)
+
+    def of(
+        self, slot: Slot, members: Mapping[LeafPath, LeafPath], *, strict: bool
+    ) -> list[str]:
+        """The best roots for a slot; several if they are equally good.
+
+        Args:
+            slot: The slot.
+            members: Names of its leaves -> their paths.
+            strict: Whether every name must be there, and not just most.
+        """
+        first = next(iter(members))
+        for beginning in beginnings(f"{slot.head}/x"):
+            near = self._beside.get((first, beginning), [])
+            counts = {
+                root: sum(root + name in self._params for name in members)
+                for root in near
+            }
+            most = max(counts.values(), default=0)
+            if most == 0 or (strict and most < len(members)):
+                continue
+            best = [root for root in near if counts[root] == most]
+            named = [r for r in best if r.rstrip("/").rpartition("/")[2] in _ROOTS]
+            best = named or best
+            if len(best) > 1:
+                words = set(slot.head.split("/"))
+                shared = {root: len(words & set(root.split("/"))) for root in best}
+                best = [r for r in best if shared[r] == max(shared.values())]
+            return best
+        return []
+
+
+def _splits(path: LeafPath) -> Iterator[tuple[str, LeafPath]]:
+    """Roots, with the slash that ends them, and names below them."""
+    yield "", path
+    end = path.find("/")
+    for _ in range(_DEEPEST_ROOT):
+        if end < 0:
+            return
+        yield path[: end + 1], path[end + 1 :]
+        end = path.find("/", end + 1)
+
+
+def beginnings(path: LeafPath) -> Iterator[str]:
+    """`a/b`, `a` and the empty one, of the path `a/b/c`."""
+    end = path.rfind("/")
+    while end >= 0:
+        yield path[:end]
+        end = path.rfind("/", 0, end)
+    yield ""
