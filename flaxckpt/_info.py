@@ -86,6 +86,8 @@ class LeafInfo:
                     if self.python_type == "None"
                     else f"an empty {self.python_type}"
                 )
+            case "scalar" if self.python_type == "numpy.generic":
+                return f"a numpy {self.dtype}"
             case "scalar":
                 return f"a Python {self.python_type}"
             case "prng_key":

@@ -187,6 +187,8 @@ def _row(path: LeafPath, leaf: LeafPlan) -> tuple[str, str, str, str]:
     found = str(leaf.found or "-")
     if leaf.sources and leaf.sources != (path,):
         found += f" from {leaf.sources[0]}"
+        if len(leaf.sources) > 1:
+            found += f" and {len(leaf.sources) - 1} more"
     actions = ", ".join(action for action in leaf.actions if action != "loaded")
     return path, actions, str(leaf.wanted or "-"), found
 

@@ -118,6 +118,7 @@ class _Stack(TableTransform):
     pattern: re.Pattern[str]
     replacement: str
     axis: int
+    text: str
 
     def __call__(self, table: LeafTable) -> LeafTable:
         matches = _table.matches(self.pattern, table)
@@ -139,7 +140,7 @@ class _Stack(TableTransform):
 
     def __str__(self) -> str:
         axis = self.axis or None
-        return _table.call("stack", self.pattern.pattern, self.replacement, axis=axis)
+        return _table.call("stack", self.text, self.replacement, axis=axis)
 
     def inverse(self) -> Transform:
         pattern, back = invert(self.pattern.pattern, self.replacement)
@@ -163,7 +164,8 @@ def stack(pattern: str, replacement: str, *, axis: int = 0) -> TableTransform:
         OptionError: `pattern` is no regular expression. When applied: nothing matches,
             parts are missing, or they do not go together.
     """
-    return _Stack(compile_pattern(name_index(pattern)), replacement, axis)
+    named = compile_pattern(name_index(pattern))
+    return _Stack(named, replacement, axis, pattern)
 
 
 @dataclasses.dataclass(frozen=True)
