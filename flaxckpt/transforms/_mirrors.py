@@ -96,7 +96,7 @@ def mirrors(table: LeafTable) -> Mirrors:
     are beside its own parameters. Then the one that is called `params`, and not that of
     a copy of them; and then the one that shares most names with the slot.
     """
-    params: set[LeafPath] = set()
+    params: dict[LeafPath, None] = {}  # in order, so that all processes agree
     by_role: dict[Slot, dict[LeafPath, LeafPath]] = {}
     by_path: dict[Slot, dict[LeafPath, LeafPath]] = {}
     empties = []
@@ -112,7 +112,7 @@ def mirrors(table: LeafTable) -> Mirrors:
             for slot, name in _possible_slots(path):
                 by_path.setdefault(slot, {})[name] = path
         else:
-            params.add(path)
+            params[path] = None
     roots = _Roots(
         params, [next(iter(s)) for s in (*by_role.values(), *by_path.values())]
     )
@@ -139,7 +139,7 @@ def mirrors(table: LeafTable) -> Mirrors:
 class _Found:
     """What is known so far."""
 
-    def __init__(self, params: set[LeafPath], roots: _Roots) -> None:
+    def __init__(self, params: Mapping[LeafPath, None], roots: _Roots) -> None:
         self.known: dict[LeafPath, Mirror] = {}
         self.unclear: dict[LeafPath, tuple[Slot, dict[str, LeafPath]]] = {}
         self._params = params
@@ -191,7 +191,9 @@ def _possible_slots(path: LeafPath) -> Iterator[tuple[Slot, LeafPath]]:
 class _Roots:
     """Roots below which parameters have certain names."""
 
-    def __init__(self, params: set[LeafPath], names: Iterable[LeafPath]) -> None:
+    def __init__(
+        self, params: Mapping[LeafPath, None], names: Iterable[LeafPath]
+    ) -> None:
         self._params = params
         wanted = set(names)
         self._beside: dict[tuple[LeafPath, str], list[str]] = {}
