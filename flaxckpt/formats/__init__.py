@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _storage, errors
+from flaxckpt import _steps, _storage, errors
 from flaxckpt._info import Reader
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _msgpack, _orbax, _safetensors, _streaming, _t5x
@@ -44,6 +44,9 @@ class Detected(NamedTuple):
     why: str
     reader: Reader
 
+    def __str__(self) -> str:
+        return f"{self.format}: {self.why}"
+
 
 def recognises(path: Path) -> bool:
     """Whether `path` is a checkpoint in a format that is read here."""
@@ -68,6 +71,11 @@ def detect(path: PathLike) -> Detected:
     for name, reader in READERS.items():
         if why := reader.recognises(path):
             return Detected(name, why, reader)
+    if path.is_dir() and (steps := _steps.find(path, recognises)):
+        raise errors.CheckpointFormatError(
+            f"{path} is no checkpoint but a directory of {len(steps)} steps: pass one"
+            f" of them, as {steps[max(steps)]}"
+        )
     if refused := _refused(path):
         raise errors.CheckpointFormatError(f"{path} is {refused}")
     raise errors.CheckpointFormatError(
