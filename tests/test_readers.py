@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from flax.training import train_state
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
+from safetensors import numpy as safetensors
 
 import flaxckpt
 from flaxckpt import errors, formats, transforms
@@ -74,7 +76,10 @@ def cases() -> list[Case]:
         for name, values in leaves.items():
             path = file.parent / name
             found.append(Case(f"{file.parent.name}-{name}", path, values))
-    return found
+    silero = GOLDEN / "safetensors/silero_vad_16k.safetensors"
+    tensors = safetensors.load_file(silero).items()
+    values = {name.replace(".", "/"): tensor for name, tensor in tensors}
+    return [*found, Case("safetensors-silero", silero, values)]
 
 
 def typed(value: np.ndarray[Any, Any], kind: str) -> Any:
@@ -92,7 +97,10 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 def find(tree: Any, path: str) -> Any:
     for key in path.split("/"):
-        tree = tree[int(key)] if isinstance(tree, list) else tree[key]
+        if isinstance(tree, list | tuple) and key.isdigit():
+            tree = tree[int(key)]
+        else:
+            tree = tree[key] if isinstance(tree, Mapping) else getattr(tree, key)
     return tree
 
 
@@ -121,7 +129,9 @@ def assert_same(found: Any, wanted: Any) -> None:
 
 
 def test_there_is_a_golden_checkpoint_of_each_format():
-    assert {"t5x", "streaming", "msgpack", "orbax"} <= {case.format for case in CASES}
+    assert {"t5x", "streaming", "msgpack", "orbax", "safetensors"} <= {
+        case.format for case in CASES
+    }
 
 
 @every_case
@@ -164,7 +174,7 @@ def test_each_array_opens_by_itself(case):
 def test_a_part_is_loaded_by_the_paths_of_its_leaves(case):
     path = sorted(case.arrays)[-1]
     wanted = nested({path: case.arrays[path]})
-    found = flaxckpt.load(case.path, wanted, unused="ignore")
+    found = flaxckpt.load(case.path, wanted, optimizer="exact", unused="ignore")
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     assert_same(find(found, path), case.arrays[path])
 
@@ -178,7 +188,9 @@ def test_floats_come_back_as_any_float(case):
             if jnp.issubdtype(value.dtype, jnp.floating)
         }
         abstract = {p: jax.ShapeDtypeStruct(v.shape, dtype) for p, v in floats.items()}
-        found = flaxckpt.load(case.path, nested(abstract), unused="ignore")
+        found = flaxckpt.load(
+            case.path, nested(abstract), optimizer="exact", unused="ignore"
+        )
         for path, value in floats.items():
             assert find(found, path).dtype == dtype
             np.testing.assert_array_equal(find(found, path), value)
@@ -199,7 +211,9 @@ def test_arrays_come_back_sharded(case, spec):
         path: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
         for path, value in matrices.items()
     }
-    found = flaxckpt.load(case.path, nested(abstract), unused="ignore")
+    found = flaxckpt.load(
+        case.path, nested(abstract), optimizer="exact", unused="ignore"
+    )
     for path, value in matrices.items():
         array = find(found, path)
         assert array.sharding == sharding
@@ -282,6 +296,8 @@ def test_a_file_that_is_cut_is_an_error(case, tmp_path):
         for less in sorted(cuts):
             if less > len(whole):
                 break
+            if file.suffix == ".json" and whole[-less:].isspace():
+                continue
             (tmp_path / file).write_bytes(whole[:-less])
             refused = assert_exact_or_refused_or_shorter(case, path)
             assert refused, f"{file} less {less} bytes"
