@@ -334,6 +334,45 @@ def is_ours(error: str) -> bool:
     return issubclass(getattr(errors, error, Exception), errors.CheckpointError)
 
 
+@pytest.mark.parametrize("target", ["chunk", "array"])
+@pytest.mark.parametrize("layout", ["raw", "zstd", "zarr 2"])
+def test_links_within_a_checkpoint_are_followed(tmp_path, layout, target):
+    from hostile import flaxckpt as ours
+
+    step = ours.write(tmp_path, layout)
+    array = step / "state/w"
+    path = array if target == "array" else next(p for p in array.glob("*0"))
+    path.rename(step / "state/moved")
+    path.symlink_to(step / "state/moved", target_is_directory=target == "array")
+    np.testing.assert_array_equal(flaxckpt.load(step)["w"], ours.VALUES)
+    (tmp_path / "link").symlink_to(step, target_is_directory=True)
+    np.testing.assert_array_equal(flaxckpt.load(tmp_path / "link")["w"], ours.VALUES)
+
+
+@pytest.mark.parametrize("zarr_version", [2, 3])
+def test_arrays_of_zeros_need_not_be_stored(tmp_path, zarr_version):
+    from hostile import orbax
+
+    size = 300 * 2**20  # bytes; nothing of them is there
+    if zarr_version == 2:
+        metadata = orbax.ZARRAY | {"shape": [size // 4], "chunks": [2**20]}
+    else:
+        metadata = orbax.ZARR | {"shape": [size // 4], "chunk_grid": orbax.grid(2**20)}
+    step = orbax.write(tmp_path, metadata, {}, use_zarr3=zarr_version == 3)
+    found = flaxckpt.load(step)["w"]
+    assert found.nbytes == size
+    assert not found.any()
+
+
+def test_a_huge_array_is_described_but_not_read(tmp_path):
+    from hostile import orbax
+
+    step = orbax.CASES["huge, nothing stored"](tmp_path)
+    assert flaxckpt.metadata(step).leaves["w"].shape == (orbax.HUGE,)
+    with pytest.raises(errors.DamagedCheckpointError, match="only"):
+        flaxckpt.open_leaf(step, "w")
+
+
 # ---- what is particular to a format -----------------------------------------------
 
 

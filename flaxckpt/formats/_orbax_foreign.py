@@ -13,7 +13,14 @@ import tensorstore as ts
 from flaxckpt import _dtypes, _storage, _tree, _zarr, errors
 from flaxckpt._info import Leaf, LeafInfo, Stored, StoredLeaf
 from flaxckpt._types import LeafPath
-from flaxckpt.formats import _ndarray, _orbax_disk, _orbax_json, _scan, _zarr2
+from flaxckpt.formats import (
+    _ndarray,
+    _orbax_arrays,
+    _orbax_disk,
+    _orbax_json,
+    _scan,
+    _zarr2,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,14 +76,15 @@ def read(path: Path, step: int | None) -> Stored:
         else _info(item, row, arrays, impls)
         for row in rows
     ]
-    kept = _orbax_disk.Arrays(
+    kept = _orbax_arrays.Arrays(
         item,
         version,
         bool(ocdbt),
         strict=bool(metadata.get("store_array_data_equal_to_fill_value")),
+        is_checked=True,
     )
     others = [info for info in infos if info.path not in inline]
-    table = _orbax_disk.table(
+    table = _orbax_arrays.table(
         path, others, kept, _orbax_disk.read_strings(item, others, {})
     )
     for info in infos:
@@ -107,9 +115,10 @@ def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
     opened: dict[str, _ndarray.Opened] = {}
     if ocdbt:
         # Without the flag that `_METADATA` has, but all chunks were written then.
-        kept = _orbax_disk.Arrays(item, 2, ocdbt=True, strict=True)
+        kept = _orbax_arrays.Arrays(item, 2, ocdbt=True, is_checked=True)
         for name, found in _arrays(item, names, version=2, ocdbt=True).items():
-            opened[name] = _ndarray.Opened(*found, kept.opener(name))
+            form = _orbax_arrays.ArrayForm(*found)
+            opened[name] = _ndarray.Opened(*found, kept.opener(name, form, path))
     else:
         faults = {}
         for name in names:
@@ -202,6 +211,7 @@ def _arrays(
     item: Path, names: Sequence[str], *, version: int, ocdbt: bool
 ) -> dict[str, tuple[tuple[int, ...], str, tuple[int, ...]]]:
     """Shape, dtype and chunk shape of every array, from its own zarr metadata."""
+    _orbax_arrays.check_names(item, names, ocdbt=ocdbt)
     store = ts.KvStore.open(_zarr.kvstore(item, "", ocdbt=ocdbt)).result()
     file = "zarr.json" if version == 3 else ".zarray"
     reads = {name: store.read(f"{name}/{file}" if name else file) for name in names}
@@ -217,7 +227,8 @@ def _arrays(
             data = _orbax_json.loads(bytes(result.value), f"{name}/{file}")
             found[name] = _checked(*_orbax_json.foreign_array(data))
         except (ValueError, KeyError, TypeError, OSError, errors.CheckpointError) as e:
-            faults[name] = str(e).split(" [")[0][:200]
+            words = str(e).split(" [tensorstore_spec")[0].split(" [source")[0]
+            faults[name] = words[:200]
     if faults:
         raise _ndarray.unreadable(item, faults)
     return found
@@ -279,6 +290,11 @@ def _info(
     except ValueError as error:
         raise errors.DamagedCheckpointError(f"{item}: {path}: {error}") from None
     impl = impls.get(row.name)
+    try:
+        if impl:
+            _orbax_json.check_keys(impl, shape, dtype)
+    except ValueError as error:
+        raise errors.DamagedCheckpointError(f"{item}: {path}: {error}") from None
     is_scalar = python_type not in ("jax.Array", "numpy.ndarray")
     return LeafInfo(
         path,

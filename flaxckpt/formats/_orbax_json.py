@@ -24,6 +24,8 @@ MANIFEST_VERSION = 1
 MAX_BYTES = 64 * 2**20
 """Largest metadata file that is read; 100,000 leaves take about 20 MB."""
 
+_MAX_BRACKETS = 2**22  # each is an object of 60 bytes or more
+
 _MAX_CHUNKS = 2**20  # of one array; beyond that, their names take gigabytes
 
 _HANDLERS = "orbax.checkpoint._src.handlers."
@@ -70,6 +72,8 @@ def loads(content: bytes, path: object) -> dict[str, Any]:
     Raises:
         DamagedCheckpointError: `content` is something else.
     """
+    if content.count(b"[") + content.count(b"{") > _MAX_BRACKETS:
+        raise errors.DamagedCheckpointError(f"{path} has too many containers")
     try:
         data = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -268,6 +272,8 @@ def leaf_info(row: Any, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]) -> LeafI
         or _chunks.chunk_count(shape, chunk_shape[: len(shape)]) > _MAX_CHUNKS
     ):
         raise ValueError(f"{path} has chunks {chunk_shape} of an array {shape}")
+    if impl:
+        check_keys(impl, (*shape, _layout.key_words(impl)), dtype)
     return LeafInfo(
         path,
         keys[path],
@@ -285,6 +291,17 @@ def leaf_info(row: Any, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]) -> LeafI
     )
 
 
+def check_keys(impl: str, shape: Shape, dtype: str) -> None:
+    """Asserts that an array can be PRNG keys of the implementation `impl`.
+
+    Raises:
+        ValueError: It cannot, or there is no such implementation.
+    """
+    words = _layout.key_words(impl)
+    if dtype != "uint32" or shape[-1:] != (words,):
+        raise ValueError(f"{dtype}{list(shape)} is no array of {impl[:40]} keys")
+
+
 def encoding(manifest: Mapping[str, Any]) -> _zarr.Encoding | None:
     """How the chunks of all arrays are encoded; None in manifests that do not say.
 
@@ -297,7 +314,9 @@ def encoding(manifest: Mapping[str, Any]) -> _zarr.Encoding | None:
     version = row.get("zarr_version", 3)
     if version not in (2, 3):
         raise ValueError(f"its arrays are of zarr {str(version)[:20]}")
-    return _zarr.Encoding(str(row["codec"]), bool(row["checksum"]), int(version))
+    if row["codec"] not in _zarr.CODECS or type(row["checksum"]) is not bool:
+        raise ValueError(f"its arrays are encoded as {str(row)[:80]}")
+    return _zarr.Encoding(row["codec"], row["checksum"], int(version))
 
 
 def encoding_row(encoding: _zarr.Encoding) -> JSON:
