@@ -130,7 +130,10 @@ def _read_batch(
     blocks = []
     for work, begun in zip(batch, reading, strict=True):
         try:
-            blocks.append((work.job, _cut(work.reads, begun.result())))
+            arrays = begun.result()
+            for array in arrays.values():
+                _dtypes.check_bools(array)
+            blocks.append((work.job, _cut(work.reads, arrays)))
         except (ValueError, OSError, MemoryError) as error:
             faults[work.job.wanted.path] = _first_words(error)
     return blocks

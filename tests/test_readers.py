@@ -16,11 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgpack
 import numpy as np
 import pytest
 from flax import serialization
 from flax.training import train_state
 from golden_cases import CASES, GOLDEN, Case, assert_same, find, nested
+from hostile import safetensors as hostile_safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
@@ -347,6 +349,58 @@ def test_links_within_a_checkpoint_are_followed(tmp_path, layout, target):
     np.testing.assert_array_equal(flaxckpt.load(step)["w"], ours.VALUES)
     (tmp_path / "link").symlink_to(step, target_is_directory=True)
     np.testing.assert_array_equal(flaxckpt.load(tmp_path / "link")["w"], ours.VALUES)
+
+
+def bools(root: Path, name: str) -> Path:
+    """A checkpoint of four bools, one of which is the byte 2, in some format."""
+    from hostile import orbax, t5x
+
+    values = np.array([0, 1, 2, 1], np.uint8)
+    content = values.tobytes()
+    if name in ("msgpack", "streaming"):
+        text = serialization.to_bytes({"w": values.view(np.bool_)})
+        if name == "streaming":
+            leaf = serialization.to_bytes(values.view(np.bool_))
+            text = msgpack.packb((("w",), leaf))
+        (root / "file").write_bytes(text)
+        return root / "file"
+    if name == "safetensors":
+        return hostile_safetensors.file(
+            root / "m.safetensors",
+            {"w": {"dtype": "BOOL", "shape": [4], "data_offsets": [0, 4]}},
+            content,
+        )
+    changes = {"shape": [4], "chunks": [4], "dtype": "|b1"}
+    if name.startswith("t5x"):
+        codec = {"id": "zstd", "level": 1} if name == "t5x zstd" else None
+        encoded = b"\x28\xb5\x2f\xfd\x20\x04\x21\x00\x00" + content
+        return t5x.write(
+            root,
+            spec={**t5x.spec(metadata={"shape": [4]}), "dtype": "bool"},
+            zarray=t5x.ZARRAY | changes | {"compressor": codec},
+            chunks={"0": encoded if codec else content},
+        )
+    if name == "orbax":
+        metadata = orbax.ZARRAY | changes | {"compressor": None}
+        return orbax.write(root, metadata, {"0": content})
+    flaxckpt.save(root / "c", {"w": np.array([False, True, True, True])})
+    [chunk] = (root / "c/state/w").glob("c*")
+    chunk.write_bytes(content + flaxckpt._blocks.checksum([memoryview(content)]))
+    return root / "c"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["msgpack", "streaming", "safetensors", "t5x", "t5x zstd", "orbax", "flaxckpt"],
+)
+def test_bools_that_are_none_are_refused(tmp_path, name):
+    path = bools(tmp_path, name)
+    [leaf] = flaxckpt.metadata(path).leaves
+    for abstract_state in (None, nested({leaf: jnp.zeros(4, bool)})):
+        with pytest.raises(errors.DamagedCheckpointError, match="bool"):
+            flaxckpt.load(path, abstract_state)
+    with pytest.raises(ValueError, match="bool"):
+        flaxckpt.open_leaf(path, leaf).read().result()
 
 
 @pytest.mark.parametrize("zarr_version", [2, 3])
