@@ -42,6 +42,7 @@ SHARED_SIBLINGS = {
     "formats._orbax_disk",
     "formats._orbax_foreign",
     "formats._orbax_json",
+    "formats._orbax_rows",
     "formats._safetensors_json",
     "formats._safetensors_leaves",
     "formats._scan",

@@ -29,7 +29,7 @@ from flaxckpt import (
 )
 from flaxckpt._info import Leaf, LeafInfo, LeafTable, RawArray, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
-from flaxckpt.formats import _orbax_json
+from flaxckpt.formats import _orbax_json, _orbax_rows
 
 
 class ArrayForm(NamedTuple):
@@ -81,7 +81,7 @@ def check_form(text: bytes, form: ArrayForm) -> None:
 def _form_in(text: bytes) -> ArrayForm:
     try:
         data = _orbax_json.loads(text, "its metadata")
-        return ArrayForm(*_orbax_json.foreign_array(data))
+        return ArrayForm(*_orbax_rows.array(data))
     except (errors.CheckpointError, KeyError, TypeError) as error:
         raise ValueError(f"{str(error)[:150]}") from None
 

@@ -18,6 +18,7 @@ from flaxckpt.formats import (
     _orbax_arrays,
     _orbax_disk,
     _orbax_json,
+    _orbax_rows,
     _scan,
     _zarr2,
 )
@@ -39,8 +40,7 @@ class _Row:
     @property
     def is_array(self) -> bool:
         return (
-            self.value_type != "string"
-            and _orbax_json.foreign_empty(self.value_type) is None
+            self.value_type != "string" and _orbax_rows.empty(self.value_type) is None
         )
 
 
@@ -186,9 +186,7 @@ def _filled(value: _scan.Value, arrays: Mapping[str, _ndarray.Opened]) -> _scan.
 def _rows(item: Path, metadata: Mapping[str, Any]) -> list[_Row]:
     try:
         rows = [
-            _Row(
-                _orbax_json.foreign_keys(row), str(row["value_metadata"]["value_type"])
-            )
+            _Row(_orbax_rows.keys(row), str(row["value_metadata"]["value_type"]))
             for row in metadata["tree_metadata"].values()
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -225,7 +223,7 @@ def _arrays(
             if len(result.value) > _orbax_json.MAX_BYTES:
                 raise ValueError(f"{file} is too large")
             data = _orbax_json.loads(bytes(result.value), f"{name}/{file}")
-            found[name] = _checked(*_orbax_json.foreign_array(data))
+            found[name] = _checked(*_orbax_rows.array(data))
         except (ValueError, KeyError, TypeError, OSError, errors.CheckpointError) as e:
             words = str(e).split(" [tensorstore_spec")[0].split(" [source")[0]
             faults[name] = words[:200]
@@ -280,13 +278,13 @@ def _info(
     impls: Mapping[str, str],
 ) -> LeafInfo:
     path = _tree.join(row.keys)
-    if empty := _orbax_json.foreign_empty(row.value_type):
+    if empty := _orbax_rows.empty(row.value_type):
         return LeafInfo(path, row.keys, "empty", empty)
     if row.value_type == "string":
         return LeafInfo(path, row.keys, "string", "str")
     shape, dtype, chunk_shape = arrays[row.name]
     try:
-        python_type = _orbax_json.foreign_python_type(row.value_type, dtype)
+        python_type = _orbax_rows.python_type(row.value_type, dtype)
     except ValueError as error:
         raise errors.DamagedCheckpointError(f"{item}: {path}: {error}") from None
     impl = impls.get(row.name)

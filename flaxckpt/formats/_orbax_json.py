@@ -43,14 +43,14 @@ _VALUE_TYPES = {
     "str": "string",
 }
 _EMPTIES = {"dict": "Dict", "list": "List", "tuple": "Tuple", "None": "None"}
-_PYTHON_OF_KIND = {
+PYTHON_OF_KIND = {
     "int": "int",
     "uint": "int",
     "float": "float",
     "bool": "bool",
     "complex": "complex",
 }
-_SCALARS = frozenset((*_PYTHON_OF_KIND.values(), "numpy.generic"))
+_SCALARS = frozenset((*PYTHON_OF_KIND.values(), "numpy.generic"))
 
 
 _text = json.JSONEncoder(separators=(",", ":")).encode
@@ -390,70 +390,3 @@ def sizes(value: Any) -> tuple[int, ...]:
     if not is_shape:
         raise ValueError(f"{str(value)[:80]} is no shape")
     return tuple(value)
-
-
-# ---- read from Orbax ------------------------------------------------------------
-
-
-def foreign_keys(row: Any) -> tuple[_tree.Key, ...]:
-    """The keys of one entry of `_METADATA`.
-
-    Raises:
-        ValueError, KeyError, TypeError: The entry is not one.
-    """
-    keys = []
-    for key in row["key_metadata"]:
-        if key["key_type"] == 1:
-            keys.append(_tree.Key(int(key["key"]), "index"))
-        else:
-            keys.append(_tree.Key(str(key["key"]), "key"))
-    if len(keys) > _tree.MAX_DEPTH:
-        raise ValueError(f"{keys[0].name} … is nested {len(keys)} deep")
-    return tuple(keys)
-
-
-def foreign_python_type(value_type: str, dtype: str) -> str:
-    """What a leaf that Orbax wrote comes back as when no state is given.
-
-    Raises:
-        ValueError: Orbax has no such value type.
-    """
-    match value_type:
-        case "jax.Array":
-            return "jax.Array"
-        case "np.ndarray":
-            return "numpy.ndarray"
-        case "scalar":
-            return _PYTHON_OF_KIND[_dtypes.kind(dtype)]
-        case _:
-            raise ValueError(f"value type {value_type!r} is not known")
-
-
-def foreign_empty(value_type: str) -> str | None:
-    """Our name of an empty container in `_METADATA`; None if it is a leaf."""
-    return {"Dict": "dict", "List": "list", "Tuple": "tuple"}.get(
-        value_type, "None" if value_type in ("None", "NamedTuple") else None
-    )
-
-
-def foreign_array(
-    metadata: Mapping[str, Any],
-) -> tuple[tuple[int, ...], str, tuple[int, ...]]:
-    """Shape, dtype and chunk shape from a `zarr.json` or a `.zarray`.
-
-    Raises:
-        ValueError, KeyError, TypeError: It is neither, or holds what is not read.
-    """
-    if metadata["zarr_format"] == 3:
-        dtype = metadata["data_type"]
-        chunks = metadata["chunk_grid"]["configuration"]["chunk_shape"]
-    else:
-        dtype, chunks = metadata["dtype"], metadata["chunks"]
-    if not isinstance(dtype, str):
-        raise ValueError(f"element type {str(dtype)[:80]} is not read")
-    try:
-        name = _dtypes.name(_dtypes.to_numpy(dtype))
-    except errors.OptionError:
-        name = _dtypes.name(np.dtype(dtype))
-        _dtypes.to_numpy(name)
-    return sizes(metadata["shape"]), name, sizes(chunks)
