@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import io
 import mmap
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 import crc32c
 import numpy as np
 
+from flaxckpt import _links
 from flaxckpt._types import PathLike
 
 Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
@@ -196,7 +198,7 @@ def small(path: Path) -> bytes:
     Raises:
         OSError: It is missing, or cannot be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = _descriptor(path)
     try:
         return os.read(descriptor, 2**16)
     finally:
@@ -291,7 +293,7 @@ def check(name: str, parts: Sequence[memoryview], recorded: bytes) -> None:
 @contextlib.contextmanager
 def _open(block: Block) -> Iterator[int]:
     """The descriptor of a block's file, which has the right size."""
-    descriptor = os.open(block.path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = _descriptor(block.path)
     try:
         found = os.fstat(descriptor).st_size
         if found != block.file_size:
@@ -301,6 +303,24 @@ def _open(block: Block) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _descriptor(path: Path) -> int:
+    """Opens a file of an array, which is no link out of the directory of all arrays.
+
+    Raises:
+        ValueError: It is.
+        OSError: It is missing, or cannot be read.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would block
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+    if not _links.is_inside(str(path), path.parent.parent):
+        raise ValueError(f"{path} is a symbolic link that leads out of the checkpoint")
+    return os.open(path, flags)
 
 
 _MAP_FIXED = 0x10

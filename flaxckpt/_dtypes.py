@@ -100,6 +100,20 @@ def from_stored(array: np.ndarray[Any, Any], dtype_name: str) -> np.ndarray[Any,
     return array.view(wanted) if dtype_name in _STORED_AS_BYTES else array
 
 
+def check_bools(array: np.ndarray[Any, Any]) -> None:
+    """Refuses bytes that are neither 0 nor 1 in an array of bools.
+
+    numpy takes them for true, and jax for whatever its code makes of them.
+
+    Raises:
+        ValueError: There are some.
+    """
+    if array.dtype == np.bool_ and array.size:
+        largest = int(array.view(np.uint8).max())
+        if largest > 1:
+            raise ValueError(f"it has the byte {largest} where a bool is 0 or 1")
+
+
 def convert(array: np.ndarray[Any, Any], dtype_name: str) -> np.ndarray[Any, Any]:
     """`array` as another element type; itself if it has that type already.
 
@@ -115,6 +129,14 @@ def item_bits(dtype_name: str) -> int:
     stored = stored_name(dtype_name)
     assert stored is not None, dtype_name
     return 8 * to_numpy(stored).itemsize
+
+
+@functools.cache
+def value_bits(dtype_name: str) -> int:
+    """Bits that tell an element's value: 4 of int4, though numpy takes a byte."""
+    if kind(dtype_name) in ("int", "uint"):
+        return int(ml_dtypes.iinfo(to_numpy(dtype_name)).bits)  # type: ignore[no-untyped-call]
+    return 8 * to_numpy(dtype_name).itemsize
 
 
 def bounds(dtype_name: str) -> tuple[int, int]:
@@ -143,4 +165,4 @@ def restores_as(found: str, wanted: str) -> bool:
         return False
     if kind(found) == "float":
         return True
-    return to_numpy(wanted).itemsize > to_numpy(found).itemsize
+    return value_bits(wanted) > value_bits(found)

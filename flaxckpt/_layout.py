@@ -48,14 +48,19 @@ def _shared_writing(
 def stored_form(info: LeafInfo) -> tuple[Shape, str]:
     """Shape and type name under which the values of a leaf are stored."""
     if info.kind == "prng_key":
-        return (*info.shape, _key_words(info.prng_impl or "")), "uint32"
+        return (*info.shape, key_words(info.prng_impl or "")), "uint32"
     dtype = _dtypes.stored_name(info.dtype or "")
     assert dtype is not None, info
     return info.shape, dtype
 
 
 @functools.cache
-def _key_words(impl: str) -> int:
+def key_words(impl: str) -> int:
+    """How many numbers of 32 bits a key of the implementation `impl` has.
+
+    Raises:
+        ValueError: jax has no such implementation.
+    """
     words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
     return int(words.shape[0])
 

@@ -32,6 +32,8 @@ Linux lets a process have."""
 
 _MAX_DIGESTED_BYTES = 2**30
 
+TOO_LARGE = "it is larger than the memory"
+
 
 class Reading:
     """The values of a leaf, on their way.
@@ -56,6 +58,8 @@ class Reading:
             task()
         except (ValueError, OSError) as error:
             self._error = self._error or error
+        except MemoryError:
+            self._error = self._error or ValueError(TOO_LARGE)
 
     def result(self) -> Mapping[Region, Array]:
         """What was read -> its values.

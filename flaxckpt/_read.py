@@ -7,13 +7,13 @@ mapped, or read straight into their place; all others come through TensorStore.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tensorstore as ts
 
-from flaxckpt import _dtypes, _layout, _place, _raw, _zarr, errors
+from flaxckpt import _dtypes, _layout, _links, _memory, _place, _raw, _zarr, errors
 from flaxckpt._info import LeafInfo, StoredLeaf
 from flaxckpt._raw import Reading
 from flaxckpt._types import JSON, LeafPath, Shape
@@ -102,7 +102,7 @@ def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
             job, parts = blocks.pop()
             try:
                 values[job.wanted.path] = _place.assemble(parts, job.found, job.wanted)
-            except ValueError as error:
+            except (ValueError, MemoryError) as error:
                 faults[job.wanted.path] = _first_words(error)
             except OverflowError as error:
                 too_large.append(_too_large(job.wanted, error))
@@ -130,8 +130,11 @@ def _read_batch(
     blocks = []
     for work, begun in zip(batch, reading, strict=True):
         try:
-            blocks.append((work.job, _cut(work.reads, begun.result())))
-        except (ValueError, OSError) as error:
+            arrays = begun.result()
+            for array in arrays.values():
+                _dtypes.check_bools(array)
+            blocks.append((work.job, _cut(work.reads, arrays)))
+        except (ValueError, OSError, MemoryError) as error:
             faults[work.job.wanted.path] = _first_words(error)
     return blocks
 
@@ -151,6 +154,8 @@ def _damaged(root: Path, faults: dict[LeafPath, str]) -> errors.DamagedCheckpoin
 
 def _first_words(error: Exception) -> str:
     """What TensorStore says, less the specification that it appends."""
+    if isinstance(error, MemoryError):
+        return _raw.TOO_LARGE
     text = str(error).split(" [tensorstore_spec", maxsplit=1)[0].split(" [source")[0]
     return " ".join(text.split())[:200]
 
@@ -190,7 +195,7 @@ def _batches(jobs: Sequence[ReadJob], max_bytes: int) -> Iterator[list[_Work]]:
             yield batch
 
 
-def _bytes_of(reads: Mapping[Region, object], dtype: str) -> int:
+def _bytes_of(reads: Iterable[Region], dtype: str) -> int:
     elements = sum(math.prod(b - a for a, b in region) for region in reads)
     return elements * _dtypes.item_bits(dtype) // 8
 
@@ -246,6 +251,8 @@ def _cut(
 def _begin(work: _Work, options: Options, databases: _raw.Databases) -> Reading:
     stored, regions = work.job.stored, tuple(work.reads)
     try:
+        if stored.raw is not None:
+            _links.check_root(stored.raw.root, stored.root)
         if stored.raw is None:
             return _from_store(work.job, regions, databases.context)
         if not stored.raw.ocdbt:
@@ -265,7 +272,7 @@ def _begin(work: _Work, options: Options, databases: _raw.Databases) -> Reading:
     except (ValueError, OSError) as error:
         return _raw.failed(error)
     except MemoryError:
-        return _raw.failed(ValueError("it is larger than the memory"))
+        return _raw.failed(ValueError(_raw.TOO_LARGE))
 
 
 def _from_store(
@@ -280,6 +287,7 @@ def _from_store(
         if _is_cast_by_tensorstore(job):
             store = ts.cast(store, job.wanted.dtype or "")
         dtype = store.dtype.numpy_dtype
+        _memory.check(_bytes_of(regions, _layout.stored_form(job.found)[1]))
         for region in regions:
             # Into memory that jax takes over as it is; TensorStore's own it copies.
             target = _raw.empty(_zarr.extent(region), dtype)

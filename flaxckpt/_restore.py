@@ -65,15 +65,19 @@ def load(
     verify: bool = True,
     memory_map: Literal["auto"] | bool = "auto",
 ) -> PyTree:
-    """Loads a state from a checkpoint that flaxckpt or Orbax wrote.
+    """Loads a state from a checkpoint, whoever wrote it.
+
+    Read are flaxckpt's own format, Orbax's (new and old), T5X's, safetensors, Flax's
+    msgpack and the streams of EasyLM and fjformer; which it is, is found out
+    (`formats.detect`). Nothing in a file is ever executed.
 
     Args:
-        path: A checkpoint, or a run directory of steps.
+        path: A checkpoint, as a directory or a file, or a run directory of steps.
         abstract_state: What to load, as a state whose leaves are arrays or
             `jax.ShapeDtypeStruct`s: its classes, shapes, dtypes and shardings are
             what you get. A smaller state loads less: `{"params": ...}` reads the
             parameters only. Without it, a checkpoint of flaxckpt gives back the
-            classes that were saved, one of Orbax dicts and lists.
+            classes that were saved, one of others dicts and lists.
         step: Which step of a run directory; by default the newest.
         transforms: What to change in the checkpoint first, as `transforms.cast`.
         missing: What to do about leaves that the checkpoint lacks: raise, or keep

@@ -121,6 +121,7 @@ def _read_run(descriptor: int, span: Span, start: Sequence[int], target: Array) 
             _fill(descriptor, span.file, begin + start_byte, view[:count])
             view = view[count:]
         start_byte = max(start_byte - size, 0)
+    _dtypes.check_bools(run)
     if run is not target:
         target[...] = run
 

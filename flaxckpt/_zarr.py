@@ -21,6 +21,8 @@ from flaxckpt._types import JSON, Shape
 
 METADATA = "zarr.json"
 
+CODECS = ("none", "compact", "zstd")
+
 COMPRESSED_FROM = 4096
 """Arrays of fewer bytes than this are never compressed: nothing would be gained."""
 

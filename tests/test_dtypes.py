@@ -57,7 +57,26 @@ def test_only_floats_are_cast_freely(found, wanted, allowed):
     assert _dtypes.restores_as(found, wanted) == allowed
 
 
-@pytest.mark.parametrize("name", [n for n in ALL if "int" in n])
+INTEGERS = [name for name in ALL if "int" in name]
+
+
+@pytest.mark.parametrize("wanted", INTEGERS)
+@pytest.mark.parametrize("found", INTEGERS)
+def test_integers_grow_within_their_kind(found, wanted):
+    """Also those that share a byte in numpy: the range of one holds the other's."""
+    low, high = _dtypes.bounds(found)
+    wanted_low, wanted_high = _dtypes.bounds(wanted)
+    is_kind = found.startswith("u") == wanted.startswith("u")
+    fits = wanted_low <= low and high <= wanted_high
+    assert _dtypes.restores_as(found, wanted) == (is_kind and fits)
+    if is_kind and fits:
+        values = np.array([low, high], _dtypes.to_numpy(found))
+        cast = _dtypes.convert(values, wanted)
+        assert cast.dtype == _dtypes.to_numpy(wanted)
+        assert [int(value) for value in cast] == [low, high]
+
+
+@pytest.mark.parametrize("name", INTEGERS)
 def test_bounds_are_those_of_the_type(name):
     low, high = _dtypes.bounds(name)
     info = ml_dtypes.iinfo(_dtypes.to_numpy(name))

@@ -2,12 +2,16 @@
 
 import importlib
 import itertools
+import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+
+import flaxckpt
 
 
 class InterruptedTrainingError(Exception):
@@ -112,6 +116,62 @@ def test_no_training_topic_repeats_a_validation_topic():
     train = text(corpus.train[:, 0])
     repeated = [w for w in corpus.validation if text(w) in train]
     assert len(repeated) < len(corpus.validation) / 50
+
+
+@pytest.fixture(scope="module")
+def fine_tuning(tmp_path_factory):
+    """The example of fine-tuning, its tiny configuration, and how it ends."""
+    example, configs = load("finetune")
+    config = configs.tiny()
+    config.total_steps = 100  # by then the two are well apart
+    config.workdir = str(tmp_path_factory.mktemp("finetune"))
+    return example, config, example.main(config)
+
+
+def test_fine_tuning_is_better_than_training_from_scratch(fine_tuning):
+    _, config, losses = fine_tuning
+    assert losses["finetuned"] < losses["scratch"] - 0.05
+    [origin] = flaxckpt.metadata(Path(config.workdir, "finetuned")).lineage
+    assert Path(origin.path) == Path(config.workdir, "model.safetensors")
+    assert origin.digest.startswith("sha256:")
+    assert not flaxckpt.metadata(Path(config.workdir, "scratch")).lineage
+
+
+def test_fine_tuning_goes_on_from_its_own_step_without_the_source(
+    fine_tuning, tmp_path, monkeypatch
+):
+    example, config, _ = fine_tuning
+    shutil.copytree(config.workdir, tmp_path / "run")
+    before = flaxckpt.metadata(tmp_path / "run/finetuned")
+    source = tmp_path / "run/model.safetensors"
+    source.unlink()
+    config = config.copy_and_resolve_references()
+    config.total_steps += 2
+
+    topics = example.distinct_topics()
+    alphabet = example.alphabet_of([text.lower() for text in topics[::2]])
+    extended = alphabet + example.alphabet_of(topics[1::2], known=alphabet)
+    corpus = example.corpus_of(topics[1::2], extended, config)
+    train_step, taken = example.train_step, itertools.count()
+
+    def counted(*args):
+        next(taken)
+        return train_step(*args)
+
+    monkeypatch.setattr(example, "train_step", counted)
+    state, _ = example.train(
+        example.create_special_state(config, len(extended)),
+        corpus,
+        config,
+        tmp_path / "run/finetuned",
+        source=source,
+        changes=example.fine_tuning_changes(len(extended)),
+    )
+    assert next(taken) == 2
+    assert int(state.step) == config.total_steps == before.step + 2
+    after = flaxckpt.metadata(tmp_path / "run/finetuned")
+    assert after.step == config.total_steps
+    assert after.lineage == before.lineage
 
 
 @pytest.mark.slow

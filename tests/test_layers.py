@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "flaxckpt"
 # not listed, may import all.
 LAYERS = (
     {"errors", "_types"},
-    {"_dtypes", "_chunks", "_collector", "_multihost", "_threads"},
+    {"_dtypes", "_chunks", "_collector", "_links", "_memory", "_multihost", "_threads"},
     {"_tree", "_storage", "_blocks", "_zarr", "_runs"},
     {"_info", "_events", "_journal"},
     {"_layout", "_containers"},
@@ -38,9 +38,11 @@ LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 # imported by the others. The readers of formats do not import each other.
 SHARED_SIBLINGS = {
     "formats._ndarray",
+    "formats._orbax_arrays",
     "formats._orbax_disk",
     "formats._orbax_foreign",
     "formats._orbax_json",
+    "formats._orbax_rows",
     "formats._safetensors_json",
     "formats._safetensors_leaves",
     "formats._scan",

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxckpt
-from flaxckpt import _read, errors
+from flaxckpt import _dtypes, _read, errors
 
 STATE = {
     "params": {"dense": {"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)}},
@@ -444,3 +444,20 @@ def test_a_checkpoint_deleted_while_it_is_read_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(_read, "_begin", begin)
     with pytest.raises(errors.DamagedCheckpointError, match="replaced or deleted"):
         flaxckpt.load(path)
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [("int4", "int8"), ("uint4", "uint8"), ("int2", "int4"), ("uint2", "uint16")],
+)
+def test_small_integers_are_widened_and_never_narrowed(tmp_path, found, wanted):
+    low, high = _dtypes.bounds(found)
+    values = np.array([low, high, 0, 1], _dtypes.to_numpy(found))
+    flaxckpt.save(tmp_path / "c", {"w": values})
+    like = np.zeros(4, _dtypes.to_numpy(wanted))
+    again = flaxckpt.load(tmp_path / "c", {"w": like})["w"]
+    assert again.dtype == like.dtype
+    assert [int(value) for value in again] == [low, high, 0, 1]
+    flaxckpt.save(tmp_path / "d", {"w": like})
+    with pytest.raises(errors.RestoreMismatchError):
+        flaxckpt.load(tmp_path / "d", {"w": values})

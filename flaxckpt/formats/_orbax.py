@@ -15,7 +15,7 @@ from flaxckpt._info import (
     Stored,
 )
 from flaxckpt._types import JSON, LeafPath
-from flaxckpt.formats import _orbax_disk, _orbax_foreign, _orbax_json
+from flaxckpt.formats import _orbax_arrays, _orbax_disk, _orbax_foreign, _orbax_json
 
 _log = logging.getLogger(__name__)
 
@@ -359,7 +359,7 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
             f"{path / _orbax_json.MANIFEST} is not a manifest: {str(error)[:200]}"
         ) from None
     strings = _orbax_disk.read_strings(path / STATE, infos, digests)
-    arrays = _orbax_disk.Arrays(
+    arrays = _orbax_arrays.Arrays(
         path / STATE,
         3 if encoding is None else encoding.version,
         ocdbt,
@@ -377,7 +377,7 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
     )
     return Stored(
         described,
-        _orbax_disk.table(path, infos, arrays, strings),
+        _orbax_arrays.table(path, infos, arrays, strings),
         structure,
         frozenset(unknown),
         digests,

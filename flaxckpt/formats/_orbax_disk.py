@@ -1,25 +1,14 @@
-"""Where the parts of a checkpoint of Orbax's layout are: items, files, arrays."""
+"""Where the parts of a checkpoint of Orbax's layout are: items and files."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tensorstore as ts
-
-from flaxckpt import _layout, _read, _storage, _zarr, errors
-from flaxckpt._info import (
-    CheckpointMetadata,
-    Leaf,
-    LeafInfo,
-    LeafTable,
-    RawArray,
-    StoredLeaf,
-)
+from flaxckpt import _layout, _storage, errors
+from flaxckpt._info import CheckpointMetadata, LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _orbax_json, _scan
 
@@ -139,63 +128,6 @@ def read_metrics(path: Path) -> dict[str, float]:
         for name, value in data.items()
         if isinstance(value, int | float)
     }
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Arrays:
-    """Where the arrays of a checkpoint are.
-
-    Attributes:
-        root: The directory that holds them, or the database of them.
-        version: Of the zarr format.
-        ocdbt: Whether `root` is a database.
-        strict: Whether a missing chunk is damage; else it is zeros.
-        encoding: Of their chunks; None if only each array's metadata tells.
-        digests: File of the database -> its digest, if they are recorded.
-    """
-
-    root: Path
-    version: int
-    ocdbt: bool
-    strict: bool = True
-    encoding: _zarr.Encoding | None = None
-    digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    def opener(self, name: str) -> Callable[[ts.Context], ts.Future[ts.TensorStore]]:
-        """What opens the array `name`."""
-        return functools.partial(
-            _read.open_zarr,
-            root=self.root,
-            name=name,
-            version=self.version,
-            ocdbt=self.ocdbt,
-            strict=self.strict,
-        )
-
-    def raw(self, name: str, info: LeafInfo) -> RawArray | None:
-        """Where the chunks of an array are, if they are not compressed."""
-        if self.encoding is None:
-            return None
-        if not _zarr.is_raw(self.encoding, *_layout.stored_form(info)):
-            return None
-        return RawArray(self.root, name, self.ocdbt, self.encoding, self.digests)
-
-
-def table(
-    path: Path,
-    infos: Sequence[LeafInfo],
-    arrays: Arrays,
-    strings: Mapping[LeafPath, str],
-) -> LeafTable:
-    table = {}
-    for info in infos:
-        stored = StoredLeaf(path, info, value=strings.get(info.path))
-        if info.dtype is not None:
-            name = _orbax_json.param_name(info.keys)
-            raw = arrays.raw(name, info)
-            stored = StoredLeaf(path, info, arrays.opener(name), raw=raw)
-        table[info.path] = Leaf(info, (stored,))
-    return table
 
 
 def checkpoint_info(

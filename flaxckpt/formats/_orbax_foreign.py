@@ -13,7 +13,15 @@ import tensorstore as ts
 from flaxckpt import _dtypes, _storage, _tree, _zarr, errors
 from flaxckpt._info import Leaf, LeafInfo, Stored, StoredLeaf
 from flaxckpt._types import LeafPath
-from flaxckpt.formats import _ndarray, _orbax_disk, _orbax_json, _scan, _zarr2
+from flaxckpt.formats import (
+    _ndarray,
+    _orbax_arrays,
+    _orbax_disk,
+    _orbax_json,
+    _orbax_rows,
+    _scan,
+    _zarr2,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,8 +40,7 @@ class _Row:
     @property
     def is_array(self) -> bool:
         return (
-            self.value_type != "string"
-            and _orbax_json.foreign_empty(self.value_type) is None
+            self.value_type != "string" and _orbax_rows.empty(self.value_type) is None
         )
 
 
@@ -69,14 +76,15 @@ def read(path: Path, step: int | None) -> Stored:
         else _info(item, row, arrays, impls)
         for row in rows
     ]
-    kept = _orbax_disk.Arrays(
+    kept = _orbax_arrays.Arrays(
         item,
         version,
         bool(ocdbt),
         strict=bool(metadata.get("store_array_data_equal_to_fill_value")),
+        is_checked=True,
     )
     others = [info for info in infos if info.path not in inline]
-    table = _orbax_disk.table(
+    table = _orbax_arrays.table(
         path, others, kept, _orbax_disk.read_strings(item, others, {})
     )
     for info in infos:
@@ -107,9 +115,10 @@ def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
     opened: dict[str, _ndarray.Opened] = {}
     if ocdbt:
         # Without the flag that `_METADATA` has, but all chunks were written then.
-        kept = _orbax_disk.Arrays(item, 2, ocdbt=True, strict=True)
+        kept = _orbax_arrays.Arrays(item, 2, ocdbt=True, is_checked=True)
         for name, found in _arrays(item, names, version=2, ocdbt=True).items():
-            opened[name] = _ndarray.Opened(*found, kept.opener(name))
+            form = _orbax_arrays.ArrayForm(*found)
+            opened[name] = _ndarray.Opened(*found, kept.opener(name, form, path))
     else:
         faults = {}
         for name in names:
@@ -177,9 +186,7 @@ def _filled(value: _scan.Value, arrays: Mapping[str, _ndarray.Opened]) -> _scan.
 def _rows(item: Path, metadata: Mapping[str, Any]) -> list[_Row]:
     try:
         rows = [
-            _Row(
-                _orbax_json.foreign_keys(row), str(row["value_metadata"]["value_type"])
-            )
+            _Row(_orbax_rows.keys(row), str(row["value_metadata"]["value_type"]))
             for row in metadata["tree_metadata"].values()
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -202,6 +209,7 @@ def _arrays(
     item: Path, names: Sequence[str], *, version: int, ocdbt: bool
 ) -> dict[str, tuple[tuple[int, ...], str, tuple[int, ...]]]:
     """Shape, dtype and chunk shape of every array, from its own zarr metadata."""
+    _orbax_arrays.check_names(item, names, ocdbt=ocdbt)
     store = ts.KvStore.open(_zarr.kvstore(item, "", ocdbt=ocdbt)).result()
     file = "zarr.json" if version == 3 else ".zarray"
     reads = {name: store.read(f"{name}/{file}" if name else file) for name in names}
@@ -215,9 +223,10 @@ def _arrays(
             if len(result.value) > _orbax_json.MAX_BYTES:
                 raise ValueError(f"{file} is too large")
             data = _orbax_json.loads(bytes(result.value), f"{name}/{file}")
-            found[name] = _checked(*_orbax_json.foreign_array(data))
+            found[name] = _checked(*_orbax_rows.array(data))
         except (ValueError, KeyError, TypeError, OSError, errors.CheckpointError) as e:
-            faults[name] = str(e).split(" [")[0][:200]
+            words = str(e).split(" [tensorstore_spec")[0].split(" [source")[0]
+            faults[name] = words[:200]
     if faults:
         raise _ndarray.unreadable(item, faults)
     return found
@@ -269,16 +278,21 @@ def _info(
     impls: Mapping[str, str],
 ) -> LeafInfo:
     path = _tree.join(row.keys)
-    if empty := _orbax_json.foreign_empty(row.value_type):
+    if empty := _orbax_rows.empty(row.value_type):
         return LeafInfo(path, row.keys, "empty", empty)
     if row.value_type == "string":
         return LeafInfo(path, row.keys, "string", "str")
     shape, dtype, chunk_shape = arrays[row.name]
     try:
-        python_type = _orbax_json.foreign_python_type(row.value_type, dtype)
+        python_type = _orbax_rows.python_type(row.value_type, dtype)
     except ValueError as error:
         raise errors.DamagedCheckpointError(f"{item}: {path}: {error}") from None
     impl = impls.get(row.name)
+    try:
+        if impl:
+            _orbax_json.check_keys(impl, shape, dtype)
+    except ValueError as error:
+        raise errors.DamagedCheckpointError(f"{item}: {path}: {error}") from None
     is_scalar = python_type not in ("jax.Array", "numpy.ndarray")
     return LeafInfo(
         path,

@@ -24,6 +24,8 @@ MANIFEST_VERSION = 1
 MAX_BYTES = 64 * 2**20
 """Largest metadata file that is read; 100,000 leaves take about 20 MB."""
 
+_MAX_BRACKETS = 2**22  # each is an object of 60 bytes or more
+
 _MAX_CHUNKS = 2**20  # of one array; beyond that, their names take gigabytes
 
 _HANDLERS = "orbax.checkpoint._src.handlers."
@@ -41,14 +43,14 @@ _VALUE_TYPES = {
     "str": "string",
 }
 _EMPTIES = {"dict": "Dict", "list": "List", "tuple": "Tuple", "None": "None"}
-_PYTHON_OF_KIND = {
+PYTHON_OF_KIND = {
     "int": "int",
     "uint": "int",
     "float": "float",
     "bool": "bool",
     "complex": "complex",
 }
-_SCALARS = frozenset((*_PYTHON_OF_KIND.values(), "numpy.generic"))
+_SCALARS = frozenset((*PYTHON_OF_KIND.values(), "numpy.generic"))
 
 
 _text = json.JSONEncoder(separators=(",", ":")).encode
@@ -70,6 +72,8 @@ def loads(content: bytes, path: object) -> dict[str, Any]:
     Raises:
         DamagedCheckpointError: `content` is something else.
     """
+    if content.count(b"[") + content.count(b"{") > _MAX_BRACKETS:
+        raise errors.DamagedCheckpointError(f"{path} has too many containers")
     try:
         data = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -268,6 +272,8 @@ def leaf_info(row: Any, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]) -> LeafI
         or _chunks.chunk_count(shape, chunk_shape[: len(shape)]) > _MAX_CHUNKS
     ):
         raise ValueError(f"{path} has chunks {chunk_shape} of an array {shape}")
+    if impl:
+        check_keys(impl, (*shape, _layout.key_words(impl)), dtype)
     return LeafInfo(
         path,
         keys[path],
@@ -285,6 +291,17 @@ def leaf_info(row: Any, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]) -> LeafI
     )
 
 
+def check_keys(impl: str, shape: Shape, dtype: str) -> None:
+    """Asserts that an array can be PRNG keys of the implementation `impl`.
+
+    Raises:
+        ValueError: It cannot, or there is no such implementation.
+    """
+    words = _layout.key_words(impl)
+    if dtype != "uint32" or shape[-1:] != (words,):
+        raise ValueError(f"{dtype}{list(shape)} is no array of {impl[:40]} keys")
+
+
 def encoding(manifest: Mapping[str, Any]) -> _zarr.Encoding | None:
     """How the chunks of all arrays are encoded; None in manifests that do not say.
 
@@ -297,7 +314,9 @@ def encoding(manifest: Mapping[str, Any]) -> _zarr.Encoding | None:
     version = row.get("zarr_version", 3)
     if version not in (2, 3):
         raise ValueError(f"its arrays are of zarr {str(version)[:20]}")
-    return _zarr.Encoding(str(row["codec"]), bool(row["checksum"]), int(version))
+    if row["codec"] not in _zarr.CODECS or type(row["checksum"]) is not bool:
+        raise ValueError(f"its arrays are encoded as {str(row)[:80]}")
+    return _zarr.Encoding(row["codec"], row["checksum"], int(version))
 
 
 def encoding_row(encoding: _zarr.Encoding) -> JSON:
@@ -371,70 +390,3 @@ def sizes(value: Any) -> tuple[int, ...]:
     if not is_shape:
         raise ValueError(f"{str(value)[:80]} is no shape")
     return tuple(value)
-
-
-# ---- read from Orbax ------------------------------------------------------------
-
-
-def foreign_keys(row: Any) -> tuple[_tree.Key, ...]:
-    """The keys of one entry of `_METADATA`.
-
-    Raises:
-        ValueError, KeyError, TypeError: The entry is not one.
-    """
-    keys = []
-    for key in row["key_metadata"]:
-        if key["key_type"] == 1:
-            keys.append(_tree.Key(int(key["key"]), "index"))
-        else:
-            keys.append(_tree.Key(str(key["key"]), "key"))
-    if len(keys) > _tree.MAX_DEPTH:
-        raise ValueError(f"{keys[0].name} … is nested {len(keys)} deep")
-    return tuple(keys)
-
-
-def foreign_python_type(value_type: str, dtype: str) -> str:
-    """What a leaf that Orbax wrote comes back as when no state is given.
-
-    Raises:
-        ValueError: Orbax has no such value type.
-    """
-    match value_type:
-        case "jax.Array":
-            return "jax.Array"
-        case "np.ndarray":
-            return "numpy.ndarray"
-        case "scalar":
-            return _PYTHON_OF_KIND[_dtypes.kind(dtype)]
-        case _:
-            raise ValueError(f"value type {value_type!r} is not known")
-
-
-def foreign_empty(value_type: str) -> str | None:
-    """Our name of an empty container in `_METADATA`; None if it is a leaf."""
-    return {"Dict": "dict", "List": "list", "Tuple": "tuple"}.get(
-        value_type, "None" if value_type in ("None", "NamedTuple") else None
-    )
-
-
-def foreign_array(
-    metadata: Mapping[str, Any],
-) -> tuple[tuple[int, ...], str, tuple[int, ...]]:
-    """Shape, dtype and chunk shape from a `zarr.json` or a `.zarray`.
-
-    Raises:
-        ValueError, KeyError, TypeError: It is neither, or holds what is not read.
-    """
-    if metadata["zarr_format"] == 3:
-        dtype = metadata["data_type"]
-        chunks = metadata["chunk_grid"]["configuration"]["chunk_shape"]
-    else:
-        dtype, chunks = metadata["dtype"], metadata["chunks"]
-    if not isinstance(dtype, str):
-        raise ValueError(f"element type {str(dtype)[:80]} is not read")
-    try:
-        name = _dtypes.name(_dtypes.to_numpy(dtype))
-    except errors.OptionError:
-        name = _dtypes.name(np.dtype(dtype))
-        _dtypes.to_numpy(name)
-    return sizes(metadata["shape"]), name, sizes(chunks)

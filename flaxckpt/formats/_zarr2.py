@@ -266,6 +266,7 @@ def _chunk(array: _Zarr2, key: str) -> Array:
             f"chunk {key} has {len(content)} bytes instead of {array.chunk_bytes}"
         )
     values = np.frombuffer(content, array.dtype)
+    _dtypes.check_bools(values)
     if array.dtype.name != _dtypes.stored_name(array.dtype.name):
         values = values.view(np.uint8)
     return values.reshape(array.chunk_shape, order="C" if array.order == "C" else "F")

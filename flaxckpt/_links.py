@@ -1,0 +1,96 @@
+"""What lies in a checkpoint, and whether symbolic links lead out of it.
+
+Links within a checkpoint are followed, and so are hard links, which nobody can tell
+from the file itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+_MAX_DEPTH = 40
+"""Of directories in an array: one for each axis at most."""
+
+
+def check_root(root: Path, checkpoint: Path) -> int:
+    """Refuses links out of a checkpoint right in the directory of its arrays.
+
+    What is in the directories of arrays is left to `check_array`. It costs one listing
+    for all arrays that are read before the directory changes.
+
+    Args:
+        root: The directory that holds the arrays, or the database of them.
+        checkpoint: What no link may lead out of.
+
+    Returns:
+        The size of the database, if it is one; of other files, there are few.
+
+    Raises:
+        ValueError: A link leads out of `checkpoint`.
+        OSError: There is no such directory.
+    """
+    status = root.stat()
+    return _checked(root, checkpoint, status.st_ino, status.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _checked(root: Path, checkpoint: Path, inode: int, modified: int) -> int:
+    del inode, modified  # keys only
+    if root.is_symlink():
+        _check(str(root), checkpoint)
+    size = _size(str(root), checkpoint, depth=0)
+    with os.scandir(root) as entries:
+        # Of a database: its values, and the databases of single processes.
+        found = [
+            entry.path
+            for entry in entries
+            if (entry.name == "d" or entry.name.startswith("ocdbt.")) and entry.is_dir()
+        ]
+    return size + sum(_size(path, checkpoint, depth=2) for path in found)
+
+
+def check_array(root: Path, name: str, checkpoint: Path) -> int:
+    """Refuses links out of a checkpoint in the directory of an array.
+
+    Returns:
+        The size of all files there.
+
+    Raises:
+        ValueError: A link leads out of `checkpoint`.
+        OSError: There is no such directory.
+    """
+    directory = f"{root}/{name}"
+    if "/" in name:
+        _check(directory, checkpoint)  # the listing of `root` has only the first part
+    return _size(directory, checkpoint, depth=_MAX_DEPTH if name else 0)
+
+
+def _size(directory: str, checkpoint: Path, *, depth: int) -> int:
+    """The size of all files in a directory, and in those below it."""
+    size = 0
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_symlink():
+                _check(entry.path, checkpoint)
+            elif entry.is_dir():
+                if depth:
+                    size += _size(entry.path, checkpoint, depth=depth - 1)
+                continue
+            size += entry.stat().st_size
+    return size
+
+
+def _check(path: str, checkpoint: Path) -> None:
+    if not is_inside(path, checkpoint):
+        raise ValueError(f"{path} is a symbolic link that leads out of the checkpoint")
+
+
+def is_inside(path: str, directory: Path) -> bool:
+    """Whether `path` is in `directory` when links are followed.
+
+    A link to itself, or to nothing, is nowhere.
+    """
+    found = Path(os.path.realpath(path))
+    return found.exists() and f"{found}/".startswith(f"{os.path.realpath(directory)}/")

@@ -1,0 +1,55 @@
+"""How much memory an array may take."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+_ASKED_FROM = 2**30
+"""Smaller arrays are not worth the question."""
+
+
+def check(size: int) -> None:
+    """Refuses what cannot fit into memory, before any of it is taken.
+
+    TensorStore ends the process where memory is short, and systems that promise more
+    than they have end it as soon as zeros are written.
+
+    Args:
+        size: In bytes.
+
+    Raises:
+        ValueError: So much is not free.
+    """
+    if size <= _ASKED_FROM:
+        return
+    free = free_bytes()
+    if free is not None and size > free:
+        raise ValueError(f"it is larger than the memory: {size} bytes, {free} are free")
+
+
+def free_bytes() -> int | None:
+    """Bytes that this process can still take, where the system tells."""
+    limits = [_of_system(), _of_process()]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _of_system() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    sizes = dict(line.split(":", 1) for line in lines)
+    free = [sizes[name] for name in ("MemAvailable", "SwapFree") if name in sizes]
+    return sum(int(size.split()[0]) * 1024 for size in free) if free else None
+
+
+def _of_process() -> int | None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        return None
+    return max(limit - pages * resource.getpagesize(), 0)

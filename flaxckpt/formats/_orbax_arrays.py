@@ -1,0 +1,235 @@
+"""The arrays of a checkpoint of Orbax's layout, checked before they are opened.
+
+TensorStore follows links, and ends the process over metadata that is nested too deep or
+asks for more memory than there is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import tensorstore as ts
+
+from flaxckpt import (
+    _blocks,
+    _dtypes,
+    _layout,
+    _links,
+    _memory,
+    _read,
+    _zarr,
+    errors,
+)
+from flaxckpt._info import Leaf, LeafInfo, LeafTable, RawArray, StoredLeaf
+from flaxckpt._types import LeafPath, Shape
+from flaxckpt.formats import _orbax_json, _orbax_rows
+
+
+class ArrayForm(NamedTuple):
+    """What was recorded of an array.
+
+    Attributes:
+        shape: As it is stored.
+        dtype: Name of the stored type.
+        chunk_shape: Extent of a chunk.
+    """
+
+    shape: Shape
+    dtype: str
+    chunk_shape: Shape
+
+
+def check_size(form: ArrayForm, stored_bytes: int) -> None:
+    """Refuses an array that cannot be there, and chunks that take all memory.
+
+    Chunks of zeros need not be stored, so that little is stored proves nothing of
+    an array that is not huge.
+
+    Raises:
+        ValueError: It is refused.
+    """
+    itemsize = _dtypes.to_numpy(form.dtype).itemsize
+    size = math.prod(form.shape) * itemsize
+    if size > _MAX_ZEROS_BYTES and size > stored_bytes * _BEST_RATIO:
+        raise ValueError(f"{size} bytes, of which only {stored_bytes} are stored")
+    _memory.check(math.prod(form.chunk_shape) * itemsize)
+
+
+def check_form(text: bytes, form: ArrayForm) -> None:
+    """Compares the metadata of an array with what was recorded of it.
+
+    Raises:
+        ValueError: It says something else, or nothing that is read.
+    """
+    found = _form_in(text)
+    if found != form:
+        raise ValueError(
+            f"recorded as {form.dtype}{list(form.shape)} in chunks"
+            f" {list(form.chunk_shape)}, stored as {found.dtype}{list(found.shape)} in"
+            f" {list(found.chunk_shape)}"
+        )
+
+
+@functools.lru_cache(maxsize=256)  # most arrays are like others
+def _form_in(text: bytes) -> ArrayForm:
+    try:
+        data = _orbax_json.loads(text, "its metadata")
+        return ArrayForm(*_orbax_rows.array(data))
+    except (errors.CheckpointError, KeyError, TypeError) as error:
+        raise ValueError(f"{str(error)[:150]}") from None
+
+
+_DATABASES: weakref.WeakKeyDictionary[ts.Context, dict[Path, ts.KvStore]] = (
+    weakref.WeakKeyDictionary()
+)
+"""What is opened for the arrays that are read together."""
+
+
+def _database(root: Path, context: ts.Context) -> ts.KvStore:
+    opened = _DATABASES.setdefault(context, {})
+    if root not in opened:
+        spec = _zarr.kvstore(root, "", ocdbt=True)
+        opened[root] = ts.KvStore.open(spec, context=context).result()
+    return opened[root]
+
+
+def check_names(path: Path, names: Iterable[str], *, ocdbt: bool) -> None:
+    """Refuses names of arrays that would lead out of their directory.
+
+    Raises:
+        DamagedCheckpointError: All such names.
+    """
+    faults = [name for name in names if _UNSAFE.search(name)] if not ocdbt else []
+    if faults:
+        raise errors.DamagedCheckpointError(
+            f"{path} has arrays in places that are not in it:\n"
+            + errors.rows(repr(name[:80]) for name in faults)
+        )
+
+
+_UNSAFE = re.compile(r"\0|\\|^/|//|(?:^|/)\.{1,2}(?:/|$)")
+
+_MAX_ZEROS_BYTES = 2**40
+_BEST_RATIO = 2**16
+"""How many times its size a file may hold, however it is compressed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrays:
+    """Where the arrays of a checkpoint are.
+
+    Attributes:
+        root: The directory that holds them, or the database of them.
+        version: Of the zarr format.
+        ocdbt: Whether `root` is a database.
+        strict: Whether a missing chunk is damage; else it is zeros.
+        encoding: Of their chunks; None if only each array's metadata tells.
+        digests: File of the database -> its digest, if they are recorded.
+        is_checked: Whether each array is known by its own metadata.
+    """
+
+    root: Path
+    version: int
+    ocdbt: bool
+    strict: bool = True
+    encoding: _zarr.Encoding | None = None
+    digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    is_checked: bool = False
+
+    def opener(
+        self, name: str, form: ArrayForm, checkpoint: Path
+    ) -> Callable[[ts.Context], ts.Future[ts.TensorStore]]:
+        """What opens the array `name` of a checkpoint, if it is what was recorded."""
+        return functools.partial(self._open, name, form, checkpoint)
+
+    def _open(
+        self, name: str, form: ArrayForm, checkpoint: Path, context: ts.Context
+    ) -> ts.Future[ts.TensorStore]:
+        size = _links.check_root(self.root, checkpoint)
+        if not self.ocdbt:
+            size = _links.check_array(self.root, name, checkpoint)
+        check_size(form, size)
+        opened = functools.partial(
+            _read.open_zarr,
+            context,
+            root=self.root,
+            name=name,
+            version=self.version,
+            ocdbt=self.ocdbt,
+            strict=self.strict,
+        )
+        if self.is_checked:
+            return opened()
+        # Before TensorStore sees it, which ends the process over some.
+        file = "zarr.json" if self.version == 3 else ".zarray"
+        if not self.ocdbt:
+            check_form(_blocks.small(self.root / name / file), form)
+            return opened()
+        store = _database(self.root, context)
+        promise: ts.Promise[ts.TensorStore]
+        future: ts.Future[ts.TensorStore]
+        promise, future = ts.Promise.new()
+
+        def checked(read: ts.Future[ts.KvStore.ReadResult]) -> None:
+            try:
+                found = read.result()
+                if found.state != "value":
+                    raise ValueError(f"{file} is missing")
+                check_form(found.value, form)
+                opened().add_done_callback(handed_over)
+            except BaseException as error:
+                promise.set_exception(error)
+
+        def handed_over(array: ts.Future[ts.TensorStore]) -> None:
+            try:
+                promise.set_result(array.result())
+            except BaseException as error:
+                promise.set_exception(error)
+
+        read = store.read(_zarr.database_key(name, file))
+        read.add_done_callback(checked)
+        read.force()
+        return future
+
+    def raw(self, name: str, info: LeafInfo) -> RawArray | None:
+        """Where the chunks of an array are, if they are not compressed."""
+        if self.encoding is None:
+            return None
+        if not _zarr.is_raw(self.encoding, *_layout.stored_form(info)):
+            return None
+        return RawArray(self.root, name, self.ocdbt, self.encoding, self.digests)
+
+
+def table(
+    path: Path,
+    infos: Sequence[LeafInfo],
+    arrays: Arrays,
+    strings: Mapping[LeafPath, str],
+) -> LeafTable:
+    """The leaves of a checkpoint.
+
+    Raises:
+        DamagedCheckpointError: Names lead out of it; all of them are told.
+    """
+    table = {}
+    check_names(
+        path,
+        (_orbax_json.param_name(i.keys) for i in infos if i.dtype is not None),
+        ocdbt=arrays.ocdbt,
+    )
+    for info in infos:
+        stored = StoredLeaf(path, info, value=strings.get(info.path))
+        if info.dtype is not None:
+            name = _orbax_json.param_name(info.keys)
+            raw = arrays.raw(name, info)
+            form = ArrayForm(*_layout.stored_form(info), info.chunk_shape or ())
+            stored = StoredLeaf(path, info, arrays.opener(name, form, path), raw=raw)
+        table[info.path] = Leaf(info, (stored,))
+    return table

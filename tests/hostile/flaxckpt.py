@@ -1,0 +1,253 @@
+"""Checkpoints of our own format made to break a reader, or to make it read elsewhere.
+
+Each case writes one under a directory and returns the path to load. Whoever changes one
+can change its digests, too: they are for accidents, and all of these have none.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+import flaxckpt
+from flaxckpt import ArrayLayout
+
+LAYOUTS: Final = {
+    "raw": ArrayLayout(store="files"),
+    "zstd": ArrayLayout(store="files", codec="zstd"),
+    "zarr 2": ArrayLayout(store="files", zarr_version=2),
+    "database": ArrayLayout(store="ocdbt"),
+    "zstd database": ArrayLayout(store="ocdbt", codec="zstd"),
+    "zarr 2 database": ArrayLayout(store="ocdbt", zarr_version=2),
+}
+VALUES: Final = np.arange(4096, dtype=np.float32)
+
+
+def write(root: Path, layout: str = "raw", name: str = "step") -> Path:
+    """A sound checkpoint with an array and a string, less its digests."""
+    step = root / name
+    if LAYOUTS[layout].zarr_version == 2:
+        flaxckpt.save(root / "source", {"w": VALUES, "text": "x"})
+        flaxckpt.convert(root / "source", step, layout=LAYOUTS[layout])
+    else:
+        flaxckpt.save(step, {"w": VALUES, "text": "x"}, layout=LAYOUTS[layout])
+    change(step, lambda manifest: manifest.update(digests={}))
+    return step
+
+
+def change(step: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Edits the manifest."""
+    manifest = json.loads((step / "flaxckpt.json").read_text())
+    edit(manifest)
+    (step / "flaxckpt.json").write_text(json.dumps(manifest))
+    (step / "commit_success.txt").unlink(missing_ok=True)
+
+
+def manifest(layout: str = "raw", **changes: Any) -> Callable[[Path], Path]:
+    def make(root: Path) -> Path:
+        step = write(root, layout)
+        change(step, lambda data: data.update(changes))
+        return step
+
+    return make
+
+
+def leaf(layout: str = "raw", **changes: Any) -> Callable[[Path], Path]:
+    """The row of the array `w` says something else."""
+
+    def edit(data: dict[str, Any]) -> None:
+        for row in data["leaves"]:
+            if row["path"] == "w":
+                row.update(changes)
+
+    def make(root: Path) -> Path:
+        step = write(root, layout)
+        change(step, edit)
+        return step
+
+    return make
+
+
+def text(content: bytes) -> Callable[[Path], Path]:
+    def make(root: Path) -> Path:
+        step = write(root)
+        (step / "flaxckpt.json").write_bytes(content)
+        (step / "commit_success.txt").unlink(missing_ok=True)
+        return step
+
+    return make
+
+
+def linked(layout: str, edit: Callable[[Path, Path], None]) -> Callable[[Path], Path]:
+    """A sound checkpoint and another one, of which something is linked."""
+
+    def make(root: Path) -> Path:
+        (root / "away").mkdir()
+        secret = write(root / "away", layout)
+        step = write(root, layout)
+        edit(step / "state", secret / "state")
+        return step
+
+    return make
+
+
+def link(*names: str) -> Callable[[Path, Path], None]:
+    """Puts a link in the place of something, if it is there."""
+
+    def edit(item: Path, secret: Path) -> None:
+        paths = [path for name in names for path in sorted(secret.glob(name))]
+        assert paths, names
+        for path in paths:
+            mine = item / path.relative_to(secret)
+            if path.parent.name == "d":  # other names in each database
+                mine = sorted(mine.parent.iterdir())[0]
+            if mine.is_dir():
+                shutil.rmtree(mine)
+            else:
+                mine.unlink()
+            mine.symlink_to(path)
+
+    return edit
+
+
+def link_item(root: Path) -> Path:
+    step = write(root)
+    (step / "state").rename(root / "away")
+    (step / "state").symlink_to(root / "away", target_is_directory=True)
+    return step
+
+
+def array_metadata(layout: str, content: Any) -> Callable[[Path], Path]:
+    """The metadata of the array `w` is something else."""
+
+    def make(root: Path) -> Path:
+        step = write(root, layout)
+        [file] = [*step.glob("state/w/zarr.json"), *step.glob("state/w/.zarray")]
+        if not isinstance(content, bytes):
+            file.write_text(json.dumps(json.loads(file.read_text()) | content))
+        else:
+            file.write_bytes(content)
+        return step
+
+    return make
+
+
+def in_database(layout: str, content: Any) -> Callable[[Path], Path]:
+    def make(root: Path) -> Path:
+        import tensorstore as ts
+
+        step = write(root, layout)
+        base = {"driver": "file", "path": f"{step}/state/"}
+        store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+        key = "w/.zarray" if "2" in layout else "w/zarr.json"
+        found = json.loads(store.read(key).result().value)
+        is_text = isinstance(content, bytes)
+        store.write(key, content if is_text else json.dumps(found | content)).result()
+        return step
+
+    return make
+
+
+def renamed(name: str) -> Callable[[Path], Path]:
+    """The leaf `w` has another key, which leads to a good array."""
+
+    def make(root: Path) -> Path:
+        write(root, name="secret")
+        step = write(root)
+        key = name.replace("ROOT", str(root))
+        content = (step / "flaxckpt.json").read_text()
+        quoted = json.dumps(key)
+        content = content.replace('"w"', quoted)
+        (step / "flaxckpt.json").write_text(content)
+        return step
+
+    return make
+
+
+def nested(depth: int, before: bytes) -> bytes:
+    return before + b"[" * depth + b"]" * depth + b"}"
+
+
+GRID: Final = {"chunk_grid": {"name": "regular"}}
+
+
+def grid(*sizes: int) -> dict[str, Any]:
+    return {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": sizes}}}
+
+
+CASES: Final[dict[str, Callable[[Path], Path]]] = {
+    "a chunk that is a link": linked("raw", link("w/c*")),
+    "metadata that is a link": linked("raw", link("w/zarr.json")),
+    "an array that is a link": linked("raw", link("w")),
+    "a compressed chunk that is a link": linked("zstd", link("w/c*")),
+    "a compressed array that is a link": linked("zstd", link("w")),
+    "a chunk of zarr 2 that is a link": linked("zarr 2", link("w/0")),
+    "a database that is a link": linked("database", link("manifest.ocdbt")),
+    "a directory of a database that is a link": linked("database", link("d")),
+    "a file of a database that is a link": linked("database", link("d/*")),
+    "a directory of a compressed database that is a link": linked(
+        "zstd database", link("d")
+    ),
+    "an item that is a link": link_item,
+    "a path up": renamed("../secret/state/w"),
+    "an absolute path": renamed("ROOT/secret/state/w"),
+    "two dots": renamed(".."),
+    "a key with NUL": renamed("w\0"),
+    "an unknown codec": manifest(encoding={"codec": "pickle", "checksum": True}),
+    "a codec that is a list": manifest(encoding={"codec": ["none"], "checksum": True}),
+    "a checksum that is a text": manifest(encoding={"codec": "none", "checksum": "no"}),
+    "zarr 9": manifest(encoding={"codec": "none", "checksum": True, "zarr_version": 9}),
+    "an encoding that is a list": manifest(encoding=[]),
+    "no leaves": manifest(leaves=[]),
+    "a structure that is a number": manifest(structure=1),
+    "digests that are a list": manifest(digests=[1]),
+    "version 99": manifest(version=99),
+    "keys of no such kind": leaf(
+        type="jax.Array", dtype="uint32", shape=[2], chunks=[2, 2], prng_impl="evil"
+    ),
+    "keys of a kind that is a list": leaf(
+        type="jax.Array", dtype="uint32", shape=[2], chunks=[2, 2], prng_impl=["rbg"]
+    ),
+    "keys of floats": leaf(
+        type="jax.Array", shape=[2], chunks=[2, 2], prng_impl="threefry2x32"
+    ),
+    "an unknown type": leaf(type="os.system"),
+    "an unknown element type": leaf(dtype="object"),
+    "a shape of 2^60": leaf(shape=[2**60], chunks=[2**20]),
+    "a huge shape": leaf(shape=[2**40], chunks=[2**40]),
+    "a huge shape of as many chunks": leaf(shape=[2**40], chunks=[1]),
+    "a huge shape, compressed": leaf("zstd", shape=[2**40], chunks=[2**40]),
+    "a huge shape in a database": leaf("database", shape=[2**40], chunks=[2**40]),
+    "chunks that are another rank": leaf(chunks=[2, 2]),
+    "chunks of no size": leaf(chunks=[0]),
+    "chunks beyond the array": leaf(chunks=[2**40]),
+    "chunks beyond the array, in a database": leaf("database", chunks=[2**40]),
+    "zarr.json says chunks of 2^40": array_metadata("zstd", grid(2**40)),
+    "zarr.json says another shape": array_metadata("zstd", {"shape": [2**40]}),
+    "zarr.json of 200k lists": array_metadata(
+        "zstd", nested(200_000, b'{"zarr_format":3,"node_type":')
+    ),
+    "raw zarr.json of 200k lists": array_metadata("raw", nested(200_000, b'{"a":')),
+    "zarray of 200k lists": array_metadata("zarr 2", nested(200_000, b'{"shape":')),
+    "zarray says chunks of 2^40": array_metadata("zarr 2", {"chunks": [2**40]}),
+    "zarray of 200k lists in a database": in_database(
+        "zarr 2 database", nested(200_000, b'{"shape":')
+    ),
+    "zarray in a database says chunks of 2^40": in_database(
+        "zarr 2 database", {"chunks": [2**40]}
+    ),
+    "zarr.json of 200k lists in a database": in_database(
+        "zstd database", nested(200_000, b'{"zarr_format":3,"node_type":')
+    ),
+    "zarr.json in a database says chunks of 2^40": in_database(
+        "zstd database", grid(2**40)
+    ),
+    "a manifest of 200k lists": text(nested(200_000, b'{"leaves":')),
+    "a manifest of 20 million lists": text(
+        b'{"leaves":[' + b"[]," * (20 * 10**6) + b"[]]}"
+    ),
+    "a manifest that is a list": text(b"[]"),
+}
