@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import _dtypes
+from flaxckpt import _dtypes, _storage
 from flaxckpt._types import Shape
 from flaxckpt._zarr import Array
 
@@ -33,6 +33,8 @@ class Span(NamedTuple):
         dtype: Name of the element type, as it is stored.
         pieces: Offset and size in bytes of each run, if they are no single one but
             several, whose bytes belong one after another; `offset` is then not used.
+        identity: Of the file as it was when it was described (see `Stamp`); another
+            file of this name, or another content, is then not read.
     """
 
     file: Path
@@ -40,6 +42,7 @@ class Span(NamedTuple):
     shape: Shape
     dtype: str
     pieces: tuple[tuple[int, int], ...] = ()
+    identity: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -72,6 +75,12 @@ def _opened(span: Span, context: ts.Context) -> ts.TensorStore:
         # Some whole rows of the array, or a part of one row: always few runs of bytes.
         outer = _outer_axes(span.shape, domain.shape)
         with span.file.open("rb", buffering=0) as file:
+            found = _storage.identity(os.fstat(file.fileno()))
+            if span.identity not in (None, found):
+                raise OSError(
+                    f"{span.file} was replaced or changed since it was opened; load it"
+                    " again"
+                )
             for index in np.ndindex(domain.shape[:outer]):
                 start = [*domain.origin]
                 for axis, i in enumerate(index):

@@ -81,7 +81,12 @@ def stamp(path: Path) -> Stamp:
         found = path.stat()
     except OSError:
         return Stamp(path, None)
-    return Stamp(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+    return Stamp(path, identity(found))
+
+
+def identity(found: os.stat_result) -> tuple[int, ...]:
+    """Of a file and its content, as far as the file system tells."""
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def write(path: Path, content: bytes) -> None:

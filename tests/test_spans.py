@@ -6,7 +6,7 @@ import tensorstore as ts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flaxckpt import _spans
+from flaxckpt import _spans, _storage
 
 
 def write(path, *arrays, before=b"\0" * 3):
@@ -68,3 +68,16 @@ def test_a_file_cut_short_is_an_error(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(OSError, match=r"ends at byte 98"):
         _spans.opened(spans, ts.Context()).result().read().result()
+
+
+def test_another_file_in_its_place_is_not_read(tmp_path):
+    path = tmp_path / "file"
+    [span] = write(path, np.arange(24, dtype="float32"))
+    span = span._replace(identity=_storage.stamp(path).identity)
+    store = _spans.opened([span], ts.Context()).result()
+    np.testing.assert_array_equal(store.read().result(), np.arange(24))
+    other = tmp_path / "other"
+    write(other, np.ones(24, "float32"))
+    other.replace(path)
+    with pytest.raises(OSError, match="replaced or changed since it was opened"):
+        store.read().result()
