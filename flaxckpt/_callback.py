@@ -217,6 +217,7 @@ class CheckpointCallback:
             self._begin_at(step)
             return loaded, step
         if self.checkpointer.latest_step() is None:
+            self.checkpointer.check_other_names()
             abstract = [
                 leaf
                 for leaf in jax.tree.leaves(state)

@@ -308,6 +308,28 @@ class Checkpointer:
         """The metadata of the whole run."""
         return _orbax.read_run_metadata(self.directory)
 
+    def check_other_names(self) -> None:
+        """Refuses a directory whose steps are all called otherwise.
+
+        A run that began anew there would hide them, and be mixed up with them.
+
+        Raises:
+            CheckpointFormatError: There are steps, and none is called as `step_format`
+                says.
+        """
+        if self._listed() or not self.directory.is_dir():
+            return
+        others = _steps.find(self.directory, formats.recognises)
+        if others:
+            newest = others[max(others)]
+            name = newest.name.removesuffix(str(max(others))) + "{step}"
+            raise errors.CheckpointFormatError(
+                f"{self.directory} holds steps that are not called like"
+                f" {self._format.template!r}, such as {newest.name}: go on with"
+                f" step_format={name!r} if they are directories, or begin another run"
+                " from them with source="
+            )
+
     def reload(self) -> None:
         """Forgets what was read of steps, so that changes by others are seen."""
         self._metrics.clear()

@@ -522,6 +522,11 @@ class _Planner:
             lacking = missing(
                 info, self._table, nearest=len(self._problems) < errors.ROWS_SHOWN
             )
+            if is_optimizer and self._at(info.path) is not None:
+                found = (
+                    f'{lacking.found} of another transform (optimizer="exact" takes it)'
+                )
+                lacking = dataclasses.replace(lacking, found=found)
             if self._options.missing == "init" or is_optimizer:
                 lacking = dataclasses.replace(
                     lacking, found=f"{lacking.found}, and no value to start from"

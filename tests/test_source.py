@@ -248,3 +248,27 @@ def test_an_optimizer_that_cannot_be_made_anew_is_told_of(tmp_path, source, capl
     assert start == 0
     jax.tree.map(np.testing.assert_array_equal, old.params, state["params"])
     assert "start afresh: opt_state/0/count" in caplog.text
+
+
+def test_steps_of_other_names_are_not_taken_for_an_empty_run(tmp_path, source):
+    _, old = source
+    with flaxckpt.Checkpointer(tmp_path / "run", step_format="step_{step}") as ckpt:
+        ckpt.save(7, old)
+    fresh = state_of(2, seed=1)
+    with pytest.raises(
+        errors.CheckpointFormatError, match=r"step_format='step_\{step\}'"
+    ):
+        begin(tmp_path / "run", fresh)
+    state, start = begin(tmp_path / "next", fresh, source=tmp_path / "run")
+    assert start == 0
+    np.testing.assert_array_equal(old.params["head"], state.params["head"])
+
+
+def test_moments_of_another_transform_are_called_so(tmp_path):
+    state = state_of(2, seed=0)
+    flaxckpt.save(tmp_path / "c", state)
+    abstract = flaxckpt.abstract_state(
+        state_of(2, seed=0, tx=optax.adabelief(1e-3)).opt_state
+    )
+    with pytest.raises(errors.RestoreMismatchError, match="of another transform"):
+        flaxckpt.load(tmp_path / "c", {"opt_state": abstract})
