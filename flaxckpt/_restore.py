@@ -18,11 +18,13 @@ from flaxckpt import (
     _blocks,
     _collector,
     _derive,
+    _fit,
     _flax,
     _locate,
     _optax,
     _place,
     _plan,
+    _planner,
     _read,
     _storage,
     _tree,
@@ -145,7 +147,7 @@ def step_of(state: PyTree) -> int:
     roles = _optax.roles(flat.structure, flat.optimizer_states)
     found = {
         path: set(np.asarray(flat.table[path].source).ravel().tolist())
-        for path in _plan.step_counters(roles)
+        for path in _planner.step_counters(roles)
         if path in flat.table
     }
     steps = set().union(*found.values())
@@ -188,7 +190,7 @@ def plan(
     """
     options = _plan.Options(missing, unused, optimizer, transforms)
     stored = _locate.read_stored(*_locate.locate(_storage.resolve(path), step))
-    return _plan.make(stored, abstract_state, options)[0]
+    return _planner.make(stored, abstract_state, options)[0]
 
 
 def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
@@ -230,7 +232,7 @@ def open_leaf(
     source = None if found is None else found.source
     if not isinstance(source, StoredLeaf) or source.open is None:
         wanted = LeafInfo(leaf_path, (), "array", "jax.Array")
-        nothing = _plan.missing(wanted, stored.table)
+        nothing = _fit.missing(wanted, stored.table)
         raise errors.RestoreMismatchError(
             stored.metadata.path,
             [Mismatch(leaf_path, "an array", nothing.found)],
@@ -247,12 +249,12 @@ def restore(
 ) -> PyTree:
     """Loads what `abstract_state` asks for, or everything."""
     start = time.monotonic()
-    planned, recipe = _plan.make(stored, abstract_state, options)
+    planned, recipe = _planner.make(stored, abstract_state, options)
     if planned.problems:
         raise errors.RestoreMismatchError(
             planned.path,
             planned.problems,
-            _plan.advice(planned.problems, abstract_state),
+            _fit.advice(planned.problems, abstract_state),
         )
     if abstract_state is not None:
         _tell(planned, recipe, options)

@@ -14,7 +14,17 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from flaxckpt import _collector, _flax, _info, _plan, _save, _tree, errors, transforms
+from flaxckpt import (
+    _collector,
+    _flax,
+    _info,
+    _plan,
+    _planner,
+    _save,
+    _tree,
+    errors,
+    transforms,
+)
 from flaxckpt.formats import _orbax, _orbax_json
 
 ADAMW = optax.adamw(1e-3)
@@ -77,7 +87,7 @@ def read(make, n, *, with_roles=True):
 
 
 def plan(stored, state, **options):
-    return _plan.make(stored, state, _plan.Options(**options))
+    return _planner.make(stored, state, _plan.Options(**options))
 
 
 WORK = {

@@ -1,0 +1,412 @@
+"""Planning a restore: which stored leaf fills which wanted one, and how."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from flaxckpt import (
+    _containers,
+    _dtypes,
+    _flax,
+    _layout,
+    _optax,
+    _place,
+    _read,
+    _tree,
+    errors,
+)
+from flaxckpt._finder import Finder
+from flaxckpt._fit import misfit, missing
+from flaxckpt._info import Leaf, LeafInfo, LeafTable, Stored, StoredLeaf
+from flaxckpt._plan import Action, LeafPlan, Options, Recipe, RestorePlan
+from flaxckpt._types import LeafPath, PyTree
+from flaxckpt.errors import Mismatch
+from flaxckpt.transforms import _table as _transforms
+
+_log = logging.getLogger(__name__)
+
+
+# ---- planning ---------------------------------------------------------------------
+
+
+def make(
+    stored: Stored, abstract_state: PyTree | None, options: Options
+) -> tuple[RestorePlan, Recipe]:
+    """Plans the restore of what `abstract_state` asks for, or of everything."""
+    if abstract_state is None:
+        return _plan_all(stored, _transforms.apply(options.transforms, stored.table))
+    flat = _flax.flatten(abstract_state)
+    wanted = None
+    if options.transforms:  # with roles, so that moments go with their parameters
+        roles = _optax.roles(flat.structure, flat.optimizer_states)
+        wanted = _optax.with_roles(flat.table, roles)
+    table = _transforms.apply(options.transforms, stored.table, wanted)
+    return _Planner(stored, table, flat, abstract_state, options).plan()
+
+
+def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
+    """Everything, as the checkpoint describes it."""
+    if stored.unknown_types:
+        _log.warning(
+            "%s holds classes that are not known here and become dicts: %s;"
+            " pass types=[...] or an abstract state to get them back",
+            stored.metadata.path,
+            ", ".join(sorted(stored.unknown_types)),
+        )
+    reading = _Reading()
+    leaves: dict[LeafPath, LeafPlan] = {}
+    problems = []
+    usable_type = functools.cache(_usable_type)
+    for path, leaf in table.items():
+        if leaf.info.kind == "empty":
+            continue
+        wanted = leaf.info
+        if wanted.sharding is not None:
+            wanted = dataclasses.replace(wanted, sharding=None)
+        if problem := _needs_x64(leaf.info, usable_type):
+            problems.append(problem)
+        size = reading.add(leaf, wanted)
+        sources = _source_paths(leaf)
+        actions = _actions(wanted, leaf, path, path)
+        leaves[path] = LeafPlan(actions, sources, wanted, _found(leaf), size)
+    structure = _containers.of(stored.structure, stored.table, table)
+    total = reading.bytes_to_read
+    return (
+        RestorePlan(stored.metadata.path, leaves, total, total, tuple(problems)),
+        reading.recipe((), None, structure),
+    )
+
+
+class _Reading:
+    """What is to be read and computed."""
+
+    def __init__(self) -> None:
+        self.given: dict[LeafPath, Any] = {}
+        self._jobs: list[_read.ReadJob] = []
+        self._derived: list[Leaf] = []
+        self._seen: set[int] = set()  # read for one of them
+
+    def add(self, leaf: Leaf, wanted: LeafInfo) -> int:
+        """Has a leaf of the table become what is wanted of it.
+
+        Returns:
+            The bytes that this process reads for it.
+        """
+        path = wanted.path
+        stored = [s for s in leaf.sources if isinstance(s, StoredLeaf)]
+        if leaf.fn is not None:
+            self._derived.append(Leaf(wanted, leaf.sources, leaf.fn))
+            new = {id(source): source for source in stored}
+            new = {key: new[key] for key in new.keys() - self._seen}
+            self._seen.update(new)
+            return sum(_layout.stored_bytes(source.info) for source in new.values())
+        if not stored:
+            self.given[path] = _place.place(leaf.source, wanted)
+            return 0
+        if wanted.kind == "string":
+            self.given[path] = stored[0].value
+            return 0
+        job = _read.ReadJob(stored[0], wanted)
+        self._jobs.append(job)
+        return _read.bytes_here(job)
+
+    @property
+    def bytes_to_read(self) -> int:
+        """By all processes together; what is read for several leaves counts once."""
+        once = {
+            id(source): source
+            for leaf in self._derived
+            for source in leaf.sources
+            if isinstance(source, StoredLeaf)
+        }
+        return sum(_layout.stored_bytes(job.found) for job in self._jobs) + sum(
+            _layout.stored_bytes(source.info) for source in once.values()
+        )
+
+    def recipe(
+        self,
+        fresh: Sequence[LeafInfo],
+        flat: _flax.FlatState | None,
+        structure: _tree.Node | LeafPath,
+        as_asked: Iterable[LeafPath] = (),
+    ) -> Recipe:
+        """How all of it is done."""
+        return Recipe(
+            tuple(self._jobs),
+            tuple(self._derived),
+            self.given,
+            tuple(fresh),
+            flat,
+            structure,
+            frozenset(as_asked),
+        )
+
+
+def _source_paths(leaf: Leaf) -> tuple[LeafPath, ...]:
+    return tuple(s.info.path for s in leaf.sources if isinstance(s, StoredLeaf))
+
+
+def _found(leaf: Leaf) -> LeafInfo:
+    """What is stored for a leaf: of a computed one, the first of its sources."""
+    source = next((s for s in leaf.sources if isinstance(s, StoredLeaf)), None)
+    return leaf.info if source is None else source.info
+
+
+def _needs_x64(info: LeafInfo, usable_type: Callable[[str], str]) -> Mismatch | None:
+    if info.kind != "array" or info.python_type != "jax.Array":
+        return None
+    usable = usable_type(info.dtype or "")
+    if usable == info.dtype:
+        return None
+    return Mismatch(info.path, f"at most {usable}, as jax is configured", str(info))
+
+
+def _usable_type(dtype: str) -> str:
+    """What jax makes of `dtype` as it is configured now."""
+    return str(jax.dtypes.canonicalize_dtype(_dtypes.to_numpy(dtype)).name)
+
+
+class _Planner:
+    """Fits a checkpoint's leaf table to a wanted state."""
+
+    def __init__(
+        self,
+        stored: Stored,
+        table: LeafTable,
+        flat: _flax.FlatState,
+        abstract_state: PyTree,
+        options: Options,
+    ) -> None:
+        self._stored = stored
+        self._table = table
+        self._abstract_state = abstract_state
+        self._options = options
+        self._flat = flat
+        self._roles = _optax.roles(self._flat.structure, self._flat.optimizer_states)
+        self._leaves: dict[LeafPath, LeafPlan] = {}
+        self._reading = _Reading()
+        self._fresh: list[LeafInfo] = []
+        self._problems: list[Mismatch] = []
+        self._used: set[LeafPath] = set()
+        self._as_asked: set[LeafPath] = set()
+        self._finder = Finder(table)
+
+    @functools.cached_property
+    def _can_init(self) -> tuple[str, ...]:
+        """How paths in optimizer states begin that `tx.init` can make anew."""
+        return tuple(
+            _tree.join(part.state_keys) + "/"
+            for part in _flax.optimizers(self._abstract_state)
+        )
+
+    def plan(self) -> tuple[RestorePlan, Recipe]:
+        """Decides every leaf."""
+        chosen = self._choose()
+        for path, leaf in self._flat.table.items():
+            if leaf.info.kind != "empty":
+                self._decide(path, leaf, chosen[path])
+        self._drop_unused()
+        plan = RestorePlan(
+            self._stored.metadata.path,
+            self._leaves,
+            self._reading.bytes_to_read,
+            sum(leaf.bytes for leaf in self._leaves.values()),
+            tuple(self._problems),
+        )
+        recipe = self._reading.recipe(
+            self._fresh, self._flat, self._flat.structure, self._as_asked
+        )
+        return plan, recipe
+
+    def _choose(self) -> dict[LeafPath, list[LeafPath]]:
+        """The stored leaves that may be meant by each wanted one.
+
+        A moment of a parameter is nobody else's: the leaf in its old place has it, and
+        several elsewhere cannot be told apart. Counters may be shared.
+        """
+        chosen = {
+            path: self._candidates(path, self._roles.get(path))
+            for path, leaf in self._flat.table.items()
+            if leaf.info.kind != "empty"
+        }
+        takers: dict[LeafPath, list[LeafPath]] = {}
+        for path, sources in chosen.items():
+            known = self._roles.get(path)
+            if len(sources) == 1 and known is not None and known.role(path).param:
+                takers.setdefault(sources[0], []).append(path)
+        for source, paths in takers.items():
+            elsewhere = [path for path in paths if self._at(path) != source]
+            if len(paths) > 1:
+                is_kept = len(elsewhere) < len(paths)
+                for path in elsewhere:
+                    chosen[path] = [] if is_kept else [source, source]
+        return chosen
+
+    @functools.cached_property
+    def _kept(self) -> set[LeafPath]:
+        """Step counters that keep their values."""
+        if not self._options.keeps_steps:
+            return set()
+        return step_counters(self._roles) & self._flat.table.keys()
+
+    def _decide(self, path: LeafPath, leaf: Leaf, candidates: list[LeafPath]) -> None:
+        known = self._roles.get(path)
+        if path in self._kept:
+            self._as_asked.add(path)
+            self._used.update(candidates)
+            value = leaf.source
+            if isinstance(value, jax.ShapeDtypeStruct):
+                value = _place.place(jnp.zeros(value.shape, value.dtype), leaf.info)
+            self._reading.given[path] = value
+            self._leaves[path] = LeafPlan(("init",), (), leaf.info, None, 0)
+            return
+        if known is not None and self._options.optimizer == "reinit":
+            if path.startswith(self._can_init):
+                self._as_asked.add(path)
+            self._start_afresh(leaf, known)
+            return
+        if len(candidates) > 1:
+            found = "several: " + ", ".join(candidates[:3])
+            if len(set(candidates)) == 1:
+                found = f"several leaves that ask for {candidates[0]}"
+            problem = Mismatch(path, str(leaf.info), found)
+            self._used.update(candidates)
+            self._conflict(problem, leaf.info, None, tuple(candidates))
+        elif candidates:
+            self._take(path, leaf, candidates[0])
+        else:
+            self._start_afresh(leaf, known)
+
+    def _candidates(self, path: LeafPath, known: _optax.Known | None) -> list[LeafPath]:
+        """The stored leaves that may be meant: by path, else by role in the optimizer.
+
+        A path counts only if the leaf there plays the same role: in another chain,
+        another transform may stand in its place.
+        """
+        exact = self._at(path)
+        if known is None or self._options.optimizer == "exact":
+            return [] if exact is None else [exact]
+        role = known.role(path)
+        if exact is not None and self._finder.plays(exact, role, known.fields):
+            return [exact]
+        return self._finder.find(role, known.fields)
+
+    def _at(self, path: LeafPath) -> LeafPath | None:
+        """The stored leaf at `path`; Orbax ends those of boxes and NNX in `/value`."""
+        for candidate in (path, f"{path}/value"):
+            leaf = self._table.get(candidate)
+            if leaf is not None and leaf.info.kind != "empty":
+                return candidate
+        return None
+
+    def _take(self, path: LeafPath, leaf: Leaf, source_path: LeafPath) -> None:
+        wanted, found = leaf.info, self._table[source_path]
+        self._used.add(source_path)
+        problem = misfit(wanted, found.info)
+        if problem and found.fn is not None and path in self._roles:
+            # What a transform made of an optimizer's leaf, such as a placeholder.
+            self._start_afresh(leaf, self._roles[path])
+            return
+        if problem:
+            self._conflict(problem, wanted, found.info, (source_path,))
+            return
+        self._leaves[path] = LeafPlan(
+            _actions(wanted, found, path, source_path),
+            _source_paths(found),
+            wanted,
+            _found(found),
+            self._reading.add(found, wanted),
+        )
+
+    def _start_afresh(self, leaf: Leaf, known: _optax.Known | None) -> None:
+        """A leaf that is not to be had: its value in the state, or a new moment."""
+        info = leaf.info
+        is_optimizer = known is not None and self._options.optimizer != "exact"
+        has_value = not isinstance(leaf.source, jax.ShapeDtypeStruct)
+        if is_optimizer and info.path.startswith(self._can_init):
+            self._fresh.append(info)
+        elif (is_optimizer or self._options.missing == "init") and has_value:
+            self._reading.given[info.path] = leaf.source
+        else:
+            # Finding the nearest name is slow, and only a few are shown.
+            lacking = missing(
+                info, self._table, nearest=len(self._problems) < errors.ROWS_SHOWN
+            )
+            if is_optimizer and self._at(info.path) is not None:
+                found = (
+                    f'{lacking.found} of another transform (optimizer="exact" takes it)'
+                )
+                lacking = dataclasses.replace(lacking, found=found)
+            if self._options.missing == "init" or is_optimizer:
+                lacking = dataclasses.replace(
+                    lacking, found=f"{lacking.found}, and no value to start from"
+                )
+            self._conflict(lacking, info, None, ())
+            return
+        self._leaves[info.path] = LeafPlan(("init",), (), info, None, 0)
+
+    def _conflict(
+        self,
+        problem: Mismatch,
+        wanted: LeafInfo,
+        found: LeafInfo | None,
+        sources: tuple[LeafPath, ...],
+    ) -> None:
+        self._problems.append(problem)
+        self._leaves[problem.leaf] = LeafPlan(("conflict",), sources, wanted, found, 0)
+
+    def _drop_unused(self) -> None:
+        for path, leaf in self._table.items():
+            if path in self._used or leaf.info.kind == "empty":
+                continue
+            if self._options.unused == "error":
+                self._problems.append(Mismatch(path, "nothing", str(leaf.info)))
+            elif self._options.optimizer == "reinit" and leaf.info.role:
+                continue
+            name = path if path not in self._leaves else f"{path} (in the checkpoint)"
+            self._leaves[name] = LeafPlan(("dropped",), (path,), None, leaf.info, 0)
+
+
+def step_counters(roles: Mapping[LeafPath, _optax.Known]) -> set[LeafPath]:
+    """Where step counters are, if there are any: beside the optimizers."""
+    optimizers = {known.role(path).optimizer for path, known in roles.items()}
+    return {"/".join((*path.split("/")[:-1], "step")) for path in optimizers}
+
+
+def _actions(
+    wanted: LeafInfo, leaf: Leaf, path: LeafPath, source_path: LeafPath
+) -> tuple[Action, ...]:
+    """What is done to `leaf`, which the table has at `source_path`, for `path`."""
+    if not _source_paths(leaf):
+        return ("init",)  # made by a transform, of nothing that is stored
+    actions: tuple[Action, ...] = ("loaded",)
+    found = _found(leaf)
+    if wanted.kind == "array" and wanted.dtype != found.dtype:
+        actions += ("cast",)
+    if source_path != found.path:
+        actions += ("renamed",)
+    if leaf.fn is not None:
+        actions += ("transformed",)
+    if source_path != path and source_path != f"{path}/value":
+        actions += ("matched",)
+    if wanted.shard_shape != found.shard_shape or (
+        wanted.spec is not None and _ways(wanted.spec) != _ways(found.spec)
+    ):
+        actions += ("resharded",)
+    return actions
+
+
+def _ways(spec: PartitionSpec | None) -> tuple[Any, ...]:
+    """What of a spec splits something; trailing Nones say nothing."""
+    parts = list(spec or ())
+    while parts and parts[-1] is None:
+        parts.pop()
+    return tuple(parts)
