@@ -1,0 +1,262 @@
+"""What a conversion refuses, and what it leaves alone."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import numpy as safetensors
+
+import flaxckpt
+from flaxckpt import _convert, errors, transforms
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "source"
+    flaxckpt.save(path, {"a": jnp.arange(40.0), "b": jnp.ones(30), "n": 3})
+    return path
+
+
+@pytest.fixture
+def index(tmp_path, source):
+    flaxckpt.convert(
+        source, tmp_path / "shards", format="safetensors", max_shard_bytes=100
+    )
+    return tmp_path / "shards" / "model.safetensors.index.json"
+
+
+# ---- what is replaced -------------------------------------------------------------
+
+
+def project(path):
+    path.mkdir()
+    safetensors.save_file({"w": np.ones(2)}, path / "model.safetensors")
+    (path / "thesis.tex").write_text("words")
+
+
+def run(path):
+    path.mkdir()
+    safetensors.save_file({"w": np.ones(2)}, path / "model.safetensors")
+    flaxckpt.convert(
+        path / "model.safetensors", path / "checkpoint_1", format="msgpack"
+    )
+
+
+def own(path):
+    flaxckpt.save(path, {"w": jnp.ones(2)})
+    (path / "notes").mkdir()
+
+
+def shards(path):
+    made = path.parent / "made"
+    flaxckpt.save(made, {"a": jnp.ones(40), "b": jnp.ones(30)})
+    flaxckpt.convert(made, path, format="safetensors", max_shard_bytes=100)
+    (path / "config.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (project, "thesis.tex"),
+        (run, "checkpoint_1"),
+        (own, "notes"),
+        (shards, "config.json"),
+    ],
+)
+@pytest.mark.parametrize("format_name", ["orbax", "safetensors", "msgpack"])
+def test_directories_with_more_in_them_stay(source, tmp_path, make, name, format_name):
+    make(tmp_path / "d")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(errors.CheckpointExistsError, match=name):
+        flaxckpt.convert(source, tmp_path / "d", format=format_name, overwrite=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["orbax-0.12.8", "t5x-3", "safetensors", "flaxckpt-1"],
+)
+def test_checkpoints_alone_are_replaced(source, tmp_path, name):
+    found = [p for p in (GOLDEN / name).rglob("*") if p.is_dir()]
+    wholes = [p for p in found if flaxckpt_of(p)]
+    assert wholes
+    for i, whole in enumerate(wholes):
+        shutil.copytree(whole, tmp_path / str(i))
+        flaxckpt.convert(source, tmp_path / str(i), overwrite=True)
+        assert flaxckpt.load(tmp_path / str(i))["n"] == 3
+
+
+def flaxckpt_of(path):
+    names = {p.name for p in path.iterdir()}
+    is_shards = any(name.endswith(".index.json") for name in names)
+    is_t5x = "checkpoint" in names and any(
+        (path / n / ".zarray").is_file() for n in names
+    )
+    return (
+        is_shards or is_t5x or bool(names & {"flaxckpt.json", "_CHECKPOINT_METADATA"})
+    )
+
+
+def test_a_file_that_is_no_checkpoint_stays(source, tmp_path):
+    for name in ("thesis.tex", "x.msgpack"):
+        (tmp_path / name).write_text("words")
+        with pytest.raises(errors.CheckpointExistsError, match="no checkpoint"):
+            flaxckpt.convert(source, tmp_path / name, format="msgpack", overwrite=True)
+        assert (tmp_path / name).read_text() == "words"
+
+
+@pytest.mark.parametrize("format_name", ["orbax", "safetensors", "msgpack"])
+def test_what_comes_there_meanwhile_stays(source, tmp_path, format_name):
+    target = tmp_path / "d"
+    flaxckpt.save(target, {"w": jnp.ones(2)})
+
+    def add(done, total):
+        (target / "thesis.tex").write_text("words")
+
+    with pytest.raises(errors.CheckpointExistsError, match=r"thesis\.tex"):
+        flaxckpt.convert(
+            source, target, format=format_name, overwrite=True, progress=add
+        )
+    assert (target / "thesis.tex").read_text() == "words"
+    assert flaxckpt.load(target)["w"].shape == (2,)
+
+
+# ---- sources ----------------------------------------------------------------------
+
+
+def test_a_shard_of_the_source_is_no_target(index, tmp_path):
+    wanted = {p.name: p.read_bytes() for p in index.parent.iterdir()}
+    (tmp_path / "link").symlink_to(index.parent)
+    shard = "model-00001-of-00003.safetensors"
+    assert shard in wanted
+    for target in (
+        index.parent / shard,
+        tmp_path / "link" / shard,
+        tmp_path / "link" / index.name,
+    ):
+        with pytest.raises(errors.OptionError, match=r"another path|beside it"):
+            flaxckpt.convert(index, target, format="safetensors", overwrite=True)
+    for source, target in (
+        (tmp_path / "link", index.parent),
+        (index.parent, tmp_path / "link" / "inner"),
+        (index, index.parent),
+    ):
+        with pytest.raises(errors.OptionError, match=r"another path|beside it"):
+            flaxckpt.convert(source, target, format="safetensors", overwrite=True)
+    assert {p.name: p.read_bytes() for p in index.parent.iterdir()} == wanted
+
+
+def test_a_merged_source_is_no_target(source, tmp_path):
+    other = tmp_path / "other"
+    flaxckpt.save(other, {"c": jnp.ones(3)})
+    merge = [transforms.merge(other)]
+    with pytest.raises(errors.OptionError, match="beside it"):
+        flaxckpt.convert(source, other, transforms=merge, overwrite=True)
+
+
+def stopped(source, target, **options):
+    class StopError(Exception):
+        pass
+
+    def stop(done, total):
+        if done > 0:
+            raise StopError
+
+    with pytest.raises(StopError):
+        flaxckpt.convert(
+            source, target, progress=stop, max_concurrent_bytes=100, **options
+        )
+    temporary = target.with_name(target.name + _convert.TEMPORARY)
+    assert (temporary / "done.txt").read_text()
+
+
+def negate(file):
+    found = safetensors.load_file(file)
+    safetensors.save_file(
+        {name: np.asarray(-array) for name, array in found.items()}, file
+    )
+
+
+def test_shards_that_have_changed_start_over(index, tmp_path):
+    target = tmp_path / "m.safetensors"
+    stopped(index, target, format="safetensors")
+    content = {}
+    for shard in sorted(index.parent.glob("*.safetensors")):
+        negate(shard)
+        content |= safetensors.load_file(shard)
+    flaxckpt.convert(index, target, format="safetensors", max_concurrent_bytes=100)
+    for name, array in safetensors.load_file(target).items():
+        np.testing.assert_array_equal(array, content[name])
+
+
+def test_a_source_that_changes_meanwhile_is_refused(index, tmp_path):
+    target = tmp_path / "m.safetensors"
+    shard = sorted(index.parent.glob("*.safetensors"))[0]
+
+    def change(done, total):
+        os.utime(shard, ns=(done, done))
+
+    for source in (index, index.parent):
+        os.utime(shard)
+        with pytest.raises(errors.DamagedCheckpointError, match=shard.name):
+            flaxckpt.convert(source, target, format="safetensors", progress=change)
+        assert not target.exists()
+
+
+def test_chunks_that_change_meanwhile_are_seen(source, tmp_path):
+    chunk = next(p for p in source.rglob("*") if p.is_file() and "state" in p.parts)
+
+    def change(done, total):
+        os.utime(chunk, ns=(done, done))
+
+    with pytest.raises(errors.DamagedCheckpointError, match="changed"):
+        flaxckpt.convert(source, tmp_path / "c", progress=change)
+    assert not (tmp_path / "c").exists()
+
+
+# ---- errors -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [ValueError, OSError, KeyError, MemoryError])
+def test_what_progress_raises_comes_through(source, tmp_path, kind):
+    raised = kind("mine")
+
+    def fail(done, total):
+        raise raised
+
+    with pytest.raises(kind) as caught:
+        flaxckpt.convert(source, tmp_path / "c", progress=fail)
+    assert caught.value is raised
+    flaxckpt.convert(source, tmp_path / "c")
+
+
+def test_a_path_below_a_file_is_refused(source, tmp_path):
+    (tmp_path / "file").write_text("words")
+    for name in ("x", "x/y"):
+        with pytest.raises(errors.OptionError, match="is a file, not a directory"):
+            flaxckpt.convert(source, tmp_path / "file" / name)
+
+
+def test_nothing_is_said_of_work_that_is_not_there(source, tmp_path, monkeypatch):
+    def fail(directory, work):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(_convert._journal, "Journal", fail)
+    with pytest.raises(errors.SaveFailedError, match="no space left") as caught:
+        flaxckpt.convert(source, tmp_path / "c")
+    assert "What is done" not in str(caught.value)
+
+
+def test_an_index_that_names_nothing_is_no_reason_to_delete(source, tmp_path):
+    (tmp_path / "d").mkdir()
+    text = json.dumps({"weight_map": {"a": "../source"}})
+    (tmp_path / "d" / "model.safetensors.index.json").write_text(text)
+    (tmp_path / "d" / "a.safetensors").write_bytes(b"")
+    with pytest.raises(errors.CheckpointExistsError, match=r"a\.safetensors"):
+        flaxckpt.convert(source, tmp_path / "d", overwrite=True)
