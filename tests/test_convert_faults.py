@@ -5,13 +5,14 @@ import os
 import shutil
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors
 
 import flaxckpt
-from flaxckpt import _convert, errors, transforms
+from flaxckpt import _convert, _pieces, errors, transforms
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -260,3 +261,70 @@ def test_an_index_that_names_nothing_is_no_reason_to_delete(source, tmp_path):
     (tmp_path / "d" / "a.safetensors").write_bytes(b"")
     with pytest.raises(errors.CheckpointExistsError, match=r"a\.safetensors"):
         flaxckpt.convert(source, tmp_path / "d", overwrite=True)
+
+
+# ---- leaves -----------------------------------------------------------------------
+
+FORMATS = ("orbax", "safetensors", "msgpack")
+
+
+def made_of_nothing(state):
+    return {
+        "a": state["a"],
+        "zeros": jnp.zeros((3, 4), jnp.bfloat16),
+        "more": {"ones": jnp.ones(5) * 2, "three": 3},
+    }
+
+
+@pytest.mark.parametrize("limit", [2**30, 10])
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_leaves_made_of_nothing_are_written(source, tmp_path, format_name, limit):
+    change = [transforms.from_function(made_of_nothing)]
+    flaxckpt.convert(
+        source,
+        tmp_path / "d",
+        format=format_name,
+        transforms=change,
+        max_concurrent_bytes=limit,
+    )
+    found = flaxckpt.load(tmp_path / "d")
+    np.testing.assert_array_equal(found["a"], np.arange(40.0))
+    assert found["zeros"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found["zeros"], np.zeros((3, 4)))
+    np.testing.assert_array_equal(found["more"]["ones"], np.full(5, 2.0))
+    assert found["more"]["three"] == 3
+
+
+@pytest.mark.parametrize("chunk_bytes", [2**26, 1000])
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_long_rows_are_cut(tmp_path, monkeypatch, format_name, chunk_bytes):
+    wanted = {
+        "long": np.arange(20_000, dtype=np.float32).reshape(2, 10_000),
+        "deep": np.arange(12_000, dtype=np.int16).reshape(1, 3, 2, 2000, 1),
+        "keys": jax.random.split(jax.random.key(0), 700),
+    }
+    layout = flaxckpt.ArrayLayout(chunk_bytes=chunk_bytes)
+    flaxckpt.save(tmp_path / "a", wanted, layout=layout)
+    sizes = []
+    original = _pieces.read
+
+    def traced(pieces, **options):
+        sizes.append(sum(piece.nbytes for piece in pieces))
+        return original(pieces, **options)
+
+    monkeypatch.setattr(_pieces, "read", traced)
+    flaxckpt.convert(
+        tmp_path / "a",
+        tmp_path / "b",
+        format=format_name,
+        max_concurrent_bytes=3000,
+        layout=flaxckpt.ArrayLayout(chunk_bytes=900, store="files"),
+    )
+    assert max(sizes) <= 1500
+    found = flaxckpt.load(tmp_path / "b")
+    for name in ("long", "deep"):
+        np.testing.assert_array_equal(found[name], wanted[name])
+    keys = found["keys"]
+    if format_name != "msgpack":
+        keys = jax.random.key_data(keys)
+    np.testing.assert_array_equal(keys, jax.random.key_data(wanted["keys"]))
