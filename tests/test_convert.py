@@ -470,11 +470,7 @@ def test_msgpack_is_what_flax_writes(tmp_path, monkeypatch, max_bytes, limit):
     )
 
 
-def test_a_bare_array_and_a_key_become_msgpack(tmp_path):
-    flaxckpt.save(tmp_path / "a", jnp.arange(3))
-    flaxckpt.convert(tmp_path / "a", tmp_path / "a.msgpack", format="msgpack")
-    found = serialization.msgpack_restore((tmp_path / "a.msgpack").read_bytes())
-    np.testing.assert_array_equal(found, np.arange(3))
+def test_a_key_becomes_msgpack(tmp_path):
     key = jax.random.key(3)
     flaxckpt.save(tmp_path / "b", {"key": key})
     flaxckpt.convert(tmp_path / "b", tmp_path / "b.msgpack", format="msgpack")
@@ -505,8 +501,12 @@ def test_any_tree_goes_through_all_formats(tmp_path_factory, tree, limit):
     except errors.LeafNameError:
         return
     flaxckpt.convert(root / "b", root / "c", **options)
-    flaxckpt.convert(root / "c", root / "d", format="msgpack", **options)
     strategies.assert_same(wanted, flaxckpt.load(root / "c"))
+    try:
+        flaxckpt.convert(root / "c", root / "d", format="msgpack", **options)
+    except (errors.LeafNameError, errors.UnsupportedLeafError):
+        return  # of what Flax would not read as the same
+    flaxckpt.load(root / "d")
     wanted_bytes = serialization.to_bytes(wanted) if is_flax(tree) else None
     if wanted_bytes is not None:
         assert (root / "d").read_bytes() == wanted_bytes

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+import strategies
 from safetensors import numpy as safetensors
 
 import flaxckpt
@@ -328,3 +330,115 @@ def test_long_rows_are_cut(tmp_path, monkeypatch, format_name, chunk_bytes):
     if format_name != "msgpack":
         keys = jax.random.key_data(keys)
     np.testing.assert_array_equal(keys, jax.random.key_data(wanted["keys"]))
+
+
+# ---- what would not come back -----------------------------------------------------
+
+
+def refused(tmp_path, tree):
+    flaxckpt.save(tmp_path / "a", tree, overwrite=True)
+    with pytest.raises((errors.LeafNameError, errors.UnsupportedLeafError)) as caught:
+        flaxckpt.convert(tmp_path / "a", tmp_path / "b", format="msgpack")
+    assert not (tmp_path / "b").exists()
+    assert not list(tmp_path.glob("*tmp*"))
+    error = caught.value
+    return set(error.names if isinstance(error, errors.LeafNameError) else error.leaves)
+
+
+ARRAYS = {"x": np.ones(2), "y": {}}
+
+
+@pytest.mark.parametrize(
+    ("tree", "wanted"),
+    [
+        (np.ones(3), {""}),
+        ({}, {""}),
+        ([], {""}),
+        (
+            {"ok": 1, "a/b": 1, "c/d": ARRAYS, "e": {"/": None}},
+            {"a%2Fb", "c%2Fd/x", "c%2Fd/y", "e/%2F"},
+        ),
+        ({"k" * 5000: 1, "ok": 1}, {"k" * 5000}),
+        ({"": ARRAYS, "ok": 1}, {"/x", "/y"}),
+        (
+            {"version": 2, "optimizer": ARRAYS},
+            {"version", "optimizer/x", "optimizer/y"},
+        ),
+        ({"optimizer": 1.5, "version": np.ones(2)}, {"version", "optimizer"}),
+        (
+            {"version": 2, "optimizer": ARRAYS, "rest": 3},
+            {"version", "optimizer/x", "optimizer/y", "rest"},
+        ),
+        (
+            {"o": [{"name": "adam", "fields": {"0": "mu"}, "values": {"0": 1}}]},
+            {"o/0/name", "o/0/fields/0", "o/0/values/0"},
+        ),
+        (
+            {"o": {"name": "adam", "fields": {}, "values": {}}},
+            {"o/name", "o/fields", "o/values"},
+        ),
+        (
+            {"a": {"__msgpack_chunked_array__": True, "z": 1}},
+            {"a/__msgpack_chunked_array__", "a/z"},
+        ),
+        ({"s": "//GDAPlaceholder:x", "t": ["//GDAPlaceholder:"], "u": 1}, {"s", "t/0"}),
+    ],
+)
+def test_what_msgpack_would_not_give_back_is_refused(tmp_path, tree, wanted):
+    assert refused(tmp_path, tree) == wanted
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"name": "a", "fields": {"f": "x"}, "values": {"f": 1}, "more": 1},
+        {"name": np.ones(2), "fields": {"x": 1}, "values": {"x": 2}},
+        {"name": "a", "fields": 1, "values": {"x": 2}},
+        {"a": {"version": 1, "optimizer": {"x": 2}}},
+        {"version": 1, "rest": 2, "optimizer": 3},
+        {"a": " //GDAPlaceholder:", "b": "", "c": None, "d": {}},
+        {"é %.-": {"k" * 4000: np.ones((0, 3))}},
+        [{"a": 1}, "x", 1j],
+    ],
+)
+def test_what_looks_alike_comes_back(tmp_path, tree):
+    flaxckpt.save(tmp_path / "a", tree)
+    flaxckpt.convert(tmp_path / "a", tmp_path / "b", format="msgpack")
+    strategies.assert_same(tree, flaxckpt.load(tmp_path / "b"))
+
+
+@pytest.mark.parametrize("depth", [64, 65])
+def test_containers_that_are_nested_too_deep_are_refused(tmp_path, depth):
+    flaxckpt.save(tmp_path / "a", {"x": 1})
+    options = {"transforms": [transforms.rename("x", "/".join("a" * depth))]}
+    options["format"] = "msgpack"
+    if depth > 64:
+        with pytest.raises(errors.LeafNameError, match="nested"):
+            flaxckpt.convert(tmp_path / "a", tmp_path / "b", **options)
+        return
+    flaxckpt.convert(tmp_path / "a", tmp_path / "b", **options)
+    assert next(iter(flaxckpt.metadata(tmp_path / "b").leaves)) == "/".join("a" * 64)
+
+
+def test_advice_for_numbers_works(tmp_path):
+    tree = {
+        "c": 1 + 2j,
+        "n": np.complex128(0.1 - 1j),
+        "f": ml_dtypes.float8_e3m4(1.5),
+        "w": np.ones(1),
+    }
+    flaxckpt.save(tmp_path / "a", tree)
+    with pytest.raises(errors.UnsupportedLeafError, match="map_leaf it") as caught:
+        flaxckpt.convert(tmp_path / "a", tmp_path / "b", format="safetensors")
+    assert caught.value.leaves.keys() == {"c", "n", "f"}
+    changes = [
+        transforms.map_leaf(path, eval(text.split("map_leaf it with ")[1]))
+        for path, text in caught.value.leaves.items()
+    ]
+    flaxckpt.convert(
+        tmp_path / "a", tmp_path / "b", format="safetensors", transforms=changes
+    )
+    found = flaxckpt.load(tmp_path / "b")
+    np.testing.assert_array_equal(found["c"], [1.0, 2.0])
+    np.testing.assert_array_equal(found["n"], [0.1, -1.0])
+    assert found["f"] == 1.5
