@@ -14,8 +14,9 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import rich.progress
 
 from flaxckpt import (
@@ -83,15 +84,45 @@ class Options:
     progress: Progress = False
 
     def __post_init__(self) -> None:
-        if self.format not in _targets.MAKERS:
+        if self.format not in tuple(_targets.MAKERS):
             raise errors.OptionError(
                 f"format must be one of {tuple(_targets.MAKERS)}, got {self.format!r}"
             )
         for name in ("max_shard_bytes", "max_concurrent_bytes"):
-            if getattr(self, name) <= 0:
-                raise errors.OptionError(
-                    f"{name} must be positive, got {getattr(self, name)}"
-                )
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise errors.OptionError(f"{name} must be an int, got {value!r}")
+            if value <= 0:
+                raise errors.OptionError(f"{name} must be positive, got {value}")
+        if not isinstance(self.layout, ArrayLayout):
+            raise errors.OptionError(
+                f"layout must be a flaxckpt.ArrayLayout, got {self.layout!r}"
+            )
+        if not isinstance(self.progress, bool) and not callable(self.progress):
+            raise errors.OptionError(
+                f"progress must be a bool or a function, got {self.progress!r}"
+            )
+
+
+def format_of(final: Path, format: str | None) -> Any:
+    """The format that is meant: what is passed, else what the path ends in.
+
+    Raises:
+        OptionError: The path ends as those of another format do.
+    """
+    suffix = _SUFFIXES.get(final.suffix)
+    if format is None:
+        return suffix or "orbax"
+    if suffix is not None and format in tuple(_targets.MAKERS) and format != suffix:
+        raise errors.OptionError(
+            f"{final} ends in {final.suffix}, and format={format!r} makes none of that:"
+            f" pass format={suffix!r}, or choose another path"
+        )
+    return format
+
+
+_SUFFIXES = {".safetensors": "safetensors", ".msgpack": "msgpack"}
+"""How paths end that are of one format only."""
 
 
 def run(source: Path, step: int | None, final: Path, options: Options) -> SaveResult:
@@ -216,7 +247,7 @@ def _work(
         "leaves": _storage.digest(content),
         "layout": dataclasses.asdict(options.layout),
         "others": [*others, os.urandom(16).hex()] if others else [],
-        "bytes": [state.batch_bytes, options.max_shard_bytes],
+        "bytes": [int(state.batch_bytes), int(options.max_shard_bytes)],
     }
 
 

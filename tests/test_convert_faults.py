@@ -442,3 +442,47 @@ def test_advice_for_numbers_works(tmp_path):
     np.testing.assert_array_equal(found["c"], [1.0, 2.0])
     np.testing.assert_array_equal(found["n"], [0.1, -1.0])
     assert found["f"] == 1.5
+
+
+# ---- options ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_concurrent_bytes": "x"},
+        {"max_concurrent_bytes": True},
+        {"max_shard_bytes": 1.5},
+        {"layout": {"codec": "zstd"}},
+        {"layout": {}},
+        {"format": ["orbax"]},
+        {"format": ""},
+        {"progress": "yes"},
+    ],
+)
+def test_arguments_of_wrong_types_are_refused(source, tmp_path, options):
+    [name] = options
+    with pytest.raises(errors.OptionError, match=name):
+        flaxckpt.convert(source, tmp_path / "c", **options)
+    assert not list(tmp_path.glob("c*"))
+
+
+def test_the_path_says_which_format(source, tmp_path):
+    for name, wanted in (
+        ("a.safetensors", "safetensors"),
+        ("b.msgpack", "msgpack"),
+        ("c", "flaxckpt"),
+    ):
+        flaxckpt.convert(source, tmp_path / name)
+        assert flaxckpt.metadata(tmp_path / name).format == wanted
+    for name, format_name in (
+        ("d.safetensors", "orbax"),
+        ("d.safetensors", "msgpack"),
+        ("d.msgpack", "orbax"),
+        ("d.msgpack", "safetensors"),
+    ):
+        with pytest.raises(errors.OptionError, match="ends in"):
+            flaxckpt.convert(source, tmp_path / name, format=format_name)
+    with pytest.raises(errors.OptionError, match="must be one of"):
+        flaxckpt.convert(source, tmp_path / "d.msgpack", format=["orbax"])
+    assert not list(tmp_path.glob("d*"))
