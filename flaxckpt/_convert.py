@@ -12,10 +12,11 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import rich.progress
 
 from flaxckpt import (
@@ -24,6 +25,7 @@ from flaxckpt import (
     _layout,
     _locate,
     _pieces,
+    _steps,
     _storage,
     _targets,
     _threads,
@@ -35,7 +37,13 @@ from flaxckpt._info import ArrayLayout, Leaf, SaveResult, Stored, StoredLeaf
 from flaxckpt._pieces import Piece
 from flaxckpt._types import JSON
 from flaxckpt._zarr import Array
-from flaxckpt.formats import _orbax, _orbax_json
+from flaxckpt.formats import (
+    _orbax,
+    _orbax_disk,
+    _orbax_json,
+    _safetensors_json,
+    _t5x,
+)
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _table as _transforms
 
@@ -48,6 +56,7 @@ DEFAULT_CONCURRENT_BYTES = 2**30
 
 _BATCH_BYTES = 256 * 2**20
 """What is read, and then written and made durable, together."""
+
 
 Progress: TypeAlias = bool | Callable[[int, int], object]
 
@@ -75,76 +84,94 @@ class Options:
     progress: Progress = False
 
     def __post_init__(self) -> None:
-        if self.format not in _targets.MAKERS:
+        if self.format not in tuple(_targets.MAKERS):
             raise errors.OptionError(
                 f"format must be one of {tuple(_targets.MAKERS)}, got {self.format!r}"
             )
         for name in ("max_shard_bytes", "max_concurrent_bytes"):
-            if getattr(self, name) <= 0:
-                raise errors.OptionError(
-                    f"{name} must be positive, got {getattr(self, name)}"
-                )
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise errors.OptionError(f"{name} must be an int, got {value!r}")
+            if value <= 0:
+                raise errors.OptionError(f"{name} must be positive, got {value}")
+        if not isinstance(self.layout, ArrayLayout):
+            raise errors.OptionError(
+                f"layout must be a flaxckpt.ArrayLayout, got {self.layout!r}"
+            )
+        if not isinstance(self.progress, bool) and not callable(self.progress):
+            raise errors.OptionError(
+                f"progress must be a bool or a function, got {self.progress!r}"
+            )
+
+
+def format_of(final: Path, format: str | None) -> Any:
+    """The format that is meant: what is passed, else what the path ends in.
+
+    Raises:
+        OptionError: The path ends as those of another format do.
+    """
+    suffix = _SUFFIXES.get(final.suffix)
+    if format is None:
+        return suffix or "orbax"
+    if suffix is not None and format in tuple(_targets.MAKERS) and format != suffix:
+        raise errors.OptionError(
+            f"{final} ends in {final.suffix}, and format={format!r} makes none of that:"
+            f" pass format={suffix!r}, or choose another path"
+        )
+    return format
+
+
+_SUFFIXES = {".safetensors": "safetensors", ".msgpack": "msgpack"}
+"""How paths end that are of one format only."""
 
 
 def run(source: Path, step: int | None, final: Path, options: Options) -> SaveResult:
     """Converts the checkpoint at `source` into one at `final`."""
     begun = time.monotonic()
     found, number = _locate.locate(source, step)
-    if final == found or found in final.parents or final in found.parents:
-        raise errors.OptionError(
-            f"{final} lies in the checkpoint {found}, or that in it: choose a path"
-            " beside it"
-        )
+    _check_apart(final, [found], ())
     check_free(final, overwrite=options.overwrite)
+    files = _stamps(found)
     stored = _locate.read_stored(found, number)
     state = _state(stored, number, options)
+    roots = _roots(state)
+    files += tuple([f for r in roots if r != found for f in _stamps(r)])
+    _check_apart(final, roots, files)
     target = _targets.MAKERS[options.format](state, final)
+    work = _work(stored, state, target, options, files)
     temporary = final.with_name(final.name + TEMPORARY)
+    progress = _Shown(options.progress)
     try:
-        with _journal.Journal(temporary, _work(stored, state, target, options)) as done:
+        with _journal.Journal(temporary, work) as done:
             kept = target.begin(done.output, done.done)
-            _write(target, kept, done, options)
+            _write(target, kept, done, progress)
             target.finish(done.output)
             size = _storage.sync_tree(done.output)
-            _check_current(stored)
+            _check_current(stored, files)
             done.forget()
             _publish(done.output / target.result, final, overwrite=options.overwrite)
             done.remove()
     except errors.CheckpointError:
         raise
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
+        if error is progress.raised:
+            raise
         raise errors.SaveFailedError(
             f"{final} could not be made of {found}:"
-            f" {' '.join(str(error).split())[:300]}\n"
-            f"What is done of it is in {temporary}: the same conversion goes on there;"
-            " else remove it."
+            f" {' '.join(str(error).split())[:300]}{_rest(temporary)}"
         ) from error
     secs = time.monotonic() - begun
     _log.info("converted %s to %s: %d bytes in %.3f s", found, final, size, secs)
     return SaveResult(None, str(final), size, secs, secs)
 
 
-def check_free(final: Path, *, overwrite: bool) -> None:
-    """Refuses a path that is taken.
-
-    Raises:
-        CheckpointExistsError: Something is there that may not be replaced.
-    """
-    if not os.path.lexists(final):
-        return
-    is_directory = final.is_dir() and not final.is_symlink()
-    if is_directory and not any(final.iterdir()):
-        return
-    if not overwrite:
-        raise errors.CheckpointExistsError(
-            f"{final} exists: choose another path, or pass overwrite=True"
-        )
-    is_own = _orbax.is_whole(final) or formats.recognises(final)
-    if final.is_symlink() or (is_directory and not is_own):
-        raise errors.CheckpointExistsError(
-            f"{final} exists and is no checkpoint, so it is not overwritten:"
-            " remove it yourself, or choose another path"
-        )
+def _rest(temporary: Path) -> str:
+    if not temporary.is_dir():
+        return ""
+    return (
+        f"\nWhat is done of it is in {temporary}: the same conversion goes on there;"
+        " else remove it."
+    )
 
 
 # ---- what is made -----------------------------------------------------------------
@@ -189,7 +216,11 @@ def _text(leaf: Leaf) -> str:
 
 
 def _work(
-    stored: Stored, state: _targets.State, target: _targets.Target, options: Options
+    stored: Stored,
+    state: _targets.State,
+    target: _targets.Target,
+    options: Options,
+    files: Sequence[_storage.Stamp],
 ) -> dict[str, JSON]:
     """What is made of what: equal only if what is done already can be kept."""
     rows: list[JSON] = [
@@ -202,22 +233,28 @@ def _work(
         ]
         for leaf in state.table.values()
     ]
-    roots = {s.root for leaf in state.table.values() for s in _stored(leaf)}
     # Of other checkpoints nobody knows whether they are still the same.
-    others = [str(root) for root in roots if str(root) != stored.metadata.path]
+    others = [str(root) for root in _roots(state) if str(root) != stored.metadata.path]
     identity = None if stored.stamp is None else stored.stamp.identity
     content = _orbax_json.dumps([rows, _tree.to_json(state.structure)])
     return {
         "version": 1,
         "source": stored.metadata.path,
         "stamp": list(identity or ()),
+        "source files": _storage.digest(repr(files).encode(errors="surrogatepass")),
         "format": options.format,
         "files": list(target.files),
         "leaves": _storage.digest(content),
         "layout": dataclasses.asdict(options.layout),
         "others": [*others, os.urandom(16).hex()] if others else [],
-        "bytes": [state.batch_bytes, options.max_shard_bytes],
+        "bytes": [int(state.batch_bytes), int(options.max_shard_bytes)],
     }
+
+
+def _roots(state: _targets.State) -> list[Path]:
+    """The checkpoints that leaves come from."""
+    stored = [source for leaf in state.table.values() for source in _stored(leaf)]
+    return list(dict.fromkeys(source.root for source in stored))
 
 
 def _stored(leaf: Leaf) -> list[StoredLeaf]:
@@ -231,12 +268,12 @@ def _write(
     target: _targets.Target,
     kept: Collection[str],
     journal: _journal.Journal,
-    options: Options,
+    progress: _Shown,
 ) -> None:
     missing = [piece for piece in target.pieces if piece.name not in kept]
     total = sum(piece.nbytes for piece in target.pieces)
     batches = _pieces.batches(missing, target.batch_bytes)
-    with _shown(options.progress) as show:
+    with progress.begin() as show:
         done = total - sum(piece.nbytes for piece in missing)
         show(done, total)
         # The next batch is read while one is written.
@@ -263,39 +300,252 @@ def _finish(
         journal.add(piece.name for piece, _ in ready if piece.leaf.fn is None)
 
 
-@contextlib.contextmanager
-def _shown(progress: Progress) -> Iterator[Callable[[int, int], object]]:
-    if callable(progress):
-        yield progress
-    elif not progress:
-        yield lambda done, total: None
-    else:
-        with rich.progress.Progress(
-            *rich.progress.Progress.get_default_columns(),
-            rich.progress.DownloadColumn(binary_units=True),
-        ) as bar:
-            task = bar.add_task("converting", total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
+class _Shown:
+    """Shows how far it is.
+
+    Attributes:
+        raised: What the caller's own function raised.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.raised: Exception | None = None
+
+    @contextlib.contextmanager
+    def begin(self) -> Iterator[Callable[[int, int], object]]:
+        """While this lasts, what it gives is called with bytes done and in all."""
+        if callable(self._progress):
+            yield self._call
+        elif not self._progress:
+            yield lambda done, total: None
+        else:
+            with rich.progress.Progress(
+                *rich.progress.Progress.get_default_columns(),
+                rich.progress.DownloadColumn(binary_units=True),
+            ) as bar:
+                task = bar.add_task("converting", total=None)
+                yield lambda done, total: bar.update(task, completed=done, total=total)
+
+    def _call(self, done: int, total: int) -> None:
+        assert callable(self._progress), self._progress
+        try:
+            self._progress(done, total)
+        except Exception as error:
+            self.raised = error
+            raise
 
 
-def _check_current(stored: Stored) -> None:
+def _check_current(stored: Stored, files: Sequence[_storage.Stamp]) -> None:
     if stored.stamp is not None and not stored.stamp.is_current():
         raise errors.DamagedCheckpointError(
             f"{stored.metadata.path} was replaced or deleted while it was read;"
             " convert it again"
         )
+    if names := _changed(files):
+        raise errors.DamagedCheckpointError(
+            f"{len(names)} files were changed or deleted while they were read:\n"
+            f"{errors.rows(names)}\nConvert {stored.metadata.path} again."
+        )
 
 
 def _publish(made: Path, final: Path, *, overwrite: bool) -> None:
     """Moves what was made to its place, in one step."""
+    check_free(final, overwrite=overwrite)
     if made.is_dir() and overwrite and final.is_dir():
         _storage.exchange(made, final)
     elif made.is_dir() and not (overwrite and final.exists()):
         _storage.publish(made, final)
     else:
-        check_free(final, overwrite=overwrite)
         if made.is_dir() or final.is_dir():
             aside = made.with_name("replaced")
             final.rename(aside)
         made.rename(final)
         _storage.sync_directory(final.parent)
+
+
+# ---- what is replaced ------------------------------------------------------------
+
+
+_MAX_FILES = 200_000
+"""Files of one source that are watched."""
+
+_OWN = frozenset(
+    (
+        *(_orbax.STATE, _orbax.DATASET, _orbax.METRICS),
+        *(_orbax_json.MANIFEST, _orbax_disk.CHECKPOINT, "commit_success.txt"),
+        _steps.PIN,
+    )
+)
+_FILES_OF_ORBAX = _OWN | {
+    *(_orbax_disk.TREE, _orbax_disk.AGGREGATE, _orbax_disk.STRINGS),
+    *("_sharding", "manifest.ocdbt", "orbax.checkpoint"),
+    *(".zarray", "zarr.json"),  # of an array without a name
+}
+
+
+def check_free(final: Path, *, overwrite: bool) -> None:
+    """Refuses a path that is taken.
+
+    Only a checkpoint is replaced, and a directory only if nothing else is in it.
+
+    Raises:
+        OptionError: It lies below a file.
+        CheckpointExistsError: Something is there that may not be replaced.
+    """
+    above = next(path for path in final.parents if os.path.lexists(path))
+    if not above.is_dir():
+        raise errors.OptionError(
+            f"{final} cannot be made: {above} is a file, not a directory"
+        )
+    if not os.path.lexists(final):
+        return
+    is_directory = final.is_dir() and not final.is_symlink()
+    if is_directory and not any(final.iterdir()):
+        return
+    if not overwrite:
+        raise errors.CheckpointExistsError(
+            f"{final} exists: choose another path, or pass overwrite=True"
+        )
+    foreign = None
+    if is_directory:
+        foreign = _foreign(final)
+    elif not final.is_symlink() and formats.recognises(final):
+        foreign = []
+    if foreign is None:
+        raise errors.CheckpointExistsError(
+            f"{final} exists and is no checkpoint, so it is not overwritten:"
+            " remove it yourself, or choose another path"
+        )
+    if foreign:
+        raise errors.CheckpointExistsError(
+            f"{final} is no checkpoint alone, so it is not overwritten: what else is in"
+            f" it would be lost:\n{errors.rows(foreign)}\nMove that away, or choose"
+            " another path."
+        )
+
+
+def _foreign(directory: Path) -> list[str] | None:
+    """What in a directory is not of the checkpoint there; None if there is none."""
+    try:
+        is_orbax = _orbax.is_whole(directory)
+    except errors.CheckpointFormatError:  # several items
+        is_orbax = True
+    found = sorted(directory.iterdir())
+    if is_orbax and (directory / _orbax_json.MANIFEST).is_file():
+        return [path.name for path in found if path.name not in _OWN]
+    if is_orbax:
+        return [path.name for path in found if not _is_of_orbax(path)]
+    if _t5x.recognises(directory):
+        return [path.name for path in found if not _is_of_t5x(path)]
+    files = _of_safetensors(directory, [path.name for path in found])
+    if not files:
+        return None
+    return [
+        path.name
+        for path in found
+        if path.name not in files or not path.is_file() or path.is_symlink()
+    ]
+
+
+def _is_of_orbax(path: Path) -> bool:
+    if path.is_dir():  # an item, or an array
+        return not path.name.startswith(".") and not path.is_symlink()
+    return path.name in _FILES_OF_ORBAX
+
+
+def _is_of_t5x(path: Path) -> bool:
+    if path.is_dir():
+        return (path / ".zarray").is_file() and not path.is_symlink()
+    return path.name in (_orbax_disk.AGGREGATE, _steps.PIN)
+
+
+def _of_safetensors(directory: Path, names: Iterable[str]) -> set[str]:
+    """The files of the checkpoint in a directory; empty if there is no single one."""
+    names = list(names)
+    suffix = _safetensors_json.INDEX_SUFFIX
+    indices = [name for name in names if name.endswith(suffix)]
+    if len(indices) > 1:
+        return set()
+    if indices:
+        return {indices[0], *_shards(directory / indices[0])}
+    files = [name for name in names if name.endswith(_safetensors_json.SUFFIX)]
+    return set(files) if len(files) == 1 else set()
+
+
+def _shards(index: Path) -> set[str]:
+    """Names of the files that an index is of; none if it cannot be read."""
+    try:
+        text = _storage.read(index, max_bytes=_safetensors_json.MAX_HEADER_BYTES)
+        return set(_safetensors_json.parse_index(text).files.values())
+    except (OSError, ValueError):
+        return set()
+
+
+# ---- what is read ----------------------------------------------------------------
+
+
+def _stamps(source: Path) -> tuple[_storage.Stamp, ...]:
+    """All files of a checkpoint as they are now, in order; at most a fixed number."""
+    found: list[_storage.Stamp] = []
+    for path in _files(source):
+        if len(found) == _MAX_FILES:
+            break
+        if path.name != _steps.PIN:
+            found.append(_storage.stamp(path))
+    return tuple(found)
+
+
+def _files(source: Path) -> Iterator[Path]:
+    if source.is_dir():
+        for directory, directories, names in os.walk(source):
+            directories.sort()
+            for name in sorted(names):
+                yield Path(directory, name)
+        return
+    yield source
+    if source.name.endswith(_safetensors_json.INDEX_SUFFIX):
+        for name in sorted(_shards(source)):
+            yield source.parent / name
+    elif _t5x.recognises(source):
+        for path in sorted(source.resolve().parent.iterdir()):
+            if path.is_dir() and _is_of_t5x(path):
+                yield from _files(path)
+
+
+def _changed(found: Iterable[_storage.Stamp]) -> list[str]:
+    """Which files are not any more what they were."""
+    return [str(stamp.path) for stamp in found if not stamp.is_current()]
+
+
+def _check_apart(
+    final: Path, sources: Iterable[Path], files: Iterable[_storage.Stamp]
+) -> None:
+    """Refuses a path that is, lies in or holds what is read, whatever it is called.
+
+    Args:
+        final: What is to be made.
+        sources: Checkpoints that are read.
+        files: Files of them.
+
+    Raises:
+        OptionError: It does.
+    """
+    made = os.path.realpath(final)
+    for source in sources:
+        real = os.path.realpath(source)
+        if made == real or _holds(made, real) or _holds(real, made):
+            raise errors.OptionError(
+                f"{final} lies in the checkpoint {source}, or that in it: choose a path"
+                " beside it"
+            )
+    for stamp in files:
+        real = os.path.realpath(stamp.path)
+        if made == real or _holds(made, real):
+            raise errors.OptionError(
+                f"{final} is, or holds, {stamp.path}, which is read: choose another"
+                " path"
+            )
+
+
+def _holds(directory: str, path: str) -> bool:
+    return path.startswith(directory.rstrip("/") + "/")

@@ -1,7 +1,8 @@
 """Leaves cut into pieces that fit into memory, and the values of these.
 
-A piece is some whole rows of an array, so one run of bytes in C order. Whole arrays are
-read as a restore reads them; parts come through TensorStore. Both are verified.
+A piece is some whole rows of an array, or a part of one row, so one run of bytes in C
+order, unless chunks must stay whole. Whole arrays are read as a restore reads them;
+parts come through TensorStore. Both are verified.
 """
 
 from __future__ import annotations
@@ -80,32 +81,62 @@ def cut(leaf: Leaf, *, chunk_shape: Shape | None, max_bytes: int) -> list[Piece]
     """
     shape = _layout.stored_form(leaf.info)[0]
     whole = Piece(leaf, _zarr.whole(shape))
-    source = leaf.sources[0]
-    read_bytes = 0
-    if isinstance(source, StoredLeaf) and leaf.fn is None:
-        read_bytes = _layout.stored_bytes(source.info)
-    size = max(whole.nbytes, read_bytes)
-    # Along the first axis that is no 1: what is cut there is one run of bytes.
-    axis = next((i for i, extent in enumerate(shape) if extent != 1), None)
-    if leaf.fn is not None or axis is None or size <= max_bytes:
+    if leaf.fn is not None:
         return [whole]
-    row_bytes = size // shape[axis]
-    step = chunk_shape[axis] if chunk_shape else 1
-    if isinstance(source, StoredLeaf) and source.info.chunk_shape:
+    read_bytes, read_chunk = 0, None
+    if isinstance(source := leaf.source, StoredLeaf):
+        read_bytes = _layout.stored_bytes(source.info)
+        read_chunk = source.info.chunk_shape
+    size = max(whole.nbytes, read_bytes)
+    cuts = _Cuts(shape, chunk_shape, read_chunk, size, max_bytes)
+    return [Piece(leaf, region) for region in _regions(cuts, ())]
+
+
+class _Cuts(NamedTuple):
+    """How an array is cut.
+
+    Attributes:
+        shape: Of the array.
+        chunk_shape: What must not be cut; None: nothing.
+        read_chunk: What is read at once; None: single elements.
+        size: Of the array, in bytes.
+        max_bytes: Upper bound on a piece.
+    """
+
+    shape: Shape
+    chunk_shape: Shape | None
+    read_chunk: Shape | None
+    size: int
+    max_bytes: int
+
+
+def _regions(cuts: _Cuts, outer: Region) -> Iterator[Region]:
+    """Regions with the bounds `outer` along the first axes, in C order.
+
+    What is cut along an axis is one row along all those before it, or one row of
+    chunks.
+    """
+    shape, axis = cuts.shape, len(outer)
+    rest = shape[axis:]
+    rows = math.prod(_zarr.extent(outer))
+    size = cuts.size * rows // max(1, math.prod(shape[:axis]))
+    if size <= cuts.max_bytes or not rest:
+        yield (*outer, *_zarr.whole(rest))
+        return
+    step = cuts.chunk_shape[axis] if cuts.chunk_shape else 1
+    row_bytes = max(1, size // rest[0])
+    if step * row_bytes > cuts.max_bytes and any(extent > 1 for extent in rest[1:]):
+        for start in range(0, rest[0], step):
+            yield from _regions(cuts, (*outer, (start, min(start + step, rest[0]))))
+        return
+    if cuts.read_chunk:
         # Else the chunk that two pieces reach into would be read twice.
-        both = math.lcm(step, source.info.chunk_shape[axis])
-        step = both if both * row_bytes <= max_bytes else step
-    step *= max(1, max_bytes // (row_bytes * step))
-    return [
-        whole._replace(
-            region=(
-                *whole.region[:axis],
-                (start, min(start + step, shape[axis])),
-                *whole.region[axis + 1 :],
-            )
-        )
-        for start in range(0, shape[axis], step)
-    ]
+        both = math.lcm(step, cuts.read_chunk[axis])
+        step = both if both * row_bytes <= cuts.max_bytes else step
+    step *= max(1, cuts.max_bytes // (row_bytes * step))
+    for start in range(0, rest[0], step):
+        bounds = (start, min(start + step, rest[0]))
+        yield (*outer, bounds, *_zarr.whole(rest[1:]))
 
 
 def batches(pieces: Iterable[Piece], max_bytes: int) -> Iterator[list[Piece]]:
@@ -117,7 +148,8 @@ def batches(pieces: Iterable[Piece], max_bytes: int) -> Iterator[list[Piece]]:
     groups: dict[object, list[Piece]] = {}
     for n, piece in enumerate(pieces):
         sources = tuple([id(source) for source in piece.leaf.sources])
-        groups.setdefault(n if piece.leaf.fn is None else sources, []).append(piece)
+        alone = piece.leaf.fn is None or not sources
+        groups.setdefault(n if alone else sources, []).append(piece)
     batch: list[Piece] = []
     total = 0
     for group in groups.values():

@@ -15,7 +15,7 @@ def convert(
     src: PathLike,
     dst: PathLike,
     *,
-    format: Literal["orbax", "safetensors", "msgpack"] = "orbax",
+    format: Literal["orbax", "safetensors", "msgpack"] | None = None,
     transforms: Sequence[Transform] = (),
     layout: ArrayLayout | None = None,
     step: int | None = None,
@@ -32,7 +32,7 @@ def convert(
     on there, and any other starts over.
 
     ```python
-    convert("run", "model.safetensors", format="safetensors")
+    convert("run", "model.safetensors")
     ```
 
     Args:
@@ -43,14 +43,17 @@ def convert(
         format: `orbax` is what `save` writes. `safetensors` takes what we know of the
             leaves along, in text that other readers ignore: it converts back to equal
             values and types. `msgpack` is what `flax.serialization.to_bytes` writes.
+            By default what `dst` ends in, `.safetensors` or `.msgpack`, else `orbax`.
         transforms: What to change on the way, as `transforms.cast`.
         layout: How arrays are cut and encoded, for `orbax`.
         step: Which step of a run directory; by default the newest.
-        overwrite: Whether to replace a checkpoint that is there.
+        overwrite: Whether to replace a checkpoint that is there. A directory with
+            anything else in it is never replaced.
         max_shard_bytes: Upper bound on the arrays in one file of a directory of
             safetensors; a larger array has a file of its own.
-        max_concurrent_bytes: Bytes of arrays in memory at one time. An array is cut
-            along its first axis, but chunks and what transforms compute are not cut.
+        max_concurrent_bytes: Bytes of arrays in memory at one time. Arrays are cut
+            into rows and parts of rows, but chunks that are written and what transforms
+            compute are not cut.
         progress: Whether to show a bar; or a function that is called with the bytes
             that are done and those in all.
 
@@ -60,18 +63,22 @@ def convert(
     Raises:
         CheckpointNotFoundError, CheckpointFormatError, DamagedCheckpointError: As for
             `load`.
+        DamagedCheckpointError: Files of `src` were changed meanwhile, too.
+        OptionError: `dst` is a part of what is read, or ends as another format does.
         CheckpointExistsError: `dst` is taken, or another process works there.
-        UnsupportedLeafError: The format lacks the types of some leaves; all are named.
-        LeafNameError: Leaf names collide in it.
+        UnsupportedLeafError: The format lacks the types of some leaves, or would not
+            give back some values; all are named.
+        LeafNameError: Leaf names collide in it, or would not come back.
         SaveFailedError: The bytes could not be written.
     """
+    final = _storage.resolve(dst)
     options = _convert.Options(
-        format,
+        _convert.format_of(final, format),
         transforms,
-        layout or ArrayLayout(),
+        ArrayLayout() if layout is None else layout,
         overwrite,
         max_shard_bytes,
         max_concurrent_bytes,
         progress,
     )
-    return _convert.run(_storage.resolve(src), step, _storage.resolve(dst), options)
+    return _convert.run(_storage.resolve(src), step, final, options)

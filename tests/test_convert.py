@@ -470,11 +470,7 @@ def test_msgpack_is_what_flax_writes(tmp_path, monkeypatch, max_bytes, limit):
     )
 
 
-def test_a_bare_array_and_a_key_become_msgpack(tmp_path):
-    flaxckpt.save(tmp_path / "a", jnp.arange(3))
-    flaxckpt.convert(tmp_path / "a", tmp_path / "a.msgpack", format="msgpack")
-    found = serialization.msgpack_restore((tmp_path / "a.msgpack").read_bytes())
-    np.testing.assert_array_equal(found, np.arange(3))
+def test_a_key_becomes_msgpack(tmp_path):
     key = jax.random.key(3)
     flaxckpt.save(tmp_path / "b", {"key": key})
     flaxckpt.convert(tmp_path / "b", tmp_path / "b.msgpack", format="msgpack")
@@ -505,8 +501,12 @@ def test_any_tree_goes_through_all_formats(tmp_path_factory, tree, limit):
     except errors.LeafNameError:
         return
     flaxckpt.convert(root / "b", root / "c", **options)
-    flaxckpt.convert(root / "c", root / "d", format="msgpack", **options)
     strategies.assert_same(wanted, flaxckpt.load(root / "c"))
+    try:
+        flaxckpt.convert(root / "c", root / "d", format="msgpack", **options)
+    except (errors.LeafNameError, errors.UnsupportedLeafError):
+        return  # of what Flax would not read as the same
+    flaxckpt.load(root / "d")
     wanted_bytes = serialization.to_bytes(wanted) if is_flax(tree) else None
     if wanted_bytes is not None:
         assert (root / "d").read_bytes() == wanted_bytes
@@ -655,7 +655,7 @@ def test_an_error_leaves_what_is_done(tmp_path, monkeypatch, format_name, fault)
 @pytest.mark.parametrize("format_name", ["orbax", "safetensors", "msgpack"])
 def test_what_was_moved_away_is_made_again(tmp_path, monkeypatch, format_name):
     """As if it was killed after the last step, and the result then removed."""
-    source, target = big_source(tmp_path), tmp_path / "x.safetensors"
+    source, target = big_source(tmp_path), tmp_path / "x"
     with monkeypatch.context() as patch:
         patch.setattr(_convert._journal.Journal, "remove", lambda journal: None)
         flaxckpt.convert(source, target, format=format_name)
@@ -749,9 +749,9 @@ def test_what_is_there_is_replaced_only_when_asked(source, tmp_path):
 
 
 def test_a_file_and_a_directory_replace_each_other(source, tmp_path):
-    target = tmp_path / "x.safetensors"
+    target = tmp_path / "x"
     flaxckpt.convert(source, target)
-    flaxckpt.convert(source, target, format="safetensors", overwrite=True)
+    flaxckpt.convert(source, target, format="msgpack", overwrite=True)
     assert target.is_file()
     flaxckpt.convert(source, target, overwrite=True)
     assert_equal(source, target)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import struct
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import msgpack
 
-from flaxckpt import _dtypes, _layout, _runs, _tree
+from flaxckpt import _dtypes, _layout, _runs, _tree, errors
 from flaxckpt._info import LeafInfo
 from flaxckpt._types import LeafPath, Shape
 
@@ -44,10 +45,142 @@ class Contents(NamedTuple):
 
 
 def layout(name: str, contents: Contents) -> _runs.FileLayout:
-    """The file `name` that holds the state."""
+    """The file `name` that holds the state.
+
+    Raises:
+        LeafNameError: Names that readers refuse, or take for something else.
+        UnsupportedLeafError: Values of which that is so.
+    """
+    _check(contents)
     file = _runs.FileLayout(name)
     _add(file, contents, contents.structure)
     return file
+
+
+def _parts(node: _tree.Node) -> list[tuple[str, _tree.Node | LeafPath]]:
+    """The map that a container becomes."""
+    names = ["value"] if node.is_box else [str(key.name) for key in node.keys]
+    return list(zip(names, node.children, strict=True))
+
+
+# ---- what would not come back -----------------------------------------------------
+
+
+_MAX_KEY_BYTES = 4096
+_CHUNKED = "__msgpack_chunked_array__"
+_NAMED_TUPLE = {"name", "fields", "values"}
+_T5X = {"version", "optimizer"}
+_ELSEWHERE = "//GDAPlaceholder:"
+_SURROGATES = re.compile(r"[\ud800-\udfff]")
+
+
+def _check(contents: Contents) -> None:
+    """Refuses what readers refuse or take for something else."""
+    root = contents.structure
+    if isinstance(root, str) or root.type == "None" or not root.children:
+        what = (
+            str(contents.infos[root]) if isinstance(root, str) else "an empty container"
+        )
+        raise errors.UnsupportedLeafError(
+            {"": f"{what} that is all of the state; msgpack files hold a dict"},
+            "Put it into a dict, or convert to another format.",
+        )
+    names: dict[LeafPath, str] = {}
+    keys = [key for key, _ in _parts(root)]
+    if set(keys) == _T5X or set(keys[:2]) == _T5X:
+        names |= dict.fromkeys(
+            _leaves(root, ()),
+            "is in a dict of 'version' and 'optimizer', as T5X's files",
+        )
+    _check_names(contents, root, (), 0, names)
+    if names:
+        raise errors.LeafNameError(
+            names,
+            "Rename them on the way, as transforms=[rename(pattern, new)], or convert"
+            " to another format.",
+        )
+    values = {
+        path: f"the text {text[:40]!r}, which {reason}"
+        for path, text in contents.strings.items()
+        if (reason := _fault_of_text(text))
+    }
+    if values:
+        raise errors.UnsupportedLeafError(
+            values,
+            "Drop them on the way, as transforms=[drop(pattern)], or convert to another"
+            " format.",
+        )
+
+
+def _check_names(
+    contents: Contents,
+    node: _tree.Node | LeafPath,
+    path: tuple[_tree.Key, ...],
+    depth: int,
+    faults: dict[LeafPath, str],
+) -> None:
+    """Adds the leaves of which a name would not come back.
+
+    Args:
+        contents: What is written.
+        node: A leaf or a container of it.
+        path: The way to it.
+        depth: How many containers it is in.
+        faults: Leaf path -> what is wrong with it; is added to.
+    """
+    if isinstance(node, str) or node.type == "None":
+        return
+    if depth >= _tree.MAX_DEPTH:
+        reason = f"is in containers nested more than {_tree.MAX_DEPTH} deep"
+        faults |= dict.fromkeys(_leaves(node, path), reason)
+        return
+    parts = dict(_parts(node))
+    if _CHUNKED in parts:
+        reason = f"is in a dict with the key {_CHUNKED!r}, as arrays in parts are"
+        faults |= dict.fromkeys(_leaves(node, path), reason)
+    elif set(parts) == _NAMED_TUPLE and _is_named_tuple(contents, parts):
+        reason = "is in a dict of 'name', 'fields' and 'values', as old named tuples"
+        faults |= dict.fromkeys(_leaves(node, path), reason)
+    for (name, child), key in zip(parts.items(), node.keys, strict=True):
+        inner = path if node.is_box else (*path, key)
+        if fault := _fault_of_key(name):
+            faults |= dict.fromkeys(_leaves(child, inner), fault)
+        _check_names(contents, child, inner, depth + 1, faults)
+
+
+def _is_named_tuple(
+    contents: Contents, parts: Mapping[str, _tree.Node | LeafPath]
+) -> bool:
+    if parts["name"] not in contents.strings:
+        return False
+    maps = [parts[name] for name in ("fields", "values")]
+    return not any(isinstance(node, str) or node.type == "None" for node in maps)
+
+
+def _fault_of_key(key: str) -> str | None:
+    if not key:
+        return "has an empty key"
+    if _SURROGATES.search(key):
+        return "is no valid Unicode"
+    if len(key.encode()) > _MAX_KEY_BYTES:
+        return f"has a key of more than {_MAX_KEY_BYTES} bytes"
+    if "/" in key:
+        return f"has a '/' in the key {key[:60]!r}"
+    return f"has a NUL in the key {key[:60]!r}" if "\0" in key else None
+
+
+def _fault_of_text(text: str) -> str | None:
+    if text.startswith(_ELSEWHERE):
+        return "stands for an array that is elsewhere"
+    return "is no valid Unicode" if _SURROGATES.search(text) else None
+
+
+def _leaves(node: _tree.Node | LeafPath, path: tuple[_tree.Key, ...]) -> list[LeafPath]:
+    """A leaf or an empty container, or all of them in a container."""
+    return [leaf for leaf, _ in _tree.key_paths(node, path)]
+
+
+# ---- the file ---------------------------------------------------------------------
 
 
 def _add(
@@ -58,10 +191,9 @@ def _add(
     elif node.type == "None":
         file.add(_pack(None))
     else:
-        names = ["value"] if node.is_box else [str(key.name) for key in node.keys]
         parts = {
             name: functools.partial(_add, file, contents, child)
-            for name, child in zip(names, node.children, strict=True)
+            for name, child in _parts(node)
         }
         _add_map(file, parts)
 
@@ -108,7 +240,7 @@ def _add_array(file: _runs.FileLayout, info: LeafInfo) -> None:
     _add_map(
         file,
         {
-            "__msgpack_chunked_array__": lambda: file.add(_pack(True)),
+            _CHUNKED: lambda: file.add(_pack(True)),
             "shape": lambda: _add_map(file, sizes),
             "chunks": lambda: _add_map(file, parts),
         },

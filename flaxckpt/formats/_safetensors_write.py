@@ -84,17 +84,28 @@ def _check_names(names: Mapping[LeafPath, str]) -> None:
 
 def _check_types(arrays: Sequence[LeafInfo]) -> None:
     faults = {
-        info.path: f"{info}, a type that safetensors lacks; cast it to {wider}"
+        info.path: f"{info}, a type that safetensors lacks; {_advice(info)}"
         for info in arrays
         if _safetensors_json.dtype_name(info) is None
-        for wider in [_nearest(info.dtype or "")]
     }
     if faults:
         raise errors.UnsupportedLeafError(
             faults,
-            "Cast them on the way, as transforms=[cast(pattern, dtype, lossy=True)],"
-            " or convert to another format.",
+            "Change them on the way, as transforms=[cast(pattern, dtype, lossy=True)]"
+            " or [map_leaf(pattern, function)], or convert to another format.",
         )
+
+
+def _advice(info: LeafInfo) -> str:
+    dtype = info.dtype or ""
+    if info.kind != "scalar":
+        return f"cast it to {_nearest(dtype)}"
+    # Casts leave the types of numbers as they are.
+    if _dtypes.kind(dtype) == "complex":
+        function = "lambda x: jnp.stack([x.real, x.imag])"
+    else:
+        function = f"lambda x: x.astype({_nearest(dtype)!r})"
+    return f"map_leaf it with {function}"
 
 
 def _nearest(dtype: str) -> str:
