@@ -2,30 +2,84 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from flaxckpt import _flax, _steps, errors, formats
+from flaxckpt import _access, _flax, _steps, errors, formats
 from flaxckpt._info import Stored
+
+_log = logging.getLogger(__name__)
 
 
 def locate(path: Path, step: int | None) -> tuple[Path, int | None]:
-    """The checkpoint that `path` and `step` mean, and its number if it is a step."""
-    if step is None and path.exists() and formats.recognises(path):
+    """The checkpoint that `path` and `step` mean, and its number if it is a step.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        CheckpointFormatError: What is there is none, or is several.
+        DamagedCheckpointError: It is one that is not intact, or may not be read.
+        OptionError: `step` is no step, or `path` is one checkpoint.
+    """
+    with _access.explained(path):
+        return _locate(path, None if step is None else _steps.check(step))
+
+
+def _locate(path: Path, step: int | None) -> tuple[Path, int | None]:
+    is_one = path.exists() and formats.recognises(path)
+    if step is None and is_one:
         return path, None
+    if is_one and not (path.is_dir() and step in _steps.find(path, formats.recognises)):
+        raise errors.OptionError(
+            f"{path} is one checkpoint, not a directory of steps: leave step out, or"
+            " pass its parent"
+        )
     if not path.is_dir():
         formats.detect(path)  # raises
-    steps = _steps.find(path, formats.recognises)
-    if step is not None:
-        if step not in steps:
-            raise errors.CheckpointNotFoundError(
-                f"{path} has no step {step}: it has {summary(list(steps))}"
-            )
-        return steps[step], step
-    if not steps:
-        formats.detect(path)  # raises
-    newest = max(steps)
-    return steps[newest], newest
+    found = _steps.survey(path, formats.recognises)
+    if step is None:
+        return _newest(path, found)
+    if step in found.doubtful:
+        raise _damaged(*found.doubtful[step])
+    if step not in found.steps:
+        raise errors.CheckpointNotFoundError(
+            f"{path} has no step {step}: it has {summary(list(found.steps))}"
+        )
+    return found.steps[step], step
+
+
+def _newest(root: Path, found: _steps.Found) -> tuple[Path, int]:
+    """The newest good step; newer ones that are not good are logged."""
+    newest = max(found.steps, default=-1)
+    damaged = [
+        _damaged(path, why)
+        for number, (path, why) in found.doubtful.items()
+        if number > newest and not (path.is_dir() and not why and _is_empty(path))
+    ]
+    if not found.steps:
+        if damaged:
+            raise damaged[-1]
+        formats.detect(root)  # raises
+    for error in damaged:
+        _log.warning("a newer step is left out, step %d is taken: %s", newest, error)
+    return found.steps[newest], newest
+
+
+def _is_empty(path: Path) -> bool:
+    # Nothing is ever committed empty.
+    return not any(path.iterdir())
+
+
+def _damaged(path: Path, why: str) -> errors.DamagedCheckpointError:
+    """The error for what is called like a step and is not recognised."""
+    if not why:
+        try:
+            formats.detect(path)
+        except errors.CheckpointError as error:
+            why = str(error)
+    return errors.DamagedCheckpointError(
+        f"{path} is called like a step, but cannot be read: {why or 'it was changed'}"
+    )
 
 
 def summary(steps: list[int]) -> str:
@@ -40,5 +94,6 @@ def summary(steps: list[int]) -> str:
 
 def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Stored:
     """Reads everything of a checkpoint but its arrays."""
-    reader = formats.detect(path).reader
-    return reader.read(path, step=step, resolve=_flax.resolver(types))
+    with _access.explained(path):
+        reader = formats.detect(path).reader
+        return reader.read(path, step=step, resolve=_flax.resolver(types))

@@ -14,7 +14,16 @@ PACKAGE = Path(__file__).parents[1] / "flaxckpt"
 # not listed, may import all.
 LAYERS = (
     {"errors", "_types"},
-    {"_dtypes", "_chunks", "_collector", "_links", "_memory", "_multihost", "_threads"},
+    {
+        "_access",
+        "_dtypes",
+        "_chunks",
+        "_collector",
+        "_links",
+        "_memory",
+        "_multihost",
+        "_threads",
+    },
     {"_tree", "_storage", "_blocks", "_zarr", "_runs"},
     {"_info", "_events", "_journal"},
     {"_layout", "_containers"},

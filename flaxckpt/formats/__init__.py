@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _steps, _storage, errors
+from flaxckpt import _access, _steps, _storage, errors
 from flaxckpt._info import Reader
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _msgpack, _orbax, _safetensors, _streaming, _t5x
@@ -50,7 +50,8 @@ class Detected(NamedTuple):
 
 def recognises(path: Path) -> bool:
     """Whether `path` is a checkpoint in a format that is read here."""
-    return any(reader.recognises(path) for reader in READERS.values())
+    with _access.explained(path):
+        return any(reader.recognises(path) for reader in READERS.values())
 
 
 def detect(path: PathLike) -> Detected:
@@ -62,8 +63,14 @@ def detect(path: PathLike) -> Detected:
     Raises:
         CheckpointNotFoundError: There is nothing.
         CheckpointFormatError: What is there is no checkpoint that is read here.
+        DamagedCheckpointError: It is the rest of one, or may not be read.
     """
     path = _storage.resolve(path)
+    with _access.explained(path):
+        return _detect(path)
+
+
+def _detect(path: Path) -> Detected:
     if not path.exists():
         raise errors.CheckpointNotFoundError(
             f"there is no checkpoint at {path}: the path does not exist"
@@ -75,6 +82,12 @@ def detect(path: PathLike) -> Detected:
         raise errors.CheckpointFormatError(
             f"{path} is no checkpoint but a directory of {len(steps)} steps: pass one"
             f" of them, as {steps[max(steps)]}"
+        )
+    if path.is_dir() and (mark := _steps.has_mark(path)):
+        raise errors.DamagedCheckpointError(
+            f"{path} has the file {mark}, so it was a checkpoint, but neither"
+            f" state/_METADATA nor another description of its leaves is there; found"
+            f" {_content(path)}; restore another step"
         )
     if refused := _refused(path):
         raise errors.CheckpointFormatError(f"{path} is {refused}")
@@ -122,6 +135,8 @@ def _begins(path: Path) -> bytes:
             return b""
         with path.open("rb") as file:
             return file.read(64)
+    except PermissionError:
+        raise
     except OSError:
         return b""
 
@@ -129,6 +144,8 @@ def _begins(path: Path) -> bytes:
 def _content(path: Path) -> str:
     if path.is_file():
         first = _begins(path)
+        if first and not any(first):
+            return "a file that begins with zeros, as if never written to the disk"
         return f"a file that begins with {first[:8]!r}" if first else "an empty file"
     if not path.is_dir():
         return "no plain file"

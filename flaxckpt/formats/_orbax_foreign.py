@@ -124,6 +124,8 @@ def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
         for name in names:
             try:
                 opened[name] = _zarr2.find(item, name)
+            except PermissionError:
+                raise
             except (ValueError, OSError) as error:
                 faults[name] = str(error)[:200]
         if faults:
@@ -224,6 +226,8 @@ def _arrays(
                 raise ValueError(f"{file} is too large")
             data = _orbax_json.loads(bytes(result.value), f"{name}/{file}")
             found[name] = _checked(*_orbax_rows.array(data))
+        except PermissionError:
+            raise
         except (ValueError, KeyError, TypeError, OSError, errors.CheckpointError) as e:
             words = str(e).split(" [tensorstore_spec")[0].split(" [source")[0]
             faults[name] = words[:200]

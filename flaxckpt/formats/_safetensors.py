@@ -45,6 +45,8 @@ def _begins_with_header(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             start = file.read(10)
+    except PermissionError:
+        raise
     except OSError:
         return False
     length = int.from_bytes(start[:8], "little")
@@ -195,6 +197,8 @@ def _read_header(path: Path) -> Header:
         if len(text) != length:
             raise ValueError("it was cut short while it was read")
         return _safetensors_json.parse_header(text, file_size=status.st_size)
+    except PermissionError:
+        raise
     except (ValueError, OSError) as error:
         raise _damaged(path, _words(error)) from None
 
@@ -241,6 +245,8 @@ def _inside(directory: Path, name: str) -> Path:
     path = directory / name
     try:
         real = path.resolve(strict=True)
+    except PermissionError:
+        raise
     except (OSError, RuntimeError) as error:
         raise _damaged(path, _words(error)) from None
     home = directory.resolve()

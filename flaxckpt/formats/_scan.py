@@ -385,7 +385,7 @@ def first_keys(path: Path) -> Sequence[str] | None:
                     scan.text(kind, length)
                 elif kind != "number":
                     break
-    except (errors.DamagedCheckpointError, PermissionError):
+    except errors.DamagedCheckpointError:
         return found or None
     return found or None
 
@@ -401,5 +401,5 @@ def begins_with_record(path: Path) -> bool:
                 return False
             kind, size = scan.head()
             return kind == "array" and size > 0 and bool(scan.key())
-    except (errors.DamagedCheckpointError, PermissionError):
+    except errors.DamagedCheckpointError:
         return False

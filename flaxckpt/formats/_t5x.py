@@ -122,6 +122,8 @@ class _Finder:
         leaf = "/".join(keys)
         try:
             return self._array(value, leaf)
+        except PermissionError:
+            raise
         except (ValueError, OSError) as error:
             self.faults[leaf] = str(error)[:200]
             return None

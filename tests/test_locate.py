@@ -1,0 +1,208 @@
+"""Which checkpoint a path means: damage, permissions and junk are never passed over."""
+
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flax import serialization
+from golden_cases import GOLDEN
+
+import flaxckpt
+from flaxckpt import errors
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def orbax_steps(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "o") as ckpt:
+        for step in (5, 6):
+            ckpt.save(step, {"step": step})
+    return tmp_path / "o"
+
+
+def flax_file(path, step):
+    path.write_bytes(serialization.to_bytes({"step": step}))
+
+
+@pytest.fixture
+def flax_steps(tmp_path):
+    (tmp_path / "f").mkdir()
+    for step in (7, 8):
+        flax_file(tmp_path / f"f/checkpoint_{step}", step)
+    return tmp_path / "f"
+
+
+@pytest.fixture
+def t5x_steps(tmp_path):
+    for name in ("checkpoint_7", "checkpoint_9"):
+        shutil.copytree(GOLDEN / "t5x-3" / name, tmp_path / "t" / name)
+    return tmp_path / "t"
+
+
+@contextlib.contextmanager
+def without_rights():
+    """Root may read anything, so it is nobody for a while."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def shared_path():
+    """A directory that others than root may look into."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+# ---- damaged steps ----------------------------------------------------------------
+
+
+def assert_left_out(root, *, newest, good, says, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert flaxckpt.metadata(root).step == good
+        assert flaxckpt.load(root) is not None
+    warned = [r for r in caplog.records if "a newer step is left out" in r.message]
+    assert len(warned) == 2
+    assert says in warned[0].message
+    with pytest.raises(errors.DamagedCheckpointError, match=says):
+        flaxckpt.load(root, step=newest)
+    with pytest.raises(errors.CheckpointError):
+        flaxckpt.load(root, step=newest + 1)
+
+
+def test_a_newest_step_without_its_tree_is_named(orbax_steps, caplog):
+    (orbax_steps / "6/state/_METADATA").unlink()
+    assert_left_out(
+        orbax_steps, newest=6, good=5, says="state/_METADATA", caplog=caplog
+    )
+    with pytest.raises(errors.DamagedCheckpointError, match="state/_METADATA"):
+        flaxckpt.load(orbax_steps / "6")
+    shutil.rmtree(orbax_steps / "5")
+    with pytest.raises(errors.DamagedCheckpointError, match="state/_METADATA"):
+        flaxckpt.load(orbax_steps)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(b"", "an empty file"), (bytes(500), "zeros")]
+)
+def test_a_newest_file_that_was_never_written_is_named(
+    flax_steps, content, says, caplog
+):
+    (flax_steps / "checkpoint_9").write_bytes(content)
+    assert_left_out(flax_steps, newest=9, good=8, says=says, caplog=caplog)
+
+
+def test_a_newest_step_of_t5x_without_its_file_is_named(t5x_steps, caplog):
+    (t5x_steps / "checkpoint_9/checkpoint").unlink()
+    assert_left_out(t5x_steps, newest=9, good=7, says="a directory with", caplog=caplog)
+
+
+def test_older_damage_is_not_mentioned(orbax_steps, caplog):
+    (orbax_steps / "5/state/_METADATA").unlink()
+    (orbax_steps / "9").mkdir()  # nothing is ever committed empty
+    with caplog.at_level(logging.WARNING):
+        assert flaxckpt.metadata(orbax_steps).step == 6
+    assert not caplog.records
+    with pytest.raises(errors.DamagedCheckpointError, match="state/_METADATA"):
+        flaxckpt.load(orbax_steps, step=5)
+
+
+# ---- permissions ------------------------------------------------------------------
+
+DENIED = "cannot be read: permission denied; change its mode, or run as its owner"
+
+
+@pytest.mark.parametrize(
+    "closed", ["6", "6/state", "6/flaxckpt.json", "6/commit_success.txt"]
+)
+def test_a_step_that_may_not_be_read_is_named(shared_path, closed, caplog):
+    with flaxckpt.Checkpointer(shared_path / "o") as ckpt:
+        for step in (5, 6):
+            ckpt.save(step, {"step": step})
+    (shared_path / "o" / closed).chmod(0)
+    with without_rights():
+        with pytest.raises(errors.DamagedCheckpointError, match=DENIED):
+            flaxckpt.load(shared_path / "o", step=6)
+        with pytest.raises(errors.DamagedCheckpointError, match=DENIED):
+            flaxckpt.load(shared_path / "o/6")
+        if closed in ("6", "6/state"):
+            assert flaxckpt.metadata(shared_path / "o").step == 5
+            assert DENIED in caplog.text
+        else:
+            with pytest.raises(errors.DamagedCheckpointError, match=DENIED):
+                flaxckpt.load(shared_path / "o")
+    (shared_path / "o" / closed).chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "safetensors/sharded/model-00001-of-00002.safetensors",
+        "safetensors/sharded/model.safetensors.index.json",
+        "safetensors/sharded",
+        "safetensors/silero_vad_16k.safetensors",
+        "streaming/streaming_params",
+        "t5x-3/checkpoint_7/checkpoint",
+        "t5x-3/checkpoint_7",
+        "legacy-orbax/files/checkpoint",
+    ],
+)
+def test_whatever_may_not_be_read_says_so(shared_path, name):
+    copy = shared_path / "copy"
+    shutil.copytree(GOLDEN / name.split("/")[0], copy)
+    closed = copy / name.partition("/")[2]
+    closed.chmod(0)
+    whole = closed if closed.is_dir() or "silero" in name else closed.parent
+    if "streaming" in name:
+        whole = closed
+    try:
+        with (
+            without_rights(),
+            pytest.raises(errors.DamagedCheckpointError, match=DENIED),
+        ):
+            flaxckpt.load(whole)
+    finally:
+        closed.chmod(0o755)
+
+
+# ---- step= ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [True, 7.0, "7", -1])
+def test_what_is_no_step_is_refused(flax_steps, step):
+    with pytest.raises(errors.OptionError, match="a step is the number"):
+        flaxckpt.load(flax_steps, step=step)
+
+
+def test_one_checkpoint_has_no_steps(flax_steps, orbax_steps):
+    for path in (flax_steps / "checkpoint_7", orbax_steps / "5"):
+        with pytest.raises(errors.OptionError, match="leave step out, or pass its par"):
+            flaxckpt.load(path, step=7)
+    assert flaxckpt.load(flax_steps, step=np.int64(7)) == {"step": 7}
+
+
+# ---- what lies beside steps -------------------------------------------------------
+
+
+def test_files_that_end_in_a_number_are_no_steps(flax_steps):
+    for name in ("vocab_32000", "notes2024"):
+        flax_file(flax_steps / name, 0)
+    assert flaxckpt.load(flax_steps) == {"step": 8}
+    for path in flax_steps.glob("checkpoint_*"):
+        path.unlink()
+    with pytest.raises(errors.CheckpointFormatError, match=r"notes<step>.*\n.*vocab_"):
+        flaxckpt.load(flax_steps)
+    (flax_steps / "notes2024").unlink()
+    assert flaxckpt.metadata(flax_steps).step == 32000
