@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import strategies
+from flax import serialization
 from golden import make_safetensors
 from hostile import safetensors as hostile
 from hypothesis import given, settings
@@ -230,6 +231,104 @@ def test_tensors_that_the_index_does_not_list_are_left_out(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert flaxckpt.load(path).keys() == {"a"}
     assert "1 tensors" in caplog.text
+
+
+def test_a_shard_alone_is_no_checkpoint(tmp_path, caplog):
+    name = "model-00002-of-00002.safetensors"
+    shutil.copy(SHARDED / name, tmp_path)
+    missing = r"(?s)1 of 2 shards.*missing:\s+model-00001-of-00002\.safetensors"
+    with pytest.raises(errors.DamagedCheckpointError, match=missing):
+        flaxckpt.load(tmp_path)
+    assert not caplog.records
+    assert flaxckpt.load(tmp_path / name)
+    assert "one of several shards" in caplog.text
+    shutil.copy(SHARDED / name.replace("00002-of", "00001-of"), tmp_path)
+    with pytest.raises(errors.CheckpointFormatError, match="pass the path of one"):
+        flaxckpt.load(tmp_path)
+
+
+def test_of_several_files_or_indices_one_is_to_be_chosen(tmp_path):
+    for name in ("one.safetensors", "two.safetensors"):
+        shutil.copy(SILERO, tmp_path / name)
+    says = r"several safetensors files \(one\.safetensors, two\.s.*pass the path of one"
+    with pytest.raises(errors.CheckpointFormatError, match=says):
+        flaxckpt.load(tmp_path)
+    for name in ("a.safetensors.index.json", "b.safetensors.index.json"):
+        shutil.copy(SHARDED / "model.safetensors.index.json", tmp_path / name)
+    with pytest.raises(errors.CheckpointFormatError, match="several safetensors ind"):
+        flaxckpt.load(tmp_path)
+
+
+def test_a_file_beside_old_steps_does_not_hide_them(tmp_path):
+    for step in (3, 4):
+        content = serialization.to_bytes({"step": step})
+        (tmp_path / f"checkpoint_{step}").write_bytes(content)
+    shutil.copy(SILERO, tmp_path / "model.safetensors")
+    (tmp_path / "vocab_32000").write_bytes(content)
+    assert flaxckpt.load(tmp_path) == {"step": 4}
+    for step in (3, 4):
+        (tmp_path / f"checkpoint_{step}").unlink()
+    assert flaxckpt.metadata(tmp_path).format == "safetensors"
+
+
+def test_subdirectories_in_the_cache_of_the_hub_are_followed(tmp_path):
+    blobs, unet = tmp_path / "m/blobs", tmp_path / "m/snapshots/abc/unet/deep"
+    blobs.mkdir(parents=True)
+    unet.mkdir(parents=True)
+    shutil.copy(SILERO, blobs / "0123")
+    (unet / "model.safetensors").symlink_to("../../../../blobs/0123")
+    assert_is(flaxckpt.load(unet), safetensors.load_file(SILERO))
+    (unet / "model.safetensors").unlink()
+    shutil.copy(SILERO, tmp_path / "m/other")
+    (unet / "model.safetensors").symlink_to("../../../../other")
+    with pytest.raises(errors.DamagedCheckpointError, match="outside of its directory"):
+        flaxckpt.load(unet)
+
+
+def test_content_decides_and_not_the_suffix(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(serialization.to_bytes({"step": 3}))
+    assert flaxckpt.load(path) == {"step": 3}
+    path.write_bytes(b"PK\x03\x04" + bytes(100))
+    with pytest.raises(errors.CheckpointFormatError, match="Pickles run code"):
+        flaxckpt.load(path)
+    path.write_bytes(b"")
+    with pytest.raises(errors.DamagedCheckpointError, match="header"):
+        flaxckpt.load(path)
+
+
+@pytest.mark.parametrize("is_directory", [True, False])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "checkpoint_3", "model.safetensors.index.json"]
+)
+def test_a_pointer_of_lfs_is_told(tmp_path, name, is_directory):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid ab\n")
+    path = tmp_path if is_directory and name != "checkpoint_3" else tmp_path / name
+    with pytest.raises(errors.CheckpointFormatError, match="run git lfs pull"):
+        flaxckpt.load(path)
+
+
+def test_what_the_library_takes_is_taken(tmp_path):
+    rows = {"__metadata__": None, "a": hostile.ZEROS}
+    text = b" \r\n\t" + json.dumps(rows).encode() + b" "
+    path = hostile.file(tmp_path / "model", text)
+    assert safetensors.load(path.read_bytes()).keys() == {"a"}
+    assert flaxckpt.load(path).keys() == {"a"}
+    (tmp_path / "new").mkdir()
+    weight_map = {"a": "model-1.safetensors"}
+    root = hostile.index(weight_map, metadata=None)(tmp_path / "new")
+    assert flaxckpt.load(root).keys() == {"a"}
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2"])
+def test_types_of_less_than_a_byte_are_known_but_not_read(tmp_path, dtype):
+    size = {"F4": 4}.get(dtype, 6)
+    rows = {"w": {"dtype": dtype, "shape": [8], "data_offsets": [0, size]}}
+    path = hostile.file(tmp_path / "m.safetensors", rows, bytes(size))
+    with pytest.raises(
+        errors.CheckpointFormatError, match=rf"(?s)not read.*'w': {dtype}"
+    ):
+        flaxckpt.load(path)
 
 
 @given(st.binary(max_size=200), st.integers(0, 300), st.data())

@@ -104,12 +104,14 @@ def _refused(path: Path) -> str | None:
             path.glob("*.ckpt*.index")
         ):
             return _OF_TENSORFLOW
-        return None
+        return _safetensors.refusal(path)
     first = _begins(path)
     if first.startswith(_TENSORFLOW) or path.with_name(path.name + ".index").is_file():
         return _OF_TENSORFLOW
     if path.suffix == ".index" or ".data-" in path.suffix:
         return _OF_TENSORFLOW
+    if first.startswith(b"version https://git-lfs"):
+        return "a pointer of Git LFS, not the file itself: run git lfs pull there"
     if (first[:1] == b"\x80" and b"\x02" <= first[1:2] <= b"\x05") or (
         first.startswith(b"PK\x03\x04")
     ):

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from flaxckpt import _dtypes, _layout
@@ -34,9 +34,13 @@ _ALIGNMENT = 64
 _MAX_BRACKETS = 2**23
 """Containers in one JSON text: each takes some 60 bytes as Python has it."""
 
+_MAX_TENSORS = 5 * 10**5
 _MAX_RANK = 32
+_LONG_SHAPE = re.compile(rb'"shape"\s*:\s*\[[-+.\deE,\s]{4096}')
+"""What is not worth parsing: 32 sizes take less, however they are indented."""
+
 _MAX_SIZE = 2**48
-_MAX_SHARDS = 100_000
+MAX_SHARDS = 100_000
 
 DTYPES = {
     "BOOL": "bool",
@@ -61,8 +65,12 @@ DTYPES = {
 }
 """Element types: name in the file -> ours. Types of less than a byte are not read."""
 
+_OF_LESS_THAN_A_BYTE = frozenset(("F4", "F6_E2M3", "F6_E3M2"))
+
 _NAMES = {ours: name for name, ours in DTYPES.items()}
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_OBJECT = re.compile(rb"[ \t\r\n]*\{")
 _PLAIN_NAME = re.compile(r"[^./\\\0][^/\\\0]*")
 
 
@@ -104,6 +112,18 @@ class Index(NamedTuple):
     metadata: Mapping[str, JSON]
 
 
+class NotReadError(ValueError):
+    """A file is intact, but has tensors of types that are not read here.
+
+    Attributes:
+        tensors: Name -> element type, as the file has it.
+    """
+
+    def __init__(self, tensors: Mapping[str, str]) -> None:
+        self.tensors = dict(tensors)
+        super().__init__(f"{len(tensors)} tensors have types of less than a byte")
+
+
 # ---- read -----------------------------------------------------------------------
 
 
@@ -115,10 +135,23 @@ def parse_header(text: bytes, *, file_size: int) -> Header:
         file_size: Of the whole file, in bytes.
 
     Raises:
+        NotReadError: It has tensors of known types that are not read.
         ValueError: It is no header, or its tensors are not exactly what follows it.
     """
+    check_count(text.count(b'"data_offsets"'))  # before memory is taken
+    if _LONG_SHAPE.search(text):
+        raise ValueError(f"it has a shape of more than {_MAX_RANK} axes")
     data = load(text)
-    metadata = data.pop(METADATA, {})
+    metadata = data.pop(METADATA, None)
+    metadata = {} if metadata is None else metadata
+    _check_names(text, data)
+    small = {
+        name: row["dtype"]
+        for name, row in data.items()
+        if isinstance(row, dict) and _is_small(row.get("dtype"))
+    }
+    if small:
+        raise NotReadError(small)
     if not isinstance(metadata, dict) or not all(
         type(value) is str for value in metadata.values()
     ):
@@ -135,6 +168,29 @@ def parse_header(text: bytes, *, file_size: int) -> Header:
     if end != file_size:
         raise ValueError(f"the tensors end at byte {end}, the file at {file_size}")
     return Header({name: tensor for name, tensor, _ in found}, metadata)
+
+
+def _is_small(dtype: object) -> bool:
+    return isinstance(dtype, str) and dtype in _OF_LESS_THAN_A_BYTE
+
+
+def _check_names(text: bytes, names: Collection[str]) -> None:
+    """Refuses too many names, and halves of characters in them."""
+    check_count(len(names))
+    if b"\\u" in text:  # only an escape can be half a character
+        for name in names:
+            if not name.isascii() and _SURROGATE.search(name):
+                raise ValueError(f"the name {short(name)} is no valid Unicode")
+
+
+def check_count(count: int) -> None:
+    """Refuses too many tensors.
+
+    Raises:
+        ValueError: There are.
+    """
+    if count > _MAX_TENSORS:
+        raise ValueError(f"it has more than {_MAX_TENSORS} tensors")
 
 
 def _tensor(name: str, row: Any, begin: int) -> tuple[str, Tensor, int]:
@@ -168,9 +224,11 @@ def parse_index(text: bytes) -> Index:
         ValueError: It is none, or names files that are not simply beside it.
     """
     data = load(text)
-    files, metadata = data.get("weight_map"), data.get("metadata", {})
+    files, metadata = data.get("weight_map"), data.get("metadata")
+    metadata = {} if metadata is None else metadata
     if not isinstance(files, dict) or not isinstance(metadata, dict):
         raise ValueError("wanted an object with a weight_map")
+    _check_names(text, files)
     names = set()
     for tensor, name in files.items():
         if type(name) is not str or not is_plain_name(name):
@@ -179,7 +237,7 @@ def parse_index(text: bytes) -> Index:
                 f" name of a {SUFFIX} file beside the index"
             )
         names.add(name)
-    if len(names) > _MAX_SHARDS:
+    if len(names) > MAX_SHARDS:
         raise ValueError(f"it names {len(names)} files")
     return Index(files, metadata)
 
@@ -199,7 +257,7 @@ def load(text: bytes) -> dict[str, Any]:
     Raises:
         ValueError: It is none, or is too large or too deep.
     """
-    if not text.startswith(b"{"):
+    if not _OBJECT.match(text):
         raise ValueError("wanted a JSON object")
     if text.count(b"{") + text.count(b"[") > _MAX_BRACKETS:
         raise ValueError("it has too many containers")
@@ -211,7 +269,7 @@ def load(text: bytes) -> dict[str, Any]:
         raise ValueError("it is no UTF-8") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"it is no JSON ({error})") from None
-    assert isinstance(data, dict), text[:1]
+    assert isinstance(data, dict), text[:64]
     return data
 
 

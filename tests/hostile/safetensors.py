@@ -187,6 +187,32 @@ CASES: Final[dict[str, Callable[[Path], Path]]] = {
     "shard that is a link elsewhere": outside,
     "index that is a link elsewhere": index_outside,
     "link to itself": endless_link,
+    "name that is half a character": one(
+        b'{"a\\ud800": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+    ),
+    "index with a name that is half a character": index_text(
+        b'{"weight_map": {"a\\udfff": "model-1.safetensors"}}'
+    ),
+    "shape of a million axes": tensor(shape=[1] * 10**6 + [2]),
+    "600,000 tensors": one(
+        {
+            str(i): {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+            for i in range(600_000)
+        },
+        b"",
+    ),
+    "600,000 tensors, escaped": lambda root: one(
+        json.dumps({str(i): {"dtype": "U8", "data": [0, 0]} for i in range(600_000)})
+        .replace("data", r"data\u005foffsets")
+        .encode(),
+        b"",
+    )(root),
+    "index of 600,000 tensors": lambda root: index(
+        dict.fromkeys(map(str, range(600_000)), "model-1.safetensors")
+    )(root),
+    "shards without an index": lambda root: (
+        one({"a": ZEROS})(root).rename(root / "model-00001-of-99999.safetensors").parent
+    ),
     "ours: no JSON": one({"__metadata__": {"flaxckpt": "{"}, "a": ZEROS}),
     "ours: a list": one({"__metadata__": {"flaxckpt": "[]"}, "a": ZEROS}),
     "ours: depth 60k": one(
