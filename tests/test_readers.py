@@ -608,6 +608,55 @@ def test_the_error_says_what_is_read_and_what_never_is(tmp_path):
             flaxckpt.load(msgpack.CASES[name](tmp_path / name))
 
 
+def test_names_of_haiku_are_keys_with_slashes(tmp_path):
+    state = {"mlp/~/linear_0": {"w": np.ones(3, np.float32)}, "100%": 1}
+    (tmp_path / "flax").write_bytes(serialization.to_bytes(state))
+    with (tmp_path / "stream").open("wb") as file:
+        for keys, value in ((("mlp/~/linear_0", "w"), np.ones(3)), (("100%",), 1)):
+            file.write(msgpack.packb((keys, serialization.to_bytes(value))))
+    for name in ("flax", "stream"):
+        found = flaxckpt.load(tmp_path / name)
+        np.testing.assert_array_equal(found["mlp/~/linear_0"]["w"], [1, 1, 1])
+        assert found["100%"] == 1
+        paths = ["mlp%2F~%2Flinear_0/w", "100%25"]
+        assert list(flaxckpt.metadata(tmp_path / name).leaves) == paths
+    again = flaxckpt.load(tmp_path / "flax", state)
+    assert list(again) == list(state)
+
+
+def test_maps_with_bad_keys_empty_ones_and_bare_arrays_say_what_they_are(tmp_path):
+    file = tmp_path / "file"
+    for key, says in (("", "an empty key"), ("a\0", "contains a NUL")):
+        file.write_bytes(msgpack.packb({key: 1}))
+        with pytest.raises(errors.DamagedCheckpointError, match=says):
+            flaxckpt.load(file)
+    file.write_bytes(serialization.to_bytes({}))
+    assert flaxckpt.load(file) == {}
+    file.write_bytes(serialization.to_bytes(np.ones(3)))
+    with pytest.raises(errors.CheckpointFormatError, match="a single array in msgpack"):
+        flaxckpt.load(file)
+
+
+def test_a_step_with_a_point_is_loaded_by_its_path(tmp_path):
+    path = tmp_path / "checkpoint_1.5"
+    path.write_bytes(serialization.to_bytes({"step": 3}))
+    with pytest.raises(errors.CheckpointFormatError, match=r"such as .*nt_1\.5$"):
+        flaxckpt.load(tmp_path)
+    assert flaxckpt.load(path) == {"step": 3}
+
+
+def test_items_of_orbax_that_are_left_out_are_named(tmp_path, caplog):
+    step = tmp_path / "3"
+    for name in ("state", "ema"):
+        shutil.copytree(GOLDEN / "legacy-orbax/files", step / name)
+    (step / "dataset").mkdir()
+    flaxckpt.load(step / "ema")
+    assert not caplog.records
+    flaxckpt.load(step)
+    [record] = caplog.records
+    assert f"by their own paths: {step / 'ema'}" in record.message
+
+
 @pytest.mark.parametrize("name", ["streaming_params", "streaming_train_state"])
 def test_parameters_of_a_stream_come_back_as_easylm_loads_them(name):
     """Kinds `params` and `trainstate_params`."""

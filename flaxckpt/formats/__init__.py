@@ -8,7 +8,7 @@ from typing import NamedTuple
 from flaxckpt import _access, _steps, _storage, errors
 from flaxckpt._info import Reader
 from flaxckpt._types import PathLike
-from flaxckpt.formats import _msgpack, _orbax, _safetensors, _streaming, _t5x
+from flaxckpt.formats import _msgpack, _orbax, _safetensors, _scan, _streaming, _t5x
 
 __all__ = ["Detected", "detect", "recognises"]
 
@@ -104,7 +104,7 @@ def _refused(path: Path) -> str | None:
             path.glob("*.ckpt*.index")
         ):
             return _OF_TENSORFLOW
-        return _safetensors.refusal(path)
+        return _safetensors.refusal(path) or _with_points(path)
     first = _begins(path)
     if first.startswith(_TENSORFLOW) or path.with_name(path.name + ".index").is_file():
         return _OF_TENSORFLOW
@@ -120,9 +120,27 @@ def _refused(path: Path) -> str | None:
             " when they are opened, so none ever is here; save the arrays in another"
             " format with the program that wrote it"
         )
+    if _scan.begins_with_array(path):
+        return (
+            "a single array in msgpack, without a name: wanted a map of names and"
+            " values. Read it with flax.serialization.msgpack_restore, and save it in"
+            " one"
+        )
     return None
 
 
+def _with_points(directory: Path) -> str | None:
+    """What a directory is whose only steps are called by numbers with a point."""
+    found = sorted(p for p in directory.glob("*[0-9].[0-9]*") if p.name[-1].isdigit())
+    if step := next(filter(recognises, found[-_MAX_TRIED:]), None):
+        return (
+            "a directory of steps whose numbers have a point, which no step= can mean:"
+            f" pass the path of one, such as {step}"
+        )
+    return None
+
+
+_MAX_TRIED = 20
 _TENSORFLOW = b"model_checkpoint_path"
 _OF_TENSORFLOW = (
     "a TensorFlow checkpoint, which is not read here: load it with tf.train or with"

@@ -20,6 +20,8 @@ def recognises(path: Path) -> str | None:
     keys = _scan.first_keys(path)
     if keys is None or keys == ["version", "optimizer"]:
         return None
+    if not keys:
+        return "it is an empty msgpack map"
     return f"it begins with a msgpack map, whose first key is {keys[0][:60]!r}"
 
 

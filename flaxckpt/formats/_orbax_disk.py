@@ -45,8 +45,26 @@ def item(path: Path) -> Path | None:
     return path / items[0] if items else None
 
 
+def warn_of_others(path: Path, taken: Path) -> None:
+    """Logs the trees of a checkpoint that are not loaded with it."""
+    if taken == path:
+        return
+    others = [
+        str(path / name)
+        for name in sorted(_storage.directories(path))
+        if name not in NOT_ITEMS and name != taken.name and _is_item(path / name)
+    ]
+    if others:
+        _log.warning(
+            "of %s only the item %s is taken; load the others by their own paths: %s",
+            path,
+            taken.name,
+            ", ".join(others[: errors.ROWS_SHOWN]),
+        )
+
+
 def _is_item(path: Path) -> bool:
-    return (path / TREE).is_file() or (_scan.first_keys(path / AGGREGATE) is not None)
+    return (path / TREE).is_file() or bool(_scan.first_keys(path / AGGREGATE))
 
 
 def read_file(path: Path) -> bytes:

@@ -57,6 +57,7 @@ def read(path: Path, step: int | None) -> Stored:
     """
     item = _orbax_disk.item(path)
     assert item is not None, path
+    _orbax_disk.warn_of_others(path, item)
     if not (item / _orbax_disk.TREE).is_file():
         return _read_aggregate(path, item, step)
     stamp = _storage.stamp(item / _orbax_disk.TREE)

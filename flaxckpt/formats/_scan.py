@@ -160,6 +160,10 @@ class Scanner:
         [size] = struct.unpack(layout, self._bytes(struct.calcsize(layout)))
         return kind, size
 
+    def value_type(self) -> int:
+        """The type of an extension, whose head was read."""
+        return struct.unpack(">b", self._bytes(1))[0]  # type: ignore[no-any-return]
+
     def text(self, kind: str, size: int) -> str:
         """What follows the head of a string."""
         if kind != "str":
@@ -181,9 +185,8 @@ class Scanner:
         key = self.text(kind, size)
         if not key:
             raise self.fault("an empty key")
-        for character, name in (("/", "a '/'"), ("\0", "a NUL")):
-            if character in key:
-                raise self.fault(f"the key {key[:60]!r}, which contains {name}")
+        if "\0" in key:
+            raise self.fault(f"the key {key[:60]!r}, which contains a NUL")
         return key
 
     def enter(self, run: Run) -> None:
@@ -232,7 +235,7 @@ class Scanner:
         return self._joined(found) if _PARTS in found else found
 
     def _ext(self, size: int, depth: int) -> Value:
-        [code] = struct.unpack(">b", self._bytes(1))
+        code = self.value_type()
         self._left(size)
         end = self._end
         self.enter(Run(self.position, size))
@@ -370,7 +373,8 @@ def first_keys(path: Path) -> Sequence[str] | None:
     """The keys of the map that the file `path` begins with, as far as they are cheap.
 
     None: it is no plain file, or begins with no map of strings. Only numbers and
-    strings are passed over on the way to the next key.
+    strings are passed over on the way to the next key. Keys that are refused when the
+    file is read are told all the same. An empty map has none, and nothing behind it.
     """
     found: list[str] = []
     try:
@@ -378,8 +382,10 @@ def first_keys(path: Path) -> Sequence[str] | None:
             kind, size = scan.head()
             if kind != "map":
                 return None
+            if size == 0:
+                return [] if scan.size == 1 else None
             for _ in range(min(size, 2)):
-                found.append(scan.key())
+                found.append(scan.text(*scan.head()))
                 kind, length = scan.head()
                 if kind == "str":
                     scan.text(kind, length)
@@ -388,6 +394,16 @@ def first_keys(path: Path) -> Sequence[str] | None:
     except errors.DamagedCheckpointError:
         return found or None
     return found or None
+
+
+def begins_with_array(path: Path) -> bool:
+    """Whether the file `path` begins with an array, as Flax has it in msgpack."""
+    try:
+        with scanner(path, buffer_bytes=_FIRST_BYTES) as scan:
+            kind, _ = scan.head()
+            return kind == "ext" and scan.value_type() == _NDARRAY
+    except errors.DamagedCheckpointError:
+        return False
 
 
 def begins_with_record(path: Path) -> bool:

@@ -53,7 +53,7 @@ def recognises(path: Path) -> str | None:
 
 def _is_ours(file: Path) -> bool:
     keys = _scan.first_keys(file)
-    if keys is None or keys[0] not in _KEYS:
+    if not keys or keys[0] not in _KEYS:
         return False
     if set(keys) == _KEYS:
         return True
@@ -119,7 +119,7 @@ class _Finder:
             return {
                 key: self.replaced(child, (*keys, key)) for key, child in value.items()
             }
-        leaf = "/".join(keys)
+        leaf = _tree.join([_tree.Key(key, "key") for key in keys])
         try:
             return self._array(value, leaf)
         except PermissionError:
