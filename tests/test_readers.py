@@ -630,6 +630,9 @@ def test_maps_with_bad_keys_empty_ones_and_bare_arrays_say_what_they_are(tmp_pat
         file.write_bytes(msgpack.packb({key: 1}))
         with pytest.raises(errors.DamagedCheckpointError, match=says):
             flaxckpt.load(file)
+        file.write_bytes(msgpack.packb(((key,), b"\x01")))
+        with pytest.raises(errors.DamagedCheckpointError, match=says):
+            flaxckpt.load(file)
     file.write_bytes(serialization.to_bytes({}))
     assert flaxckpt.load(file) == {}
     file.write_bytes(serialization.to_bytes(np.ones(3)))

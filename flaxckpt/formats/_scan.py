@@ -416,6 +416,9 @@ def begins_with_record(path: Path) -> bool:
             if scan.head() != ("array", 2):
                 return False
             kind, size = scan.head()
-            return kind == "array" and size > 0 and bool(scan.key())
+            if kind != "array" or size == 0:
+                return False
+            scan.text(*scan.head())  # one that is refused is refused when it is read
+            return True
     except errors.DamagedCheckpointError:
         return False
