@@ -42,6 +42,8 @@ def _locate(path: Path, step: int | None) -> tuple[Path, int | None]:
     if step in found.doubtful:
         raise _damaged(*found.doubtful[step])
     if step not in found.steps:
+        if other := _steps.called(path, step):
+            raise _damaged(other, "")
         raise errors.CheckpointNotFoundError(
             f"{path} has no step {step}: it has {summary(list(found.steps))}"
         )

@@ -137,6 +137,18 @@ def is_usual_name(name: str) -> bool:
     return match is not None and bool(_USUAL_PREFIX.fullmatch(name[: match.start(1)]))
 
 
+def called(root: Path, step: int) -> Path | None:
+    """What is usually called like `step`, under `root`; None if there is nothing."""
+    return next(
+        (
+            path
+            for _, path, number in _called_like_steps(root)
+            if number == step and is_usual_name(path.name)
+        ),
+        None,
+    )
+
+
 def find(root: Path, is_checkpoint: Callable[[Path], bool]) -> dict[int, Path]:
     """The steps under `root`, however they are called, ascending.
 

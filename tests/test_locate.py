@@ -109,6 +109,20 @@ def test_a_newest_step_of_t5x_without_its_file_is_named(t5x_steps, caplog):
     assert_left_out(t5x_steps, newest=9, good=7, says="a directory with", caplog=caplog)
 
 
+@pytest.mark.parametrize("kind", ["file", "directory", "empty"])
+def test_a_damaged_step_without_others_is_not_missing(tmp_path, kind):
+    path = tmp_path / "checkpoint_9"
+    if kind == "file":
+        path.write_bytes(b"")
+    else:
+        path.mkdir()
+        (path / "target.w").mkdir() if kind == "directory" else None
+    with pytest.raises(errors.DamagedCheckpointError, match=rf"_9 is .*{kind}"):
+        flaxckpt.load(tmp_path, step=9)
+    with pytest.raises(errors.CheckpointNotFoundError, match="no step 8"):
+        flaxckpt.load(tmp_path, step=8)
+
+
 def test_older_damage_is_not_mentioned(orbax_steps, caplog):
     (orbax_steps / "5/state/_METADATA").unlink()
     (orbax_steps / "9").mkdir()  # nothing is ever committed empty
