@@ -220,3 +220,16 @@ def test_files_that_end_in_a_number_are_no_steps(flax_steps):
         flaxckpt.load(flax_steps)
     (flax_steps / "notes2024").unlink()
     assert flaxckpt.metadata(flax_steps).step == 32000
+
+
+@pytest.mark.parametrize("format_name", ["safetensors", "msgpack"])
+def test_a_leaf_of_a_file_that_was_replaced_is_never_read(tmp_path, format_name):
+    files = []
+    for i in range(2):
+        flaxckpt.save(tmp_path / f"c{i}", {"w": np.full(8, i, "float32")})
+        files.append(tmp_path / f"c{i}.{format_name}")
+        flaxckpt.convert(tmp_path / f"c{i}", files[i], format=format_name)
+    leaf = flaxckpt.open_leaf(files[0], "w")
+    files[1].replace(files[0])
+    with pytest.raises(OSError, match="replaced or changed since it was opened"):
+        leaf.read().result()

@@ -109,6 +109,7 @@ def stored(
     leaves: dict[LeafPath, StoredLeaf] = {}
     faults: dict[LeafPath, str] = {}
     path_bytes = 0
+    of_file = stamp if stamp.path == file else _storage.Stamp(file, None)
     for keys, value in walk(tree):
         name = _tree.join(keys)
         path_bytes += len(name)
@@ -121,7 +122,7 @@ def stored(
         elif name in leaves:
             faults[name] = "is there twice"
         else:
-            leaves[name] = _leaf(path, file, name, keys, value)
+            leaves[name] = _leaf(path, of_file, name, keys, value)
     if faults:
         raise unreadable(file, faults)
     infos = [leaf.info for leaf in leaves.values()]
@@ -160,7 +161,11 @@ def unreadable(
 
 
 def _leaf(
-    path: Path, file: Path, name: LeafPath, keys: tuple[_tree.Key, ...], value: Value
+    path: Path,
+    file: _storage.Stamp,
+    name: LeafPath,
+    keys: tuple[_tree.Key, ...],
+    value: Value,
 ) -> StoredLeaf:
     match value:
         case None | {} | []:
@@ -172,7 +177,9 @@ def _leaf(
         case Array():
             dtype = _dtypes.stored_name(value.dtype)
             assert dtype is not None, value
-            span = _spans.Span(file, 0, value.shape, dtype, value.pieces)
+            span = _spans.Span(
+                file.path, 0, value.shape, dtype, value.pieces, file.identity
+            )
             info = LeafInfo(
                 name,
                 keys,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from flaxckpt import _layout, _spans, _steps, _storage, _tree, errors
 from flaxckpt._info import CheckpointMetadata, Leaf, LeafTable, Stored, StoredLeaf
+from flaxckpt._storage import Stamp
 from flaxckpt._types import JSON
 from flaxckpt.formats import _safetensors_json, _safetensors_leaves, _scan
 from flaxckpt.formats._safetensors_json import (
@@ -161,7 +162,7 @@ def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
         _check_shards(path, _candidates(path))
         main = _inside(path, found.name)
     stamp = _storage.stamp(main)
-    files: dict[str, Path] = {}
+    files: dict[str, Stamp] = {}
     tensors: dict[str, Tensor] = {}
     metadata: Mapping[str, JSON]
     if main.name.endswith(INDEX_SUFFIX):
@@ -171,7 +172,7 @@ def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
         if _missing([main.name]):
             _log.warning("%s is one of several shards, the others are not read", main)
         tensors.update(header.tensors)
-        files = dict.fromkeys(tensors, main)
+        files = dict.fromkeys(tensors, stamp)
         metadata = header.metadata
     unknown: set[str] = set()
     described = _describe(path, tensors, metadata, resolve, unknown)
@@ -238,7 +239,7 @@ def _table(
     path: Path,
     described: Described,
     tensors: Mapping[str, Tensor],
-    files: Mapping[str, Path],
+    files: Mapping[str, Stamp],
 ) -> LeafTable:
     table: LeafTable = {}
     for info in described.infos:
@@ -246,7 +247,14 @@ def _table(
         if info.dtype is not None:
             name = described.names[info.path]
             place = tensors[name]
-            span = _spans.Span(files[name], place.offset, place.shape, place.dtype)
+            file = files[name]
+            span = _spans.Span(
+                file.path,
+                place.offset,
+                place.shape,
+                place.dtype,
+                identity=file.identity,
+            )
             stored = StoredLeaf(path, info, functools.partial(_spans.opened, (span,)))
         table[info.path] = Leaf(info, (stored,))
     return table
@@ -310,7 +318,7 @@ def _read_header(path: Path) -> Header:
 
 
 def _read_shards(
-    index_file: Path, tensors: dict[str, Tensor], files: dict[str, Path]
+    index_file: Path, tensors: dict[str, Tensor], files: dict[str, Stamp]
 ) -> Mapping[str, JSON]:
     """Reads an index and the headers of its files, and tells the index's metadata."""
     try:
@@ -325,8 +333,11 @@ def _read_shards(
     faults = []
     unlisted = 0
     headers: dict[str, Header] = {}
+    stamps: dict[str, Stamp] = {}
     for name in sorted(set(index.files.values())):
-        headers[name] = _read_header(_inside(index_file.parent, name))
+        shard = _inside(index_file.parent, name)
+        stamps[name] = _storage.stamp(shard)
+        headers[name] = _read_header(shard)
         listed = [index.files.get(tensor) == name for tensor in headers[name].tensors]
         unlisted += listed.count(False)
         try:
@@ -338,7 +349,7 @@ def _read_shards(
             faults.append(f"{tensor[:80]}: wanted in {name}, found nothing there")
             continue
         tensors[tensor] = headers[name].tensors[tensor]
-        files[tensor] = index_file.parent / name
+        files[tensor] = stamps[name]
     if faults:
         raise errors.DamagedCheckpointError(
             f"{index_file} does not fit the files beside it:\n"
