@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -20,18 +20,17 @@ import numpy as np
 import rich.progress
 
 from flaxckpt import (
+    _belongings,
     _containers,
     _journal,
     _layout,
     _locate,
     _pieces,
-    _steps,
     _storage,
     _targets,
     _threads,
     _tree,
     errors,
-    formats,
 )
 from flaxckpt._info import ArrayLayout, Leaf, SaveResult, Stored, StoredLeaf
 from flaxckpt._pieces import Piece
@@ -39,10 +38,7 @@ from flaxckpt._types import JSON
 from flaxckpt._zarr import Array
 from flaxckpt.formats import (
     _orbax,
-    _orbax_disk,
     _orbax_json,
-    _safetensors_json,
-    _t5x,
 )
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _table as _transforms
@@ -129,14 +125,14 @@ def run(source: Path, step: int | None, final: Path, options: Options) -> SaveRe
     """Converts the checkpoint at `source` into one at `final`."""
     begun = time.monotonic()
     found, number = _locate.locate(source, step)
-    _check_apart(final, [found], ())
-    check_free(final, overwrite=options.overwrite)
-    files = _stamps(found)
+    _belongings.check_apart(final, [found], ())
+    _belongings.check_free(final, overwrite=options.overwrite)
+    files = _belongings.stamps(found)
     stored = _locate.read_stored(found, number)
     state = _state(stored, number, options)
     roots = _roots(state)
-    files += tuple([f for r in roots if r != found for f in _stamps(r)])
-    _check_apart(final, roots, files)
+    files += tuple([f for r in roots if r != found for f in _belongings.stamps(r)])
+    _belongings.check_apart(final, roots, files)
     target = _targets.MAKERS[options.format](state, final)
     work = _work(stored, state, target, options, files)
     temporary = final.with_name(final.name + TEMPORARY)
@@ -341,7 +337,7 @@ def _check_current(stored: Stored, files: Sequence[_storage.Stamp]) -> None:
             f"{stored.metadata.path} was replaced or deleted while it was read;"
             " convert it again"
         )
-    if names := _changed(files):
+    if names := _belongings.changed(files):
         raise errors.DamagedCheckpointError(
             f"{len(names)} files were changed or deleted while they were read:\n"
             f"{errors.rows(names)}\nConvert {stored.metadata.path} again."
@@ -350,7 +346,7 @@ def _check_current(stored: Stored, files: Sequence[_storage.Stamp]) -> None:
 
 def _publish(made: Path, final: Path, *, overwrite: bool) -> None:
     """Moves what was made to its place, in one step."""
-    check_free(final, overwrite=overwrite)
+    _belongings.check_free(final, overwrite=overwrite)
     if made.is_dir() and overwrite and final.is_dir():
         _storage.exchange(made, final)
     elif made.is_dir() and not (overwrite and final.exists()):
@@ -361,191 +357,3 @@ def _publish(made: Path, final: Path, *, overwrite: bool) -> None:
             final.rename(aside)
         made.rename(final)
         _storage.sync_directory(final.parent)
-
-
-# ---- what is replaced ------------------------------------------------------------
-
-
-_MAX_FILES = 200_000
-"""Files of one source that are watched."""
-
-_OWN = frozenset(
-    (
-        *(_orbax.STATE, _orbax.DATASET, _orbax.METRICS),
-        *(_orbax_json.MANIFEST, _orbax_disk.CHECKPOINT, "commit_success.txt"),
-        _steps.PIN,
-    )
-)
-_FILES_OF_ORBAX = _OWN | {
-    *(_orbax_disk.TREE, _orbax_disk.AGGREGATE, _orbax_disk.STRINGS),
-    *("_sharding", "manifest.ocdbt", "orbax.checkpoint"),
-    *(".zarray", "zarr.json"),  # of an array without a name
-}
-
-
-def check_free(final: Path, *, overwrite: bool) -> None:
-    """Refuses a path that is taken.
-
-    Only a checkpoint is replaced, and a directory only if nothing else is in it.
-
-    Raises:
-        OptionError: It lies below a file.
-        CheckpointExistsError: Something is there that may not be replaced.
-    """
-    above = next(path for path in final.parents if os.path.lexists(path))
-    if not above.is_dir():
-        raise errors.OptionError(
-            f"{final} cannot be made: {above} is a file, not a directory"
-        )
-    if not os.path.lexists(final):
-        return
-    is_directory = final.is_dir() and not final.is_symlink()
-    if is_directory and not any(final.iterdir()):
-        return
-    if not overwrite:
-        raise errors.CheckpointExistsError(
-            f"{final} exists: choose another path, or pass overwrite=True"
-        )
-    foreign = None
-    if is_directory:
-        foreign = _foreign(final)
-    elif not final.is_symlink() and formats.recognises(final):
-        foreign = []
-    if foreign is None:
-        raise errors.CheckpointExistsError(
-            f"{final} exists and is no checkpoint, so it is not overwritten:"
-            " remove it yourself, or choose another path"
-        )
-    if foreign:
-        raise errors.CheckpointExistsError(
-            f"{final} is no checkpoint alone, so it is not overwritten: what else is in"
-            f" it would be lost:\n{errors.rows(foreign)}\nMove that away, or choose"
-            " another path."
-        )
-
-
-def _foreign(directory: Path) -> list[str] | None:
-    """What in a directory is not of the checkpoint there; None if there is none."""
-    try:
-        is_orbax = _orbax.is_whole(directory)
-    except errors.CheckpointFormatError:  # several items
-        is_orbax = True
-    found = sorted(directory.iterdir())
-    if is_orbax and (directory / _orbax_json.MANIFEST).is_file():
-        return [path.name for path in found if path.name not in _OWN]
-    if is_orbax:
-        return [path.name for path in found if not _is_of_orbax(path)]
-    if _t5x.recognises(directory):
-        return [path.name for path in found if not _is_of_t5x(path)]
-    files = _of_safetensors(directory, [path.name for path in found])
-    if not files:
-        return None
-    return [
-        path.name
-        for path in found
-        if path.name not in files or not path.is_file() or path.is_symlink()
-    ]
-
-
-def _is_of_orbax(path: Path) -> bool:
-    if path.is_dir():  # an item, or an array
-        return not path.name.startswith(".") and not path.is_symlink()
-    return path.name in _FILES_OF_ORBAX
-
-
-def _is_of_t5x(path: Path) -> bool:
-    if path.is_dir():
-        return (path / ".zarray").is_file() and not path.is_symlink()
-    return path.name in (_orbax_disk.AGGREGATE, _steps.PIN)
-
-
-def _of_safetensors(directory: Path, names: Iterable[str]) -> set[str]:
-    """The files of the checkpoint in a directory; empty if there is no single one."""
-    names = list(names)
-    suffix = _safetensors_json.INDEX_SUFFIX
-    indices = [name for name in names if name.endswith(suffix)]
-    if len(indices) > 1:
-        return set()
-    if indices:
-        return {indices[0], *_shards(directory / indices[0])}
-    files = [name for name in names if name.endswith(_safetensors_json.SUFFIX)]
-    return set(files) if len(files) == 1 else set()
-
-
-def _shards(index: Path) -> set[str]:
-    """Names of the files that an index is of; none if it cannot be read."""
-    try:
-        text = _storage.read(index, max_bytes=_safetensors_json.MAX_HEADER_BYTES)
-        return set(_safetensors_json.parse_index(text).files.values())
-    except (OSError, ValueError):
-        return set()
-
-
-# ---- what is read ----------------------------------------------------------------
-
-
-def _stamps(source: Path) -> tuple[_storage.Stamp, ...]:
-    """All files of a checkpoint as they are now, in order; at most a fixed number."""
-    found: list[_storage.Stamp] = []
-    for path in _files(source):
-        if len(found) == _MAX_FILES:
-            break
-        if path.name != _steps.PIN:
-            found.append(_storage.stamp(path))
-    return tuple(found)
-
-
-def _files(source: Path) -> Iterator[Path]:
-    if source.is_dir():
-        for directory, directories, names in os.walk(source):
-            directories.sort()
-            for name in sorted(names):
-                yield Path(directory, name)
-        return
-    yield source
-    if source.name.endswith(_safetensors_json.INDEX_SUFFIX):
-        for name in sorted(_shards(source)):
-            yield source.parent / name
-    elif _t5x.recognises(source):
-        for path in sorted(source.resolve().parent.iterdir()):
-            if path.is_dir() and _is_of_t5x(path):
-                yield from _files(path)
-
-
-def _changed(found: Iterable[_storage.Stamp]) -> list[str]:
-    """Which files are not any more what they were."""
-    return [str(stamp.path) for stamp in found if not stamp.is_current()]
-
-
-def _check_apart(
-    final: Path, sources: Iterable[Path], files: Iterable[_storage.Stamp]
-) -> None:
-    """Refuses a path that is, lies in or holds what is read, whatever it is called.
-
-    Args:
-        final: What is to be made.
-        sources: Checkpoints that are read.
-        files: Files of them.
-
-    Raises:
-        OptionError: It does.
-    """
-    made = os.path.realpath(final)
-    for source in sources:
-        real = os.path.realpath(source)
-        if made == real or _holds(made, real) or _holds(real, made):
-            raise errors.OptionError(
-                f"{final} lies in the checkpoint {source}, or that in it: choose a path"
-                " beside it"
-            )
-    for stamp in files:
-        real = os.path.realpath(stamp.path)
-        if made == real or _holds(made, real):
-            raise errors.OptionError(
-                f"{final} is, or holds, {stamp.path}, which is read: choose another"
-                " path"
-            )
-
-
-def _holds(directory: str, path: str) -> bool:
-    return path.startswith(directory.rstrip("/") + "/")

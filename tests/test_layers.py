@@ -36,7 +36,7 @@ LAYERS = (
     {"partition", "_plan", "_finder", "_fit"},
     {"_planner"},
     {"_save", "_restore"},
-    {"_targets"},
+    {"_targets", "_belongings"},
     {"_convert"},
     {"_checkpointer"},
     {"_callback", "_report", "_tools"},
