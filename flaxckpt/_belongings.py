@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -38,6 +39,14 @@ _FILES_OF_ORBAX = _OWN | {
     *("_sharding", "manifest.ocdbt", "orbax.checkpoint"),
     *(".zarray", "zarr.json"),  # of an array without a name
 }
+
+
+_DIRECTORIES_OF_ORBAX = frozenset(("array_metadatas", "d", "metadata"))
+_MARKS_OF_ORBAX = re.compile(
+    r"_METADATA|checkpoint|\.zarray|zarr\.json|manifest\.ocdbt|metadata|metrics"
+    r"|process_\d+-of-\d+\.json"
+)
+"""A file of which one is in every item and every array."""
 
 
 def check_free(final: Path, *, overwrite: bool) -> None:
@@ -105,8 +114,12 @@ def _foreign(directory: Path) -> list[str] | None:
 
 
 def _is_of_orbax(path: Path) -> bool:
-    if path.is_dir():  # an item, or an array
-        return not path.name.startswith(".") and not path.is_symlink()
+    if path.is_dir():
+        return not path.is_symlink() and (
+            path.name in _DIRECTORIES_OF_ORBAX
+            or path.name.startswith("ocdbt.process_")
+            or any(map(_MARKS_OF_ORBAX.fullmatch, os.listdir(path)))  # noqa: PTH208
+        )
     return path.name in _FILES_OF_ORBAX
 
 

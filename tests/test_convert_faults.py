@@ -486,3 +486,29 @@ def test_the_path_says_which_format(source, tmp_path):
     with pytest.raises(errors.OptionError, match="must be one of"):
         flaxckpt.convert(source, tmp_path / "d.msgpack", format=["orbax"])
     assert not list(tmp_path.glob("d*"))
+
+
+@pytest.mark.parametrize("item", [True, False])
+def test_what_lies_beside_a_checkpoint_of_orbax_is_not_lost(tmp_path, item):
+    import orbax.checkpoint as ocp
+
+    step = tmp_path / "step"
+    state = {"w": np.ones(3)}
+    if item:
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
+            args = ocp.args.Composite(
+                state=ocp.args.StandardSave(state),
+                extra=ocp.args.JsonSave({"a": 1}),
+            )
+            writer.save(step, args)
+    else:
+        with ocp.StandardCheckpointer() as writer:
+            writer.save(step, state)
+    flaxckpt.save(tmp_path / "new", {"w": np.zeros(3)})
+    (step / "src").mkdir()
+    (step / "src" / "code.py").write_text("pass")
+    with pytest.raises(errors.CheckpointExistsError, match=r"would be lost:\n  src\n"):
+        flaxckpt.convert(tmp_path / "new", step, overwrite=True)
+    shutil.rmtree(step / "src")
+    flaxckpt.convert(tmp_path / "new", step, overwrite=True)
+    assert not flaxckpt.load(step)["w"].any()
