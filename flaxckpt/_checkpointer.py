@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -13,8 +15,10 @@ from typing import Any, Literal, NamedTuple, Self
 
 from flaxckpt import (
     _collector,
+    _events,
     _locate,
     _plan,
+    _progress,
     _restore,
     _save,
     _steps,
@@ -63,8 +67,12 @@ class Checkpointer:
         read_only: Refuses to save or delete.
         metadata: JSON of your own about the whole run, kept where Orbax keeps its
             root metadata. It replaces what is there.
+        sinks: Who is told of events: functions of an `Event`, or loggers of clu, W&B,
+            MLflow or TensorBoard. They are told on the thread that calls.
 
     Attributes:
+        events: What happens to the checkpoints. Unless `read_only`, it is also kept in
+            `events.jsonl` in the directory.
         lineage: What this run began from, the nearest first; recorded in every step.
             Restoring a step sets it to what is recorded there.
     """
@@ -80,6 +88,7 @@ class Checkpointer:
         step_format: str = "{step}",
         read_only: bool = False,
         metadata: Mapping[str, JSON] | None = None,
+        sinks: Sequence[_events.Sink] = (),
     ) -> None:
         self.directory = _storage.resolve(directory)
         self.keep = tuple(keep)
@@ -98,6 +107,10 @@ class Checkpointer:
             raise errors.OptionError(
                 f"max_concurrent_bytes must be positive, got {max_concurrent_bytes}"
             )
+        journal = None if read_only else self.directory / _events.JOURNAL
+        self.events = _events.Stream(self.directory, journal)
+        for sink in sinks:
+            self.events.subscribe(sink)
         if not read_only:
             self._make_directory()
         if metadata is not None:
@@ -152,11 +165,14 @@ class Checkpointer:
                 f"on_exists must be 'error', 'skip' or 'overwrite', got {on_exists!r}"
             )
         number = _steps.check(step)
-        with self._lock:
-            self.wait()
-            return self._begin(
-                number, state, metrics, dataset, metadata, on_exists, start
-            )
+        try:
+            with self._lock:
+                self._wait()
+                return self._begin(
+                    number, state, metrics, dataset, metadata, on_exists, start
+                )
+        finally:
+            self.events.deliver(number)
 
     def _begin(
         self,
@@ -171,10 +187,9 @@ class Checkpointer:
         final = self.directory / self._format.name(number)
         if on_exists == "skip" and number in self._listed():
             return self._skipped(number, final, start)
-        snapshot = _save.take(
-            final,
-            state,
-            _save.Options(
+        tell = functools.partial(self.events.emit, step=number, path=final)
+        with self._failing(number, final):
+            options = _save.Options(
                 number,
                 self._layout,
                 self._transforms,
@@ -184,12 +199,22 @@ class Checkpointer:
                 on_exists == "overwrite",
                 self._max_concurrent_bytes,
                 self.lineage,
-            ),
-        )
+                functools.partial(tell, "started", overwrite=on_exists == "overwrite"),
+            )
+            snapshot = _save.take(final, state, options)
         blocked = time.monotonic() - start
+        tell("snapshot", blocked_secs=blocked)
 
+        @self._failing(number, final)
         def work() -> SaveResult:
             written, self._saved = _save.execute(snapshot, self._previous())
+            tell(
+                "committed",
+                bytes=written,
+                blocked_secs=blocked,
+                total_secs=time.monotonic() - start,
+                metrics=len(options.metrics),
+            )
             self._metrics.pop(number, None)
             deleted = self._apply_policies(just_saved=number)
             total = time.monotonic() - start
@@ -205,6 +230,16 @@ class Checkpointer:
 
         self._pending = SaveHandle(work, name=f"save of {final}")
         return self._pending
+
+    @contextlib.contextmanager
+    def _failing(self, step: int, final: Path) -> Iterator[None]:
+        """Tells what fails within."""
+        try:
+            yield
+        except BaseException as error:
+            text = _events.first_lines(error)
+            self.events.emit("failed", step, path=final, error=text)
+            raise
 
     def _previous(self) -> _write.Previous | None:
         """The arrays of the newest step, which those of the next may equal."""
@@ -222,6 +257,7 @@ class Checkpointer:
 
     def _skipped(self, step: int, final: Path, start: float) -> SaveHandle:
         reason = f"step {step} exists"
+        self.events.emit("skipped", step, path=final, reason=reason)
         _log.warning("step %d is not saved: %s has one already", step, self.directory)
         elapsed = time.monotonic() - start
         result = SaveResult(step, str(final), 0, elapsed, elapsed, skipped=reason)
@@ -242,6 +278,10 @@ class Checkpointer:
         Raises:
             CheckpointError: It failed.
         """
+        with self._delivering():
+            return self._wait()
+
+    def _wait(self) -> SaveResult | None:
         with self._lock:
             pending = self._pending
             if pending is None:
@@ -465,8 +505,27 @@ class Checkpointer:
             keeps_steps=optimizer == "reinit",
         )
         path = _storage.resolve(source)
-        state, self.lineage = _restore.load_source(path, step, abstract_state, options)
+        start, counter = time.monotonic(), _progress.Counter()
+        state, self.lineage = _restore.load_source(
+            path, step, abstract_state, options, counter
+        )
+        origin = self.lineage[0]
+        with self._delivering():
+            self._restored(origin.step, origin.path, counter.total, start)
         return state, 0 if options.keeps_steps else _restore.step_of(state)
+
+    def _restored(
+        self, step: int | None, path: Path | str, size: int, start: float
+    ) -> None:
+        secs = time.monotonic() - start
+        self.events.emit("restored", step, path=path, bytes=size, secs=secs)
+
+    @contextlib.contextmanager
+    def _delivering(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.events.deliver()
 
     def _options(self, **given: Any) -> _plan.Options:
         return _plan.Options(max_concurrent_bytes=self._max_concurrent_bytes, **given)
@@ -481,7 +540,14 @@ class Checkpointer:
         options: _plan.Options,
     ) -> tuple[PyTree, int]:
         """Restores a step, and says which."""
-        self.wait()
+        with self._delivering():
+            self._wait()
+            return self._restore_first(
+                self._candidates(step), abstract_state, dataset, fallback, options
+            )
+
+    def _candidates(self, step: int | None) -> list[tuple[int, Path]]:
+        """The steps to restore, the first that is good."""
         if step is None:
             candidates = sorted(self._listed().items(), reverse=True)
         else:
@@ -491,8 +557,20 @@ class Checkpointer:
                 f"{self.directory} has no steps called like {self._format.template!r}:"
                 " save one first, or see that directory and step_format are right"
             )
+        return candidates
+
+    def _restore_first(
+        self,
+        candidates: Sequence[tuple[int, Path]],
+        abstract_state: PyTree | None,
+        dataset: Any,
+        fallback: bool,
+        options: _plan.Options,
+    ) -> tuple[PyTree, int]:
+        """Restores the first of `candidates` that is not damaged."""
         damage: errors.DamagedCheckpointError | None = None
         for number, path in candidates:
+            start, counter = time.monotonic(), _progress.Counter()
             try:
                 if not formats.recognises(path):
                     raise errors.DamagedCheckpointError(
@@ -500,7 +578,7 @@ class Checkpointer:
                     )
                 stored = _locate.read_stored(path, number, options.types)
                 undone = self._undone(stored.metadata, abstract_state, options)
-                state = _restore.restore(stored, abstract_state, undone)
+                state = _restore.restore(stored, abstract_state, undone, counter)
                 if dataset is not None:
                     _restore.restore_dataset(stored, dataset)
                 self.lineage = stored.metadata.lineage
@@ -508,8 +586,11 @@ class Checkpointer:
                 if not fallback:
                     raise
                 damage = damage or error
+                text = _events.first_lines(error, 1)
+                self.events.emit("fell_back", number, path=path, error=text)
                 _log.warning("step %d is damaged and left out: %s", number, error)
             else:
+                self._restored(number, path, counter.total, start)
                 return state, number
         assert damage is not None
         raise damage
@@ -590,6 +671,7 @@ class Checkpointer:
         except OSError as error:
             _log.error("step %d could not be deleted: %s", step, error)
             return False
+        self.events.emit("deleted", step, reason="no policy keeps it")
         return True
 
     def delete(self, step: int) -> None:
@@ -597,6 +679,7 @@ class Checkpointer:
         self._check_writable("delete")
         self.wait()
         _steps.delete(self._path(step))
+        self.events.emit("deleted", step, reason="it was asked for")
         self._metrics.pop(step, None)
 
     def pin(self, step: int) -> None:
@@ -622,7 +705,10 @@ class Checkpointer:
             for action in actions:
                 action()
         finally:
-            self.wait()
+            try:
+                self.wait()
+            finally:
+                self.events.close()
 
     def __enter__(self) -> Self:
         return self

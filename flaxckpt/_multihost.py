@@ -13,3 +13,8 @@ def process_index() -> int:
 def process_count() -> int:
     """How many processes run together."""
     return int(jax.process_count())
+
+
+def is_first() -> bool:
+    """Whether this is process 0. Where there is only one, no backend is started."""
+    return not jax.distributed.is_initialized() or process_index() == 0

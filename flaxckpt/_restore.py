@@ -25,6 +25,7 @@ from flaxckpt import (
     _place,
     _plan,
     _planner,
+    _progress,
     _read,
     _storage,
     _tree,
@@ -120,18 +121,23 @@ def load(
         memory_map=memory_map,
     )
     found, number = _locate.locate(_storage.resolve(path), step)
-    return restore(_locate.read_stored(found, number, types), abstract_state, options)
+    stored = _locate.read_stored(found, number, types)
+    return restore(stored, abstract_state, options, _progress.Counter())
 
 
 @_collector.paused()
 def load_source(
-    path: Path, step: int | None, abstract_state: PyTree, options: _plan.Options
+    path: Path,
+    step: int | None,
+    abstract_state: PyTree,
+    options: _plan.Options,
+    counter: _progress.Counter,
 ) -> tuple[PyTree, tuple[Lineage, ...]]:
     """Loads a checkpoint for a run to begin from, and says where it came from."""
     found, number = _locate.locate(path, step)
     stored = _locate.read_stored(found, number)
     digest = _digest(stored)
-    state = restore(stored, abstract_state, options)
+    state = restore(stored, abstract_state, options, counter)
     done = _transforms.describe(options.transforms)
     origin = Lineage(str(found), number, digest, done)
     return state, (origin, *stored.metadata.lineage)[:_MAX_LINEAGE]
@@ -245,7 +251,10 @@ def open_leaf(
 
 
 def restore(
-    stored: Stored, abstract_state: PyTree | None, options: _plan.Options
+    stored: Stored,
+    abstract_state: PyTree | None,
+    options: _plan.Options,
+    counter: _progress.Counter,
 ) -> PyTree:
     """Loads what `abstract_state` asks for, or everything."""
     start = time.monotonic()
@@ -256,6 +265,7 @@ def restore(
             planned.problems,
             _fit.advice(planned.problems, abstract_state),
         )
+    counter.total = planned.bytes_here
     if abstract_state is not None:
         _tell(planned, recipe, options)
     try:

@@ -64,6 +64,7 @@ class Options:
         overwrite: Whether an existing checkpoint is replaced.
         max_concurrent_bytes: Budget of the writing thread.
         lineage: What the run began from.
+        planned: Called with what will be saved, before its values are taken.
     """
 
     step: int | None = None
@@ -75,6 +76,7 @@ class Options:
     overwrite: bool = False
     max_concurrent_bytes: int = _write.DEFAULT_CONCURRENT_BYTES
     lineage: Sequence[Lineage] = ()
+    planned: Callable[..., object] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -297,6 +299,13 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     names = [_orbax_json.param_name(info.keys) for info in infos]
     ocdbt = uses_ocdbt(infos, names, options.layout)
     _orbax.check_names(infos, names, ocdbt=ocdbt)
+    if options.planned is not None:
+        stored = [info for info in infos if info.chunk_shape is not None]
+        options.planned(
+            bytes=sum(map(_layout.stored_bytes, stored)),
+            leaves=len(infos),
+            store="ocdbt" if ocdbt else "files",
+        )
     arrays = [
         (name, leaf.info.chunk_shape, leaf)
         for name, leaf in zip(names, table.values(), strict=True)

@@ -24,7 +24,7 @@ LAYERS = (
         "_multihost",
         "_threads",
     },
-    {"_tree", "_storage", "_blocks", "_zarr", "_runs"},
+    {"_tree", "_storage", "_blocks", "_zarr", "_runs", "_progress"},
     {"_info", "_events", "_journal"},
     {"_layout", "_containers"},
     {"_snapshot", "_raw", "_spans", "_place"},
