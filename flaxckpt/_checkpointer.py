@@ -9,13 +9,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 from flaxckpt import (
     _collector,
+    _follow,
     _locate,
     _plan,
     _restore,
+    _retention,
     _save,
     _steps,
     _storage,
@@ -35,11 +37,6 @@ from flaxckpt.transforms import _table as _transforms
 _log = logging.getLogger(__name__)
 
 
-class _Ranked(NamedTuple):
-    step: int
-    metrics: Mapping[str, float]
-
-
 class Checkpointer:
     """Saves, finds, restores and retires the steps under one directory.
 
@@ -54,7 +51,12 @@ class Checkpointer:
     Args:
         directory: Made if it is missing, unless `read_only`.
         keep: Preservation policies; a step stays if any keeps it. The newest and
-            pinned steps always stay, and without policies nothing is deleted.
+            pinned steps always stay, and without policies only temporary steps go.
+        keep_dataset: Policies for the states of dataset iterators: of a step that stays
+            and that none of them keeps, the state is deleted alone. Without any, states
+            stay as long as their steps.
+        metrics_from: Gives metrics that are measured elsewhere, step -> name -> number,
+            whenever steps are ranked. Those stored with a step count first.
         layout: How arrays are cut and encoded.
         max_concurrent_bytes: Bytes on their way to or from storage at one time.
         transforms: What to change on the way to the checkpoint, at every save. A
@@ -80,19 +82,24 @@ class Checkpointer:
         step_format: str = "{step}",
         read_only: bool = False,
         metadata: Mapping[str, JSON] | None = None,
+        keep_dataset: Sequence[PreservationPolicy] = (),
+        metrics_from: Callable[[], _retention.MetricsByStep] | None = None,
     ) -> None:
         self.directory = _storage.resolve(directory)
-        self.keep = tuple(keep)
         self.read_only = read_only
         self._layout = layout or ArrayLayout()
         self._transforms = _transforms.checked(transforms)
         self._max_concurrent_bytes = max_concurrent_bytes
         self._format = _steps.StepFormat(step_format)
+        self._retention = _retention.Retention(
+            self.directory,
+            self._format,
+            _retention.Rules(tuple(keep), tuple(keep_dataset), metrics_from),
+        )
         self._lock = threading.RLock()  # one save at a time, whichever thread asks
         self._pending: SaveHandle | None = None
         self._saved: _write.Previous | None = None  # by the last save of ours
         self.lineage: tuple[Lineage, ...] = ()
-        self._metrics: dict[int, Mapping[str, float]] = {}
         self._before_close: list[Callable[[], None]] = []
         if max_concurrent_bytes <= 0:
             raise errors.OptionError(
@@ -125,6 +132,7 @@ class Checkpointer:
         dataset: Any = None,
         metadata: Mapping[str, JSON] | None = None,
         on_exists: Literal["error", "skip", "overwrite"] = "error",
+        temporary: bool = False,
     ) -> SaveHandle:
         """Saves `state` as `step`, and returns once it is safe from changes.
 
@@ -136,7 +144,11 @@ class Checkpointer:
             metrics: Numbers by name; policies rank by them.
             dataset: An iterator whose position is saved in the same commit.
             metadata: JSON of your own about this step.
-            on_exists: What to do if the step is there already.
+            on_exists: What to do if the step is there already. One that is replaced
+                stays pinned if it was, and one that is skipped is temporary no more
+                unless this save is.
+            temporary: Whether the step goes as soon as there is a newer one. A policy
+                such as `BestN` may keep it all the same.
 
         Returns:
             A handle; its `wait()` returns when the step is durable.
@@ -155,7 +167,7 @@ class Checkpointer:
         with self._lock:
             self.wait()
             return self._begin(
-                number, state, metrics, dataset, metadata, on_exists, start
+                number, state, metrics, dataset, metadata, on_exists, temporary, start
             )
 
     def _begin(
@@ -166,10 +178,13 @@ class Checkpointer:
         dataset: Any,
         metadata: Mapping[str, JSON] | None,
         on_exists: Literal["error", "skip", "overwrite"],
+        temporary: bool,
         start: float,
     ) -> SaveHandle:
         final = self.directory / self._format.name(number)
         if on_exists == "skip" and number in self._listed():
+            if not temporary:
+                self._retention.make_permanent(final)
             return self._skipped(number, final, start)
         snapshot = _save.take(
             final,
@@ -178,20 +193,20 @@ class Checkpointer:
                 number,
                 self._layout,
                 self._transforms,
-                as_metrics(metrics),
+                _retention.as_metrics(metrics),
                 metadata or {},
                 dataset,
                 on_exists == "overwrite",
                 self._max_concurrent_bytes,
                 self.lineage,
+                temporary,
             ),
         )
         blocked = time.monotonic() - start
 
         def work() -> SaveResult:
             written, self._saved = _save.execute(snapshot, self._previous())
-            self._metrics.pop(number, None)
-            deleted = self._apply_policies(just_saved=number)
+            deleted = self._retention.apply(just_saved=number)
             total = time.monotonic() - start
             _log.info(
                 "saved step %d: %d bytes, durable after %.3f s, blocked %.3f s%s",
@@ -266,7 +281,7 @@ class Checkpointer:
     # ---- finding ----------------------------------------------------------------
 
     def _listed(self) -> dict[int, Path]:
-        return _steps.listed(self.directory, self._format)
+        return self._retention.listed()
 
     def _path(self, step: int) -> Path:
         listed = self._listed()
@@ -287,7 +302,7 @@ class Checkpointer:
 
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
         """The step with the best finite `metric`, the newer of equals; None if none."""
-        best = policies.BestN(1, metric, mode).preserved(self._ranked())
+        best = self._retention.best(policies.BestN(1, metric, mode))
         return next(iter(best), None)
 
     def metadata(self, step: int) -> CheckpointMetadata:
@@ -295,13 +310,8 @@ class Checkpointer:
         return _locate.read_stored(self._path(step), step).metadata
 
     def metrics(self, step: int) -> Mapping[str, float]:
-        """What was measured at a step."""
-        return dict(self._metrics_at(step, self._path(step)))
-
-    def _metrics_at(self, step: int, path: Path) -> Mapping[str, float]:
-        if step not in self._metrics:
-            self._metrics[step] = _orbax.read_metrics(path)
-        return self._metrics[step]
+        """What was measured at a step and is stored with it."""
+        return dict(self._retention.metrics(self._path(step)))
 
     @property
     def run_metadata(self) -> Mapping[str, JSON]:
@@ -332,30 +342,27 @@ class Checkpointer:
 
     def reload(self) -> None:
         """Forgets what was read of steps, so that changes by others are seen."""
-        self._metrics.clear()
+        self._retention.forget()
 
     def new_steps(
         self, *, timeout_secs: float | None = None, poll_secs: float = 1.0
     ) -> Iterator[int]:
         """Yields every step, oldest first, and then each new one as it is committed.
 
-        For a job that evaluates checkpoints while another one trains.
+        For a job that evaluates checkpoints while another one trains. Until the loop
+        goes on, no policy of any process deletes the step: a file in it tells of the
+        reader. Where nothing can be written, steps come unprotected, with a warning.
 
         Args:
             timeout_secs: Ends after so long without a new step; None never ends.
             poll_secs: How often the directory is looked at.
         """
-        seen = -1
-        since = time.monotonic()
-        while True:
-            for step in self.steps():
-                if step > seen:
-                    seen = step
-                    yield step
-                    since = time.monotonic()
-            if timeout_secs is not None and time.monotonic() - since >= timeout_secs:
-                return
-            time.sleep(poll_secs)
+        return _follow.new_steps(
+            self._listed,
+            _retention.is_step,
+            timeout_secs=timeout_secs,
+            poll_secs=poll_secs,
+        )
 
     # ---- restoring --------------------------------------------------------------
 
@@ -530,84 +537,71 @@ class Checkpointer:
 
     # ---- keeping and deleting ---------------------------------------------------
 
+    @property
+    def keep(self) -> tuple[PreservationPolicy, ...]:
+        """The policies that keep steps."""
+        return self._retention.rules.keep
+
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to a committed step, as of an evaluation after its save."""
+        """Adds metrics to a committed step, as of an evaluation after its save.
+
+        Raises:
+            SaveFailedError: They could not be written.
+        """
         self._check_writable("add metrics")
         self.wait()
-        path = self._path(step)
-        merged = {**_orbax.read_metrics(path), **as_metrics(metrics)}
-        _orbax.write_metrics(path, merged)
-        self._metrics[step] = merged
+        self._retention.add_metrics(self._path(step), metrics)
 
     def explain(self) -> dict[int, list[str]]:
-        """Why each step stays, oldest first; a step without a reason would go."""
-        listed = self._listed()
-        pinned = [step for step, path in listed.items() if _steps.is_pinned(path)]
-        return policies.decide(self.keep, self._ranked(listed), pinned=pinned)
+        """Why each step stays, oldest first; a step without a reason would go.
 
-    def _ranked(self, listed: Mapping[int, Path] | None = None) -> list[_Ranked]:
-        if listed is None:
-            listed = self._listed()
-        # What is merely called like a step neither counts nor goes.
-        return [
-            _Ranked(number, self._metrics_at(number, path))
-            for number, path in listed.items()
-            if formats.recognises(path)
-        ]
+        The reasons are those of `policies.decide`, and "dataset let go", which says
+        that its dataset state did not stay with it.
+        """
+        return self._retention.explain()
 
     def prune(self, *, dry_run: bool = False) -> tuple[int, ...]:
-        """Deletes the steps that no policy keeps.
+        """Deletes the steps, and the dataset states, that no policy keeps.
 
         Args:
-            dry_run: Only say which.
+            dry_run: Only say which steps: those to which `explain` gives no reason.
 
         Returns:
             The steps.
+
+        Raises:
+            SaveFailedError: The newest step is damaged, so that older ones stay.
         """
         self.wait()
         if dry_run:
-            return tuple(
-                step for step, reasons in self.explain().items() if not reasons
-            )
+            return tuple(step for step, why in self.explain().items() if not why)
         self._check_writable("prune")
-        return self._apply_policies()
-
-    def _apply_policies(self, *, just_saved: int | None = None) -> tuple[int, ...]:
-        if not self.keep:
-            return ()
-        going = [
-            step
-            for step, reasons in self.explain().items()
-            if not reasons and step != just_saved
-        ]
-        return tuple(step for step in going if self._retire(step))
-
-    def _retire(self, step: int) -> bool:
-        """Deletes a step that nothing keeps; says so if that fails, and goes on."""
-        self._metrics.pop(step, None)
-        try:
-            _steps.delete(self.directory / self._format.name(step))
-        except OSError as error:
-            _log.error("step %d could not be deleted: %s", step, error)
-            return False
-        return True
+        return self._retention.apply()
 
     def delete(self, step: int) -> None:
-        """Deletes a step, even a pinned one."""
+        """Deletes a step, even a pinned one.
+
+        Raises:
+            SaveFailedError: It is being read, by a loop over `new_steps` anywhere; or
+                it could not be deleted.
+        """
         self._check_writable("delete")
         self.wait()
-        _steps.delete(self._path(step))
-        self._metrics.pop(step, None)
+        self._retention.delete(self._path(step))
 
     def pin(self, step: int) -> None:
-        """Keeps a step, whatever the policies say."""
+        """Keeps a step, whatever the policies say.
+
+        Raises:
+            SaveFailedError: That could not be written down.
+        """
         self._check_writable("pin")
-        _steps.pin(self._path(step))
+        self._retention.pin(self._path(step))
 
     def unpin(self, step: int) -> None:
-        """Leaves a step to the policies again."""
+        """Leaves a step to the policies again; raises as `pin` does."""
         self._check_writable("unpin")
-        _steps.unpin(self._path(step))
+        self._retention.unpin(self._path(step))
 
     # ---- lifetime ---------------------------------------------------------------
 
@@ -641,23 +635,3 @@ class Checkpointer:
             self.wait()
         except errors.CheckpointError as failure:
             _log.error("the save under way failed, too: %s", failure)
-
-
-def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Numbers by name, nested names joined by `/`.
-
-    Raises:
-        OptionError: A metric is no single number.
-    """
-    flat: dict[str, float] = {}
-    for name, value in (metrics or {}).items():
-        if isinstance(value, Mapping):
-            flat |= {f"{name}/{inner}": n for inner, n in as_metrics(value).items()}
-            continue
-        try:
-            flat[name] = float(value)
-        except (TypeError, ValueError):
-            raise errors.OptionError(
-                f"the metric {name!r} must be one number, got {value!r:.80}"
-            ) from None
-    return flat

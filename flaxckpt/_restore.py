@@ -288,9 +288,17 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
     """Puts a dataset iterator where the one saved with the state stood.
 
     Raises:
-        DatasetStateError: None was saved, or the iterator does not take its state.
+        DatasetStateError: None was saved, it was let go, or the iterator does not take
+            it.
     """
     path = Path(stored.metadata.path)
+    if _orbax.has_let_go_dataset(path):
+        raise errors.DatasetStateError(
+            f"the dataset state of {path} was let go by keep_dataset, so the data"
+            " cannot go on where it stood; restore a newer step, which has one if"
+            " metadata(step).has_dataset, or pass dataset=None to start the data from"
+            " the beginning"
+        )
     files = _orbax.read_dataset(path, stored.digests)
     if not files:
         raise errors.DatasetStateError(

@@ -64,6 +64,7 @@ class Options:
         overwrite: Whether an existing checkpoint is replaced.
         max_concurrent_bytes: Budget of the writing thread.
         lineage: What the run began from.
+        temporary: Whether it stays only until there is a newer step.
     """
 
     step: int | None = None
@@ -75,6 +76,7 @@ class Options:
     overwrite: bool = False
     max_concurrent_bytes: int = _write.DEFAULT_CONCURRENT_BYTES
     lineage: Sequence[Lineage] = ()
+    temporary: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -468,6 +470,8 @@ def _write_and_commit(
             max_concurrent_bytes=snapshot.options.max_concurrent_bytes,
         )
     _write_new(temporary, _orbax.seal(contents, made, temporary))
+    is_temporary = snapshot.options.temporary
+    _write_new(temporary, _steps.marks_of_new(snapshot.final, temporary=is_temporary))
     size = _storage.sync_tree(temporary)
     manifest = _storage.stamp(temporary / _orbax_json.MANIFEST)
     if snapshot.options.overwrite and snapshot.final.exists():
