@@ -38,6 +38,7 @@ LAYERS = (
     {"_save", "_restore"},
     {"_targets", "_belongings"},
     {"_convert", "_retention"},
+    {"_directory"},
     {"_checkpointer"},
     {"_callback", "_report", "_tools"},
     {"cli", "integrations"},
