@@ -3,6 +3,7 @@
 from flaxckpt import datasets, errors, formats, partition, policies, transforms
 from flaxckpt._callback import CheckpointCallback
 from flaxckpt._checkpointer import Checkpointer
+from flaxckpt._events import Event
 from flaxckpt._info import ArrayLayout, CheckpointMetadata, LeafInfo, SaveResult
 from flaxckpt._plan import LeafPlan, RestorePlan
 from flaxckpt._restore import load, metadata, open_leaf, plan
@@ -15,6 +16,7 @@ __all__ = [
     "CheckpointCallback",
     "CheckpointMetadata",
     "Checkpointer",
+    "Event",
     "LeafInfo",
     "LeafPlan",
     "RestorePlan",

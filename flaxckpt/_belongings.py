@@ -31,7 +31,6 @@ _OWN = frozenset(
     (
         *(_orbax.STATE, _orbax.DATASET, _orbax.METRICS),
         *(_orbax_json.MANIFEST, _orbax_disk.CHECKPOINT, "commit_success.txt"),
-        _steps.PIN,
     )
 )
 _FILES_OF_ORBAX = _OWN | {
@@ -98,7 +97,7 @@ def _foreign(directory: Path) -> list[str] | None:
         is_orbax = True
     found = sorted(directory.iterdir())
     if is_orbax and (directory / _orbax_json.MANIFEST).is_file():
-        return [path.name for path in found if path.name not in _OWN]
+        return [path.name for path in found if not _is_own(path.name)]
     if is_orbax:
         return [path.name for path in found if not _is_of_orbax(path)]
     if _t5x.recognises(directory):
@@ -113,6 +112,10 @@ def _foreign(directory: Path) -> list[str] | None:
     ]
 
 
+def _is_own(name: str) -> bool:
+    return name in _OWN or _steps.is_mark(name)
+
+
 def _is_of_orbax(path: Path) -> bool:
     if path.is_dir():
         return not path.is_symlink() and (
@@ -120,7 +123,7 @@ def _is_of_orbax(path: Path) -> bool:
             or path.name.startswith("ocdbt.process_")
             or any(map(_MARKS_OF_ORBAX.fullmatch, os.listdir(path)))  # noqa: PTH208
         )
-    return path.name in _FILES_OF_ORBAX
+    return path.name in _FILES_OF_ORBAX or _steps.is_mark(path.name)
 
 
 def _is_of_t5x(path: Path) -> bool:
@@ -160,7 +163,7 @@ def stamps(source: Path) -> tuple[_storage.Stamp, ...]:
     for path in _files(source):
         if len(found) == _MAX_FILES:
             break
-        if path.name != _steps.PIN:
+        if not _steps.is_mark(path.name):
             found.append(_storage.stamp(path))
     return tuple(found)
 

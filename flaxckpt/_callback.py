@@ -1,22 +1,38 @@
-"""A trainer's hook: when to save, and where to begin."""
+"""A trainer's hook: when to save, where to begin, and how to end."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 
-from flaxckpt import errors
+from flaxckpt import _counters, _multihost, _preflight, _resume, errors
 from flaxckpt._checkpointer import Checkpointer
+from flaxckpt._preemption import Notice, Watch
 from flaxckpt._save import SaveHandle
+from flaxckpt._triggers import Due, Triggers
 from flaxckpt._types import PathLike, PyTree
 from flaxckpt.transforms import Transform
 
 _log = logging.getLogger(__name__)
+
+REQUEUE_EXIT_CODE = 75
+"""EX_TEMPFAIL of sysexits.h: a failure that goes away if it is tried again."""
+
+
+class _Seen(NamedTuple):
+    """What a call was given, completed."""
+
+    step: int
+    state: PyTree
+    metrics: Any
+    dataset: Any
 
 
 class CheckpointCallback:
@@ -34,16 +50,36 @@ class CheckpointCallback:
         on_step(step, state, metrics=metrics)
     ```
 
+    From `restore_or_init`, or else the first call, until it is closed, SIGTERM, SIGUSR1
+    and Ctrl-C do not end the program at once: the next call saves, waits until the
+    checkpoint is durable, and then leaves by `SystemExit(exit_code)`, or by
+    `KeyboardInterrupt` after Ctrl-C. Started again, the run goes on from there.
+
     Args:
         checkpointer: Where to save.
         every_steps: Saves whenever a multiple of this is reached or passed.
         every_secs: Saves when so much time has gone by since the last save.
+        temporary: Whether saves that only the time called for are deleted as soon as
+            there is a newer permanent one.
         on_steps: Saves when one of these steps is reached or passed.
+        on_preemption: Whether signals, and jax's preemption service where it is
+            enabled, are watched for.
+        grace_secs: How long the process lives after a signal. If the whole state will
+            not be saved by then, the optimizer is left out: see `params_only`.
+        exit_code: What the program leaves with when it was told to stop, so that the
+            one who started it can tell that it wants to go on. None: it does not
+            leave, and the loop asks `should_stop()`.
+        save_first: Whether the first step of a new run is saved.
         save_last: Whether closing saves the last step, if it is not saved yet.
         dataset: The iterator that is saved and restored along with the state.
         step_is: Whether the loop counts `completed` steps or passes the `index` of
             the step just done, which is one less. Checkpoints count completed steps.
-        clock: Seconds, for `every_secs`.
+        check_step: Whether a save is refused if the state counts its steps, as a
+            `TrainState` does, and has another number of them.
+        preflight: Whether the first call tries a save without arrays and tests
+            the directory and its free space; `warn` only tells what it finds.
+        sinks: Who is told of saves, beside those of the checkpointer.
+        clock: Seconds, for `every_secs` and `grace_secs`.
     """
 
     __name__ = "checkpoint"  # clu's PeriodicCallback asks its function for a name
@@ -54,38 +90,81 @@ class CheckpointCallback:
         *,
         every_steps: int | None = None,
         every_secs: float | None = None,
+        temporary: bool = False,
         on_steps: Collection[int] = (),
+        on_preemption: bool = True,
+        grace_secs: float | None = None,
+        exit_code: int | None = REQUEUE_EXIT_CODE,
+        save_first: bool = False,
         save_last: bool = True,
         dataset: Any = None,
         step_is: Literal["completed", "index"] = "completed",
+        check_step: bool = True,
+        preflight: Literal["warn"] | bool = True,
+        sinks: Sequence[Any] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        for name, value in (("every_steps", every_steps), ("every_secs", every_secs)):
-            if value is not None and value <= 0:
-                raise errors.OptionError(f"{name} must be positive, got {value}")
         if step_is not in ("completed", "index"):
             raise errors.OptionError(
                 f"step_is must be 'completed' or 'index', got {step_is!r}"
             )
+        if preflight not in (True, False, "warn"):
+            raise errors.OptionError(
+                f"preflight must be True, False or 'warn', got {preflight!r}"
+            )
+        if grace_secs is not None and grace_secs <= 0:
+            raise errors.OptionError(f"grace_secs must be positive, got {grace_secs}")
+        if temporary and every_secs is None:
+            raise errors.OptionError(
+                "temporary=True is for the saves that every_secs calls for: pass it too"
+            )
         self.checkpointer = checkpointer
         self.last_save: SaveHandle | None = None
-        self._every_steps = every_steps
-        self._every_secs = every_secs
-        self._on_steps = frozenset(on_steps)
+        self._triggers = Triggers(
+            every_steps=every_steps,
+            every_secs=every_secs,
+            on_steps=on_steps,
+            save_first=save_first,
+            clock=clock,
+        )
+        self._temporary = temporary
+        self._watch = Watch(clock) if on_preemption else None
+        self._grace_secs = grace_secs
+        self._exit_code = exit_code
+        self._save_last = save_last
         self._dataset = dataset
         self._offset = 1 if step_is == "index" else 0
+        self._check_step = check_step
+        self._preflight = preflight
         self._clock = clock
-        self._get_state: Callable[[], PyTree] | None = None
+        self._getters: dict[str, Callable[[], Any]] = {}
         self._seen = 0
         self._saved: int | None = None
-        self._saved_at = clock()
-        self._last: tuple[PyTree, Any, Any] | None = None
-        if save_last:
-            checkpointer.before_close(self._save_last)
+        self._save_secs: float | None = None
+        self._last: _Seen | None = None
+        self._is_checked = False
+        self._has_stopped = False
+        for sink in sinks:
+            checkpointer.events.subscribe(sink)
+        checkpointer.before_close(self._finish)
+        if self._watch is not None:
+            weakref.finalize(self, self._watch.end)
 
-    def bind(self, *, state: Callable[[], PyTree]) -> None:
-        """Tells where to get the state, for loops that call `h(step)` only."""
-        self._get_state = state
+    # ---- in the loop --------------------------------------------------------------
+
+    def bind(
+        self,
+        *,
+        state: Callable[[], PyTree] | None = None,
+        dataset: Callable[[], Any] | None = None,
+        metrics: Callable[[], Any] | None = None,
+    ) -> None:
+        """Tells where to get what to save, for loops that call `h(step)` only.
+
+        Each is a function without arguments, called when a save may need it.
+        """
+        given = {"state": state, "dataset": dataset, "metrics": metrics}
+        self._getters |= {name: get for name, get in given.items() if get is not None}
 
     def __call__(
         self,
@@ -113,55 +192,237 @@ class CheckpointCallback:
 
         Raises:
             CheckpointError: This save cannot begin, or the one before it failed.
+            SystemExit, KeyboardInterrupt: A signal has told the program to stop, and
+                the step is saved.
         """
-        if state is None:
-            if self._get_state is None:
-                raise errors.OptionError(
-                    "there is no state to save: call on_step(step, state), or tell"
-                    " where it is with on_step.bind(state=lambda: state)"
-                )
-            state = self._get_state()
+        return self._after(int(step) + self._offset, state, metrics, dataset, force)
+
+    def on_step(self, info: Any, force: bool = False) -> bool:
+        """Like a call, for loops that describe a step by an object.
+
+        Args:
+            info: Has `state`, and either `next_step` (completed steps) or `step` (the
+                index of the step just done); perhaps `loss`, `metrics`, too.
+            force: Save, whatever the triggers say.
+        """
+        completed = getattr(info, "next_step", None)
+        completed = int(info.step) + 1 if completed is None else int(completed)
+        metrics = getattr(info, "metrics", None)
+        loss = getattr(info, "loss", None)
+        if metrics is None and loss is not None:
+            metrics = {"loss": loss}
+        return self._after(completed, info.state, metrics, None, force)
+
+    def should_stop(self) -> bool:
+        """Whether the program was told to stop, by a signal.
+
+        For what takes long between two calls, such as an evaluation: end it, and call
+        with the step at hand. Where several processes train, all of them call this at
+        the same places.
+        """
+        if self._watch is None:
+            return False
+        told = self._watch.notice is not None
+        return any(row[0] for row in _multihost.gather_flags([told]))
+
+    def _after(
+        self, completed: int, state: PyTree, metrics: Any, dataset: Any, force: bool
+    ) -> bool:
+        self.checkpointer.events.deliver(completed)
         self.checkpointer.raise_if_failed()
-        completed = int(step) + self._offset
-        dataset = self._dataset if dataset is None else dataset
-        due = force or self._is_due(completed)
-        self._seen = completed
-        self._last = (state, metrics, dataset)
-        if not due or completed == self._saved:
-            return False
-        return self._save(completed, state, metrics, dataset)
-
-    def _is_due(self, completed: int) -> bool:
-        if completed <= 0:
-            return False
-        n = self._every_steps
-        # Loops may skip steps, so a multiple counts when it is passed, too.
-        if n is not None and completed // n > self._seen // n:
-            return True
-        if any(self._seen < step <= completed for step in self._on_steps):
-            return True
-        return (
-            self._every_secs is not None
-            and self._clock() - self._saved_at >= self._every_secs
+        given = _Seen(
+            completed,
+            self._given("state", state),
+            self._given("metrics", metrics),
+            self._given("dataset", dataset),
         )
+        if not self._is_checked:
+            self._check_beginning(given)
+        time_is_up, notice = self._agreed(completed)
+        due = self._triggers.due(completed, self._seen, time_is_up=time_is_up)
+        if force:
+            due = Due("forced")
+        self._seen = completed
+        self._last = given
+        if notice is not None and not self._has_stopped:
+            return self._stop(given, notice)
+        if due is None:
+            return False
+        return self._save(given, temporary=due.temporary and self._temporary)
 
-    def _save(self, completed: int, state: PyTree, metrics: Any, dataset: Any) -> bool:
-        compute = getattr(metrics, "compute", None)
-        values: Mapping[str, Any] | None = compute() if compute else metrics
+    def _given(self, name: str, value: Any) -> Any:
+        if value is None and name in self._getters:
+            value = self._getters[name]()
+        if value is None and name == "dataset":
+            value = self._dataset
+        if value is None and name == "state":
+            raise errors.OptionError(
+                "there is no state to save: call on_step(step, state), or tell"
+                " where it is with on_step.bind(state=lambda: state)"
+            )
+        return value
+
+    def _check_beginning(self, given: _Seen) -> None:
+        """What would fail at the first save, or do harm there, fails at the first call.
+
+        Raises:
+            CheckpointExistsError: The directory has steps of another run.
+            OptionError: The steps are counted from the beginning again.
+            CheckpointError: As for `save`.
+        """
+        self._start_watching()
+        ckpt = self.checkpointer
+        latest, restored = ckpt.latest_step(), ckpt.restored_step
+        if restored is None and latest is not None and latest >= given.step:
+            raise errors.CheckpointExistsError(
+                f"{ckpt.directory} holds steps up to {latest} of an earlier run, and"
+                f" this one is at {given.step}: go on from there with restore_or_init,"
+                " or choose another directory"
+            )
+        if restored is not None and given.step < restored:
+            raise errors.OptionError(
+                f"this run has restored step {restored}, and is at {given.step} now:"
+                " begin the loop at the step that restore_or_init returns"
+            )
+        if restored is not None and latest is not None and latest > restored:
+            _log.warning(
+                "%s has steps up to %d, beyond step %d that was restored: they are"
+                " replaced as the run gets there",
+                ckpt.directory,
+                latest,
+                restored,
+            )
+        begun = latest if restored is None else restored
+        if begun is not None:
+            self._seen = max(self._seen, begun)
+            self._saved = begun if self._saved is None else self._saved
+        if self._preflight and not ckpt.read_only:
+            _preflight.check(
+                ckpt, given.state, given.dataset, only_warn=self._preflight == "warn"
+            )
+        self._is_checked = True
+
+    def _start_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.begin()
+
+    def _agreed(self, completed: int) -> tuple[bool, Notice | None]:
+        """Whether the time is up, and what tells to stop, the same on all processes.
+
+        The first process's clock counts, and everybody's signals.
+        """
+        notice = None if self._watch is None else self._watch.poll(completed)
+        if self._watch is None and not self._triggers.has_clock:
+            return False, None
+        mine = [self._triggers.time_is_up(), notice is not None]
+        rows = _multihost.gather_flags(mine)
+        if notice is None and any(row[1] for row in rows):
+            notice = Notice("a signal to another process", self._clock())
+        return rows[0][0], notice
+
+    # ---- saving -------------------------------------------------------------------
+
+    def _save(self, given: _Seen, *, temporary: bool = False) -> bool:
+        completed = given.step
+        if completed == self._saved:
+            reason = "it was saved or restored by this run already"
+            self.checkpointer.events.emit("skipped", completed, reason=reason)
+            return False
+        if self._check_step:
+            _counters.check(given.state, completed)
+        self._note_duration()
+        restored = self.checkpointer.restored_step
         self.last_save = self.checkpointer.save(
-            completed, state, metrics=values, dataset=dataset, on_exists="skip"
+            completed,
+            given.state,
+            metrics=_values(given.metrics),
+            dataset=given.dataset,
+            # Beyond the step that was restored are only those because of which that
+            # one was: they are damaged, or were not wanted.
+            on_exists="error" if restored is None else "overwrite",
+            temporary=temporary,
         )
         self._saved = completed
-        self._saved_at = self._clock()
-        if not self.last_save.done():
-            return True
-        return self.last_save.wait().skipped is None
+        self._triggers.restart_clock()
+        return True
 
-    def _save_last(self) -> None:
-        if self._last is not None and self._seen not in (0, self._saved):
-            state, metrics, dataset = self._last
-            self._save(self._seen, state, metrics, dataset)
+    def _note_duration(self) -> None:
+        """Remembers how long the last save took, for when there is little time."""
+        if self.last_save is not None and self.last_save.done():
+            with contextlib.suppress(errors.CheckpointError):  # that was told already
+                self._save_secs = self.last_save.wait().total_secs
+
+    def _finish(self) -> None:
+        """Before the checkpointer closes: the last step, and the signals put back."""
+        last, self._last = self._last, None
+        try:
+            done = (0, self._saved)
+            if self._save_last and last is not None and last.step not in done:
+                self._save(last)
+        finally:
+            self._stop_watching()
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.end()
+
+    # ---- being told to stop -------------------------------------------------------
+
+    def _stop(self, given: _Seen, notice: Notice) -> bool:
+        """Saves as much as there is time for, waits for it, and leaves.
+
+        Raises:
+            SystemExit, KeyboardInterrupt: When all that could be saved is durable.
+        """
+        self._has_stopped = True
+        self.checkpointer.wait()
+        self._note_duration()
+        saved = True
+        if given.step == self._saved:
+            what = "was saved already"
+        elif self._has_time(notice):
+            self._save(given)
+            self.checkpointer.wait()
+            what = "is saved"
+        else:
+            path = self.checkpointer.save_params_only(given.step, given.state)
+            what = f"is saved without its optimizer, as {path}"
+            saved = False
+        _log.warning(
+            "%s: step %d %s; the program %s",
+            notice.name,
+            given.step,
+            what,
+            "goes on" if self._exit_code is None else "leaves",
+        )
+        self.checkpointer.events.emit(
+            "preempted", given.step, reason=notice.name, saved=what
+        )
+        self.checkpointer.events.deliver(given.step)
+        if self._exit_code is None:
+            return saved
         self._last = None
+        self._stop_watching()
+        if notice.is_interrupt:
+            raise KeyboardInterrupt
+        raise SystemExit(self._exit_code)
+
+    def _has_time(self, notice: Notice) -> bool:
+        if self._grace_secs is None or self._save_secs is None:
+            return True
+        left = self._grace_secs - (self._clock() - notice.at)
+        if self._save_secs <= left:
+            return True
+        _log.warning(
+            "%s: %.1f s are left, and the last save took %.1f s: the optimizer is not"
+            " saved",
+            notice.name,
+            max(left, 0.0),
+            self._save_secs,
+        )
+        return False
+
+    # ---- beginning and ending -----------------------------------------------------
 
     def restore_or_init(
         self,
@@ -203,9 +464,15 @@ class CheckpointCallback:
         Raises:
             CheckpointError: There are checkpoints, but none that fits.
         """
+        self._start_watching()
+        ckpt = self.checkpointer
         dataset = self._dataset if dataset is None else dataset
-        if self.checkpointer.latest_step() is None and source is not None:
-            loaded, step = self.checkpointer.load_source(
+        self._tell_of_params_only()
+        if ckpt.latest_step() is not None:
+            restored, step = ckpt.restore_latest(state, dataset=dataset)
+            self._saved = step
+        elif source is not None:
+            restored, step = ckpt.load_source(
                 source,
                 state,
                 step=source_step,
@@ -214,35 +481,75 @@ class CheckpointCallback:
                 unused=unused,
                 optimizer=optimizer,
             )
-            self._begin_at(step)
-            return loaded, step
-        if self.checkpointer.latest_step() is None:
-            self.checkpointer.check_other_names()
-            abstract = [
-                leaf
-                for leaf in jax.tree.leaves(state)
-                if isinstance(leaf, jax.ShapeDtypeStruct)
-            ]
-            if abstract:
-                raise errors.CheckpointNotFoundError(
-                    f"{self.checkpointer.directory} has no checkpoint to restore, and"
-                    f" {len(abstract)} leaves of the state have no values to begin"
-                    " with: pass an initialised state"
-                )
-            _log.info("no checkpoint in %s: starting anew", self.checkpointer.directory)
-            return state, 0
-        restored, step = self.checkpointer.restore_latest(state, dataset=dataset)
-        self._begin_at(step)
-        self._saved = step
+        else:
+            ckpt.check_other_names()
+            self._check_concrete(state)
+            _log.info("no checkpoint in %s: starting anew", ckpt.directory)
+            restored, step = state, 0
+        self._seen = step
+        self._triggers.restart_clock()
         return restored, step
 
-    def _begin_at(self, step: int) -> None:
-        self._seen = step
-        self._saved_at = self._clock()
+    def _check_concrete(self, state: PyTree) -> None:
+        leaves = jax.tree.leaves(state)
+        abstract = [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
+        if abstract:
+            raise errors.CheckpointNotFoundError(
+                f"{self.checkpointer.directory} has no checkpoint to restore, and"
+                f" {len(abstract)} leaves of the state have no values to begin"
+                " with: pass an initialised state"
+            )
 
-    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to a committed step, as of an evaluation after its save."""
-        self.checkpointer.add_metrics(int(step) + self._offset, metrics)
+    def _tell_of_params_only(self) -> None:
+        """Says what a run that had too little time has left behind."""
+        latest = self.checkpointer.latest_step()
+        left = self.checkpointer.params_only()
+        if left is not None and (latest is None or left[0] > latest):
+            _log.warning(
+                "there was no time to save step %d whole: its parameters, without the"
+                " optimizer, are in %s. The run goes on from %s",
+                *left,
+                "the beginning" if latest is None else f"step {latest}",
+            )
+
+    def add_metrics(self, step: int, metrics: Any) -> None:
+        """Adds metrics to a committed step, as of an evaluation after its save.
+
+        Args:
+            step: As the loop counts; see `step_is`.
+            metrics: Numbers by name, or a clu metric collection.
+        """
+        self.checkpointer.add_metrics(int(step) + self._offset, _values(metrics) or {})
+
+    def check_resume(
+        self,
+        state: PyTree,
+        step_fn: Callable[..., Any],
+        *,
+        dataset: Any = None,
+        fresh: PyTree | None = None,
+    ) -> None:
+        """Tries out whether a restored run would go on as this one does, bit for bit.
+
+        Saves `state` beside the steps, restores it into `fresh`, takes one step from
+        both, and compares all leaves: parameters, optimizer, random keys, and the
+        batch. The state given is not touched, and the dataset ends where it stood. For
+        once before a long run; it takes two saves' time and three states' memory.
+
+        Args:
+            state: As training has it.
+            step_fn: `step_fn(state, batch)` returns the new state (with anything else
+                that shall be compared), or changes the state in place and returns None.
+                Without a dataset it is called without a batch.
+            dataset: Instead of the iterator given at the beginning.
+            fresh: What to restore into, as a new process would make it; by default
+                `state` as a template.
+
+        Raises:
+            RestoreMismatchError: Something differs; all leaves that do are named.
+        """
+        dataset = self._given("dataset", dataset)
+        _resume.check(self.checkpointer, state, step_fn, dataset=dataset, fresh=fresh)
 
     def wait(self) -> None:
         """Waits for the save under way."""
@@ -250,8 +557,9 @@ class CheckpointCallback:
 
     def close(self) -> None:
         """Saves the last step, if asked to, and waits for it."""
-        self._save_last()
+        self._finish()
         self.checkpointer.wait()
+        self.checkpointer.events.deliver()
 
     def __enter__(self) -> Self:
         return self
@@ -264,4 +572,13 @@ class CheckpointCallback:
     ) -> None:
         if error is None:
             self.close()
+            return
         self._last = None
+        self._stop_watching()
+
+
+def _values(metrics: Any) -> Mapping[str, Any] | None:
+    """Metrics as numbers by name; clu's collections are computed now."""
+    compute = getattr(metrics, "compute", None)
+    values: Mapping[str, Any] | None = compute() if compute else metrics
+    return values

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 from flaxckpt import (
     _collector,
+    _events,
+    _follow,
     _locate,
     _plan,
+    _progress,
     _restore,
+    _retention,
     _save,
     _steps,
     _storage,
@@ -24,7 +30,13 @@ from flaxckpt import (
     formats,
     policies,
 )
-from flaxckpt._info import ArrayLayout, CheckpointMetadata, Lineage, SaveResult
+from flaxckpt._info import (
+    ArrayLayout,
+    CheckpointMetadata,
+    LeafTable,
+    Lineage,
+    SaveResult,
+)
 from flaxckpt._save import SaveHandle
 from flaxckpt._types import JSON, PathLike, PyTree
 from flaxckpt.formats import _orbax
@@ -34,10 +46,8 @@ from flaxckpt.transforms import _table as _transforms
 
 _log = logging.getLogger(__name__)
 
-
-class _Ranked(NamedTuple):
-    step: int
-    metrics: Mapping[str, float]
+_PARAMS_ONLY = "params_only"
+"""The directory, beside the steps, of what was saved without its optimizer."""
 
 
 class Checkpointer:
@@ -54,7 +64,12 @@ class Checkpointer:
     Args:
         directory: Made if it is missing, unless `read_only`.
         keep: Preservation policies; a step stays if any keeps it. The newest and
-            pinned steps always stay, and without policies nothing is deleted.
+            pinned steps always stay, and without policies only temporary steps go.
+        keep_dataset: Policies for the states of dataset iterators: of a step that stays
+            and that none of them keeps, the state is deleted alone. Without any, states
+            stay as long as their steps.
+        metrics_from: Gives metrics that are measured elsewhere, step -> name -> number,
+            whenever steps are ranked. Those stored with a step count first.
         layout: How arrays are cut and encoded.
         max_concurrent_bytes: Bytes on their way to or from storage at one time.
         transforms: What to change on the way to the checkpoint, at every save. A
@@ -63,10 +78,15 @@ class Checkpointer:
         read_only: Refuses to save or delete.
         metadata: JSON of your own about the whole run, kept where Orbax keeps its
             root metadata. It replaces what is there.
+        sinks: Who is told of events: functions of an `Event`, or loggers of clu, W&B,
+            MLflow or TensorBoard. They are told on the thread that calls.
 
     Attributes:
+        events: What happens to the checkpoints. Unless `read_only`, it is also kept in
+            `events.jsonl` in the directory.
         lineage: What this run began from, the nearest first; recorded in every step.
             Restoring a step sets it to what is recorded there.
+        restored_step: The step that was restored last; None if none was.
     """
 
     def __init__(
@@ -80,24 +100,35 @@ class Checkpointer:
         step_format: str = "{step}",
         read_only: bool = False,
         metadata: Mapping[str, JSON] | None = None,
+        sinks: Sequence[_events.Sink] = (),
+        keep_dataset: Sequence[PreservationPolicy] = (),
+        metrics_from: Callable[[], _retention.MetricsByStep] | None = None,
     ) -> None:
         self.directory = _storage.resolve(directory)
-        self.keep = tuple(keep)
         self.read_only = read_only
         self._layout = layout or ArrayLayout()
         self._transforms = _transforms.checked(transforms)
         self._max_concurrent_bytes = max_concurrent_bytes
         self._format = _steps.StepFormat(step_format)
+        self._retention = _retention.Retention(
+            self.directory,
+            self._format,
+            _retention.Rules(tuple(keep), tuple(keep_dataset), metrics_from),
+        )
         self._lock = threading.RLock()  # one save at a time, whichever thread asks
         self._pending: SaveHandle | None = None
         self._saved: _write.Previous | None = None  # by the last save of ours
         self.lineage: tuple[Lineage, ...] = ()
-        self._metrics: dict[int, Mapping[str, float]] = {}
+        self.restored_step: int | None = None
         self._before_close: list[Callable[[], None]] = []
         if max_concurrent_bytes <= 0:
             raise errors.OptionError(
                 f"max_concurrent_bytes must be positive, got {max_concurrent_bytes}"
             )
+        journal = None if read_only else self.directory / _events.JOURNAL
+        self.events = _events.Stream(self.directory, journal)
+        for sink in sinks:
+            self.events.subscribe(sink)
         if not read_only:
             self._make_directory()
         if metadata is not None:
@@ -125,6 +156,7 @@ class Checkpointer:
         dataset: Any = None,
         metadata: Mapping[str, JSON] | None = None,
         on_exists: Literal["error", "skip", "overwrite"] = "error",
+        temporary: bool = False,
     ) -> SaveHandle:
         """Saves `state` as `step`, and returns once it is safe from changes.
 
@@ -136,7 +168,11 @@ class Checkpointer:
             metrics: Numbers by name; policies rank by them.
             dataset: An iterator whose position is saved in the same commit.
             metadata: JSON of your own about this step.
-            on_exists: What to do if the step is there already.
+            on_exists: What to do if the step is there already. One that is replaced
+                stays pinned if it was, and one that is skipped is temporary no more
+                unless this save is.
+            temporary: Whether the step goes as soon as there is a newer one. A policy
+                such as `BestN` may keep it all the same.
 
         Returns:
             A handle; its `wait()` returns when the step is durable.
@@ -152,11 +188,21 @@ class Checkpointer:
                 f"on_exists must be 'error', 'skip' or 'overwrite', got {on_exists!r}"
             )
         number = _steps.check(step)
-        with self._lock:
-            self.wait()
-            return self._begin(
-                number, state, metrics, dataset, metadata, on_exists, start
-            )
+        try:
+            with self._lock:
+                self._wait()
+                return self._begin(
+                    number,
+                    state,
+                    metrics,
+                    dataset,
+                    metadata,
+                    on_exists,
+                    temporary,
+                    start,
+                )
+        finally:
+            self.events.deliver(number)
 
     def _begin(
         self,
@@ -166,32 +212,42 @@ class Checkpointer:
         dataset: Any,
         metadata: Mapping[str, JSON] | None,
         on_exists: Literal["error", "skip", "overwrite"],
+        temporary: bool,
         start: float,
     ) -> SaveHandle:
         final = self.directory / self._format.name(number)
         if on_exists == "skip" and number in self._listed():
+            if not temporary:
+                self._retention.make_permanent(final)
             return self._skipped(number, final, start)
-        snapshot = _save.take(
-            final,
-            state,
-            _save.Options(
+        tell = functools.partial(self.events.emit, step=number, path=final)
+        with self._failing(number, final):
+            options = self._save_options(
                 number,
-                self._layout,
-                self._transforms,
-                as_metrics(metrics),
-                metadata or {},
-                dataset,
-                on_exists == "overwrite",
-                self._max_concurrent_bytes,
-                self.lineage,
-            ),
-        )
+                metrics=_retention.as_metrics(metrics),
+                metadata=metadata or {},
+                dataset=dataset,
+                overwrite=on_exists == "overwrite",
+                planned=functools.partial(
+                    tell, "started", overwrite=on_exists == "overwrite"
+                ),
+                temporary=temporary,
+            )
+            snapshot = _save.take(final, state, options)
         blocked = time.monotonic() - start
+        tell("snapshot", blocked_secs=blocked)
 
+        @self._failing(number, final)
         def work() -> SaveResult:
             written, self._saved = _save.execute(snapshot, self._previous())
-            self._metrics.pop(number, None)
-            deleted = self._apply_policies(just_saved=number)
+            tell(
+                "committed",
+                bytes=written,
+                blocked_secs=blocked,
+                total_secs=time.monotonic() - start,
+                metrics=len(options.metrics),
+            )
+            deleted = self._retire(just_saved=number)
             total = time.monotonic() - start
             _log.info(
                 "saved step %d: %d bytes, durable after %.3f s, blocked %.3f s%s",
@@ -205,6 +261,84 @@ class Checkpointer:
 
         self._pending = SaveHandle(work, name=f"save of {final}")
         return self._pending
+
+    @contextlib.contextmanager
+    def _failing(self, step: int, final: Path) -> Iterator[None]:
+        """Tells what fails within."""
+        try:
+            yield
+        except BaseException as error:
+            text = _events.first_lines(error)
+            self.events.emit("failed", step, path=final, error=text)
+            raise
+
+    def rehearse(self, state: PyTree, *, dataset: Any = None) -> tuple[int, float]:
+        """Does what `save` does before it returns, and writes nothing.
+
+        Returns:
+            The size of all arrays as they would be stored, in bytes, and for how many
+            seconds `save` would hold up its caller.
+
+        Raises:
+            CheckpointError: As `save` says of what cannot be saved.
+        """
+        start = time.monotonic()
+        snapshot = _save.take(
+            self._aside("rehearsal", 0), state, self._save_options(0, dataset=dataset)
+        )
+        return snapshot.nbytes, time.monotonic() - start
+
+    def save_params_only(self, step: int, state: PyTree) -> Path:
+        """Saves a state without its optimizer, beside the steps, and waits for it.
+
+        For when there is no time for the whole. It is no step: nothing restores it by
+        itself, and no policy counts it. It replaces the one before it.
+
+        Returns:
+            Where it is, for `load(path, …)` or `source=path`.
+        """
+        number = _steps.check(step)
+        self._check_writable("save")
+        with self._lock:
+            self.wait()
+            older = self.params_only()
+            path = self._aside(_PARAMS_ONLY, number)
+            options = self._save_options(number, overwrite=True)
+            options = dataclasses.replace(
+                options, transforms=(without_optimizer, *options.transforms)
+            )
+            _save.execute(_save.take(path, state, options))
+            if older is not None and older[1] != path:
+                _storage.remove_tree(older[1])
+        return path
+
+    def params_only(self) -> tuple[int, Path] | None:
+        """The step and path of what `save_params_only` has left; None if nothing."""
+        listed = _steps.listed(self.directory / _PARAMS_ONLY, self._format)
+        return max(listed.items(), default=None)
+
+    def _aside(self, name: str, step: int) -> Path:
+        return self.directory / name / self._format.name(step)
+
+    def _save_options(self, step: int, **given: Any) -> _save.Options:
+        return _save.Options(
+            step,
+            self._layout,
+            self._transforms,
+            max_concurrent_bytes=self._max_concurrent_bytes,
+            lineage=self.lineage,
+            **given,
+        )
+
+    def sibling(self, directory: PathLike) -> Checkpointer:
+        """Another directory, whose steps are written as these are, and all kept."""
+        return Checkpointer(
+            directory,
+            layout=self._layout,
+            max_concurrent_bytes=self._max_concurrent_bytes,
+            transforms=self._transforms,
+            step_format=self._format.template,
+        )
 
     def _previous(self) -> _write.Previous | None:
         """The arrays of the newest step, which those of the next may equal."""
@@ -222,6 +356,7 @@ class Checkpointer:
 
     def _skipped(self, step: int, final: Path, start: float) -> SaveHandle:
         reason = f"step {step} exists"
+        self.events.emit("skipped", step, path=final, reason=reason)
         _log.warning("step %d is not saved: %s has one already", step, self.directory)
         elapsed = time.monotonic() - start
         result = SaveResult(step, str(final), 0, elapsed, elapsed, skipped=reason)
@@ -242,6 +377,10 @@ class Checkpointer:
         Raises:
             CheckpointError: It failed.
         """
+        with self._delivering():
+            return self._wait()
+
+    def _wait(self) -> SaveResult | None:
         with self._lock:
             pending = self._pending
             if pending is None:
@@ -266,7 +405,7 @@ class Checkpointer:
     # ---- finding ----------------------------------------------------------------
 
     def _listed(self) -> dict[int, Path]:
-        return _steps.listed(self.directory, self._format)
+        return self._retention.listed()
 
     def _path(self, step: int) -> Path:
         listed = self._listed()
@@ -287,7 +426,7 @@ class Checkpointer:
 
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
         """The step with the best finite `metric`, the newer of equals; None if none."""
-        best = policies.BestN(1, metric, mode).preserved(self._ranked())
+        best = self._retention.best(policies.BestN(1, metric, mode))
         return next(iter(best), None)
 
     def metadata(self, step: int) -> CheckpointMetadata:
@@ -295,13 +434,8 @@ class Checkpointer:
         return _locate.read_stored(self._path(step), step).metadata
 
     def metrics(self, step: int) -> Mapping[str, float]:
-        """What was measured at a step."""
-        return dict(self._metrics_at(step, self._path(step)))
-
-    def _metrics_at(self, step: int, path: Path) -> Mapping[str, float]:
-        if step not in self._metrics:
-            self._metrics[step] = _orbax.read_metrics(path)
-        return self._metrics[step]
+        """What was measured at a step and is stored with it."""
+        return dict(self._retention.metrics(self._path(step)))
 
     @property
     def run_metadata(self) -> Mapping[str, JSON]:
@@ -332,30 +466,27 @@ class Checkpointer:
 
     def reload(self) -> None:
         """Forgets what was read of steps, so that changes by others are seen."""
-        self._metrics.clear()
+        self._retention.forget()
 
     def new_steps(
         self, *, timeout_secs: float | None = None, poll_secs: float = 1.0
     ) -> Iterator[int]:
         """Yields every step, oldest first, and then each new one as it is committed.
 
-        For a job that evaluates checkpoints while another one trains.
+        For a job that evaluates checkpoints while another one trains. Until the loop
+        goes on, no policy of any process deletes the step: a file in it tells of the
+        reader. Where nothing can be written, steps come unprotected, with a warning.
 
         Args:
             timeout_secs: Ends after so long without a new step; None never ends.
             poll_secs: How often the directory is looked at.
         """
-        seen = -1
-        since = time.monotonic()
-        while True:
-            for step in self.steps():
-                if step > seen:
-                    seen = step
-                    yield step
-                    since = time.monotonic()
-            if timeout_secs is not None and time.monotonic() - since >= timeout_secs:
-                return
-            time.sleep(poll_secs)
+        return _follow.new_steps(
+            self._listed,
+            _retention.is_step,
+            timeout_secs=timeout_secs,
+            poll_secs=poll_secs,
+        )
 
     # ---- restoring --------------------------------------------------------------
 
@@ -465,8 +596,27 @@ class Checkpointer:
             keeps_steps=optimizer == "reinit",
         )
         path = _storage.resolve(source)
-        state, self.lineage = _restore.load_source(path, step, abstract_state, options)
+        start, counter = time.monotonic(), _progress.Counter()
+        state, self.lineage = _restore.load_source(
+            path, step, abstract_state, options, counter
+        )
+        origin = self.lineage[0]
+        with self._delivering():
+            self._restored(origin.step, origin.path, counter.total, start)
         return state, 0 if options.keeps_steps else _restore.step_of(state)
+
+    def _restored(
+        self, step: int | None, path: Path | str, size: int, start: float
+    ) -> None:
+        secs = time.monotonic() - start
+        self.events.emit("restored", step, path=path, bytes=size, secs=secs)
+
+    @contextlib.contextmanager
+    def _delivering(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.events.deliver()
 
     def _options(self, **given: Any) -> _plan.Options:
         return _plan.Options(max_concurrent_bytes=self._max_concurrent_bytes, **given)
@@ -481,7 +631,14 @@ class Checkpointer:
         options: _plan.Options,
     ) -> tuple[PyTree, int]:
         """Restores a step, and says which."""
-        self.wait()
+        with self._delivering():
+            self._wait()
+            return self._restore_first(
+                self._candidates(step), abstract_state, dataset, fallback, options
+            )
+
+    def _candidates(self, step: int | None) -> list[tuple[int, Path]]:
+        """The steps to restore, the first that is good."""
         if step is None:
             candidates = sorted(self._listed().items(), reverse=True)
         else:
@@ -491,8 +648,20 @@ class Checkpointer:
                 f"{self.directory} has no steps called like {self._format.template!r}:"
                 " save one first, or see that directory and step_format are right"
             )
+        return candidates
+
+    def _restore_first(
+        self,
+        candidates: Sequence[tuple[int, Path]],
+        abstract_state: PyTree | None,
+        dataset: Any,
+        fallback: bool,
+        options: _plan.Options,
+    ) -> tuple[PyTree, int]:
+        """Restores the first of `candidates` that is not damaged."""
         damage: errors.DamagedCheckpointError | None = None
         for number, path in candidates:
+            start, counter = time.monotonic(), _progress.Counter()
             try:
                 if not formats.recognises(path):
                     raise errors.DamagedCheckpointError(
@@ -500,16 +669,20 @@ class Checkpointer:
                     )
                 stored = _locate.read_stored(path, number, options.types)
                 undone = self._undone(stored.metadata, abstract_state, options)
-                state = _restore.restore(stored, abstract_state, undone)
+                state = _restore.restore(stored, abstract_state, undone, counter)
                 if dataset is not None:
                     _restore.restore_dataset(stored, dataset)
                 self.lineage = stored.metadata.lineage
+                self.restored_step = number
             except errors.DamagedCheckpointError as error:
                 if not fallback:
                     raise
                 damage = damage or error
+                text = _events.first_lines(error, 1)
+                self.events.emit("fell_back", number, path=path, error=text)
                 _log.warning("step %d is damaged and left out: %s", number, error)
             else:
+                self._restored(number, path, counter.total, start)
                 return state, number
         assert damage is not None
         raise damage
@@ -528,101 +701,112 @@ class Checkpointer:
         undoing = _transforms.undoing(self._transforms)
         return dataclasses.replace(options, transforms=(*undoing, *options.transforms))
 
+    def restore_dataset(self, dataset: Any, *, step: int | None = None) -> None:
+        """Puts an iterator where it stood at a step, by default the newest.
+
+        Raises:
+            CheckpointNotFoundError: There is no step, or not this one.
+            DatasetStateError: None was saved, or the iterator does not take its state.
+        """
+        self.wait()
+        number = self.latest_step() if step is None else step
+        if number is None:
+            raise errors.CheckpointNotFoundError(f"{self.directory} has no steps")
+        _restore.restore_dataset(
+            _locate.read_stored(self._path(number), number), dataset
+        )
+
     # ---- keeping and deleting ---------------------------------------------------
 
+    @property
+    def keep(self) -> tuple[PreservationPolicy, ...]:
+        """The policies that keep steps."""
+        return self._retention.rules.keep
+
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to a committed step, as of an evaluation after its save."""
+        """Adds metrics to a committed step, as of an evaluation after its save.
+
+        Raises:
+            SaveFailedError: They could not be written.
+        """
         self._check_writable("add metrics")
         self.wait()
-        path = self._path(step)
-        merged = {**_orbax.read_metrics(path), **as_metrics(metrics)}
-        _orbax.write_metrics(path, merged)
-        self._metrics[step] = merged
+        self._retention.add_metrics(self._path(step), metrics)
 
     def explain(self) -> dict[int, list[str]]:
-        """Why each step stays, oldest first; a step without a reason would go."""
-        listed = self._listed()
-        pinned = [step for step, path in listed.items() if _steps.is_pinned(path)]
-        return policies.decide(self.keep, self._ranked(listed), pinned=pinned)
+        """Why each step stays, oldest first; a step without a reason would go.
 
-    def _ranked(self, listed: Mapping[int, Path] | None = None) -> list[_Ranked]:
-        if listed is None:
-            listed = self._listed()
-        # What is merely called like a step neither counts nor goes.
-        return [
-            _Ranked(number, self._metrics_at(number, path))
-            for number, path in listed.items()
-            if formats.recognises(path)
-        ]
+        The reasons are those of `policies.decide`, and "dataset let go", which says
+        that its dataset state did not stay with it.
+        """
+        return self._retention.explain()
 
     def prune(self, *, dry_run: bool = False) -> tuple[int, ...]:
-        """Deletes the steps that no policy keeps.
+        """Deletes the steps, and the dataset states, that no policy keeps.
 
         Args:
-            dry_run: Only say which.
+            dry_run: Only say which steps: those to which `explain` gives no reason.
 
         Returns:
             The steps.
+
+        Raises:
+            SaveFailedError: The newest step is damaged, so that older ones stay.
         """
         self.wait()
         if dry_run:
-            return tuple(
-                step for step, reasons in self.explain().items() if not reasons
-            )
+            return tuple(step for step, why in self.explain().items() if not why)
         self._check_writable("prune")
-        return self._apply_policies()
+        return self._retire()
 
-    def _apply_policies(self, *, just_saved: int | None = None) -> tuple[int, ...]:
-        if not self.keep:
-            return ()
-        going = [
-            step
-            for step, reasons in self.explain().items()
-            if not reasons and step != just_saved
-        ]
-        return tuple(step for step in going if self._retire(step))
-
-    def _retire(self, step: int) -> bool:
-        """Deletes a step that nothing keeps; says so if that fails, and goes on."""
-        self._metrics.pop(step, None)
-        try:
-            _steps.delete(self.directory / self._format.name(step))
-        except OSError as error:
-            _log.error("step %d could not be deleted: %s", step, error)
-            return False
-        return True
+    def _retire(self, *, just_saved: int | None = None) -> tuple[int, ...]:
+        deleted = self._retention.apply(just_saved=just_saved)
+        for step in deleted:
+            self.events.emit("deleted", step, reason="no policy keeps it")
+        return deleted
 
     def delete(self, step: int) -> None:
-        """Deletes a step, even a pinned one."""
+        """Deletes a step, even a pinned one.
+
+        Raises:
+            SaveFailedError: It is being read, by a loop over `new_steps` anywhere; or
+                it could not be deleted.
+        """
         self._check_writable("delete")
         self.wait()
-        _steps.delete(self._path(step))
-        self._metrics.pop(step, None)
+        self._retention.delete(self._path(step))
+        self.events.emit("deleted", step, reason="it was asked for")
 
     def pin(self, step: int) -> None:
-        """Keeps a step, whatever the policies say."""
+        """Keeps a step, whatever the policies say.
+
+        Raises:
+            SaveFailedError: That could not be written down.
+        """
         self._check_writable("pin")
-        _steps.pin(self._path(step))
+        self._retention.pin(self._path(step))
 
     def unpin(self, step: int) -> None:
-        """Leaves a step to the policies again."""
+        """Leaves a step to the policies again; raises as `pin` does."""
         self._check_writable("unpin")
-        _steps.unpin(self._path(step))
+        self._retention.unpin(self._path(step))
 
     # ---- lifetime ---------------------------------------------------------------
 
     def before_close(self, action: Callable[[], None]) -> None:
-        """Has `close` call `action` first; a trainer's last save."""
+        """Has every `close` call `action` first; a trainer's last save."""
         self._before_close.append(action)
 
     def close(self) -> None:
         """Waits for the save under way and raises its error, if it failed."""
-        actions, self._before_close = self._before_close, []
         try:
-            for action in actions:
+            for action in self._before_close:
                 action()
         finally:
-            self.wait()
+            try:
+                self.wait()
+            finally:
+                self.events.close()
 
     def __enter__(self) -> Self:
         return self
@@ -643,21 +827,12 @@ class Checkpointer:
             _log.error("the save under way failed, too: %s", failure)
 
 
-def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Numbers by name, nested names joined by `/`.
-
-    Raises:
-        OptionError: A metric is no single number.
-    """
-    flat: dict[str, float] = {}
-    for name, value in (metrics or {}).items():
-        if isinstance(value, Mapping):
-            flat |= {f"{name}/{inner}": n for inner, n in as_metrics(value).items()}
-            continue
-        try:
-            flat[name] = float(value)
-        except (TypeError, ValueError):
-            raise errors.OptionError(
-                f"the metric {name!r} must be one number, got {value!r:.80}"
-            ) from None
-    return flat
+def without_optimizer(table: LeafTable) -> LeafTable:
+    """The transform that leaves out whatever belongs to an optimizer."""
+    roles = (leaf.info.role for leaf in table.values())
+    optimizers = tuple({f"{role.optimizer}/" for role in roles if role is not None})
+    return {
+        path: leaf
+        for path, leaf in table.items()
+        if not f"{path}/".startswith(optimizers)
+    }

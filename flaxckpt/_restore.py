@@ -25,6 +25,7 @@ from flaxckpt import (
     _place,
     _plan,
     _planner,
+    _progress,
     _read,
     _storage,
     _tree,
@@ -120,18 +121,23 @@ def load(
         memory_map=memory_map,
     )
     found, number = _locate.locate(_storage.resolve(path), step)
-    return restore(_locate.read_stored(found, number, types), abstract_state, options)
+    stored = _locate.read_stored(found, number, types)
+    return restore(stored, abstract_state, options, _progress.Counter())
 
 
 @_collector.paused()
 def load_source(
-    path: Path, step: int | None, abstract_state: PyTree, options: _plan.Options
+    path: Path,
+    step: int | None,
+    abstract_state: PyTree,
+    options: _plan.Options,
+    counter: _progress.Counter,
 ) -> tuple[PyTree, tuple[Lineage, ...]]:
     """Loads a checkpoint for a run to begin from, and says where it came from."""
     found, number = _locate.locate(path, step)
     stored = _locate.read_stored(found, number)
     digest = _digest(stored)
-    state = restore(stored, abstract_state, options)
+    state = restore(stored, abstract_state, options, counter)
     done = _transforms.describe(options.transforms)
     origin = Lineage(str(found), number, digest, done)
     return state, (origin, *stored.metadata.lineage)[:_MAX_LINEAGE]
@@ -245,7 +251,10 @@ def open_leaf(
 
 
 def restore(
-    stored: Stored, abstract_state: PyTree | None, options: _plan.Options
+    stored: Stored,
+    abstract_state: PyTree | None,
+    options: _plan.Options,
+    counter: _progress.Counter,
 ) -> PyTree:
     """Loads what `abstract_state` asks for, or everything."""
     start = time.monotonic()
@@ -256,6 +265,7 @@ def restore(
             planned.problems,
             _fit.advice(planned.problems, abstract_state),
         )
+    counter.total = planned.bytes_here
     if abstract_state is not None:
         _tell(planned, recipe, options)
     try:
@@ -288,9 +298,17 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
     """Puts a dataset iterator where the one saved with the state stood.
 
     Raises:
-        DatasetStateError: None was saved, or the iterator does not take its state.
+        DatasetStateError: None was saved, it was let go, or the iterator does not take
+            it.
     """
     path = Path(stored.metadata.path)
+    if _orbax.has_let_go_dataset(path):
+        raise errors.DatasetStateError(
+            f"the dataset state of {path} was let go by keep_dataset, so the data"
+            " cannot go on where it stood; restore a newer step, which has one if"
+            " metadata(step).has_dataset, or pass dataset=None to start the data from"
+            " the beginning"
+        )
     files = _orbax.read_dataset(path, stored.digests)
     if not files:
         raise errors.DatasetStateError(

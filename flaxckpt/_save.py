@@ -64,6 +64,8 @@ class Options:
         overwrite: Whether an existing checkpoint is replaced.
         max_concurrent_bytes: Budget of the writing thread.
         lineage: What the run began from.
+        planned: Called with what will be saved, before its values are taken.
+        temporary: Whether it stays only until there is a newer step.
     """
 
     step: int | None = None
@@ -75,6 +77,8 @@ class Options:
     overwrite: bool = False
     max_concurrent_bytes: int = _write.DEFAULT_CONCURRENT_BYTES
     lineage: Sequence[Lineage] = ()
+    planned: Callable[..., object] | None = None
+    temporary: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,6 +111,13 @@ class Snapshot:
     def encoding(self) -> _zarr.Encoding:
         """How the chunks of the arrays are encoded."""
         return self.options.layout.encoding
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all arrays, as they are stored if they are not compressed."""
+        return sum(
+            _layout.stored_bytes(i) for i in self.infos if i.chunk_shape is not None
+        )
 
 
 class Written(NamedTuple):
@@ -297,6 +308,13 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     names = [_orbax_json.param_name(info.keys) for info in infos]
     ocdbt = uses_ocdbt(infos, names, options.layout)
     _orbax.check_names(infos, names, ocdbt=ocdbt)
+    if options.planned is not None:
+        stored = [info for info in infos if info.chunk_shape is not None]
+        options.planned(
+            bytes=sum(map(_layout.stored_bytes, stored)),
+            leaves=len(infos),
+            store="ocdbt" if ocdbt else "files",
+        )
     arrays = [
         (name, leaf.info.chunk_shape, leaf)
         for name, leaf in zip(names, table.values(), strict=True)
@@ -468,6 +486,8 @@ def _write_and_commit(
             max_concurrent_bytes=snapshot.options.max_concurrent_bytes,
         )
     _write_new(temporary, _orbax.seal(contents, made, temporary))
+    is_temporary = snapshot.options.temporary
+    _write_new(temporary, _steps.marks_of_new(snapshot.final, temporary=is_temporary))
     size = _storage.sync_tree(temporary)
     manifest = _storage.stamp(temporary / _orbax_json.MANIFEST)
     if snapshot.options.overwrite and snapshot.final.exists():

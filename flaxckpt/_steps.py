@@ -1,4 +1,4 @@
-"""The steps under a run directory: names, listing, pins, removal.
+"""The steps under a run directory: names, listing, marks, removal.
 
 Listing reads names only: a directory is committed by being renamed to its name.
 """
@@ -6,13 +6,14 @@ Listing reads names only: a directory is committed by being renamed to its name.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _storage, errors
+from flaxckpt import _leases, _storage, errors
 
 _log = logging.getLogger(__name__)
 
@@ -21,6 +22,17 @@ TEMPORARY = ".orbax-checkpoint-tmp"
 
 PIN = "PINNED"
 """A file of this name keeps its step, whatever the policies say; T5X's convention."""
+
+UNTIL_NEXT = "TEMPORARY"
+"""A file of this name lets its step go as soon as there is a newer one."""
+
+WITHOUT_DATASET = "DATASET_LET_GO"
+"""A file of this name says that the dataset's state was deleted on purpose."""
+
+_DELETED = "-deleted"
+"""How the names of what is not there any more end, until its files are gone."""
+
+_MARK = b"1\n"
 
 _T5X_TEMPORARY = re.compile(r"\.tmp-[0-9]+")
 """How T5X ends the name of a step that is not finished."""
@@ -242,6 +254,62 @@ def _may_be_step(
     return (prefix, path.is_dir()) in kinds or has_mark(path) is not None
 
 
+class Marks(NamedTuple):
+    """What the files beside its arrays say of a step.
+
+    Attributes:
+        pinned: It stays, whatever the policies say.
+        temporary: It goes as soon as there is a newer step.
+        has_dataset: There is a dataset's state.
+        let_go: That was, or is to be, deleted on purpose.
+        readers: Who reads it.
+    """
+
+    pinned: bool
+    temporary: bool
+    has_dataset: bool
+    let_go: bool
+    readers: tuple[str, ...]
+
+
+def marks(path: Path, *, dataset: str) -> Marks:
+    """Looks at the step `path`, once.
+
+    Args:
+        path: Its directory.
+        dataset: What that of a dataset's state is called in it.
+    """
+    try:
+        names = set(os.listdir(path))  # noqa: PTH208
+    except FileNotFoundError:  # just deleted
+        names = set()
+    reading = [name for name in names if name.startswith(_leases.READING)]
+    return Marks(
+        PIN in names,
+        UNTIL_NEXT in names,
+        dataset in names,
+        WITHOUT_DATASET in names,
+        tuple(map(_leases.reader, _leases.living(path, reading))),
+    )
+
+
+def is_mark(name: str) -> bool:
+    """Whether a file of this name only says how long its step stays."""
+    return name in _MARKS_OF_STAYING or name.startswith(_leases.READING)
+
+
+_MARKS_OF_STAYING = frozenset((PIN, UNTIL_NEXT, WITHOUT_DATASET, _leases.DELETING))
+
+
+def marks_of_new(final: Path, *, temporary: bool) -> dict[str, bytes]:
+    """The marks of what is about to take the name `final`: file name -> content.
+
+    A pin is of the name: what replaces a pinned step is pinned.
+    """
+    found = {UNTIL_NEXT: _MARK} if temporary else {}
+    return found | ({PIN: _MARK} if is_pinned(final) else {})
+
+
 def is_pinned(path: Path) -> bool:
     """Whether the step at `path` stays whatever the policies say."""
     return (path / PIN).is_file()
@@ -249,18 +317,67 @@ def is_pinned(path: Path) -> bool:
 
 def pin(path: Path) -> None:
     """Keeps the step at `path` until it is unpinned."""
-    _storage.replace(path / PIN, b"1\n")
+    _storage.replace(path / PIN, _MARK)
 
 
 def unpin(path: Path) -> None:
     """Leaves the step at `path` to the policies again."""
-    (path / PIN).unlink(missing_ok=True)
+    _remove_mark(path, PIN)
+
+
+def make_permanent(path: Path) -> None:
+    """Has the step at `path` stay like others, when it was temporary."""
+    _remove_mark(path, UNTIL_NEXT)
+
+
+def _remove_mark(path: Path, name: str) -> None:
+    try:
+        (path / name).unlink()
+    except FileNotFoundError:
+        return
     _storage.sync_directory(path)
 
 
 def delete(path: Path) -> None:
-    """Removes a step: first its name, durably, then its files."""
-    aside = path.with_name(path.name + TEMPORARY + "-deleted")
-    _storage.withdraw(path, aside)
+    """Removes a step: first its name, durably, then its files.
+
+    Raises:
+        SaveFailedError: Somebody reads it.
+    """
+    aside = path.with_name(path.name + TEMPORARY + _DELETED)
+    with _leases.deletion(path):
+        _storage.withdraw(path, aside)
+        if _leases.readers(aside):  # a network file system told of it too late
+            aside.rename(path)
+            _storage.sync_directory(path.parent)
+            _leases.check_unread(path)
     _storage.remove_tree(aside)
     _log.info("deleted %s", path)
+
+
+def delete_dataset(path: Path, dataset: str) -> None:
+    """Removes the dataset's state of a step: first it is marked as let go, durably.
+
+    Args:
+        path: The step.
+        dataset: What the directory of that state is called in it.
+    """
+    aside = path.with_name(f"{path.name}{TEMPORARY}-{dataset}{_DELETED}")
+    if not (path / WITHOUT_DATASET).is_file():
+        _storage.replace(path / WITHOUT_DATASET, _MARK)
+    _storage.remove_tree(aside)
+    (path / dataset).rename(aside)
+    _storage.sync_directory(path)
+    _storage.remove_tree(aside)
+
+
+def sweep(root: Path, step_format: StepFormat) -> None:
+    """Removes what deletions that were cut off have left under `root`.
+
+    Raises:
+        OSError: Something could not be removed.
+    """
+    for name in list(_storage.directories(root)):
+        step, found, _ = name.partition(TEMPORARY)
+        if found and name.endswith(_DELETED) and step_format.step(step) is not None:
+            _storage.remove_tree(root / name)

@@ -2,7 +2,7 @@
 
 A policy is pure: it sees every checkpoint and names those that it keeps. A step stays
 if any policy keeps it. The newest step and pinned steps always stay, and with no
-policy at all everything stays.
+policy at all everything stays but temporary steps: they go when there is a newer one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flaxckpt import errors
 
 
 class Ranked(Protocol):
-    """What a policy may know of a checkpoint; `CheckpointMetadata` is one."""
+    """What a policy may know of a checkpoint."""
 
     @property
     def step(self) -> int:
@@ -26,6 +26,14 @@ class Ranked(Protocol):
     @property
     def metrics(self) -> Mapping[str, float]:
         """The metrics that were saved with the step, or added to it later."""
+
+    @property
+    def created(self) -> float:
+        """When its save began, in seconds since 1970 by the clock of that machine."""
+
+    @property
+    def temporary(self) -> bool:
+        """Whether it was saved to stay only until there is a newer step."""
 
 
 class PreservationPolicy(Protocol):
@@ -36,7 +44,7 @@ class PreservationPolicy(Protocol):
 
         Args:
             checkpoints: All committed checkpoints of a directory, each step once, the
-                oldest first; pinned ones too.
+                oldest first; pinned and temporary ones too.
 
         Returns:
             The steps that this policy keeps; steps not in `checkpoints` are ignored.
@@ -45,7 +53,7 @@ class PreservationPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LatestN(PreservationPolicy):
-    """Keeps the `n` newest checkpoints."""
+    """Keeps the `n` newest checkpoints; temporary ones neither count nor stay."""
 
     n: int
 
@@ -56,7 +64,7 @@ class LatestN(PreservationPolicy):
         return f"LatestN({self.n})"
 
     def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
-        return set(sorted(c.step for c in checkpoints)[-self.n :])
+        return set(sorted(c.step for c in _permanent(checkpoints))[-self.n :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +105,10 @@ class BestN(PreservationPolicy):
 
 @dataclass(frozen=True, slots=True)
 class EveryNSteps(PreservationPolicy):
-    """Keeps each checkpoint whose step is a multiple of `n`; 0 is one."""
+    """Keeps each checkpoint whose step is a multiple of `n`; 0 is one.
+
+    Temporary ones neither count nor stay.
+    """
 
     n: int
 
@@ -108,7 +119,54 @@ class EveryNSteps(PreservationPolicy):
         return f"EveryNSteps({self.n})"
 
     def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
-        return {c.step for c in checkpoints if c.step % self.n == 0}
+        return {c.step for c in _permanent(checkpoints) if c.step % self.n == 0}
+
+
+@dataclass(frozen=True, slots=True)
+class EveryNSecs(PreservationPolicy):
+    """Keeps the oldest checkpoint, and each that is `secs` younger than the last kept.
+
+    Their ages are those written down when they were saved. Where the clock has gone
+    back, counting begins anew, and that checkpoint is kept. Temporary ones neither
+    count nor stay.
+    """
+
+    secs: float
+
+    def __post_init__(self) -> None:
+        _check_secs(self.secs)
+
+    def __str__(self) -> str:
+        return f"EveryNSecs({self.secs:g})"
+
+    def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
+        kept: set[int] = set()
+        last = math.inf  # so that the oldest is kept
+        for checkpoint in sorted(_permanent(checkpoints), key=lambda c: c.step):
+            # Compared with kept ones only: what is deleted must not change the rest.
+            if not 0 <= checkpoint.created - last < self.secs:
+                kept.add(checkpoint.step)
+                last = checkpoint.created
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
+class OnSteps(PreservationPolicy):
+    """Keeps these steps, temporary or not."""
+
+    steps: Collection[int]
+
+    def __post_init__(self) -> None:
+        chosen = frozenset(self.steps)
+        for step in chosen:
+            _check_step(step)
+        object.__setattr__(self, "steps", chosen)
+
+    def __str__(self) -> str:
+        return f"OnSteps({sorted(self.steps)})"
+
+    def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
+        return {c.step for c in checkpoints if c.step in self.steps}
 
 
 def decide(
@@ -116,31 +174,49 @@ def decide(
     checkpoints: Sequence[Ranked],
     *,
     pinned: Collection[int] = (),
+    readers: Mapping[int, Collection[str]] | None = None,
 ) -> dict[int, list[str]]:
     """Says of every step why it stays; a step with no reason goes.
 
     Args:
-        policies: A step stays if any of them keeps it. With none, everything stays.
-        checkpoints: All committed checkpoints of a directory, in any order.
+        policies: A step stays if any of them keeps it. With none, every step stays that
+            is not temporary.
+        checkpoints: All committed checkpoints of a directory, in any order. What does
+            not say whether it is `temporary` is not.
         pinned: Steps that stay whatever the policies say. They still count for the
             policies: `LatestN(2)` does not keep an older step in place of a pinned one.
+        readers: Step -> who reads it, so that it stays for now. They count likewise.
 
     Returns:
-        Step -> reasons, the oldest step first. A reason is "newest", "pinned",
-        "no policy" or a policy, as in "LatestN(3)".
+        Step -> reasons, the oldest step first. A reason is "newest", "temporary" (only
+        of the newest), "pinned", "no policy", "being read by …" or a policy, as in
+        "LatestN(3)".
     """
     ordered = sorted(checkpoints, key=lambda c: c.step)
     reasons: dict[int, list[str]] = {c.step: [] for c in ordered}
     if ordered:
         reasons[ordered[-1].step].append("newest")
+        if _is_temporary(ordered[-1]):
+            reasons[ordered[-1].step].append("temporary")
     named = [("pinned", set(pinned))]
     named += [(str(policy), set(policy.preserved(ordered))) for policy in policies]
     if not policies:
-        named.append(("no policy", set(reasons)))
+        named.append(("no policy", {c.step for c in _permanent(ordered)}))
+    for step, names in (readers or {}).items():
+        named += [(f"being read by {name}", {step}) for name in sorted(names)]
     for reason, kept in named:
         for step in kept & reasons.keys():
             reasons[step].append(reason)
     return reasons
+
+
+def _permanent(checkpoints: Sequence[Ranked]) -> list[Ranked]:
+    return [c for c in checkpoints if not _is_temporary(c)]
+
+
+def _is_temporary(checkpoint: Ranked) -> bool:
+    # Whoever ranks checkpoints of their own need not know of temporary ones.
+    return bool(getattr(checkpoint, "temporary", False))
 
 
 def _check_count(name: str, n: object) -> None:
@@ -149,3 +225,18 @@ def _check_count(name: str, n: object) -> None:
             f"{name} wants a whole number of at least 1, got {n!r}. To keep everything,"
             " pass no policy at all"
         )
+
+
+def _check_secs(secs: object) -> None:
+    if isinstance(secs, bool) or not (
+        isinstance(secs, int | float) and 0 < secs < math.inf
+    ):
+        raise errors.OptionError(
+            f"EveryNSecs wants a positive number of seconds, got {secs!r}. To keep"
+            " everything, pass no policy at all"
+        )
+
+
+def _check_step(step: object) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise errors.OptionError(f"OnSteps wants whole numbers from 0, got {step!r}")

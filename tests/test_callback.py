@@ -1,5 +1,7 @@
 """The trainer's hook saves when told, restores exactly, and fits any loop."""
 
+import dataclasses
+
 import clu.metrics
 import flax
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 import strategies
+from flax import nnx
 from flax.training import train_state
 
 import flaxckpt
@@ -22,7 +25,14 @@ def ckpt(tmp_path):
 
 def drive(callback, steps):
     """Calls the hook for each step, and tells at which ones it saved."""
-    return [step for step in steps if callback(step, {"step": step})]
+    return [step for step in steps if callback(step, {"n": step})]
+
+
+def skipped(callback):
+    """The steps that were due but not saved, each with the reason."""
+    journal = callback.checkpointer.directory / "events.jsonl"
+    events = flaxckpt._events.read_journal(journal)
+    return {e.step: e.details["reason"] for e in events if e.kind == "skipped"}
 
 
 # ---- when ------------------------------------------------------------------------
@@ -39,6 +49,8 @@ def drive(callback, steps):
         ({}, range(1, 11), []),
         ({"every_steps": 1}, [0, 1, 1, 2], [1, 2]),
         ({"every_steps": 2, "step_is": "index"}, range(6), [1, 3, 5]),
+        ({"save_first": True}, range(3, 6), [3]),
+        ({"save_first": True, "every_steps": 4}, range(1, 6), [1, 4]),
     ],
 )
 def test_triggers_fire_when_their_step_is_reached_or_passed(
@@ -59,8 +71,123 @@ def test_time_triggers_count_from_the_last_save(ckpt):
     saved = []
     for step in range(1, 13):
         now[0] += 4
-        saved += [step] if callback(step, {"step": step}) else []
+        saved += [step] if callback(step, {"n": step}) else []
     assert saved == [3, 6, 7, 10]
+
+
+def test_saves_that_only_the_time_called_for_are_temporary(ckpt):
+    now = [0.0]
+    callback = flaxckpt.CheckpointCallback(
+        ckpt,
+        every_secs=10,
+        temporary=True,
+        every_steps=7,
+        save_last=False,
+        clock=lambda: now[0],
+    )
+    there = []
+    for step in range(1, 12):
+        now[0] += 4
+        if callback(step, {"n": step}):
+            ckpt.wait()
+            there.append(ckpt.steps())
+    assert there == [[3], [6], [7], [7, 10]]
+
+
+def test_one_step_is_never_saved_twice_and_the_skip_has_a_reason(ckpt):
+    callback = flaxckpt.CheckpointCallback(ckpt, save_last=False)
+    assert callback(3, {"n": 3}, force=True)
+    assert not callback(3, {"n": 3}, force=True)
+    ckpt.wait()
+    assert skipped(callback) == {3: "it was saved or restored by this run already"}
+
+
+def test_a_run_that_restored_nothing_does_not_mix_with_an_earlier_one(ckpt):
+    with flaxckpt.CheckpointCallback(ckpt, every_steps=2) as callback:
+        drive(callback, range(1, 9))
+    again = flaxckpt.Checkpointer(ckpt.directory)
+    with pytest.raises(errors.CheckpointExistsError, match="restore_or_init"):
+        flaxckpt.CheckpointCallback(again, every_steps=100)(1, {"n": 1})
+    # Whoever has loaded the newest step in another way may go on from there.
+    goes_on = flaxckpt.CheckpointCallback(again, every_steps=2, save_last=False)
+    assert drive(goes_on, range(9, 13)) == [10, 12]
+    again.wait()
+
+
+def test_a_damaged_step_is_replaced_when_the_run_gets_there_again(ckpt, caplog):
+    with flaxckpt.CheckpointCallback(ckpt, every_steps=2) as callback:
+        drive(callback, range(1, 5))
+    chunk = max(
+        (ckpt.directory / "4/state").rglob("*"),
+        key=lambda path: path.stat().st_size if path.is_file() else 0,
+    )
+    chunk.write_bytes(bytes(chunk.stat().st_size))
+    again = flaxckpt.Checkpointer(ckpt.directory)
+    with flaxckpt.CheckpointCallback(again, every_steps=2) as callback:
+        _, start = callback.restore_or_init({"n": 0})
+        assert start == 2
+        drive(callback, range(3, 5))
+    assert again.restore(step=4) == {"n": 4}
+
+
+def test_a_run_that_counts_from_the_beginning_again_is_stopped(ckpt):
+    with flaxckpt.CheckpointCallback(ckpt, every_steps=2) as callback:
+        drive(callback, range(1, 9))
+    again = flaxckpt.CheckpointCallback(ckpt, every_steps=2)
+    state, _ = again.restore_or_init({"n": 0})
+    with pytest.raises(errors.OptionError, match="restored step 8"):
+        again(1, state)
+    again._stop_watching()
+
+
+# ---- what the state counts --------------------------------------------------------
+
+
+def nnx_pair(step):
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    optimizer.step.set_value(jnp.asarray(step, jnp.uint32))
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        lambda step: create().replace(step=step),
+        lambda step: create().replace(step=jnp.asarray(step)),
+        lambda step: {"params": {}, "step": jnp.asarray(step)},
+        lambda step: {"train": create().replace(step=step), "ema": {}},
+        nnx_pair,
+    ],
+)
+def test_a_save_under_another_step_than_the_states_own_is_refused(ckpt, state):
+    callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
+    assert callback(2, state(2))
+    assert not callback(3, state(2)), "nothing is saved, so nothing is looked at"
+    with pytest.raises(errors.OptionError, match="step_is='index'"):
+        callback(4, state(5))
+    with pytest.raises(errors.OptionError, match=r"called step 6, but .* is 3"):
+        callback(6, state(3))
+    ckpt.wait()
+    assert ckpt.steps() == [2]
+    other = flaxckpt.CheckpointCallback(
+        ckpt, every_steps=2, save_last=False, check_step=False
+    )
+    ckpt.restore(step=2)
+    assert other(4, state(5))
+
+
+def test_of_several_counters_one_has_to_agree(ckpt):
+    callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
+    generator, critic = create().replace(step=2), create().replace(step=10)
+    assert callback(10, {"generator": generator, "critic": critic})
+    with pytest.raises(errors.OptionError):
+        callback(20, (generator, critic))
+
+
+@pytest.mark.parametrize("step", [True, 0.5, jnp.ones(3), "third", len])
+def test_what_is_no_counter_does_not_count(ckpt, step):
+    assert not list(flaxckpt._counters._found({"step": step}))
 
 
 def test_a_call_can_force_a_save_even_of_step_0(ckpt):
@@ -81,7 +208,7 @@ def test_the_last_step_is_saved_once_when_the_run_ends(tmp_path, closing):
     ckpt.close()
     callback.close()
     assert ckpt.steps() == [4, 6]
-    assert ckpt.restore() == {"step": 6}
+    assert ckpt.restore() == {"n": 6}
 
 
 def test_a_failing_loop_does_not_save_what_it_leaves_behind(tmp_path):
@@ -114,7 +241,16 @@ def test_a_failed_save_is_told_at_the_next_call(ckpt, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [{"every_steps": 0}, {"every_secs": -1}, {"step_is": "epoch"}]
+    "options",
+    [
+        {"every_steps": 0},
+        {"every_steps": 1.5},
+        {"every_secs": -1},
+        {"step_is": "epoch"},
+        {"grace_secs": 0},
+        {"preflight": "maybe"},
+        {"temporary": True},
+    ],
 )
 def test_options_that_make_no_sense_are_refused(ckpt, options):
     with pytest.raises(errors.OptionError, match=next(iter(options))):
@@ -136,6 +272,45 @@ def test_loops_that_pass_the_step_only_bind_the_state(ckpt):
             hook(step)
     ckpt.wait()
     assert ckpt.restore() == {"n": 4}
+
+
+def test_data_and_metrics_can_be_bound_too(ckpt):
+    batches, loss = StepIndexed(lambda i: i), 0.0
+    callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
+    callback.bind(state=lambda: {"n": 1}, dataset=lambda: batches)
+    callback.bind(metrics=lambda: {"loss": loss})
+    for step in range(1, 4):
+        next(batches)
+        loss = 1.0 / step
+        callback(step)
+    ckpt.wait()
+    assert ckpt.metrics(2) == {"loss": 0.5}
+    again = StepIndexed(lambda i: i)
+    ckpt.restore({"n": 0}, dataset=again)
+    assert next(again) == 2
+
+
+@dataclasses.dataclass
+class Info:
+    """What a loop knows of a step, as some pass it to their hooks."""
+
+    step: int
+    state: object
+    loss: float
+
+    @property
+    def next_step(self):
+        return self.step + 1
+
+
+def test_loops_may_describe_a_step_by_an_object(ckpt):
+    callback = flaxckpt.CheckpointCallback(ckpt, every_steps=3, save_last=False)
+    for step in range(5):
+        callback.on_step(Info(step, {"n": step}, loss=step / 4))
+    callback.on_step(Info(5, {"n": 5}, loss=0.0), force=True)
+    ckpt.wait()
+    assert ckpt.steps() == [3, 6]
+    assert ckpt.metrics(3) == {"loss": 0.5}
 
 
 def test_it_takes_what_clu_passes_to_periodic_callbacks(ckpt):
@@ -202,11 +377,20 @@ def test_a_resumed_run_equals_the_run_it_would_have_been(tmp_path):
     assert '"next_index": 20' in positions[0]
 
 
+def written(directory):
+    """When everything in a run was written, but for the journal of its events."""
+    return {
+        path: path.stat().st_mtime_ns
+        for path in directory.rglob("*")
+        if path.name != "events.jsonl"
+    }
+
+
 def test_resuming_a_finished_run_trains_and_saves_no_more(tmp_path):
     train(tmp_path, 8)
-    before = sorted(p.stat().st_mtime_ns for p in tmp_path.rglob("*"))
+    before = written(tmp_path)
     assert train(tmp_path, 8) == 8
-    assert sorted(p.stat().st_mtime_ns for p in tmp_path.rglob("*")) == before
+    assert written(tmp_path) == before
 
 
 def test_a_fresh_run_needs_values_and_a_resumed_one_does_not(tmp_path):
@@ -217,9 +401,10 @@ def test_a_fresh_run_needs_values_and_a_resumed_one_does_not(tmp_path):
         callback.restore_or_init(abstract)
     state = create()
     assert callback.restore_or_init(state) == (state, 0)
-    callback(3, state)
+    callback(3, state.replace(step=3))
     callback.close()
     restored, step = callback.restore_or_init(abstract)
+    callback.close()
     assert step == 3
     assert jnp.array_equal(restored.params["w"], state.params["w"])
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from flaxckpt import _storage, _tree, _zarr, errors
+from flaxckpt import _steps, _storage, _tree, _zarr, errors
 from flaxckpt._info import (
     LeafInfo,
     Lineage,
@@ -279,19 +279,39 @@ def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
 
 
 read_metrics = _orbax_disk.read_metrics
+read_created = _orbax_disk.read_created
+has_let_go_dataset = _orbax_disk.has_let_go_dataset
 
 
 def write_metrics(path: Path, metrics: Mapping[str, float]) -> None:
     """Writes the metrics of the committed checkpoint `path` anew, in one step."""
-    _storage.make_directory(path / METRICS)
-    _storage.replace(path / METRICS / METRICS, _orbax_json.dumps(dict(metrics)))
+    content = _orbax_json.dumps(dict(metrics))
+    if (path / METRICS).is_dir():
+        _storage.replace(path / METRICS / METRICS, content)
+        return
+    # Made beside it: Orbax takes a directory without its file for damage.
+    made = path.with_name(f"{path.name}{_steps.TEMPORARY}-{METRICS}")
+    _storage.remove_tree(made)
+    made.mkdir()
+    try:
+        _storage.write(made / METRICS, content)
+        _storage.sync_directory(made)
+        made.rename(path / METRICS)
+    except BaseException:
+        _storage.remove_tree(made)
+        raise
+    _storage.sync_directory(path)
 
 
 def read_dataset(path: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
     """The files of the dataset iterator saved in `path`; empty if there are none.
 
+    So they are if they were let go.
+
     Orbax lets its users name the item, so any that has grain's files is taken.
     """
+    if _orbax_disk.has_let_go_dataset(path):
+        return {}
     for name in digests:
         if name.startswith(f"{DATASET}/") and not (path / name).is_file():
             _orbax_disk.read_file(path / name)  # raises
@@ -367,7 +387,7 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
         digests={
             name.removeprefix(f"{STATE}/"): digest
             for name, digest in digests.items()
-            if _is_of_database(name)
+            if is_of_database(name)
         },
     )
     described = dataclasses.replace(
@@ -385,5 +405,5 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
     )
 
 
-def _is_of_database(name: str) -> bool:
+def is_of_database(name: str) -> bool:
     return name == f"{STATE}/manifest.ocdbt" or name.startswith(f"{STATE}/d/")

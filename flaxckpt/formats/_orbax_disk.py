@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _layout, _storage, errors
+from flaxckpt import _layout, _steps, _storage, errors
 from flaxckpt._info import CheckpointMetadata, LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _orbax_json, _scan
@@ -177,10 +178,33 @@ def checkpoint_info(
         _seconds(found.get("init_timestamp_nsecs")),
         _seconds(found.get("commit_timestamp_nsecs")),
         custom if isinstance(custom, dict) else {},
-        (path / DATASET).is_dir(),
+        (path / DATASET).is_dir() and not has_let_go_dataset(path),
         sum(_layout.stored_bytes(info) for info in infos),
     )
 
 
+def has_let_go_dataset(path: Path) -> bool:
+    """Whether the dataset's state of the checkpoint `path` was deleted on purpose."""
+    return (path / _steps.WITHOUT_DATASET).is_file()
+
+
+def read_created(path: Path) -> float:
+    """When the save of the checkpoint `path` began, in seconds since 1970.
+
+    What does not record it is as old as its oldest file.
+    """
+    try:
+        found = json_file(path / CHECKPOINT).get("init_timestamp_nsecs")
+    except errors.DamagedCheckpointError:
+        found = None
+    created = _seconds(found)
+    if created is None:
+        times = (file.lstat().st_mtime for file in path.iterdir())
+        created = min(times, default=time.time())
+    return created
+
+
 def _seconds(nanoseconds: object) -> float | None:
-    return nanoseconds / 1e9 if isinstance(nanoseconds, int | float) else None
+    if not isinstance(nanoseconds, int | float) or not abs(nanoseconds) < 1e30:
+        return None  # not NaN, either
+    return nanoseconds / 1e9

@@ -1,0 +1,126 @@
+"""Whether a checkpoint is all there, before others are deleted; arrays unread."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from flaxckpt import (
+    _access,
+    _collector,
+    _dtypes,
+    _layout,
+    _locate,
+    _zarr,
+    errors,
+)
+from flaxckpt._info import LeafInfo
+from flaxckpt._types import Shape
+from flaxckpt.formats import _orbax, _orbax_disk, _orbax_json
+
+_CRC_BYTES = 4
+
+_OUTSIDE_NODES_BYTES = 4096
+"""Values of a database from this size on are stored as they are; OCDBT puts those of
+up to 100 bytes into its nodes, which it compresses."""
+
+
+@_collector.paused()
+def check(path: Path) -> None:
+    """Reads all of a checkpoint but its arrays, and looks for the files of those.
+
+    Arrays of other writers are not looked for: zeros need not be stored there.
+
+    Raises:
+        DamagedCheckpointError: A metadata file is missing or has changed, or an array
+            has a chunk that is missing, or that has not the size that it must have.
+    """
+    stored = _locate.read_stored(path, None)
+    if stored.metadata.format != "flaxckpt":
+        return
+    with _access.explained(path):
+        for name, digest in stored.digests.items():
+            of_dataset = name.startswith(f"{_orbax.DATASET}/")
+            if _orbax.is_of_database(name) or (
+                of_dataset and not stored.metadata.has_dataset
+            ):
+                continue
+            content = _orbax_disk.read_file(path / name)
+            _orbax_disk.check_digest(path / name, content, digest)
+        manifest = _orbax_disk.json_file(path / _orbax_json.MANIFEST)
+        encoding = _orbax_json.encoding(manifest)
+        arrays = [i for i in stored.metadata.leaves.values() if i.dtype is not None]
+        if encoding is None or not arrays:
+            return
+        if manifest["ocdbt"]:
+            _check_database(path / _orbax.STATE, encoding, arrays)
+            return
+        for info in arrays:
+            _check_array(path / _orbax.STATE, encoding, info)
+
+
+def _check_database(
+    root: Path, encoding: _zarr.Encoding, arrays: list[LeafInfo]
+) -> None:
+    """Compares the size of a database with that of its larger arrays."""
+    least = sum(
+        _layout.stored_bytes(info)
+        for info in arrays
+        if _chunk_bytes(encoding, info) >= _OUTSIDE_NODES_BYTES
+    )
+    found = sum(_sizes(root / "d").values())
+    if not _sizes(root).get("manifest.ocdbt") or found < max(1, least):
+        raise errors.DamagedCheckpointError(
+            f"{root} is not all there: wanted a database of at least {least} bytes,"
+            f" found {found}; restore another step"
+        )
+
+
+def _chunk_bytes(encoding: _zarr.Encoding, info: LeafInfo) -> int:
+    """The size of each chunk of an array, with its checksum; 0 if that varies."""
+    shape, dtype = _layout.stored_form(info)
+    if not _zarr.is_raw(encoding, shape, dtype) or info.chunk_shape is None:
+        return 0
+    size = math.prod(info.chunk_shape) * _dtypes.to_numpy(dtype).itemsize
+    return size + (_CRC_BYTES if encoding.checksum else 0)
+
+
+def _check_array(root: Path, encoding: _zarr.Encoding, info: LeafInfo) -> None:
+    """Looks at the size of each file of an array."""
+    directory = root / _orbax_json.param_name(info.keys)
+    found = _sizes(directory)
+    shape, _ = _layout.stored_form(info)
+    chunk_bytes = _chunk_bytes(encoding, info)
+    faults = [
+        f"{key}: wanted {chunk_bytes or 'some'} bytes, found {found.get(key, 'none')}"
+        for key in _keys(encoding, shape, info.chunk_shape or ())
+        if not found.get(key) or found[key] != (chunk_bytes or found[key])
+    ]
+    metadata = _zarr.METADATA if encoding.version == 3 else ".zarray"
+    if not found.get(metadata):
+        faults.append(f"{metadata}: is missing, or empty")
+    if faults:
+        raise errors.DamagedCheckpointError(
+            f"{directory} is not all there; restore another step:\n"
+            + "\n".join(f"  {fault}" for fault in faults[: errors.ROWS_SHOWN])
+        )
+
+
+def _keys(encoding: _zarr.Encoding, shape: Shape, chunk_shape: Shape) -> Iterator[str]:
+    """What the files of an array's chunks are called."""
+    for chunk in _zarr.chunks(_zarr.whole(shape), chunk_shape):
+        if encoding.version == 3:
+            yield chunk.key
+        else:
+            yield chunk.key.removeprefix("c").removeprefix(".") or "0"
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    """Name -> size of the files in a directory; empty if there is none."""
+    try:
+        with os.scandir(directory) as entries:
+            return {e.name: e.stat().st_size for e in entries if e.is_file()}
+    except FileNotFoundError:
+        return {}

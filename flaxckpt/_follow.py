@@ -1,0 +1,61 @@
+"""Steps as they are committed, each held while somebody works with it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from flaxckpt import _leases
+
+_log = logging.getLogger(__name__)
+
+
+def new_steps(
+    listed: Callable[[], Mapping[int, Path]],
+    is_step: Callable[[Path], bool],
+    *,
+    timeout_secs: float | None,
+    poll_secs: float,
+) -> Iterator[int]:
+    """Yields each step once; see `Checkpointer.new_steps`.
+
+    Args:
+        listed: Gives the committed steps, oldest first.
+        is_step: Tells them from what is merely called so.
+        timeout_secs: Ends after so long without a new step; None never ends.
+        poll_secs: How often `listed` is asked.
+    """
+    seen: set[int] = set()
+    is_warned = False
+    since = time.monotonic()
+    while True:
+        for step, path in listed().items():
+            if step in seen or not is_step(path):
+                continue
+            lease: _leases.Lease | None = None
+            try:
+                lease = _leases.Lease(path)
+            except FileNotFoundError:
+                continue  # just deleted
+            except OSError as error:
+                if not is_warned:
+                    _log.warning(
+                        "steps may be deleted while they are read, as nothing can be"
+                        " written there: %s",
+                        error,
+                    )
+                is_warned = True
+            try:
+                if _leases.is_going(path):
+                    continue  # it comes again, if it stays after all
+                seen.add(step)
+                yield step
+            finally:
+                if lease is not None:
+                    lease.release()
+            since = time.monotonic()
+        if timeout_secs is not None and time.monotonic() - since >= timeout_secs:
+            return
+        time.sleep(poll_secs)

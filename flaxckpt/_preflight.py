@@ -1,0 +1,154 @@
+"""What would fail at the first save, or at a later one, found before training."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flaxckpt import _steps, _storage, errors, policies
+from flaxckpt._checkpointer import Checkpointer
+from flaxckpt._types import PyTree
+from flaxckpt.policies import PreservationPolicy
+
+_log = logging.getLogger(__name__)
+
+_PROBE_BYTES = 8 * 2**20
+_FEW_SAVES = 5
+
+
+class Preflight(NamedTuple):
+    """What to expect of the saves of a run.
+
+    Attributes:
+        bytes: Of one save.
+        free_bytes: Of the file system.
+        needed_bytes: Beyond what is used now, until old steps go for new ones. With
+            policies that keep more and more steps, for the next save only.
+        saves_kept: How many steps the policies keep at most; None if that grows.
+        blocking_secs: How long `save` will hold up the loop, as measured.
+        total_secs: Until a save is durable, as estimated from a small file.
+    """
+
+    bytes: int
+    free_bytes: int
+    needed_bytes: int
+    saves_kept: int | None
+    blocking_secs: float
+    total_secs: float
+
+
+def check(
+    checkpointer: Checkpointer, state: PyTree, dataset: Any, *, only_warn: bool
+) -> Preflight:
+    """Rehearses a save without writing arrays, and tests the directory.
+
+    Raises:
+        SaveFailedError: The directory cannot be written to, or has not enough space.
+        CheckpointError: As `Checkpointer.save` says.
+    """
+    size, blocking_secs = checkpointer.rehearse(state, dataset=dataset)
+    rate = _probe(checkpointer.directory)
+    kept = most_kept(checkpointer.keep)
+    there = len(checkpointer.steps())
+    more = 1 if kept is None else max(1, kept + 1 - there)
+    found = Preflight(
+        size,
+        shutil.disk_usage(checkpointer.directory).free,
+        more * size,
+        kept,
+        blocking_secs,
+        blocking_secs + size / rate,
+    )
+    checkpointer.events.emit("preflight", **found._asdict())
+    _tell(checkpointer.directory, found, only_warn=only_warn)
+    return found
+
+
+def most_kept(keep: Sequence[PreservationPolicy]) -> int | None:
+    """How many steps policies keep at most; None if that grows with the run."""
+    total = 0
+    for policy in keep:
+        if isinstance(policy, policies.LatestN | policies.BestN):
+            total += policy.n
+        elif isinstance(policy, policies.OnSteps):
+            total += len(policy.steps)
+        else:
+            return None
+    return total or None
+
+
+def _tell(directory: Path, found: Preflight, *, only_warn: bool) -> None:
+    _log.info(
+        "each save: %s, blocks training for about %.3f s, durable after about %.1f s;"
+        " %s free",
+        _text(found.bytes),
+        found.blocking_secs,
+        found.total_secs,
+        _text(found.free_bytes),
+    )
+    if found.needed_bytes > found.free_bytes:
+        kept = "" if found.saves_kept is None else f", {found.saves_kept} are kept"
+        message = (
+            f"{directory} has {_text(found.free_bytes)} free, and"
+            f" {_text(found.needed_bytes)} are needed: a save takes up to"
+            f" {_text(found.bytes)}{kept}, and the next is written before an old one"
+            " goes. Make room, keep fewer steps, or, if much of the state never"
+            " changes and is linked, pass preflight='warn'."
+        )
+        if not only_warn:
+            raise errors.SaveFailedError(message)
+        _log.warning("%s", message)
+    elif found.saves_kept is None and found.free_bytes < _FEW_SAVES * found.bytes:
+        _log.warning(
+            "%s has room for %d more saves of %s, and nothing limits how many are"
+            " kept: pass keep=[LatestN(3)], for example",
+            directory,
+            found.free_bytes // found.bytes,
+            _text(found.bytes),
+        )
+
+
+def _probe(directory: Path) -> float:
+    """Does all that a save does, with one small file.
+
+    Returns:
+        Bytes per second.
+
+    Raises:
+        SaveFailedError: Some of it cannot be done.
+    """
+    stem = f"preflight{_steps.TEMPORARY}-{os.getpid()}"
+    made, renamed = directory / stem, directory / f"{stem}-renamed"
+    doing = "make a directory in"
+    try:
+        made.mkdir()
+        doing = "write and sync a file in"
+        start = time.monotonic()
+        _storage.write(made / "probe", bytes(_PROBE_BYTES))
+        secs = time.monotonic() - start
+        doing = "rename a directory in"
+        made.rename(renamed)
+        _storage.sync_directory(directory)
+        doing = "remove a directory from"
+        _storage.remove_tree(renamed)
+    except OSError as error:
+        for left in (made, renamed):
+            shutil.rmtree(left, ignore_errors=True)
+        raise errors.SaveFailedError(
+            f"cannot {doing} {directory}: {error}; no step could be saved there. Choose"
+            " another directory, or see that this one is writable and has space"
+        ) from error
+    return _PROBE_BYTES / max(secs, 1e-6)
+
+
+def _text(size: float) -> str:
+    units = ["TB", "GB", "MB", "kB", "B"]
+    while size >= 1000 and len(units) > 1:
+        size /= 1000
+        units.pop()
+    return f"{size:.3g} {units[-1]}"

@@ -1,0 +1,336 @@
+"""Which steps of a run directory stay, and the end of those that do not."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+from flaxckpt import _audit, _steps, _storage, errors, formats, policies
+from flaxckpt.formats import _orbax, _orbax_disk
+from flaxckpt.policies import PreservationPolicy
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MetricsByStep: TypeAlias = Mapping[int, Mapping[str, float]]
+
+
+class Rules(NamedTuple):
+    """What is to stay.
+
+    Attributes:
+        keep: A step stays if any of them keeps it.
+        keep_dataset: Of the steps that stay, the state of the dataset does if any of
+            these keeps it; without any, all do.
+        metrics_from: Gives metrics of steps that were measured elsewhere.
+    """
+
+    keep: tuple[PreservationPolicy, ...] = ()
+    keep_dataset: tuple[PreservationPolicy, ...] = ()
+    metrics_from: Callable[[], MetricsByStep] | None = None
+
+
+class _Remembered(Generic[T]):
+    """What was read of a small file of each step, until that file is another."""
+
+    def __init__(self, file: str, read: Callable[[Path], T]) -> None:
+        self._file = file
+        self._read = read
+        self._known: dict[Path, tuple[_storage.Stamp, T]] = {}
+
+    def __call__(self, path: Path) -> T:
+        stamp = _storage.stamp(path / self._file)
+        known = self._known.get(path)
+        if known is None or known[0] != stamp:
+            known = self._known[path] = (stamp, self._read(path))
+        return known[1]
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._known.clear()
+
+
+class _Ranked:
+    """A step as policies see it; files of it are read when a policy asks."""
+
+    def __init__(
+        self,
+        step: int,
+        *,
+        temporary: bool,
+        metrics: Callable[[], Mapping[str, float]],
+        created: Callable[[], float],
+    ) -> None:
+        self.step = step
+        self.temporary = temporary
+        self._metrics = metrics
+        self._created = created
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """What was measured, wherever."""
+        return self._metrics()
+
+    @property
+    def created(self) -> float:
+        """When its save began, in seconds since 1970."""
+        return self._created()
+
+
+class _Found(NamedTuple):
+    """A step that is there.
+
+    Attributes:
+        path: Its directory.
+        marks: What is said there of how long it stays.
+        ranked: It, as policies see it.
+    """
+
+    path: Path
+    marks: _steps.Marks
+    ranked: policies.Ranked
+
+
+class Retention:
+    """Decides what stays in a run directory, and deletes the rest.
+
+    Args:
+        directory: Of the run.
+        step_format: How its steps are called.
+        rules: What is to stay.
+    """
+
+    def __init__(
+        self, directory: Path, step_format: _steps.StepFormat, rules: Rules
+    ) -> None:
+        self.rules = rules
+        self._directory = directory
+        self._format = step_format
+        self._metrics = _Remembered(
+            f"{_orbax.METRICS}/{_orbax.METRICS}", _orbax.read_metrics
+        )
+        self._created = _Remembered(_orbax_disk.CHECKPOINT, _orbax.read_created)
+
+    # ---- what is there --------------------------------------------------------------
+
+    def listed(self) -> dict[int, Path]:
+        """The committed steps, ascending."""
+        return _steps.listed(self._directory, self._format)
+
+    def metrics(self, path: Path) -> Mapping[str, float]:
+        """What is stored of the step `path`."""
+        return self._metrics(path)
+
+    def forget(self) -> None:
+        """Reads everything anew from here on."""
+        self._metrics.clear()
+        self._created.clear()
+
+    def best(self, policy: policies.BestN) -> set[int]:
+        """The steps that `policy` names."""
+        return policy.preserved([found.ranked for found in self._found().values()])
+
+    def explain(self) -> dict[int, list[str]]:
+        """Why each step stays, oldest first; a step without a reason would go."""
+        return self._explained(self._found())
+
+    def _found(self) -> dict[int, _Found]:
+        """The steps as they are now, without what is merely called like one."""
+        elsewhere: MetricsByStep = {}
+        if self.rules.metrics_from is not None:
+            given = self.rules.metrics_from()
+            elsewhere = {step: as_metrics(each) for step, each in given.items()}
+        found = {}
+        for step, path in self.listed().items():
+            if not is_step(path):
+                continue
+            marks = _steps.marks(path, dataset=_orbax.DATASET)
+            ranked = _Ranked(
+                step,
+                temporary=marks.temporary,
+                metrics=functools.partial(
+                    self._all_metrics, path, elsewhere.get(step, {})
+                ),
+                created=functools.partial(self._created, path),
+            )
+            found[step] = _Found(path, marks, ranked)
+        return found
+
+    def _all_metrics(
+        self, path: Path, elsewhere: Mapping[str, float]
+    ) -> Mapping[str, float]:
+        return {**elsewhere, **self._metrics(path)}
+
+    def _explained(self, found: Mapping[int, _Found]) -> dict[int, list[str]]:
+        reasons = policies.decide(
+            self.rules.keep,
+            [each.ranked for each in found.values()],
+            pinned=[step for step, each in found.items() if each.marks.pinned],
+            readers={step: each.marks.readers for step, each in found.items()},
+        )
+        for step, why in reasons.items():
+            if why and found[step].marks.let_go:
+                why.append("dataset let go")
+        return reasons
+
+    # ---- what goes ------------------------------------------------------------------
+
+    def apply(self, *, just_saved: int | None = None) -> tuple[int, ...]:
+        """Deletes what nothing keeps, one after another.
+
+        Nothing is deleted before the step just saved, or else the newest, is found
+        whole on the disk. What cannot be deleted is logged, and tried again next time.
+
+        Args:
+            just_saved: A step that stays this time. If what is to go cannot be told
+                then, that is logged, and nothing is deleted.
+
+        Returns:
+            The steps that were deleted.
+
+        Raises:
+            SaveFailedError: That step is not whole.
+        """
+        try:
+            found = self._found()
+            reasons = self._explained(found)
+            going = [s for s, why in reasons.items() if not why and s != just_saved]
+            staying = {s: each for s, each in found.items() if s not in going}
+            datasets = self._datasets(staying)
+        except Exception as error:
+            if just_saved is None:
+                raise
+            _log.error("nothing is deleted after step %d: %s", just_saved, error)
+            return ()
+        if going or datasets:
+            self._check_whole(max(found) if just_saved is None else just_saved)
+        deleted = tuple(
+            step
+            for step in going
+            if self._attempt(f"step {step}", _steps.delete, found[step].path)
+        )
+        for step in datasets:
+            what = f"the dataset state of step {step}"
+            path = found[step].path
+            self._attempt(what, _steps.delete_dataset, path, _orbax.DATASET)
+        what = "what deletions before have left"
+        self._attempt(what, _steps.sweep, self._directory, self._format)
+        return deleted
+
+    def _check_whole(self, step: int) -> None:
+        path = self._directory / self._format.name(step)
+        try:
+            _audit.check(path)
+        except (errors.CheckpointError, OSError) as error:
+            raise errors.SaveFailedError(
+                f"step {step} is not whole on the disk, so no other is deleted: {error}"
+                f"\nDelete {path} if it stays so, see that the disk is sound, and save"
+                " again."
+            ) from error
+
+    def _datasets(self, staying: Mapping[int, _Found]) -> list[int]:
+        """The steps whose dataset state goes."""
+        states = {s: each for s, each in staying.items() if each.marks.has_dataset}
+        # What was begun is finished.
+        going = {step for step, each in states.items() if each.marks.let_go}
+        if self.rules.keep_dataset:
+            reasons = policies.decide(
+                self.rules.keep_dataset,
+                [each.ranked for each in states.values()],
+                pinned=[step for step, each in states.items() if each.marks.pinned],
+                readers={step: each.marks.readers for step, each in states.items()},
+            )
+            going |= {step for step, why in reasons.items() if not why}
+        return sorted(going)
+
+    def _attempt(self, what: str, delete: Callable[..., None], *args: Any) -> bool:
+        """Deletes something that nothing keeps; says so if that fails, and goes on."""
+        try:
+            delete(*args)
+        except OSError as error:
+            _log.error("%s could not be deleted: %s", what, error)
+            return False
+        return True
+
+    # ---- what a user asks for -------------------------------------------------------
+
+    def add_metrics(self, path: Path, metrics: Mapping[str, float]) -> None:
+        """Adds metrics to the step `path`."""
+        merged = {**_orbax.read_metrics(path), **as_metrics(metrics)}
+        with _writing(path, "metrics cannot be added to it"):
+            _orbax.write_metrics(path, merged)
+
+    def pin(self, path: Path) -> None:
+        """Keeps the step `path`, whatever the policies say."""
+        with _writing(path, "it cannot be pinned"):
+            _steps.pin(path)
+
+    def unpin(self, path: Path) -> None:
+        """Leaves the step `path` to the policies again."""
+        with _writing(path, "it cannot be unpinned"):
+            _steps.unpin(path)
+
+    def make_permanent(self, path: Path) -> None:
+        """Has the step `path` stay as long as the policies say."""
+        with _writing(path, "it cannot be made permanent"):
+            _steps.make_permanent(path)
+
+    def delete(self, path: Path) -> None:
+        """Deletes the step `path`, unless somebody reads it."""
+        with _writing(path, "it cannot be deleted"):
+            _steps.delete(path)
+
+
+@contextlib.contextmanager
+def _writing(path: Path, what: str) -> Iterator[None]:
+    """Explains errors of the system that arise while a step is changed.
+
+    Raises:
+        SaveFailedError: There was one.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, errors.CheckpointError):
+            raise
+        raise errors.SaveFailedError(
+            f"{path}: {what}: {error}; see that the step is still there, and that its"
+            " directory is writable and has space, then try again"
+        ) from error
+
+
+def is_step(path: Path) -> bool:
+    """Whether `path` is a checkpoint, and not merely called like one.
+
+    One that must be loaded item by item is one, too; one that cannot be read is not.
+    """
+    try:
+        return formats.recognises(path)
+    except errors.CheckpointFormatError:
+        return True
+    except errors.DamagedCheckpointError:
+        return False
+
+
+def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Numbers by name, nested names joined by `/`.
+
+    Raises:
+        OptionError: A metric is no single number.
+    """
+    flat: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}/{inner}": n for inner, n in as_metrics(value).items()}
+            continue
+        try:
+            flat[name] = float(value)
+        except (TypeError, ValueError):
+            raise errors.OptionError(
+                f"the metric {name!r} must be one number, got {value!r:.80}"
+            ) from None
+    return flat

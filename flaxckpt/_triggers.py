@@ -1,0 +1,95 @@
+"""When a trainer saves: pure rules on steps, and a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from flaxckpt import errors
+
+
+class Due(NamedTuple):
+    """Why a save is due.
+
+    Attributes:
+        reason: For people.
+        temporary: Whether only the time called for it.
+    """
+
+    reason: str
+    temporary: bool = False
+
+
+class Triggers:
+    """Says after each step whether to save. Triggers combine by "or".
+
+    Args:
+        every_steps: Due when a multiple of this is reached or passed.
+        every_secs: Due when so much time has gone by since the last save.
+        on_steps: Due when one of these steps is reached or passed.
+        save_first: Whether the first step of a new run is due.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        every_steps: int | None,
+        every_secs: float | None,
+        on_steps: Collection[int],
+        save_first: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        for name, value in (("every_steps", every_steps), ("every_secs", every_secs)):
+            if value is not None and not value > 0:
+                raise errors.OptionError(f"{name} must be positive, got {value}")
+        if every_steps is not None and not isinstance(every_steps, int):
+            raise errors.OptionError(
+                f"every_steps must be a whole number, got {every_steps!r}"
+            )
+        self._every_steps = every_steps
+        self._every_secs = every_secs
+        self._on_steps = sorted(on_steps)
+        self._save_first = save_first
+        self._clock = clock
+        self._saved_at = clock()
+        self._has_begun = False
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether the time is one of the triggers."""
+        return self._every_secs is not None
+
+    def restart_clock(self) -> None:
+        """Counts the time from now: there was a save, or training begins."""
+        self._saved_at = self._clock()
+
+    def time_is_up(self) -> bool:
+        """Whether `every_secs` have gone by on this machine."""
+        return (
+            self._every_secs is not None
+            and self._clock() - self._saved_at >= self._every_secs
+        )
+
+    def due(self, completed: int, seen: int, *, time_is_up: bool) -> Due | None:
+        """Why to save after step `completed`; None if there is no reason.
+
+        Args:
+            completed: The step just done. Loops may skip some, so what lies between
+                `seen` and this one counts.
+            seen: The step before it.
+            time_is_up: What was agreed on `every_secs`.
+        """
+        is_first, self._has_begun = not self._has_begun, True
+        if completed <= 0:
+            return None
+        n = self._every_steps
+        if n is not None and completed // n > seen // n:
+            return Due(f"every {n} steps")
+        if passed := [step for step in self._on_steps if seen < step <= completed]:
+            return Due(f"step {passed[-1]} of on_steps")
+        if is_first and self._save_first and seen == 0:
+            return Due("the first step")
+        if time_is_up:
+            return Due(f"{self._every_secs:g} s since the last save", temporary=True)
+        return None

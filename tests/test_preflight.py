@@ -1,0 +1,120 @@
+"""What would fail at the first save, or at hour thirty, fails before training."""
+
+import logging
+import os
+import shutil
+from collections import namedtuple
+
+import numpy as np
+import pytest
+
+import flaxckpt
+from flaxckpt import _preflight, errors
+from flaxckpt.policies import BestN, EveryNSteps, LatestN, OnSteps
+
+MIB = 2**20
+STATE = {"w": np.ones(MIB // 4, np.float32)}
+Usage = namedtuple("Usage", "total used free")
+
+
+def first_call(directory, *, keep=(), state=STATE, **options):
+    ckpt = flaxckpt.Checkpointer(directory, keep=keep)
+    on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False, **options)
+    on_step(1, state)
+    return ckpt
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Sets how much space is free, which only a file system of one's own could."""
+
+    def set_free(size):
+        usage = Usage(10**12, 10**12 - size, size)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+
+    return set_free
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        ((), None),
+        ([LatestN(3)], 3),
+        ([LatestN(3), BestN(2, "loss", "min")], 5),
+        ([OnSteps((1, 5)), LatestN(1)], 3),
+        ([LatestN(3), EveryNSteps(10)], None),
+    ],
+)
+def test_policies_say_how_many_steps_they_keep(keep, kept):
+    assert _preflight.most_kept(keep) == kept
+
+
+def test_too_little_space_for_what_is_kept_is_told_before_training(tmp_path, free):
+    free(3 * MIB)
+    first_call(tmp_path / "two", keep=[LatestN(2)])
+    with pytest.raises(errors.SaveFailedError) as told:
+        first_call(tmp_path / "three", keep=[LatestN(3)])
+    assert "3.15 MB free" in str(told.value)
+    assert "4.19 MB are needed" in str(told.value)
+    assert "3 are kept" in str(told.value)
+
+
+def test_steps_that_are_there_count(tmp_path, free):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, STATE)
+    free(MIB + MIB // 2)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(3)])
+    state = ckpt.restore(STATE)
+    flaxckpt.CheckpointCallback(ckpt, on_preemption=False)(4, state)
+
+
+def test_who_knows_better_is_only_warned(tmp_path, free, caplog):
+    free(MIB // 2)
+    first_call(tmp_path, keep=[LatestN(1)], preflight="warn")
+    assert "are needed" in caplog.text
+    caplog.clear()
+    first_call(tmp_path / "off", keep=[LatestN(1)], preflight=False)
+    assert not caplog.text
+
+
+def test_room_for_a_few_saves_only_is_a_warning_if_nothing_ever_goes(
+    tmp_path, free, caplog
+):
+    free(3 * MIB)
+    first_call(tmp_path)
+    assert "room for 3 more saves" in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_cannot_be_written_to_is_told(tmp_path):
+    ckpt = flaxckpt.Checkpointer(tmp_path)
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(errors.SaveFailedError, match="make a directory"):
+            flaxckpt.CheckpointCallback(ckpt, on_preemption=False)(1, STATE)
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_directory_that_went_away_is_told(tmp_path):
+    ckpt = flaxckpt.Checkpointer(tmp_path / "run")
+    on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(errors.SaveFailedError, match="make a directory"):
+        on_step(1, STATE)
+
+
+def test_what_cannot_be_saved_is_told_at_the_first_call(tmp_path):
+    with pytest.raises(errors.UnsupportedLeafError, match="fn"):
+        first_call(tmp_path, state={"fn": print})
+    with pytest.raises(errors.DatasetStateError, match="generator"):
+        first_call(tmp_path, dataset=(i for i in range(3)))
+
+
+def test_it_leaves_nothing_behind_and_tells_what_to_expect(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "flaxckpt")
+    ckpt = first_call(tmp_path, keep=[LatestN(2)])
+    assert "each save: 1.05 MB" in caplog.text
+    assert ckpt.steps() == []
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
