@@ -58,6 +58,13 @@ LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 # Inside a package: its __init__ may import every sibling, and these siblings may be
 # imported by the others. The readers of formats do not import each other.
 SHARED_SIBLINGS = {
+    "datasets._adapters",
+    "datasets._buffered",
+    "datasets._codec",
+    "datasets._hints",
+    "datasets._iterators",
+    "datasets._kinds",
+    "datasets._parts",
     "formats._ndarray",
     "formats._orbax_arrays",
     "formats._orbax_disk",

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from flaxckpt import _steps, _storage, _tree, _zarr, errors
+from flaxckpt import _steps, _storage, _tree, _zarr, datasets, errors
 from flaxckpt._info import (
     LeafInfo,
     Lineage,
@@ -322,7 +322,9 @@ def read_dataset(path: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
     files = {}
     for file in sorted(item.iterdir()):
         if file.is_file():
-            files[file.name] = _orbax_disk.read_file(file)
+            files[file.name] = _orbax_disk.read_file(
+                file, max_bytes=datasets.MAX_STATE_BYTES
+            )
             _orbax_disk.check_digest(
                 file, files[file.name], digests.get(f"{DATASET}/{file.name}")
             )

@@ -68,14 +68,14 @@ def _is_item(path: Path) -> bool:
     return (path / TREE).is_file() or bool(_scan.first_keys(path / AGGREGATE))
 
 
-def read_file(path: Path) -> bytes:
+def read_file(path: Path, *, max_bytes: int = _orbax_json.MAX_BYTES) -> bytes:
     """The content of a file that must be there.
 
     Raises:
         DamagedCheckpointError: It is not, or is too large.
     """
     try:
-        return _storage.read(path, max_bytes=_orbax_json.MAX_BYTES)
+        return _storage.read(path, max_bytes=max_bytes)
     except (FileNotFoundError, NotADirectoryError):
         raise errors.DamagedCheckpointError(
             f"{path} is missing; restore another step"

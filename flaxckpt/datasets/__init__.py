@@ -1,0 +1,25 @@
+"""Dataset iterators: their state out, their state back in.
+
+An iterator is recognised by its methods and by where its class comes from, never by
+importing its framework. Its state is taken at the call of `save` and committed together
+with the arrays.
+"""
+
+from __future__ import annotations
+
+from flaxckpt.datasets._adapters import position
+from flaxckpt.datasets._buffered import Buffered
+from flaxckpt.datasets._codec import MAX_STATE_BYTES
+from flaxckpt.datasets._files import set_state, state_files
+from flaxckpt.datasets._iterators import Restarting, SaveableIterator, StepIndexed
+
+__all__ = [
+    "MAX_STATE_BYTES",
+    "Buffered",
+    "Restarting",
+    "SaveableIterator",
+    "StepIndexed",
+    "position",
+    "set_state",
+    "state_files",
+]

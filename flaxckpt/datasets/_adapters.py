@@ -1,0 +1,210 @@
+"""How the state of each kind of iterator is taken and put back."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from flaxckpt import errors
+from flaxckpt.datasets import _hints, _kinds
+
+_log = logging.getLogger(__name__)
+
+_TORCHDATA = "torchdata.stateful_dataloader.stateful_dataloader.StatefulDataLoader"
+_CLU = "clu.data.dataset_iterator.DatasetIterator"
+_CLU_PEEKABLE = "clu.data.dataset_iterator.PeekableDatasetIterator"
+_HF_PREPARE = "_prepare_ex_iterable_for_iteration"  # what iter() does first
+_TENSORFLOW = (
+    "tensorflow.python.data.ops.iterator_ops.OwnedIterator",
+    "tensorflow.python.data.ops.dataset_ops.NumpyIterator",
+    "tensorflow.python.data.ops.dataset_ops._NumpyIterator",
+)
+
+
+class Adapter(Protocol):
+    """Takes and puts back the state of one kind of iterator."""
+
+    name: str
+
+    def get_state(self, iterator: Any) -> Any:
+        """The state as of the batch that was returned last: data, or JSON as bytes."""
+        ...
+
+    def set_state(self, iterator: Any, state: Any) -> None:
+        """Goes to a position that `get_state` gave."""
+        ...
+
+
+def find(iterator: Any) -> Adapter:
+    """The adapter for an iterator.
+
+    Raises:
+        DatasetStateError: It has no state; the message says what has.
+    """
+    # grain's have async save and load, too; TensorFlow's and clu's save are not alike.
+    if _kinds.has(iterator, "get_state", "set_state"):
+        return _GetState()
+    if _kinds.has(iterator, "state_dict", "load_state_dict"):
+        return _StateDict()
+    if _kinds.is_a(iterator, *_TENSORFLOW):
+        return _TensorFlow()
+    if _kinds.is_a(iterator, _CLU):
+        return _Clu()
+    raise _hints.refusal(iterator)
+
+
+def position(state: Any) -> int | None:
+    """How far an iterator has come, where its state has a counter for that.
+
+    That is so for grain's datasets and for `StepIndexed`. What is counted are batches,
+    if batches are what the counting stage of the pipeline makes.
+    """
+    found = state.get("next_index") if isinstance(state, Mapping) else None
+    return found if type(found) is int else None
+
+
+class _GetState:
+    """grain, AXLearn, our own."""
+
+    name = "get_state"
+
+    def get_state(self, iterator: Any) -> Any:
+        return iterator.get_state()
+
+    def set_state(self, iterator: Any, state: Any) -> None:
+        iterator.set_state(state)
+
+
+class _StateDict:
+    """torchdata, Hugging Face datasets: the state is on what iterators are made of."""
+
+    name = "state_dict"
+
+    def get_state(self, iterator: Any) -> Any:
+        return iterator.state_dict()
+
+    def set_state(self, iterator: Any, state: Any) -> None:
+        _warn_of_live_iterator(iterator)
+        dataset = getattr(iterator, "dataset", iterator)
+        if _kinds.is_a(dataset, _hints.HF):
+            # The state has an epoch, and is ignored in another one.
+            for epoch in _epochs(state):
+                dataset.set_epoch(epoch)
+        iterator.load_state_dict(state)
+        _apply(iterator)
+
+
+def _epochs(state: Any) -> Iterator[int]:
+    """The epochs in the states of Hugging Face's datasets, also inside of torch's."""
+    if isinstance(state, Mapping):
+        if "examples_iterable" in state and "epoch" in state:
+            yield int(state["epoch"])
+            return
+        for item in state.values():
+            yield from _epochs(item)
+
+
+def _apply(iterator: Any) -> None:
+    """Makes a loader use its new state now, and not when iter() is called.
+
+    So a state that does not fit is an error here, and a save before the first batch has
+    the restored state.
+    """
+    if _kinds.is_a(iterator, _TORCHDATA):
+        try:
+            iterator.state_dict()
+        except Exception:
+            iterator.next_iter_state = None
+            raise
+    elif _kinds.is_a(iterator, _hints.HF) and _kinds.has(iterator, _HF_PREPARE):
+        getattr(iterator, _HF_PREPARE)()
+
+
+def _warn_of_live_iterator(iterator: Any) -> None:
+    live = getattr(iterator, "_iterator", None)
+    if (
+        _kinds.is_a(iterator, _TORCHDATA)
+        and live is not None
+        and not getattr(iterator, "_initial_iter_for_state_dict", False)
+        and not getattr(live, "_finished", False)
+    ):
+        _log.warning(
+            "a loop over this %s has begun and does not see the restored state:"
+            " call iter() on it again, or restore before the first iter()",
+            _kinds.type_name(iterator),
+        )
+
+
+class _TensorFlow:
+    """tf.data, whose iterators go into a `tf.train.Checkpoint`: files of their own."""
+
+    name = "tf.train.Checkpoint"
+
+    def get_state(self, iterator: Any) -> Any:
+        with tempfile.TemporaryDirectory() as directory:
+            _tf_checkpoint(iterator).write(f"{directory}/iterator")
+            return _files_in(directory)
+
+    def set_state(self, iterator: Any, state: Any) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            _put_files(directory, state)
+            _tf_checkpoint(iterator).read(f"{directory}/iterator").assert_consumed()
+
+
+def _tf_checkpoint(iterator: Any) -> Any:
+    # Where there is an iterator of TensorFlow's, TensorFlow is.
+    return sys.modules["tensorflow"].train.Checkpoint(iterator=iterator)
+
+
+class _Clu:
+    """clu, whose iterators write files that only they can read."""
+
+    name = "files"
+
+    def get_state(self, iterator: Any) -> Any:
+        if _has_peeked(iterator):
+            raise errors.DatasetStateError(
+                f"{_kinds.type_name(iterator)} has a batch that was peeked at and not"
+                " taken, which would be lost: call next() before saving"
+            )
+        with tempfile.TemporaryDirectory() as directory:
+            iterator.save(_epath(directory))
+            files = _files_in(directory)
+        if not files:
+            raise errors.DatasetStateError(
+                f"{_kinds.type_name(iterator)} saved nothing; a TfDatasetIterator does"
+                " so only if it is made with checkpoint=True"
+            )
+        return files
+
+    def set_state(self, iterator: Any, state: Any) -> None:
+        if _has_peeked(iterator):
+            iterator.reset()  # restore() alone would return that batch first
+        with tempfile.TemporaryDirectory() as directory:
+            _put_files(directory, state)
+            iterator.restore(_epath(directory))
+
+
+def _has_peeked(iterator: Any) -> bool:
+    return _kinds.is_a(iterator, _CLU_PEEKABLE) and (
+        getattr(iterator, "_peek", None) is not None
+    )
+
+
+def _epath(directory: str) -> Any:
+    from etils import epath
+
+    return epath.Path(directory) / "iterator"
+
+
+def _files_in(directory: str) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(Path(directory).iterdir())}
+
+
+def _put_files(directory: str, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        (Path(directory) / Path(name).name).write_bytes(content)

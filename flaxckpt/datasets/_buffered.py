@@ -1,0 +1,260 @@
+"""Batches made ahead on a thread, with the state of the batch that was taken last."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import copy
+import dataclasses
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from flaxckpt import errors
+from flaxckpt.datasets import _adapters
+
+Batch = TypeVar("Batch")
+
+_NOT_TAKEN = object()
+_SECONDS_AT_EXIT = 5.0
+
+
+class Buffered(Generic[Batch]):
+    """Makes batches ahead on a thread; its state is that after the batch taken last.
+
+    A prefetcher around an iterator hides from a checkpoint how far the loop has come:
+    the state of the inner iterator is that of a batch which nobody has seen yet. This
+    one keeps the state with each batch. It is what `iterator` itself would have given,
+    so either restores what the other has saved.
+
+    ```python
+    with Buffered(batches, depth=2, transform=jax.device_put) as batches:
+        for batch in batches: ...
+    ```
+
+    After the end of the data, `iter()` begins the next epoch, where `iterator` is a
+    loader that has one. Not for several threads at a time.
+
+    Args:
+        iterator: Any iterator or loader that can be saved. Only the buffer may use it.
+        depth: How many batches are made ahead.
+        transform: Applied to each batch on the thread.
+
+    Attributes:
+        iterator: As given. It is ahead of the loop.
+
+    Raises:
+        DatasetStateError: `iterator` cannot be saved.
+    """
+
+    def __init__(
+        self,
+        iterator: Any,
+        depth: int = 2,
+        *,
+        transform: Callable[[Any], Batch] | None = None,
+    ) -> None:
+        if depth < 1:
+            raise errors.OptionError(f"depth must be positive, got {depth}")
+        self.iterator = iterator
+        self._adapter = _adapters.find(iterator)
+        self._depth = depth
+        self._transform = transform
+        self._state: Any = _NOT_TAKEN
+        self._batches: Iterator[Any] | None = None
+        self._worker: _Worker | None = None
+        self._ended = False
+        self._closed = False
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the state fits any number of processes: that of `iterator`."""
+        return bool(getattr(self.iterator, "elastic", False))
+
+    def __iter__(self) -> Self:
+        self._ended = False
+        return self
+
+    def __next__(self) -> Batch:
+        if self._ended:
+            raise StopIteration
+        if self._worker is None:
+            self._start()
+        assert self._worker is not None
+        made = self._worker.take()
+        if made.error is not None:
+            self._stop()  # it has ended with this one
+            if not made.is_end:
+                raise made.error
+            self._batches, self._ended = None, True
+        self._state = made.state
+        if self._ended:
+            raise StopIteration
+        return made.batch  # type: ignore[no-any-return]
+
+    def get_state(self) -> Any:
+        """The state of `iterator` as of the batch that was returned last."""
+        if self._state is _NOT_TAKEN:
+            return self._adapter.get_state(self.iterator)
+        return self._state
+
+    def set_state(self, state: Any) -> None:
+        """Drops what was made ahead, and continues at a state that `get_state` gave."""
+        self._check_open()
+        self._stop()
+        self._batches = None
+        try:
+            self._adapter.set_state(self.iterator, copy.deepcopy(state))
+        except Exception:
+            if self._state is not _NOT_TAKEN:  # so that the loop could still go on
+                with contextlib.suppress(Exception):
+                    self._adapter.set_state(self.iterator, copy.deepcopy(self._state))
+            raise
+        self._state = copy.deepcopy(state)
+        self._ended = False
+
+    def close(self) -> None:
+        """Ends the thread and drops what was made ahead; the state stays."""
+        self._stop()
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        self._check_open()
+        adapter, inner = self._adapter, self.iterator
+
+        def state() -> Any:
+            return copy.deepcopy(adapter.get_state(inner))
+
+        if self._state is _NOT_TAKEN:
+            self._state = state()
+        if self._batches is None:
+            self._batches = iter(inner) if hasattr(inner, "__iter__") else inner
+        self._worker = _Worker(self._batches, state, self._transform, self._depth)
+        # The thread knows nothing of this object, and ends when it is forgotten.
+        self._forgotten = weakref.finalize(self, self._worker.stop)
+        self._forgotten.atexit = False
+
+    def _stop(self) -> None:
+        if self._worker is not None:
+            self._forgotten.detach()
+            self._worker.stop()
+            self._worker.join()
+            self._worker = None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise errors.DatasetStateError(
+                "this Buffered is closed, and its iterator is ahead of what was taken:"
+                " make a new one, and restore its state"
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Made:
+    """A batch and the state after it, or why there is none."""
+
+    batch: Any
+    state: Any
+    error: BaseException | None = None
+    is_end: bool = False
+
+
+class _Worker:
+    """A thread that makes batches until it is stopped, or one cannot be made."""
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        state: Callable[[], Any],
+        transform: Callable[[Any], Any] | None,
+        depth: int,
+    ) -> None:
+        self._batches = batches
+        self._state = state
+        self._transform = transform
+        self._depth = depth
+        self._ready: collections.deque[_Made] = collections.deque()
+        self._stopped = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(
+            target=self._run, name="flaxckpt Buffered", daemon=True
+        )
+        _running.add(self)
+        self._thread.start()
+
+    def take(self) -> _Made:
+        """Waits for the next batch."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready)
+            made = self._ready.popleft()
+            self._changed.notify_all()
+            return made
+
+    def stop(self) -> None:
+        """Ends the thread after the batch that it is making."""
+        with self._changed:
+            self._stopped = True
+            self._ready.clear()
+            self._changed.notify_all()
+
+    def join(self, timeout_secs: float | None = None) -> None:
+        """Waits until the thread has ended."""
+        self._thread.join(timeout_secs)
+
+    def _run(self) -> None:
+        while self._has_room():
+            made = self._make()
+            with self._changed:
+                self._ready.append(made)
+                self._changed.notify_all()
+            if made.error is not None:
+                return
+
+    def _has_room(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._stopped or len(self._ready) < self._depth
+            )
+            return not self._stopped
+
+    def _make(self) -> _Made:
+        try:
+            try:
+                batch = next(self._batches)
+            except StopIteration as end:
+                return _Made(None, self._state(), end, is_end=True)
+            state = self._state()
+            if self._transform is not None:
+                batch = self._transform(batch)
+            return _Made(batch, state)
+        except BaseException as error:
+            return _Made(None, None, error)
+
+
+_running: weakref.WeakSet[_Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Ends all threads: one inside of a library's code would crash Python's exit."""
+    workers = list(_running)
+    for worker in workers:
+        worker.stop()
+    end = time.monotonic() + _SECONDS_AT_EXIT
+    for worker in workers:
+        worker.join(max(0.0, end - time.monotonic()))

@@ -1,0 +1,210 @@
+"""The state of an iterator as JSON, and back with the types that it had.
+
+What JSON lacks becomes an object with one key, a tag. No pickle: what is read can only
+be data.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from flaxckpt import _dtypes
+from flaxckpt.datasets import _kinds
+
+VERSION = 2
+"""Of the tags. Files of version 1 lack those that are new; version 0 is plain JSON."""
+
+MAX_STATE_BYTES = 256 * 2**20
+"""Of one file: larger ones are neither written nor read."""
+
+_MAX_BRACKETS = 2**22  # each is a container of 60 bytes or more
+
+_BYTES, _TUPLE, _ARRAY = "__bytes__", "__tuple__", "__ndarray__"
+_SCALAR, _TENSOR, _DICT = "__scalar__", "__tensor__", "__dict__"
+_TAGS = (
+    frozenset[str](),
+    frozenset((_BYTES, _TUPLE, _ARRAY)),
+    frozenset((_BYTES, _TUPLE, _ARRAY, _SCALAR, _TENSOR, _DICT)),
+)
+
+
+def dumps(state: Any) -> bytes:
+    """`state` as JSON; one of JSON's own types only as `json.dumps` has it.
+
+    Raises:
+        TypeError: It holds something else than data; the message says where and what.
+    """
+    return json.dumps(_encode(state, "state"), indent=4).encode()
+
+
+def loads(content: bytes, *, version: int = VERSION) -> Any:
+    """What `dumps` was given.
+
+    Args:
+        content: JSON.
+        version: Of the tags that are in it.
+
+    Raises:
+        ValueError: It is no such JSON, or would take absurd amounts of memory.
+    """
+    check_size(content)
+    if not 0 <= version < len(_TAGS):
+        raise ValueError(f"tags of version {version}: use a newer flaxckpt")
+    return json.loads(
+        content, object_hook=functools.partial(_untag, tags=_TAGS[version])
+    )
+
+
+def check_size(content: bytes) -> None:
+    """Refuses what is not written and not read.
+
+    Raises:
+        ValueError: It is too large.
+    """
+    if len(content) > MAX_STATE_BYTES:
+        raise ValueError(
+            f"it takes {len(content)} bytes, more than {MAX_STATE_BYTES}:"
+            " use an iterator without a large shuffle buffer"
+        )
+    if content.count(b"[") + content.count(b"{") > _MAX_BRACKETS:
+        raise ValueError(
+            f"it holds more than {_MAX_BRACKETS} dicts and lists:"
+            " keep what is long in numpy arrays"
+        )
+
+
+def is_own_json(content: bytes) -> bool:
+    """Whether bytes can stand as they are where JSON is wanted: they are an object."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and not is_tagged(found)
+
+
+def is_tagged(found: Any) -> bool:
+    """Whether a value read from JSON would be taken for something else."""
+    return (
+        isinstance(found, dict) and len(found) == 1 and not _TAGS[-1].isdisjoint(found)
+    )
+
+
+# ---- out ------------------------------------------------------------------------
+
+
+def _encode(state: Any, at: str) -> Any:
+    if isinstance(state, np.generic) and not isinstance(state, str | bytes):
+        return {_SCALAR: _array(np.asarray(state), at)}
+    if state is None or isinstance(state, bool | int | float | str):
+        return state
+    if isinstance(state, bytes):
+        return {_BYTES: _text(state)}
+    if isinstance(state, np.ndarray):
+        return {_ARRAY: _array(state, at)}
+    if isinstance(state, Mapping):
+        return _dict(state, at)
+    if isinstance(state, list):
+        return [_encode(item, f"{at}[{i}]") for i, item in enumerate(state)]
+    if isinstance(state, tuple) and not hasattr(state, "_fields"):
+        return {_TUPLE: [_encode(item, f"{at}[{i}]") for i, item in enumerate(state)]}
+    if _kinds.is_a(state, "torch.Tensor"):
+        return {_TENSOR: _tensor(state)}
+    raise _refused(state, at)
+
+
+def _dict(state: Mapping[Any, Any], at: str) -> Any:
+    plain = all(type(key) is str for key in state)
+    encoded = [(key, _encode(value, f"{at}[{key!r}]")) for key, value in state.items()]
+    if plain and not is_tagged(made := dict(encoded)):
+        return made
+    return {_DICT: [[_encode(key, f"{at}.keys()"), value] for key, value in encoded]}
+
+
+def _array(array: np.ndarray[Any, Any], at: str) -> dict[str, Any]:
+    if _dtypes.stored_name(array.dtype.name) is None:
+        raise _refused(array, at)
+    native = _dtypes.to_stored(array)
+    return {
+        "dtype": ("" if array.dtype.isnative else ">") + array.dtype.name,
+        "shape": array.shape,
+        "data": _text(native.tobytes()),
+    }
+
+
+def _tensor(tensor: Any) -> dict[str, Any]:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "data": _text(flat.view(sys.modules["torch"].uint8).numpy().tobytes()),
+    }
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _refused(found: Any, at: str) -> TypeError:
+    what = f"{_kinds.type_name(found)} at {at}"
+    if isinstance(found, np.ndarray):
+        what = f"numpy array of {found.dtype} at {at}"
+    return TypeError(
+        f"it holds a {what}: wanted dicts, lists, tuples, numbers, strings, bytes,"
+        " numpy arrays or torch tensors"
+    )
+
+
+# ---- in -------------------------------------------------------------------------
+
+
+def _untag(found: dict[str, Any], *, tags: frozenset[str]) -> Any:
+    if len(found) != 1 or tags.isdisjoint(found):
+        return found
+    [(tag, value)] = found.items()
+    match tag, value:
+        case "__bytes__", str():
+            return _data(value)
+        case "__tuple__", list():
+            return tuple(value)
+        case "__ndarray__", dict():
+            return _to_array(value)
+        case "__scalar__", dict():
+            return _to_array(value)[()]
+        case "__tensor__", dict():
+            return _to_tensor(value)
+        case "__dict__", list():
+            return dict(value)
+    return found
+
+
+def _data(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _to_array(found: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    name = found["dtype"]
+    dtype = _dtypes.to_numpy(name.removeprefix(">"))
+    array = np.frombuffer(_data(found["data"]), dtype).reshape(found["shape"])
+    _dtypes.check_bools(array)
+    swapped = name.startswith(">")
+    return array.astype(dtype.newbyteorder(">")) if swapped else array.copy()
+
+
+def _to_tensor(found: Mapping[str, Any]) -> Any:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        raise ValueError("it holds torch tensors, and torch is not imported")
+    dtype = getattr(torch, found["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no type {found['dtype']!r}")
+    data = bytearray(_data(found["data"]))
+    if not data:
+        return torch.empty(found["shape"], dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).reshape(found["shape"])

@@ -1,0 +1,160 @@
+"""What to do about an iterator that has no state, or one with a trap."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from flaxckpt import errors
+from flaxckpt.datasets import _kinds
+
+_log = logging.getLogger(__name__)
+
+LARGE_STATE_BYTES = 16 * 2**20
+
+HF = "datasets.iterable_dataset.IterableDataset"
+_HF_BUFFER = "datasets.iterable_dataset.BufferShuffledExamplesIterable"
+
+_WAYS_OUT = (
+    "Use a grain iterator, or flaxckpt.datasets.StepIndexed(fn) where batch i is"
+    " fn(i), or give your class get_state and set_state."
+)
+
+_BY_CLASS = {
+    "datasets.arrow_dataset.Dataset": "Pass x.to_iterable_dataset() instead of the"
+    " Dataset x, and iterate over that.",
+    "datasets.dataset_dict.DatasetDict": "Pass one of its splits, as"
+    " x['train'].to_iterable_dataset().",
+    "torch.utils.data.dataloader.DataLoader": "Use torchdata's StatefulDataLoader,"
+    " which takes the same arguments, and pass the loader itself.",
+    "torch.utils.data.dataloader._BaseDataLoaderIter": "Use torchdata's"
+    " StatefulDataLoader, and pass the loader itself: iter(loader) has no state.",
+    "tensorflow.python.data.ops.dataset_ops.DatasetV2": "Make one iterator,"
+    " x.as_numpy_iterator() or iter(x), train with it, and pass it.",
+    "seqio.dataset_providers.DatasetProviderBase": "Pass the iterator that you train"
+    " with, x.get_dataset(…).as_numpy_iterator().",
+}
+_GENERATORS = {
+    "datasets.iterable_dataset": "Pass the dataset itself, which keeps the state, and"
+    " call iter() on it after the restore.",
+    "flax.jax_utils": "It runs ahead of what is trained on. Use"
+    " flaxckpt.datasets.Buffered(iterator, transform=jax.device_put), which does not.",
+}
+
+
+def refusal(thing: Any) -> errors.DatasetStateError:
+    """The error for what cannot be saved."""
+    return errors.DatasetStateError(
+        f"{_kinds.type_name(thing)} cannot be saved: wanted an iterator with get_state"
+        f" and set_state, found neither.\n{_way_out(thing)}\nOr pass dataset=None, and"
+        " the data starts from the beginning after a restart."
+    )
+
+
+def _way_out(thing: Any) -> str:
+    if isinstance(thing, type):
+        return "It is a class: pass an object of it."
+    if isinstance(thing, types.GeneratorType):
+        frame = thing.gi_frame
+        made_by = frame.f_globals.get("__name__") if frame else None
+        return _GENERATORS.get(str(made_by), _WAYS_OUT)
+    if _kinds.package(thing) == "grain":
+        return f"Pass iter(x) instead of the {type(thing).__name__} x."
+    if _kinds.package(thing) == "torchdata" and _kinds.has(thing, "state_dict"):
+        return "Pass the loader itself: its iterators give their state, and take none."
+    for cls in type(thing).__mro__:
+        if hint := _BY_CLASS.get(_kinds.full_name(cls)):
+            return hint
+    return _WAYS_OUT
+
+
+def no_state(thing: Any, error: Exception) -> errors.DatasetStateError:
+    """The error for an iterator that failed to give its state."""
+    advice = "See that it is not closed, or pass dataset=None."
+    if _kinds.package(thing) == "tensorflow":
+        advice = (
+            "TensorFlow cannot save Python functions inside a pipeline (from_generator,"
+            " py_function): build it from TensorFlow's own, or pass dataset=None."
+        )
+    if isinstance(error, RecursionError):
+        advice = "It is nested too deep, or holds itself."
+    return errors.DatasetStateError(
+        f"{_kinds.type_name(thing)} gives no state that can be saved:"
+        f" {type(error).__name__}: {first(error)}\n{advice}"
+    )
+
+
+def not_taken(
+    thing: Any, error: Exception, *, saved_by: str, path: object
+) -> errors.DatasetStateError:
+    """The error for an iterator that does not take its state."""
+    advice = "Pass an iterator over the same data, built the same way, or dataset=None."
+    if "worker" in str(error).lower():
+        advice = "Use as many workers as when it was saved, or pass dataset=None."
+    return errors.DatasetStateError(
+        f"{_kinds.type_name(thing)} does not take the state saved in {path}"
+        f" ({saved_by}): {type(error).__name__}: {first(error)}\n{advice}"
+    )
+
+
+def first(error: Exception) -> str:
+    """The message of another library's error, on one line and not too long."""
+    return " ".join(str(error).split())[:300]
+
+
+# ---- warnings -------------------------------------------------------------------
+
+_warned: collections.defaultdict[str, weakref.WeakSet[Any]] = collections.defaultdict(
+    weakref.WeakSet
+)
+
+
+def warn_of_shuffle_buffer(thing: Any) -> None:
+    """Logs, once for an iterator, that a part of its state is not saved."""
+    if any(_kinds.is_a(part, _HF_BUFFER) for part in _parts(thing)):
+        _warn_once(
+            thing,
+            "%s shuffles in a buffer whose content is not in its state: after a restore"
+            " those examples do not come again. Shuffle before to_iterable_dataset(),"
+            " or with buffer_size=1.",
+        )
+
+
+def warn_of_size(thing: Any, size: int) -> None:
+    """Logs, once for an iterator, that its state is large."""
+    if size > LARGE_STATE_BYTES:
+        _warn_once(
+            thing,
+            f"the state of %s takes {size} bytes, written anew with every checkpoint:"
+            " a smaller shuffle buffer makes it smaller",
+        )
+
+
+def _warn_once(thing: Any, message: str) -> None:
+    try:
+        if thing in _warned[message[:40]]:
+            return
+        _warned[message[:40]].add(thing)
+    except TypeError:  # neither hashed nor referred to weakly: say it each time
+        pass
+    _log.warning(message, _kinds.type_name(thing))
+
+
+def _parts(thing: Any) -> Iterator[Any]:
+    """The stages of a pipeline of Hugging Face's, also inside a loader of torch's."""
+    waiting = [getattr(thing, "dataset", thing)]
+    while waiting:
+        part = waiting.pop()
+        if _kinds.package(part) != "datasets":
+            continue
+        yield part
+        waiting.extend(
+            getattr(part, name)
+            for name in ("_ex_iterable", "ex_iterable")
+            if hasattr(part, name)
+        )
+        waiting.extend(getattr(part, "ex_iterables", ()))

@@ -1,0 +1,123 @@
+"""Which file belongs to which iterator: parts of the data, spread over processes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flaxckpt import _multihost, errors
+from flaxckpt.datasets import _codec, _kinds
+
+_STATE = re.compile(r"process_(\d+)-of-(\d+)\.json")
+_SHARD = re.compile(r"shard_state_(\d+)\.json")
+
+
+def own_names(iterators: int) -> list[str]:
+    """The files of this process; those of all are numbered by the parts of the data."""
+    processes = _multihost.process_count()
+    return [
+        f"process_{_multihost.process_index() + i * processes}"
+        f"-of-{processes * iterators}.json"
+        for i in range(iterators)
+    ]
+
+
+def choose(
+    iterators: Sequence[Any], files: Mapping[str, bytes], path: Path
+) -> list[str] | None:
+    """Which file has the state of which iterator; None: those of their shards do.
+
+    Raises:
+        DatasetStateError: None has, as the number of processes has changed.
+        DamagedCheckpointError: The state of a process is missing.
+    """
+    own = own_names(len(iterators))
+    if all(name in files for name in own):
+        return own
+    saved = sorted(name for name in files if _STATE.fullmatch(name))
+    count = int(match[2]) if saved and (match := _STATE.fullmatch(saved[0])) else 0
+    if count == _multihost.process_count() * len(iterators) or len(saved) != count:
+        raise errors.DamagedCheckpointError(
+            f"{path} has the dataset states {saved[: errors.ROWS_SHOWN]}, and not all"
+            f" {count}; restore another step"
+        )
+    if has_shards(iterators) and any(_SHARD.fullmatch(name) for name in files):
+        return None
+    equal = len({files[name] for name in saved}) == 1
+    if equal and all(_is_elastic(it, files[saved[0]]) for it in iterators):
+        return [saved[0]] * len(iterators)
+    raise _other_count(path, count, len(iterators))
+
+
+def _is_elastic(iterator: Any, content: bytes) -> bool:
+    """Whether any process may go on with the state that all of them have."""
+    if getattr(iterator, "elastic", False):
+        return True
+    try:
+        found = _codec.loads(content, version=0)
+    except ValueError:
+        return False
+    # grain's ElasticIterator, whatever is done to its batches after it.
+    return isinstance(found, dict) and found.keys() == {"global_next_index"}
+
+
+def _other_count(path: Path, count: int, iterators: int) -> errors.DatasetStateError:
+    processes = _multihost.process_count()
+    ways = []
+    if count % iterators == 0:
+        ways.append(f"restart with {count // iterators} processes")
+    if count % processes == 0:
+        ways.append(
+            f"pass a list of {count // processes} iterators: those of process K over"
+            f" the parts K, K + {processes}, … of {count} of the data"
+        )
+    ways += [
+        "use an iterator that is elastic: grain's ElasticIterator, or StepIndexed with"
+        " global batches",
+        "start the data from the beginning: datasets.Restarting(iterator), or"
+        " dataset=None",
+    ]
+    now = f"{processes} processes" if processes > 1 else "one process"
+    each = f" with {iterators} iterators each" if iterators > 1 else ""
+    return errors.DatasetStateError(
+        f"{path} has the dataset states of {count} processes, and this run has"
+        f" {now}{each}: a state belongs to its part of the data.\nEither\n"
+        + errors.rows(ways)
+    )
+
+
+# ---- shards ---------------------------------------------------------------------
+
+
+def has_shards(iterators: Sequence[Any]) -> bool:
+    """Whether the state of each shard of the data can be had and set."""
+    return len(iterators) == 1 and _kinds.has(
+        iterators[0], "get_shard_states", "set_shard_states"
+    )
+
+
+def shard_name(i: int) -> str:
+    """The file of the `i`th shard of this process; those of all have their number."""
+    index = _multihost.process_index() + i * _multihost.process_count()
+    return f"shard_state_{index}.json"
+
+
+def own_shards(iterator: Any, files: Mapping[str, bytes]) -> list[str]:
+    """The files of the shards that this process has now.
+
+    Raises:
+        DatasetStateError: Its iterator has another number of shards.
+    """
+    count = sum(_SHARD.fullmatch(name) is not None for name in files)
+    index, step = _multihost.process_index(), _multihost.process_count()
+    wanted = len(list(iterator.get_shard_states()))
+    own = [f"shard_state_{i}.json" for i in range(index, count, step)]
+    if len(own) != wanted or not all(name in files for name in own):
+        raise errors.DatasetStateError(
+            f"{count} shards of the data were saved, of which process {index} of {step}"
+            f" takes {len(own)}, and its iterator has {wanted}.\nGive it the shards"
+            f" {index}, {index + step}, … of the same data."
+        )
+    return own
