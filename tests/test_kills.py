@@ -97,7 +97,7 @@ def test_a_run_told_to_stop_saves_leaves_and_goes_on(tmp_path, cache):
         latest = flaxckpt.metadata(tmp_path / "run").step
         assert latest > before, "the steps of this life are saved"
         before = latest
-        assert int(flaxckpt.load(tmp_path / "run").step) == latest
+        assert int(flaxckpt.load(tmp_path / "run")["step"]) == latest
     run_to_the_end("linen", tmp_path / "run", cache)
     run_to_the_end("linen", tmp_path / "straight", cache)
     assert_equal_ends(tmp_path / "run", tmp_path / "straight")
