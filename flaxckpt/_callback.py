@@ -546,7 +546,7 @@ class CheckpointCallback:
                 `state` as a template.
 
         Raises:
-            RestoreMismatchError: Something differs; all leaves that do are named.
+            ResumeMismatchError: Something differs; all leaves that do are named.
         """
         dataset = self._given("dataset", dataset)
         _resume.check(self.checkpointer, state, step_fn, dataset=dataset, fresh=fresh)

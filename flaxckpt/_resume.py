@@ -30,7 +30,7 @@ def check(
     """Takes one step from a state, and from the same state restored; compares.
 
     Raises:
-        RestoreMismatchError: They differ; all leaves that do are named.
+        ResumeMismatchError: They differ; all leaves that do are named.
     """
     directory = checkpointer.directory / f"resume{_steps.TEMPORARY}-{os.getpid()}"
     trial = checkpointer.sibling(directory)
@@ -49,7 +49,7 @@ def check(
             _compare(
                 straight,
                 step(_copied(state)),
-                "twice from the same state",
+                "when the step is done twice from one state",
                 "step_fn or the data are not deterministic, so that no run can be"
                 " repeated: look for numpy's random numbers, the time, or a dataset"
                 " that does not come back to where it was.",
@@ -60,7 +60,7 @@ def check(
             _compare(
                 straight,
                 step(begin),
-                "from a restored state",
+                "when the step is done from the restored state",
                 "What differs is not saved, or comes back otherwise: see that it is a"
                 " leaf of the state, or in the state of the dataset.",
             )
@@ -98,7 +98,7 @@ def _compare(wanted: LeafTable, found: LeafTable, how: str, advice: str) -> None
         if _bits(wanted, path) != _bits(found, path)
     ]
     if mismatches:
-        raise errors.RestoreMismatchError(f"one step {how}", mismatches, advice)
+        raise errors.ResumeMismatchError(how, mismatches, advice)
 
 
 def _bits(table: LeafTable, path: str) -> object:

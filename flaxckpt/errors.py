@@ -6,6 +6,7 @@
     ├── CheckpointFormatError     (ValueError)         not a checkpoint we can read
     ├── DamagedCheckpointError    (OSError)            a checkpoint, but not intact
     ├── RestoreMismatchError      (ValueError)         it does not fit the state
+    ├── ResumeMismatchError       (ValueError)         a run would not go on as it was
     ├── PartitionError            (ValueError)         specs that cannot be
     ├── UnsupportedLeafError      (TypeError)          a leaf that cannot be saved
     ├── LeafNameError             (ValueError)         leaf names collide or are unsafe
@@ -154,6 +155,22 @@ class RestoreMismatchError(CheckpointError, ValueError):
             f" {'does' if len(mismatches) == 1 else 'do'} not fit the state:\n"
             + rows(f"{m.leaf}: wanted {m.wanted}, found {m.found}" for m in mismatches)
             + f"\n{advice or 'Change the state that is passed to fit the checkpoint.'}"
+        )
+
+
+class ResumeMismatchError(CheckpointError, ValueError):
+    """A run would not go on from a checkpoint as it would have without.
+
+    Attributes:
+        mismatches: All leaves that differ after one step.
+    """
+
+    def __init__(self, how: str, mismatches: Sequence[Mismatch], advice: str) -> None:
+        self.mismatches = tuple(mismatches)
+        super().__init__(
+            f"{_count(mismatches, 'leaf differs', 'leaves differ')} {how}:\n"
+            + rows(f"{m.leaf}: wanted {m.wanted}, found {m.found}" for m in mismatches)
+            + f"\n{advice}"
         )
 
 

@@ -77,7 +77,7 @@ def test_state_outside_of_the_state_is_found(ckpt):
         return {"w": state["w"] + momentum["v"]}
 
     batches = StepIndexed(lambda i: i)
-    with pytest.raises(errors.RestoreMismatchError, match="twice") as told:
+    with pytest.raises(errors.ResumeMismatchError, match="twice") as told:
         callback(ckpt, batches).check_resume({"w": jnp.zeros(3)}, step)
     [mismatch] = told.value.mismatches
     assert mismatch.leaf == "state/w"
@@ -89,7 +89,7 @@ def test_casts_of_the_checkpointer_are_found(tmp_path):
     cast = flaxckpt.transforms.cast("w", "bfloat16")
     ckpt = flaxckpt.Checkpointer(tmp_path, transforms=[cast])
     state = {"w": jnp.float32(1 / 3), "n": jnp.int32(1)}
-    with pytest.raises(errors.RestoreMismatchError, match="restored") as told:
+    with pytest.raises(errors.ResumeMismatchError, match="restored") as told:
         callback(ckpt).check_resume(state, lambda s: {**s, "n": s["n"] + 1})
     assert [m.leaf for m in told.value.mismatches] == ["state/w"]
     assert len(str(told.value).splitlines()) < 15
@@ -110,7 +110,7 @@ def test_data_that_do_not_come_back_are_found(ckpt):
         def set_state(self, state):
             pass
 
-    with pytest.raises(errors.RestoreMismatchError, match=r"batch/0"):
+    with pytest.raises(errors.ResumeMismatchError, match=r"batch/0"):
         callback(ckpt, Forgets()).check_resume(
             {"w": jnp.zeros(())}, lambda s, b: {"w": s["w"] + b}
         )
@@ -135,5 +135,5 @@ def test_a_prefetcher_around_grain_is_found(ckpt):
             inner.set_state(state)
 
     step = functools.partial(lambda s, b: {"w": s["w"] + b})
-    with pytest.raises(errors.RestoreMismatchError, match=r"batch/0"):
+    with pytest.raises(errors.ResumeMismatchError, match=r"batch/0"):
         callback(ckpt, Prefetcher()).check_resume({"w": jnp.int32(0)}, step)
