@@ -221,6 +221,7 @@ class Checkpointer:
                 self._retention.make_permanent(final)
             return self._skipped(number, final, start)
         tell = functools.partial(self.events.emit, step=number, path=final)
+        counter = _progress.Counter(f"saving step {number}")
         with self._failing(number, final):
             options = self._save_options(
                 number,
@@ -232,8 +233,10 @@ class Checkpointer:
                     tell, "started", overwrite=on_exists == "overwrite"
                 ),
                 temporary=temporary,
+                count=counter.add,
             )
             snapshot = _save.take(final, state, options)
+        counter.total = snapshot.nbytes
         blocked = time.monotonic() - start
         tell("snapshot", blocked_secs=blocked)
 
@@ -259,7 +262,7 @@ class Checkpointer:
             )
             return SaveResult(number, str(final), written, blocked, total, deleted)
 
-        self._pending = SaveHandle(work, name=f"save of {final}")
+        self._pending = SaveHandle(work, name=f"save of {final}", counter=counter)
         return self._pending
 
     @contextlib.contextmanager
@@ -286,7 +289,7 @@ class Checkpointer:
         snapshot = _save.take(
             self._aside("rehearsal", 0), state, self._save_options(0, dataset=dataset)
         )
-        return snapshot.nbytes, time.monotonic() - start
+        return snapshot.stored_bytes, time.monotonic() - start
 
     def save_params_only(self, step: int, state: PyTree) -> Path:
         """Saves a state without its optimizer, beside the steps, and waits for it.
@@ -360,7 +363,8 @@ class Checkpointer:
         _log.warning("step %d is not saved: %s has one already", step, self.directory)
         elapsed = time.monotonic() - start
         result = SaveResult(step, str(final), 0, elapsed, elapsed, skipped=reason)
-        return SaveHandle(lambda: result, name=f"save of {final}")
+        counter = _progress.Counter(reason)
+        return SaveHandle(lambda: result, name=f"save of {final}", counter=counter)
 
     def _check_writable(self, what: str) -> None:
         if self.read_only:
@@ -596,7 +600,7 @@ class Checkpointer:
             keeps_steps=optimizer == "reinit",
         )
         path = _storage.resolve(source)
-        start, counter = time.monotonic(), _progress.Counter()
+        start, counter = time.monotonic(), _progress.Counter(f"loading {path.name}")
         state, self.lineage = _restore.load_source(
             path, step, abstract_state, options, counter
         )
@@ -661,7 +665,7 @@ class Checkpointer:
         """Restores the first of `candidates` that is not damaged."""
         damage: errors.DamagedCheckpointError | None = None
         for number, path in candidates:
-            start, counter = time.monotonic(), _progress.Counter()
+            start, counter = time.monotonic(), _progress.Counter(f"loading {path.name}")
             try:
                 if not formats.recognises(path):
                     raise errors.DamagedCheckpointError(

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import rich.progress
 
 from flaxckpt import (
     _belongings,
@@ -26,6 +25,7 @@ from flaxckpt import (
     _layout,
     _locate,
     _pieces,
+    _progress,
     _storage,
     _targets,
     _threads,
@@ -54,7 +54,7 @@ _BATCH_BYTES = 256 * 2**20
 """What is read, and then written and made durable, together."""
 
 
-Progress: TypeAlias = bool | Callable[[int, int], object]
+Progress: TypeAlias = Literal["auto"] | bool | Callable[[int, int], object]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +68,8 @@ class Options:
         overwrite: Whether to replace a checkpoint that is there.
         max_shard_bytes: Upper bound on the arrays in one file of safetensors.
         max_concurrent_bytes: Bytes of arrays in memory at one time.
-        progress: Whether to show a bar; or what is called with bytes done and in all.
+        progress: Whether to show a bar, `auto` to who waits for long at a terminal; or
+            what is called with bytes done and in all.
     """
 
     format: Literal["orbax", "safetensors", "msgpack"] = "orbax"
@@ -77,7 +78,7 @@ class Options:
     overwrite: bool = False
     max_shard_bytes: int = 5 * 10**9
     max_concurrent_bytes: int = DEFAULT_CONCURRENT_BYTES
-    progress: Progress = False
+    progress: Progress = "auto"
 
     def __post_init__(self) -> None:
         if self.format not in tuple(_targets.MAKERS):
@@ -94,9 +95,10 @@ class Options:
             raise errors.OptionError(
                 f"layout must be a flaxckpt.ArrayLayout, got {self.layout!r}"
             )
-        if not isinstance(self.progress, bool) and not callable(self.progress):
+        is_known = isinstance(self.progress, bool) or self.progress == "auto"
+        if not is_known and not callable(self.progress):
             raise errors.OptionError(
-                f"progress must be a bool or a function, got {self.progress!r}"
+                f"progress must be 'auto', a bool or a function, got {self.progress!r}"
             )
 
 
@@ -136,11 +138,11 @@ def run(source: Path, step: int | None, final: Path, options: Options) -> SaveRe
     target = _targets.MAKERS[options.format](state, final)
     work = _work(stored, state, target, options, files)
     temporary = final.with_name(final.name + TEMPORARY)
-    progress = _Shown(options.progress)
+    progress = _Shown(options.progress, final.name)
     try:
-        with _journal.Journal(temporary, work) as done:
+        with _journal.Journal(temporary, work) as done, progress.begin() as show:
             kept = target.begin(done.output, done.done)
-            _write(target, kept, done, progress)
+            _write(target, kept, done, show)
             target.finish(done.output)
             size = _storage.sync_tree(done.output)
             _check_current(stored, files)
@@ -264,25 +266,24 @@ def _write(
     target: _targets.Target,
     kept: Collection[str],
     journal: _journal.Journal,
-    progress: _Shown,
+    show: Callable[[int, int], object],
 ) -> None:
     missing = [piece for piece in target.pieces if piece.name not in kept]
     total = sum(piece.nbytes for piece in target.pieces)
     batches = _pieces.batches(missing, target.batch_bytes)
-    with progress.begin() as show:
-        done = total - sum(piece.nbytes for piece in missing)
+    done = total - sum(piece.nbytes for piece in missing)
+    show(done, total)
+    # The next batch is read while one is written.
+    waiting: list[tuple[Piece, Array]] = []
+    for batch in batches:
+        values: list[Array] = []
+        with _threads.beside(functools.partial(_finish, target, journal, waiting)):
+            values += _pieces.read(batch, max_bytes=target.batch_bytes)
+        done += sum(piece.nbytes for piece, _ in waiting)
         show(done, total)
-        # The next batch is read while one is written.
-        waiting: list[tuple[Piece, Array]] = []
-        for batch in batches:
-            values: list[Array] = []
-            with _threads.beside(functools.partial(_finish, target, journal, waiting)):
-                values += _pieces.read(batch, max_bytes=target.batch_bytes)
-            done += sum(piece.nbytes for piece, _ in waiting)
-            show(done, total)
-            waiting = list(zip(batch, values, strict=True))
-        _finish(target, journal, waiting)
-        show(total, total)
+        waiting = list(zip(batch, values, strict=True))
+    _finish(target, journal, waiting)
+    show(total, total)
 
 
 def _finish(
@@ -303,8 +304,9 @@ class _Shown:
         raised: What the caller's own function raised.
     """
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, name: str) -> None:
         self._progress = progress
+        self._counter = _progress.Counter(f"converting to {name}")
         self.raised: Exception | None = None
 
     @contextlib.contextmanager
@@ -312,9 +314,14 @@ class _Shown:
         """While this lasts, what it gives is called with bytes done and in all."""
         if callable(self._progress):
             yield self._call
+        elif self._progress == "auto":
+            with _progress.shown(self._counter):
+                yield self._counter.set
         elif not self._progress:
             yield lambda done, total: None
         else:
+            import rich.progress
+
             with rich.progress.Progress(
                 *rich.progress.Progress.get_default_columns(),
                 rich.progress.DownloadColumn(binary_units=True),

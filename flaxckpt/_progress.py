@@ -1,19 +1,43 @@
-"""How far a long operation is, in bytes."""
+"""How far a long operation is, in bytes; and a bar that shows it to who waits.
+
+A bar appears on a terminal only, after some seconds, and leaves no trace. Another
+thread draws it: the operation itself only counts.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import sys
 import threading
+from collections.abc import Iterator
+from typing import Any
+
+from flaxckpt import _multihost
+
+_log = logging.getLogger(__name__)
+
+_DELAY_SECS = 2.0
+"""What takes less time needs no bar."""
+
+_REFRESH_SECS = 0.1
+
+_showing = threading.Lock()
+"""Held by whoever draws: there is one bar at a time."""
 
 
 class Counter:
     """Bytes of an operation; any thread may add to them.
 
     Attributes:
+        what: The operation, for people: `saving step 3`.
         total: All of them; 0 as long as that is not known.
         done: Those that are through.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, what: str) -> None:
+        self.what = what
         self.total = 0
         self.done = 0
         self._lock = threading.Lock()
@@ -22,3 +46,94 @@ class Counter:
         """Counts `size` bytes as done."""
         with self._lock:
             self.done += size
+
+    def set(self, done: int, total: int) -> None:
+        """Says how many there are, and how many of these are done."""
+        self.done, self.total = done, total
+
+
+def ignore(size: int) -> None:
+    """Counts nothing."""
+
+
+@contextlib.contextmanager
+def shown(counter: Counter) -> Iterator[None]:
+    """Shows how far it is while the block lasts, if it lasts and somebody looks."""
+    if not _is_watched():
+        yield
+        return
+    over = threading.Event()
+    painter = threading.Thread(
+        target=_show, args=(counter, over), name="flaxckpt progress", daemon=True
+    )
+    with contextlib.suppress(RuntimeError):  # Python is exiting, or out of threads
+        painter.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if painter.ident is not None:
+            painter.join()
+
+
+def _is_watched() -> bool:
+    if os.environ.get("FLAXCKPT_PROGRESS") == "0":
+        return False
+    try:
+        return sys.stderr.isatty() and _multihost.is_first()
+    except (AttributeError, ValueError):  # there is none, or it is closed
+        return False
+
+
+def _show(counter: Counter, over: threading.Event) -> None:
+    if over.wait(_DELAY_SECS) or not _showing.acquire(blocking=False):
+        return
+    try:
+        _draw(counter, over)
+    except Exception:  # such as of a terminal that is gone
+        _log.debug("no progress is shown", exc_info=True)
+    finally:
+        _showing.release()
+
+
+def _draw(counter: Counter, over: threading.Event) -> None:
+    import rich.console
+    import rich.progress
+
+    class Console(rich.console.Console):
+        def show_cursor(self, show: bool = True) -> bool:
+            return False  # never hidden, it is still there if the process is killed
+
+    console = Console(file=sys.stderr)
+    if console.is_dumb_terminal or not console.is_interactive:
+        return
+    columns = (
+        rich.progress.TextColumn("{task.description}", markup=False),
+        rich.progress.BarColumn(),
+        rich.progress.TaskProgressColumn(),
+        rich.progress.DownloadColumn(),
+        rich.progress.TransferSpeedColumn(),
+        rich.progress.TimeRemainingColumn(),
+    )
+    with rich.progress.Progress(
+        *columns,
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    ) as bar:
+        task = bar.add_task(**_state(counter))
+        while not over.wait(_REFRESH_SECS):
+            bar.update(task, refresh=True, **_state(counter))
+
+
+def _state(counter: Counter) -> dict[str, Any]:
+    done, total = counter.done, counter.total
+    # There is more to do than counting: what is written has to get to the disk.
+    rest = ", finishing" if done >= total > 0 else ""
+    return {
+        "description": counter.what + rest,
+        "completed": done,
+        "total": total or None,
+    }

@@ -6,14 +6,25 @@ mapped, or read straight into their place; all others come through TensorStore.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tensorstore as ts
 
-from flaxckpt import _dtypes, _layout, _links, _memory, _place, _raw, _zarr, errors
+from flaxckpt import (
+    _dtypes,
+    _layout,
+    _links,
+    _memory,
+    _place,
+    _progress,
+    _raw,
+    _zarr,
+    errors,
+)
 from flaxckpt._info import LeafInfo, StoredLeaf
 from flaxckpt._raw import Reading
 from flaxckpt._types import JSON, LeafPath, Shape
@@ -52,11 +63,13 @@ class Options(NamedTuple):
             always does that with those it reads.
         max_concurrent_bytes: Bytes that are read, and not yet handed over, at one
             time. A leaf larger than that is read alone.
+        report: Called with bytes, uncompressed, whenever some are read.
     """
 
     memory_map: bool
     verify: bool
     max_concurrent_bytes: int
+    report: Callable[[int], object] = _progress.ignore
 
 
 def open_one(stored: StoredLeaf) -> ts.TensorStore:
@@ -126,17 +139,42 @@ def _read_batch(
     over, slow each other down.
     """
     reading = [_begin(work, options, databases) for work in batch]
+    rest = [
+        _reporting(work, begun, options.report)
+        for work, begun in zip(batch, reading, strict=True)
+    ]
     _raw.run(reading)
     blocks = []
-    for work, begun in zip(batch, reading, strict=True):
+    for work, begun, unreported in zip(batch, reading, rest, strict=True):
         try:
             arrays = begun.result()
+            options.report(unreported)
             for array in arrays.values():
                 _dtypes.check_bools(array)
             blocks.append((work.job, _cut(work.reads, arrays)))
         except (ValueError, OSError, MemoryError) as error:
             faults[work.job.wanted.path] = _first_words(error)
     return blocks
+
+
+def _reporting(work: _Work, begun: Reading, report: Callable[[int], object]) -> int:
+    """Has the tasks report what they read; returns what is left to be reported."""
+    size = _bytes_of(work.reads, _layout.stored_form(work.job.found)[1])
+    raw = work.job.stored.raw
+    if raw is None or raw.ocdbt or not begun.tasks:
+        return size  # TensorStore reads behind its tasks
+    share = size // len(begun.tasks)
+    begun.tasks = tuple(
+        [functools.partial(_reported, task, share, report) for task in begun.tasks]
+    )
+    return size - share * len(begun.tasks)
+
+
+def _reported(
+    task: Callable[[], None], size: int, report: Callable[[int], object]
+) -> None:
+    task()
+    report(size)
 
 
 def _too_large(wanted: LeafInfo, error: OverflowError) -> errors.Mismatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -122,7 +122,8 @@ def load(
     )
     found, number = _locate.locate(_storage.resolve(path), step)
     stored = _locate.read_stored(found, number, types)
-    return restore(stored, abstract_state, options, _progress.Counter())
+    counter = _progress.Counter(f"loading {found.name}")
+    return restore(stored, abstract_state, options, counter)
 
 
 @_collector.paused()
@@ -269,7 +270,8 @@ def restore(
     if abstract_state is not None:
         _tell(planned, recipe, options)
     try:
-        state = _execute(recipe, abstract_state, planned.path, options)
+        with _progress.shown(counter):
+            state = _execute(recipe, abstract_state, planned.path, options, counter.add)
     except errors.DamagedCheckpointError:
         _check_current(stored)
         raise
@@ -323,9 +325,10 @@ def _execute(
     abstract_state: PyTree | None,
     path: str,
     options: _plan.Options,
+    report: Callable[[int], object],
 ) -> PyTree:
     values = dict(recipe.given)
-    reading = _reading(path, options)
+    reading = _reading(path, options, report)
     values |= _read.read(recipe.jobs, reading)
     values |= _derive.read(recipe.derived, reading)
     if recipe.flat is None:
@@ -365,11 +368,14 @@ def _fresh(
     return values
 
 
-def _reading(path: str, options: _plan.Options) -> _read.Options:
+def _reading(
+    path: str, options: _plan.Options, report: Callable[[int], object]
+) -> _read.Options:
     memory_map = options.memory_map
     if memory_map == "auto":
         memory_map = _blocks.is_local(path)
-    return _read.Options(memory_map, options.verify, options.max_concurrent_bytes)
+    at_once = options.max_concurrent_bytes
+    return _read.Options(memory_map, options.verify, at_once, report)
 
 
 def _fresh_optimizer(

@@ -27,6 +27,7 @@ from flaxckpt import (
     _flax,
     _layout,
     _optax,
+    _progress,
     _snapshot,
     _steps,
     _storage,
@@ -66,6 +67,7 @@ class Options:
         lineage: What the run began from.
         planned: Called with what will be saved, before its values are taken.
         temporary: Whether it stays only until there is a newer step.
+        count: Called with bytes of values whenever some are written.
     """
 
     step: int | None = None
@@ -79,6 +81,7 @@ class Options:
     lineage: Sequence[Lineage] = ()
     planned: Callable[..., object] | None = None
     temporary: bool = False
+    count: _write.Count = _progress.ignore
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,7 +117,12 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Size of all arrays, as they are stored if they are not compressed."""
+        """Bytes of the values that this process writes, in memory."""
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of all arrays of all processes, as stored if they are not compressed."""
         return sum(
             _layout.stored_bytes(i) for i in self.infos if i.chunk_shape is not None
         )
@@ -135,8 +143,15 @@ class Written(NamedTuple):
 class SaveHandle:
     """A save under way. Leaving the program waits for it."""
 
-    def __init__(self, work: Callable[[], SaveResult], *, name: str) -> None:
+    def __init__(
+        self,
+        work: Callable[[], SaveResult],
+        *,
+        name: str,
+        counter: _progress.Counter,
+    ) -> None:
         self._name = name
+        self._counter = counter
         self._result: SaveResult | None = None
         self._error: BaseException | None = None
         self._ended = (
@@ -175,7 +190,10 @@ class SaveHandle:
             CheckpointTimeoutError: It is still running after `timeout_secs`.
             CheckpointError: The save failed; nothing of it counts as saved.
         """
-        if not self._ended.wait(timeout_secs):
+        if not self.done():
+            with _progress.shown(self._counter):
+                self._ended.wait(timeout_secs)
+        if not self.done():
             raise errors.CheckpointTimeoutError(
                 f"the {self._name} is still running after {timeout_secs} s;"
                 " call wait() again to wait longer"
@@ -258,13 +276,17 @@ def save_async(
     what is saved is what it was at the call.
     """
     start = time.monotonic()
+    final = _storage.resolve(path)
+    counter = _progress.Counter(f"saving {final.name}")
     options = Options(
         layout=layout or ArrayLayout(),
         transforms=transforms,
         metadata=metadata or {},
         overwrite=overwrite,
+        count=counter.add,
     )
-    snapshot = take(_storage.resolve(path), state, options)
+    snapshot = take(final, state, options)
+    counter.total = snapshot.nbytes
     blocked = time.monotonic() - start
 
     def work() -> SaveResult:
@@ -273,7 +295,7 @@ def save_async(
         _log_saved(snapshot.final, written, total, blocked)
         return SaveResult(None, str(snapshot.final), written, blocked, total)
 
-    return SaveHandle(work, name=f"save of {snapshot.final}")
+    return SaveHandle(work, name=f"save of {final}", counter=counter)
 
 
 def _log_saved(path: Path, written: int, total: float, blocked: float) -> None:
@@ -484,6 +506,7 @@ def _write_and_commit(
             ocdbt=snapshot.ocdbt,
             previous=previous,
             max_concurrent_bytes=snapshot.options.max_concurrent_bytes,
+            count=snapshot.options.count,
         )
     _write_new(temporary, _orbax.seal(contents, made, temporary))
     is_temporary = snapshot.options.temporary

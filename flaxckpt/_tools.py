@@ -22,7 +22,7 @@ def convert(
     overwrite: bool = False,
     max_shard_bytes: int = 5 * 10**9,
     max_concurrent_bytes: int = _convert.DEFAULT_CONCURRENT_BYTES,
-    progress: bool | Callable[[int, int], object] = False,
+    progress: Literal["auto"] | bool | Callable[[int, int], object] = "auto",
 ) -> SaveResult:
     """Makes a checkpoint in another format, or in another layout, of one that is read.
 
@@ -54,8 +54,9 @@ def convert(
         max_concurrent_bytes: Bytes of arrays in memory at one time. Arrays are cut
             into rows and parts of rows, but chunks that are written and what transforms
             compute are not cut.
-        progress: Whether to show a bar; or a function that is called with the bytes
-            that are done and those in all.
+        progress: Whether to show a bar: `auto` does so on a terminal, if it takes some
+            seconds. Or a function that is called with the bytes that are done and those
+            in all.
 
     Returns:
         Where it is, its size, and the time it took.

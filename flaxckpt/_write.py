@@ -12,13 +12,13 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import _blocks, _dtypes, _threads, _zarr
+from flaxckpt import _blocks, _dtypes, _progress, _threads, _zarr
 from flaxckpt._snapshot import HostArray, HostShard
 from flaxckpt._storage import Stamp
 from flaxckpt._types import JSON
@@ -39,6 +39,9 @@ _SHARED_BYTES = 16 * 2**20
 _DATABASE_VALUE_BYTES = 2**20
 """Arrays up to this size become values of a database by themselves. That takes a copy,
 and less time than TensorStore's own way with an array."""
+
+
+Count: TypeAlias = Callable[[int], object]
 
 
 class Previous(NamedTuple):
@@ -68,6 +71,7 @@ def write(
     ocdbt: bool,
     previous: Previous | None = None,
     max_concurrent_bytes: int = DEFAULT_CONCURRENT_BYTES,
+    count: Count = _progress.ignore,
 ) -> None:
     """Writes `arrays` under `root` as zarr.
 
@@ -80,6 +84,7 @@ def write(
             linked instead of written again, if each array has its own directory.
         max_concurrent_bytes: Bytes copied or handed to TensorStore and not yet
             written. An array larger than that is written alone.
+        count: Called with bytes of values, in memory, whenever some are through.
 
     Raises:
         OSError, ValueError: Something could not be written.
@@ -87,15 +92,16 @@ def write(
     context = ts.Context()
     if ocdbt:
         for batch in _batches(arrays, max_concurrent_bytes):
-            _write_database(root, batch, encoding, context, max_concurrent_bytes)
+            _write_database(root, batch, encoding, context, max_concurrent_bytes, count)
         return
     raw: list[HostArray] = []
     encoded: list[HostArray] = []
     for array in arrays:
         (raw if _is_raw(array, encoding) else encoded).append(array)
-    _write_files(root, raw, encoding, previous, _threads.Budget(max_concurrent_bytes))
+    budget = _threads.Budget(max_concurrent_bytes)
+    _write_files(root, raw, encoding, previous, budget, count)
     at_once = min(max_concurrent_bytes, _ENCODED_AT_ONCE)
-    _write_encoded(root, encoded, encoding, context, at_once)
+    _write_encoded(root, encoded, encoding, context, at_once, count=count)
     if previous is not None:
         for array in encoded:
             _link_files(previous.root / array.name, root / array.name)
@@ -187,6 +193,12 @@ class _Chunk(NamedTuple):
         bits = _dtypes.item_bits(self.array.dtype)
         return math.prod(self.array.chunk_shape) * bits // 8
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values in memory."""
+        itemsize: int = self.shard.data.dtype.itemsize
+        return math.prod(_zarr.extent(self.bounds)) * itemsize
+
     def has_to_be_copied(self) -> bool:
         """Whether its values are not already one run of bytes, as stored."""
         data = self._data()
@@ -233,6 +245,7 @@ def _write_files(
     encoding: Encoding,
     previous: Previous | None,
     budget: _threads.Budget,
+    count: Count,
 ) -> None:
     """Writes each array as a directory of chunks, several at a time."""
 
@@ -254,12 +267,12 @@ def _write_files(
         new = root / name / chunk.key
         old = previous and previous.root / name / chunk.key
         file_size = chunk.size + _blocks.CHECKSUM_BYTES * encoding.checksum
-        if old and is_unchanged and _blocks.link(old, new, file_size):
-            return
-        with budget.hold(chunk.size if chunk.has_to_be_copied() else 0):
-            parts = chunk.parts(encoding)
-            if not (old and _blocks.link_equal(old, new, parts)):
-                _blocks.write(new, parts)
+        if not (old and is_unchanged and _blocks.link(old, new, file_size)):
+            with budget.hold(chunk.size if chunk.has_to_be_copied() else 0):
+                parts = chunk.parts(encoding)
+                if not (old and _blocks.link_equal(old, new, parts)):
+                    _blocks.write(new, parts)
+        count(chunk.nbytes)
 
     # Large arrays are shared among the threads, chunk by chunk, and come first.
     tasks: list[Callable[[], None]] = []
@@ -309,6 +322,7 @@ def _write_database(
     encoding: Encoding,
     context: ts.Context,
     max_concurrent_bytes: int,
+    count: Count,
 ) -> None:
     """Writes arrays into one database, in one transaction: one data file for all."""
     transaction = ts.Transaction(atomic=True)
@@ -325,7 +339,10 @@ def _write_database(
         for chunk in _chunks(array):
             content = b"".join(chunk.parts(encoding))
             values.write(_zarr.database_key(array.name, chunk.key), content)
-    _write_encoded(root, large, encoding, context, max_concurrent_bytes, transaction)
+        count(array.nbytes)
+    _write_encoded(
+        root, large, encoding, context, max_concurrent_bytes, transaction, count=count
+    )
     transaction.commit_async().result()
 
 
@@ -338,6 +355,7 @@ def _write_encoded(
     transaction: ts.Transaction | None = None,
     *,
     may_exist: bool = False,
+    count: Count = _progress.ignore,
 ) -> None:
     """Writes arrays by TensorStore; into the transaction, if there is one."""
     opened = [
@@ -369,12 +387,14 @@ def _write_encoded(
                     oldest, size = pending.popleft()
                     oldest.result()
                     in_flight -= size
+                    count(size)
                 write = _start_write(array, shard, store, transaction)
                 started.append(write)
                 pending.append((write, shard.data.nbytes))
                 in_flight += shard.data.nbytes
-        for write, _ in pending:
+        for write, size in pending:
             write.result()
+            count(size)
     finally:
         # If one fails, the others must have ended before the caller cleans up.
         for future in (*opened, *started):
