@@ -14,7 +14,7 @@ import pytest
 import flaxckpt
 
 # Of the core, none of these may be imported: they are recognised by protocol.
-NOT_IMPORTED = {"grain", "keras", "orbax", "tensorflow", "torch"}
+NOT_IMPORTED = {"grain", "keras", "orbax", "tensorboard", "tensorflow", "torch"}
 
 PROBE = """
 import __future__, json, sys, warnings

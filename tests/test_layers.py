@@ -98,6 +98,7 @@ DOORS: dict[str, set[str]] = {
     "optax": {"_optax"},
     "clu": {"_callback"},
     "keras": {"integrations"},
+    "tensorboard": {"integrations"},
     "typer": {"cli"},
     "grain": set(),
     "orbax": set(),

@@ -1,0 +1,255 @@
+"""Keras 3 on JAX: a callback that saves in `fit`, and resumes it in mid-epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from flaxckpt import errors
+from flaxckpt._callback import CheckpointCallback
+from flaxckpt._types import PyTree
+from flaxckpt.datasets import SaveableIterator
+
+try:
+    import keras
+except ImportError as error:
+    raise errors.OptionError(
+        f"there is no Keras here ({error}):\n  pip install 'flaxckpt[keras]'"
+    ) from error
+
+
+class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
+    """Saves a model while `fit` trains it, and goes on where the last `fit` was lost.
+
+    The first `fit` begins from the newest checkpoint: weights, optimizer, the seeds of
+    dropout, running metrics, the position in the data, and the epoch, in its middle if
+    that is where it was. `initial_epoch` need not be passed.
+
+    ```python
+    with flaxckpt.Checkpointer("run") as checkpointer:
+        on_step = flaxckpt.CheckpointCallback(checkpointer, every_steps=500)
+        checkpoint = KerasCheckpoint(on_step, batches, steps_per_epoch=1000)
+        model.fit(checkpoint.data, epochs=10, callbacks=[checkpoint])
+    ```
+
+    A step is one batch, so that it is `optimizer.iterations`, unless gradients are
+    accumulated. Leaf paths are Keras's own names of variables: give layers names, since
+    those that Keras counts up differ from one process to the next.
+
+    Args:
+        on_step: When to save, and where. Its `dataset` and `step_is` do not matter.
+        batches: Gives `(x, y)` or `(x, y, weights)` without end, and can say and set
+            where it stands: a `StepIndexed`, an iterator of grain.
+        steps_per_epoch: How many batches are an epoch.
+        every_epochs: Also saves at the end of every so many epochs, with the metrics of
+            the epoch and its validation. None leaves it to `on_step`.
+
+    Attributes:
+        data: What to pass to `fit`; it gives the batches epoch by epoch.
+        completed: How many batches the model was trained on.
+
+    Raises:
+        OptionError: Keras runs on another backend, or a number is not positive.
+        DatasetStateError: `batches` cannot say where it stands.
+    """
+
+    def __init__(
+        self,
+        on_step: CheckpointCallback,
+        batches: Iterator[Any],
+        *,
+        steps_per_epoch: int,
+        every_epochs: int | None = 1,
+    ) -> None:
+        super().__init__()
+        if keras.backend.backend() != "jax":
+            raise errors.OptionError(
+                f"Keras runs on {keras.backend.backend()}, where JAX is wanted: set the"
+                " environment variable KERAS_BACKEND=jax before keras is imported"
+            )
+        for name, value in (
+            ("steps_per_epoch", steps_per_epoch),
+            ("every_epochs", every_epochs),
+        ):
+            if value is not None and value < 1:
+                raise errors.OptionError(f"{name} must be positive, got {value}")
+        self.data = EpochBatches(batches, steps_per_epoch)
+        self.completed = 0
+        self._on_step = on_step
+        self._every_epochs = every_epochs
+        self._saved: int | None = None
+        self._left = steps_per_epoch  # of the epoch, when it began in this process
+        self._done = 0  # of these
+        self._metrics: PyTree = None
+        self._has_begun = False
+        self._quiet = contextlib.ExitStack()
+
+    # ---- what Keras calls, in this order ---------------------------------------------
+
+    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Restores the newest checkpoint, the first time."""
+        steps = self.data.steps_per_epoch
+        if self.params.get("steps") != steps:
+            raise errors.OptionError(
+                f"fit takes {self.params.get('steps')} steps an epoch, and the callback"
+                f" {steps}: call fit(checkpoint.data, …) without steps_per_epoch"
+            )
+        self._on_step.bind(state=self._state, dataset=lambda: self.data)
+        if not self._has_begun:
+            state, self.completed = self._on_step.restore_or_init(
+                self._state(), dataset=self.data
+            )
+            if self.completed:
+                self.model.set_state_tree(state)
+                self._metrics = state["metrics_variables"]
+        self._has_begun = True
+        self.data.claim()
+        # This is how Keras's own BackupAndRestore tells `fit` where to begin.
+        self.model._initial_epoch = self.completed // steps
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Sees to it that the epoch has the batches that are left of it."""
+        self.model._initial_epoch = None
+        wanted, done = divmod(self.completed, self.data.steps_per_epoch)
+        if epoch != wanted:
+            raise errors.OptionError(
+                f"fit begins epoch {epoch}, but after {self.completed} steps it is"
+                f" epoch {wanted}: pass initial_epoch={wanted} to fit"
+            )
+        self._left, self._done = self.data.steps_per_epoch - done, 0
+        self.data.shorten(self._left)
+        if done and self._metrics is not None:
+            # Keras has set them to zero since the training began.
+            self.model.set_state_tree({"metrics_variables": self._metrics})
+        self._metrics = None
+
+    def on_train_batch_begin(
+        self, batch: int, logs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Keeps Keras quiet about the end of an epoch that began in its middle."""
+        if batch >= self._left:
+            self._quiet.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "Your input ran out of data")
+
+    def on_train_batch_end(
+        self, batch: int, logs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Saves if it is time, and stops the training if it is asked to."""
+        # With steps_per_execution, several batches, and fewer at the end.
+        new = min(batch + 1, self._left) - self._done
+        self._done += new
+        self.completed += new
+        self.data.trained_on(new)
+        self._save(logs, force=False)
+        if self._on_step.should_stop():
+            self.model.stop_training = True
+
+    def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        """The batches of the epoch are over."""
+        self._quiet.close()
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Saves if it is time, or adds the epoch's metrics to what was just saved."""
+        self._quiet.close()
+        every = self._every_epochs
+        if self.completed % self.data.steps_per_epoch:
+            return  # stopped before its end
+        if self._saved == self.completed:
+            self._on_step.wait()
+            self._on_step.checkpointer.add_metrics(self.completed, logs or {})
+        else:
+            self._save(logs, force=every is not None and (epoch + 1) % every == 0)
+
+    # ---- saving ----------------------------------------------------------------------
+
+    def _save(self, logs: Mapping[str, Any] | None, *, force: bool) -> None:
+        done = _Done(self.completed, logs)
+        if self._on_step.on_step(done, force=force):
+            self._saved = self.completed
+
+    def _state(self) -> PyTree:
+        """Variables by their paths, after all that `fit` has done so far."""
+        self.model.jax_state_sync()
+        return self.model.get_state_tree()
+
+
+class _Done(NamedTuple):
+    """What `CheckpointCallback.on_step` is told; the state is bound."""
+
+    next_step: int
+    metrics: Mapping[str, Any] | None
+    state: PyTree = None
+
+
+class EpochBatches(keras.utils.PyDataset):  # type: ignore[misc]
+    """Batches of an endless iterator, epoch by epoch; `KerasCheckpoint` makes it.
+
+    Keras takes batches ahead of those that it trains on. What is saved is the position
+    after the last one that the model was trained on.
+    """
+
+    def __init__(self, batches: Iterator[Any], steps_per_epoch: int) -> None:
+        super().__init__()
+        if not isinstance(batches, SaveableIterator):
+            raise errors.DatasetStateError(
+                f"{type(batches).__module__}.{type(batches).__qualname__} has no"
+                " get_state and set_state: pass a StepIndexed or an iterator of grain"
+            )
+        self.steps_per_epoch = steps_per_epoch
+        self._batches = batches
+        self._position = batches.get_state()
+        self._ahead: deque[Any] = deque()  # the position after each batch given away
+        self._left: int | None = None
+        self._is_claimed = False
+        self._unclaimed = 0  # given to somebody without the callback
+
+    @property
+    def num_batches(self) -> int:
+        """In an epoch, or in what is left of it when its first batch is due."""
+        return self.steps_per_epoch if self._left is None else self._left
+
+    def on_epoch_begin(self) -> None:
+        """Goes back to the batch after the last one that was trained on."""
+        if self._ahead:
+            self._batches.set_state(self._position)
+            self._ahead.clear()
+
+    def __getitem__(self, index: int) -> Any:
+        """The next batch, whatever its index."""
+        self._left = None
+        if not self._is_claimed:
+            self._unclaimed += 1
+            if self._unclaimed > 2:  # the first two are for building the model
+                raise errors.OptionError(
+                    "these batches belong to a KerasCheckpoint: pass it to fit, too, as"
+                    " in fit(checkpoint.data, callbacks=[checkpoint])"
+                )
+        batch = next(self._batches)
+        self._ahead.append(self._batches.get_state())
+        return batch
+
+    def claim(self) -> None:
+        """Says that the callback is there, which counts what was trained on."""
+        self._is_claimed = True
+
+    def shorten(self, left: int) -> None:
+        """Lets the epoch that begins have `left` batches."""
+        self._left = left
+
+    def trained_on(self, count: int) -> None:
+        """Says that the model was trained on `count` more of the batches."""
+        for _ in range(count):
+            self._position = self._ahead.popleft()
+
+    def get_state(self) -> Any:
+        """The position after the last batch that was trained on."""
+        return self._position
+
+    def set_state(self, state: Any) -> None:
+        """Continues after the batch at which `get_state` gave `state`."""
+        self._batches.set_state(state)
+        self._position = state
+        self._ahead.clear()

@@ -1,0 +1,141 @@
+"""Metrics from the event files of TensorBoard, named as T5X names them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, BinaryIO
+
+import crc32c
+import numpy as np
+
+from flaxckpt import errors
+from flaxckpt._types import PathLike
+
+try:
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto import event_pb2
+    from tensorboard.util import tensor_util
+except ImportError as error:
+    raise errors.OptionError(
+        f"event files cannot be read without TensorBoard ({error}); TensorFlow is not"
+        " needed:\n  pip install 'flaxckpt[tensorboard]'"
+    ) from error
+
+_log = logging.getLogger(__name__)
+
+_HEADER = struct.Struct("<QI")  # length of the event, checksum of the length
+_CHECKSUM = struct.Struct("<I")
+
+
+class EventFiles:
+    """The scalars in all event files under a directory, by step.
+
+    ```python
+    ckpt = Checkpointer(
+        "run",
+        keep=[BestN(1, "eval/loss", mode="min")],
+        metrics_from=EventFiles("run/tensorboard"),
+    )
+    ```
+
+    A metric is called as T5X calls it: the directory of its event file, relative to
+    `log_dir`, then its tag. So `loss`, written below `log_dir/eval`, is `eval/loss`.
+    Of several events for a step the last counts, that is, the last one of the newest
+    file. Each call reads on only where the one before it ended; TensorFlow is never
+    imported.
+
+    Args:
+        log_dir: Where writers have, or will have, their event files.
+    """
+
+    def __init__(self, log_dir: PathLike) -> None:
+        self._log_dir = Path(log_dir)
+        self._read_to: dict[Path, int] = {}
+        self._damaged: set[Path] = set()
+        self._scalars: dict[int, dict[str, float]] = {}
+
+    def __call__(self) -> Mapping[int, Mapping[str, float]]:
+        """Reads what is new.
+
+        Returns:
+            Step -> name -> value, of every step that was ever written.
+
+        Raises:
+            OSError: An event file may not be read.
+        """
+        if not self._log_dir.is_dir():
+            _log.warning("%s is not there: no metrics from it", self._log_dir)
+        # Names have the time at which a file was begun in them: the newest is last.
+        for file in sorted(self._log_dir.rglob("*tfevents*")):
+            if file.is_file() and file not in self._damaged:
+                self._read(file)
+        return MappingProxyType(self._scalars)
+
+    def _read(self, file: Path) -> None:
+        run = file.parent.relative_to(self._log_dir).as_posix()
+        prefix = "" if run == "." else f"{run}/"
+        with file.open("rb") as opened:
+            opened.seek(self._read_to.get(file, 0))
+            try:
+                for event in _events(opened):
+                    values = {
+                        prefix + value.tag: scalar
+                        for value in event.summary.value
+                        if (scalar := _scalar(value)) is not None
+                    }
+                    if values:
+                        self._scalars.setdefault(event.step, {}).update(values)
+                    self._read_to[file] = opened.tell()
+            except (ValueError, DecodeError) as error:
+                self._damaged.add(file)
+                _log.warning(
+                    "%s is damaged after %d bytes (%s): metrics behind are not read",
+                    file,
+                    self._read_to.get(file, 0),
+                    error,
+                )
+
+
+def _events(file: BinaryIO) -> Iterator[Any]:
+    """All whole events from here on; one that is still being written ends them.
+
+    Raises:
+        ValueError: An event is damaged.
+    """
+    size = os.fstat(file.fileno()).st_size
+    while len(header := file.read(_HEADER.size)) == _HEADER.size:
+        length, checksum = _HEADER.unpack(header)
+        if checksum != _masked_crc(header[:8]):
+            raise ValueError("the checksum of a length is wrong")
+        if length + _CHECKSUM.size > size - file.tell():
+            return
+        body = file.read(length + _CHECKSUM.size)
+        if _CHECKSUM.unpack(body[length:]) != (_masked_crc(body[:length]),):
+            raise ValueError("the checksum of an event is wrong")
+        yield event_pb2.Event.FromString(body[:length])
+
+
+def _masked_crc(data: bytes) -> int:
+    """CRC-32C as TFRecord files have it, which hold checksums of checksums."""
+    crc = crc32c.crc32c(data)
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _scalar(value: Any) -> float | None:
+    """The number in a summary, whether old or new writers put it there."""
+    kind = value.WhichOneof("value")
+    if kind == "simple_value":
+        return float(value.simple_value)
+    if kind != "tensor" or value.tensor.tensor_shape.dim:
+        return None
+    try:
+        array = tensor_util.make_ndarray(value.tensor)
+    except (TypeError, ValueError):
+        return None  # a placeholder without a value, or of a type that is no number's
+    is_number = array.size == 1 and np.issubdtype(array.dtype, np.number)
+    return float(array.item()) if is_number and not np.iscomplexobj(array) else None

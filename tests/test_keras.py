@@ -1,0 +1,368 @@
+"""A `fit` that was lost in mid-epoch and begun again ends as one that never was."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+os.environ["KERAS_BACKEND"] = "jax"
+pytest.importorskip("keras", reason="needs keras")
+
+import grain
+import keras
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt.datasets import StepIndexed
+from flaxckpt.integrations.keras import KerasCheckpoint
+
+STEPS = 6
+EPOCHS = 3
+
+
+class LostError(Exception):
+    """Stands for whatever stops a process."""
+
+
+class LoseAfter(keras.callbacks.Callback):
+    """Loses the process after so many batches."""
+
+    def __init__(self, batches):
+        super().__init__()
+        self.left = batches
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if not self.left:
+            raise LostError
+
+
+def make_batch(i):
+    random = np.random.default_rng(i)
+    x = random.normal(size=(4, 5)).astype(np.float32)
+    return x, x.sum(axis=1, keepdims=True) ** 2
+
+
+def step_indexed():
+    return StepIndexed(make_batch)
+
+
+def in_order():
+    return iter(grain.MapDataset.range(1000).map(make_batch))
+
+
+def make_model(**options):
+    """The same model, by the same names, as in a new process."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((5,), name="input"),
+            keras.layers.Dense(8, "relu", name="hidden"),
+            keras.layers.BatchNormalization(name="norm"),
+            keras.layers.Dropout(0.5, name="dropout"),
+            keras.layers.Dense(1, name="out"),
+        ],
+        name="model",
+    )
+    options = {"optimizer": keras.optimizers.Adam(1e-2, name="adam"), **options}
+    model.compile(loss="mse", metrics=["mae"], **options)
+    return model
+
+
+def fit(directory, batches, *, lose_after=None, every_steps=None, **options):
+    """Trains to the end of the last epoch.
+
+    Returns:
+        The model, and what Keras says of each epoch.
+    """
+    fit_options = {"epochs": EPOCHS, "verbose": 0}
+    for name in ("epochs", "initial_epoch", "validation_data", "steps_per_epoch"):
+        if name in options:
+            fit_options[name] = options.pop(name)
+    every_epochs = options.pop("every_epochs", 1)
+    model = make_model(**options)
+    with flaxckpt.Checkpointer(directory) as checkpointer:
+        on_step = flaxckpt.CheckpointCallback(checkpointer, every_steps=every_steps)
+        checkpoint = KerasCheckpoint(
+            on_step, batches, steps_per_epoch=STEPS, every_epochs=every_epochs
+        )
+        callbacks = [checkpoint] + ([LoseAfter(lose_after)] if lose_after else [])
+        history = model.fit(checkpoint.data, callbacks=callbacks, **fit_options)
+    return model, dict(zip(history.epoch, rows(history.history), strict=True))
+
+
+def rows(history):
+    """What Keras says of each epoch, the first one first."""
+    values = zip(*history.values(), strict=True)
+    return [dict(zip(history, row, strict=True)) for row in values]
+
+
+def bits(model):
+    leaves = jax.tree_util.tree_leaves_with_path(model.get_state_tree())
+    return {
+        jax.tree_util.keystr(path): (leaf.dtype, leaf.shape, np.asarray(leaf).tobytes())
+        for path, leaf in leaves
+    }
+
+
+class PlainData(keras.utils.PyDataset):
+    """All batches, by their number."""
+
+    num_batches = STEPS
+    first = 0
+
+    def begin(self, epoch, logs=None):
+        self.first = epoch * STEPS
+
+    def __getitem__(self, index):
+        return make_batch(self.first + index)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """How a fit ends that nothing interrupts, and that has no callback at all."""
+    model = make_model()
+    data = PlainData()
+    history = model.fit(
+        data,
+        epochs=EPOCHS,
+        shuffle=False,
+        verbose=0,
+        callbacks=[keras.callbacks.LambdaCallback(on_epoch_begin=data.begin)],
+    )
+    return bits(model), dict(enumerate(rows(history.history)))
+
+
+@pytest.mark.parametrize(
+    ("batches", "lose_after", "every_steps"),
+    [(step_indexed, 8, 4), (step_indexed, 13, 6), (in_order, 17, 5)],
+)
+def test_an_interrupted_fit_ends_as_one_that_was_not(
+    tmp_path, straight, batches, lose_after, every_steps
+):
+    with pytest.raises(LostError):
+        fit(tmp_path, batches(), lose_after=lose_after, every_steps=every_steps)
+    steps = flaxckpt.Checkpointer(tmp_path).steps()
+    assert steps[-1] >= lose_after - every_steps
+    model, history = fit(tmp_path, batches(), every_steps=every_steps)
+    assert bits(model) == straight[0]
+    assert history == {
+        epoch: logs
+        for epoch, logs in straight[1].items()
+        if epoch >= max(steps) // STEPS
+    }
+
+
+@pytest.mark.parametrize(("together", "calls"), [(2, 5), (4, 3)])
+def test_several_batches_may_be_one_call(tmp_path, straight, together, calls):
+    options = {"steps_per_execution": together, "every_steps": 1}
+    with pytest.raises(LostError):
+        fit(tmp_path, step_indexed(), lose_after=calls, **options)
+    assert flaxckpt.Checkpointer(tmp_path).latest_step() == 10
+    model, _ = fit(tmp_path, step_indexed(), **options)
+    assert bits(model) == straight[0]
+
+
+def test_batches_that_were_taken_ahead_are_not_lost(tmp_path, straight, monkeypatch):
+    # So keras does what it does for an accelerator: it takes one batch ahead.
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    taken = []
+    batches = StepIndexed(lambda i: taken.append(i) or make_batch(i))
+    with pytest.raises(LostError):
+        fit(tmp_path, batches, lose_after=8, every_steps=8)
+    assert taken[-1] == 8
+    model, _ = fit(tmp_path, step_indexed(), every_steps=4)
+    assert bits(model) == straight[0]
+
+
+def test_the_last_step_is_saved_before_averages_take_the_place_of_weights(tmp_path):
+    def optimizer():
+        return keras.optimizers.Adam(1e-2, use_ema=True, name="adam")
+
+    whole, _ = fit(tmp_path / "whole", step_indexed(), optimizer=optimizer())
+    options = {"every_epochs": None}
+    parts = tmp_path / "parts"
+    fit(parts, step_indexed(), epochs=2, optimizer=optimizer(), **options)
+    assert flaxckpt.Checkpointer(parts).steps() == [2 * STEPS]
+    model, _ = fit(parts, step_indexed(), optimizer=optimizer(), **options)
+    assert bits(model) == bits(whole)
+
+
+class Signal(keras.callbacks.Callback):
+    """Sends this process a signal after so many batches."""
+
+    def __init__(self, batches):
+        super().__init__()
+        self.left = batches
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.left -= 1
+        if not self.left:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("exit_code", [75, None])
+def test_a_signal_ends_the_training_where_it_is(tmp_path, straight, exit_code):
+    model = make_model()
+    leaves = pytest.raises(SystemExit) if exit_code else contextlib.nullcontext()
+    with leaves, flaxckpt.Checkpointer(tmp_path) as checkpointer:
+        on_step = flaxckpt.CheckpointCallback(checkpointer, exit_code=exit_code)
+        checkpoint = KerasCheckpoint(on_step, step_indexed(), steps_per_epoch=STEPS)
+        callbacks = [checkpoint, Signal(9)]
+        model.fit(checkpoint.data, epochs=EPOCHS, callbacks=callbacks, verbose=0)
+    assert checkpointer.steps() == [6, 9]
+    model, _ = fit(tmp_path, step_indexed())
+    assert bits(model) == straight[0]
+
+
+def test_accumulated_gradients_are_part_of_the_state(tmp_path):
+    def optimizer():
+        return keras.optimizers.SGD(1e-2, gradient_accumulation_steps=4, name="sgd")
+
+    whole, _ = fit(tmp_path / "whole", step_indexed(), optimizer=optimizer())
+    lost = tmp_path / "lost"
+    with pytest.raises(LostError):
+        fit(lost, step_indexed(), lose_after=9, every_steps=3, optimizer=optimizer())
+    model, _ = fit(lost, step_indexed(), every_steps=3, optimizer=optimizer())
+    assert bits(model) == bits(whole)
+
+
+def test_a_finished_run_trains_no_more_and_can_be_prolonged(tmp_path, straight):
+    fit(tmp_path, step_indexed(), epochs=2)
+    model, history = fit(tmp_path, step_indexed(), epochs=2)
+    assert history == {}
+    assert model.optimizer.iterations == 2 * STEPS
+    model, history = fit(tmp_path, step_indexed(), epochs=EPOCHS)
+    assert [*history] == [2]
+    assert bits(model) == straight[0]
+
+
+def test_a_second_fit_goes_on_where_the_first_one_ended(tmp_path, straight):
+    model = make_model()
+    with flaxckpt.Checkpointer(tmp_path) as checkpointer:
+        checkpoint = KerasCheckpoint(
+            flaxckpt.CheckpointCallback(checkpointer),
+            step_indexed(),
+            steps_per_epoch=STEPS,
+            every_epochs=None,
+        )
+        options = {"callbacks": [checkpoint], "verbose": 0}
+        with pytest.raises(LostError):
+            model.fit(
+                checkpoint.data,
+                epochs=1,
+                callbacks=[checkpoint, LoseAfter(4)],
+                verbose=0,
+            )
+        model.fit(checkpoint.data, epochs=2, **options)
+        model.fit(checkpoint.data, epochs=EPOCHS, **options)
+        assert checkpoint.completed == STEPS * EPOCHS
+    assert bits(model) == straight[0]
+    assert checkpointer.steps() == [STEPS * EPOCHS]
+
+
+def test_if_the_newest_step_is_damaged_the_epoch_is_that_of_the_one_before(
+    tmp_path, straight
+):
+    with pytest.raises(LostError):
+        fit(tmp_path, step_indexed(), lose_after=STEPS + 2, every_steps=STEPS - 1)
+    assert flaxckpt.Checkpointer(tmp_path).steps() == [5, 6]
+    kernel = tmp_path / "6/state/trainable_variables.model.out.kernel"
+    for file in kernel.iterdir():
+        file.write_bytes(bytes(file.stat().st_size))
+    model, history = fit(tmp_path, step_indexed())
+    assert [*history] == [0, 1, 2]
+    assert bits(model) == straight[0]
+
+
+def test_a_checkpoint_has_the_metrics_of_its_epoch_and_validation(tmp_path):
+    validation = make_batch(1000)
+    _, history = fit(
+        tmp_path, step_indexed(), validation_data=validation, every_steps=STEPS
+    )
+    checkpointer = flaxckpt.Checkpointer(tmp_path)
+    assert checkpointer.steps() == [6, 12, 18]
+    assert {*checkpointer.metrics(6)} == {"loss", "mae", "val_loss", "val_mae"}
+    assert [checkpointer.metrics(step) for step in (6, 12, 18)] == [*history.values()]
+
+
+def test_epochs_are_saved_as_often_as_asked_for(tmp_path):
+    fit(tmp_path, step_indexed(), epochs=4, every_epochs=3)
+    assert flaxckpt.Checkpointer(tmp_path).steps() == [18, 24]
+
+
+def test_a_step_is_an_iteration_of_the_optimizer(tmp_path):
+    with pytest.raises(LostError):
+        fit(tmp_path, step_indexed(), lose_after=8, every_steps=4)
+    saved = flaxckpt.load(tmp_path, step=8)
+    assert saved["optimizer_variables"]["adam"]["iteration"] == 8
+    assert saved["non_trainable_variables"]["seed_generator"][
+        "seed_generator_state"
+    ].any()
+    position = (tmp_path / "8/dataset/process_0-of-1.json").read_text()
+    assert '"next_index": 8' in position
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps_per_epoch": 5}, "5 steps an epoch"),
+        ({"initial_epoch": 1}, "pass initial_epoch=0"),
+    ],
+)
+def test_epochs_that_do_not_agree_are_refused(tmp_path, options, message):
+    with pytest.raises(errors.OptionError, match=message):
+        fit(tmp_path, step_indexed(), **options)
+
+
+def test_batches_without_the_callback_are_refused(tmp_path):
+    on_step = flaxckpt.CheckpointCallback(flaxckpt.Checkpointer(tmp_path))
+    checkpoint = KerasCheckpoint(on_step, step_indexed(), steps_per_epoch=STEPS)
+    with pytest.raises(errors.OptionError, match="pass it to fit, too"):
+        make_model().fit(checkpoint.data, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"steps_per_epoch": 0}, errors.OptionError, "steps_per_epoch"),
+        ({"every_epochs": 0}, errors.OptionError, "every_epochs"),
+        ({"batches": iter([])}, errors.DatasetStateError, "get_state"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(tmp_path, options, kind, message):
+    on_step = flaxckpt.CheckpointCallback(flaxckpt.Checkpointer(tmp_path))
+    options = {"batches": step_indexed(), "steps_per_epoch": STEPS, **options}
+    with pytest.raises(kind, match=message):
+        KerasCheckpoint(on_step, **options)
+
+
+def test_another_backend_is_refused():
+    code = (
+        "from flaxckpt.integrations.keras import KerasCheckpoint\n"
+        "KerasCheckpoint(None, iter([]), steps_per_epoch=1)"
+    )
+    error = error_of(code, KERAS_BACKEND="numpy")
+    assert "OptionError: Keras runs on numpy" in error
+
+
+def test_without_keras_the_error_says_what_to_install():
+    code = "import sys; sys.modules['keras'] = None; import flaxckpt.integrations.keras"
+    assert "pip install 'flaxckpt[keras]'" in error_of(code)
+
+
+def error_of(code, **environment):
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env=os.environ | environment,
+    )
+    return found.stderr
