@@ -1,6 +1,6 @@
 """Checkpoints for Flax and Optax: what stock Orbax reads, verified and durable."""
 
-from flaxckpt import datasets, errors, formats, partition, policies, transforms
+from flaxckpt import configs, datasets, errors, formats, partition, policies, transforms
 from flaxckpt._callback import CheckpointCallback
 from flaxckpt._checkpointer import Checkpointer
 from flaxckpt._events import Event
@@ -23,6 +23,7 @@ __all__ = [
     "SaveHandle",
     "SaveResult",
     "abstract_state",
+    "configs",
     "convert",
     "datasets",
     "errors",

@@ -22,6 +22,7 @@ LAYERS = (
         "_links",
         "_memory",
         "_multihost",
+        "_parsing",
         "_threads",
         "_triggers",
     },
@@ -51,6 +52,7 @@ LAYERS = (
     {"_checkpointer"},
     {"_preflight", "_resume"},
     {"_callback", "_report", "_tools"},
+    {"configs"},
     {"cli", "integrations"},
 )
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names}
@@ -99,6 +101,7 @@ DOORS: dict[str, set[str]] = {
     "clu": {"_callback"},
     "keras": {"integrations"},
     "tensorboard": {"integrations"},
+    "yaml": {"_parsing"},
     "typer": {"cli"},
     "grain": set(),
     "orbax": set(),

@@ -16,6 +16,8 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
+import flaxckpt
+from flaxckpt import policies
 from flaxckpt.integrations.tensorboard import EventFiles
 
 
@@ -170,3 +172,16 @@ def test_without_tensorboard_the_error_says_what_to_install():
     )
     assert "OptionError" in found.stderr
     assert "pip install 'flaxckpt[tensorboard]'" in found.stderr
+
+
+def test_the_best_steps_stay_by_what_tensorboard_was_told(tmp_path, write):
+    ckpt = flaxckpt.Checkpointer(
+        tmp_path / "run",
+        keep=[policies.BestN(1, "eval/loss", "min")],
+        metrics_from=EventFiles(tmp_path),
+    )
+    with ckpt:
+        for step, loss in enumerate([3.0, 1.0, 2.0, 4.0]):
+            write("eval", step, old("loss", loss))
+            ckpt.save(step, {"n": step})
+    assert ckpt.steps() == [1, 3]

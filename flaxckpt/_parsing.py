@@ -1,0 +1,237 @@
+"""Options as files have them: from texts, numbers and tables to values.
+
+A parser takes an option's full name, as in `layout.codec`, and what was given. It
+returns the value, or raises an `OptionError` that says what was wanted and found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import operator
+import os
+import re
+import tomllib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flaxckpt import errors
+
+Parser = Callable[[str, Any], Any]
+
+BYTES = {
+    "": 1,
+    "B": 1,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+SECS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
+
+# ---- texts and numbers ---------------------------------------------------------------
+
+
+def _wrong(key: str, wanted: str, found: Any) -> errors.OptionError:
+    kind = type(found).__name__
+    return errors.OptionError(f"{key} must be {wanted}, found {found!r:.80} ({kind})")
+
+
+def boolean(key: str, value: Any) -> bool:
+    """True or false, and no number."""
+    if not isinstance(value, bool):
+        raise _wrong(key, "true or false", value)
+    return value
+
+
+def text(key: str, value: Any) -> str:
+    """A text that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise _wrong(key, "a text", value)
+    return value
+
+
+def path(key: str, value: Any) -> str:
+    """A path, as text."""
+    try:
+        return text(key, os.fspath(value))
+    except TypeError:
+        raise _wrong(key, "a path", value) from None
+
+
+def whole(smallest: int) -> Parser:
+    """A whole number, `smallest` or more."""
+
+    def parse(key: str, value: Any) -> int:
+        try:
+            number = None if isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            number = None
+        if number is None or number < smallest:
+            raise _wrong(key, f"a whole number of at least {smallest}", value)
+        return number
+
+    return parse
+
+
+def _amount(key: str, value: Any, units: Mapping[str, int], example: str) -> float:
+    """A positive number, or a text of one with its unit."""
+    number, unit = value, ""
+    if isinstance(value, str):
+        parts = re.fullmatch(r"([\d.]+(?:e\+?\d+)?) *([A-Za-z]*)", value)
+        number, unit = parts.groups() if parts else (None, "")
+    try:
+        amount = None if isinstance(number, bool) else float(number)
+    except (TypeError, ValueError):
+        amount = None
+    if amount is None or unit not in units or not 0 < amount < math.inf:
+        raise _wrong(key, f"a positive number, or a text such as {example!r}", value)
+    return amount * units[unit]
+
+
+def secs(key: str, value: Any) -> float:
+    """Seconds, or a text such as "15 min"."""
+    return _amount(key, value, SECS, "15 min")
+
+
+def bytes_(key: str, value: Any) -> int:
+    """Bytes, or a text such as "64 MiB"."""
+    amount = _amount(key, value, BYTES, "64 MiB")
+    if not amount.is_integer():
+        raise _wrong(key, "a whole number of bytes", value)
+    return int(amount)
+
+
+def one_of(*choices: Any) -> Parser:
+    """One of these values, by type, too: 1 is not True."""
+
+    def parse(key: str, value: Any) -> Any:
+        if not any(value == known and type(value) is type(known) for known in choices):
+            raise _wrong(key, f"one of {', '.join(map(repr, choices))}", value)
+        return value
+
+    return parse
+
+
+def optional(parse: Parser, *, none: str | None = None) -> Parser:
+    """What `parse` takes, or None; `none` is how files without null say that."""
+
+    def parse_some(key: str, value: Any) -> Any:
+        if value is None or (none is not None and value == none):
+            return None
+        return parse(key, value)
+
+    return parse_some
+
+
+def each(parse: Parser) -> Parser:
+    """A list, as a tuple."""
+
+    def parse_all(key: str, value: Any) -> tuple[Any, ...]:
+        is_list = isinstance(value, Collection) and not hasattr(value, "items")
+        if not is_list or isinstance(value, str | bytes):
+            raise _wrong(key, "a list", value)
+        return tuple(parse(f"{key}[{i}]", item) for i, item in enumerate(value))
+
+    return parse_all
+
+
+def steps(key: str, value: Any) -> tuple[int, ...]:
+    """A list of steps, each once and in order."""
+    return tuple(sorted(set(each(whole(0))(key, value))))
+
+
+# ---- tables --------------------------------------------------------------------------
+
+
+def table(key: str, found: Any, names: Iterable[str]) -> dict[str, Any]:
+    """A mapping as a dict, if it has no keys but `names`.
+
+    ConfigDicts of ml_collections, which are no mappings, have `to_dict`.
+    """
+    to_dict = getattr(found, "to_dict", None)
+    mapping = to_dict() if to_dict else found
+    if not isinstance(mapping, Mapping):
+        raise _wrong(key or "the config", "a table", found)
+    begins = f"{key}." if key else ""
+    for name in mapping:
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+            known = f"there are {', '.join(names)}"
+            advice = f"did you mean {begins}{near[0]}?" if near else known
+            raise errors.OptionError(f"{begins}{name} is no option; {advice}")
+    return dict(mapping)
+
+
+def names(cls: type[Any]) -> list[str]:
+    """The fields of a dataclass."""
+    return [field.name for field in dataclasses.fields(cls)]
+
+
+def record(cls: type[Any], parsers: Mapping[str, Parser]) -> Parser:
+    """A dataclass, or a table of its fields."""
+
+    def parse(key: str, value: Any) -> Any:
+        if isinstance(value, cls):
+            return value
+        found = table(key, value, parsers)
+        for field in dataclasses.fields(cls):
+            if field.default is dataclasses.MISSING and field.name not in found:
+                raise errors.OptionError(f"{key}.{field.name} is missing")
+        values = {name: parsers[name](f"{key}.{name}", found[name]) for name in found}
+        return made(key, lambda: cls(**values))
+
+    return parse
+
+
+def made(key: str, make: Callable[[], Any]) -> Any:
+    """What `make` makes; its errors get the option's name."""
+    try:
+        return make()
+    except errors.OptionError as error:
+        raise errors.OptionError(f"{key}: {error}") from None
+
+
+# ---- files ---------------------------------------------------------------------------
+
+
+def read(file: Path) -> Any:
+    """The content of a file of TOML, YAML or JSON, told apart by its ending.
+
+    Raises:
+        OptionError: It cannot be read.
+    """
+    loaders: dict[str, Callable[[str], Any]] = {
+        ".toml": tomllib.loads,
+        ".yaml": _load_yaml,
+        ".yml": _load_yaml,
+        ".json": json.loads,
+    }
+    if file.suffix not in loaders:
+        raise errors.OptionError(
+            f"{file} must be a file of TOML, YAML or JSON, and end in"
+            f" {', '.join(loaders)}"
+        )
+    try:
+        return loaders[file.suffix](file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise errors.OptionError(f"{file} cannot be read: {error}") from error
+    except ValueError as error:
+        kind = file.suffix[1:].upper()
+        raise errors.OptionError(f"{file} is no {kind}: {error}") from error
+
+
+def _load_yaml(content: str) -> Any:
+    import yaml  # comes with Flax; not everybody needs it
+
+    try:
+        return yaml.safe_load(content)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error

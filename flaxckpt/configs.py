@@ -1,0 +1,300 @@
+"""All that a run does about checkpoints, as values that can lie in a file.
+
+```toml
+directory = "runs/7"
+every_steps = 1000
+keep = [{latest = 3}, {best = 1, metric = "eval/loss", mode = "min"}]
+layout = {chunk_bytes = "32 MiB", codec = "zstd"}
+```
+
+```python
+config = CheckpointConfig.from_file("run.toml")
+with config.checkpointer() as checkpointer:
+    on_step = config.callback(checkpointer, dataset=batches)
+```
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from flaxckpt import _callback, _parsing, _steps, _write, errors, policies
+from flaxckpt._callback import CheckpointCallback
+from flaxckpt._checkpointer import Checkpointer
+from flaxckpt._info import ArrayLayout
+from flaxckpt._parsing import Parser
+from flaxckpt._types import PathLike
+from flaxckpt.policies import PreservationPolicy
+from flaxckpt.transforms import Transform, cast
+
+__all__ = ["Cast", "CheckpointConfig"]
+
+
+_LAYOUT = ArrayLayout()
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """A cast on the way to the checkpoint; the arguments are those of `cast`."""
+
+    pattern: str
+    dtype: str
+    lossy: bool = False
+
+    def __post_init__(self) -> None:
+        for name, parse in _CAST_PARSERS.items():
+            parse(name, getattr(self, name))
+        self.transform()  # which checks them
+
+    def transform(self) -> Transform:
+        """What `transforms` of a `Checkpointer` take."""
+        return cast(self.pattern, self.dtype, lossy=self.lossy)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """The options of `Checkpointer` and `CheckpointCallback` that are data.
+
+    They mean what they mean there, and have the same defaults. Policies, casts and the
+    layout may be given as mappings, as files have them; numbers of bytes and seconds
+    as texts, such as "64 MiB" and "15 min".
+
+    Attributes:
+        directory: Where the steps are. None: it is passed to `checkpointer`.
+        keep: `{latest = 3}`, `{best = 1, metric = "eval/loss", mode = "min"}`,
+            `{every_steps = 10000}`, `{every_secs = 3600}`, `{on_steps = [1, 10]}`.
+        keep_dataset: As `keep`, for the states of dataset iterators.
+        layout: Fields of `ArrayLayout`.
+        save_dtype: `{pattern = "params/.*", dtype = "bfloat16"}`: casts at every save.
+        exit_code: "none" is None, for files that have no null.
+
+    Raises:
+        OptionError: An option is not what it has to be. Its full name is told, as in
+            `layout.codec`, and what was found.
+    """
+
+    directory: str | None = None
+    keep: tuple[PreservationPolicy, ...] = ()
+    keep_dataset: tuple[PreservationPolicy, ...] = ()
+    layout: ArrayLayout = _LAYOUT
+    save_dtype: tuple[Cast, ...] = ()
+    max_concurrent_bytes: int = _write.DEFAULT_CONCURRENT_BYTES
+    step_format: str = "{step}"
+    read_only: bool = False
+    every_steps: int | None = None
+    every_secs: float | None = None
+    temporary: bool = False
+    on_steps: tuple[int, ...] = ()
+    on_preemption: bool = True
+    grace_secs: float | None = None
+    exit_code: int | None = _callback.REQUEUE_EXIT_CODE
+    save_first: bool = False
+    save_last: bool = True
+    step_is: Literal["completed", "index"] = "completed"
+    check_step: bool = True
+    preflight: Literal["warn"] | bool = True
+
+    def __post_init__(self) -> None:
+        for name, parse in _PARSERS.items():
+            object.__setattr__(self, name, parse(name, getattr(self, name)))
+        if self.temporary and self.every_secs is None:
+            raise errors.OptionError(
+                "temporary is for the saves that every_secs calls for: set it, too"
+            )
+
+    @classmethod
+    def from_mapping(cls, mapping: Any) -> Self:
+        """Takes a dict, as files give it, or a ConfigDict of ml_collections.
+
+        A FrozenConfigDict cannot hold tables in lists: give it policies themselves.
+
+        Raises:
+            OptionError: There are unknown options, or one is not what it has to be.
+        """
+        return cls(**_parsing.table("", mapping, _parsing.names(cls)))
+
+    @classmethod
+    def from_file(cls, path: PathLike, *, group: str | None = None) -> Self:
+        """Reads a file of TOML, YAML or JSON, told apart by its ending.
+
+        Args:
+            path: `.toml`, `.yaml`, `.yml` or `.json`.
+            group: The table of the file that has the options, if there are others; in
+                tables within tables, `train.checkpoint`.
+
+        Raises:
+            OptionError: It cannot be read, or what it says is no config.
+        """
+        found = _parsing.read(Path(path))
+        for name in group.split(".") if group else ():
+            if not isinstance(found, Mapping) or name not in found:
+                raise errors.OptionError(f"{path} has no table {group!r}")
+            found = found[name]
+        begins = f"{path}: {group}." if group else f"{path}: "
+        try:
+            return cls.from_mapping(found)
+        except errors.OptionError as error:
+            raise errors.OptionError(f"{begins}{error}") from None
+
+    def to_mapping(self) -> dict[str, Any]:
+        """What differs from the defaults, as `from_mapping` and files take it.
+
+        Raises:
+            OptionError: A policy is one of your own, which has no name in files.
+        """
+        return {
+            field.name: _plain(field.name, value)
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        }
+
+    def checkpointer(
+        self, directory: PathLike | None = None, **more: Any
+    ) -> Checkpointer:
+        """Opens the directory.
+
+        Args:
+            directory: Instead of that of the config.
+            **more: Options of `Checkpointer` that a file cannot have, or instead of
+                those of the config. The casts of the config come after `transforms`.
+
+        Raises:
+            OptionError: There is no directory, or an option makes no sense.
+        """
+        directory = self.directory if directory is None else directory
+        if directory is None:
+            raise errors.OptionError(
+                "the config has no directory: set it, or pass checkpointer(directory)"
+            )
+        casts = [change.transform() for change in self.save_dtype]
+        more["transforms"] = [*more.get("transforms", ()), *casts]
+        options = self._options(Checkpointer) | more
+        return Checkpointer(**{**options, "directory": directory})
+
+    def callback(self, checkpointer: Checkpointer, **more: Any) -> CheckpointCallback:
+        """The trainer's hook.
+
+        Args:
+            checkpointer: Where to save.
+            **more: Options of `CheckpointCallback` that a file cannot have, such as
+                `dataset`, or instead of those of the config.
+        """
+        return CheckpointCallback(
+            checkpointer, **(self._options(CheckpointCallback) | more)
+        )
+
+    def _options(self, cls: type) -> dict[str, Any]:
+        wanted = inspect.signature(cls).parameters.keys() & _PARSERS.keys()
+        return {name: getattr(self, name) for name in wanted}
+
+
+# ---- how options are read ------------------------------------------------------------
+
+_CAST_PARSERS: Mapping[str, Parser] = {
+    "pattern": _parsing.text,
+    "dtype": _parsing.text,
+    "lossy": _parsing.boolean,
+}
+_LAYOUT_PARSERS: Mapping[str, Parser] = {
+    "chunk_bytes": _parsing.bytes_,
+    "store": _parsing.one_of("auto", "files", "ocdbt"),
+    "codec": _parsing.one_of("none", "compact", "zstd"),
+    "checksum": _parsing.boolean,
+    "zarr_version": _parsing.one_of(2, 3),
+}
+# Name in files -> policy, its field that has the name's value, and how that is read.
+_POLICIES: Mapping[str, tuple[type[Any], str, Parser]] = {
+    "latest": (policies.LatestN, "n", _parsing.whole(1)),
+    "best": (policies.BestN, "n", _parsing.whole(1)),
+    "every_steps": (policies.EveryNSteps, "n", _parsing.whole(1)),
+    "every_secs": (policies.EveryNSecs, "secs", _parsing.secs),
+    "on_steps": (policies.OnSteps, "steps", _parsing.steps),
+}
+_MORE_OF_BEST: Mapping[str, Parser] = {
+    "metric": _parsing.text,
+    "mode": _parsing.one_of("min", "max"),
+}
+
+
+def _policy(key: str, value: Any) -> PreservationPolicy:
+    if hasattr(value, "preserved"):
+        policy: PreservationPolicy = value
+        return policy
+    found = _parsing.table(key, value, [*_POLICIES, *_MORE_OF_BEST])
+    kinds = [name for name in _POLICIES if name in found]
+    more = _MORE_OF_BEST if kinds == ["best"] else {}
+    if len(kinds) != 1 or found.keys() != {*kinds, *more}:
+        raise errors.OptionError(
+            f"{key} must have one of {', '.join(_POLICIES)}, and best also"
+            f" {' and '.join(_MORE_OF_BEST)}, found {found!r:.80}"
+        )
+    cls, field, parse = _POLICIES[kinds[0]]
+    fields = {field: parse(f"{key}.{kinds[0]}", found[kinds[0]])}
+    fields |= {name: more[name](f"{key}.{name}", found[name]) for name in more}
+    made: PreservationPolicy = _parsing.made(key, lambda: cls(**fields))
+    return made
+
+
+def _step_format(key: str, value: Any) -> str:
+    return _steps.StepFormat(_parsing.text(key, value)).template
+
+
+_PARSERS: Mapping[str, Parser] = {
+    "directory": _parsing.optional(_parsing.path),
+    "keep": _parsing.each(_policy),
+    "keep_dataset": _parsing.each(_policy),
+    "layout": _parsing.record(ArrayLayout, _LAYOUT_PARSERS),
+    "save_dtype": _parsing.each(_parsing.record(Cast, _CAST_PARSERS)),
+    "max_concurrent_bytes": _parsing.bytes_,
+    "step_format": _step_format,
+    "read_only": _parsing.boolean,
+    "every_steps": _parsing.optional(_parsing.whole(1)),
+    "every_secs": _parsing.optional(_parsing.secs),
+    "temporary": _parsing.boolean,
+    "on_steps": _parsing.steps,
+    "on_preemption": _parsing.boolean,
+    "grace_secs": _parsing.optional(_parsing.secs),
+    "exit_code": _parsing.optional(_parsing.whole(0), none="none"),
+    "save_first": _parsing.boolean,
+    "save_last": _parsing.boolean,
+    "step_is": _parsing.one_of("completed", "index"),
+    "check_step": _parsing.boolean,
+    "preflight": _parsing.one_of(True, False, "warn"),
+}
+
+# ---- and written ---------------------------------------------------------------------
+
+
+def _plain(key: str, value: Any) -> Any:
+    """A value as files have it."""
+    if value is None:
+        return "none"  # only exit_code has another default
+    if isinstance(value, tuple):
+        return [_plain(f"{key}[{i}]", item) for i, item in enumerate(value)]
+    if isinstance(value, ArrayLayout | Cast):
+        return {
+            field.name: found
+            for field in dataclasses.fields(value)
+            if (found := getattr(value, field.name)) != field.default
+        }
+    return _plain_policy(key, value) if hasattr(value, "preserved") else value
+
+
+def _plain_policy(key: str, policy: PreservationPolicy) -> dict[str, Any]:
+    for name, (cls, field, _) in _POLICIES.items():
+        if type(policy) is cls:
+            value = getattr(policy, field)
+            more = _MORE_OF_BEST if name == "best" else ()
+            return {
+                name: sorted(value) if name == "on_steps" else value,
+                **{other: getattr(policy, other) for other in more},
+            }
+    raise errors.OptionError(
+        f"{key} is {policy}, a policy of your own, which has no name in files: pass it"
+        " to checkpointer(keep=…)"
+    )
