@@ -207,7 +207,10 @@ class Retention:
             _log.error("nothing is deleted after step %d: %s", just_saved, error)
             return ()
         if going or datasets:
-            self._check_whole(max(found) if just_saved is None else just_saved)
+            self._check_whole(
+                max(found) if just_saved is None else just_saved,
+                is_ours=just_saved is not None,
+            )
         deleted = tuple(
             step
             for step in going
@@ -221,10 +224,10 @@ class Retention:
         self._attempt(what, _steps.sweep, self._directory, self._format)
         return deleted
 
-    def _check_whole(self, step: int) -> None:
+    def _check_whole(self, step: int, *, is_ours: bool) -> None:
         path = self._directory / self._format.name(step)
         try:
-            _audit.check(path)
+            _audit.check(path, is_ours=is_ours)
         except (errors.CheckpointError, OSError) as error:
             raise errors.SaveFailedError(
                 f"step {step} is not whole on the disk, so no other is deleted: {error}"
