@@ -196,7 +196,7 @@ class Retention:
             SaveFailedError: That step is not whole.
         """
         try:
-            found = self._found()
+            found = self._found() if self._anything_may_go() else {}
             reasons = self._explained(found)
             going = [s for s, why in reasons.items() if not why and s != just_saved]
             staying = {s: each for s, each in found.items() if s not in going}
@@ -223,6 +223,12 @@ class Retention:
         what = "what deletions before have left"
         self._attempt(what, _steps.sweep, self._directory, self._format)
         return deleted
+
+    def _anything_may_go(self) -> bool:
+        """Whether it is worth a closer look at every step."""
+        if self.rules.keep or self.rules.keep_dataset:
+            return True
+        return any(_steps.is_temporary(path) for path in self.listed().values())
 
     def _check_whole(self, step: int, *, is_ours: bool) -> None:
         path = self._directory / self._format.name(step)

@@ -315,6 +315,11 @@ def is_pinned(path: Path) -> bool:
     return (path / PIN).is_file()
 
 
+def is_temporary(path: Path) -> bool:
+    """Whether the step at `path` goes as soon as there is a newer one."""
+    return (path / UNTIL_NEXT).is_file()
+
+
 def pin(path: Path) -> None:
     """Keeps the step at `path` until it is unpinned."""
     _storage.replace(path / PIN, _MARK)
