@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -49,9 +49,9 @@ class _Remembered(Generic[T]):
             known = self._known[path] = (stamp, self._read(path))
         return known[1]
 
-    def clear(self) -> None:
-        """Forgets all."""
-        self._known.clear()
+    def forget(self, *, all_but: Collection[Path] = ()) -> None:
+        """Forgets all other steps."""
+        self._known = {p: known for p, known in self._known.items() if p in all_but}
 
 
 class _Ranked:
@@ -127,8 +127,8 @@ class Retention:
 
     def forget(self) -> None:
         """Reads everything anew from here on."""
-        self._metrics.clear()
-        self._created.clear()
+        self._metrics.forget()
+        self._created.forget()
 
     def best(self, policy: policies.BestN) -> set[int]:
         """The steps that `policy` names."""
@@ -145,7 +145,10 @@ class Retention:
             given = self.rules.metrics_from()
             elsewhere = {step: as_metrics(each) for step, each in given.items()}
         found = {}
-        for step, path in self.listed().items():
+        listed = self.listed()
+        for remembered in (self._metrics, self._created):
+            remembered.forget(all_but=set(listed.values()))
+        for step, path in listed.items():
             if not is_step(path):
                 continue
             marks = _steps.marks(path, dataset=_orbax.DATASET)

@@ -74,11 +74,9 @@ def test_what_is_read_slowly_outlives_a_trainer_that_deletes_fast(tmp_path):
     try:
         for step in reader.new_steps(timeout_secs=60, poll_secs=0.01):
             strategies.assert_same(state(step), reader.restore(step=step))
-            # The trainer would have deleted it by now.
-            seen_newer = step
-            while seen_newer < step + 3 and trainer.poll() is None:
+            # By then, the trainer would have deleted it.
+            while reader.latest_step() < step + 3 and trainer.poll() is None:
                 time.sleep(0.01)
-                seen_newer = reader.latest_step()
             strategies.assert_same(state(step), reader.restore(state(0), step=step))
             seen.append(step)
             if len(seen) == 8:

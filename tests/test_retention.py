@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
@@ -81,11 +82,43 @@ def test_t5x_keeps_the_best_and_the_latest_whatever_is_measured_later(tmp_path):
 
 def test_t5x_keeps_the_best_of_a_period_beside_the_latest(tmp_path):
     keep = [LatestN(1), BestN(2, ACC, "max"), EveryNSteps(3)]
+    found = {}
     for step in range(10):
-        found = save(tmp_path, step, keep=keep)
+        found[step] = save(tmp_path, step, keep=keep)
         put_metrics(tmp_path, **{f"s{step}": step / 10})
-    # T5X looks for the best two beside the period: 6, 7 and 8 would stay, and 9.
-    assert found == [0, 3, 6, 7, 8, 9]
+    # T5X has 5, too: it looks for the best two among the others, and 6 is not one.
+    assert found[8] == [0, 3, 6, 7, 8]
+    assert found[9] == [0, 3, 6, 7, 8, 9]
+
+
+class Unmeasured:
+    """Keeps what nobody has measured yet."""
+
+    def preserved(self, checkpoints):
+        return {c.step for c in checkpoints if ACC not in c.metrics}
+
+
+def test_t5x_keeps_steps_without_metrics_if_told_to(tmp_path):
+    keep = [LatestN(1), BestN(1, ACC, "max")]
+    save(tmp_path, 41, 42, keep=[*keep, Unmeasured()])
+    for step, accuracy in ((43, 0.6), (44, 0.5), (45, 0.4)):
+        found = save(tmp_path, step, keep=[*keep, Unmeasured()])
+        put_metrics(tmp_path, **{f"s{step}": accuracy})
+        assert found == {43: [41, 42, 43], 44: [41, 42, 43, 44]}.get(
+            step, [41, 42, 43, 45]
+        )
+    assert save(tmp_path, 46, keep=keep) == [43, 46]
+
+
+def test_t5x_does_not_replace_a_pinned_one_of_few_metrics(tmp_path):
+    keep = [LatestN(1), BestN(1, ACC, "max"), Unmeasured()]
+    save(tmp_path, 41, 42, 43)
+    put_metrics(tmp_path, s43=0.6)
+    for step in (41, 43):
+        flaxckpt.Checkpointer(tmp_path).pin(step)
+    assert save(tmp_path, 44, keep=keep) == [41, 42, 43, 44]
+    put_metrics(tmp_path, s44=0.5)
+    assert save(tmp_path, 45, keep=keep) == [41, 42, 43, 45]
 
 
 def test_t5x_finds_the_best_of_many_after_a_restart(tmp_path):
@@ -149,6 +182,27 @@ def test_a_step_without_a_record_is_as_old_as_its_oldest_file(tmp_path):
             os.utime(path, (seconds, seconds))
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[EveryNSecs(60)])
     assert ckpt.prune(dry_run=True) == (2,)
+
+
+def test_steps_of_orbax_are_as_old_as_orbax_says(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    before = time.time()
+    with ocp.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, args=ocp.args.StandardSave(state(step)))
+    seen = []
+
+    class Look:
+        def preserved(self, checkpoints):
+            seen.extend(c.created for c in checkpoints)
+            return set()
+
+    assert list(flaxckpt.Checkpointer(tmp_path, keep=[Look()]).explain()) == [1, 2]
+    assert before - 1 < seen[0] <= seen[1] < time.time() + 1
+    for path in (tmp_path / "1").iterdir():
+        os.utime(path, (0, 0))  # what the files say does not matter
+    assert flaxckpt.Checkpointer(tmp_path, keep=[Look()]).explain()
+    assert seen[2:] == seen[:2]
 
 
 def test_chosen_steps_stay(tmp_path):
