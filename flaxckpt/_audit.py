@@ -1,9 +1,14 @@
-"""Whether a checkpoint is all there, before others are deleted; arrays unread."""
+"""Whether a checkpoint is all there, before others are deleted.
+
+Of its arrays, the files are looked at and not read; but a small database of them is, as
+its digest is recorded.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +18,7 @@ from flaxckpt import (
     _dtypes,
     _layout,
     _locate,
+    _storage,
     _zarr,
     errors,
 )
@@ -28,10 +34,14 @@ up to 100 bytes into its nodes, which it compresses."""
 
 
 @_collector.paused()
-def check(path: Path) -> None:
-    """Reads all of a checkpoint but its arrays, and looks for the files of those.
+def check(path: Path, *, is_ours: bool) -> None:
+    """Reads what describes a checkpoint, and looks for the files of its arrays.
 
     Arrays of other writers are not looked for: zeros need not be stored there.
+
+    Args:
+        path: The checkpoint.
+        is_ours: Whether it must be one of ours; else it may be anybody's.
 
     Raises:
         DamagedCheckpointError: A metadata file is missing or has changed, or an array
@@ -39,16 +49,16 @@ def check(path: Path) -> None:
     """
     stored = _locate.read_stored(path, None)
     if stored.metadata.format != "flaxckpt":
+        if is_ours:
+            raise errors.DamagedCheckpointError(
+                f"{path / _orbax_json.MANIFEST} is missing; restore another step"
+            )
         return
     with _access.explained(path):
+        let_go = _orbax.has_let_go_dataset(path)
         for name, digest in stored.digests.items():
-            of_dataset = name.startswith(f"{_orbax.DATASET}/")
-            if _orbax.is_of_database(name) or (
-                of_dataset and not stored.metadata.has_dataset
-            ):
-                continue
-            content = _orbax_disk.read_file(path / name)
-            _orbax_disk.check_digest(path / name, content, digest)
+            if not (let_go and name.startswith(f"{_orbax.DATASET}/")):
+                _check_digest(path / name, digest)
         manifest = _orbax_disk.json_file(path / _orbax_json.MANIFEST)
         encoding = _orbax_json.encoding(manifest)
         arrays = [i for i in stored.metadata.leaves.values() if i.dtype is not None]
@@ -59,6 +69,18 @@ def check(path: Path) -> None:
             return
         for info in arrays:
             _check_array(path / _orbax.STATE, encoding, info)
+
+
+def _check_digest(file: Path, recorded: str) -> None:
+    try:
+        found = _storage.digest_file(file, max_bytes=sys.maxsize)
+    except FileNotFoundError:
+        found = None
+    if found != recorded:
+        raise errors.DamagedCheckpointError(
+            f"{file} has changed since it was saved: wanted {recorded}, found"
+            f" {found or 'no such file'}; restore another step"
+        )
 
 
 def _check_database(

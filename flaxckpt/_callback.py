@@ -10,11 +10,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
-import jax
-
-from flaxckpt import _counters, _multihost, _preflight, _resume, errors
+from flaxckpt import (
+    _beginning,
+    _counters,
+    _multihost,
+    _preflight,
+    _resume,
+    errors,
+)
 from flaxckpt._checkpointer import Checkpointer
-from flaxckpt._preemption import Notice, Watch
+from flaxckpt._preemption import Grace, Notice, Watch
 from flaxckpt._save import SaveHandle
 from flaxckpt._triggers import Due, Triggers
 from flaxckpt._types import PathLike, PyTree
@@ -112,8 +117,6 @@ class CheckpointCallback:
             raise errors.OptionError(
                 f"preflight must be True, False or 'warn', got {preflight!r}"
             )
-        if grace_secs is not None and grace_secs <= 0:
-            raise errors.OptionError(f"grace_secs must be positive, got {grace_secs}")
         if temporary and every_secs is None:
             raise errors.OptionError(
                 "temporary=True is for the saves that every_secs calls for: pass it too"
@@ -129,7 +132,7 @@ class CheckpointCallback:
         )
         self._temporary = temporary
         self._watch = Watch(clock) if on_preemption else None
-        self._grace_secs = grace_secs
+        self._grace = Grace(grace_secs, clock)
         self._exit_code = exit_code
         self._save_last = save_last
         self._dataset = dataset
@@ -140,7 +143,6 @@ class CheckpointCallback:
         self._getters: dict[str, Callable[[], Any]] = {}
         self._seen = 0
         self._saved: int | None = None
-        self._save_secs: float | None = None
         self._last: _Seen | None = None
         self._is_checked = False
         self._has_stopped = False
@@ -272,27 +274,7 @@ class CheckpointCallback:
         """
         self._start_watching()
         ckpt = self.checkpointer
-        latest, restored = ckpt.latest_step(), ckpt.restored_step
-        if restored is None and latest is not None and latest >= given.step:
-            raise errors.CheckpointExistsError(
-                f"{ckpt.directory} holds steps up to {latest} of an earlier run, and"
-                f" this one is at {given.step}: go on from there with restore_or_init,"
-                " or choose another directory"
-            )
-        if restored is not None and given.step < restored:
-            raise errors.OptionError(
-                f"this run has restored step {restored}, and is at {given.step} now:"
-                " begin the loop at the step that restore_or_init returns"
-            )
-        if restored is not None and latest is not None and latest > restored:
-            _log.warning(
-                "%s has steps up to %d, beyond step %d that was restored: they are"
-                " replaced as the run gets there",
-                ckpt.directory,
-                latest,
-                restored,
-            )
-        begun = latest if restored is None else restored
+        begun = _beginning.check(ckpt, given.step)
         if begun is not None:
             self._seen = max(self._seen, begun)
             self._saved = begun if self._saved is None else self._saved
@@ -350,7 +332,7 @@ class CheckpointCallback:
         """Remembers how long the last save took, for when there is little time."""
         if self.last_save is not None and self.last_save.done():
             with contextlib.suppress(errors.CheckpointError):  # that was told already
-                self._save_secs = self.last_save.wait().total_secs
+                self._grace.save_secs = self.last_save.wait().total_secs
 
     def _finish(self) -> None:
         """Before the checkpointer closes: the last step, and the signals put back."""
@@ -380,7 +362,7 @@ class CheckpointCallback:
         saved = True
         if given.step == self._saved:
             what = "was saved already"
-        elif self._has_time(notice):
+        elif self._grace.is_enough(notice):
             self._save(given)
             self.checkpointer.wait()
             what = "is saved"
@@ -406,21 +388,6 @@ class CheckpointCallback:
         if notice.is_interrupt:
             raise KeyboardInterrupt
         raise SystemExit(self._exit_code)
-
-    def _has_time(self, notice: Notice) -> bool:
-        if self._grace_secs is None or self._save_secs is None:
-            return True
-        left = self._grace_secs - (self._clock() - notice.at)
-        if self._save_secs <= left:
-            return True
-        _log.warning(
-            "%s: %.1f s are left, and the last save took %.1f s: the optimizer is not"
-            " saved",
-            notice.name,
-            max(left, 0.0),
-            self._save_secs,
-        )
-        return False
 
     # ---- beginning and ending -----------------------------------------------------
 
@@ -465,52 +432,23 @@ class CheckpointCallback:
             CheckpointError: There are checkpoints, but none that fits.
         """
         self._start_watching()
-        ckpt = self.checkpointer
-        dataset = self._dataset if dataset is None else dataset
-        self._tell_of_params_only()
-        if ckpt.latest_step() is not None:
-            restored, step = ckpt.restore_latest(state, dataset=dataset)
-            self._saved = step
-        elif source is not None:
-            restored, step = ckpt.load_source(
+        restored, step = _beginning.restore_or_init(
+            self.checkpointer,
+            state,
+            _beginning.Source(
                 source,
-                state,
-                step=source_step,
-                transforms=source_transforms,
-                missing=missing,
-                unused=unused,
-                optimizer=optimizer,
-            )
-        else:
-            ckpt.check_other_names()
-            self._check_concrete(state)
-            _log.info("no checkpoint in %s: starting anew", ckpt.directory)
-            restored, step = state, 0
+                source_step,
+                source_transforms,
+                missing,
+                unused,
+                optimizer,
+            ),
+            dataset=self._dataset if dataset is None else dataset,
+        )
+        self._saved = self.checkpointer.restored_step
         self._seen = step
         self._triggers.restart_clock()
         return restored, step
-
-    def _check_concrete(self, state: PyTree) -> None:
-        leaves = jax.tree.leaves(state)
-        abstract = [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
-        if abstract:
-            raise errors.CheckpointNotFoundError(
-                f"{self.checkpointer.directory} has no checkpoint to restore, and"
-                f" {len(abstract)} leaves of the state have no values to begin"
-                " with: pass an initialised state"
-            )
-
-    def _tell_of_params_only(self) -> None:
-        """Says what a run that had too little time has left behind."""
-        latest = self.checkpointer.latest_step()
-        left = self.checkpointer.params_only()
-        if left is not None and (latest is None or left[0] > latest):
-            _log.warning(
-                "there was no time to save step %d whole: its parameters, without the"
-                " optimizer, are in %s. The run goes on from %s",
-                *left,
-                "the beginning" if latest is None else f"step {latest}",
-            )
 
     def add_metrics(self, step: int, metrics: Any) -> None:
         """Adds metrics to a committed step, as of an evaluation after its save.

@@ -242,7 +242,7 @@ class CheckpointMetadata:
         created: When the save began, in seconds since 1970; None if not recorded.
         committed: When it was committed, likewise.
         custom: The user's own `metadata=`.
-        has_dataset: Whether a dataset iterator was saved with it.
+        has_dataset: Whether it has the state of a dataset iterator.
         total_bytes: Size of all arrays, uncompressed.
         lineage: What the run began from, the nearest first.
         transforms: What was changed when it was saved, as text.

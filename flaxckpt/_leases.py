@@ -136,7 +136,8 @@ def deletion(path: Path) -> Iterator[None]:
     mark = path / DELETING
     mark.touch()
     try:
-        check_unread(path)
+        if found := readers(path):
+            raise in_use(path, found)
         yield
     except BaseException:
         with contextlib.suppress(OSError):
@@ -144,15 +145,10 @@ def deletion(path: Path) -> Iterator[None]:
         raise
 
 
-def check_unread(path: Path) -> None:
-    """Refuses a checkpoint that somebody reads.
-
-    Raises:
-        SaveFailedError: All who do.
-    """
-    if found := readers(path):
-        raise errors.SaveFailedError(
-            f"{path} is not deleted: it is being read by {', '.join(sorted(found))};"
-            " delete it when they are done (a reader that is gone is forgotten after"
-            f" {_EXPIRES_SECS:g} s)"
-        )
+def in_use(path: Path, found: Iterable[str]) -> errors.SaveFailedError:
+    """The error for a checkpoint that cannot be deleted because it is read."""
+    return errors.SaveFailedError(
+        f"{path} is not deleted: it is being read by {', '.join(sorted(found))};"
+        " delete it when they are done (a reader that is gone is forgotten after"
+        f" {_EXPIRES_SECS:g} s)"
+    )

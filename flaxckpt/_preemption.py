@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 
-from flaxckpt import _multihost
+from flaxckpt import _multihost, errors
 
 _log = logging.getLogger(__name__)
 
@@ -136,3 +136,36 @@ def _pass_on(number: int, previous: Any, frame: FrameType | None) -> None:
     elif previous is signal.SIG_DFL:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+
+
+class Grace:
+    """Whether there is time to save everything before the program is killed.
+
+    Args:
+        secs: How long it lives after a notice; None if that is not known.
+        clock: Seconds, the one of the notices.
+
+    Attributes:
+        save_secs: How long a save takes; None as long as there was none.
+    """
+
+    def __init__(self, secs: float | None, clock: Callable[[], float]) -> None:
+        if secs is not None and not secs > 0:
+            raise errors.OptionError(f"grace_secs must be positive, got {secs}")
+        self.save_secs: float | None = None
+        self._secs = secs
+        self._clock = clock
+
+    def is_enough(self, notice: Notice) -> bool:
+        """Whether a save like the last one would end in time, as far as is known."""
+        if self._secs is None or self.save_secs is None:
+            return True
+        left = self._secs - (self._clock() - notice.at)
+        if self.save_secs > left:
+            _log.warning(
+                "%s: %.1f s are left, and the last save took %.1f s",
+                notice.name,
+                max(left, 0.0),
+                self.save_secs,
+            )
+        return self.save_secs <= left

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -49,9 +49,9 @@ class _Remembered(Generic[T]):
             known = self._known[path] = (stamp, self._read(path))
         return known[1]
 
-    def clear(self) -> None:
-        """Forgets all."""
-        self._known.clear()
+    def forget(self, *, all_but: Collection[Path] = ()) -> None:
+        """Forgets all other steps."""
+        self._known = {p: known for p, known in self._known.items() if p in all_but}
 
 
 class _Ranked:
@@ -127,8 +127,8 @@ class Retention:
 
     def forget(self) -> None:
         """Reads everything anew from here on."""
-        self._metrics.clear()
-        self._created.clear()
+        self._metrics.forget()
+        self._created.forget()
 
     def best(self, policy: policies.BestN) -> set[int]:
         """The steps that `policy` names."""
@@ -145,7 +145,10 @@ class Retention:
             given = self.rules.metrics_from()
             elsewhere = {step: as_metrics(each) for step, each in given.items()}
         found = {}
-        for step, path in self.listed().items():
+        listed = self.listed()
+        for remembered in (self._metrics, self._created):
+            remembered.forget(all_but=set(listed.values()))
+        for step, path in listed.items():
             if not is_step(path):
                 continue
             marks = _steps.marks(path, dataset=_orbax.DATASET)
@@ -196,7 +199,7 @@ class Retention:
             SaveFailedError: That step is not whole.
         """
         try:
-            found = self._found()
+            found = self._found() if self._anything_may_go() else {}
             reasons = self._explained(found)
             going = [s for s, why in reasons.items() if not why and s != just_saved]
             staying = {s: each for s, each in found.items() if s not in going}
@@ -207,7 +210,10 @@ class Retention:
             _log.error("nothing is deleted after step %d: %s", just_saved, error)
             return ()
         if going or datasets:
-            self._check_whole(max(found) if just_saved is None else just_saved)
+            self._check_whole(
+                max(found) if just_saved is None else just_saved,
+                is_ours=just_saved is not None,
+            )
         deleted = tuple(
             step
             for step in going
@@ -221,10 +227,16 @@ class Retention:
         self._attempt(what, _steps.sweep, self._directory, self._format)
         return deleted
 
-    def _check_whole(self, step: int) -> None:
+    def _anything_may_go(self) -> bool:
+        """Whether it is worth a closer look at every step."""
+        if self.rules.keep or self.rules.keep_dataset:
+            return True
+        return any(_steps.is_temporary(path) for path in self.listed().values())
+
+    def _check_whole(self, step: int, *, is_ours: bool) -> None:
         path = self._directory / self._format.name(step)
         try:
-            _audit.check(path)
+            _audit.check(path, is_ours=is_ours)
         except (errors.CheckpointError, OSError) as error:
             raise errors.SaveFailedError(
                 f"step {step} is not whole on the disk, so no other is deleted: {error}"

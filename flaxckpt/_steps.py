@@ -315,6 +315,11 @@ def is_pinned(path: Path) -> bool:
     return (path / PIN).is_file()
 
 
+def is_temporary(path: Path) -> bool:
+    """Whether the step at `path` goes as soon as there is a newer one."""
+    return (path / UNTIL_NEXT).is_file()
+
+
 def pin(path: Path) -> None:
     """Keeps the step at `path` until it is unpinned."""
     _storage.replace(path / PIN, _MARK)
@@ -347,10 +352,10 @@ def delete(path: Path) -> None:
     aside = path.with_name(path.name + TEMPORARY + _DELETED)
     with _leases.deletion(path):
         _storage.withdraw(path, aside)
-        if _leases.readers(aside):  # a network file system told of it too late
+        if late := _leases.readers(aside):  # as a network file system may tell
             aside.rename(path)
             _storage.sync_directory(path.parent)
-            _leases.check_unread(path)
+            raise _leases.in_use(path, late)
     _storage.remove_tree(aside)
     _log.info("deleted %s", path)
 

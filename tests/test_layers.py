@@ -50,7 +50,7 @@ LAYERS = (
     {"_targets", "_belongings"},
     {"_convert", "_retention"},
     {"_checkpointer"},
-    {"_preflight", "_resume"},
+    {"_beginning", "_preflight", "_resume"},
     {"_callback", "_report", "_tools"},
     {"configs"},
     {"cli", "integrations"},

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flaxckpt import errors, policies
-from flaxckpt.policies import BestN, EveryNSteps, LatestN
+from flaxckpt.policies import BestN, EveryNSecs, EveryNSteps, LatestN, OnSteps
 
 LOSS = "eval/loss"
 ACC = "eval/accuracy"
@@ -21,6 +21,8 @@ class Saved:
 
     step: int
     metrics: Mapping[str, float] = field(default_factory=dict)
+    created: float = 0.0
+    temporary: bool = False
 
 
 def run(acc=None, **losses):
@@ -32,6 +34,17 @@ def run(acc=None, **losses):
 
 def plain(*steps):
     return [Saved(step) for step in steps]
+
+
+def at(*times):
+    """Checkpoints 0, 1, 2, …, by when they were saved."""
+    return [Saved(step, created=time) for step, time in enumerate(times)]
+
+
+def brief(*steps, among=()):
+    """Temporary checkpoints, among others that are not."""
+    found = [Saved(step, {LOSS: float(step)}, step, temporary=True) for step in steps]
+    return [*found, *(Saved(step, {LOSS: 0.5}, step) for step in among)]
 
 
 def stays(chosen, checkpoints, pinned=()):
@@ -48,6 +61,23 @@ def stays(chosen, checkpoints, pinned=()):
         (LatestN(9), plain(0, 1), {0, 1}),
         (EveryNSteps(3), plain(0, 1, 3, 4, 6), {0, 3, 6}),
         (EveryNSteps(1), plain(0, 5), {0, 5}),
+        (EveryNSecs(10), at(), set()),
+        (EveryNSecs(10), at(5), {0}),
+        (EveryNSecs(10), at(5, 14, 15, 24.9, 25), {0, 2, 4}),
+        (EveryNSecs(10), at(0, 9, 18, 27), {0, 2}),
+        (EveryNSecs(0.5), at(0, 0.25, 0.5), {0, 2}),
+        (EveryNSecs(10), at(0, 3, 2, 4), {0}),
+        (EveryNSecs(10), at(1000, 3, 4, 13), {0, 1, 3}),
+        (EveryNSecs(10), at(0, 5000, 20, 29, 30), {0, 1, 2, 4}),
+        (EveryNSecs(10), at(0, math.nan, 1), {0, 1, 2}),
+        (EveryNSecs(10), list(reversed(at(0, 9, 10))), {0, 2}),
+        (OnSteps([2, 4, 9]), plain(1, 2, 3, 4), {2, 4}),
+        (OnSteps(()), plain(1), set()),
+        (LatestN(2), brief(1, 3, 5, among=(2, 4)), {2, 4}),
+        (EveryNSteps(2), brief(1, 2, 5, among=(3, 4)), {4}),
+        (EveryNSecs(2), brief(0, 2, 4, among=(1, 3)), {1, 3}),
+        (OnSteps({1, 2}), brief(1, among=(2, 3)), {1, 2}),
+        (BestN(1, LOSS, "max"), brief(1, 5, among=(2, 3)), {5}),
         (BestN(1, LOSS, "min"), run(s0=0.1, s1=0.2), {0}),
         (BestN(1, LOSS, "max"), run(s0=0.1, s1=0.2), {1}),
         (BestN(2, LOSS, "min"), run(s1=0.3, s2=0.1, s3=0.2), {2, 3}),
@@ -90,6 +120,40 @@ def test_without_a_policy_everything_stays():
     assert policies.decide([], []) == {}
 
 
+def test_a_temporary_step_stays_while_it_is_the_newest():
+    assert policies.decide([], brief(3, among=(1, 2))) == {
+        1: ["no policy"],
+        2: ["no policy"],
+        3: ["newest", "temporary"],
+    }
+    assert stays([], brief(3, 4, among=(1, 2))) == [1, 2, 4]
+    assert stays([], brief(3, 4, among=(1, 5))) == [1, 5]
+    assert stays([LatestN(1)], brief(3, 4, among=(1, 2))) == [2, 4]
+    assert stays([], brief(1, 3, among=(5,)), pinned=[3]) == [3, 5]
+
+
+def test_what_is_read_stays_and_counts_like_others():
+    decided = policies.decide(
+        [LatestN(2)], plain(1, 2, 3), readers={1: ["b:2", "a:1"], 9: ["c:3"], 3: []}
+    )
+    assert decided == {
+        1: ["being read by a:1", "being read by b:2"],
+        2: ["LatestN(2)"],
+        3: ["newest", "LatestN(2)"],
+    }
+
+
+def test_what_does_not_know_of_temporary_steps_has_none():
+    @dataclass
+    class Plain:
+        step: int
+        metrics: dict
+
+    saved = [Plain(1, {}), Plain(2, {})]
+    assert stays([LatestN(1)], saved) == [2]
+    assert stays([], saved) == [1, 2]
+
+
 def test_a_policy_of_ones_own_is_any_object_with_preserved():
     class Odd:
         def preserved(self, saved):
@@ -111,6 +175,15 @@ def test_a_policy_of_ones_own_is_any_object_with_preserved():
         lambda: LatestN(1.5),
         lambda: LatestN(True),
         lambda: EveryNSteps(0),
+        lambda: EveryNSecs(0),
+        lambda: EveryNSecs(-1.0),
+        lambda: EveryNSecs(math.nan),
+        lambda: EveryNSecs(math.inf),
+        lambda: EveryNSecs(True),
+        lambda: EveryNSecs("1"),
+        lambda: OnSteps([1.5]),
+        lambda: OnSteps([-1]),
+        lambda: OnSteps([True]),
         lambda: BestN(0, LOSS, "min"),
         lambda: BestN(1, "", "min"),
         lambda: BestN(1, LOSS, "lowest"),
@@ -203,16 +276,21 @@ def test_t5x_keeps_the_best_and_the_latest(chosen, checkpoints, pinned, after):
 values = st.one_of(
     st.none(), st.floats(), st.sampled_from([0.0, 1.0]), st.integers(-3, 3)
 )
-runs = st.dictionaries(st.integers(0, 50), values, max_size=12).map(
+times = st.one_of(st.integers(0, 100), st.floats(allow_nan=False))
+runs = st.dictionaries(
+    st.integers(0, 50), st.tuples(values, times, st.booleans()), max_size=12
+).map(
     lambda by_step: [
-        Saved(step, {} if value is None else {LOSS: value})
-        for step, value in by_step.items()
+        Saved(step, {} if value is None else {LOSS: value}, time, is_temporary)
+        for step, (value, time, is_temporary) in by_step.items()
     ]
 )
 counts = st.integers(1, 6)
 some_policy = st.one_of(
     st.builds(LatestN, counts),
     st.builds(EveryNSteps, counts),
+    st.builds(EveryNSecs, st.integers(1, 60)),
+    st.builds(OnSteps, st.sets(st.integers(0, 50), max_size=3)),
     st.builds(BestN, counts, st.just(LOSS), st.sampled_from(["min", "max"])),
 )
 some_policies = st.lists(some_policy, max_size=3)
@@ -225,6 +303,31 @@ def test_the_newest_and_the_pinned_always_stay(chosen, saved, pinned):
     kept = stays(chosen, saved, pinned)
     assert steps & pinned <= set(kept) <= steps
     assert not steps or max(steps) in kept
+
+
+@given(some_policies, runs)
+def test_of_temporary_steps_only_the_newest_stays_unless_it_is_named(chosen, saved):
+    named = {s for p in chosen for s in p.preserved(saved)}
+    temporary = {c.step for c in saved if c.temporary}
+    for policy in chosen:
+        if isinstance(policy, LatestN | EveryNSteps | EveryNSecs):
+            permanent = [c for c in saved if not c.temporary]
+            assert policy.preserved(saved) == policy.preserved(permanent)
+    newest = {max(c.step for c in saved)} if saved else set()
+    assert set(stays(chosen, saved)) & temporary == temporary & (named | newest)
+
+
+@given(st.integers(1, 60), runs)
+def test_what_goes_between_times_has_a_kept_one_shortly_before(secs, saved):
+    permanent = sorted((c for c in saved if not c.temporary), key=lambda c: c.step)
+    kept = EveryNSecs(secs).preserved(saved)
+    last = None
+    for checkpoint in permanent:
+        if checkpoint.step in kept:
+            last = checkpoint.created
+        else:
+            assert last is not None
+            assert 0 <= checkpoint.created - last < secs
 
 
 @given(some_policies, runs, some_steps, some_policy)

@@ -241,7 +241,7 @@ def stop_with(ckpt, *, grace_secs, took_secs):
     on_step(start + 2, train_state_at(start + 2))
     ckpt.wait()
     on_step._note_duration()
-    on_step._save_secs = took_secs
+    on_step._grace.save_secs = took_secs
     on_step.last_save = None
     send()
     with pytest.raises(SystemExit) as left:

@@ -40,7 +40,7 @@ def source(tmp_path):
 def begin(directory, state, **options):
     """One start of a training script: where it begins, and its first save."""
     with flaxckpt.Checkpointer(directory) as ckpt:
-        on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=1)
+        on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=1, check_step=False)
         state, start = on_step.restore_or_init(state, **options)
         on_step(start + 1, state)
     return state, start

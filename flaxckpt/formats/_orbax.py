@@ -389,7 +389,7 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
         digests={
             name.removeprefix(f"{STATE}/"): digest
             for name, digest in digests.items()
-            if is_of_database(name)
+            if _is_of_database(name)
         },
     )
     described = dataclasses.replace(
@@ -407,5 +407,5 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
     )
 
 
-def is_of_database(name: str) -> bool:
+def _is_of_database(name: str) -> bool:
     return name == f"{STATE}/manifest.ocdbt" or name.startswith(f"{STATE}/d/")

@@ -1,0 +1,636 @@
+"""What stays in a run directory and what goes, over real checkpoints."""
+
+import json
+import math
+import os
+import shutil
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import strategies
+
+import flaxckpt
+from flaxckpt import _steps, _storage, errors
+from flaxckpt.datasets import StepIndexed
+from flaxckpt.policies import BestN, EveryNSecs, EveryNSteps, LatestN, OnSteps
+
+FILES = flaxckpt.ArrayLayout(store="files")
+ACC = "eval/accuracy"
+BEST_2 = [LatestN(1), BestN(2, ACC, "max")]
+
+
+def state(step):
+    return {"w": np.full((4, 4), float(step)), "step": step}
+
+
+def save(root, *steps, **options):
+    """Saves each step after a restart of its own."""
+    for step in steps:
+        with flaxckpt.Checkpointer(root, **options) as ckpt:
+            ckpt.save(step, state(step))
+    return ckpt.steps()
+
+
+def put_metrics(root, **values):
+    """Adds `s3=0.5` to step 3, as a job that evaluates would."""
+    ckpt = flaxckpt.Checkpointer(root)
+    for name, value in values.items():
+        ckpt.add_metrics(int(name[1:]), {ACC: value})
+
+
+def put_created(root, step, seconds):
+    """Says that `step` was saved at another time; its digest is then another, too."""
+    path = root / str(step)
+    told = json.loads((path / "_CHECKPOINT_METADATA").read_text())
+    told["init_timestamp_nsecs"] = int(seconds * 1e9)
+    (path / "_CHECKPOINT_METADATA").write_text(json.dumps(told))
+
+
+# ---- as T5X ----------------------------------------------------------------------
+
+
+def test_t5x_keeps_the_latest_across_restarts_and_other_options(tmp_path):
+    assert save(tmp_path, 42, keep=[LatestN(2)]) == [42]
+    assert save(tmp_path, 43, keep=[LatestN(2)]) == [42, 43]
+    assert save(tmp_path, 44, keep=[LatestN(2)]) == [43, 44]
+    assert save(tmp_path, 45, keep=[LatestN(1)]) == [45]
+    assert save(tmp_path, 46, keep=[LatestN(3)]) == [45, 46]
+    assert save(tmp_path, 47) == [45, 46, 47]
+
+
+def test_t5x_leaves_a_directory_with_a_file_called_pinned_alone(tmp_path):
+    save(tmp_path, 42, keep=[LatestN(1)])
+    (tmp_path / "42" / "PINNED").write_text("1")  # as its users write it
+    assert save(tmp_path, 43, keep=[LatestN(1)]) == [42, 43]
+    assert save(tmp_path, 44, keep=[LatestN(1)]) == [42, 44]
+
+
+def test_t5x_keeps_the_best_and_the_latest_whatever_is_measured_later(tmp_path):
+    keep = [LatestN(1), BestN(2, ACC, "max")]
+    save(tmp_path, 42, 43, 44)
+    put_metrics(tmp_path, s42=0.9, s43=0.8, s44=0.7)
+    assert save(tmp_path, 45, keep=keep) == [42, 43, 45]
+    keep = [LatestN(1), BestN(2, ACC, "min")]
+    put_metrics(tmp_path, s45=0.95)
+    assert save(tmp_path, 46) == [42, 43, 45, 46]
+    put_metrics(tmp_path, s46=0.99)
+    assert save(tmp_path, 47, keep=keep) == [42, 43, 47]
+
+
+def test_t5x_keeps_the_best_of_a_period_beside_the_latest(tmp_path):
+    keep = [LatestN(1), BestN(2, ACC, "max"), EveryNSteps(3)]
+    found = {}
+    for step in range(10):
+        found[step] = save(tmp_path, step, keep=keep)
+        put_metrics(tmp_path, **{f"s{step}": step / 10})
+    # T5X has 5, too: it looks for the best two among the others, and 6 is not one.
+    assert found[8] == [0, 3, 6, 7, 8]
+    assert found[9] == [0, 3, 6, 7, 8, 9]
+
+
+class Unmeasured:
+    """Keeps what nobody has measured yet."""
+
+    def preserved(self, checkpoints):
+        return {c.step for c in checkpoints if ACC not in c.metrics}
+
+
+def test_t5x_keeps_steps_without_metrics_if_told_to(tmp_path):
+    keep = [LatestN(1), BestN(1, ACC, "max")]
+    save(tmp_path, 41, 42, keep=[*keep, Unmeasured()])
+    for step, accuracy in ((43, 0.6), (44, 0.5), (45, 0.4)):
+        found = save(tmp_path, step, keep=[*keep, Unmeasured()])
+        put_metrics(tmp_path, **{f"s{step}": accuracy})
+        assert found == {43: [41, 42, 43], 44: [41, 42, 43, 44]}.get(
+            step, [41, 42, 43, 45]
+        )
+    assert save(tmp_path, 46, keep=keep) == [43, 46]
+
+
+def test_t5x_does_not_replace_a_pinned_one_of_few_metrics(tmp_path):
+    keep = [LatestN(1), BestN(1, ACC, "max"), Unmeasured()]
+    save(tmp_path, 41, 42, 43)
+    put_metrics(tmp_path, s43=0.6)
+    for step in (41, 43):
+        flaxckpt.Checkpointer(tmp_path).pin(step)
+    assert save(tmp_path, 44, keep=keep) == [41, 42, 43, 44]
+    put_metrics(tmp_path, s44=0.5)
+    assert save(tmp_path, 45, keep=keep) == [41, 42, 43, 45]
+
+
+def test_t5x_finds_the_best_of_many_after_a_restart(tmp_path):
+    source = tmp_path / "0"
+    save(tmp_path, 0)
+    for step in range(1, 31):
+        shutil.copytree(source, tmp_path / str(step))
+    shutil.rmtree(source)
+    put_metrics(tmp_path, **{f"s{s}": float(s in (12, 23)) for s in range(1, 31)})
+    assert save(tmp_path, 31, keep=BEST_2) == [12, 23, 31]
+
+
+def test_t5x_does_not_count_a_pinned_step_twice(tmp_path):
+    save(tmp_path, 42, 43, 44)
+    put_metrics(tmp_path, s42=0.9, s43=0.7, s44=0.8)
+    flaxckpt.Checkpointer(tmp_path).pin(43)
+    assert save(tmp_path, 45, keep=BEST_2) == [42, 43, 44, 45]
+    save(tmp_path, 46)
+    flaxckpt.Checkpointer(tmp_path).unpin(43)
+    assert save(tmp_path, 47, keep=BEST_2) == [42, 44, 47]
+
+
+def test_t5x_keeps_dataset_states_of_fewer_steps(tmp_path):
+    options = {"keep": [LatestN(2)], "keep_dataset": [LatestN(1)]}
+    for step, wanted in ((42, {42: True}), (43, {42: False, 43: True})):
+        with flaxckpt.Checkpointer(tmp_path, **options) as ckpt:
+            ckpt.save(step, state(step), dataset=StepIndexed(lambda i: i, start=step))
+        assert has_datasets(ckpt) == wanted
+    with flaxckpt.Checkpointer(tmp_path, **options) as ckpt:
+        ckpt.save(44, state(44), dataset=StepIndexed(lambda i: i, start=44))
+    assert has_datasets(ckpt) == {43: False, 44: True}
+    strategies.assert_same(state(43), ckpt.restore(step=43))
+
+
+def has_datasets(ckpt):
+    return {step: ckpt.metadata(step).has_dataset for step in ckpt.steps()}
+
+
+# ---- policies over what is on the disk -------------------------------------------
+
+
+def test_steps_far_enough_apart_in_time_are_kept(tmp_path):
+    keep = [EveryNSecs(60)]
+    save(tmp_path, *range(6))
+    for step, seconds in enumerate((1000, 1030, 1061, 1100, 1121, 1122)):
+        put_created(tmp_path, step, seconds)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=keep)
+    assert [s for s, why in ckpt.explain().items() if str(keep[0]) in why] == [0, 2, 4]
+    put_created(tmp_path, 3, 2000)  # told anew: nothing is remembered of the old file
+    assert [s for s, why in ckpt.explain().items() if str(keep[0]) in why] == [
+        *(0, 2, 3),
+        4,  # the clock went back
+    ]
+
+
+def test_a_step_without_a_record_is_as_old_as_its_oldest_file(tmp_path):
+    save(tmp_path, 1, 2, 3)
+    for step, seconds in ((1, 1000), (2, 1010), (3, 1070)):
+        (tmp_path / str(step) / "_CHECKPOINT_METADATA").unlink()
+        for path in (tmp_path / str(step)).iterdir():
+            os.utime(path, (seconds, seconds))
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[EveryNSecs(60)])
+    assert ckpt.prune(dry_run=True) == (2,)
+
+
+def test_steps_of_orbax_are_as_old_as_orbax_says(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    before = time.time()
+    with ocp.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, args=ocp.args.StandardSave(state(step)))
+    seen = []
+
+    class Look:
+        def preserved(self, checkpoints):
+            seen.extend(c.created for c in checkpoints)
+            return set()
+
+    assert list(flaxckpt.Checkpointer(tmp_path, keep=[Look()]).explain()) == [1, 2]
+    assert before - 1 < seen[0] <= seen[1] < time.time() + 1
+    for path in (tmp_path / "1").iterdir():
+        os.utime(path, (0, 0))  # what the files say does not matter
+    assert flaxckpt.Checkpointer(tmp_path, keep=[Look()]).explain()
+    assert seen[2:] == seen[:2]
+
+
+def test_chosen_steps_stay(tmp_path):
+    assert save(tmp_path, *range(6), keep=[OnSteps({1, 3, 99})]) == [1, 3, 5]
+
+
+def test_metrics_of_another_process_count_without_reload(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path, keep=[BestN(1, ACC, "max")]) as trainer:
+        trainer.save(1, state(1), metrics={"loss": 1.0}).wait()
+        assert trainer.best_step(ACC, "max") is None
+        put_metrics(tmp_path, s1=0.5)
+        trainer.save(2, state(2)).wait()
+        trainer.save(3, state(3)).wait()
+        assert trainer.steps() == [1, 3]
+        assert trainer.metrics(1) == {"loss": 1.0, ACC: 0.5}
+
+
+# ---- temporary steps -------------------------------------------------------------
+
+
+def test_a_temporary_step_goes_when_there_is_a_newer_one(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state(1)).wait()
+        ckpt.save(2, state(2), temporary=True).wait()
+        assert ckpt.explain() == {1: ["no policy"], 2: ["newest", "temporary"]}
+        assert ckpt.save(3, state(3), temporary=True).wait().deleted_steps == (2,)
+        assert ckpt.save(4, state(4)).wait().deleted_steps == (3,)
+        assert ckpt.steps() == [1, 4]
+
+
+def test_a_temporary_step_is_restored_like_others_after_a_restart(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state(1))
+        ckpt.save(2, state(2), temporary=True)
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        strategies.assert_same(state(2), ckpt.restore())
+        ckpt.save(3, state(3))
+    assert ckpt.steps() == [1, 3]
+
+
+def test_temporary_steps_take_no_place_of_others(tmp_path):
+    keep = [LatestN(2), EveryNSteps(10), EveryNSecs(1e-9)]
+    with flaxckpt.Checkpointer(tmp_path, keep=keep[:2]) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state(step))
+        ckpt.save(10, state(10), temporary=True).wait()
+        assert ckpt.steps() == [2, 3, 10]
+        ckpt.save(11, state(11), temporary=True).wait()
+        assert ckpt.steps() == [2, 3, 11]
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=keep[2:])
+    assert ckpt.explain()[11] == ["newest", "temporary"]
+
+
+def test_a_temporary_step_stays_if_it_is_the_best_or_pinned_or_chosen(tmp_path):
+    keep = [BestN(1, ACC, "max"), OnSteps([3])]
+    with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
+        ckpt.save(1, state(1), metrics={ACC: 0.9}, temporary=True).wait()
+        ckpt.save(2, state(2), temporary=True).wait()
+        ckpt.pin(2)
+        for step in (3, 4, 5):
+            ckpt.save(step, state(step), temporary=True).wait()
+    assert ckpt.explain() == {
+        1: ["BestN(1, 'eval/accuracy', 'max')"],
+        2: ["pinned"],
+        3: ["OnSteps([3])"],
+        5: ["newest", "temporary"],
+    }
+
+
+@pytest.mark.parametrize("on_exists", ["overwrite", "skip"])
+def test_saving_a_temporary_step_again_for_good_keeps_it(tmp_path, on_exists):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state(1), temporary=True)
+        ckpt.save(1, state(1), on_exists=on_exists)
+        ckpt.save(2, state(2)).wait()
+        assert ckpt.steps() == [1, 2]
+        ckpt.save(2, state(2), temporary=True, on_exists="skip")
+        ckpt.save(3, state(3)).wait()
+        assert ckpt.steps() == [1, 2, 3], "what is skipped is not changed"
+        ckpt.save(3, state(3), temporary=True, on_exists="overwrite")
+        ckpt.save(4, state(4))
+    assert ckpt.steps() == [1, 2, 4]
+
+
+def test_what_replaces_a_pinned_step_is_pinned(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
+        ckpt.save(1, state(1)).wait()
+        ckpt.pin(1)
+        ckpt.save(1, state(7), on_exists="overwrite")
+        ckpt.save(2, state(2)).wait()
+        assert ckpt.explain()[1] == ["pinned"]
+        strategies.assert_same(state(7), ckpt.restore(step=1))
+        ckpt.unpin(1)
+        assert ckpt.prune() == (1,)
+
+
+# ---- dataset states --------------------------------------------------------------
+
+
+def batches(start=0):
+    return StepIndexed(lambda i: i, start=start)
+
+
+def save_datasets(root, *steps, **options):
+    with flaxckpt.Checkpointer(root, **options) as ckpt:
+        for step in steps:
+            ckpt.save(step, state(step), dataset=batches(step))
+    return ckpt
+
+
+def test_a_state_that_was_let_go_is_no_damage_and_says_so(tmp_path):
+    ckpt = save_datasets(tmp_path, 1, 2, keep_dataset=[LatestN(1)])
+    assert ckpt.explain() == {
+        1: ["no policy", "dataset let go"],
+        2: ["newest", "no policy"],
+    }
+    strategies.assert_same(state(1), ckpt.restore(step=1))
+    with pytest.raises(errors.DatasetStateError, match="let go by keep_dataset"):
+        ckpt.restore(step=1, dataset=batches())
+    iterator = batches()
+    ckpt.restore(dataset=iterator)
+    assert next(iterator) == 2
+    flaxckpt.convert(tmp_path / "1", tmp_path / "copy")
+    assert not flaxckpt.metadata(tmp_path / "copy").has_dataset
+
+
+def test_states_stay_with_the_newest_and_the_pinned(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path, keep_dataset=[EveryNSteps(3)]) as ckpt:
+        for step in range(1, 6):
+            ckpt.save(step, state(step), dataset=batches(step)).wait()
+            if step == 2:
+                ckpt.pin(2)
+    found = {1: False, 2: True, 3: True, 4: False, 5: True}
+    assert has_datasets(ckpt) == found
+    assert ckpt.explain()[4] == ["no policy", "dataset let go"]
+
+
+def test_without_keep_dataset_states_live_as_long_as_their_steps(tmp_path):
+    ckpt = save_datasets(tmp_path, 1, 2, 3, keep=[LatestN(2)])
+    assert has_datasets(ckpt) == {2: True, 3: True}
+
+
+@pytest.mark.parametrize("call", ["replace", "sync_directory", "remove_tree"])
+def test_a_state_is_let_go_entirely_or_not_at_all(tmp_path, monkeypatch, caplog, call):
+    ckpt = save_datasets(tmp_path, 1, 2)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep_dataset=[LatestN(1)])
+
+    def fail(path, *_):
+        if path.exists() or call == "replace":
+            raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_steps._storage, call, fail)
+        assert ckpt.prune() == ()
+    assert "the dataset state of step 1 could not be deleted" in caplog.text
+    if ckpt.metadata(1).has_dataset:
+        iterator = batches()
+        ckpt.restore(step=1, dataset=iterator)
+        assert next(iterator) == 1
+    else:
+        with pytest.raises(errors.DatasetStateError, match="let go"):
+            ckpt.restore(step=1, dataset=batches())
+    ckpt.prune()
+    assert has_datasets(ckpt) == {1: False, 2: True}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+# ---- metrics from elsewhere ------------------------------------------------------
+
+
+def test_metrics_from_elsewhere_rank_steps(tmp_path):
+    measured = {1: {ACC: 0.9}, 2: {ACC: 0.1}, 77: {ACC: 1.0}}
+    options = {"keep": [BestN(1, ACC, "max")], "metrics_from": lambda: measured}
+    assert save(tmp_path, 1, 2, 3, **options) == [1, 3]
+    ckpt = flaxckpt.Checkpointer(tmp_path, **options)
+    assert ckpt.best_step(ACC, "max") == 1
+    assert ckpt.metrics(1) == {}
+    ckpt.add_metrics(1, {ACC: 0.2})
+    measured[3] = {ACC: 0.5}
+    assert ckpt.best_step(ACC, "max") == 3, "what is stored with a step counts first"
+
+
+def test_nothing_is_deleted_while_metrics_cannot_be_had(tmp_path, caplog):
+    def fails():
+        raise RuntimeError("no such log")
+
+    options = {"keep": [LatestN(1)], "metrics_from": fails}
+    assert save(tmp_path, 1, 2, **options) == [1, 2]
+    assert "nothing is deleted after step 2: no such log" in caplog.text
+    ckpt = flaxckpt.Checkpointer(tmp_path, **options)
+    for ask in (ckpt.explain, ckpt.prune, lambda: ckpt.best_step(ACC, "max")):
+        with pytest.raises(RuntimeError, match="no such log"):
+            ask()
+    assert ckpt.steps() == [1, 2]
+    assert save(tmp_path, 3, keep=[LatestN(1)]) == [3]
+
+
+def test_metrics_from_elsewhere_may_be_nested_and_nan(tmp_path):
+    measured = {1: {"eval": {"accuracy": math.nan}}, 2: {"eval": {"accuracy": 0.1}}}
+    options = {"keep": [BestN(1, ACC, "max")], "metrics_from": lambda: measured}
+    assert save(tmp_path, 1, 2, 3, **options) == [2, 3]
+
+
+# ---- nothing is deleted before the new step is whole ------------------------------
+
+
+class Damaging:
+    """A policy that keeps nothing and breaks the newest step when it is asked."""
+
+    def __init__(self, root, damage):
+        self.root, self.damage = root, damage
+
+    def preserved(self, checkpoints):
+        if len(checkpoints) > 1:
+            self.damage(self.root / str(checkpoints[-1].step))
+        return set()
+
+
+def shorten(path):
+    put(path, path.read_bytes()[:-1])
+
+
+def change(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    put(path, content)
+
+
+def put(path, content):
+    path.unlink()  # it may be linked to that of another step
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "manifest": ("files", lambda step: change(step / "flaxckpt.json")),
+    "no manifest": ("files", lambda step: (step / "flaxckpt.json").unlink()),
+    "metadata": ("files", lambda step: change(step / "_CHECKPOINT_METADATA")),
+    "sharding": ("files", lambda step: change(step / "state/_sharding")),
+    "dataset": ("files", lambda step: shutil.rmtree(step / "dataset")),
+    "strings": ("files", lambda step: change(step / "state/_strings.json")),
+    "chunk": ("files", lambda step: shorten(step / "state/w/c.0.0")),
+    "no chunk": ("files", lambda step: (step / "state/w/c.0.0").unlink()),
+    "no array": ("files", lambda step: shutil.rmtree(step / "state/w")),
+    "no zarr.json": ("files", lambda step: (step / "state/w/zarr.json").unlink()),
+    "no database": ("ocdbt", lambda step: shutil.rmtree(step / "state/d")),
+    "no root": ("ocdbt", lambda step: (step / "state/manifest.ocdbt").unlink()),
+    "short": ("ocdbt", lambda step: [shorten(p) for p in (step / "state/d").iterdir()]),
+}
+SIZED = {"w": np.arange(4096.0).reshape(64, 64), "name": "x", "key": jax.random.key(1)}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_nothing_is_deleted_if_the_new_step_is_not_whole(tmp_path, damage):
+    store, break_step = DAMAGES[damage]
+    options = {"layout": flaxckpt.ArrayLayout(store=store)}
+    keep = [Damaging(tmp_path, break_step)]
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=keep, **options)
+    ckpt.save(1, SIZED, dataset=batches()).wait()
+    handle = ckpt.save(2, SIZED, dataset=batches())
+    with pytest.raises(errors.SaveFailedError, match="no other is deleted") as info:
+        handle.wait()
+    assert len(str(info.value).splitlines()) < 15
+    assert ckpt.steps() == [1, 2]
+    strategies.assert_same(SIZED, ckpt.restore(step=1))
+    ckpt.delete(2)
+    with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)], **options) as ckpt:
+        ckpt.save(2, SIZED, dataset=batches())
+    assert ckpt.steps() == [2]
+
+
+def test_prune_deletes_nothing_if_the_newest_step_is_not_whole(tmp_path):
+    save(tmp_path, 1, 2, layout=FILES)
+    shorten(tmp_path / "2/state/w/c.0.0")
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+    with pytest.raises(errors.SaveFailedError, match=r"c\.0\.0: wanted 132 bytes"):
+        ckpt.prune()
+    assert ckpt.steps() == [1, 2]
+
+
+LAYOUTS = [
+    flaxckpt.ArrayLayout(store=store, codec=codec, chunk_bytes=8192, **more)
+    for store in ("files", "ocdbt")
+    for codec in ("none", "compact", "zstd")
+    for more in ({}, {"checksum": False}, {"checksum": False, "zarr_version": 2})
+]
+KINDS = {
+    "one": jnp.ones(5),
+    "nothing": {"a": None, "b": {}},
+    "many": {f"l{i}": np.full(i, i) for i in range(100)},
+    "kinds": {
+        "jax": jnp.ones((300, 7)),
+        "keys": jax.random.split(jax.random.key(4, impl="rbg"), (2, 3)),
+        "zero size": jnp.zeros((0, 3)),
+        "0-d": jnp.zeros(()),
+        "text": "x",
+        "python": [1, 0.5, True, 1 - 2j, None],
+        "bits": np.ones((100, 9), bool),
+        "big": np.zeros((100, 100)),
+        "bfloat16": jnp.ones((3000,), "bfloat16"),
+        "float8": np.ones((5000,), jnp.float8_e4m3),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layout_is_found_whole(tmp_path, kind):
+    for step, layout in enumerate(LAYOUTS):
+        options = {"keep": [LatestN(1)], "layout": layout}
+        with flaxckpt.Checkpointer(tmp_path, **options) as ckpt:
+            ckpt.save(step, KINDS[kind])
+        assert ckpt.steps() == [step]
+
+
+def test_sub_byte_types_are_found_whole(tmp_path):
+    tree = {"a": jnp.ones((5001,), "int4"), "b": jnp.ones((3, 5), "int2")}
+    for step, store in enumerate(("files", "ocdbt")):
+        layout = flaxckpt.ArrayLayout(store=store, codec="compact")
+        with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)], layout=layout) as ckpt:
+            ckpt.save(step, tree)
+        assert ckpt.steps() == [step]
+
+
+# ---- what cannot be written or deleted -------------------------------------------
+
+
+@pytest.mark.parametrize("cut", ["withdraw", "remove_tree"])
+def test_what_a_cut_off_deletion_leaves_is_deleted_later(tmp_path, monkeypatch, cut):
+    save(tmp_path, 1, 2)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+
+    def fail(path, *_):
+        if path.exists():
+            raise OSError(16, "Device or resource busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_steps._storage, cut, fail)
+        assert ckpt.prune() == ()
+    assert len(list(tmp_path.iterdir())) == 2
+    assert ckpt.steps() == ([1, 2] if cut == "withdraw" else [2])
+    ckpt.save(3, state(3)).wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]
+    ckpt.close()
+
+
+def test_what_cannot_be_written_down_says_what_to_do(tmp_path):
+    save(tmp_path, 1, 2)
+    ckpt = flaxckpt.Checkpointer(tmp_path)
+    # Directories where files are to be, which not even root can write over.
+    for name in ("1/PINNED.tmp", "2/PINNED", "1/metrics/metrics.tmp", "2/metrics"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "1.orbax-checkpoint-tmp-deleted").touch()
+    for act in (
+        lambda: ckpt.pin(1),
+        lambda: ckpt.unpin(2),
+        lambda: ckpt.add_metrics(1, {"loss": 1}),
+        lambda: ckpt.delete(1),
+    ):
+        with pytest.raises(errors.SaveFailedError, match="try again"):
+            act()
+    strategies.assert_same(state(1), ckpt.restore(step=1))
+    ckpt.add_metrics(2, {"loss": 1})
+    assert ckpt.metrics(2) == {"loss": 1.0}, "an empty directory is no hindrance"
+
+
+def test_metrics_appear_with_their_directory(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    ckpt = flaxckpt.Checkpointer(tmp_path)
+    seen = []
+    real = _storage.write
+
+    def write(path, content):
+        seen.append((tmp_path / "1/metrics").exists())
+        real(path, content)
+
+    monkeypatch.setattr(_storage, "write", write)
+    ckpt.add_metrics(1, {"loss": 1})
+    assert seen == [False]
+    assert ckpt.metrics(1) == {"loss": 1.0}
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+# ---- as Orbax sees it ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory):
+    """A run whose only step has every mark, and whose dataset state was let go."""
+    pytest.importorskip("orbax.checkpoint")
+    root = tmp_path_factory.mktemp("marked")
+    tree = {"w": jnp.arange(12.0).reshape(3, 4)}
+    with flaxckpt.Checkpointer(root) as ckpt:
+        ckpt.save(5, tree, dataset=batches(), metrics={"loss": 1}, temporary=True)
+        ckpt.save(6, tree, dataset=batches()).wait()
+    assert ckpt.steps() == [6]
+    with flaxckpt.Checkpointer(root, keep_dataset=[LatestN(1)]) as ckpt:
+        ckpt.save(7, tree, dataset=batches()).wait()
+        ckpt.pin(6)
+        for name in ("TEMPORARY", "READING-here-1-00", "DELETING"):
+            (root / "6" / name).touch()
+    assert (root / "6" / "DATASET_LET_GO").is_file()
+    return root, tree
+
+
+def orbax_readers():
+    try:
+        from orbax_readers import READERS
+    except ImportError:
+        return {}
+    return READERS
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+@pytest.mark.parametrize("reader", orbax_readers())
+def test_orbax_reads_a_step_with_all_marks_and_no_dataset(marked, reader):
+    root, tree = marked
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
+    )
+    read = orbax_readers()[reader](root, 6, abstract)
+    if reader.endswith("metadata"):
+        assert tuple(read["w"].shape) == (3, 4)
+    else:
+        np.testing.assert_array_equal(read["w"], tree["w"])
+
+
+def test_orbax_lists_steps_with_marks(marked):
+    from orbax import checkpoint as ocp
+
+    root, _ = marked
+    with ocp.CheckpointManager(root) as manager:
+        assert manager.all_steps() == [6, 7]
