@@ -24,7 +24,14 @@ def get_config() -> ConfigDict:
 
     config.eval_every = 100
     config.eval_windows = 256
-    config.checkpoint_every = 100
+
+    # The fields of flaxckpt.configs.CheckpointConfig.
+    config.checkpoint = ConfigDict()
+    config.checkpoint.every_steps = 100
+    config.checkpoint.keep = [
+        {"latest": 2},
+        {"best": 1, "metric": "eval/loss", "mode": "min"},
+    ]
     return config
 
 
@@ -33,5 +40,5 @@ def tiny() -> ConfigDict:
     config = get_config()
     config.update(context=16, dim=16, layers=1, heads=2, batch_size=4)
     config.update(total_steps=8, warmup_steps=2, eval_windows=8)
-    config.update(eval_every=2, checkpoint_every=2)
+    config.update(eval_every=2, checkpoint={"every_steps": 2})
     return config

@@ -16,12 +16,19 @@ def get_config() -> ConfigDict:
     config.batch_size = 64
     config.learning_rate = 3e-3
 
-    config.checkpoint_every = 40
+    # The fields of flaxckpt.configs.CheckpointConfig.
+    config.checkpoint = ConfigDict()
+    config.checkpoint.every_steps = 40
+    config.checkpoint.keep = [
+        {"latest": 2},
+        {"best": 1, "metric": "accuracy", "mode": "max"},
+    ]
     return config
 
 
 def tiny() -> ConfigDict:
     """A few steps of a small model, for tests."""
     config = get_config()
-    config.update(features=4, batch_size=16, total_steps=6, checkpoint_every=2)
+    config.update(features=4, batch_size=16, total_steps=6)
+    config.checkpoint.every_steps = 2
     return config

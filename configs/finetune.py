@@ -12,7 +12,8 @@ def get_config() -> ConfigDict:
     config.pretrain_steps = 800
     config.total_steps = 100
     config.warmup_steps = 10
-    config.checkpoint_every = 100
+    config.checkpoint.every_steps = 100
+    config.checkpoint.keep = []  # everything
     return config
 
 

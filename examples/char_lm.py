@@ -32,9 +32,7 @@ from flax.training import train_state
 from ml_collections import ConfigDict, config_flags
 
 import flaxckpt
-from flaxckpt.policies import BestN, LatestN
-
-KEEP = (LatestN(2), BestN(1, "eval/loss", mode="min"))
+from flaxckpt.configs import CheckpointConfig
 
 
 def main(config: ConfigDict) -> tuple[TrainState, dict[str, float]]:
@@ -45,13 +43,12 @@ def main(config: ConfigDict) -> tuple[TrainState, dict[str, float]]:
     """
     corpus = load_corpus(config.context)
     train_iter = train_batches(corpus, config)
+    checkpointing = CheckpointConfig.from_mapping(config.checkpoint)
     state = create_train_state(config, len(corpus.alphabet))
     metrics: dict[str, float] = {}
     with (
-        flaxckpt.Checkpointer(config.workdir, keep=KEEP) as ckpt,
-        flaxckpt.CheckpointCallback(
-            ckpt, every_steps=config.checkpoint_every, dataset=train_iter
-        ) as on_step,
+        checkpointing.checkpointer(config.workdir) as ckpt,
+        checkpointing.callback(ckpt, dataset=train_iter) as on_step,
     ):
         state, start = on_step.restore_or_init(state)
         if start:

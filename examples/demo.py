@@ -38,6 +38,7 @@ from rich.table import Table
 import flaxckpt
 from configs.char_lm import get_config
 from examples import char_lm
+from flaxckpt.configs import CheckpointConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPORARY = ".orbax-checkpoint-tmp"
@@ -74,7 +75,7 @@ def main(workdir: Path, config: ConfigDict) -> None:
     heading("Compare the two final checkpoints, bit for bit")
     compare(killed, twin)
     heading("What the killed run keeps, and why")
-    show_steps(killed, note)
+    show_steps(killed, note, config)
     heading("What the model writes after a text that it has never seen")
     show_text(killed, config)
 
@@ -108,6 +109,8 @@ def train(directory: Path, config: ConfigDict, *, kill_in: int | None = None) ->
         SystemExit: The process failed, other than by being killed.
     """
     settings = {**config.to_dict(), "workdir": str(directory.resolve())}
+    every = settings.pop("checkpoint")["every_steps"]
+    settings["checkpoint.every_steps"] = every
     command = [sys.executable, "-u", "-m", "examples.char_lm"]
     command += ["--config=configs/char_lm.py", "--verbosity=-1"]  # warnings only
     command += [f"--config.{name}={value}" for name, value in settings.items()]
@@ -153,7 +156,7 @@ def kill_in_a_save(directory: Path, config: ConfigDict) -> int:
     Raises:
         SystemExit: Every save was committed before the kill came.
     """
-    every = config.checkpoint_every
+    every = config.checkpoint.every_steps
     middle = config.total_steps // (2 * every) * every
     for step in range(middle, config.total_steps, every):
         unfinished = directory / f"{step}{TEMPORARY}"
@@ -252,12 +255,13 @@ def part_of(leaf_path: str) -> str:
     return leaf_path.split("/")[0]
 
 
-def show_steps(directory: Path, note: Path) -> None:
+def show_steps(directory: Path, note: Path, config: ConfigDict) -> None:
     """Shows what became of every save, and what it took."""
     log = (directory / "saves.jsonl").read_text().splitlines()
     saves = {save["step"]: save for save in map(json.loads, log)}
     killed_at = json.loads(note.read_text())["step"]
-    with flaxckpt.Checkpointer(directory, keep=char_lm.KEEP, read_only=True) as ckpt:
+    checkpointing = CheckpointConfig.from_mapping(config.checkpoint)
+    with checkpointing.checkpointer(directory, read_only=True) as ckpt:
         reasons = ckpt.explain()
     columns = ("step", "stays because", "size", "blocked", "durable after")
     table = Table(*columns, box=SIMPLE)

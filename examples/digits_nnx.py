@@ -25,11 +25,8 @@ from ml_collections import ConfigDict, config_flags
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-import flaxckpt
+from flaxckpt.configs import CheckpointConfig
 from flaxckpt.datasets import StepIndexed
-from flaxckpt.policies import BestN, LatestN
-
-KEEP = (LatestN(2), BestN(1, "accuracy", mode="max"))
 
 Array = jax.Array | np.ndarray
 Batch = tuple[Array, Array]
@@ -50,12 +47,11 @@ def main(config: ConfigDict) -> tuple[tuple[CNN, nnx.Optimizer[CNN]], dict[str, 
     train_iter = StepIndexed(lambda i: data.train_batch(i, config))
     model = CNN(config.features, config.dropout_rate, rngs=nnx.Rngs(config.seed))
     optimizer = nnx.Optimizer(model, optax.adam(config.learning_rate), wrt=nnx.Param)
+    checkpointing = CheckpointConfig.from_mapping(config.checkpoint)
 
     with (
-        flaxckpt.Checkpointer(config.workdir, keep=KEEP) as ckpt,
-        flaxckpt.CheckpointCallback(
-            ckpt, every_steps=config.checkpoint_every, dataset=train_iter
-        ) as on_step,
+        checkpointing.checkpointer(config.workdir) as ckpt,
+        checkpointing.callback(ckpt, dataset=train_iter) as on_step,
     ):
         (model, optimizer), start = on_step.restore_or_init((model, optimizer))
         if start:
@@ -65,7 +61,8 @@ def main(config: ConfigDict) -> tuple[tuple[CNN, nnx.Optimizer[CNN]], dict[str, 
 
             # Evaluated before the save, so that the metrics are part of it.
             metrics = None
-            if step % config.checkpoint_every == 0 or step == config.total_steps:
+            is_last = step == config.total_steps
+            if is_last or step % config.checkpoint.every_steps == 0:
                 metrics = evaluate(model, data.test)
                 accuracy = metrics.compute()["accuracy"]
                 print(

@@ -33,6 +33,7 @@ from examples.char_lm import (
     train_batches,
     train_step,
 )
+from flaxckpt.configs import CheckpointConfig
 from flaxckpt.transforms import Transform, drop, grow, keep, rename
 
 
@@ -143,11 +144,10 @@ def train(
         The final state, and its loss on validation windows.
     """
     batches: Iterator[np.ndarray] = train_batches(corpus, config)
+    checkpointing = CheckpointConfig.from_mapping(config.checkpoint)
     with (
-        flaxckpt.Checkpointer(directory) as ckpt,
-        flaxckpt.CheckpointCallback(
-            ckpt, every_steps=config.checkpoint_every, dataset=batches
-        ) as on_step,
+        checkpointing.checkpointer(directory) as ckpt,
+        checkpointing.callback(ckpt, dataset=batches) as on_step,
     ):
         state, start = on_step.restore_or_init(
             state, source=source, source_transforms=changes, missing="init"

@@ -178,7 +178,7 @@ def test_fine_tuning_goes_on_from_its_own_step_without_the_source(
 def test_the_demo_finds_equal_runs_whether_it_starts_or_goes_on(tmp_path, capsys):
     demo = importlib.import_module("examples.demo")
     config = load("char_lm")[1].tiny()
-    config.update(total_steps=24, checkpoint_every=4, eval_every=4)
+    config.update(total_steps=24, eval_every=4, checkpoint={"every_steps": 4})
     demo.main(tmp_path, config)
     first = capsys.readouterr().out
     assert "SIGKILL in the save of step 12" in first
