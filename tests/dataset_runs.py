@@ -13,7 +13,7 @@ def plain(batch):
         return {key: plain(value) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
         return [plain(value) for value in batch]
-    return np.array(batch)
+    return batch.numpy() if hasattr(batch, "numpy") else np.array(batch)
 
 
 def assert_resumes(directory, make, counts, *, epochs=1, epoch_size=0, begin=None):

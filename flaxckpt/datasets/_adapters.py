@@ -15,6 +15,9 @@ from flaxckpt.datasets import _hints, _kinds
 _log = logging.getLogger(__name__)
 
 _TORCHDATA = "torchdata.stateful_dataloader.stateful_dataloader.StatefulDataLoader"
+_TORCHDATA_ITERATOR = (
+    "torchdata.stateful_dataloader.stateful_dataloader._StatefulBaseDataLoaderIter"
+)
 _CLU = "clu.data.dataset_iterator.DatasetIterator"
 _CLU_PEEKABLE = "clu.data.dataset_iterator.PeekableDatasetIterator"
 _HF_PREPARE = "_prepare_ex_iterable_for_iteration"  # what iter() does first
@@ -48,6 +51,8 @@ def find(iterator: Any) -> Adapter:
     # grain's have async save and load, too; TensorFlow's and clu's save are not alike.
     if _kinds.has(iterator, "get_state", "set_state"):
         return _GetState()
+    if _kinds.is_a(iterator, _TORCHDATA_ITERATOR):  # only some of them take a state
+        raise _hints.refusal(iterator)
     if _kinds.has(iterator, "state_dict", "load_state_dict"):
         return _StateDict()
     if _kinds.is_a(iterator, *_TENSORFLOW):
@@ -88,7 +93,9 @@ class _StateDict:
         return iterator.state_dict()
 
     def set_state(self, iterator: Any, state: Any) -> None:
-        _warn_of_live_iterator(iterator)
+        if _kinds.is_a(iterator, _TORCHDATA):
+            _check_workers(iterator, state)
+            _warn_of_live_iterator(iterator)
         dataset = getattr(iterator, "dataset", iterator)
         if _kinds.is_a(dataset, _hints.HF):
             # The state has an epoch, and is ignored in another one.
@@ -124,11 +131,18 @@ def _apply(iterator: Any) -> None:
         getattr(iterator, _HF_PREPARE)()
 
 
+def _check_workers(loader: Any, state: Mapping[str, Any]) -> None:
+    saved = state.get("_snapshot", {}).get("_main_snapshot", {}).get("_num_workers", 0)
+    if saved != loader.num_workers:
+        raise ValueError(
+            f"saved with {saved} workers, and this has {loader.num_workers}"
+        )
+
+
 def _warn_of_live_iterator(iterator: Any) -> None:
     live = getattr(iterator, "_iterator", None)
     if (
-        _kinds.is_a(iterator, _TORCHDATA)
-        and live is not None
+        live is not None
         and not getattr(iterator, "_initial_iter_for_state_dict", False)
         and not getattr(live, "_finished", False)
     ):

@@ -64,8 +64,8 @@ def _way_out(thing: Any) -> str:
         return _GENERATORS.get(str(made_by), _WAYS_OUT)
     if _kinds.package(thing) == "grain":
         return f"Pass iter(x) instead of the {type(thing).__name__} x."
-    if _kinds.package(thing) == "torchdata" and _kinds.has(thing, "state_dict"):
-        return "Pass the loader itself: its iterators give their state, and take none."
+    if _kinds.package(thing) == "torchdata":
+        return "Pass the loader itself, and call iter() on it after the restore."
     for cls in type(thing).__mro__:
         if hint := _BY_CLASS.get(_kinds.full_name(cls)):
             return hint
@@ -113,14 +113,26 @@ _warned: collections.defaultdict[str, weakref.WeakSet[Any]] = collections.defaul
 )
 
 
-def warn_of_shuffle_buffer(thing: Any) -> None:
-    """Logs, once for an iterator, that a part of its state is not saved."""
+def warn_of_traps(thing: Any) -> None:
+    """Logs, once for an iterator, that a part of what it is at is not in its state."""
     if any(_kinds.is_a(part, _HF_BUFFER) for part in _parts(thing)):
         _warn_once(
             thing,
             "%s shuffles in a buffer whose content is not in its state: after a restore"
             " those examples do not come again. Shuffle before to_iterable_dataset(),"
             " or with buffer_size=1.",
+        )
+    generator = getattr(getattr(thing, "sampler", None), "generator", None)
+    if (
+        _kinds.package(thing) == "torchdata"
+        and generator is not None
+        and generator is getattr(thing, "generator", None)
+    ):
+        _warn_once(
+            thing,
+            "the generator of this %s also gives its workers their seeds, which its"
+            " state does not count: after a restore, later epochs are shuffled"
+            " otherwise. Make it without generator=, or give that to a sampler only.",
         )
 
 
