@@ -237,6 +237,9 @@ def test_a_batch_that_was_peeked_at_is_not_lost(tmp_path):
     assert [next(batches), batches.peek()] == [3, 4]
     datasets.set_state(batches, files, path=tmp_path)
     assert [next(batches), next(batches)] == [3, 4]
+    batches.peek_async()
+    with pytest.raises(errors.DatasetStateError, match="peeked"):
+        datasets.state_files(batches)
 
 
 def test_an_iterator_of_clu_that_saves_nothing_is_refused():

@@ -97,12 +97,18 @@ class _StateDict:
             _check_workers(iterator, state)
             _warn_of_live_iterator(iterator)
         dataset = getattr(iterator, "dataset", iterator)
-        if _kinds.is_a(dataset, _hints.HF):
+        if not _kinds.is_a(dataset, _hints.HF):
+            _load(iterator, state)
+            return
+        before = dataset.epoch
+        try:
             # The state has an epoch, and is ignored in another one.
             for epoch in _epochs(state):
                 dataset.set_epoch(epoch)
-        iterator.load_state_dict(state)
-        _apply(iterator)
+            _load(iterator, state)
+        except Exception:
+            dataset.set_epoch(before)
+            raise
 
 
 def _epochs(state: Any) -> Iterator[int]:
@@ -115,20 +121,24 @@ def _epochs(state: Any) -> Iterator[int]:
             yield from _epochs(item)
 
 
-def _apply(iterator: Any) -> None:
+def _load(iterator: Any, state: Any) -> None:
     """Makes a loader use its new state now, and not when iter() is called.
 
     So a state that does not fit is an error here, and a save before the first batch has
     the restored state.
     """
-    if _kinds.is_a(iterator, _TORCHDATA):
-        try:
+    iterator.load_state_dict(state)
+    try:
+        if _kinds.is_a(iterator, _TORCHDATA):
             iterator.state_dict()
-        except Exception:
+        elif _kinds.is_a(iterator, _hints.HF) and _kinds.has(iterator, _HF_PREPARE):
+            getattr(iterator, _HF_PREPARE)()
+    except Exception:
+        if _kinds.is_a(iterator, _TORCHDATA):
             iterator.next_iter_state = None
-            raise
-    elif _kinds.is_a(iterator, _hints.HF) and _kinds.has(iterator, _HF_PREPARE):
-        getattr(iterator, _HF_PREPARE)()
+        else:
+            iterator.load_state_dict(None)
+        raise
 
 
 def _check_workers(loader: Any, state: Mapping[str, Any]) -> None:
@@ -204,9 +214,12 @@ class _Clu:
 
 
 def _has_peeked(iterator: Any) -> bool:
-    return _kinds.is_a(iterator, _CLU_PEEKABLE) and (
-        getattr(iterator, "_peek", None) is not None
-    )
+    if not _kinds.is_a(iterator, _CLU_PEEKABLE):
+        return False
+    future = getattr(iterator, "_peek_future", None)
+    if future is not None:
+        future.result()  # of peek_async, which may still be under way
+    return getattr(iterator, "_peek", None) is not None
 
 
 def _epath(directory: str) -> Any:

@@ -168,7 +168,7 @@ def _version_of(described: Mapping[str, Any]) -> int:
 def _description(files: Mapping[str, bytes]) -> dict[str, Any]:
     try:
         found = json.loads(files.get(_DESCRIPTION, b"{}"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -10,9 +10,10 @@ from flaxckpt.datasets import Buffered, _codec
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("torchdata", reason="torchdata is not installed")
 
-from torch.utils.data import DataLoader  # noqa: E402
+from torch.utils.data import DataLoader, RandomSampler  # noqa: E402
 from torch_data import SIZE, Numbers, Stream  # noqa: E402
 from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402
+from torchdata.stateful_dataloader import sampler as samplers  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
@@ -69,15 +70,34 @@ def test_the_order_of_shuffling_is_restored_whatever_the_seed():
     assert [b["i"].tolist() for b in fresh] == [b["i"].tolist() for b in used]
 
 
-def test_a_generator_of_which_the_state_loses_count_is_warned_of_once(caplog):
-    shared = loader(shuffle=True, generator=torch.Generator().manual_seed(7))
+def seeded():
+    return torch.Generator().manual_seed(7)
+
+
+def sampled(sampler):
+    return loader(sampler=sampler(Numbers(), generator=seeded()))
+
+
+def test_a_sampler_of_torchdatas_resumes_exactly(tmp_path, caplog):
+    def make():
+        return sampled(samplers.RandomSampler)
+
+    counts = [1, PER_EPOCH, PER_EPOCH + 1]
+    assert_resumes(tmp_path, make, counts, epochs=3, epoch_size=PER_EPOCH)
+    assert "shuffles" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: loader(shuffle=True, generator=seeded()), lambda: sampled(RandomSampler)],
+    ids=["shared generator", "sampler without state"],
+)
+def test_an_order_that_is_not_in_the_state_is_warned_of_once(make, caplog):
+    batches = make()
     for _ in range(2):
-        datasets.state_files(shared)
+        datasets.state_files(batches)
     assert len(caplog.records) == 1
-    assert "without generator=" in caplog.text
-    caplog.clear()
-    datasets.state_files(loader(shuffle=True))
-    assert not caplog.records
+    assert "shuffle=True and without generator=" in caplog.text
 
 
 def test_a_loader_without_shuffling_is_the_same_with_a_buffer(tmp_path):
