@@ -219,7 +219,8 @@ class Retention:
         deleted = tuple(
             step
             for step in going
-            if self._attempt(f"step {step}", _steps.delete, found[step].path)
+            if not _steps.is_pinned(found[step].path)  # as it may be by now
+            and self._attempt(f"step {step}", _steps.delete, found[step].path)
         )
         for step in datasets:
             what = f"the dataset state of step {step}"

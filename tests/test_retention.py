@@ -299,6 +299,18 @@ def test_what_replaces_a_pinned_step_is_pinned(tmp_path):
         assert ckpt.prune() == (1,)
 
 
+def test_a_step_that_is_pinned_while_steps_are_judged_stays(tmp_path):
+    class Pinning:
+        def preserved(self, checkpoints):
+            ckpt.pin(1)
+            return set()
+
+    save(tmp_path, 1, 2)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[Pinning()])
+    assert ckpt.prune() == ()
+    assert ckpt.explain()[1] == ["pinned"]
+
+
 # ---- dataset states --------------------------------------------------------------
 
 
