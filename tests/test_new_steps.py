@@ -184,7 +184,7 @@ def test_a_step_that_is_being_read_is_not_deleted_on_demand(tmp_path):
 
 @pytest.mark.parametrize("rules", ["keep", "keep_dataset"])
 def test_a_reader_that_comes_while_steps_are_judged_keeps_its_step(
-    tmp_path, caplog, rules
+    tmp_path, caplog, monkeypatch, rules
 ):
     caplog.set_level(logging.INFO, logger="flaxckpt")
     batches = flaxckpt.datasets.StepIndexed(lambda i: i)
@@ -199,6 +199,10 @@ def test_a_reader_that_comes_while_steps_are_judged_keeps_its_step(
             assert next(reading) == 1
             return set()
 
+    def withdraw(final, aside):
+        raise AssertionError("not even for a moment")
+
+    monkeypatch.setattr(_steps._storage, "withdraw", withdraw)
     ckpt = flaxckpt.Checkpointer(tmp_path, **{rules: [Late()]})
     reading = ckpt.new_steps()
     assert ckpt.prune() == ()

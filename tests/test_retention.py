@@ -382,6 +382,16 @@ def test_a_state_is_let_go_entirely_or_not_at_all(tmp_path, monkeypatch, caplog,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
 
 
+def test_a_deletion_of_a_state_that_was_cut_off_is_finished(tmp_path):
+    save_datasets(tmp_path, 1, 2)
+    (tmp_path / "1" / "DATASET_LET_GO").touch()  # and then the machine went down
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep_dataset=[LatestN(2)])
+    assert has_datasets(ckpt) == {1: False, 2: True}
+    ckpt.prune()
+    assert not (tmp_path / "1" / "dataset").exists()
+    assert has_datasets(ckpt) == {1: False, 2: True}
+
+
 # ---- metrics from elsewhere ------------------------------------------------------
 
 
