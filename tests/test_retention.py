@@ -304,6 +304,18 @@ def test_what_replaces_a_pinned_step_is_pinned(tmp_path):
         assert ckpt.prune() == (1,)
 
 
+def test_a_step_that_is_pinned_while_steps_are_judged_stays(tmp_path):
+    class Pinning:
+        def preserved(self, checkpoints):
+            ckpt.pin(1)
+            return set()
+
+    save(tmp_path, 1, 2)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[Pinning()])
+    assert ckpt.prune() == ()
+    assert ckpt.explain()[1] == ["pinned"]
+
+
 # ---- dataset states --------------------------------------------------------------
 
 
@@ -373,6 +385,16 @@ def test_a_state_is_let_go_entirely_or_not_at_all(tmp_path, monkeypatch, caplog,
     ckpt.prune()
     assert has_datasets(ckpt) == {1: False, 2: True}
     assert names(tmp_path) == ["1", "2"]
+
+
+def test_a_deletion_of_a_state_that_was_cut_off_is_finished(tmp_path):
+    save_datasets(tmp_path, 1, 2)
+    (tmp_path / "1" / "DATASET_LET_GO").touch()  # and then the machine went down
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep_dataset=[LatestN(2)])
+    assert has_datasets(ckpt) == {1: False, 2: True}
+    ckpt.prune()
+    assert not (tmp_path / "1" / "dataset").exists()
+    assert has_datasets(ckpt) == {1: False, 2: True}
 
 
 # ---- metrics from elsewhere ------------------------------------------------------
