@@ -62,12 +62,18 @@ def find(iterator: Any) -> Adapter:
     raise _hints.refusal(iterator)
 
 
-def position(state: Any) -> int | None:
+def position(iterator: Any) -> int | None:
     """How far an iterator has come, where its state has a counter for that.
 
     That is so for grain's datasets and for `StepIndexed`. What is counted are batches,
     if batches are what the counting stage of the pipeline makes.
     """
+    if not _kinds.has(iterator, "get_state", "set_state"):
+        return None
+    try:
+        state = iterator.get_state()
+    except Exception:  # told when the state is saved
+        return None
     found = state.get("next_index") if isinstance(state, Mapping) else None
     return found if type(found) is int else None
 
