@@ -3,6 +3,9 @@
 #   make demo    trains, interrupts and resumes a small model
 #   make check   formatting, lints and types only
 #   make bench   measures flaxckpt beside other checkpointers (a quarter of an hour)
+#   make test-frameworks
+#                tests with torch, Hugging Face datasets, TensorFlow and keras, which
+#                are large: in an environment of their own, .venv-frameworks
 #   make clean   removes all that these targets made
 
 PYTHON ?= python3
@@ -13,8 +16,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BENCH_INSTALLED := $(VENV)/.bench-installed
+FRAMEWORKS_VENV := .venv-frameworks
+FRAMEWORKS_INSTALLED := $(FRAMEWORKS_VENV)/.installed
 
-.PHONY: demo test check bench clean
+.PHONY: demo test test-frameworks check bench clean
 
 demo: $(INSTALLED)
 	@$(BIN)/python -m examples.demo
@@ -22,6 +27,10 @@ demo: $(INSTALLED)
 test: check
 	@echo "==> pytest $(PYTEST_ARGS)"
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-frameworks: $(FRAMEWORKS_INSTALLED)
+	@echo "==> pytest tests/frameworks"
+	@$(FRAMEWORKS_VENV)/bin/python -m pytest tests/frameworks
 
 check: $(INSTALLED)
 	@echo "==> ruff format --check"
@@ -47,6 +56,12 @@ $(BENCH_INSTALLED): $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
 	@touch $@
 
+$(FRAMEWORKS_INSTALLED): pyproject.toml
+	@echo "==> Installing flaxckpt with the frameworks of its tests into $(FRAMEWORKS_VENV)"
+	@$(PYTHON) -m venv $(FRAMEWORKS_VENV)
+	@$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,frameworks]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) demo-run bench-results .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(FRAMEWORKS_VENV) demo-run bench-results .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

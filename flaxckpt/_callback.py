@@ -16,6 +16,7 @@ from flaxckpt import (
     _multihost,
     _preflight,
     _resume,
+    datasets,
     errors,
 )
 from flaxckpt._checkpointer import Checkpointer
@@ -146,6 +147,7 @@ class CheckpointCallback:
         self._last: _Seen | None = None
         self._is_checked = False
         self._has_stopped = False
+        self._consumption = _counters.Consumption()
         for sink in sinks:
             checkpointer.events.subscribe(sink)
         checkpointer.before_close(self._finish)
@@ -282,6 +284,8 @@ class CheckpointCallback:
             _preflight.check(
                 ckpt, given.state, given.dataset, only_warn=self._preflight == "warn"
             )
+        if self._consumption.wants:
+            self._consumption.note(given.step, datasets.position(given.dataset))
         self._is_checked = True
 
     def _start_watching(self) -> None:
@@ -312,6 +316,8 @@ class CheckpointCallback:
             return False
         if self._check_step:
             _counters.check(given.state, completed)
+        if self._consumption.wants:
+            self._consumption.note(completed, datasets.position(given.dataset))
         self._note_duration()
         restored = self.checkpointer.restored_step
         self.last_save = self.checkpointer.save(
@@ -432,6 +438,7 @@ class CheckpointCallback:
             CheckpointError: There are checkpoints, but none that fits.
         """
         self._start_watching()
+        dataset = self._dataset if dataset is None else dataset
         restored, step = _beginning.restore_or_init(
             self.checkpointer,
             state,
@@ -443,8 +450,9 @@ class CheckpointCallback:
                 unused,
                 optimizer,
             ),
-            dataset=self._dataset if dataset is None else dataset,
+            dataset=dataset,
         )
+        self._consumption.begin(step, datasets.position(dataset))
         self._saved = self.checkpointer.restored_step
         self._seen = step
         self._triggers.restart_clock()

@@ -766,7 +766,8 @@ class Checkpointer:
     def _retire(self, *, just_saved: int | None = None) -> tuple[int, ...]:
         deleted = self._retention.apply(just_saved=just_saved)
         for step in deleted:
-            self.events.emit("deleted", step, reason="no policy keeps it")
+            path = self.directory / self._format.name(step)
+            self.events.emit("deleted", step, path=path, reason="no policy keeps it")
         return deleted
 
     def delete(self, step: int) -> None:
@@ -778,8 +779,9 @@ class Checkpointer:
         """
         self._check_writable("delete")
         self.wait()
-        self._retention.delete(self._path(step))
-        self.events.emit("deleted", step, reason="it was asked for")
+        path = self._path(step)
+        self._retention.delete(path)
+        self.events.emit("deleted", step, path=path, reason="it was asked for")
 
     def pin(self, step: int) -> None:
         """Keeps a step, whatever the policies say.

@@ -1,7 +1,8 @@
-"""How many steps a state says that it has done."""
+"""How many steps a state says that it has done, and how many batches are gone."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 
 from flaxckpt import errors
 from flaxckpt._types import PyTree
+
+_log = logging.getLogger(__name__)
 
 
 def check(state: PyTree, completed: int) -> None:
@@ -63,3 +66,45 @@ def _count(step: Any) -> int | None:
         return None
     is_counter = value.ndim == 0 and np.issubdtype(value.dtype, np.integer)
     return int(value) if is_counter else None
+
+
+class Consumption:
+    """Tells whether batches leave a dataset before the loop uses them.
+
+    A prefetcher around it takes some in advance; a run that restores the dataset's own
+    state would then skip those. From two calls follows how many batches a step takes,
+    and from the beginning, how many more are gone.
+    """
+
+    def __init__(self) -> None:
+        self._points: list[tuple[int, int]] = []
+        self._is_known = False
+
+    def begin(self, step: int, position: int | None) -> None:
+        """Notes where the dataset stands before the loop takes the first batch."""
+        self._points = [] if position is None else [(step, position)]
+        self._is_known = position is None
+
+    @property
+    def wants(self) -> bool:
+        """Whether another position would tell more."""
+        return bool(self._points) and not self._is_known
+
+    def note(self, step: int, position: int | None) -> None:
+        """Notes where it stands after a step; warns once if it has run ahead."""
+        if position is None or step <= self._points[-1][0]:
+            return
+        self._points.append((step, position))
+        if len(self._points) < 3:
+            return
+        self._is_known = True
+        (start, begun), (first, before), (last, now) = self._points
+        each, rest = divmod(now - before, last - first)
+        ahead = before - begun - each * (first - start)
+        if each > 0 and rest == 0 and ahead > 0:
+            _log.warning(
+                "the dataset is %d batches ahead of the loop: a run that is resumed"
+                " will skip them. Save the state of what the loop takes batches from,"
+                " such as datasets.Buffered(iterator), not of what is inside it",
+                ahead,
+            )

@@ -127,7 +127,7 @@ def is_going(path: Path) -> bool:
 
 @contextlib.contextmanager
 def deletion(path: Path) -> Iterator[None]:
-    """Announces that a checkpoint is deleted, in the `with` block.
+    """Announces that a checkpoint, or a part of it, is deleted in the `with` block.
 
     Raises:
         SaveFailedError: Somebody reads it.
@@ -139,10 +139,9 @@ def deletion(path: Path) -> Iterator[None]:
         if found := readers(path):
             raise in_use(path, found)
         yield
-    except BaseException:
-        with contextlib.suppress(OSError):
+    finally:
+        with contextlib.suppress(OSError):  # it has gone with the rest
             mark.unlink(missing_ok=True)
-        raise
 
 
 def in_use(path: Path, found: Iterable[str]) -> errors.SaveFailedError:

@@ -23,6 +23,9 @@ _DELAY_SECS = 2.0
 
 _REFRESH_SECS = 0.1
 
+_JOIN_SECS = 2.0
+"""A terminal that is held back (Ctrl-S) holds back no more than the bar."""
+
 _showing = threading.Lock()
 """Held by whoever draws: there is one bar at a time."""
 
@@ -66,23 +69,25 @@ def shown(counter: Counter) -> Iterator[None]:
     painter = threading.Thread(
         target=_show, args=(counter, over), name="flaxckpt progress", daemon=True
     )
-    with contextlib.suppress(RuntimeError):  # Python is exiting, or out of threads
-        painter.start()
     try:
+        with contextlib.suppress(RuntimeError):  # Python is exiting, or out of threads
+            painter.start()
         yield
     finally:
         over.set()
         if painter.ident is not None:
-            painter.join()
+            painter.join(_JOIN_SECS)
 
 
 def _is_watched() -> bool:
+    """Whether stderr is the terminal of this process, which is in its foreground."""
     if os.environ.get("FLAXCKPT_PROGRESS") == "0":
         return False
     try:
-        return sys.stderr.isatty() and _multihost.is_first()
-    except (AttributeError, ValueError):  # there is none, or it is closed
+        in_front = os.tcgetpgrp(sys.stderr.fileno()) == os.getpgrp()
+    except (AttributeError, ValueError, OSError):  # none, closed, or no terminal
         return False
+    return in_front and _multihost.is_first()
 
 
 def _show(counter: Counter, over: threading.Event) -> None:

@@ -51,7 +51,9 @@ class _Remembered(Generic[T]):
 
     def forget(self, *, all_but: Collection[Path] = ()) -> None:
         """Forgets all other steps."""
-        self._known = {p: known for p, known in self._known.items() if p in all_but}
+        for path in list(self._known):  # other threads may add to it
+            if path not in all_but:
+                self._known.pop(path, None)
 
 
 class _Ranked:
@@ -217,7 +219,8 @@ class Retention:
         deleted = tuple(
             step
             for step in going
-            if self._attempt(f"step {step}", _steps.delete, found[step].path)
+            if not _steps.is_pinned(found[step].path)  # as it may be by now
+            and self._attempt(f"step {step}", _steps.delete, found[step].path)
         )
         for step in datasets:
             what = f"the dataset state of step {step}"
@@ -263,6 +266,9 @@ class Retention:
         """Deletes something that nothing keeps; says so if that fails, and goes on."""
         try:
             delete(*args)
+        except errors.SaveFailedError as error:  # a reader came meanwhile
+            _log.info("%s stays for now: %s", what, error)
+            return False
         except OSError as error:
             _log.error("%s could not be deleted: %s", what, error)
             return False

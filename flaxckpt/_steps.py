@@ -366,13 +366,17 @@ def delete_dataset(path: Path, dataset: str) -> None:
     Args:
         path: The step.
         dataset: What the directory of that state is called in it.
+
+    Raises:
+        SaveFailedError: Somebody reads the step.
     """
     aside = path.with_name(f"{path.name}{TEMPORARY}-{dataset}{_DELETED}")
-    if not (path / WITHOUT_DATASET).is_file():
-        _storage.replace(path / WITHOUT_DATASET, _MARK)
-    _storage.remove_tree(aside)
-    (path / dataset).rename(aside)
-    _storage.sync_directory(path)
+    with _leases.deletion(path):
+        if not (path / WITHOUT_DATASET).is_file():
+            _storage.replace(path / WITHOUT_DATASET, _MARK)
+        _storage.remove_tree(aside)
+        (path / dataset).rename(aside)
+        _storage.sync_directory(path)
     _storage.remove_tree(aside)
 
 

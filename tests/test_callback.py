@@ -1,6 +1,8 @@
 """The trainer's hook saves when told, restores exactly, and fits any loop."""
 
+import collections
 import dataclasses
+import itertools
 
 import clu.metrics
 import flax
@@ -138,6 +140,37 @@ def test_a_run_that_counts_from_the_beginning_again_is_stopped(ckpt):
     with pytest.raises(errors.OptionError, match="restored step 8"):
         again(1, state)
     again._stop_watching()
+
+
+def prefetched(iterator, depth):
+    """Like flax.jax_utils.prefetch_to_device: takes some before it gives one."""
+    ahead = collections.deque(itertools.islice(iterator, depth))
+    while ahead:
+        yield ahead.popleft()
+        ahead.extend(itertools.islice(iterator, 1))
+
+
+@pytest.mark.parametrize("per_step", [1, 3])
+@pytest.mark.parametrize("start", [0, 4])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_batches_that_are_gone_before_the_loop_uses_them_are_warned_of(
+    ckpt, caplog, per_step, start, depth
+):
+    inner = StepIndexed(lambda i: i)
+    if start:
+        for _ in range(start * per_step):
+            next(inner)
+        ckpt.save(start, {"n": start}, dataset=inner).wait()
+        inner = StepIndexed(lambda i: i)
+    callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, dataset=inner)
+    callback.restore_or_init({"n": 0})
+    batches = prefetched(inner, depth) if depth else inner
+    with callback:
+        for step in range(start + 1, start + 8):
+            for _ in range(per_step):
+                next(batches)
+            callback(step, {"n": step})
+    assert caplog.text.count("ahead of the loop") == (depth == 2)
 
 
 # ---- what the state counts --------------------------------------------------------

@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
+import flax.jax_utils
 import grain
+import jax
 import numpy as np
 import pytest
 from clu.data import dataset_iterator
@@ -178,23 +180,87 @@ def test_a_grain_state_is_stored_as_grain_writes_it(tmp_path):
     assert files["process_0-of-1.json"] == loader.get_state()
 
 
+def prefetched():
+    devices = jax.local_devices()
+    return flax.jax_utils.prefetch_to_device(iter([np.ones((len(devices), 1))]), 1)
+
+
 @pytest.mark.parametrize(
-    ("iterator", "hint"),
+    ("make", "hint"),
     [
-        (iter([1, 2]), "StepIndexed"),
-        ((i for i in range(3)), "get_state"),
-        (StepIndexed, "get_state"),
-        (grain.MapDataset.range(3), r"iter\(x\)"),
+        (lambda: iter([1, 2]), "StepIndexed"),
+        (lambda: (i for i in range(3)), "get_state"),
+        (lambda: StepIndexed, "pass an object of it"),
+        (lambda: grain.MapDataset.range(3), r"iter\(x\)"),
+        (prefetched, r"Buffered\(iterator"),
     ],
-    ids=["list", "generator", "class", "grain dataset"],
+    ids=["list", "generator", "class", "grain dataset", "flax's prefetcher"],
 )
-def test_an_iterator_without_state_is_refused_at_the_call(tmp_path, iterator, hint):
+def test_an_iterator_without_state_is_refused_at_the_call(tmp_path, make, hint):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         with pytest.raises(errors.DatasetStateError, match=hint) as info:
-            ckpt.save(1, {"x": 1}, dataset=iterator)
+            ckpt.save(1, {"x": 1}, dataset=make())
         assert isinstance(info.value, TypeError)
         assert len(str(info.value).splitlines()) < 15
     assert ckpt.steps() == []
+
+
+def test_an_iterator_that_cannot_give_its_state_is_named_at_the_call(tmp_path):
+    class Closed(StepIndexed):
+        def get_state(self):
+            raise ValueError("iterator is closed")
+
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        with pytest.raises(
+            errors.DatasetStateError, match=r"Closed.*is closed"
+        ) as info:
+            ckpt.save(1, {"x": 1}, dataset=Closed(lambda i: i))
+        assert isinstance(info.value.__cause__, ValueError)
+        assert ckpt.steps() == []
+
+
+class Peekable(dataset_iterator.PeekableDatasetIterator):
+    """clu's own, over an iterator that needs no TensorFlow."""
+
+    def __init__(self):
+        super().__init__(CluIterator())
+
+
+def test_a_batch_that_was_peeked_at_is_not_lost(tmp_path):
+    assert_resumes(tmp_path, Peekable)
+    batches = Peekable()
+    assert [next(batches), batches.peek()] == [1, 2]
+    with pytest.raises(errors.DatasetStateError, match="peeked"):
+        datasets.state_files(batches)
+    assert next(batches) == 2
+    files = datasets.state_files(batches)
+    assert [next(batches), batches.peek()] == [3, 4]
+    datasets.set_state(batches, files, path=tmp_path)
+    assert [next(batches), next(batches)] == [3, 4]
+    batches.peek_async()
+    with pytest.raises(errors.DatasetStateError, match="peeked"):
+        datasets.state_files(batches)
+
+
+def test_an_iterator_of_clu_that_saves_nothing_is_refused():
+    class Forgetful(CluIterator):
+        def save(self, filename):
+            pass
+
+    with pytest.raises(errors.DatasetStateError, match="checkpoint=True"):
+        datasets.state_files(Forgetful())
+
+
+def test_another_version_of_the_library_is_warned_of(caplog):
+    batches = grain_dataset()
+    files = datasets.state_files(batches)
+    datasets.set_state(batches, files, path="run/1")
+    assert not caplog.records
+    description = json.loads(files["metadata"])
+    assert description["version"]
+    files["metadata"] = json.dumps(description | {"version": "0.1"}).encode()
+    datasets.set_state(batches, files, path="run/1")
+    assert "grain 0.1, and this is" in caplog.text
 
 
 def test_a_state_that_cannot_be_written_names_what_it_holds(tmp_path):

@@ -3,6 +3,9 @@
 import json
 import logging
 import os
+import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -70,6 +73,7 @@ def test_a_run_tells_what_it_saves_deletes_and_restores(tmp_path):
     assert snapshot.details == {"blocked_secs": result.blocked_secs}
     assert committed.path == restored.path == str(tmp_path / "2")
     assert restored.details["bytes"] == started.details["bytes"]
+    assert deleted.path == str(tmp_path / "1")
     assert deleted.details == {"reason": "no policy keeps it"}
     assert skipped.details == {"reason": "step 2 exists"}
     assert seen == journal(tmp_path)
@@ -325,6 +329,42 @@ def test_a_reader_leaves_the_journal_alone(tmp_path):
         ckpt.restore()
     assert told(seen) == [("restored", 1)]
     assert (tmp_path / "events.jsonl").read_bytes() == before
+
+
+ONE_OF_TWO = """
+import sys
+from pathlib import Path
+import jax
+rank, port, directory = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
+from flaxckpt import _events
+stream = _events.Stream(directory, directory / "events.jsonl")
+seen = []
+stream.subscribe(seen.append)
+stream.emit("failed", rank)
+stream.deliver()
+assert [event.step for event in seen] == [rank], seen
+"""
+
+
+@pytest.mark.multiprocess
+def test_of_several_processes_the_first_writes_the_journal(tmp_path):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", ONE_OF_TWO, str(rank), str(port), str(tmp_path)],
+            env=os.environ | {"XLA_FLAGS": ""},
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    assert told(journal(tmp_path)) == [("failed", 0)]
 
 
 def test_a_line_that_a_crash_cut_off_spoils_no_other(stream, tmp_path):

@@ -1,5 +1,6 @@
 """Jobs that read checkpoints while others save and delete them."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -181,8 +182,15 @@ def test_a_step_that_is_being_read_is_not_deleted_on_demand(tmp_path):
     assert ckpt.steps() == []
 
 
-def test_a_reader_that_comes_while_steps_are_judged_keeps_its_step(tmp_path, caplog):
-    save(tmp_path, 1, 2)
+@pytest.mark.parametrize("rules", ["keep", "keep_dataset"])
+def test_a_reader_that_comes_while_steps_are_judged_keeps_its_step(
+    tmp_path, caplog, monkeypatch, rules
+):
+    caplog.set_level(logging.INFO, logger="flaxckpt")
+    batches = flaxckpt.datasets.StepIndexed(lambda i: i)
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state(step), dataset=batches)
 
     class Late:
         """Judges, and by then somebody reads."""
@@ -191,12 +199,17 @@ def test_a_reader_that_comes_while_steps_are_judged_keeps_its_step(tmp_path, cap
             assert next(reading) == 1
             return set()
 
-    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[Late()])
+    def withdraw(final, aside):
+        raise AssertionError("not even for a moment")
+
+    monkeypatch.setattr(_steps._storage, "withdraw", withdraw)
+    ckpt = flaxckpt.Checkpointer(tmp_path, **{rules: [Late()]})
     reading = ckpt.new_steps()
     assert ckpt.prune() == ()
-    assert "is being read" in caplog.text
-    strategies.assert_same(state(1), ckpt.restore(step=1))
+    assert "step 1 stays for now" in caplog.text
+    strategies.assert_same(state(1), ckpt.restore(step=1, dataset=batches))
     reading.close()
+    assert ready(tmp_path) == [1, 2], "nothing says any more that it is going"
 
 
 def test_a_reader_that_is_seen_too_late_gets_its_step_back(tmp_path, monkeypatch):

@@ -22,6 +22,11 @@ ACC = "eval/accuracy"
 BEST_2 = [LatestN(1), BestN(2, ACC, "max")]
 
 
+def names(directory):
+    """What is in a run directory, beside its journal of events."""
+    return sorted(path.name for path in directory.glob("[!e]*"))
+
+
 def state(step):
     return {"w": np.full((4, 4), float(step)), "step": step}
 
@@ -299,6 +304,18 @@ def test_what_replaces_a_pinned_step_is_pinned(tmp_path):
         assert ckpt.prune() == (1,)
 
 
+def test_a_step_that_is_pinned_while_steps_are_judged_stays(tmp_path):
+    class Pinning:
+        def preserved(self, checkpoints):
+            ckpt.pin(1)
+            return set()
+
+    save(tmp_path, 1, 2)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[Pinning()])
+    assert ckpt.prune() == ()
+    assert ckpt.explain()[1] == ["pinned"]
+
+
 # ---- dataset states --------------------------------------------------------------
 
 
@@ -367,7 +384,17 @@ def test_a_state_is_let_go_entirely_or_not_at_all(tmp_path, monkeypatch, caplog,
             ckpt.restore(step=1, dataset=batches())
     ckpt.prune()
     assert has_datasets(ckpt) == {1: False, 2: True}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+    assert names(tmp_path) == ["1", "2"]
+
+
+def test_a_deletion_of_a_state_that_was_cut_off_is_finished(tmp_path):
+    save_datasets(tmp_path, 1, 2)
+    (tmp_path / "1" / "DATASET_LET_GO").touch()  # and then the machine went down
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep_dataset=[LatestN(2)])
+    assert has_datasets(ckpt) == {1: False, 2: True}
+    ckpt.prune()
+    assert not (tmp_path / "1" / "dataset").exists()
+    assert has_datasets(ckpt) == {1: False, 2: True}
 
 
 # ---- metrics from elsewhere ------------------------------------------------------
@@ -540,10 +567,10 @@ def test_what_a_cut_off_deletion_leaves_is_deleted_later(tmp_path, monkeypatch, 
     with monkeypatch.context() as patch:
         patch.setattr(_steps._storage, cut, fail)
         assert ckpt.prune() == ()
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(names(tmp_path)) == 2
     assert ckpt.steps() == ([1, 2] if cut == "withdraw" else [2])
     ckpt.save(3, state(3)).wait()
-    assert [path.name for path in tmp_path.iterdir()] == ["3"]
+    assert names(tmp_path) == ["3"]
     ckpt.close()
 
 
@@ -581,7 +608,7 @@ def test_metrics_appear_with_their_directory(tmp_path, monkeypatch):
     ckpt.add_metrics(1, {"loss": 1})
     assert seen == [False]
     assert ckpt.metrics(1) == {"loss": 1.0}
-    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    assert names(tmp_path) == ["1"]
 
 
 # ---- as Orbax sees it ------------------------------------------------------------

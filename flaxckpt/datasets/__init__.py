@@ -7,19 +7,11 @@ with the arrays.
 
 from __future__ import annotations
 
-from flaxckpt.datasets._adapters import position
+from flaxckpt.datasets._adapters import position as position
 from flaxckpt.datasets._buffered import Buffered
-from flaxckpt.datasets._codec import MAX_STATE_BYTES
-from flaxckpt.datasets._files import set_state, state_files
+from flaxckpt.datasets._codec import MAX_STATE_BYTES as MAX_STATE_BYTES
+from flaxckpt.datasets._files import set_state as set_state
+from flaxckpt.datasets._files import state_files as state_files
 from flaxckpt.datasets._iterators import Restarting, SaveableIterator, StepIndexed
 
-__all__ = [
-    "MAX_STATE_BYTES",
-    "Buffered",
-    "Restarting",
-    "SaveableIterator",
-    "StepIndexed",
-    "position",
-    "set_state",
-    "state_files",
-]
+__all__ = ["Buffered", "Restarting", "SaveableIterator", "StepIndexed"]

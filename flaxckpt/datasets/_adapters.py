@@ -15,6 +15,9 @@ from flaxckpt.datasets import _hints, _kinds
 _log = logging.getLogger(__name__)
 
 _TORCHDATA = "torchdata.stateful_dataloader.stateful_dataloader.StatefulDataLoader"
+_TORCHDATA_ITERATOR = (
+    "torchdata.stateful_dataloader.stateful_dataloader._StatefulBaseDataLoaderIter"
+)
 _CLU = "clu.data.dataset_iterator.DatasetIterator"
 _CLU_PEEKABLE = "clu.data.dataset_iterator.PeekableDatasetIterator"
 _HF_PREPARE = "_prepare_ex_iterable_for_iteration"  # what iter() does first
@@ -48,6 +51,8 @@ def find(iterator: Any) -> Adapter:
     # grain's have async save and load, too; TensorFlow's and clu's save are not alike.
     if _kinds.has(iterator, "get_state", "set_state"):
         return _GetState()
+    if _kinds.is_a(iterator, _TORCHDATA_ITERATOR):  # only some of them take a state
+        raise _hints.refusal(iterator)
     if _kinds.has(iterator, "state_dict", "load_state_dict"):
         return _StateDict()
     if _kinds.is_a(iterator, *_TENSORFLOW):
@@ -57,12 +62,18 @@ def find(iterator: Any) -> Adapter:
     raise _hints.refusal(iterator)
 
 
-def position(state: Any) -> int | None:
+def position(iterator: Any) -> int | None:
     """How far an iterator has come, where its state has a counter for that.
 
     That is so for grain's datasets and for `StepIndexed`. What is counted are batches,
     if batches are what the counting stage of the pipeline makes.
     """
+    if not _kinds.has(iterator, "get_state", "set_state"):
+        return None
+    try:
+        state = iterator.get_state()
+    except Exception:  # told when the state is saved
+        return None
     found = state.get("next_index") if isinstance(state, Mapping) else None
     return found if type(found) is int else None
 
@@ -88,14 +99,22 @@ class _StateDict:
         return iterator.state_dict()
 
     def set_state(self, iterator: Any, state: Any) -> None:
-        _warn_of_live_iterator(iterator)
+        if _kinds.is_a(iterator, _TORCHDATA):
+            _check_workers(iterator, state)
+            _warn_of_live_iterator(iterator)
         dataset = getattr(iterator, "dataset", iterator)
-        if _kinds.is_a(dataset, _hints.HF):
+        if not _kinds.is_a(dataset, _hints.HF):
+            _load(iterator, state)
+            return
+        before = dataset.epoch
+        try:
             # The state has an epoch, and is ignored in another one.
             for epoch in _epochs(state):
                 dataset.set_epoch(epoch)
-        iterator.load_state_dict(state)
-        _apply(iterator)
+            _load(iterator, state)
+        except Exception:
+            dataset.set_epoch(before)
+            raise
 
 
 def _epochs(state: Any) -> Iterator[int]:
@@ -108,27 +127,38 @@ def _epochs(state: Any) -> Iterator[int]:
             yield from _epochs(item)
 
 
-def _apply(iterator: Any) -> None:
+def _load(iterator: Any, state: Any) -> None:
     """Makes a loader use its new state now, and not when iter() is called.
 
     So a state that does not fit is an error here, and a save before the first batch has
     the restored state.
     """
-    if _kinds.is_a(iterator, _TORCHDATA):
-        try:
+    iterator.load_state_dict(state)
+    try:
+        if _kinds.is_a(iterator, _TORCHDATA):
             iterator.state_dict()
-        except Exception:
+        elif _kinds.is_a(iterator, _hints.HF) and _kinds.has(iterator, _HF_PREPARE):
+            getattr(iterator, _HF_PREPARE)()
+    except Exception:
+        if _kinds.is_a(iterator, _TORCHDATA):
             iterator.next_iter_state = None
-            raise
-    elif _kinds.is_a(iterator, _hints.HF) and _kinds.has(iterator, _HF_PREPARE):
-        getattr(iterator, _HF_PREPARE)()
+        else:
+            iterator.load_state_dict(None)
+        raise
+
+
+def _check_workers(loader: Any, state: Mapping[str, Any]) -> None:
+    saved = state.get("_snapshot", {}).get("_main_snapshot", {}).get("_num_workers", 0)
+    if saved != loader.num_workers:
+        raise ValueError(
+            f"saved with {saved} workers, and this has {loader.num_workers}"
+        )
 
 
 def _warn_of_live_iterator(iterator: Any) -> None:
     live = getattr(iterator, "_iterator", None)
     if (
-        _kinds.is_a(iterator, _TORCHDATA)
-        and live is not None
+        live is not None
         and not getattr(iterator, "_initial_iter_for_state_dict", False)
         and not getattr(live, "_finished", False)
     ):
@@ -190,9 +220,12 @@ class _Clu:
 
 
 def _has_peeked(iterator: Any) -> bool:
-    return _kinds.is_a(iterator, _CLU_PEEKABLE) and (
-        getattr(iterator, "_peek", None) is not None
-    )
+    if not _kinds.is_a(iterator, _CLU_PEEKABLE):
+        return False
+    future = getattr(iterator, "_peek_future", None)
+    if future is not None:
+        future.result()  # of peek_async, which may still be under way
+    return getattr(iterator, "_peek", None) is not None
 
 
 def _epath(directory: str) -> Any:

@@ -81,7 +81,7 @@ def set_state(dataset: Any, files: Mapping[str, bytes], *, path: Path) -> None:
     _warn_of_version(_innermost(iterators[0]), described, path)
     saved_by = str(described.get("type", "by Orbax"))
     for iterator in iterators:
-        _hints.warn_of_shuffle_buffer(_innermost(iterator))
+        _hints.warn_of_traps(_innermost(iterator))
     decoded: list[Any] = []
     at = iterators[0]
     try:
@@ -121,7 +121,7 @@ def _innermost(iterator: Any) -> Any:
 
 def _state(iterator: Any) -> Any:
     adapter = _adapters.find(iterator)
-    _hints.warn_of_shuffle_buffer(_innermost(iterator))
+    _hints.warn_of_traps(_innermost(iterator))
     try:
         return adapter.get_state(iterator)
     except errors.DatasetStateError:
@@ -168,7 +168,7 @@ def _version_of(described: Mapping[str, Any]) -> int:
 def _description(files: Mapping[str, bytes]) -> dict[str, Any]:
     try:
         found = json.loads(files.get(_DESCRIPTION, b"{}"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import types
 import weakref
@@ -18,6 +19,8 @@ LARGE_STATE_BYTES = 16 * 2**20
 
 HF = "datasets.iterable_dataset.IterableDataset"
 _HF_BUFFER = "datasets.iterable_dataset.BufferShuffledExamplesIterable"
+
+_TORCH_SAMPLER = "torch.utils.data.sampler.RandomSampler"
 
 _WAYS_OUT = (
     "Use a grain iterator, or flaxckpt.datasets.StepIndexed(fn) where batch i is"
@@ -64,8 +67,8 @@ def _way_out(thing: Any) -> str:
         return _GENERATORS.get(str(made_by), _WAYS_OUT)
     if _kinds.package(thing) == "grain":
         return f"Pass iter(x) instead of the {type(thing).__name__} x."
-    if _kinds.package(thing) == "torchdata" and _kinds.has(thing, "state_dict"):
-        return "Pass the loader itself: its iterators give their state, and take none."
+    if _kinds.package(thing) == "torchdata":
+        return "Pass the loader itself, and call iter() on it after the restore."
     for cls in type(thing).__mro__:
         if hint := _BY_CLASS.get(_kinds.full_name(cls)):
             return hint
@@ -113,8 +116,8 @@ _warned: collections.defaultdict[str, weakref.WeakSet[Any]] = collections.defaul
 )
 
 
-def warn_of_shuffle_buffer(thing: Any) -> None:
-    """Logs, once for an iterator, that a part of its state is not saved."""
+def warn_of_traps(thing: Any) -> None:
+    """Logs, once for an iterator, that a part of what it is at is not in its state."""
     if any(_kinds.is_a(part, _HF_BUFFER) for part in _parts(thing)):
         _warn_once(
             thing,
@@ -122,6 +125,22 @@ def warn_of_shuffle_buffer(thing: Any) -> None:
             " those examples do not come again. Shuffle before to_iterable_dataset(),"
             " or with buffer_size=1.",
         )
+    if _kinds.package(thing) == "torchdata" and _shuffles_untold(thing):
+        _warn_once(
+            thing,
+            "the order in which %s shuffles is not all in its state: after a restore,"
+            " later epochs may come in another. Make it with shuffle=True and without"
+            " generator=, or with torchdata's own RandomSampler.",
+        )
+
+
+def _shuffles_untold(loader: Any) -> bool:
+    """Whether a sampler has no state, or draws from what the loader draws from, too."""
+    sampler = getattr(loader, "sampler", None)
+    generator = getattr(sampler, "generator", None)
+    return _kinds.is_a(sampler, _TORCH_SAMPLER) or (
+        generator is not None and generator is getattr(loader, "generator", None)
+    )
 
 
 def warn_of_size(thing: Any, size: int) -> None:
@@ -129,19 +148,18 @@ def warn_of_size(thing: Any, size: int) -> None:
     if size > LARGE_STATE_BYTES:
         _warn_once(
             thing,
-            f"the state of %s takes {size} bytes, written anew with every checkpoint:"
-            " a smaller shuffle buffer makes it smaller",
+            "the state of %s takes %d bytes, written anew with every checkpoint: a"
+            " smaller shuffle buffer makes it smaller",
+            size,
         )
 
 
-def _warn_once(thing: Any, message: str) -> None:
-    try:
-        if thing in _warned[message[:40]]:
+def _warn_once(thing: Any, message: str, *values: object) -> None:
+    with contextlib.suppress(TypeError):  # what cannot be remembered is told each time
+        if thing in _warned[message]:
             return
-        _warned[message[:40]].add(thing)
-    except TypeError:  # neither hashed nor referred to weakly: say it each time
-        pass
-    _log.warning(message, _kinds.type_name(thing))
+        _warned[message].add(thing)
+    _log.warning(message, _kinds.type_name(thing), *values)
 
 
 def _parts(thing: Any) -> Iterator[Any]:

@@ -57,7 +57,7 @@ def _is_elastic(iterator: Any, content: bytes) -> bool:
         return True
     try:
         found = _codec.loads(content, version=0)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     # grain's ElasticIterator, whatever is done to its batches after it.
     return isinstance(found, dict) and found.keys() == {"global_next_index"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -199,8 +200,9 @@ def read_created(path: Path) -> float:
         found = None
     created = _seconds(found)
     if created is None:
-        times = (file.lstat().st_mtime for file in path.iterdir())
-        created = min(times, default=time.time())
+        with contextlib.suppress(FileNotFoundError):  # just deleted
+            return min(file.lstat().st_mtime for file in path.iterdir())
+        return time.time()
     return created
 
 

@@ -1,0 +1,229 @@
+"""States come back with the values and the types that they had."""
+
+import json
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flaxckpt
+from flaxckpt import datasets, errors
+from flaxckpt.datasets import _codec
+
+TAGS = sorted(_codec._TAGS[-1])
+
+arrays = st.builds(
+    lambda data, dtype, order: np.array(data).astype(
+        np.dtype(dtype).newbyteorder(order)
+    ),
+    st.lists(st.integers(0, 100), max_size=4),
+    st.sampled_from(["int32", "float64", "uint8", "bool", "complex64"]),
+    st.sampled_from("<>"),
+)
+scalars = st.builds(
+    lambda value, dtype: np.dtype(dtype).type(value),
+    st.integers(0, 100),
+    st.sampled_from(
+        ["int8", "uint64", "float32", "float64", "bool", ml_dtypes.bfloat16]
+    ),
+)
+hashable = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.sampled_from(TAGS),
+    lambda inner: st.tuples(inner, inner),
+    max_leaves=3,
+)
+states = st.recursive(
+    hashable | st.floats() | arrays | scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(hashable, inner, max_size=3)
+        | st.dictionaries(st.sampled_from(TAGS), inner, min_size=1, max_size=1)
+    ),
+    max_leaves=12,
+)
+
+
+def assert_same(found, wanted):
+    """Equal in value and type, all the way down, and in the order of dicts."""
+    assert type(found) is type(wanted)
+    if isinstance(wanted, dict):
+        assert len(found) == len(wanted)
+        for one, other in zip(found.items(), wanted.items(), strict=True):
+            assert_same(one, other)
+    elif isinstance(wanted, list | tuple):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert_same(one, other)
+    elif isinstance(wanted, np.ndarray):
+        assert found.dtype == wanted.dtype
+        assert found.shape == wanted.shape
+        assert found.tobytes() == wanted.tobytes()
+    elif isinstance(wanted, np.generic):
+        assert found.tobytes() == wanted.tobytes()
+    elif isinstance(wanted, float) and math.isnan(wanted):
+        assert math.isnan(found)
+    else:
+        assert found == wanted
+
+
+@given(states)
+def test_a_state_comes_back_as_it_was(state):
+    assert_same(_codec.loads(_codec.dumps(state)), state)
+
+
+def test_what_looks_like_a_tag_comes_back_as_it_was():
+    for state in (
+        {"__tuple__": [1]},
+        {"__bytes__": "AAAA"},
+        {"__dict__": [[1, 2]]},
+        {"__dict__": {"__dict__": []}},
+        {"__ndarray__": {"dtype": "int8", "shape": [1], "data": "AA=="}},
+        {"__tuple__": [1], "n": 2},
+    ):
+        assert_same(_codec.loads(_codec.dumps(state)), state)
+
+
+def test_arrays_of_every_rank_and_size_come_back():
+    for shape in [(), (0,), (3, 0), (2, 3)]:
+        for dtype in ["float32", "bool", ml_dtypes.bfloat16, ">i8"]:
+            array = np.zeros(shape, dtype)
+            assert_same(_codec.loads(_codec.dumps(array)), array)
+    turned = np.arange(6).reshape(2, 3).T
+    assert_same(_codec.loads(_codec.dumps(turned)), turned)
+
+
+def test_an_array_that_comes_back_can_be_written_to():
+    found = _codec.loads(_codec.dumps(np.zeros(2)))
+    found[0] = 1
+
+
+def test_states_of_jsons_own_types_are_plain_json():
+    state = {"next_index": 3, "nested": [{"a": None, "b": "x"}], "empty": {}}
+    assert _codec.dumps(state) == json.dumps(state, indent=4).encode()
+
+
+def test_the_first_tags_are_read_as_they_were_written():
+    """Files of before the codec had a version: three tags, nothing escaped."""
+    old = (
+        b'{"a": {"__tuple__": [1]}, "b": {"__bytes__": "AAE="}, "c": {"__dict__": []}}'
+    )
+    wanted = {"a": (1,), "b": b"\x00\x01", "c": {"__dict__": []}}
+    assert _codec.loads(old, version=1) == wanted
+    files = {"process_0-of-1.json": old, "metadata": b'{"is_bytes": false}'}
+    assert set_and_get(files) == wanted
+
+
+def test_the_json_of_others_has_no_tags():
+    files = {"process_0-of-1.json": b'{"a": {"__tuple__": [1]}}'}
+    assert set_and_get(files) == {"a": {"__tuple__": [1]}}
+
+
+def test_tags_of_a_later_version_are_not_guessed():
+    files = {"process_0-of-1.json": b"{}", "metadata": b'{"codec": 3}'}
+    with pytest.raises(errors.DatasetStateError, match="newer flaxckpt"):
+        set_and_get(files)
+
+
+class Holder:
+    """Its state is whatever it was given."""
+
+    def __init__(self, state=None):
+        self.state = state
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
+def set_and_get(files):
+    holder = Holder()
+    datasets.set_state(holder, files, path="run/1")
+    return holder.state
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"__bytes__": "!"}',
+        b'{"__dict__": [1]}',
+        b'{"__dict__": [[{}, 1]]}',
+        b'{"__ndarray__": {"dtype": "object", "shape": [1], "data": ""}}',
+        b'{"__ndarray__": {"dtype": "int8", "shape": [9], "data": "AA=="}}',
+        b'{"__ndarray__": {"dtype": "bool", "shape": [1], "data": "Ag=="}}',
+        b'{"__tensor__": {"dtype": "save", "shape": [1], "data": "AA=="}}',
+        b"[" * 100_000,
+        b"[" + b"[]," * 2**22 + b"[]]",
+        b"not json",
+    ],
+    ids=lambda content: content[:40].decode(),
+)
+def test_a_file_that_no_state_gives_is_an_error(content):
+    files = {
+        "process_0-of-1.json": content,
+        "metadata": b'{"codec": 2, "is_bytes": false}',
+    }
+    with pytest.raises(errors.DatasetStateError, match="does not take the state"):
+        set_and_get(files)
+
+
+@pytest.mark.parametrize(
+    ("state", "found"),
+    [
+        ({"a": [1, {2, 3}]}, r"builtins.set at state\['a'\]\[1\]"),
+        ({"a": object()}, "builtins.object"),
+        (np.array([object()]), "numpy array of object at state"),
+        (np.array(["x"]), "numpy array of <U1"),
+        (1j, "builtins.complex"),
+        ({"a": lambda: 0}, "function"),
+    ],
+    ids=["set", "object", "objects", "strings", "complex", "function"],
+)
+def test_what_is_no_data_is_refused_by_its_place(state, found):
+    with pytest.raises(errors.DatasetStateError, match=found):
+        datasets.state_files(Holder(state))
+
+
+def test_a_state_that_holds_itself_is_refused():
+    state = []
+    state.append(state)
+    with pytest.raises(errors.DatasetStateError, match="holds itself"):
+        datasets.state_files(Holder(state))
+
+
+def test_bytes_that_are_json_with_a_tag_come_back_as_bytes():
+    for state in (b'{"__bytes__": "AAAA"}', b'{"n": 1}', b"12", b"\xff", b""):
+        assert set_and_get(datasets.state_files(Holder(state))) == state
+
+
+def test_a_state_beyond_64_mib_is_saved_restored_and_warned_of_once(tmp_path, caplog):
+    state = {"buffer": np.arange(52 * 2**20 // 8)}
+    holder, fresh = Holder(state), Holder()
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"x": 1}, dataset=holder).wait()
+            state["step"] = step  # another size
+        assert (tmp_path / "1/dataset/process_0-of-1.json").stat().st_size > 64 * 2**20
+        ckpt.restore(dataset=fresh)
+    assert_same(fresh.state, state | {"step": 1})
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "shuffle buffer" in warnings[0]
+
+
+def test_a_state_that_could_not_be_read_is_not_saved(monkeypatch):
+    monkeypatch.setattr(_codec, "MAX_STATE_BYTES", 1000)
+    datasets.state_files(Holder(b"x" * 500))
+    with pytest.raises(errors.DatasetStateError, match="more than 1000"):
+        datasets.state_files(Holder(b"x" * 1000))
