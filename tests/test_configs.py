@@ -2,6 +2,9 @@
 
 import inspect
 import json
+import re
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -120,6 +123,17 @@ def test_each_policy_has_a_name_in_files():
         for found in vars(flaxckpt.policies).values()
         if hasattr(found, "preserved") and not getattr(found, "_is_protocol", False)
     }
+
+
+def test_the_document_shows_every_option():
+    document = Path(__file__).parents[1] / "docs/configuration.md"
+    blocks = re.findall(r"```toml\n(.*?)```", document.read_text("utf-8"), re.DOTALL)
+    shown = {
+        name: value for block in blocks for name, value in tomllib.loads(block).items()
+    }
+    assert shown.keys() == set(CheckpointConfig.__slots__)
+    assert shown["layout"].keys() == set(flaxckpt.ArrayLayout.__slots__)
+    CheckpointConfig.from_mapping(shown)
 
 
 # ---- files -----------------------------------------------------------------------
