@@ -15,8 +15,8 @@ from typing import Any, Literal, Self
 
 from flaxckpt import (
     _collector,
+    _directory,
     _events,
-    _follow,
     _locate,
     _plan,
     _progress,
@@ -28,7 +28,6 @@ from flaxckpt import (
     _write,
     errors,
     formats,
-    policies,
 )
 from flaxckpt._info import (
     ArrayLayout,
@@ -50,7 +49,7 @@ _PARAMS_ONLY = "params_only"
 """The directory, beside the steps, of what was saved without its optimizer."""
 
 
-class Checkpointer:
+class Checkpointer(_directory.RunDirectory):
     """Saves, finds, restores and retires the steps under one directory.
 
     One save is under way at a time. Steps are always listed from the directory
@@ -104,17 +103,15 @@ class Checkpointer:
         keep_dataset: Sequence[PreservationPolicy] = (),
         metrics_from: Callable[[], _retention.MetricsByStep] | None = None,
     ) -> None:
-        self.directory = _storage.resolve(directory)
-        self.read_only = read_only
+        super().__init__(
+            directory,
+            _retention.Rules(tuple(keep), tuple(keep_dataset), metrics_from),
+            step_format=step_format,
+            read_only=read_only,
+        )
         self._layout = layout or ArrayLayout()
         self._transforms = _transforms.checked(transforms)
         self._max_concurrent_bytes = max_concurrent_bytes
-        self._format = _steps.StepFormat(step_format)
-        self._retention = _retention.Retention(
-            self.directory,
-            self._format,
-            _retention.Rules(tuple(keep), tuple(keep_dataset), metrics_from),
-        )
         self._lock = threading.RLock()  # one save at a time, whichever thread asks
         self._pending: SaveHandle | None = None
         self._saved: _write.Previous | None = None  # by the last save of ours
@@ -125,8 +122,6 @@ class Checkpointer:
             raise errors.OptionError(
                 f"max_concurrent_bytes must be positive, got {max_concurrent_bytes}"
             )
-        journal = None if read_only else self.directory / _events.JOURNAL
-        self.events = _events.Stream(self.directory, journal)
         for sink in sinks:
             self.events.subscribe(sink)
         if not read_only:
@@ -135,15 +130,6 @@ class Checkpointer:
             self._check_writable("keep metadata")
             _save.check_json(metadata)
             _orbax.write_run_metadata(self.directory, metadata)
-
-    def _make_directory(self) -> None:
-        try:
-            _storage.make_directory(self.directory)
-        except OSError as error:
-            raise errors.SaveFailedError(
-                f"{self.directory} cannot be made: {error}; choose another directory,"
-                " or pass read_only=True to look at one that is there"
-            ) from error
 
     # ---- saving -----------------------------------------------------------------
 
@@ -366,12 +352,6 @@ class Checkpointer:
         counter = _progress.Counter(reason)
         return SaveHandle(lambda: result, name=f"save of {final}", counter=counter)
 
-    def _check_writable(self, what: str) -> None:
-        if self.read_only:
-            raise errors.ReadOnlyError(
-                f"cannot {what} in {self.directory}: it was opened with read_only=True"
-            )
-
     def wait(self) -> SaveResult | None:
         """Waits for the save under way.
 
@@ -405,92 +385,6 @@ class Checkpointer:
         """Raises the error of a save that has failed, without waiting for one."""
         if self._pending is not None and self._pending.has_untold_error():
             self.wait()
-
-    # ---- finding ----------------------------------------------------------------
-
-    def _listed(self) -> dict[int, Path]:
-        return self._retention.listed()
-
-    def _path(self, step: int) -> Path:
-        listed = self._listed()
-        if step not in listed:
-            raise errors.CheckpointNotFoundError(
-                f"{self.directory} has no step {step}:"
-                f" it has {_locate.summary(list(listed))}"
-            )
-        return listed[step]
-
-    def steps(self) -> list[int]:
-        """The committed steps, ascending."""
-        return list(self._listed())
-
-    def latest_step(self) -> int | None:
-        """The newest committed step; None if there is none."""
-        return max(self._listed(), default=None)
-
-    def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
-        """The step with the best finite `metric`, the newer of equals; None if none."""
-        best = self._retention.best(policies.BestN(1, metric, mode))
-        return next(iter(best), None)
-
-    def metadata(self, step: int) -> CheckpointMetadata:
-        """Describes a step without reading any array."""
-        return _locate.read_stored(self._path(step), step).metadata
-
-    def metrics(self, step: int) -> Mapping[str, float]:
-        """What was measured at a step and is stored with it."""
-        return dict(self._retention.metrics(self._path(step)))
-
-    @property
-    def run_metadata(self) -> Mapping[str, JSON]:
-        """The metadata of the whole run."""
-        return _orbax.read_run_metadata(self.directory)
-
-    def check_other_names(self) -> None:
-        """Refuses a directory whose steps are all called otherwise.
-
-        A run that began anew there would hide them, and be mixed up with them.
-
-        Raises:
-            CheckpointFormatError: There are steps, and none is called as `step_format`
-                says.
-        """
-        if self._listed() or not self.directory.is_dir():
-            return
-        others = _steps.find(self.directory, formats.recognises)
-        if others:
-            newest = others[max(others)]
-            name = newest.name.removesuffix(str(max(others))) + "{step}"
-            raise errors.CheckpointFormatError(
-                f"{self.directory} holds steps that are not called like"
-                f" {self._format.template!r}, such as {newest.name}: go on with"
-                f" step_format={name!r} if they are directories, or begin another run"
-                " from them with source="
-            )
-
-    def reload(self) -> None:
-        """Forgets what was read of steps, so that changes by others are seen."""
-        self._retention.forget()
-
-    def new_steps(
-        self, *, timeout_secs: float | None = None, poll_secs: float = 1.0
-    ) -> Iterator[int]:
-        """Yields every step, oldest first, and then each new one as it is committed.
-
-        For a job that evaluates checkpoints while another one trains. Until the loop
-        goes on, no policy of any process deletes the step: a file in it tells of the
-        reader. Where nothing can be written, steps come unprotected, with a warning.
-
-        Args:
-            timeout_secs: Ends after so long without a new step; None never ends.
-            poll_secs: How often the directory is looked at.
-        """
-        return _follow.new_steps(
-            self._listed,
-            _retention.is_step,
-            timeout_secs=timeout_secs,
-            poll_secs=poll_secs,
-        )
 
     # ---- restoring --------------------------------------------------------------
 
@@ -719,83 +613,6 @@ class Checkpointer:
         _restore.restore_dataset(
             _locate.read_stored(self._path(number), number), dataset
         )
-
-    # ---- keeping and deleting ---------------------------------------------------
-
-    @property
-    def keep(self) -> tuple[PreservationPolicy, ...]:
-        """The policies that keep steps."""
-        return self._retention.rules.keep
-
-    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to a committed step, as of an evaluation after its save.
-
-        Raises:
-            SaveFailedError: They could not be written.
-        """
-        self._check_writable("add metrics")
-        self.wait()
-        self._retention.add_metrics(self._path(step), metrics)
-
-    def explain(self) -> dict[int, list[str]]:
-        """Why each step stays, oldest first; a step without a reason would go.
-
-        The reasons are those of `policies.decide`, and "dataset let go", which says
-        that its dataset state did not stay with it.
-        """
-        return self._retention.explain()
-
-    def prune(self, *, dry_run: bool = False) -> tuple[int, ...]:
-        """Deletes the steps, and the dataset states, that no policy keeps.
-
-        Args:
-            dry_run: Only say which steps: those to which `explain` gives no reason.
-
-        Returns:
-            The steps.
-
-        Raises:
-            SaveFailedError: The newest step is damaged, so that older ones stay.
-        """
-        self.wait()
-        if dry_run:
-            return tuple(step for step, why in self.explain().items() if not why)
-        self._check_writable("prune")
-        return self._retire()
-
-    def _retire(self, *, just_saved: int | None = None) -> tuple[int, ...]:
-        deleted = self._retention.apply(just_saved=just_saved)
-        for step in deleted:
-            path = self.directory / self._format.name(step)
-            self.events.emit("deleted", step, path=path, reason="no policy keeps it")
-        return deleted
-
-    def delete(self, step: int) -> None:
-        """Deletes a step, even a pinned one.
-
-        Raises:
-            SaveFailedError: It is being read, by a loop over `new_steps` anywhere; or
-                it could not be deleted.
-        """
-        self._check_writable("delete")
-        self.wait()
-        path = self._path(step)
-        self._retention.delete(path)
-        self.events.emit("deleted", step, path=path, reason="it was asked for")
-
-    def pin(self, step: int) -> None:
-        """Keeps a step, whatever the policies say.
-
-        Raises:
-            SaveFailedError: That could not be written down.
-        """
-        self._check_writable("pin")
-        self._retention.pin(self._path(step))
-
-    def unpin(self, step: int) -> None:
-        """Leaves a step to the policies again; raises as `pin` does."""
-        self._check_writable("unpin")
-        self._retention.unpin(self._path(step))
 
     # ---- lifetime ---------------------------------------------------------------
 

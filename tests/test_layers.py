@@ -49,6 +49,7 @@ LAYERS = (
     {"_save", "_restore"},
     {"_targets", "_belongings"},
     {"_convert", "_retention"},
+    {"_directory"},
     {"_checkpointer"},
     {"_beginning", "_preflight", "_resume"},
     {"_callback", "_report", "_tools"},
