@@ -56,9 +56,10 @@ def in_order():
     return iter(grain.MapDataset.range(1000).map(make_batch))
 
 
-def make_model(**options):
+def make_model(distribution=None, **options):
     """The same model, by the same names, as in a new process."""
     keras.utils.clear_session()
+    keras.distribution.set_distribution(distribution)
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [
@@ -219,6 +220,41 @@ def test_a_signal_ends_the_training_where_it_is(tmp_path, straight, exit_code):
     assert checkpointer.steps() == [6, 9]
     model, _ = fit(tmp_path, step_indexed())
     assert bits(model) == straight[0]
+
+
+def test_distributed_weights_come_back_where_they_were(tmp_path):
+    devices = keras.distribution.list_devices("cpu")
+    mesh = keras.distribution.DeviceMesh((2, 4), ["batch", "model"], devices)
+    layouts = keras.distribution.LayoutMap(mesh)
+    layouts["model/hidden/kernel"] = (None, "model")
+    options = {
+        "every_steps": 4,
+        "distribution": keras.distribution.ModelParallel(
+            layout_map=layouts, batch_dim_name="batch"
+        ),
+    }
+    whole, _ = fit(tmp_path / "whole", step_indexed(), **options)
+    with pytest.raises(LostError):
+        fit(tmp_path / "lost", step_indexed(), lose_after=9, **options)
+    model, _ = fit(tmp_path / "lost", step_indexed(), **options)
+    assert bits(model) == bits(whole)
+    kernels = [found.get_layer("hidden").kernel.value for found in (model, whole)]
+    assert kernels[0].sharding == kernels[1].sharding
+    assert not kernels[0].sharding.is_fully_replicated
+
+
+def test_a_layer_of_another_name_is_named(tmp_path):
+    fit(tmp_path, step_indexed(), epochs=1)
+    keras.utils.clear_session()
+    other = keras.Sequential(
+        [keras.Input((5,), name="input"), keras.layers.Dense(1, name="last")],
+        name="model",
+    )
+    other.compile(loss="mse", optimizer="adam")
+    on_step = flaxckpt.CheckpointCallback(flaxckpt.Checkpointer(tmp_path))
+    checkpoint = KerasCheckpoint(on_step, step_indexed(), steps_per_epoch=STEPS)
+    with pytest.raises(errors.RestoreMismatchError, match="model/last/kernel"):
+        other.fit(checkpoint.data, callbacks=[checkpoint], verbose=0)
 
 
 def test_accumulated_gradients_are_part_of_the_state(tmp_path):

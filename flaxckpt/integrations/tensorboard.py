@@ -47,7 +47,7 @@ class EventFiles:
     `log_dir`, then its tag. So `loss`, written below `log_dir/eval`, is `eval/loss`.
     Of several events for a step the last counts, that is, the last one of the newest
     file. Each call reads on only where the one before it ended; TensorFlow is never
-    imported.
+    imported. A file that is damaged is read as far as it is whole, with a warning.
 
     Args:
         log_dir: Where writers have, or will have, their event files.
