@@ -21,6 +21,7 @@ Batch = TypeVar("Batch")
 
 _NOT_TAKEN = object()
 _SECONDS_AT_EXIT = 5.0
+_SECONDS_BETWEEN_LOOKS = 10.0
 
 
 class Buffered(Generic[Batch]):
@@ -227,9 +228,10 @@ class _Worker:
 
     def _has_room(self) -> bool:
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._stopped or len(self._ready) < self._depth
-            )
+            while not self._stopped and len(self._ready) >= self._depth:
+                # Garbage may be collected, and this stopped, inside of wait itself,
+                # where a notification goes unnoticed: look again after a while.
+                self._changed.wait(_SECONDS_BETWEEN_LOOKS)
             return not self._stopped
 
     def _make(self) -> _Made:
