@@ -8,7 +8,9 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
+
+import jax
 
 from flaxckpt import (
     _beginning,
@@ -32,13 +34,31 @@ REQUEUE_EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: a failure that goes away if it is tried again."""
 
 
-class _Seen(NamedTuple):
-    """What a call was given, completed."""
+class _Seen:
+    """A step that is completed, and where to get what it has to save."""
 
-    step: int
-    state: PyTree
-    metrics: Any
-    dataset: Any
+    def __init__(
+        self, step: int, given: Mapping[str, Any], getters: Mapping[str, Any]
+    ) -> None:
+        self.step = step
+        self._given = given
+        self._getters = getters
+        if given["state"] is None and "state" not in getters:
+            raise errors.OptionError(
+                "there is no state to save: call on_step(step, state), or tell"
+                " where it is with on_step.bind(state=lambda: state)"
+            )
+
+    def get(self, name: str) -> Any:
+        """What was passed, or else what was bound gives now."""
+        value = self._given[name]
+        getter = self._getters.get(name)
+        return getter() if value is None and getter is not None else value
+
+    def is_gone(self) -> bool:
+        """Whether the state was given to a later step, which nobody told of."""
+        leaves = jax.tree.leaves(self._given["state"])
+        return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
 
 
 class CheckpointCallback:
@@ -136,12 +156,11 @@ class CheckpointCallback:
         self._grace = Grace(grace_secs, clock)
         self._exit_code = exit_code
         self._save_last = save_last
-        self._dataset = dataset
         self._offset = 1 if step_is == "index" else 0
         self._check_step = check_step
         self._preflight = preflight
         self._clock = clock
-        self._getters: dict[str, Callable[[], Any]] = {}
+        self._getters: dict[str, Callable[[], Any]] = {"dataset": lambda: dataset}
         self._seen = 0
         self._saved: int | None = None
         self._last: _Seen | None = None
@@ -234,39 +253,23 @@ class CheckpointCallback:
     ) -> bool:
         self.checkpointer.events.deliver(completed)
         self.checkpointer.raise_if_failed()
-        given = _Seen(
-            completed,
-            self._given("state", state),
-            self._given("metrics", metrics),
-            self._given("dataset", dataset),
-        )
+        given = {"state": state, "metrics": metrics, "dataset": dataset}
+        seen = _Seen(completed, given, self._getters)
         if not self._is_checked:
-            self._check_beginning(given)
+            self._check_beginning(seen)
         time_is_up, notice = self._agreed(completed)
         due = self._triggers.due(completed, self._seen, time_is_up=time_is_up)
         if force:
             due = Due("forced")
         self._seen = completed
-        self._last = given
+        self._last = seen
         if notice is not None and not self._has_stopped:
-            return self._stop(given, notice)
+            return self._stop(seen, notice)
         if due is None:
             return False
-        return self._save(given, temporary=due.temporary and self._temporary)
+        return self._save(seen, temporary=due.temporary and self._temporary)
 
-    def _given(self, name: str, value: Any) -> Any:
-        if value is None and name in self._getters:
-            value = self._getters[name]()
-        if value is None and name == "dataset":
-            value = self._dataset
-        if value is None and name == "state":
-            raise errors.OptionError(
-                "there is no state to save: call on_step(step, state), or tell"
-                " where it is with on_step.bind(state=lambda: state)"
-            )
-        return value
-
-    def _check_beginning(self, given: _Seen) -> None:
+    def _check_beginning(self, seen: _Seen) -> None:
         """What would fail at the first save, or do harm there, fails at the first call.
 
         Raises:
@@ -276,16 +279,19 @@ class CheckpointCallback:
         """
         self._start_watching()
         ckpt = self.checkpointer
-        begun = _beginning.check(ckpt, given.step)
+        begun = _beginning.check(ckpt, seen.step)
         if begun is not None:
             self._seen = max(self._seen, begun)
             self._saved = begun if self._saved is None else self._saved
         if self._preflight and not ckpt.read_only:
             _preflight.check(
-                ckpt, given.state, given.dataset, only_warn=self._preflight == "warn"
+                ckpt,
+                seen.get("state"),
+                seen.get("dataset"),
+                only_warn=self._preflight == "warn",
             )
         if self._consumption.wants:
-            self._consumption.note(given.step, datasets.position(given.dataset))
+            self._consumption.note(seen.step, datasets.position(seen.get("dataset")))
         self._is_checked = True
 
     def _start_watching(self) -> None:
@@ -308,23 +314,24 @@ class CheckpointCallback:
 
     # ---- saving -------------------------------------------------------------------
 
-    def _save(self, given: _Seen, *, temporary: bool = False) -> bool:
-        completed = given.step
+    def _save(self, seen: _Seen, *, temporary: bool = False) -> bool:
+        completed = seen.step
         if completed == self._saved:
             reason = "it was saved or restored by this run already"
             self.checkpointer.events.emit("skipped", completed, reason=reason)
             return False
+        state = seen.get("state")
         if self._check_step:
-            _counters.check(given.state, completed)
+            _counters.check(state, completed)
         if self._consumption.wants:
-            self._consumption.note(completed, datasets.position(given.dataset))
+            self._consumption.note(completed, datasets.position(seen.get("dataset")))
         self._note_duration()
         restored = self.checkpointer.restored_step
         self.last_save = self.checkpointer.save(
             completed,
-            given.state,
-            metrics=_values(given.metrics),
-            dataset=given.dataset,
+            state,
+            metrics=_values(seen.get("metrics")),
+            dataset=seen.get("dataset"),
             # Beyond the step that was restored are only those because of which that
             # one was: they are damaged, or were not wanted.
             on_exists="error" if restored is None else "overwrite",
@@ -345,8 +352,14 @@ class CheckpointCallback:
         last, self._last = self._last, None
         try:
             done = (0, self._saved)
-            if self._save_last and last is not None and last.step not in done:
-                self._save(last)
+            if not self._save_last or last is None or last.step in done:
+                return
+            if last.is_gone():
+                reason = "its arrays were donated to a step that was not reported"
+                _log.warning("the last step, %d, is not saved: %s", last.step, reason)
+                self.checkpointer.events.emit("skipped", last.step, reason=reason)
+                return
+            self._save(last)
         finally:
             self._stop_watching()
 
@@ -356,7 +369,7 @@ class CheckpointCallback:
 
     # ---- being told to stop -------------------------------------------------------
 
-    def _stop(self, given: _Seen, notice: Notice) -> bool:
+    def _stop(self, seen: _Seen, notice: Notice) -> bool:
         """Saves as much as there is time for, waits for it, and leaves.
 
         Raises:
@@ -366,27 +379,27 @@ class CheckpointCallback:
         self.checkpointer.wait()
         self._note_duration()
         saved = True
-        if given.step == self._saved:
+        if seen.step == self._saved:
             what = "was saved already"
         elif self._grace.is_enough(notice):
-            self._save(given)
+            self._save(seen)
             self.checkpointer.wait()
             what = "is saved"
         else:
-            path = self.checkpointer.save_params_only(given.step, given.state)
+            path = self.checkpointer.save_params_only(seen.step, seen.get("state"))
             what = f"is saved without its optimizer, as {path}"
             saved = False
         _log.warning(
             "%s: step %d %s; the program %s",
             notice.name,
-            given.step,
+            seen.step,
             what,
             "goes on" if self._exit_code is None else "leaves",
         )
         self.checkpointer.events.emit(
-            "preempted", given.step, reason=notice.name, saved=what
+            "preempted", seen.step, reason=notice.name, saved=what
         )
-        self.checkpointer.events.deliver(given.step)
+        self.checkpointer.events.deliver(seen.step)
         if self._exit_code is None:
             return saved
         self._last = None
@@ -438,7 +451,7 @@ class CheckpointCallback:
             CheckpointError: There are checkpoints, but none that fits.
         """
         self._start_watching()
-        dataset = self._dataset if dataset is None else dataset
+        dataset = self._getters["dataset"]() if dataset is None else dataset
         restored, step = _beginning.restore_or_init(
             self.checkpointer,
             state,
@@ -494,7 +507,7 @@ class CheckpointCallback:
         Raises:
             ResumeMismatchError: Something differs; all leaves that do are named.
         """
-        dataset = self._given("dataset", dataset)
+        dataset = self._getters["dataset"]() if dataset is None else dataset
         _resume.check(self.checkpointer, state, step_fn, dataset=dataset, fresh=fresh)
 
     def wait(self) -> None:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 
 import clu.metrics
@@ -305,6 +306,34 @@ def test_loops_that_pass_the_step_only_bind_the_state(ckpt):
             hook(step)
     ckpt.wait()
     assert ckpt.restore() == {"n": 4}
+
+
+def test_what_is_bound_is_asked_for_only_when_it_is_saved(ckpt):
+    asked = []
+    callback = flaxckpt.CheckpointCallback(ckpt, every_steps=4, preflight=False)
+    callback.bind(state=lambda: asked.append(step) or {"n": step})
+    for step in range(1, 11):
+        callback(step)
+    assert asked == [4, 8]
+    callback.close()
+    assert asked == [4, 8, 10]
+
+
+def test_a_last_step_that_was_donated_further_is_not_saved_and_that_is_said(
+    ckpt, caplog
+):
+    @functools.partial(jax.jit, donate_argnums=0)
+    def add(state):
+        return {"n": state["n"] + 1}
+
+    state = {"n": jnp.zeros(64)}
+    with flaxckpt.CheckpointCallback(ckpt) as callback:
+        state = add(state)
+        callback(1, state)
+        state = add(state)
+    assert ckpt.steps() == []
+    assert "donated" in caplog.text
+    assert "donated" in skipped(callback)[1]
 
 
 def test_data_and_metrics_can_be_bound_too(ckpt):

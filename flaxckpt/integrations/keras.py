@@ -155,18 +155,22 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         """Saves if it is time, or adds the epoch's metrics to what was just saved."""
         self._quiet.close()
         every = self._every_epochs
-        if self.completed % self.data.steps_per_epoch:
-            return  # stopped before its end
-        if self._saved == self.completed:
+        if self.completed % self.data.steps_per_epoch:  # stopped before its end
+            # Keras changes the weights after this, if it averages them.
+            self._save(logs, force=False, state=self._state())
+        elif self._saved == self.completed:
             self._on_step.wait()
             self._on_step.checkpointer.add_metrics(self.completed, logs or {})
         else:
-            self._save(logs, force=every is not None and (epoch + 1) % every == 0)
+            is_due = every is not None and (epoch + 1) % every == 0
+            self._save(logs, force=is_due, state=self._state())
 
     # ---- saving ----------------------------------------------------------------------
 
-    def _save(self, logs: Mapping[str, Any] | None, *, force: bool) -> None:
-        done = _Done(self.completed, logs)
+    def _save(
+        self, logs: Mapping[str, Any] | None, *, force: bool, state: PyTree = None
+    ) -> None:
+        done = _Done(self.completed, logs, state)
         if self._on_step.on_step(done, force=force):
             self._saved = self.completed
 
@@ -177,7 +181,7 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class _Done(NamedTuple):
-    """What `CheckpointCallback.on_step` is told; the state is bound."""
+    """What `CheckpointCallback.on_step` is told; without a state, it asks for one."""
 
     next_step: int
     metrics: Mapping[str, Any] | None
