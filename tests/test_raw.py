@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flaxckpt
-from flaxckpt import _blocks, _dtypes, _raw, _read, _snapshot, _write, _zarr, errors
+from flaxckpt import (
+    _blocks,
+    _dtypes,
+    _progress,
+    _raw,
+    _read,
+    _snapshot,
+    _write,
+    _zarr,
+    errors,
+)
 from flaxckpt._info import LeafInfo, RawArray
 from flaxckpt._zarr import Encoding
 
@@ -110,7 +120,8 @@ def test_we_write_what_tensorstore_would(tmp_path, dtype):
     for root in (ours, theirs):
         root.mkdir()
     written = host("w", array, (2, 3))
-    _write._write_files(ours, [written], encoding, None, _write._threads.Budget(1))
+    budget = _write._threads.Budget(1)
+    _write._write_files(ours, [written], encoding, None, budget, _progress.ignore)
     _write._write_encoded(theirs, [written], encoding, ts.Context(), 1)
     for file in theirs.rglob("c*"):
         assert (ours / "w" / file.name).read_bytes() == file.read_bytes()
