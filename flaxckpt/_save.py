@@ -359,6 +359,23 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     )
 
 
+def without_optimizer(table: LeafTable) -> LeafTable:
+    """The transform that leaves out whatever belongs to an optimizer."""
+    roles = (leaf.info.role for leaf in table.values())
+    optimizers = tuple({f"{role.optimizer}/" for role in roles if role is not None})
+    return {
+        path: leaf
+        for path, leaf in table.items()
+        if not f"{path}/".startswith(optimizers)
+    }
+
+
+def has_optimizer(state: PyTree) -> bool:
+    """Whether anything of a state belongs to an optimizer."""
+    flat = _flax.flatten(state)
+    return bool(_optax.roles(flat.structure, flat.optimizer_states))
+
+
 def _planned(
     flat: _flax.FlatState, options: Options
 ) -> tuple[LeafTable, _tree.Node | LeafPath]:
