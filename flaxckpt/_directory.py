@@ -178,8 +178,9 @@ class RunDirectory:
     def explain(self) -> dict[int, list[str]]:
         """Why each step stays, oldest first; a step without a reason would go.
 
-        The reasons are those of `policies.decide`, and "dataset let go", which says
-        that its dataset state did not stay with it.
+        The reasons are those of `policies.decide`; "metrics damaged", of a step that
+        may be the best for all that can be read; and "dataset let go", which says that
+        its dataset state did not stay with it.
         """
         return self._retention.explain()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -14,6 +14,8 @@ from flaxckpt.formats import _orbax, _orbax_disk
 from flaxckpt.policies import PreservationPolicy
 
 _log = logging.getLogger(__name__)
+
+_METRICS_FILE = f"{_orbax.METRICS}/{_orbax.METRICS}"
 
 T = TypeVar("T")
 MetricsByStep: TypeAlias = Mapping[int, Mapping[str, float]]
@@ -57,25 +59,34 @@ class _Remembered(Generic[T]):
 
 
 class _Ranked:
-    """A step as policies see it; files of it are read when a policy asks."""
+    """A step as policies see it; files of it are read when a policy asks.
+
+    Attributes:
+        is_doubtful: Whether a policy asked for metrics that could not be read.
+    """
 
     def __init__(
         self,
         step: int,
         *,
         temporary: bool,
-        metrics: Callable[[], Mapping[str, float]],
+        elsewhere: Mapping[str, float],
+        metrics: Callable[[], Mapping[str, float] | None],
         created: Callable[[], float],
     ) -> None:
         self.step = step
         self.temporary = temporary
+        self.is_doubtful = False
+        self._elsewhere = elsewhere
         self._metrics = metrics
         self._created = created
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """What was measured, wherever."""
-        return self._metrics()
+        stored = self._metrics()
+        self.is_doubtful = stored is None
+        return {**self._elsewhere, **(stored or {})}
 
     @property
     def created(self) -> float:
@@ -94,7 +105,7 @@ class _Found(NamedTuple):
 
     path: Path
     marks: _steps.Marks
-    ranked: policies.Ranked
+    ranked: _Ranked
 
 
 class Retention:
@@ -112,9 +123,7 @@ class Retention:
         self.rules = rules
         self._directory = directory
         self._format = step_format
-        self._metrics = _Remembered(
-            f"{_orbax.METRICS}/{_orbax.METRICS}", _orbax.read_metrics
-        )
+        self._metrics = _Remembered(_METRICS_FILE, _read_metrics)
         self._created = _Remembered(_orbax_disk.CHECKPOINT, _orbax.read_created)
 
     # ---- what is there --------------------------------------------------------------
@@ -124,8 +133,8 @@ class Retention:
         return _steps.listed(self._directory, self._format)
 
     def metrics(self, path: Path) -> Mapping[str, float]:
-        """What is stored of the step `path`."""
-        return self._metrics(path)
+        """What is stored of the step `path`; nothing if it cannot be read."""
+        return self._metrics(path) or {}
 
     def forget(self) -> None:
         """Reads everything anew from here on."""
@@ -157,26 +166,30 @@ class Retention:
             ranked = _Ranked(
                 step,
                 temporary=marks.temporary,
-                metrics=functools.partial(
-                    self._all_metrics, path, elsewhere.get(step, {})
-                ),
+                elsewhere=elsewhere.get(step, {}),
+                metrics=functools.partial(self._metrics, path),
                 created=functools.partial(self._created, path),
             )
             found[step] = _Found(path, marks, ranked)
         return found
 
-    def _all_metrics(
-        self, path: Path, elsewhere: Mapping[str, float]
-    ) -> Mapping[str, float]:
-        return {**elsewhere, **self._metrics(path)}
-
-    def _explained(self, found: Mapping[int, _Found]) -> dict[int, list[str]]:
+    def _decided(
+        self, keep: Sequence[PreservationPolicy], found: Mapping[int, _Found]
+    ) -> dict[int, list[str]]:
+        """Why each step stays that is among `found`."""
         reasons = policies.decide(
-            self.rules.keep,
+            keep,
             [each.ranked for each in found.values()],
             pinned=[step for step, each in found.items() if each.marks.pinned],
             readers={step: each.marks.readers for step, each in found.items()},
         )
+        for step, why in reasons.items():
+            if found[step].ranked.is_doubtful:  # it may be the best
+                why.append("metrics damaged")
+        return reasons
+
+    def _explained(self, found: Mapping[int, _Found]) -> dict[int, list[str]]:
+        reasons = self._decided(self.rules.keep, found)
         for step, why in reasons.items():
             if why and found[step].marks.let_go:
                 why.append("dataset let go")
@@ -205,7 +218,7 @@ class Retention:
             reasons = self._explained(found)
             going = [s for s, why in reasons.items() if not why and s != just_saved]
             staying = {s: each for s, each in found.items() if s not in going}
-            datasets = self._datasets(staying)
+            datasets = self._datasets(staying, just_saved)
         except Exception as error:
             if just_saved is None:
                 raise
@@ -247,19 +260,16 @@ class Retention:
                 " again."
             ) from error
 
-    def _datasets(self, staying: Mapping[int, _Found]) -> list[int]:
+    def _datasets(
+        self, staying: Mapping[int, _Found], just_saved: int | None
+    ) -> list[int]:
         """The steps whose dataset state goes."""
         states = {s: each for s, each in staying.items() if each.marks.has_dataset}
         # What was begun is finished.
         going = {step for step, each in states.items() if each.marks.let_go}
         if self.rules.keep_dataset:
-            reasons = policies.decide(
-                self.rules.keep_dataset,
-                [each.ranked for each in states.values()],
-                pinned=[step for step, each in states.items() if each.marks.pinned],
-                readers={step: each.marks.readers for step, each in states.items()},
-            )
-            going |= {step for step, why in reasons.items() if not why}
+            reasons = self._decided(self.rules.keep_dataset, states)
+            going |= {s for s, why in reasons.items() if not why and s != just_saved}
         return sorted(going)
 
     def _attempt(self, what: str, delete: Callable[..., None], *args: Any) -> bool:
@@ -277,10 +287,20 @@ class Retention:
     # ---- what a user asks for -------------------------------------------------------
 
     def add_metrics(self, path: Path, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to the step `path`."""
-        merged = {**_orbax.read_metrics(path), **as_metrics(metrics)}
-        with _writing(path, "metrics cannot be added to it"):
-            _orbax.write_metrics(path, merged)
+        """Adds metrics to the step `path`, one process after another."""
+        added = as_metrics(metrics)
+        with (
+            _writing(path, "metrics cannot be added to it"),
+            _storage.locked(_orbax.file_to_lock(path)),
+        ):
+            try:
+                found = _orbax.metrics_in(path)
+            except errors.DamagedCheckpointError:
+                raise errors.SaveFailedError(
+                    f"{path / _METRICS_FILE} is damaged, so nothing can be added to it:"
+                    " delete it, and add all metrics of the step anew"
+                ) from None
+            _orbax.write_metrics(path, {**found, **added})
 
     def pin(self, path: Path) -> None:
         """Keeps the step `path`, whatever the policies say."""
@@ -332,6 +352,15 @@ def is_step(path: Path) -> bool:
         return True
     except errors.DamagedCheckpointError:
         return False
+
+
+def _read_metrics(path: Path) -> dict[str, float] | None:
+    """The numbers stored with the step `path`; None if they cannot be read."""
+    try:
+        return _orbax.numbers_in(_orbax.metrics_in(path))
+    except (errors.DamagedCheckpointError, OSError) as error:
+        _log.warning("the metrics of %s cannot be read: %s", path, error)
+        return None
 
 
 def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:

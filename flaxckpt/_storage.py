@@ -6,10 +6,13 @@ for it have been synced. Nothing here follows a symbolic link to delete or repla
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import hashlib
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -98,9 +101,11 @@ def write(path: Path, content: bytes) -> None:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Writes `path` anew in one step: readers see the old content or the new."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)
+    """Writes `path` anew in one step: readers see the old content or the new.
+
+    Several may do so at a time: one of them is the last.
+    """
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         write(temporary, content)
         temporary.replace(path)
@@ -108,6 +113,27 @@ def replace(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Has whoever locks that file, too, wait until the `with` block ends.
+
+    Where the file system has no such locks, nobody waits.
+
+    Raises:
+        OSError: The file cannot be opened.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDWR)  # or NFS would not lock it
+    except (PermissionError, IsADirectoryError):
+        descriptor = os.open(file, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def make_directory(path: Path) -> None:

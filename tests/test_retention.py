@@ -4,6 +4,9 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
+import textwrap
 import time
 
 import jax
@@ -357,6 +360,16 @@ def test_states_stay_with_the_newest_and_the_pinned(tmp_path):
     assert ckpt.explain()[4] == ["no policy", "dataset let go"]
 
 
+def test_the_state_just_saved_stays_even_if_there_are_newer_steps(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path, keep_dataset=[LatestN(1)]) as ckpt:
+        for step in (10, 90, 40):
+            ckpt.save(step, state(step), dataset=batches(step)).wait()
+        iterator = batches()
+        ckpt.restore(step=40, dataset=iterator)
+        assert next(iterator) == 40
+        assert has_datasets(ckpt) == {10: False, 40: True, 90: True}
+
+
 def test_without_keep_dataset_states_live_as_long_as_their_steps(tmp_path):
     ckpt = save_datasets(tmp_path, 1, 2, 3, keep=[LatestN(2)])
     assert has_datasets(ckpt) == {2: True, 3: True}
@@ -578,8 +591,9 @@ def test_what_cannot_be_written_down_says_what_to_do(tmp_path):
     save(tmp_path, 1, 2)
     ckpt = flaxckpt.Checkpointer(tmp_path)
     # Directories where files are to be, which not even root can write over.
-    for name in ("1/PINNED.tmp", "2/PINNED", "1/metrics/metrics.tmp", "2/metrics"):
+    for name in ("1/PINNED/x", "2/PINNED", "2/metrics"):
         (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "1/metrics").touch()
     (tmp_path / "1.orbax-checkpoint-tmp-deleted").touch()
     for act in (
         lambda: ckpt.pin(1),
@@ -592,6 +606,90 @@ def test_what_cannot_be_written_down_says_what_to_do(tmp_path):
     strategies.assert_same(state(1), ckpt.restore(step=1))
     ckpt.add_metrics(2, {"loss": 1})
     assert ckpt.metrics(2) == {"loss": 1.0}, "an empty directory is no hindrance"
+
+
+ADDING = """
+    import sys
+    import flaxckpt
+
+    root, name, count = sys.argv[1:]
+    ckpt = flaxckpt.Checkpointer(root)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for i in range(int(count)):
+        ckpt.add_metrics(1, {f"{name}{i}": i})
+"""
+
+
+@pytest.mark.parametrize("metrics", [None, {"loss": 0.5}])
+def test_processes_that_add_metrics_at_the_same_time_lose_none(tmp_path, metrics):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state(1), metrics=metrics)
+    adding = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(ADDING), tmp_path, name, "60"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in "ab"
+    ]
+    for process in adding:
+        assert process.stdout.readline() == "ready\n"
+    for process in adding:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in adding:
+        process.communicate(timeout=300)
+        assert process.returncode == 0
+    wanted = {f"{name}{i}": float(i) for name in "ab" for i in range(60)}
+    assert ckpt.metrics(1) == {**wanted, **(metrics or {})}
+    assert sorted(p.name for p in (tmp_path / "1/metrics").iterdir()) == ["metrics"]
+    assert names(tmp_path) == ["1"]
+
+
+def test_metrics_that_are_no_numbers_stay_when_others_are_added(tmp_path):
+    save(tmp_path, 1)
+    put_metrics(tmp_path, s1=0.5)
+    file = tmp_path / "1/metrics/metrics"
+    file.write_text('{"note": "by hand", "huge": 1' + "0" * 400 + "}")
+    put_metrics(tmp_path, s1=0.5)
+    assert json.loads(file.read_text()) == {
+        "note": "by hand",
+        "huge": 10**400,
+        ACC: 0.5,
+    }
+    assert flaxckpt.Checkpointer(tmp_path).metrics(1) == {ACC: 0.5}
+
+
+@pytest.mark.parametrize("content", ["", '{"eval/accur', "[0.9]"])
+def test_a_step_whose_metrics_are_damaged_is_not_deleted(tmp_path, caplog, content):
+    keep = [LatestN(1), BestN(1, ACC, "max")]
+    save(tmp_path, 1, 2, 3)
+    put_metrics(tmp_path, s1=0.9, s2=0.5, s3=0.1)
+    file = tmp_path / "1/metrics/metrics"
+    file.write_text(content)
+    assert save(tmp_path, 4, keep=keep) == [1, 2, 4]
+    assert "the metrics of" in caplog.text
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=keep)
+    assert ckpt.explain()[1] == ["metrics damaged"]
+    with pytest.raises(errors.SaveFailedError, match="delete it, and add all metrics"):
+        ckpt.add_metrics(1, {ACC: 0.9})
+    assert file.read_text() == content
+    file.unlink()
+    ckpt.add_metrics(1, {ACC: 0.9})
+    assert save(tmp_path, 5, keep=keep) == [1, 5]
+    file.write_text(content)
+    assert save(tmp_path, 6, keep=[LatestN(1)]) == [6], "nobody asks for its metrics"
+
+
+def test_a_dataset_state_that_may_be_of_the_best_step_stays(tmp_path):
+    save_datasets(tmp_path, 1, 2, 3)
+    put_metrics(tmp_path, s1=0.9)
+    (tmp_path / "1/metrics/metrics").write_text("")
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep_dataset=[BestN(1, ACC, "max")])
+    ckpt.prune()
+    assert has_datasets(ckpt) == {1: True, 2: False, 3: True}
 
 
 def test_metrics_appear_with_their_directory(tmp_path, monkeypatch):
