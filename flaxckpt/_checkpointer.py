@@ -105,7 +105,7 @@ class Checkpointer(_directory.RunDirectory):
     ) -> None:
         super().__init__(
             directory,
-            _retention.Rules(tuple(keep), tuple(keep_dataset), metrics_from),
+            _retention.Rules.of(keep, keep_dataset, metrics_from),
             step_format=step_format,
             read_only=read_only,
         )
@@ -157,8 +157,9 @@ class Checkpointer(_directory.RunDirectory):
             on_exists: What to do if the step is there already. One that is replaced
                 stays pinned if it was, and one that is skipped is temporary no more
                 unless this save is.
-            temporary: Whether the step goes as soon as there is a newer one. A policy
-                such as `BestN` may keep it all the same.
+            temporary: Whether the step goes as soon as there is a newer one that is not
+                temporary, or two newer ones. A policy such as `BestN` may keep it all
+                the same.
 
         Returns:
             A handle; its `wait()` returns when the step is durable.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
@@ -34,6 +35,24 @@ class Rules(NamedTuple):
     keep: tuple[PreservationPolicy, ...] = ()
     keep_dataset: tuple[PreservationPolicy, ...] = ()
     metrics_from: Callable[[], MetricsByStep] | None = None
+
+    @classmethod
+    def of(cls, keep: object, keep_dataset: object, metrics_from: object) -> Rules:
+        """The rules that options of these names mean.
+
+        Raises:
+            OptionError: One of them is something else.
+        """
+        if metrics_from is not None and not callable(metrics_from):
+            raise errors.OptionError(
+                "metrics_from wants a function that returns step -> name -> number, got"
+                f" {metrics_from!r:.80}: write metrics_from=lambda: measured"
+            )
+        return cls(
+            policies.checked(keep, "keep"),
+            policies.checked(keep_dataset, "keep_dataset"),
+            metrics_from,
+        )
 
 
 class _Remembered(Generic[T]):
@@ -153,8 +172,7 @@ class Retention:
         """The steps as they are now, without what is merely called like one."""
         elsewhere: MetricsByStep = {}
         if self.rules.metrics_from is not None:
-            given = self.rules.metrics_from()
-            elsewhere = {step: as_metrics(each) for step, each in given.items()}
+            elsewhere = _by_step(self.rules.metrics_from())
         found = {}
         listed = self.listed()
         for remembered in (self._metrics, self._created):
@@ -363,20 +381,49 @@ def _read_metrics(path: Path) -> dict[str, float] | None:
         return None
 
 
+def _by_step(given: object) -> dict[int, dict[str, float]]:
+    """What `metrics_from` has returned; steps may be text, as JSON has them.
+
+    Raises:
+        OptionError: It is something else.
+    """
+    if not isinstance(given, Mapping):
+        raise errors.OptionError(
+            f"metrics_from must return step -> name -> number, got {given!r:.80}"
+        )
+    found: dict[int, dict[str, float]] = {}
+    for key, metrics in given.items():
+        try:
+            is_text = isinstance(key, str) and key.isascii() and key.isdigit()
+            step = int(key) if is_text else operator.index(key)
+        except (TypeError, ValueError):
+            raise errors.OptionError(
+                f"metrics_from must return numbers of steps as keys, got {key!r:.80}"
+            ) from None
+        found[step] = as_metrics(metrics)
+    return found
+
+
 def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """Numbers by name, nested names joined by `/`.
 
     Raises:
-        OptionError: A metric is no single number.
+        OptionError: They are no mapping, or a metric is no single number.
     """
+    if not isinstance(metrics, Mapping | None):
+        raise errors.OptionError(
+            f"metrics must be numbers by name, as {{'loss': 0.5}}, got {metrics!r:.80}"
+        )
     flat: dict[str, float] = {}
     for name, value in (metrics or {}).items():
         if isinstance(value, Mapping):
             flat |= {f"{name}/{inner}": n for inner, n in as_metrics(value).items()}
             continue
         try:
+            if isinstance(value, str | bytes | bytearray):  # float() reads these, too
+                raise TypeError
             flat[name] = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise errors.OptionError(
                 f"the metric {name!r} must be one number, got {value!r:.80}"
             ) from None

@@ -231,14 +231,26 @@ def test_metrics_of_another_process_count_without_reload(tmp_path):
 # ---- temporary steps -------------------------------------------------------------
 
 
-def test_a_temporary_step_goes_when_there_is_a_newer_one(tmp_path):
+def test_of_temporary_steps_two_stay_until_there_is_a_permanent_one(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state(1)).wait()
         ckpt.save(2, state(2), temporary=True).wait()
         assert ckpt.explain() == {1: ["no policy"], 2: ["newest", "temporary"]}
-        assert ckpt.save(3, state(3), temporary=True).wait().deleted_steps == (2,)
-        assert ckpt.save(4, state(4)).wait().deleted_steps == (3,)
-        assert ckpt.steps() == [1, 4]
+        assert ckpt.save(3, state(3), temporary=True).wait().deleted_steps == ()
+        assert ckpt.explain()[2] == ["temporary"]
+        assert ckpt.save(4, state(4), temporary=True).wait().deleted_steps == (2,)
+        assert ckpt.save(5, state(5)).wait().deleted_steps == (3, 4)
+        assert ckpt.steps() == [1, 5]
+
+
+def test_a_damaged_temporary_step_costs_no_more_than_itself(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path, layout=FILES) as ckpt:
+        ckpt.save(1, state(1))
+        for step in (2, 3, 4):
+            ckpt.save(step, state(step), temporary=True)
+        ckpt.wait()
+        change(tmp_path / "4/state/w/c.0.0")
+        strategies.assert_same(state(3), ckpt.restore())
 
 
 def test_a_temporary_step_is_restored_like_others_after_a_restart(tmp_path):
@@ -259,7 +271,7 @@ def test_temporary_steps_take_no_place_of_others(tmp_path):
         ckpt.save(10, state(10), temporary=True).wait()
         assert ckpt.steps() == [2, 3, 10]
         ckpt.save(11, state(11), temporary=True).wait()
-        assert ckpt.steps() == [2, 3, 11]
+        assert ckpt.steps() == [2, 3, 10, 11]
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=keep[2:])
     assert ckpt.explain()[11] == ["newest", "temporary"]
 
@@ -270,13 +282,14 @@ def test_a_temporary_step_stays_if_it_is_the_best_or_pinned_or_chosen(tmp_path):
         ckpt.save(1, state(1), metrics={ACC: 0.9}, temporary=True).wait()
         ckpt.save(2, state(2), temporary=True).wait()
         ckpt.pin(2)
-        for step in (3, 4, 5):
+        for step in (3, 4, 5, 6):
             ckpt.save(step, state(step), temporary=True).wait()
     assert ckpt.explain() == {
         1: ["BestN(1, 'eval/accuracy', 'max')"],
         2: ["pinned"],
         3: ["OnSteps([3])"],
-        5: ["newest", "temporary"],
+        5: ["temporary"],
+        6: ["newest", "temporary"],
     }
 
 
@@ -423,6 +436,51 @@ def test_metrics_from_elsewhere_rank_steps(tmp_path):
     ckpt.add_metrics(1, {ACC: 0.2})
     measured[3] = {ACC: 0.5}
     assert ckpt.best_step(ACC, "max") == 3, "what is stored with a step counts first"
+
+
+def test_steps_of_metrics_from_elsewhere_may_be_text_as_json_has_them(tmp_path):
+    measured = json.loads('{"1": {"eval": {"accuracy": 0.9}}, "2": {}}')
+    options = {"keep": [BestN(1, ACC, "max")], "metrics_from": lambda: measured}
+    assert save(tmp_path, 1, 2, 3, **options) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    "measured", [{"last": {ACC: 1}}, {1.5: {}}, {1: 0.5}, [0.5], {1: {ACC: "0.5"}}]
+)
+def test_nothing_is_deleted_if_metrics_from_elsewhere_make_no_sense(tmp_path, measured):
+    options = {"keep": [BestN(1, ACC, "max")], "metrics_from": lambda: measured}
+    assert save(tmp_path, 1, 2, **options) == [1, 2]
+    with pytest.raises(errors.OptionError, match="metric"):
+        flaxckpt.Checkpointer(tmp_path, **options).explain()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("keep", LatestN(3)),
+        ("keep", [LatestN]),
+        ("keep", [5]),
+        ("keep", "LatestN(3)"),
+        ("keep", None),
+        ("keep_dataset", LatestN(3)),
+        ("keep_dataset", [3]),
+        ("metrics_from", {1: {ACC: 0.5}}),
+    ],
+)
+def test_what_is_no_policy_is_refused_at_once(tmp_path, option, value):
+    with pytest.raises(errors.OptionError, match=f"{option} wants .* write {option}="):
+        flaxckpt.Checkpointer(tmp_path / "run", **{option: value})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "metrics", [{"a": 10**400}, {"a": "0.5"}, {"a": b"0.5"}, [0.5], 0.5, {"a": [1, 2]}]
+)
+def test_metrics_that_are_no_numbers_by_name_are_refused(tmp_path, metrics):
+    ckpt = flaxckpt.Checkpointer(tmp_path)
+    with pytest.raises(errors.OptionError, match="must be"):
+        ckpt.save(1, state(1), metrics=metrics)
+    assert ckpt.steps() == []
 
 
 def test_nothing_is_deleted_while_metrics_cannot_be_had(tmp_path, caplog):
