@@ -237,7 +237,7 @@ class Checkpointer(_directory.RunDirectory):
                 total_secs=time.monotonic() - start,
                 metrics=len(options.metrics),
             )
-            deleted = self._retire(just_saved=number)
+            deleted = self._retire(just_saved=number, is_awaited=self._is_awaited)
             total = time.monotonic() - start
             _log.info(
                 "saved step %d: %d bytes, durable after %.3f s, blocked %.3f s%s",
@@ -251,6 +251,10 @@ class Checkpointer(_directory.RunDirectory):
 
         self._pending = SaveHandle(work, name=f"save of {final}", counter=counter)
         return self._pending
+
+    def _is_awaited(self) -> bool:
+        """Whether somebody waits for the save under way."""
+        return self._pending is not None and self._pending.is_awaited()
 
     @contextlib.contextmanager
     def _failing(self, step: int, final: Path) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -202,8 +202,13 @@ class RunDirectory:
         self._check_writable("prune")
         return self._retire()
 
-    def _retire(self, *, just_saved: int | None = None) -> tuple[int, ...]:
-        deleted = self._retention.apply(just_saved=just_saved)
+    def _retire(
+        self,
+        *,
+        just_saved: int | None = None,
+        is_awaited: Callable[[], bool] = lambda: False,
+    ) -> tuple[int, ...]:
+        deleted = self._retention.apply(just_saved=just_saved, is_awaited=is_awaited)
         for step in deleted:
             path = self.directory / self._format.name(step)
             self.events.emit("deleted", step, path=path, reason="no policy keeps it")

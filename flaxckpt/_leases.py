@@ -12,6 +12,7 @@ that clients of a network file system do not list what they remember of it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -134,7 +135,12 @@ def deletion(path: Path) -> Iterator[None]:
         OSError: It cannot be announced.
     """
     mark = path / DELETING
-    mark.touch()
+    try:
+        mark.touch()
+    except OSError as error:
+        # On a full disk it goes without: readers cannot say that they come, either.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
     try:
         if found := readers(path):
             raise in_use(path, found)

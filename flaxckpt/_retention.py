@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import operator
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
@@ -17,6 +19,12 @@ from flaxckpt.policies import PreservationPolicy
 _log = logging.getLogger(__name__)
 
 _METRICS_FILE = f"{_orbax.METRICS}/{_orbax.METRICS}"
+
+_DELETING_SECS = 2.0
+"""For so long, a save may delete while somebody waits for it."""
+
+_LEAST_DELETED = 2
+"""What is deleted after each save, however long that takes."""
 
 T = TypeVar("T")
 MetricsByStep: TypeAlias = Mapping[int, Mapping[str, float]]
@@ -69,6 +77,11 @@ class _Remembered(Generic[T]):
         if known is None or known[0] != stamp:
             known = self._known[path] = (stamp, self._read(path))
         return known[1]
+
+    def has_changed(self, path: Path) -> bool:
+        """Whether the file is another than the one that was read, if one was."""
+        known = self._known.get(path)
+        return known is not None and not known[0].is_current()
 
     def forget(self, *, all_but: Collection[Path] = ()) -> None:
         """Forgets all other steps."""
@@ -125,6 +138,20 @@ class _Found(NamedTuple):
     path: Path
     marks: _steps.Marks
     ranked: _Ranked
+
+
+class _Judged(NamedTuple):
+    """What is to go.
+
+    Attributes:
+        found: The steps that are there.
+        going: Those to delete.
+        datasets: Those of which the dataset's state is to be deleted.
+    """
+
+    found: Mapping[int, _Found]
+    going: Sequence[int]
+    datasets: Sequence[int]
 
 
 class Retention:
@@ -215,7 +242,12 @@ class Retention:
 
     # ---- what goes ------------------------------------------------------------------
 
-    def apply(self, *, just_saved: int | None = None) -> tuple[int, ...]:
+    def apply(
+        self,
+        *,
+        just_saved: int | None = None,
+        is_awaited: Callable[[], bool] = lambda: False,
+    ) -> tuple[int, ...]:
         """Deletes what nothing keeps, one after another.
 
         Nothing is deleted before the step just saved, or else the newest, is found
@@ -224,6 +256,8 @@ class Retention:
         Args:
             just_saved: A step that stays this time. If what is to go cannot be told
                 then, that is logged, and nothing is deleted.
+            is_awaited: Whether somebody waits for this to end. If it takes long then,
+                the rest goes next time.
 
         Returns:
             The steps that were deleted.
@@ -232,34 +266,72 @@ class Retention:
             SaveFailedError: That step is not whole.
         """
         try:
-            found = self._found() if self._anything_may_go() else {}
-            reasons = self._explained(found)
-            going = [s for s, why in reasons.items() if not why and s != just_saved]
-            staying = {s: each for s, each in found.items() if s not in going}
-            datasets = self._datasets(staying, just_saved)
+            judged = self._judge(just_saved)
         except Exception as error:
             if just_saved is None:
                 raise
             _log.error("nothing is deleted after step %d: %s", just_saved, error)
             return ()
-        if going or datasets:
+        if judged.going or judged.datasets:
             self._check_whole(
-                max(found) if just_saved is None else just_saved,
+                max(judged.found) if just_saved is None else just_saved,
                 is_ours=just_saved is not None,
             )
-        deleted = tuple(
-            step
-            for step in going
-            if not _steps.is_pinned(found[step].path)  # as it may be by now
-            and self._attempt(f"step {step}", _steps.delete, found[step].path)
-        )
-        for step in datasets:
-            what = f"the dataset state of step {step}"
-            path = found[step].path
-            self._attempt(what, _steps.delete_dataset, path, _orbax.DATASET)
+        is_over = _out_of_time(is_awaited)
+        deleted = tuple(self._delete(judged, just_saved, is_over))
         what = "what deletions before have left"
-        self._attempt(what, _steps.sweep, self._directory, self._format)
+        if not is_over():
+            self._attempt(what, _steps.sweep, self._directory, self._format)
         return deleted
+
+    def _judge(self, just_saved: int | None) -> _Judged:
+        """Says what is to go, as of now."""
+        found = self._found() if self._anything_may_go() else {}
+        reasons = self._explained(found)
+        going = [s for s, why in reasons.items() if not why and s != just_saved]
+        staying = {s: each for s, each in found.items() if s not in going}
+        return _Judged(found, going, self._datasets(staying, just_saved))
+
+    def _delete(
+        self, judged: _Judged, just_saved: int | None, is_over: Callable[[], bool]
+    ) -> Iterator[int]:
+        """Deletes steps, and then states of datasets; yields the steps."""
+        tried: set[int] = set()
+        is_new = False  # judged anew all the time, nothing would ever go
+        while waiting := [step for step in judged.going if step not in tried]:
+            step = waiting[0]
+            if not is_new and self._are_measured_anew(judged, step):
+                try:
+                    judged, is_new = self._judge(just_saved), True
+                except Exception as error:
+                    _log.error("no more is deleted: %s", error)
+                    return
+                continue
+            if is_over():
+                return
+            is_new = False
+            tried.add(step)
+            path = judged.found[step].path
+            if self._attempt(f"step {step}", _steps.delete_unless_pinned, path):
+                yield step
+        for step in judged.datasets:
+            if is_over():
+                return
+            what = f"the dataset state of step {step}"
+            path = judged.found[step].path
+            self._attempt(what, _steps.delete_dataset, path, _orbax.DATASET)
+
+    def _are_measured_anew(self, judged: _Judged, step: int) -> bool:
+        """Whether metrics have changed of a step that is to go, or of one that stays.
+
+        Of others that are to go, it is asked when it is their turn.
+        """
+        going = set(judged.going)
+        return any(
+            self._metrics.has_changed(each.path)
+            for other, each in judged.found.items()
+            if other == step or other not in going
+        )
 
     def _anything_may_go(self) -> bool:
         """Whether it is worth a closer look at every step."""
@@ -294,8 +366,11 @@ class Retention:
         """Deletes something that nothing keeps; says so if that fails, and goes on."""
         try:
             delete(*args)
-        except errors.SaveFailedError as error:  # a reader came meanwhile
+        except errors.SaveFailedError as error:  # a reader came meanwhile, or a pin
             _log.info("%s stays for now: %s", what, error)
+            return False
+        except FileNotFoundError as error:
+            _log.info("%s was deleted by somebody else: %s", what, error)
             return False
         except OSError as error:
             _log.error("%s could not be deleted: %s", what, error)
@@ -339,6 +414,22 @@ class Retention:
         """Deletes the step `path`, unless somebody reads it."""
         with _writing(path, "it cannot be deleted"):
             _steps.delete(path)
+
+
+def _out_of_time(is_awaited: Callable[[], bool]) -> Callable[[], bool]:
+    """A function that says whether to stop deleting; it is asked before each deletion.
+
+    Two are always let through, as each save adds but one step.
+    """
+    end = time.monotonic() + _DELETING_SECS
+    asked = itertools.count()
+
+    def is_over() -> bool:
+        return (
+            next(asked) >= _LEAST_DELETED and time.monotonic() >= end and is_awaited()
+        )
+
+    return is_over
 
 
 @contextlib.contextmanager

@@ -26,6 +26,8 @@ from flaxckpt._types import PathLike
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _SYNCING_THREADS = 8
+_REMOVALS = 5
+"""How often it is tried to remove what others remove at the same time."""
 
 
 def resolve(path: PathLike) -> Path:
@@ -248,7 +250,12 @@ def remove_tree(path: Path) -> None:
         return
     if not stat.S_ISDIR(mode):
         raise NotADirectoryError(errno.ENOTDIR, "not a directory of ours", str(path))
-    shutil.rmtree(path)
+    for attempt in range(_REMOVALS):
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:  # somebody else removes it, too
+            if attempt == _REMOVALS - 1 and os.path.lexists(path):
+                raise
 
 
 def directories(path: Path) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """What stays in a run directory and what goes, over real checkpoints."""
 
+import contextlib
 import json
 import math
 import os
@@ -7,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +19,7 @@ import pytest
 import strategies
 
 import flaxckpt
-from flaxckpt import _steps, _storage, errors
+from flaxckpt import _retention, _save, _steps, _storage, errors
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, EveryNSecs, EveryNSteps, LatestN, OnSteps
 
@@ -765,6 +768,154 @@ def test_metrics_appear_with_their_directory(tmp_path, monkeypatch):
     assert seen == [False]
     assert ckpt.metrics(1) == {"loss": 1.0}
     assert names(tmp_path) == ["1"]
+
+
+# ---- what happens while steps are deleted ----------------------------------------
+
+
+def during(monkeypatch, act, *, before):
+    """Has `act(path)` happen whenever a directory is withdrawn, or begins to be."""
+    name = "delete_unless_pinned" if before == "deletion" else "withdraw"
+    module = _steps if before == "deletion" else _steps._storage
+    real = getattr(module, name)
+
+    def act_first(path, *rest):
+        act(path)
+        real(path, *rest)
+
+    monkeypatch.setattr(module, name, act_first)
+
+
+@pytest.mark.parametrize("before", ["deletion", "withdrawal"])
+def test_a_pin_that_was_set_holds_however_late(tmp_path, monkeypatch, caplog, before):
+    caplog.set_level("INFO")
+    save(tmp_path, 1, 2, 3)
+    other = flaxckpt.Checkpointer(tmp_path)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+    with monkeypatch.context() as patch:
+        during(patch, lambda path: other.pin(int(path.name)), before=before)
+        assert ckpt.prune() == ()
+    assert "step 1 stays for now" in caplog.text
+    assert ckpt.explain() == {1: ["pinned"], 2: ["pinned"], 3: ["newest", "LatestN(1)"]}
+    assert names(tmp_path) == ["1", "2", "3"]
+    strategies.assert_same(state(1), ckpt.restore(step=1))
+    ckpt.delete(1)
+    assert ckpt.steps() == [2, 3]
+
+
+def test_metrics_that_come_while_others_are_deleted_count(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2, 3, 4)
+    put_metrics(tmp_path, s1=0.1, s2=0.2, s3=0.3, s4=0.4)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[BestN(1, ACC, "max")])
+    with monkeypatch.context() as patch:
+        during(patch, lambda path: put_metrics(tmp_path, s3=0.9), before="deletion")
+        assert ckpt.prune() == (1, 2)
+    assert ckpt.explain()[3] == [str(ckpt.keep[0])]
+
+
+def test_a_worse_measurement_of_the_best_promotes_what_was_to_go(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2, 3, 4)
+    put_metrics(tmp_path, s1=0.1, s2=0.2, s3=0.9, s4=0.1)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[BestN(1, ACC, "max")])
+    with monkeypatch.context() as patch:
+        during(patch, lambda path: put_metrics(tmp_path, s3=0.0), before="deletion")
+        assert ckpt.prune() == (1, 3)
+    assert ckpt.steps() == [2, 4]
+
+
+def test_without_space_for_one_more_file_steps_are_deleted(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2, 3)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+    real = os.open
+
+    def full(path, flags, *args, **kwargs):
+        if flags & os.O_CREAT:
+            raise OSError(28, "No space left on device", str(path))
+        return real(path, flags, *args, **kwargs)
+
+    def touch(path, *args, **kwargs):
+        full(path, os.O_CREAT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        patch.setattr(Path, "touch", touch)
+        ckpt.delete(1)
+        assert ckpt._retention.apply() == (2,)
+    assert names(tmp_path) == ["3"]
+
+
+def test_a_save_that_is_waited_for_leaves_deletions_to_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(_retention, "_DELETING_SECS", 0)
+    save(tmp_path, *range(9))
+    waited = threading.Event()
+
+    class Waited(LatestN):
+        """Judges when somebody waits for the save."""
+
+        def preserved(self, checkpoints):
+            assert waited.wait(60)
+            return super().preserved(checkpoints)
+
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[Waited(1)])
+    handle = ckpt.save(9, state(9))
+    monkeypatch.setattr(
+        _save._progress, "shown", lambda counter: contextlib.nullcontext(waited.set())
+    )
+    assert handle.wait().deleted_steps == (0, 1)
+    assert ckpt.steps() == [*range(2, 10)]
+    monkeypatch.undo()
+    assert ckpt.save(10, state(10)).wait().deleted_steps == tuple(range(2, 10))
+
+
+def test_a_save_that_nobody_waits_for_deletes_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(_retention, "_DELETING_SECS", 0)
+    save(tmp_path, *range(9))
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+    handle = ckpt.save(9, state(9))
+    deadline = time.monotonic() + 60
+    while not handle.done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert handle.wait().deleted_steps == tuple(range(9))
+    save(tmp_path, *range(10, 15))
+    assert ckpt.prune() == (9, 10, 11, 12, 13), "what is asked for is done"
+
+
+PRUNING = """
+    import sys
+    import flaxckpt
+    from flaxckpt.policies import LatestN
+
+    ckpt = flaxckpt.Checkpointer(sys.argv[1], keep=[LatestN(1)])
+    print("ready", flush=True)
+    sys.stdin.readline()
+    print(*ckpt.prune())
+"""
+
+
+def test_processes_that_prune_at_the_same_time_delete_each_step_once(tmp_path):
+    save(tmp_path, 0)
+    for step in range(1, 80):
+        shutil.copytree(tmp_path / "0", tmp_path / str(step))
+    pruning = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(PRUNING), tmp_path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for process in pruning:
+        assert process.stdout.readline() == "ready\n"
+    for process in pruning:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    found = [process.communicate(timeout=300) for process in pruning]
+    assert [told for _, told in found] == ["", ""], "nothing went wrong"
+    deleted = sorted(int(step) for out, _ in found for step in out.split())
+    assert deleted == list(range(79))
+    assert names(tmp_path) == ["79"]
 
 
 # ---- as Orbax sees it ------------------------------------------------------------
