@@ -120,7 +120,7 @@ class Checkpointer(_directory.RunDirectory):
     ) -> None:
         super().__init__(
             directory,
-            _retention.Rules(tuple(keep), tuple(keep_dataset), metrics_from),
+            _retention.Rules.of(keep, keep_dataset, metrics_from),
             step_format=step_format,
             read_only=read_only,
         )
@@ -174,8 +174,9 @@ class Checkpointer(_directory.RunDirectory):
             on_exists: What to do if the step is there already. One that is replaced
                 stays pinned if it was, and one that is skipped is temporary no more
                 unless this save is.
-            temporary: Whether the step goes as soon as there is a newer one. A policy
-                such as `BestN` may keep it all the same.
+            temporary: Whether the step goes as soon as there is a newer one that is not
+                temporary, or two newer ones. A policy such as `BestN` may keep it all
+                the same.
 
         Returns:
             A handle; its `wait()` returns when the step is durable.
@@ -254,7 +255,7 @@ class Checkpointer(_directory.RunDirectory):
                 total_secs=time.monotonic() - start,
                 metrics=len(options.metrics),
             )
-            deleted = self._retire(just_saved=number)
+            deleted = self._retire(just_saved=number, is_awaited=self._is_awaited)
             total = time.monotonic() - start
             _log.info(
                 "saved step %d: %d bytes, durable after %.3f s, blocked %.3f s%s",
@@ -276,6 +277,10 @@ class Checkpointer(_directory.RunDirectory):
         if pending is not None and self._pending_step == step:
             return not pending.has_untold_error()
         return step in self._own_steps and step in self._listed()
+
+    def _is_awaited(self) -> bool:
+        """Whether somebody waits for the save under way."""
+        return self._pending is not None and self._pending.is_awaited()
 
     @contextlib.contextmanager
     def _failing(self, step: int, final: Path) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -187,8 +187,9 @@ class RunDirectory:
     def explain(self) -> dict[int, list[str]]:
         """Why each step stays, oldest first; a step without a reason would go.
 
-        The reasons are those of `policies.decide`, and "dataset let go", which says
-        that its dataset state did not stay with it.
+        The reasons are those of `policies.decide`; "metrics damaged", of a step that
+        may be the best for all that can be read; and "dataset let go", which says that
+        its dataset state did not stay with it.
         """
         return self._retention.explain()
 
@@ -210,8 +211,13 @@ class RunDirectory:
         self.check_writable("prune")
         return self._retire()
 
-    def _retire(self, *, just_saved: int | None = None) -> tuple[int, ...]:
-        deleted = self._retention.apply(just_saved=just_saved)
+    def _retire(
+        self,
+        *,
+        just_saved: int | None = None,
+        is_awaited: Callable[[], bool] = lambda: False,
+    ) -> tuple[int, ...]:
+        deleted = self._retention.apply(just_saved=just_saved, is_awaited=is_awaited)
         for step in deleted:
             path = self.directory / self._format.name(step)
             self.events.emit("deleted", step, path=path, reason="no policy keeps it")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import re
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -279,27 +281,40 @@ def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
 
 
 read_metrics = _orbax_disk.read_metrics
+metrics_in = _orbax_disk.metrics_in
+numbers_in = _orbax_disk.numbers_in
 read_created = _orbax_disk.read_created
 has_let_go_dataset = _orbax_disk.has_let_go_dataset
 
 
-def write_metrics(path: Path, metrics: Mapping[str, float]) -> None:
+def file_to_lock(path: Path) -> Path:
+    """A file of the checkpoint `path` that is always there and never replaced."""
+    names = (_orbax_json.MANIFEST, _orbax_disk.CHECKPOINT)
+    return next((path / name for name in names if (path / name).is_file()), path)
+
+
+def write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
     """Writes the metrics of the committed checkpoint `path` anew, in one step."""
     content = _orbax_json.dumps(dict(metrics))
     if (path / METRICS).is_dir():
         _storage.replace(path / METRICS / METRICS, content)
         return
     # Made beside it: Orbax takes a directory without its file for damage.
-    made = path.with_name(f"{path.name}{_steps.TEMPORARY}-{METRICS}")
-    _storage.remove_tree(made)
+    name = f"{path.name}{_steps.TEMPORARY}-{METRICS}-{secrets.token_hex(4)}"
+    made = path.with_name(name)
     made.mkdir()
     try:
         _storage.write(made / METRICS, content)
         _storage.sync_directory(made)
-        made.rename(path / METRICS)
-    except BaseException:
+        try:
+            made.rename(path / METRICS)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            # Somebody else was first, who knew nothing of these.
+            _storage.replace(path / METRICS / METRICS, content)
+    finally:
         _storage.remove_tree(made)
-        raise
     _storage.sync_directory(path)
 
 

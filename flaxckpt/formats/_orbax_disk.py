@@ -133,21 +133,36 @@ def read_metrics(path: Path) -> dict[str, float]:
     A damaged file means no metrics: it is no reason to lose the state beside it.
     """
     try:
-        content = _storage.read(
-            path / METRICS / METRICS, max_bytes=_orbax_json.MAX_BYTES
-        )
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    try:
-        data = _orbax_json.loads(content, path / METRICS / METRICS)
+        return numbers_in(metrics_in(path))
     except errors.DamagedCheckpointError as error:
         _log.warning("the metrics of %s are lost: %s", path, error)
         return {}
-    return {
-        name: float(value)
-        for name, value in data.items()
-        if isinstance(value, int | float)
-    }
+
+
+def metrics_in(path: Path) -> dict[str, Any]:
+    """What is in the metrics' file of the checkpoint `path`; empty if it has none.
+
+    Raises:
+        DamagedCheckpointError: The file is not what it should be.
+    """
+    file = path / METRICS / METRICS
+    try:
+        content = _storage.read(file, max_bytes=_orbax_json.MAX_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except IsADirectoryError:
+        raise errors.DamagedCheckpointError(f"{file} is a directory") from None
+    return _orbax_json.loads(content, file)
+
+
+def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers among `metrics`; those that no float can hold are none."""
+    found = {}
+    for name, value in metrics.items():
+        if isinstance(value, int | float):
+            with contextlib.suppress(OverflowError):
+                found[name] = float(value)
+    return found
 
 
 def checkpoint_info(
