@@ -45,7 +45,8 @@ def restore_or_init(
         CheckpointError: There are checkpoints, but none that fits.
     """
     _tell_of_params_only(checkpointer)
-    if checkpointer.latest_step() is not None:
+    # Damaged steps are no reason to begin anew: restoring says what is to be done.
+    if checkpointer.latest_step() is not None or checkpointer.damaged():
         return checkpointer.restore_latest(state, dataset=dataset)
     if source.path is not None:
         return checkpointer.load_source(

@@ -46,7 +46,7 @@ LAYERS = (
     {"transforms"},
     {"partition", "_plan", "_finder", "_fit", "_audit", "_follow"},
     {"_planner"},
-    {"_save", "_restore"},
+    {"_save", "_restore", "_verify"},
     {"_targets", "_belongings"},
     {"_convert", "_retention"},
     {"_directory"},

@@ -23,6 +23,9 @@ AGGREGATE = "checkpoint"
 """The tree in msgpack, in Orbax until 0.6: values, and names of arrays beside it."""
 
 STRINGS = "_strings.json"
+METRICS_DIGESTS = f"{METRICS}/digests"
+"""Of the metrics, which are written anew when the rest of a checkpoint stays."""
+
 PREFERRED_ITEMS = (STATE, "default", "pytree")
 NOT_ITEMS = frozenset((DATASET, METRICS))
 
@@ -132,14 +135,10 @@ def read_metrics(path: Path) -> dict[str, float]:
 
     A damaged file means no metrics: it is no reason to lose the state beside it.
     """
-    try:
-        content = _storage.read(
-            path / METRICS / METRICS, max_bytes=_orbax_json.MAX_BYTES
-        )
-    except (FileNotFoundError, NotADirectoryError):
+    if not (path / METRICS / METRICS).is_file():
         return {}
     try:
-        data = _orbax_json.loads(content, path / METRICS / METRICS)
+        data = checked_metrics(path)
     except errors.DamagedCheckpointError as error:
         _log.warning("the metrics of %s are lost: %s", path, error)
         return {}
@@ -148,6 +147,23 @@ def read_metrics(path: Path) -> dict[str, float]:
         for name, value in data.items()
         if isinstance(value, int | float)
     }
+
+
+def checked_metrics(path: Path) -> dict[str, Any]:
+    """What is in the file of metrics of the checkpoint `path`.
+
+    Raises:
+        DamagedCheckpointError: It is missing, or is not what was written there.
+    """
+    file = path / METRICS / METRICS
+    content = read_file(file)
+    if (path / METRICS_DIGESTS).is_file():
+        known = json_file(path / METRICS_DIGESTS).get(METRICS)
+        if not isinstance(known, list) or _storage.digest(content) not in known:
+            raise errors.DamagedCheckpointError(
+                f"{file} has changed since it was written, or {METRICS_DIGESTS} has"
+            )
+    return _orbax_json.loads(content, file)
 
 
 def checkpoint_info(
