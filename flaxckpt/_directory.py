@@ -18,6 +18,7 @@ from flaxckpt import (
     formats,
     policies,
 )
+from flaxckpt._findings import VerifyReport
 from flaxckpt._info import CheckpointMetadata, SaveResult
 from flaxckpt._types import JSON, PathLike
 from flaxckpt.formats import _orbax
@@ -105,7 +106,7 @@ class RunDirectory:
         """
         return {s: _steps.why_damaged(p) for s, p in self._damaged().items()}
 
-    def verify(self, step: int) -> _verify.VerifyReport:
+    def verify(self, step: int) -> VerifyReport:
         """Reads all of a step, and compares it with its checksums.
 
         See `flaxckpt.verify`.

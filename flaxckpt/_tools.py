@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from flaxckpt import _convert, _locate, _storage, _verify
+from flaxckpt import _convert, _locate, _storage, _verify, errors
+from flaxckpt._findings import VerifyReport
 from flaxckpt._info import ArrayLayout, SaveResult
 from flaxckpt._types import PathLike
-from flaxckpt._verify import VerifyReport
 from flaxckpt.transforms import Transform
 
 
@@ -33,9 +33,13 @@ def verify(path: PathLike, *, step: int | None = None) -> VerifyReport:
     Raises:
         CheckpointNotFoundError: Nothing is there.
         CheckpointFormatError: What is there is no checkpoint.
-        DamagedCheckpointError: So little is left of it that it is none any more.
     """
-    return _verify.verify(*_locate.locate(_storage.resolve(path), step))
+    root = _storage.resolve(path)
+    try:
+        found, number = _locate.locate(root, step)
+    except errors.DamagedCheckpointError as error:
+        return _verify.lost(root, step, error)
+    return _verify.verify(found, number)
 
 
 def convert(

@@ -44,7 +44,7 @@ LAYERS = (
     {"_pieces"},
     {"_locate"},
     {"transforms"},
-    {"partition", "_plan", "_finder", "_fit", "_audit", "_follow"},
+    {"partition", "_plan", "_finder", "_fit", "_audit", "_findings", "_follow"},
     {"_planner"},
     {"_save", "_restore", "_verify"},
     {"_targets", "_belongings"},
