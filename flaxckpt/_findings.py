@@ -81,20 +81,25 @@ class VerifyReport:
 
 
 class Findings:
-    """What is found by several threads."""
+    """What is found by several threads.
+
+    Args:
+        counter: Of the bytes that are read.
+        thorough: Whether to go on after the first problem.
+    """
 
     def __init__(self, counter: _progress.Counter, *, thorough: bool) -> None:
         self.problems: dict[str, str] = {}
         self.unread: dict[str, str] = {}
         self.unchecked: dict[str, str] = {}
         self.counter = counter
-        self._thorough = thorough
+        self.thorough = thorough
         self._lock = threading.Lock()
 
     @property
     def is_enough(self) -> bool:
         """Whether nothing more needs to be known."""
-        return bool(self.problems) and not self._thorough
+        return bool(self.problems) and not self.thorough
 
     def attempt(self, name: str, check: Callable[[], object]) -> None:
         """Calls `check`, and takes down what it raises."""

@@ -276,8 +276,10 @@ def _decode(
         for leaf in leaves.values()
         for piece in _pieces.cut(leaf, chunk_shape=None, max_bytes=_PIECE_BYTES)
     ]
-    faults = _findings.Findings(found.counter, thorough=True)
+    faults = _findings.Findings(found.counter, thorough=found.thorough)
     for batch in _pieces.batches(pieces, max_bytes=_DECODED_AT_ONCE):
+        if found.is_enough or faults.is_enough:
+            break
         try:
             _pieces.read(batch, max_bytes=_DECODED_AT_ONCE)
         except (OSError, ValueError, MemoryError):
