@@ -4,11 +4,12 @@ from flaxckpt import configs, datasets, errors, formats, partition, policies, tr
 from flaxckpt._callback import CheckpointCallback
 from flaxckpt._checkpointer import Checkpointer
 from flaxckpt._events import Event
+from flaxckpt._findings import VerifyReport
 from flaxckpt._info import ArrayLayout, CheckpointMetadata, LeafInfo, SaveResult
 from flaxckpt._plan import LeafPlan, RestorePlan
 from flaxckpt._restore import load, metadata, open_leaf, plan
 from flaxckpt._save import SaveHandle, save, save_async
-from flaxckpt._tools import convert
+from flaxckpt._tools import convert, verify
 from flaxckpt.partition import abstract_state, parameter_infos
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "RestorePlan",
     "SaveHandle",
     "SaveResult",
+    "VerifyReport",
     "abstract_state",
     "configs",
     "convert",
@@ -38,4 +40,5 @@ __all__ = [
     "save",
     "save_async",
     "transforms",
+    "verify",
 ]

@@ -22,7 +22,7 @@ from flaxckpt import (
     _zarr,
     errors,
 )
-from flaxckpt._info import LeafInfo
+from flaxckpt._info import LeafInfo, Stored
 from flaxckpt._types import Shape
 from flaxckpt.formats import _orbax, _orbax_disk, _orbax_json
 
@@ -55,12 +55,12 @@ def check(path: Path, *, is_ours: bool) -> None:
             )
         return
     with _access.explained(path):
-        let_go = _orbax.has_let_go_dataset(path)
-        for name, digest in stored.digests.items():
-            if not (let_go and name.startswith(f"{_orbax.DATASET}/")):
-                _check_digest(path / name, digest)
         manifest = _orbax_disk.json_file(path / _orbax_json.MANIFEST)
         encoding = _orbax_json.encoding(manifest)
+        for name, digest in digests(path, stored).items():
+            # Zarr 2 has one for every file, which would be as much to read as all.
+            if not (encoding and encoding.version == 2 and _orbax.is_of_arrays(name)):
+                _check_digest(path / name, digest)
         arrays = [i for i in stored.metadata.leaves.values() if i.dtype is not None]
         if encoding is None or not arrays:
             return
@@ -69,6 +69,16 @@ def check(path: Path, *, is_ours: bool) -> None:
             return
         for info in arrays:
             _check_array(path / _orbax.STATE, encoding, info)
+
+
+def digests(path: Path, stored: Stored) -> dict[str, str]:
+    """The files of a checkpoint that must be there -> the digest recorded of each."""
+    let_go = _orbax.has_let_go_dataset(path)
+    return {
+        name: digest
+        for name, digest in stored.digests.items()
+        if not (let_go and name.startswith(f"{_orbax.DATASET}/"))
+    }
 
 
 def _check_digest(file: Path, recorded: str) -> None:
@@ -90,7 +100,7 @@ def _check_database(
     least = sum(
         _layout.stored_bytes(info)
         for info in arrays
-        if _chunk_bytes(encoding, info) >= _OUTSIDE_NODES_BYTES
+        if chunk_bytes(encoding, info) >= _OUTSIDE_NODES_BYTES
     )
     found = sum(_sizes(root / "d").values())
     if not _sizes(root).get("manifest.ocdbt") or found < max(1, least):
@@ -100,7 +110,7 @@ def _check_database(
         )
 
 
-def _chunk_bytes(encoding: _zarr.Encoding, info: LeafInfo) -> int:
+def chunk_bytes(encoding: _zarr.Encoding, info: LeafInfo) -> int:
     """The size of each chunk of an array, with its checksum; 0 if that varies."""
     shape, dtype = _layout.stored_form(info)
     if not _zarr.is_raw(encoding, shape, dtype) or info.chunk_shape is None:
@@ -114,13 +124,13 @@ def _check_array(root: Path, encoding: _zarr.Encoding, info: LeafInfo) -> None:
     directory = root / _orbax_json.param_name(info.keys)
     found = _sizes(directory)
     shape, _ = _layout.stored_form(info)
-    chunk_bytes = _chunk_bytes(encoding, info)
+    size = chunk_bytes(encoding, info)
     faults = [
-        f"{key}: wanted {chunk_bytes or 'some'} bytes, found {found.get(key, 'none')}"
-        for key in _keys(encoding, shape, info.chunk_shape or ())
-        if not found.get(key) or found[key] != (chunk_bytes or found[key])
+        f"{key}: wanted {size or 'some'} bytes, found {found.get(key, 'none')}"
+        for key in keys(encoding, shape, info.chunk_shape or ())
+        if not found.get(key) or found[key] != (size or found[key])
     ]
-    metadata = _zarr.METADATA if encoding.version == 3 else ".zarray"
+    metadata = metadata_name(encoding)
     if not found.get(metadata):
         faults.append(f"{metadata}: is missing, or empty")
     if faults:
@@ -130,7 +140,12 @@ def _check_array(root: Path, encoding: _zarr.Encoding, info: LeafInfo) -> None:
         )
 
 
-def _keys(encoding: _zarr.Encoding, shape: Shape, chunk_shape: Shape) -> Iterator[str]:
+def metadata_name(encoding: _zarr.Encoding) -> str:
+    """What the file beside an array's chunks is called."""
+    return _zarr.METADATA if encoding.version == 3 else ".zarray"
+
+
+def keys(encoding: _zarr.Encoding, shape: Shape, chunk_shape: Shape) -> Iterator[str]:
     """What the files of an array's chunks are called."""
     for chunk in _zarr.chunks(_zarr.whole(shape), chunk_shape):
         if encoding.version == 3:

@@ -46,7 +46,8 @@ def restore_or_init(
     """
     checkpointer.wait()
     _tell_of_params_only(checkpointer)
-    if checkpointer.latest_step() is not None:
+    # Damaged steps are no reason to begin anew: restoring says what is to be done.
+    if checkpointer.latest_step() is not None or checkpointer.damaged():
         restored, step = checkpointer.restore_latest(state, dataset=dataset)
         if dataset is None and checkpointer.has_dataset(step):
             _log.warning(

@@ -18,6 +18,7 @@ from flaxckpt import (
     _directory,
     _events,
     _locate,
+    _multihost,
     _plan,
     _progress,
     _restore,
@@ -25,6 +26,7 @@ from flaxckpt import (
     _save,
     _steps,
     _storage,
+    _verify,
     _write,
     errors,
     formats,
@@ -34,6 +36,7 @@ from flaxckpt._info import (
     CheckpointMetadata,
     Lineage,
     SaveResult,
+    Stored,
 )
 from flaxckpt._save import SaveHandle
 from flaxckpt._types import JSON, PathLike, PyTree
@@ -224,6 +227,7 @@ class Checkpointer(_directory.RunDirectory):
             if not temporary:
                 self._retention.make_permanent(final)
             return self._skipped(number, final, start)
+        overwrite = on_exists == "overwrite" or _steps.is_damaged(final)
         tell = functools.partial(self.events.emit, step=number, path=final)
         counter = _progress.Counter(f"saving step {number}")
         with self._failing(number, final):
@@ -232,10 +236,8 @@ class Checkpointer(_directory.RunDirectory):
                 metrics=_retention.as_metrics(metrics),
                 metadata=metadata or {},
                 dataset=dataset,
-                overwrite=on_exists == "overwrite",
-                planned=functools.partial(
-                    tell, "started", overwrite=on_exists == "overwrite"
-                ),
+                overwrite=overwrite,
+                planned=functools.partial(tell, "started", overwrite=overwrite),
                 temporary=temporary,
                 count=counter.add,
             )
@@ -444,7 +446,8 @@ class Checkpointer(_directory.RunDirectory):
             step: Exactly this step.
             dataset: An iterator to put where the saved one stood.
             fallback: Whether an older step is taken, with a warning, if the newest is
-                damaged. Never if `step` is given.
+                damaged. Never if `step` is given. What is proved to be damaged is then
+                marked, unless `read_only`: see `damaged`.
             transforms: As in `flaxckpt.load`, like those that follow.
             missing: See there.
             unused: See there.
@@ -580,6 +583,13 @@ class Checkpointer(_directory.RunDirectory):
             candidates = sorted(self._listed().items(), reverse=True)
         else:
             candidates = [(step, self._path(step))]
+        if not candidates and (damaged := self.damaged()):
+            raise errors.DamagedCheckpointError(
+                f"{self.directory} has damaged steps only:\n"
+                + errors.rows(f"{step}: {why}" for step, why in damaged.items())
+                + "\nrestore(step=…) tries one of them; delete(step) removes it, and"
+                " without steps a run begins anew."
+            )
         if not candidates:
             raise errors.CheckpointNotFoundError(
                 f"{self.directory} has no steps called like {self._format.template!r}:"
@@ -597,33 +607,91 @@ class Checkpointer(_directory.RunDirectory):
     ) -> tuple[PyTree, int]:
         """Restores the first of `candidates` that is not damaged."""
         damage: errors.DamagedCheckpointError | None = None
+        left_out: list[tuple[int, Path]] = []
         for number, path in candidates:
             start, counter = time.monotonic(), _progress.Counter(f"loading {path.name}")
             try:
-                if not formats.recognises(path):
-                    raise errors.DamagedCheckpointError(
-                        f"{path} is called like a step, but holds no checkpoint"
-                    )
-                stored = _locate.read_stored(path, number, options.types)
-                undone = self._undone(stored.metadata, abstract_state, options)
-                state = _restore.restore(stored, abstract_state, undone, counter)
-                if dataset is not None:
-                    _restore.restore_dataset(stored, dataset)
-                self.lineage = stored.metadata.lineage
-                self.restored_step = number
-                self._own_steps.add(number)
+                stored, state = self._restore_one(
+                    number, path, abstract_state, dataset, options, counter
+                )
             except errors.DamagedCheckpointError as error:
                 if not fallback:
                     raise
                 damage = damage or error
+                left_out.append((number, path))
                 text = _events.first_lines(error, 1)
                 self.events.emit("fell_back", number, path=path, error=text)
                 _log.warning("step %d is damaged and left out: %s", number, error)
             else:
+                self.lineage = stored.metadata.lineage
+                self.restored_step = number
+                self._own_steps.add(number)
                 self._restored(number, path, counter.total, start)
+                # Not before there is another to go on from.
+                self._settle_marks(number, path, left_out)
                 return state, number
         assert damage is not None
         raise damage
+
+    def _restore_one(
+        self,
+        number: int,
+        path: Path,
+        abstract_state: PyTree | None,
+        dataset: Any,
+        options: _plan.Options,
+        counter: _progress.Counter,
+    ) -> tuple[Stored, PyTree]:
+        """Restores a step.
+
+        Raises:
+            DamagedCheckpointError: It is damaged, or cannot be read.
+            CheckpointError: It does not fit.
+        """
+        try:
+            if not formats.recognises(path):
+                raise errors.DamagedCheckpointError(
+                    f"{path} is called like a step, but holds no checkpoint"
+                )
+            stored = _locate.read_stored(path, number, options.types)
+            undone = self._undone(stored.metadata, abstract_state, options)
+            state = _restore.restore(stored, abstract_state, undone, counter)
+            if dataset is not None:
+                _restore.restore_dataset(stored, dataset)
+        except OSError as error:
+            if isinstance(error, errors.CheckpointError):
+                raise
+            raise errors.DamagedCheckpointError(
+                f"{path} cannot be read: {error}; see that the disk is sound, or"
+                " restore another step"
+            ) from error
+        return stored, state
+
+    def _settle_marks(
+        self, number: int, path: Path, left_out: Sequence[tuple[int, Path]]
+    ) -> None:
+        """Marks what is proved to be damaged, and unmarks what is proved to be good.
+
+        Each is read once more for that: a disk or a network may fail for a moment.
+        """
+        if self.read_only or not _multihost.is_first():
+            return
+        try:
+            if _steps.is_damaged(path) and _verify.verify(path, number).ok:
+                _steps.unmark_damaged(path)
+                _log.warning("step %d is good, and marked as damaged no more", number)
+            for worse, there in left_out:
+                if (reason := _verify.damage(there, worse)) is None:
+                    _log.warning("step %d may be good: it is not marked", worse)
+                    continue
+                _steps.mark_damaged(there, reason)
+                _log.warning(
+                    "step %d is marked as damaged: it is not counted as a step any"
+                    " more, and replaced when the run gets there",
+                    worse,
+                )
+        except OSError as error:
+            _log.warning("damaged steps could not be marked: %s", error)
 
     def _undone(
         self,

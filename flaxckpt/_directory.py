@@ -13,10 +13,12 @@ from flaxckpt import (
     _retention,
     _steps,
     _storage,
+    _verify,
     errors,
     formats,
     policies,
 )
+from flaxckpt._findings import VerifyReport
 from flaxckpt._info import CheckpointMetadata, SaveResult
 from flaxckpt._types import JSON, PathLike
 from flaxckpt.formats import _orbax
@@ -82,8 +84,13 @@ class RunDirectory:
     def _listed(self) -> dict[int, Path]:
         return self._retention.listed()
 
+    def _damaged(self) -> dict[int, Path]:
+        return _steps.damaged(self.directory, self._format)
+
     def _path(self, step: int) -> Path:
         listed = self._listed()
+        if step not in listed:
+            listed |= self._damaged()
         if step not in listed:
             raise errors.CheckpointNotFoundError(
                 f"{self.directory} has no step {step}:"
@@ -92,11 +99,31 @@ class RunDirectory:
         return listed[step]
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending."""
+        """The committed steps that are not marked as damaged, ascending."""
         return list(self._listed())
 
+    def damaged(self) -> dict[int, str]:
+        """Step -> reason, of those that are marked as damaged, ascending.
+
+        `restore` marks a step when it had to take an older one in its place. No policy
+        counts or deletes it. A later save of the same step replaces it, `delete`
+        deletes it, and `restore(step=…)` tries it all the same.
+        """
+        return {s: _steps.why_damaged(p) for s, p in self._damaged().items()}
+
+    def verify(self, step: int) -> VerifyReport:
+        """Reads all of a step, and compares it with its checksums.
+
+        See `flaxckpt.verify`.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step.
+        """
+        self.wait()
+        return _verify.verify(self._path(step), step)
+
     def latest_step(self) -> int | None:
-        """The newest committed step; None if there is none."""
+        """The newest of `steps()`; None if there is none."""
         return max(self._listed(), default=None)
 
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
@@ -188,10 +215,13 @@ class RunDirectory:
         """Why each step stays, oldest first; a step without a reason would go.
 
         The reasons are those of `policies.decide`; "metrics damaged", of a step that
-        may be the best for all that can be read; and "dataset let go", which says that
-        its dataset state did not stay with it.
+        may be the best for all that can be read; "dataset let go", which says that its
+        dataset state did not stay with it; and "damaged: …" of a step that no policy
+        counts, see `damaged`.
         """
-        return self._retention.explain()
+        found = self._retention.explain()
+        found |= {step: [f"damaged: {why}"] for step, why in self.damaged().items()}
+        return dict(sorted(found.items()))
 
     def prune(self, *, dry_run: bool = False) -> tuple[int, ...]:
         """Deletes the steps, and the dataset states, that no policy keeps.

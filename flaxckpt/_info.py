@@ -125,6 +125,8 @@ class StoredLeaf:
             the context.
         value: What has been read already: a string.
         raw: Where its chunks are, if they can be read without `open`.
+        check: Compares its files with their digests, where chunks have no checksums.
+            Raises ValueError and OSError.
     """
 
     root: Path
@@ -132,6 +134,7 @@ class StoredLeaf:
     open: Callable[[ts.Context], ts.Future[ts.TensorStore]] | None = None
     value: str | None = None
     raw: RawArray | None = None
+    check: Callable[[], None] | None = None
 
 
 Value: TypeAlias = (

@@ -52,19 +52,30 @@ def _locate(path: Path, step: int | None) -> tuple[Path, int | None]:
 
 def _newest(root: Path, found: _steps.Found) -> tuple[Path, int]:
     """The newest good step; newer ones that are not good are logged."""
-    newest = max(found.steps, default=-1)
+    marked = {s: p for s, p in found.steps.items() if _steps.is_damaged(p)}
+    steps = {s: p for s, p in found.steps.items() if s not in marked}
+    newest = max(steps, default=-1)
     damaged = [
         _damaged(path, why)
         for number, (path, why) in found.doubtful.items()
         if number > newest and not (path.is_dir() and not why and _is_empty(path))
     ]
-    if not found.steps:
+    damaged += [_marked(path) for s, path in marked.items() if s > newest]
+    if not steps:
         if damaged:
             raise damaged[-1]
         formats.detect(root)  # raises
     for error in damaged:
         _log.warning("a newer step is left out, step %d is taken: %s", newest, error)
-    return found.steps[newest], newest
+    return steps[newest], newest
+
+
+def _marked(path: Path) -> errors.DamagedCheckpointError:
+    """The error for a step that was found damaged before."""
+    return errors.DamagedCheckpointError(
+        f"{path} is marked as damaged: {_steps.why_damaged(path)}; pass its number as"
+        " step= to try it all the same"
+    )
 
 
 def _is_empty(path: Path) -> bool:

@@ -232,6 +232,8 @@ def _parts(pieces: Sequence[Piece]) -> list[Array]:
         try:
             if piece.path not in opened:
                 assert source.open is not None, piece.path
+                if source.check is not None:
+                    source.check()
                 opened[piece.path] = source.open(context).result()
             store = opened[piece.path]
             if (store.shape, store.dtype.name) != _layout.stored_form(source.info):

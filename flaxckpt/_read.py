@@ -292,7 +292,8 @@ def _begin(work: _Work, options: Options, databases: _raw.Databases) -> Reading:
         if stored.raw is not None:
             _links.check_root(stored.raw.root, stored.root)
         if stored.raw is None:
-            return _from_store(work.job, regions, databases.context)
+            check = stored.check if options.verify else None
+            return _from_store(work.job, regions, databases.context, check)
         if not stored.raw.ocdbt:
             return _raw.from_files(
                 stored.raw,
@@ -314,7 +315,10 @@ def _begin(work: _Work, options: Options, databases: _raw.Databases) -> Reading:
 
 
 def _from_store(
-    job: ReadJob, regions: Sequence[Region], context: ts.Context
+    job: ReadJob,
+    regions: Sequence[Region],
+    context: ts.Context,
+    check: Callable[[], None] | None = None,
 ) -> Reading:
     opened = _open(job.stored, context)
     started: dict[Region, tuple[ts.Future[Any], Array]] = {}
@@ -338,7 +342,7 @@ def _from_store(
             moved.result()
         return {region: target for region, (_, target) in started.items()}
 
-    return Reading([start], arrays)
+    return Reading([start] if check is None else [check, start], arrays)
 
 
 def _is_cast_by_tensorstore(job: ReadJob) -> bool:

@@ -437,7 +437,8 @@ def _check_free(final: Path, *, overwrite: bool) -> None:
         raise errors.CheckpointExistsError(
             f"{final} exists: choose another path, or pass overwrite=True"
         )
-    if final.is_symlink() or not _orbax.is_whole(final):
+    is_ours = _steps.is_damaged(final) or _orbax.is_whole(final)
+    if final.is_symlink() or not is_ours:
         raise errors.CheckpointExistsError(
             f"{final} exists and is no checkpoint, so it is not overwritten:"
             " remove it yourself, or choose another path"

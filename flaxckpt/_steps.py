@@ -5,9 +5,11 @@ Listing reads names only: a directory is committed by being renamed to its name.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,9 @@ UNTIL_NEXT = "TEMPORARY"
 
 WITHOUT_DATASET = "DATASET_LET_GO"
 """A file of this name says that the dataset's state was deleted on purpose."""
+
+DAMAGED = "DAMAGED"
+"""A file of this name takes its step out of the list, and has the reason in JSON."""
 
 _DELETED = "-deleted"
 """How the names of what is not there any more end, until its files are gone."""
@@ -94,29 +99,42 @@ def check(step: int) -> int:
 
 
 def listed(root: Path, step_format: StepFormat) -> dict[int, Path]:
-    """The committed steps under `root`, ascending.
+    """The committed steps under `root` that are not marked as damaged, ascending.
 
     A directory that is empty is none: nothing of ours or Orbax's is ever committed
     empty.
     """
-    try:
-        names = list(_storage.directories(root))
-    except FileNotFoundError:
-        return {}
-    found = {}
-    for name in names:
-        step = step_format.step(name)
-        if step is not None and _has_content(root / name):
-            found[step] = root / name
-    return dict(sorted(found.items()))
+    return _told_apart(root, step_format)[0]
 
 
-def _has_content(path: Path) -> bool:
-    """Whether there is anything in a directory; no if it was just deleted."""
+def damaged(root: Path, step_format: StepFormat) -> dict[int, Path]:
+    """The steps under `root` that are marked as damaged, ascending."""
+    return _told_apart(root, step_format)[1]
+
+
+def _told_apart(
+    root: Path, step_format: StepFormat
+) -> tuple[dict[int, Path], dict[int, Path]]:
+    """The steps under `root` that are not marked as damaged, and those that are."""
+    found: tuple[dict[int, Path], dict[int, Path]] = {}, {}
     try:
-        return any(path.iterdir())
+        names = sorted(_storage.directories(root))
     except FileNotFoundError:
-        return False
+        return found
+    steps = {step_format.step(name): root / name for name in names}
+    for step in sorted(step for step in steps if step is not None):
+        content = _content(steps[step])
+        if content:
+            found[DAMAGED in content][step] = steps[step]
+    return found
+
+
+def _content(path: Path) -> list[str]:
+    """The names in a directory; none if it was just deleted."""
+    try:
+        return os.listdir(path)  # noqa: PTH208
+    except FileNotFoundError:
+        return []
 
 
 class Found(NamedTuple):
@@ -298,7 +316,9 @@ def is_mark(name: str) -> bool:
     return name in _MARKS_OF_STAYING or name.startswith(_leases.READING)
 
 
-_MARKS_OF_STAYING = frozenset((PIN, UNTIL_NEXT, WITHOUT_DATASET, _leases.DELETING))
+_MARKS_OF_STAYING = frozenset(
+    (PIN, UNTIL_NEXT, WITHOUT_DATASET, DAMAGED, _leases.DELETING)
+)
 
 
 def marks_of_new(final: Path, *, temporary: bool) -> dict[str, bytes]:
@@ -333,6 +353,35 @@ def unpin(path: Path) -> None:
 def make_permanent(path: Path) -> None:
     """Has the step at `path` stay like others, when it was temporary."""
     _remove_mark(path, UNTIL_NEXT)
+
+
+def is_damaged(path: Path) -> bool:
+    """Whether the step at `path` is marked as damaged."""
+    return (path / DAMAGED).is_file()
+
+
+def mark_damaged(path: Path, reason: str) -> None:
+    """Takes the step at `path` out of the list of steps, durably."""
+    told = {"reason": reason, "time": time.time()}
+    _storage.replace(path / DAMAGED, json.dumps(told).encode())
+
+
+def unmark_damaged(path: Path) -> None:
+    """Puts the step at `path` back into the list of steps."""
+    _remove_mark(path, DAMAGED)
+
+
+def why_damaged(path: Path) -> str:
+    """What the mark of a damaged step says; it counts even if that is lost."""
+    try:
+        told = json.loads(_storage.read(path / DAMAGED, max_bytes=_MAX_MARK_BYTES))
+        return str(told["reason"])[:_MAX_REASON]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return "its mark does not say why"
+
+
+_MAX_MARK_BYTES = 2**16
+_MAX_REASON = 1000
 
 
 def _remove_mark(path: Path, name: str) -> None:

@@ -5,10 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from flaxckpt import _convert, _storage
+from flaxckpt import _convert, _locate, _storage, _verify, errors
+from flaxckpt._findings import VerifyReport
 from flaxckpt._info import ArrayLayout, SaveResult
 from flaxckpt._types import PathLike
 from flaxckpt.transforms import Transform
+
+
+def verify(path: PathLike, *, step: int | None = None) -> VerifyReport:
+    """Reads all of a checkpoint, in any format, and compares it with its checksums.
+
+    What flaxckpt wrote is compared byte by byte: arrays with the CRC-32C of their
+    chunks, all other files with the digests in the manifest. Of other formats,
+    everything is read and decoded, and `unchecked` names the leaves that have no
+    checksums. Little memory is taken, however large the checkpoint is.
+
+    ```python
+    report = verify("run", step=1000)
+    print(report)
+    assert report.ok
+    ```
+
+    Args:
+        path: A checkpoint, or a run directory of steps.
+        step: Which step of a run directory; by default the newest.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is there.
+        CheckpointFormatError: What is there is no checkpoint.
+    """
+    root = _storage.resolve(path)
+    try:
+        found, number = _locate.locate(root, step)
+    except errors.DamagedCheckpointError as error:
+        return _verify.lost(root, step, error)
+    return _verify.verify(found, number)
 
 
 def convert(

@@ -179,7 +179,8 @@ def _codecs(codec: str, dtype: str, checksum: bool) -> list[JSON]:
         }
         codecs.append({"name": "blosc", "configuration": blosc})
     elif codec == "zstd":
-        codecs.append({"name": "zstd", "configuration": {"level": 1}})
+        zstd: JSON = {"level": 1, "checksum": False}
+        codecs.append({"name": "zstd", "configuration": zstd})
     if checksum:
         codecs.append({"name": "crc32c"})
     return codecs

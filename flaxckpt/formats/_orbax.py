@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import logging
 import re
 import secrets
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from flaxckpt import _steps, _storage, _tree, _zarr, datasets, errors
 from flaxckpt._info import (
@@ -21,9 +24,19 @@ from flaxckpt.formats import _orbax_arrays, _orbax_disk, _orbax_foreign, _orbax_
 
 _log = logging.getLogger(__name__)
 
-_COMMITTED = "commit_success.txt"
+COMMITTED = "commit_success.txt"
 _ROOT_METADATA = "metadata/_ROOT_METADATA"
 STATE, DATASET, METRICS = _orbax_disk.STATE, _orbax_disk.DATASET, _orbax_disk.METRICS
+UNDIGESTED = frozenset(
+    (
+        _orbax_json.MANIFEST,
+        COMMITTED,
+        f"{METRICS}/{METRICS}",
+        _orbax_disk.METRICS_DIGESTS,
+    )
+)
+"""Files of a checkpoint that are no arrays, and whose digests are not in it."""
+
 _SHARDING = "_sharding"
 _ARRAYS = "array_metadatas/process_0"
 _RESERVED = frozenset(
@@ -100,7 +113,9 @@ def files(contents: Contents) -> dict[str, bytes]:
     for name, content in contents.dataset.items():
         made[f"{DATASET}/{name}"] = content
     if contents.metrics:
-        made[f"{METRICS}/{METRICS}"] = _orbax_json.dumps(dict(contents.metrics))
+        text = _orbax_json.dumps(dict(contents.metrics))
+        made[f"{METRICS}/{METRICS}"] = text
+        made[_orbax_disk.METRICS_DIGESTS] = _digests_of_metrics(text)
     return made
 
 
@@ -109,23 +124,44 @@ def seal(contents: Contents, made: Mapping[str, bytes], root: Path) -> dict[str,
 
     The manifest has the digest of every file in `made` but the metrics, which may be
     written anew later, and of a small database under `root`, which is verified as a
-    whole: that is faster than each of its values.
+    whole: that is faster than each of its values. Of zarr 2, whose chunks have no
+    checksums, it has the digests of all files.
     """
     digests = {
         name: _storage.digest(text)
         for name, text in made.items()
         if not name.startswith(METRICS)
     }
-    if contents.ocdbt:
-        database = [root / STATE / "manifest.ocdbt", *(root / STATE / "d").glob("*")]
-        database = [file for file in database if file.is_file()]  # none without arrays
-        if sum(file.stat().st_size for file in database) <= _SMALL_DATABASE_BYTES:
-            for file in database:
-                name = file.relative_to(root).as_posix()
-                digests[name] = _storage.digest(file.read_bytes())
+    digests |= _digests_of_arrays(contents, root)
     manifest = _manifest(contents, digests)
     digest = _orbax_json.dumps({_orbax_json.MANIFEST: _storage.digest(manifest)})
-    return {_orbax_json.MANIFEST: manifest, _COMMITTED: digest}
+    return {_orbax_json.MANIFEST: manifest, COMMITTED: digest}
+
+
+def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
+    """Path of a file of arrays -> its digest, where each chunk's own are not enough."""
+    is_bare = contents.encoding.version == 2
+    if contents.ocdbt:
+        found = [root / STATE / "manifest.ocdbt", *(root / STATE / "d").glob("*")]
+    elif is_bare:
+        names = {_orbax_json.param_name(info.keys) for info in contents.infos}
+        found = [file for name in names for file in (root / STATE / name).glob("*")]
+    else:
+        return {}
+    found = [file for file in found if file.is_file()]  # none without arrays
+    size = sum(file.stat().st_size for file in found)
+    if not is_bare and size > _SMALL_DATABASE_BYTES:
+        return {}
+    return {
+        file.relative_to(root).as_posix(): digest
+        for file in found
+        if (digest := _storage.digest_file(file, max_bytes=sys.maxsize))
+    }
+
+
+def _digests_of_metrics(*texts: bytes) -> bytes:
+    digests = [_storage.digest(text) for text in texts]
+    return _orbax_json.dumps({METRICS: digests})
 
 
 def _checkpoint_metadata(contents: Contents) -> bytes:
@@ -277,6 +313,11 @@ def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
     """
     if (path / _orbax_json.MANIFEST).is_file():
         return _read_own(path, step, resolve)
+    if _orbax_json.MANIFEST in _committed(path):
+        raise errors.DamagedCheckpointError(
+            f"{path / _orbax_json.MANIFEST} is missing, as {COMMITTED} tells; restore"
+            " another step"
+        )
     return _orbax_foreign.read(path, step)
 
 
@@ -297,7 +338,14 @@ def write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
     """Writes the metrics of the committed checkpoint `path` anew, in one step."""
     content = _orbax_json.dumps(dict(metrics))
     if (path / METRICS).is_dir():
+        # Both are right until the new ones are there, whenever that is cut off.
+        with contextlib.suppress(errors.DamagedCheckpointError):
+            old = _orbax_disk.read_file(path / METRICS / METRICS)
+            digests = _digests_of_metrics(content, old)
+            _storage.replace(path / _orbax_disk.METRICS_DIGESTS, digests)
         _storage.replace(path / METRICS / METRICS, content)
+        digests = _digests_of_metrics(content)
+        _storage.replace(path / _orbax_disk.METRICS_DIGESTS, digests)
         return
     # Made beside it: Orbax takes a directory without its file for damage.
     name = f"{path.name}{_steps.TEMPORARY}-{METRICS}-{secrets.token_hex(4)}"
@@ -305,14 +353,15 @@ def write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
     made.mkdir()
     try:
         _storage.write(made / METRICS, content)
+        file = made / Path(_orbax_disk.METRICS_DIGESTS).name
+        _storage.write(file, _digests_of_metrics(content))
         _storage.sync_directory(made)
         try:
             made.rename(path / METRICS)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            # Somebody else was first, who knew nothing of these.
-            _storage.replace(path / METRICS / METRICS, content)
+            write_metrics(path, metrics)  # somebody else was first, without these
     finally:
         _storage.remove_tree(made)
     _storage.sync_directory(path)
@@ -368,8 +417,8 @@ def write_run_metadata(root: Path, custom: Mapping[str, JSON]) -> None:
 def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
     stamp = _storage.stamp(path / _orbax_json.MANIFEST)
     raw = _orbax_disk.read_file(path / _orbax_json.MANIFEST)
-    if (path / _COMMITTED).is_file():
-        recorded = _orbax_disk.json_file(path / _COMMITTED).get(_orbax_json.MANIFEST)
+    if (path / COMMITTED).is_file():
+        recorded = _committed(path).get(_orbax_json.MANIFEST, "")
         _orbax_disk.check_digest(path / _orbax_json.MANIFEST, raw, recorded)
     manifest = _orbax_json.loads(raw, path / _orbax_json.MANIFEST)
     version = manifest.get("version")
@@ -404,7 +453,7 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
         digests={
             name.removeprefix(f"{STATE}/"): digest
             for name, digest in digests.items()
-            if _is_of_database(name)
+            if name.startswith(f"{STATE}/") and (not ocdbt or _is_of_database(name))
         },
     )
     described = dataclasses.replace(
@@ -420,6 +469,21 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
         digests,
         stamp,
     )
+
+
+def _committed(path: Path) -> Mapping[str, Any]:
+    """What was committed: our manifest -> its digest; empty if we did not write it."""
+    try:
+        return _orbax_disk.json_file(path / COMMITTED)
+    except errors.DamagedCheckpointError:
+        return {}  # Orbax writes a sentence there, where it writes it
+
+
+def is_of_arrays(name: str) -> bool:
+    """Whether the file `name` of a checkpoint has nothing but values of arrays."""
+    root, _, rest = name.partition("/")
+    described = (_orbax_disk.TREE, _SHARDING, _orbax_disk.STRINGS, _ARRAYS)
+    return root == STATE and rest not in described
 
 
 def _is_of_database(name: str) -> bool:

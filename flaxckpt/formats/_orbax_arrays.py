@@ -10,6 +10,8 @@ import dataclasses
 import functools
 import math
 import re
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +26,7 @@ from flaxckpt import (
     _links,
     _memory,
     _read,
+    _storage,
     _zarr,
     errors,
 )
@@ -198,6 +201,12 @@ class Arrays:
         read.force()
         return future
 
+    def checks(self) -> _Checks | None:
+        """What compares the files of arrays with their digests, if they need that."""
+        if self.version != 2 or not self.digests:
+            return None
+        return _Checks(self.root, self.ocdbt, self.digests)
+
     def raw(self, name: str, info: LeafInfo) -> RawArray | None:
         """Where the chunks of an array are, if they are not compressed."""
         if self.encoding is None:
@@ -205,6 +214,37 @@ class Arrays:
         if not _zarr.is_raw(self.encoding, *_layout.stored_form(info)):
             return None
         return RawArray(self.root, name, self.ocdbt, self.encoding, self.digests)
+
+
+class _Checks:
+    """Compares files of arrays with their digests, each once."""
+
+    def __init__(self, root: Path, ocdbt: bool, digests: Mapping[str, str]) -> None:
+        self._root = root
+        self._of_array: dict[str, dict[str, str]] = {}
+        for file, digest in digests.items():
+            # The files of a database are those of every array.
+            name = "" if ocdbt else file.rpartition("/")[0]
+            self._of_array.setdefault(name, {})[file] = digest
+        self._ocdbt = ocdbt
+        self._done: set[str] = set()
+        self._lock = threading.Lock()
+
+    def __call__(self, name: str) -> None:
+        """Compares those of the array `name`.
+
+        Raises:
+            ValueError, OSError: One has changed since it was written, or is missing.
+        """
+        name = "" if self._ocdbt else name
+        with self._lock:
+            if name in self._done:
+                return
+            for file, recorded in self._of_array.get(name, {}).items():
+                path = self._root / file
+                if _storage.digest_file(path, max_bytes=sys.maxsize) != recorded:
+                    raise ValueError(f"{file} has changed since it was written")
+            self._done.add(name)
 
 
 def table(
@@ -224,12 +264,15 @@ def table(
         (_orbax_json.param_name(i.keys) for i in infos if i.dtype is not None),
         ocdbt=arrays.ocdbt,
     )
+    checks = arrays.checks()
     for info in infos:
         stored = StoredLeaf(path, info, value=strings.get(info.path))
         if info.dtype is not None:
             name = _orbax_json.param_name(info.keys)
             raw = arrays.raw(name, info)
             form = ArrayForm(*_layout.stored_form(info), info.chunk_shape or ())
-            stored = StoredLeaf(path, info, arrays.opener(name, form, path), raw=raw)
+            opener = arrays.opener(name, form, path)
+            check = None if checks is None else functools.partial(checks, name)
+            stored = StoredLeaf(path, info, opener, raw=raw, check=check)
         table[info.path] = Leaf(info, (stored,))
     return table

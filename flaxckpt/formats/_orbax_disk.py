@@ -23,6 +23,9 @@ AGGREGATE = "checkpoint"
 """The tree in msgpack, in Orbax until 0.6: values, and names of arrays beside it."""
 
 STRINGS = "_strings.json"
+METRICS_DIGESTS = f"{METRICS}/digests"
+"""Of the metrics, which are written anew when the rest of a checkpoint stays."""
+
 PREFERRED_ITEMS = (STATE, "default", "pytree")
 NOT_ITEMS = frozenset((DATASET, METRICS))
 
@@ -146,13 +149,9 @@ def metrics_in(path: Path) -> dict[str, Any]:
         DamagedCheckpointError: The file is not what it should be.
     """
     file = path / METRICS / METRICS
-    try:
-        content = _storage.read(file, max_bytes=_orbax_json.MAX_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except IsADirectoryError:
-        raise errors.DamagedCheckpointError(f"{file} is a directory") from None
-    return _orbax_json.loads(content, file)
+    if file.is_dir():
+        raise errors.DamagedCheckpointError(f"{file} is a directory")
+    return checked_metrics(path) if file.exists() else {}
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -163,6 +162,23 @@ def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
             with contextlib.suppress(OverflowError):
                 found[name] = float(value)
     return found
+
+
+def checked_metrics(path: Path) -> dict[str, Any]:
+    """What is in the file of metrics of the checkpoint `path`.
+
+    Raises:
+        DamagedCheckpointError: It is missing, or is not what was written there.
+    """
+    file = path / METRICS / METRICS
+    content = read_file(file)
+    if (path / METRICS_DIGESTS).is_file():
+        known = json_file(path / METRICS_DIGESTS).get(METRICS)
+        if not isinstance(known, list) or _storage.digest(content) not in known:
+            raise errors.DamagedCheckpointError(
+                f"{file} has changed since it was written, or {METRICS_DIGESTS} has"
+            )
+    return _orbax_json.loads(content, file)
 
 
 def checkpoint_info(

@@ -1,0 +1,235 @@
+"""What was found of the files of a checkpoint, by several threads.
+
+What is wrong is told apart from what could not be looked at, which proves nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from flaxckpt import _links, _progress, _threads, errors
+
+_THREADS = 8
+_READ_AT_ONCE = 2**20
+_TOO_LARGE = "larger than the memory"
+"""In what is said of arrays that are; that depends on this machine."""
+
+HERE = "."
+"""What stands for the checkpoint itself where files and leaves are named."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was found of a checkpoint when all of it was read.
+
+    Attributes:
+        path: The checkpoint.
+        format: Whose it is, as `CheckpointMetadata.format`; `unknown` if that cannot
+            be told any more.
+        step: Its number under a run directory; None if it stands alone.
+        problems: Leaf path, or file in the checkpoint -> what is wrong with it.
+        unread: The same -> why it could not be looked at, such as a permission. That
+            proves no damage.
+        unchecked: The same -> why nothing tells whether its values are the ones that
+            were written: it has no checksum.
+        extra: Files that are no part of the checkpoint. They do no harm.
+        bytes_checked: How many bytes were read and compared.
+        secs: How long that took.
+    """
+
+    path: str
+    format: str
+    step: int | None
+    problems: Mapping[str, str]
+    unread: Mapping[str, str]
+    unchecked: Mapping[str, str]
+    extra: tuple[str, ...]
+    bytes_checked: int
+    secs: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether all of it was read and nothing is wrong."""
+        return not self.problems and not self.unread
+
+    def __str__(self) -> str:
+        size = f"{self.bytes_checked / 1e6:.1f} MB checked in {self.secs:.1f} s"
+        if self.problems:
+            verdict = "is damaged"
+        else:
+            verdict = "could not be read" if self.unread else "is good"
+        lines = [f"{self.path} {verdict} ({self.format}; {size})"]
+        for title, found in (
+            ("wrong", self.problems),
+            ("could not be read", self.unread),
+            ("without checksums", self.unchecked),
+        ):
+            if found:
+                lines.append(f"{title}: {len(found)}")
+                lines += [f"  {name}: {why}" for name, why in found.items()]
+        if self.extra:
+            lines.append(f"no part of it: {', '.join(self.extra)}")
+        return "\n".join(lines)
+
+
+class Findings:
+    """What is found by several threads.
+
+    Args:
+        counter: Of the bytes that are read.
+        thorough: Whether to go on after the first problem.
+    """
+
+    def __init__(self, counter: _progress.Counter, *, thorough: bool) -> None:
+        self.problems: dict[str, str] = {}
+        self.unread: dict[str, str] = {}
+        self.unchecked: dict[str, str] = {}
+        self.counter = counter
+        self.thorough = thorough
+        self._lock = threading.Lock()
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether nothing more needs to be known."""
+        return bool(self.problems) and not self.thorough
+
+    def attempt(self, name: str, check: Callable[[], object]) -> None:
+        """Calls `check`, and takes down what it raises."""
+        if self.is_enough:
+            return
+        try:
+            check()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            self.add(self.problems, name, f"{_file_of(error)} is missing")
+        except (ValueError, errors.DamagedCheckpointError) as error:
+            is_room = _TOO_LARGE in str(error)
+            self.add(self.unread if is_room else self.problems, name, str(error))
+        except (OSError, MemoryError) as error:
+            self.add(self.unread, name, str(error) or _TOO_LARGE)
+
+    def add(self, found: dict[str, str], name: str, why: str) -> None:
+        """Takes down what was found of the leaf or file `name`, the first time."""
+        with self._lock:
+            found.setdefault(name, " ".join(why.split())[:300])
+
+    def report(
+        self,
+        path: Path,
+        format_name: str,
+        step: int | None,
+        extra: Iterable[str],
+        secs: float,
+    ) -> VerifyReport:
+        """All that was found of the checkpoint `path`."""
+        return VerifyReport(
+            str(path),
+            format_name,
+            step,
+            _told(self.problems),
+            _told(self.unread),
+            _told(self.unchecked),
+            tuple(sorted(extra)),
+            self.counter.done,
+            secs,
+        )
+
+    def run(self, checks: Sequence[tuple[str, Callable[[], object]]]) -> None:
+        """Does all `checks`, several at a time."""
+        _threads.each(lambda check: self.attempt(*check), checks, threads=_THREADS)
+
+
+def _told(found: Mapping[str, str]) -> Mapping[str, str]:
+    return MappingProxyType(dict(sorted(found.items())))
+
+
+def _file_of(error: OSError) -> str:
+    return Path(error.filename).name if error.filename else "a file"
+
+
+# ---- files ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def opened(file: Path, root: Path) -> Iterator[tuple[int, int]]:
+    """The descriptor and the size of a plain file, which is in `root`.
+
+    Raises:
+        ValueError: It is no plain file, or leads out of `root`.
+        OSError: It cannot be opened.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        descriptor = os.open(file, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        if not _links.is_inside(str(file), root):
+            raise ValueError(f"{file.name} is a link out of the checkpoint") from None
+        descriptor = os.open(file, flags)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{file.name} is no plain file")
+        yield descriptor, status.st_size
+    finally:
+        os.close(descriptor)
+
+
+def stream(
+    file: Path,
+    root: Path,
+    count: Callable[[int], object],
+    take: Callable[[memoryview], object],
+) -> None:
+    """Reads a file from its beginning to its end, part by part."""
+    buffer = memoryview(bytearray(_READ_AT_ONCE))
+    with opened(file, root) as (descriptor, _):
+        while size := os.readv(descriptor, [buffer]):
+            take(buffer[:size])
+            count(size)
+
+
+def names(root: Path, directory: Path) -> set[str]:
+    """The paths below `root` of all that is in a directory and is no directory."""
+    return {
+        Path(found, name).relative_to(root).as_posix()
+        for found, _, names in os.walk(directory)
+        for name in names
+    }
+
+
+def size_of(root: Path) -> int:
+    total = 0
+    for directory, _, names in os.walk(root):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(Path(directory, name)).st_size
+    return total
+
+
+def unreadable(path: Path) -> str | None:
+    """Why a file or directory of a checkpoint cannot be read; None if all can be."""
+    try:
+        if path.is_file():
+            stream(path, path.parent, _progress.ignore, lambda part: None)
+            return None
+        for directory, _, names in os.walk(path, onerror=_raise):
+            for name in names:
+                file = Path(directory, name)
+                with contextlib.suppress(FileNotFoundError, ValueError):
+                    stream(file, path, _progress.ignore, lambda part: None)
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _raise(error: OSError) -> None:
+    raise error

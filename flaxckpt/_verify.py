@@ -1,0 +1,297 @@
+"""Whether every byte of a checkpoint is what was written.
+
+Files are read in small parts, several at a time, and nothing is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import crc32c
+
+from flaxckpt import (
+    _audit,
+    _blocks,
+    _findings,
+    _layout,
+    _locate,
+    _pieces,
+    _progress,
+    _read,
+    _steps,
+    _zarr,
+    errors,
+)
+from flaxckpt._info import Leaf, LeafInfo, Stored, StoredLeaf
+from flaxckpt._types import LeafPath
+from flaxckpt.formats import _orbax, _orbax_disk, _orbax_json
+
+_DECODED_AT_ONCE = 128 * 2**20
+_PIECE_BYTES = 32 * 2**20
+
+
+def verify(
+    path: Path, step: int | None, *, thorough: bool = True
+) -> _findings.VerifyReport:
+    """Reads all of the checkpoint `path`, whose number is `step`.
+
+    Args:
+        path: A checkpoint.
+        step: Its number, for the report.
+        thorough: Whether to go on after the first problem.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointFormatError: There is none.
+    """
+    start, counter = time.monotonic(), _progress.Counter(f"verifying {path.name}")
+    found = _findings.Findings(counter, thorough=thorough)
+    with _progress.shown(counter):
+        stored = _description(path, step, found)
+        format_name = "unknown" if stored is None else stored.metadata.format
+        extra: list[str] = []
+        if stored is not None and format_name == "flaxckpt":
+            extra = _verify_own(path, stored, found)
+        elif stored is not None:
+            _verify_foreign(path, stored, found)
+    return found.report(path, format_name, step, extra, time.monotonic() - start)
+
+
+def lost(path: Path, step: int | None, error: Exception) -> _findings.VerifyReport:
+    """The report on what is not recognised as the checkpoint that it was."""
+    found = _findings.Findings(_progress.Counter(""), thorough=True)
+    is_denied = isinstance(error.__context__, PermissionError)
+    found.add(found.unread if is_denied else found.problems, _findings.HERE, str(error))
+    return found.report(path, "unknown", step, (), 0.0)
+
+
+def damage(path: Path, step: int | None) -> str | None:
+    """What is proved to be wrong with the checkpoint `path`, in a few words.
+
+    None if nothing is: it may be good, or it may be out of reach for now.
+    """
+    try:
+        report = verify(path, step, thorough=False)
+    except (errors.CheckpointError, OSError) as error:
+        # It was a checkpoint, and is none any more.
+        is_ours = _steps.has_mark(path) or (path / _orbax.STATE).is_dir()
+        if is_ours and _findings.unreadable(path) is None:
+            return str(error).splitlines()[0]
+        return None
+    for name, why in report.problems.items():
+        return why if name == _findings.HERE else f"{name}: {why}"
+    return None
+
+
+def _description(
+    path: Path, step: int | None, found: _findings.Findings
+) -> Stored | None:
+    """Everything of a checkpoint but its arrays; None if it cannot be had."""
+    try:
+        return _locate.read_stored(path, step)
+    except (OSError, errors.DamagedCheckpointError) as error:
+        if isinstance(error, errors.CheckpointNotFoundError):
+            raise
+        if (why := _findings.unreadable(path)) is not None:
+            found.add(found.unread, _findings.HERE, why)
+        elif isinstance(error, errors.DamagedCheckpointError):
+            found.add(found.problems, _findings.HERE, str(error))
+        else:
+            found.add(found.unread, _findings.HERE, str(error))
+        return None
+
+
+# ---- our own format ---------------------------------------------------------------
+
+
+def _verify_own(path: Path, stored: Stored, found: _findings.Findings) -> list[str]:
+    """Compares every file with its checksum; returns those that are no part of it."""
+    manifest = _orbax_disk.json_file(path / _orbax_json.MANIFEST)
+    encoding = _orbax_json.encoding(manifest)
+    digests = _audit.digests(path, stored)
+    checks: list[tuple[str, Callable[[], object]]] = [
+        (name, functools.partial(_check_digest, path, name, digest, found.counter.add))
+        for name, digest in digests.items()
+    ]
+    known = {*digests, *_orbax.UNDIGESTED}
+    leaves = {p: leaf for p, leaf in stored.table.items() if _is_array(leaf)}
+    if encoding is None or manifest["ocdbt"]:
+        undigested = {} if _has_database(digests) else leaves
+        if undigested:
+            known |= _findings.names(path, path / _orbax.STATE)
+    else:
+        undigested = {}
+        for leaf_path, leaf in leaves.items():
+            files, made = _chunk_checks(path, encoding, leaf.info, digests, found)
+            known |= files
+            checks += [(leaf_path, check) for check in made]
+            if not encoding.checksum and not files <= digests.keys():
+                undigested[leaf_path] = leaf
+    checks += _metrics_checks(path, found)
+    checks.append((_orbax.COMMITTED, (path / _orbax.COMMITTED).stat))
+    found.counter.total = _findings.size_of(path)
+    found.run(checks)
+    if encoding is None or not encoding.checksum:
+        for leaf_path in undigested:
+            found.unchecked[leaf_path] = "it was saved without checksums; it is there"
+    _decode(path, undigested, found)
+    there = {name for name in _findings.names(path, path) if not _is_mark(name)}
+    return sorted(there - known)
+
+
+def _is_array(leaf: Leaf) -> bool:
+    return isinstance(leaf.source, StoredLeaf) and leaf.source.open is not None
+
+
+def _is_mark(name: str) -> bool:
+    return "/" not in name and _steps.is_mark(name)
+
+
+def _has_database(digests: Mapping[str, str]) -> bool:
+    return f"{_orbax.STATE}/manifest.ocdbt" in digests
+
+
+def _chunk_checks(
+    path: Path,
+    encoding: _zarr.Encoding,
+    info: LeafInfo,
+    digests: Mapping[str, str],
+    found: _findings.Findings,
+) -> tuple[set[str], list[Callable[[], object]]]:
+    """The files of an array, and what is to be done with those without a digest."""
+    name = _orbax_json.param_name(info.keys)
+    directory = f"{_orbax.STATE}/{name}" if name else _orbax.STATE
+    shape, dtype = _layout.stored_form(info)
+    chunk_shape = info.chunk_shape or ()
+    metadata = f"{directory}/{_audit.metadata_name(encoding)}"
+    files = {metadata}
+    checks: list[Callable[[], object]] = []
+    if metadata not in digests:
+
+        def check_metadata() -> None:
+            text = _blocks.small(path / metadata)
+            _zarr.check_metadata(text, encoding, shape, dtype, chunk_shape)
+
+        checks.append(check_metadata)
+    size = _audit.chunk_bytes(encoding, info)
+    for key in _audit.keys(encoding, shape, chunk_shape):
+        file = f"{directory}/{key}"
+        files.add(file)
+        if file not in digests:
+            check = _check_chunk if encoding.checksum else _check_size
+            checks.append(
+                functools.partial(check, path / file, path, size, found.counter.add)
+            )
+    return files, checks
+
+
+def _check_digest(
+    path: Path, name: str, recorded: str, count: Callable[[int], object]
+) -> None:
+    digest = hashlib.sha256()
+    _findings.stream(path / name, path, count, digest.update)
+    if f"sha256:{digest.hexdigest()}" != recorded:
+        raise ValueError("it has changed since it was saved: its SHA-256 is another")
+
+
+def _check_size(
+    file: Path, root: Path, size: int, count: Callable[[int], object]
+) -> None:
+    """Compares the size of a chunk with what it must be; 0 if that varies."""
+    with _findings.opened(file, root) as (_, found):
+        if found != (size or found) or not found:
+            raise ValueError(
+                f"{file.name} has {found} bytes instead of {size or 'some'}"
+            )
+
+
+def _check_chunk(
+    file: Path, root: Path, size: int, count: Callable[[int], object]
+) -> None:
+    """Compares a chunk with the checksum at its end."""
+    _check_size(file, root, size, count)
+    body = file.stat().st_size - _blocks.CHECKSUM_BYTES
+    value, at = 0, 0
+    recorded = b""
+
+    def take(part: memoryview) -> None:
+        nonlocal value, at, recorded
+        inside = part[: max(0, body - at)]
+        value = crc32c.crc32c(inside, value)
+        recorded += bytes(part[len(inside) :])
+        at += len(part)
+
+    _findings.stream(file, root, count, take)
+    if recorded != value.to_bytes(_blocks.CHECKSUM_BYTES, "little"):
+        raise ValueError(
+            f"{file.name} has changed since it was written: its CRC-32C is another"
+        )
+
+
+def _metrics_checks(
+    path: Path, found: _findings.Findings
+) -> list[tuple[str, Callable[[], object]]]:
+    name = f"{_orbax.METRICS}/{_orbax.METRICS}"
+    if not os.path.lexists(path / _orbax.METRICS):
+        return []
+    if not (path / _orbax_disk.METRICS_DIGESTS).is_file():
+        found.unchecked[name] = "they were written without a digest"
+    return [(name, functools.partial(_orbax_disk.checked_metrics, path))]
+
+
+# ---- other formats ----------------------------------------------------------------
+
+
+def _verify_foreign(path: Path, stored: Stored, found: _findings.Findings) -> None:
+    """Reads and decodes every array; that is all that can be done."""
+    leaves = {p: leaf for p, leaf in stored.table.items() if _is_array(leaf)}
+    found.counter.total = sum(_layout.stored_bytes(i.info) for i in leaves.values())
+    for leaf_path, leaf in leaves.items():
+        if not _has_checksums(leaf):
+            found.unchecked[leaf_path] = "its format has no checksums; it was decoded"
+    _decode(path, leaves, found)
+
+
+def _has_checksums(leaf: Leaf) -> bool:
+    """Whether TensorStore compares the chunks of an array with their checksums."""
+    source = leaf.source
+    assert isinstance(source, StoredLeaf), leaf.info.path
+    try:
+        codec = _read.open_one(source).codec
+    except (errors.CheckpointError, OSError, ValueError):
+        return False
+    return codec is not None and "crc32c" in str(codec.to_json())
+
+
+def _decode(
+    path: Path, leaves: Mapping[LeafPath, Leaf], found: _findings.Findings
+) -> None:
+    """Reads arrays, in pieces, and lets them go."""
+    pieces = [
+        piece
+        for leaf in leaves.values()
+        for piece in _pieces.cut(leaf, chunk_shape=None, max_bytes=_PIECE_BYTES)
+    ]
+    faults = _findings.Findings(found.counter, thorough=found.thorough)
+    for batch in _pieces.batches(pieces, max_bytes=_DECODED_AT_ONCE):
+        if found.is_enough or faults.is_enough:
+            break
+        try:
+            _pieces.read(batch, max_bytes=_DECODED_AT_ONCE)
+        except (OSError, ValueError, MemoryError):
+            for piece in batch:  # whose fault it is
+                read = functools.partial(
+                    _pieces.read, [piece], max_bytes=_DECODED_AT_ONCE
+                )
+                faults.attempt(piece.path, read)
+        found.counter.add(sum(piece.nbytes for piece in batch))
+    # What reads and decodes does not say which of the two has failed.
+    proved = not faults.problems or _findings.unreadable(path) is None
+    for name, why in faults.problems.items():
+        found.add(found.problems if proved else found.unread, name, why)
+    for name, why in faults.unread.items():
+        found.add(found.unread, name, why)
