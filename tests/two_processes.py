@@ -24,12 +24,12 @@ import flaxckpt  # noqa: E402
 now = 0.0
 ckpt = flaxckpt.Checkpointer(directory)
 on_step = flaxckpt.CheckpointCallback(ckpt, every_secs=5, clock=lambda: now)
-on_step._start_watching()
+on_step._start()
 time_is_up = []
 stop = None
 for step in range(1, 1000):
     now += 1.0 if rank == 0 else 0.1
-    is_up, notice = on_step._agreed(step)
+    is_up, notice = on_step._agreed()
     if is_up:
         time_is_up.append(step)
         on_step._triggers.restart_clock()
