@@ -169,14 +169,22 @@ class Retention:
         self.rules = rules
         self._directory = directory
         self._format = step_format
+        self._known: dict[Path, _storage.Stamp] = {}  # steps, as of when
         self._metrics = _Remembered(_METRICS_FILE, _read_metrics)
         self._created = _Remembered(_orbax_disk.CHECKPOINT, _orbax.read_created)
 
     # ---- what is there --------------------------------------------------------------
 
     def listed(self) -> dict[int, Path]:
-        """The committed steps, ascending."""
-        return _steps.listed(self._directory, self._format)
+        """The committed steps, ascending, without what is merely called like one."""
+        known: dict[Path, _storage.Stamp] = {}
+        found = {}
+        for step, path in _steps.listed(self._directory, self._format).items():
+            stamp = _storage.stamp(path)
+            if self._known.get(path) == stamp or _was_step(path):
+                known[path], found[step] = stamp, path
+        self._known = known
+        return found
 
     def metrics(self, path: Path) -> Mapping[str, float]:
         """What is stored of the step `path`; nothing if it cannot be read."""
@@ -196,7 +204,7 @@ class Retention:
         return self._explained(self._found())
 
     def _found(self) -> dict[int, _Found]:
-        """The steps as they are now, without what is merely called like one."""
+        """The steps as they are now, without those that cannot be recognised."""
         elsewhere: MetricsByStep = {}
         if self.rules.metrics_from is not None:
             elsewhere = _by_step(self.rules.metrics_from())
@@ -448,6 +456,14 @@ def _writing(path: Path, what: str) -> Iterator[None]:
             f"{path}: {what}: {error}; see that the step is still there, and that its"
             " directory is writable and has space, then try again"
         ) from error
+
+
+def _was_step(path: Path) -> bool:
+    """Whether a checkpoint is, or was, at `path`: a damaged one is to be told of."""
+    try:
+        return _steps.has_mark(path) is not None or bool(formats.recognises(path))
+    except errors.CheckpointError:
+        return True
 
 
 def is_step(path: Path) -> bool:
