@@ -320,7 +320,7 @@ class Retention:
             is_new = False
             tried.add(step)
             path = judged.found[step].path
-            if self._attempt(f"step {step}", _steps.delete_unless_pinned, path):
+            if self._attempt(f"step {step}", _steps.delete, path):
                 yield step
         for step in judged.datasets:
             if is_over():
@@ -421,7 +421,7 @@ class Retention:
     def delete(self, path: Path) -> None:
         """Deletes the step `path`, unless somebody reads it."""
         with _writing(path, "it cannot be deleted"):
-            _steps.delete(path)
+            _steps.delete(path, even_pinned=True)
 
 
 def _out_of_time(is_awaited: Callable[[], bool]) -> Callable[[], bool]:

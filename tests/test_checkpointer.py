@@ -448,7 +448,7 @@ def test_damaged_metrics_do_not_cost_the_state(tmp_path, caplog):
         ckpt.reload()
         strategies.assert_same(state(1), ckpt.restore())
         ckpt.save(2, state(2), metrics={"loss": 2}).wait()
-    assert ckpt.steps() == [2]
+    assert ckpt.steps() == [1, 2], "it may be the best"
     assert "are lost" in caplog.text
 
 

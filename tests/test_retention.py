@@ -814,7 +814,7 @@ def test_metrics_appear_with_their_directory(tmp_path, monkeypatch):
 
 def during(monkeypatch, act, *, before):
     """Has `act(path)` happen whenever a directory is withdrawn, or begins to be."""
-    name = "delete_unless_pinned" if before == "deletion" else "withdraw"
+    name = "delete" if before == "deletion" else "withdraw"
     module = _steps if before == "deletion" else _steps._storage
     real = getattr(module, name)
 
