@@ -17,10 +17,10 @@ from flaxckpt import (
     _beginning,
     _counters,
     _events,
+    _measured,
     _multihost,
     _preflight,
     _resume,
-    _retention,
     datasets,
     errors,
 )
@@ -297,7 +297,7 @@ class CheckpointCallback:
         self._seen = _beginning.check(
             ckpt, seen.step, self._began_at, again=self._last is not None
         )
-        _retention.as_metrics(_values(seen.get("metrics")))
+        _measured.as_metrics(_values(seen.get("metrics")))
         state, dataset = seen.get("state"), seen.get("dataset")
         if self._check_step:
             _counters.check(state, seen.step)

@@ -18,6 +18,7 @@ from flaxckpt import (
     _directory,
     _events,
     _locate,
+    _measured,
     _multihost,
     _plan,
     _progress,
@@ -119,7 +120,7 @@ class Checkpointer(_directory.RunDirectory):
         metadata: Mapping[str, JSON] | None = None,
         sinks: Sequence[_events.Sink] = (),
         keep_dataset: Sequence[PreservationPolicy] = (),
-        metrics_from: Callable[[], _retention.MetricsByStep] | None = None,
+        metrics_from: Callable[[], _measured.MetricsByStep] | None = None,
     ) -> None:
         super().__init__(
             directory,
@@ -233,7 +234,7 @@ class Checkpointer(_directory.RunDirectory):
         with self._failing(number, final):
             options = self._save_options(
                 number,
-                metrics=_retention.as_metrics(metrics),
+                metrics=_measured.as_metrics(metrics),
                 metadata=metadata or {},
                 dataset=dataset,
                 overwrite=overwrite,

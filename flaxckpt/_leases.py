@@ -72,8 +72,8 @@ class Lease:
         self._thread = threading.Thread(
             target=self._refresh, name="flaxckpt lease", daemon=True
         )
-        _held.add(self)
         self._thread.start()
+        _held.add(self)
 
     def _refresh(self) -> None:
         while not self._ended.wait(_EXPIRES_SECS / _TOUCHES):

@@ -305,6 +305,13 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
     """
     path = Path(stored.metadata.path)
     if _orbax.has_let_go_dataset(path):
+        if isinstance(iterator, datasets.Restarting):
+            _log.warning(
+                "the data starts from the beginning: its state in %s was let go by"
+                " keep_dataset",
+                path,
+            )
+            return
         raise errors.DatasetStateError(
             f"the dataset state of {path} was let go by keep_dataset, so the data"
             " cannot go on where it stood; restore a newer step, which has one if"

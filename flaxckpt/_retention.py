@@ -6,28 +6,22 @@ import contextlib
 import functools
 import itertools
 import logging
-import operator
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple
 
-from flaxckpt import _audit, _steps, _storage, errors, formats, policies
+from flaxckpt import _audit, _measured, _steps, _storage, errors, formats, policies
 from flaxckpt.formats import _orbax, _orbax_disk
 from flaxckpt.policies import PreservationPolicy
 
 _log = logging.getLogger(__name__)
-
-_METRICS_FILE = f"{_orbax.METRICS}/{_orbax.METRICS}"
 
 _DELETING_SECS = 2.0
 """For so long, a save may delete while somebody waits for it."""
 
 _LEAST_DELETED = 2
 """What is deleted after each save, however long that takes."""
-
-T = TypeVar("T")
-MetricsByStep: TypeAlias = Mapping[int, Mapping[str, float]]
 
 
 class Rules(NamedTuple):
@@ -42,7 +36,7 @@ class Rules(NamedTuple):
 
     keep: tuple[PreservationPolicy, ...] = ()
     keep_dataset: tuple[PreservationPolicy, ...] = ()
-    metrics_from: Callable[[], MetricsByStep] | None = None
+    metrics_from: Callable[[], _measured.MetricsByStep] | None = None
 
     @classmethod
     def of(cls, keep: object, keep_dataset: object, metrics_from: object) -> Rules:
@@ -63,69 +57,6 @@ class Rules(NamedTuple):
         )
 
 
-class _Remembered(Generic[T]):
-    """What was read of a small file of each step, until that file is another."""
-
-    def __init__(self, file: str, read: Callable[[Path], T]) -> None:
-        self._file = file
-        self._read = read
-        self._known: dict[Path, tuple[_storage.Stamp, T]] = {}
-
-    def __call__(self, path: Path) -> T:
-        stamp = _storage.stamp(path / self._file)
-        known = self._known.get(path)
-        if known is None or known[0] != stamp:
-            known = self._known[path] = (stamp, self._read(path))
-        return known[1]
-
-    def has_changed(self, path: Path) -> bool:
-        """Whether the file is another than the one that was read, if one was."""
-        known = self._known.get(path)
-        return known is not None and not known[0].is_current()
-
-    def forget(self, *, all_but: Collection[Path] = ()) -> None:
-        """Forgets all other steps."""
-        for path in list(self._known):  # other threads may add to it
-            if path not in all_but:
-                self._known.pop(path, None)
-
-
-class _Ranked:
-    """A step as policies see it; files of it are read when a policy asks.
-
-    Attributes:
-        is_doubtful: Whether a policy asked for metrics that could not be read.
-    """
-
-    def __init__(
-        self,
-        step: int,
-        *,
-        temporary: bool,
-        elsewhere: Mapping[str, float],
-        metrics: Callable[[], Mapping[str, float] | None],
-        created: Callable[[], float],
-    ) -> None:
-        self.step = step
-        self.temporary = temporary
-        self.is_doubtful = False
-        self._elsewhere = elsewhere
-        self._metrics = metrics
-        self._created = created
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """What was measured, wherever."""
-        stored = self._metrics()
-        self.is_doubtful = stored is None
-        return {**self._elsewhere, **(stored or {})}
-
-    @property
-    def created(self) -> float:
-        """When its save began, in seconds since 1970."""
-        return self._created()
-
-
 class _Found(NamedTuple):
     """A step that is there.
 
@@ -137,7 +68,7 @@ class _Found(NamedTuple):
 
     path: Path
     marks: _steps.Marks
-    ranked: _Ranked
+    ranked: _measured.Ranked
 
 
 class _Judged(NamedTuple):
@@ -169,14 +100,26 @@ class Retention:
         self.rules = rules
         self._directory = directory
         self._format = step_format
-        self._metrics = _Remembered(_METRICS_FILE, _read_metrics)
-        self._created = _Remembered(_orbax_disk.CHECKPOINT, _orbax.read_created)
+        self._known: dict[Path, _storage.Stamp] = {}  # steps, as of when
+        self._metrics = _measured.Remembered(
+            _measured.METRICS_FILE, _measured.read_metrics
+        )
+        self._created = _measured.Remembered(
+            _orbax_disk.CHECKPOINT, _orbax.read_created
+        )
 
     # ---- what is there --------------------------------------------------------------
 
     def listed(self) -> dict[int, Path]:
-        """The committed steps, ascending."""
-        return _steps.listed(self._directory, self._format)
+        """The committed steps, ascending, without what is merely called like one."""
+        known: dict[Path, _storage.Stamp] = {}
+        found = {}
+        for step, path in _steps.listed(self._directory, self._format).items():
+            stamp = _storage.stamp(path)
+            if self._known.get(path) == stamp or _was_step(path):
+                known[path], found[step] = stamp, path
+        self._known = known
+        return found
 
     def metrics(self, path: Path) -> Mapping[str, float]:
         """What is stored of the step `path`; nothing if it cannot be read."""
@@ -196,10 +139,10 @@ class Retention:
         return self._explained(self._found())
 
     def _found(self) -> dict[int, _Found]:
-        """The steps as they are now, without what is merely called like one."""
-        elsewhere: MetricsByStep = {}
+        """The steps as they are now, without those that cannot be recognised."""
+        elsewhere: _measured.MetricsByStep = {}
         if self.rules.metrics_from is not None:
-            elsewhere = _by_step(self.rules.metrics_from())
+            elsewhere = _measured.by_step(self.rules.metrics_from())
         found = {}
         listed = self.listed()
         for remembered in (self._metrics, self._created):
@@ -208,7 +151,7 @@ class Retention:
             if not is_step(path):
                 continue
             marks = _steps.marks(path, dataset=_orbax.DATASET)
-            ranked = _Ranked(
+            ranked = _measured.Ranked(
                 step,
                 temporary=marks.temporary,
                 elsewhere=elsewhere.get(step, {}),
@@ -312,7 +255,7 @@ class Retention:
             is_new = False
             tried.add(step)
             path = judged.found[step].path
-            if self._attempt(f"step {step}", _steps.delete_unless_pinned, path):
+            if self._attempt(f"step {step}", _steps.delete, path):
                 yield step
         for step in judged.datasets:
             if is_over():
@@ -381,7 +324,7 @@ class Retention:
 
     def add_metrics(self, path: Path, metrics: Mapping[str, float]) -> None:
         """Adds metrics to the step `path`, one process after another."""
-        added = as_metrics(metrics)
+        added = _measured.as_metrics(metrics)
         with (
             _writing(path, "metrics cannot be added to it"),
             _storage.locked(_orbax.file_to_lock(path)),
@@ -390,8 +333,8 @@ class Retention:
                 found = _orbax.metrics_in(path)
             except errors.DamagedCheckpointError:
                 raise errors.SaveFailedError(
-                    f"{path / _METRICS_FILE} is damaged, so nothing can be added to it:"
-                    " delete it, and add all metrics of the step anew"
+                    f"{path / _measured.METRICS_FILE} is damaged, so nothing can be"
+                    " added to it: delete it, and add all metrics of the step anew"
                 ) from None
             _orbax.write_metrics(path, {**found, **added})
 
@@ -413,7 +356,7 @@ class Retention:
     def delete(self, path: Path) -> None:
         """Deletes the step `path`, unless somebody reads it."""
         with _writing(path, "it cannot be deleted"):
-            _steps.delete(path)
+            _steps.delete(path, even_pinned=True)
 
 
 def _out_of_time(is_awaited: Callable[[], bool]) -> Callable[[], bool]:
@@ -450,6 +393,14 @@ def _writing(path: Path, what: str) -> Iterator[None]:
         ) from error
 
 
+def _was_step(path: Path) -> bool:
+    """Whether a checkpoint is, or was, at `path`: a damaged one is to be told of."""
+    try:
+        return _steps.has_mark(path) is not None or bool(formats.recognises(path))
+    except errors.CheckpointError:
+        return True
+
+
 def is_step(path: Path) -> bool:
     """Whether `path` is a checkpoint, and not merely called like one.
 
@@ -461,61 +412,3 @@ def is_step(path: Path) -> bool:
         return True
     except errors.DamagedCheckpointError:
         return False
-
-
-def _read_metrics(path: Path) -> dict[str, float] | None:
-    """The numbers stored with the step `path`; None if they cannot be read."""
-    try:
-        return _orbax.numbers_in(_orbax.metrics_in(path))
-    except (errors.DamagedCheckpointError, OSError) as error:
-        _log.warning("the metrics of %s cannot be read: %s", path, error)
-        return None
-
-
-def _by_step(given: object) -> dict[int, dict[str, float]]:
-    """What `metrics_from` has returned; steps may be text, as JSON has them.
-
-    Raises:
-        OptionError: It is something else.
-    """
-    if not isinstance(given, Mapping):
-        raise errors.OptionError(
-            f"metrics_from must return step -> name -> number, got {given!r:.80}"
-        )
-    found: dict[int, dict[str, float]] = {}
-    for key, metrics in given.items():
-        try:
-            is_text = isinstance(key, str) and key.isascii() and key.isdigit()
-            step = int(key) if is_text else operator.index(key)
-        except (TypeError, ValueError):
-            raise errors.OptionError(
-                f"metrics_from must return numbers of steps as keys, got {key!r:.80}"
-            ) from None
-        found[step] = as_metrics(metrics)
-    return found
-
-
-def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Numbers by name, nested names joined by `/`.
-
-    Raises:
-        OptionError: They are no mapping, or a metric is no single number.
-    """
-    if not isinstance(metrics, Mapping | None):
-        raise errors.OptionError(
-            f"metrics must be numbers by name, as {{'loss': 0.5}}, got {metrics!r:.80}"
-        )
-    flat: dict[str, float] = {}
-    for name, value in (metrics or {}).items():
-        if isinstance(value, Mapping):
-            flat |= {f"{name}/{inner}": n for inner, n in as_metrics(value).items()}
-            continue
-        try:
-            if isinstance(value, str | bytes | bytearray):  # float() reads these, too
-                raise TypeError
-            flat[name] = float(value)
-        except (TypeError, ValueError, OverflowError):
-            raise errors.OptionError(
-                f"the metric {name!r} must be one number, got {value!r:.80}"
-            ) from None
-    return flat

@@ -392,20 +392,11 @@ def _remove_mark(path: Path, name: str) -> None:
     _storage.sync_directory(path)
 
 
-def delete_unless_pinned(path: Path) -> None:
-    """Removes a step as `delete` does.
-
-    Raises:
-        SaveFailedError: Somebody reads it, or has pinned it by now.
-    """
-    delete(path, even_pinned=False)
-
-
-def delete(path: Path, *, even_pinned: bool = True) -> None:
+def delete(path: Path, *, even_pinned: bool = False) -> None:
     """Removes a step: first its name, durably, then its files.
 
     Raises:
-        SaveFailedError: Somebody reads it.
+        SaveFailedError: Somebody reads it, or has pinned it.
     """
     aside = path.with_name(path.name + TEMPORARY + _DELETED)
     with _leases.deletion(path):

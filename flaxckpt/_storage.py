@@ -26,8 +26,7 @@ from flaxckpt._types import PathLike
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _SYNCING_THREADS = 8
-_REMOVALS = 5
-"""How often it is tried to remove what others remove at the same time."""
+_REMOVALS = 100
 
 
 def resolve(path: PathLike) -> Path:
@@ -250,12 +249,15 @@ def remove_tree(path: Path) -> None:
         return
     if not stat.S_ISDIR(mode):
         raise NotADirectoryError(errno.ENOTDIR, "not a directory of ours", str(path))
-    for attempt in range(_REMOVALS):
+    for _ in range(_REMOVALS):
         try:
             shutil.rmtree(path)
-        except FileNotFoundError:  # somebody else removes it, too
-            if attempt == _REMOVALS - 1 and os.path.lexists(path):
-                raise
+        except FileNotFoundError:
+            if not os.path.lexists(path):
+                return
+        else:
+            return
+    shutil.rmtree(path)  # raises: it is not that somebody else removes it, too
 
 
 def directories(path: Path) -> Iterator[str]:

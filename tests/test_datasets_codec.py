@@ -110,6 +110,15 @@ def test_an_array_that_comes_back_can_be_written_to():
 def test_states_of_jsons_own_types_are_plain_json():
     state = {"next_index": 3, "nested": [{"a": None, "b": "x"}], "empty": {}}
     assert _codec.dumps(state) == json.dumps(state, indent=4).encode()
+    state["long"] = list(range(2**15))
+    assert _codec.dumps(state) == json.dumps(state).encode()
+    assert_same(_codec.loads(_codec.dumps(state)), state)
+
+
+def test_masked_arrays_are_refused_where_they_are():
+    for masked in (np.ma.array([1, 2], mask=[True, False]), np.ma.masked):
+        with pytest.raises(TypeError, match=r"Masked\w+ at state\['a'\]: wanted"):
+            _codec.dumps({"a": masked})
 
 
 def test_the_first_tags_are_read_as_they_were_written():

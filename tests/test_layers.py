@@ -47,7 +47,7 @@ LAYERS = (
     {"partition", "_plan", "_finder", "_fit", "_audit", "_findings", "_follow"},
     {"_planner"},
     {"_save", "_restore", "_verify"},
-    {"_targets", "_belongings"},
+    {"_targets", "_belongings", "_measured"},
     {"_convert", "_retention"},
     {"_directory"},
     {"_checkpointer"},

@@ -335,6 +335,34 @@ def test_a_step_that_is_pinned_while_steps_are_judged_stays(tmp_path):
     assert ckpt.explain()[1] == ["pinned"]
 
 
+def test_what_is_only_called_like_a_step_is_none(tmp_path):
+    save(tmp_path, 1, 2)
+    (tmp_path / "99").mkdir()
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(2)])
+    assert ckpt.steps() == [1, 2]
+    (tmp_path / "99" / "notes.txt").write_text("of the user")
+    assert ckpt.steps() == list(ckpt.explain()) == [1, 2]
+    assert ckpt.latest_step() == 2
+    strategies.assert_same(state(2), ckpt.restore())
+    with pytest.raises(errors.CheckpointNotFoundError, match="has no step 99"):
+        ckpt.restore(step=99)
+    ckpt.save(3, state(3)).wait()
+    assert ckpt.steps() == [2, 3]
+    assert (tmp_path / "99" / "notes.txt").is_file()
+    shutil.copytree(tmp_path / "3", tmp_path / "99", dirs_exist_ok=True)
+    assert ckpt.steps() == [2, 3, 99], "now it is one"
+
+
+def test_a_step_that_is_damaged_is_still_told_of(tmp_path, caplog):
+    save(tmp_path, 1, 2)
+    (tmp_path / "2" / "flaxckpt.json").unlink()
+    shutil.rmtree(tmp_path / "2" / "state")
+    ckpt = flaxckpt.Checkpointer(tmp_path)
+    assert ckpt.steps() == [1, 2]
+    strategies.assert_same(state(1), ckpt.restore())
+    assert "step 2 is damaged and left out" in caplog.text
+
+
 # ---- dataset states --------------------------------------------------------------
 
 
@@ -363,6 +391,17 @@ def test_a_state_that_was_let_go_is_no_damage_and_says_so(tmp_path):
     assert next(iterator) == 2
     flaxckpt.convert(tmp_path / "1", tmp_path / "copy")
     assert not flaxckpt.metadata(tmp_path / "copy").has_dataset
+
+
+def test_data_that_may_restart_does_so_where_its_state_was_let_go(tmp_path, caplog):
+    save_datasets(tmp_path, 1, 2, keep_dataset=[LatestN(1)])
+    change(tmp_path / "2/flaxckpt.json")
+    iterator = batches()
+    ckpt = flaxckpt.Checkpointer(tmp_path)
+    ckpt.restore(dataset=flaxckpt.datasets.Restarting(iterator))
+    assert ckpt.restored_step == 1
+    assert next(iterator) == 0
+    assert "the data starts from the beginning" in caplog.text
 
 
 def test_states_stay_with_the_newest_and_the_pinned(tmp_path):
@@ -778,7 +817,7 @@ def test_metrics_appear_with_their_directory(tmp_path, monkeypatch):
 
 def during(monkeypatch, act, *, before):
     """Has `act(path)` happen whenever a directory is withdrawn, or begins to be."""
-    name = "delete_unless_pinned" if before == "deletion" else "withdraw"
+    name = "delete" if before == "deletion" else "withdraw"
     module = _steps if before == "deletion" else _steps._storage
     real = getattr(module, name)
 

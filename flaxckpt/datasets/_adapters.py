@@ -106,6 +106,8 @@ class _StateDict:
         if not _kinds.is_a(dataset, _hints.HF):
             _load(iterator, state)
             return
+        if dataset is iterator and _is_begun(dataset):
+            _warn_of_begun(iterator)
         before = dataset.epoch
         try:
             # The state has an epoch, and is ignored in another one.
@@ -162,11 +164,27 @@ def _warn_of_live_iterator(iterator: Any) -> None:
         and not getattr(iterator, "_initial_iter_for_state_dict", False)
         and not getattr(live, "_finished", False)
     ):
-        _log.warning(
-            "a loop over this %s has begun and does not see the restored state:"
-            " call iter() on it again, or restore before the first iter()",
-            _kinds.type_name(iterator),
-        )
+        _warn_of_begun(iterator)
+
+
+def _is_begun(dataset: Any) -> bool:
+    """Whether a dataset of Hugging Face's has moved since its state was set.
+
+    The loop may have ended: that cannot be seen.
+    """
+    if not _kinds.has(dataset, _HF_PREPARE):
+        return False
+    now = repr(dataset.state_dict())
+    getattr(dataset, _HF_PREPARE)()
+    return now != repr(dataset.state_dict())
+
+
+def _warn_of_begun(iterator: Any) -> None:
+    _log.warning(
+        "a loop over this %s has begun and does not see the restored state:"
+        " call iter() on it again, or restore before the first iter()",
+        _kinds.type_name(iterator),
+    )
 
 
 class _TensorFlow:

@@ -24,6 +24,9 @@ VERSION = 2
 MAX_STATE_BYTES = 256 * 2**20
 """Of one file: larger ones are neither written nor read."""
 
+_LONG = 2**16
+"""Characters of a text that nobody reads."""
+
 _MAX_BRACKETS = 2**22  # each is a container of 60 bytes or more
 
 _BYTES, _TUPLE, _ARRAY = "__bytes__", "__tuple__", "__ndarray__"
@@ -38,10 +41,15 @@ _TAGS = (
 def dumps(state: Any) -> bytes:
     """`state` as JSON; one of JSON's own types only as `json.dumps` has it.
 
+    It is indented as grain does it, unless it is long.
+
     Raises:
         TypeError: It holds something else than data; the message says where and what.
     """
-    return json.dumps(_encode(state, "state"), indent=4).encode()
+    encoded = _encode(state, "state")
+    text = json.dumps(encoded)
+    # Indenting takes the slow encoder that is written in Python.
+    return (text if len(text) > _LONG else json.dumps(encoded, indent=4)).encode()
 
 
 def loads(content: bytes, *, version: int = VERSION) -> Any:
@@ -106,6 +114,8 @@ def _encode(state: Any, at: str) -> Any:
         return state
     if isinstance(state, bytes):
         return {_BYTES: _text(state)}
+    if isinstance(state, np.ma.MaskedArray):  # the mask would be lost
+        raise _refused(state, at)
     if isinstance(state, np.ndarray):
         return {_ARRAY: _array(state, at)}
     if isinstance(state, Mapping):
@@ -153,7 +163,7 @@ def _text(data: bytes) -> str:
 
 def _refused(found: Any, at: str) -> TypeError:
     what = f"{_kinds.type_name(found)} at {at}"
-    if isinstance(found, np.ndarray):
+    if isinstance(found, np.ndarray) and not isinstance(found, np.ma.MaskedArray):
         what = f"numpy array of {found.dtype} at {at}"
     return TypeError(
         f"it holds a {what}: wanted dicts, lists, tuples, numbers, strings, bytes,"

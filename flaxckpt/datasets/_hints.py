@@ -118,7 +118,7 @@ _warned: collections.defaultdict[str, weakref.WeakSet[Any]] = collections.defaul
 
 def warn_of_traps(thing: Any) -> None:
     """Logs, once for an iterator, that a part of what it is at is not in its state."""
-    if any(_kinds.is_a(part, _HF_BUFFER) for part in _parts(thing)):
+    if any(_is_buffer(part) for part in _parts(thing)):
         _warn_once(
             thing,
             "%s shuffles in a buffer whose content is not in its state: after a restore"
@@ -132,6 +132,11 @@ def warn_of_traps(thing: Any) -> None:
             " later epochs may come in another. Make it with shuffle=True and without"
             " generator=, or with torchdata's own RandomSampler.",
         )
+
+
+def _is_buffer(part: Any) -> bool:
+    """Whether a stage holds back examples; not if it has room for one only."""
+    return _kinds.is_a(part, _HF_BUFFER) and getattr(part, "buffer_size", 0) != 1
 
 
 def _shuffles_untold(loader: Any) -> bool:

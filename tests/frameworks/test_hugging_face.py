@@ -86,9 +86,24 @@ def test_a_shuffle_buffer_is_warned_of_once(caplog):
     assert "shuffles in a buffer" in warnings[0].getMessage()
 
 
-def test_no_shuffle_buffer_is_not_warned_of(caplog):
-    datasets.state_files(stream().map(lambda row: row))
+@pytest.mark.parametrize("make", [stream, shards_shuffled])
+def test_no_shuffle_buffer_is_not_warned_of(caplog, make):
+    datasets.state_files(make().map(lambda row: row))
     assert not caplog.records
+
+
+def test_a_loop_that_has_begun_is_warned_of_when_a_state_is_restored(caplog):
+    used, begun = stream(), stream()
+    next(iter(used))
+    files = datasets.state_files(used)
+    for _ in range(2):
+        datasets.set_state(begun, files, path="run/1")
+    assert not caplog.records
+    taken = iter(begun)
+    next(taken)
+    datasets.set_state(begun, files, path="run/1")
+    assert "call iter() on it again" in caplog.text
+    assert next(iter(begun)) == {"x": 1}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,140 @@
+"""What was measured at each step, and when it was saved, as policies see it."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from flaxckpt import _storage, errors
+from flaxckpt.formats import _orbax
+
+_log = logging.getLogger(__name__)
+
+METRICS_FILE = f"{_orbax.METRICS}/{_orbax.METRICS}"
+
+T = TypeVar("T")
+MetricsByStep: TypeAlias = Mapping[int, Mapping[str, float]]
+
+
+class Remembered(Generic[T]):
+    """What was read of a small file of each step, until that file is another."""
+
+    def __init__(self, file: str, read: Callable[[Path], T]) -> None:
+        self._file = file
+        self._read = read
+        self._known: dict[Path, tuple[_storage.Stamp, T]] = {}
+
+    def __call__(self, path: Path) -> T:
+        stamp = _storage.stamp(path / self._file)
+        known = self._known.get(path)
+        if known is None or known[0] != stamp:
+            known = self._known[path] = (stamp, self._read(path))
+        return known[1]
+
+    def has_changed(self, path: Path) -> bool:
+        """Whether the file is another than the one that was read, if one was."""
+        known = self._known.get(path)
+        return known is not None and not known[0].is_current()
+
+    def forget(self, *, all_but: Collection[Path] = ()) -> None:
+        """Forgets all other steps."""
+        for path in list(self._known):  # other threads may add to it
+            if path not in all_but:
+                self._known.pop(path, None)
+
+
+class Ranked:
+    """A step as policies see it; files of it are read when a policy asks.
+
+    Attributes:
+        is_doubtful: Whether a policy asked for metrics that could not be read.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        *,
+        temporary: bool,
+        elsewhere: Mapping[str, float],
+        metrics: Callable[[], Mapping[str, float] | None],
+        created: Callable[[], float],
+    ) -> None:
+        self.step = step
+        self.temporary = temporary
+        self.is_doubtful = False
+        self._elsewhere = elsewhere
+        self._metrics = metrics
+        self._created = created
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """What was measured, wherever."""
+        stored = self._metrics()
+        self.is_doubtful = stored is None
+        return {**self._elsewhere, **(stored or {})}
+
+    @property
+    def created(self) -> float:
+        """When its save began, in seconds since 1970."""
+        return self._created()
+
+
+def read_metrics(path: Path) -> dict[str, float] | None:
+    """The numbers stored with the step `path`; None if they cannot be read."""
+    try:
+        return _orbax.numbers_in(_orbax.metrics_in(path))
+    except (errors.DamagedCheckpointError, OSError) as error:
+        _log.warning("the metrics of %s cannot be read: %s", path, error)
+        return None
+
+
+def by_step(given: object) -> dict[int, dict[str, float]]:
+    """What `metrics_from` has returned; steps may be text, as JSON has them.
+
+    Raises:
+        OptionError: It is something else.
+    """
+    if not isinstance(given, Mapping):
+        raise errors.OptionError(
+            f"metrics_from must return step -> name -> number, got {given!r:.80}"
+        )
+    found: dict[int, dict[str, float]] = {}
+    for key, metrics in given.items():
+        try:
+            is_text = isinstance(key, str) and key.isascii() and key.isdigit()
+            step = int(key) if is_text else operator.index(key)
+        except (TypeError, ValueError):
+            raise errors.OptionError(
+                f"metrics_from must return numbers of steps as keys, got {key!r:.80}"
+            ) from None
+        found[step] = as_metrics(metrics)
+    return found
+
+
+def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Numbers by name, nested names joined by `/`.
+
+    Raises:
+        OptionError: They are no mapping, or a metric is no single number.
+    """
+    if not isinstance(metrics, Mapping | None):
+        raise errors.OptionError(
+            f"metrics must be numbers by name, as {{'loss': 0.5}}, got {metrics!r:.80}"
+        )
+    flat: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}/{inner}": n for inner, n in as_metrics(value).items()}
+            continue
+        try:
+            if isinstance(value, str | bytes | bytearray):  # float() reads these, too
+                raise TypeError
+            flat[name] = float(value)
+        except (TypeError, ValueError, OverflowError):
+            raise errors.OptionError(
+                f"the metric {name!r} must be one number, got {value!r:.80}"
+            ) from None
+    return flat
