@@ -32,7 +32,8 @@ from flaxckpt._types import LeafPath
 from flaxckpt.formats import _orbax, _orbax_disk, _orbax_json
 
 _DECODED_AT_ONCE = 128 * 2**20
-_PIECE_BYTES = 32 * 2**20
+_PIECE_BYTES = 64 * 2**20
+"""No less than a chunk of ours, which would be read for each piece of it."""
 
 
 def verify(
