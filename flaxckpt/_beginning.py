@@ -44,10 +44,18 @@ def restore_or_init(
     Raises:
         CheckpointError: There are checkpoints, but none that fits.
     """
+    checkpointer.wait()
     _tell_of_params_only(checkpointer)
     # Damaged steps are no reason to begin anew: restoring says what is to be done.
     if checkpointer.latest_step() is not None or checkpointer.damaged():
-        return checkpointer.restore_latest(state, dataset=dataset)
+        restored, step = checkpointer.restore_latest(state, dataset=dataset)
+        if dataset is None and checkpointer.has_dataset(step):
+            _log.warning(
+                "step %d has the state of a dataset, and no dataset is restored: the"
+                " data begin anew. Pass dataset= to go on where they stood",
+                step,
+            )
+        return restored, step
     if source.path is not None:
         return checkpointer.load_source(
             source.path,
@@ -83,38 +91,46 @@ def _tell_of_params_only(checkpointer: Checkpointer) -> None:
         )
 
 
-def check(checkpointer: Checkpointer, step: int) -> int | None:
+def check(
+    checkpointer: Checkpointer, step: int, began_at: int | None, *, again: bool
+) -> int:
     """Sees that a run does not mix its steps with those that are there.
 
     Args:
         checkpointer: Of the run.
         step: The first that it completes.
+        began_at: Where `restore_or_init` has found it; None if nothing was restored
+            so. Steps beyond are damaged.
+        again: Whether the loop has begun before, so that they may be its own.
 
     Returns:
-        The step that it goes on from, as far as can be told; None if it is new.
+        The step that it goes on from, as far as can be told; 0 if it is new.
 
     Raises:
         CheckpointExistsError: The directory has steps of another run.
         OptionError: The steps are counted from the beginning again.
     """
-    latest, restored = checkpointer.latest_step(), checkpointer.restored_step
-    if restored is None and latest is not None and latest >= step:
-        raise errors.CheckpointExistsError(
-            f"{checkpointer.directory} holds steps up to {latest} of an earlier run,"
-            f" and this one is at {step}: go on from there with restore_or_init, or"
-            " choose another directory"
-        )
-    if restored is not None and step < restored:
+    checkpointer.wait()
+    directory, latest = checkpointer.directory, checkpointer.latest_step()
+    begun = checkpointer.restored_step if began_at is None else began_at
+    if begun is None:
+        if latest is not None and latest >= step:
+            raise errors.CheckpointExistsError(
+                f"{directory} holds steps up to {latest} of an earlier run, and this"
+                f" one is at {step}: go on from there with restore_or_init, or choose"
+                " another directory"
+            )
+        return latest or 0
+    if step < begun:
         raise errors.OptionError(
-            f"this run has restored step {restored}, and is at {step} now: begin the"
-            " loop at the step that restore_or_init returns"
+            f"this run has restored step {begun}, and is at {step} now: begin the loop"
+            " at the step that restore_or_init returns"
         )
-    if restored is not None and latest is not None and latest > restored:
-        _log.warning(
-            "%s has steps up to %d, beyond step %d that was restored: they are"
-            " replaced as the run gets there",
-            checkpointer.directory,
-            latest,
-            restored,
+    if latest is not None and latest > begun and (again or began_at is None):
+        raise errors.CheckpointExistsError(
+            f"{directory} holds steps up to {latest}, beyond step {begun} that this run"
+            f" goes on from; a restart would go on from {latest}. Delete what is beyond"
+            " (checkpointer.delete(step)), call restore_or_init, or begin another run"
+            " with source="
         )
-    return latest if restored is None else restored
+    return begun

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import time
@@ -15,9 +16,11 @@ import jax
 from flaxckpt import (
     _beginning,
     _counters,
+    _events,
     _multihost,
     _preflight,
     _resume,
+    _retention,
     datasets,
     errors,
 )
@@ -55,10 +58,17 @@ class _Seen:
         getter = self._getters.get(name)
         return getter() if value is None and getter is not None else value
 
-    def is_gone(self) -> bool:
-        """Whether the state was given to a later step, which nobody told of."""
+    def is_gone(self, *, check_step: bool) -> str:
+        """Why the state is not that of the step any more; empty if it still is."""
         leaves = jax.tree.leaves(self._given["state"])
-        return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+            return "its arrays were donated to a step that was not reported"
+        try:
+            if check_step:
+                _counters.check(self.get("state"), self.step)
+        except errors.OptionError as error:
+            return f"steps have followed that were not reported: {error}"
+        return ""
 
 
 class CheckpointCallback:
@@ -162,14 +172,14 @@ class CheckpointCallback:
         self._clock = clock
         self._getters: dict[str, Callable[[], Any]] = {"dataset": lambda: dataset}
         self._seen = 0
-        self._saved: int | None = None
+        self._began_at: int | None = None
+        self._sinks = tuple(sinks)
+        self._subscribed: list[Any] = []
         self._last: _Seen | None = None
-        self._is_checked = False
         self._has_stopped = False
         self._consumption = _counters.Consumption()
-        for sink in sinks:
-            checkpointer.events.subscribe(sink)
-        checkpointer.before_close(self._finish)
+        for sink in self._sinks:
+            _events.check_sink(sink)
         if self._watch is not None:
             weakref.finalize(self, self._watch.end)
 
@@ -184,7 +194,7 @@ class CheckpointCallback:
     ) -> None:
         """Tells where to get what to save, for loops that call `h(step)` only.
 
-        Each is a function without arguments, called when a save may need it.
+        Each is a function without arguments, called when a save needs it.
         """
         given = {"state": state, "dataset": dataset, "metrics": metrics}
         self._getters |= {name: get for name, get in given.items() if get is not None}
@@ -201,8 +211,11 @@ class CheckpointCallback:
     ) -> bool:
         """Saves if it is time.
 
+        Call it after every step, so that the last one can be saved at the end.
+
         Args:
-            step: The step that was just completed (or its index, see `step_is`).
+            step: The step that was just completed (or its index, see `step_is`). A
+                Python number: one on a device is waited for.
             state: What to save; taken from `bind` if it is not given.
             metrics: Numbers by name, or a clu metric collection. Looked at only when
                 a save happens.
@@ -218,7 +231,8 @@ class CheckpointCallback:
             SystemExit, KeyboardInterrupt: A signal has told the program to stop, and
                 the step is saved.
         """
-        return self._after(int(step) + self._offset, state, metrics, dataset, force)
+        completed = _counters.whole(step) + self._offset
+        return self._after(completed, state, metrics, dataset, force)
 
     def on_step(self, info: Any, force: bool = False) -> bool:
         """Like a call, for loops that describe a step by an object.
@@ -229,12 +243,13 @@ class CheckpointCallback:
             force: Save, whatever the triggers say.
         """
         completed = getattr(info, "next_step", None)
-        completed = int(info.step) + 1 if completed is None else int(completed)
+        if completed is None:
+            completed = _counters.whole(info.step) + 1
         metrics = getattr(info, "metrics", None)
         loss = getattr(info, "loss", None)
         if metrics is None and loss is not None:
             metrics = {"loss": loss}
-        return self._after(completed, info.state, metrics, None, force)
+        return self._after(_counters.whole(completed), info.state, metrics, None, force)
 
     def should_stop(self) -> bool:
         """Whether the program was told to stop, by a signal.
@@ -245,26 +260,25 @@ class CheckpointCallback:
         """
         if self._watch is None:
             return False
-        told = self._watch.notice is not None
+        told = self._watch.poll() is not None
         return any(row[0] for row in _multihost.gather_flags([told]))
 
     def _after(
         self, completed: int, state: PyTree, metrics: Any, dataset: Any, force: bool
     ) -> bool:
-        self.checkpointer.events.deliver(completed)
-        self.checkpointer.raise_if_failed()
+        self.checkpointer.events.deliver(completed - self._offset)
         given = {"state": state, "metrics": metrics, "dataset": dataset}
         seen = _Seen(completed, given, self._getters)
-        if not self._is_checked:
+        if self._last is None or completed < self._last.step:
             self._check_beginning(seen)
-        time_is_up, notice = self._agreed(completed)
+        time_is_up, notice = self._agreed()
         due = self._triggers.due(completed, self._seen, time_is_up=time_is_up)
         if force:
             due = Due("forced")
-        self._seen = completed
-        self._last = seen
+        self._seen, self._last = completed, seen
         if notice is not None and not self._has_stopped:
             return self._stop(seen, notice)
+        self.checkpointer.raise_if_failed()
         if due is None:
             return False
         return self._save(seen, temporary=due.temporary and self._temporary)
@@ -277,33 +291,40 @@ class CheckpointCallback:
             OptionError: The steps are counted from the beginning again.
             CheckpointError: As for `save`.
         """
-        self._start_watching()
+        self._start()
         ckpt = self.checkpointer
-        begun = _beginning.check(ckpt, seen.step)
-        if begun is not None:
-            self._seen = max(self._seen, begun)
-            self._saved = begun if self._saved is None else self._saved
-        if self._preflight and not ckpt.read_only:
-            _preflight.check(
-                ckpt,
-                seen.get("state"),
-                seen.get("dataset"),
-                only_warn=self._preflight == "warn",
+        ckpt.check_writable("save")
+        self._seen = _beginning.check(
+            ckpt, seen.step, self._began_at, again=self._last is not None
+        )
+        _retention.as_metrics(_values(seen.get("metrics")))
+        state, dataset = seen.get("state"), seen.get("dataset")
+        if self._check_step:
+            _counters.check(state, seen.step)
+        if self._preflight:
+            found = _preflight.check(
+                ckpt, state, dataset, only_warn=self._preflight == "warn"
             )
+            if found is not None and self._grace.save_secs is None:
+                self._grace.save_secs = found.total_secs
         if self._consumption.wants:
-            self._consumption.note(seen.step, datasets.position(seen.get("dataset")))
-        self._is_checked = True
+            self._consumption.note(seen.step, datasets.position(dataset))
 
-    def _start_watching(self) -> None:
-        if self._watch is not None:
-            self._watch.begin()
+    def _start(self) -> None:
+        """From here on, the program's end is ours to arrange."""
+        self.checkpointer.attach(self)
+        subscribe = self.checkpointer.events.subscribe
+        self._subscribed += [sink for sink in self._sinks if subscribe(sink)]
+        _begun.add(self)
+        if self._watch is not None and self._watch.begin():
+            self._has_stopped = False
 
-    def _agreed(self, completed: int) -> tuple[bool, Notice | None]:
+    def _agreed(self) -> tuple[bool, Notice | None]:
         """Whether the time is up, and what tells to stop, the same on all processes.
 
         The first process's clock counts, and everybody's signals.
         """
-        notice = None if self._watch is None else self._watch.poll(completed)
+        notice = None if self._watch is None else self._watch.poll()
         if self._watch is None and not self._triggers.has_clock:
             return False, None
         mine = [self._triggers.time_is_up(), notice is not None]
@@ -315,57 +336,36 @@ class CheckpointCallback:
     # ---- saving -------------------------------------------------------------------
 
     def _save(self, seen: _Seen, *, temporary: bool = False) -> bool:
-        completed = seen.step
-        if completed == self._saved:
-            reason = "it was saved or restored by this run already"
-            self.checkpointer.events.emit("skipped", completed, reason=reason)
+        step = seen.step
+        if self.checkpointer.has_saved(step):
+            self._skip(step, "this run has saved or restored it already")
             return False
-        state = seen.get("state")
+        state, dataset = seen.get("state"), seen.get("dataset")
         if self._check_step:
-            _counters.check(state, completed)
+            _counters.check(state, step)
         if self._consumption.wants:
-            self._consumption.note(completed, datasets.position(seen.get("dataset")))
+            self._consumption.note(step, datasets.position(dataset))
         self._note_duration()
-        restored = self.checkpointer.restored_step
         self.last_save = self.checkpointer.save(
-            completed,
+            step,
             state,
             metrics=_values(seen.get("metrics")),
-            dataset=seen.get("dataset"),
-            # Beyond the step that was restored are only those because of which that
-            # one was: they are damaged, or were not wanted.
-            on_exists="error" if restored is None else "overwrite",
+            dataset=dataset,
+            # What `restore_or_init` went back behind is damaged.
+            on_exists="error" if self._began_at is None else "overwrite",
             temporary=temporary,
         )
-        self._saved = completed
         self._triggers.restart_clock()
         return True
+
+    def _skip(self, step: int, reason: str) -> None:
+        self.checkpointer.events.emit("skipped", step, reason=reason)
 
     def _note_duration(self) -> None:
         """Remembers how long the last save took, for when there is little time."""
         if self.last_save is not None and self.last_save.done():
             with contextlib.suppress(errors.CheckpointError):  # that was told already
                 self._grace.save_secs = self.last_save.wait().total_secs
-
-    def _finish(self) -> None:
-        """Before the checkpointer closes: the last step, and the signals put back."""
-        last, self._last = self._last, None
-        try:
-            done = (0, self._saved)
-            if not self._save_last or last is None or last.step in done:
-                return
-            if last.is_gone():
-                reason = "its arrays were donated to a step that was not reported"
-                _log.warning("the last step, %d, is not saved: %s", last.step, reason)
-                self.checkpointer.events.emit("skipped", last.step, reason=reason)
-                return
-            self._save(last)
-        finally:
-            self._stop_watching()
-
-    def _stop_watching(self) -> None:
-        if self._watch is not None:
-            self._watch.end()
 
     # ---- being told to stop -------------------------------------------------------
 
@@ -376,34 +376,49 @@ class CheckpointCallback:
             SystemExit, KeyboardInterrupt: When all that could be saved is durable.
         """
         self._has_stopped = True
-        self.checkpointer.wait()
-        self._note_duration()
-        saved = True
-        if seen.step == self._saved:
-            what = "was saved already"
-        elif self._grace.is_enough(notice):
-            self._save(seen)
+        try:
             self.checkpointer.wait()
-            what = "is saved"
-        else:
+        except errors.CheckpointError as error:
+            _log.error("a save has failed, and another is tried: %s", error)
+        what, has_saved = self._save_in_time(seen, notice)
+        self.checkpointer.wait()
+        self._tell_of_stop(seen.step, notice, what)
+        if self._exit_code is not None:
+            self._last = None
+            self._end()
+            self._leave(notice)
+        return has_saved
+
+    def _save_in_time(self, seen: _Seen, notice: Notice) -> tuple[str, bool]:
+        """Begins the save that there is time for; says which."""
+        if self.checkpointer.has_saved(seen.step):
+            return "was saved already", False
+        self._note_duration()
+        if not self._grace.is_enough(notice):
             path = self.checkpointer.save_params_only(seen.step, seen.get("state"))
-            what = f"is saved without its optimizer, as {path}"
-            saved = False
-        _log.warning(
-            "%s: step %d %s; the program %s",
-            notice.name,
-            seen.step,
-            what,
-            "goes on" if self._exit_code is None else "leaves",
-        )
-        self.checkpointer.events.emit(
-            "preempted", seen.step, reason=notice.name, saved=what
-        )
-        self.checkpointer.events.deliver(seen.step)
-        if self._exit_code is None:
-            return saved
-        self._last = None
-        self._stop_watching()
+            if path is not None:
+                return f"is saved without its optimizer, as {path}", False
+        try:
+            return "is saved", self._save(seen)
+        except errors.OptionError as error:
+            # A wrong step or metric must not cost what there is no more time to mend.
+            _log.error("saved all the same, without metrics: %s", error)
+            self.last_save = self.checkpointer.save(
+                seen.step,
+                seen.get("state"),
+                dataset=seen.get("dataset"),
+                on_exists="error" if self._began_at is None else "overwrite",
+            )
+            return "is saved", True
+
+    def _tell_of_stop(self, step: int, notice: Notice, what: str) -> None:
+        goes = "goes on" if self._exit_code is None else "leaves"
+        _log.warning("%s: step %d %s; the program %s", notice.name, step, what, goes)
+        events = self.checkpointer.events
+        events.emit("preempted", step, reason=notice.name, saved=what)
+        events.deliver(step - self._offset)
+
+    def _leave(self, notice: Notice) -> None:
         if notice.is_interrupt:
             raise KeyboardInterrupt
         raise SystemExit(self._exit_code)
@@ -450,8 +465,13 @@ class CheckpointCallback:
         Raises:
             CheckpointError: There are checkpoints, but none that fits.
         """
-        self._start_watching()
-        dataset = self._getters["dataset"]() if dataset is None else dataset
+        self._start()
+        for trainer in self.checkpointer.trainers:
+            if isinstance(trainer, CheckpointCallback) and trainer is not self:
+                trainer.give_way()
+        if dataset is not None:
+            self._getters["dataset"] = lambda: dataset
+        dataset = self._getters["dataset"]()
         restored, step = _beginning.restore_or_init(
             self.checkpointer,
             state,
@@ -466,8 +486,8 @@ class CheckpointCallback:
             dataset=dataset,
         )
         self._consumption.begin(step, datasets.position(dataset))
-        self._saved = self.checkpointer.restored_step
-        self._seen = step
+        self._began_at = self.checkpointer.restored_step
+        self._seen, self._last = step, None
         self._triggers.restart_clock()
         return restored, step
 
@@ -507,6 +527,7 @@ class CheckpointCallback:
         Raises:
             ResumeMismatchError: Something differs; all leaves that do are named.
         """
+        self.checkpointer.check_writable("try out a resume")
         dataset = self._getters["dataset"]() if dataset is None else dataset
         _resume.check(self.checkpointer, state, step_fn, dataset=dataset, fresh=fresh)
 
@@ -515,10 +536,63 @@ class CheckpointCallback:
         self.checkpointer.wait()
 
     def close(self) -> None:
-        """Saves the last step, if asked to, and waits for it."""
-        self._finish()
-        self.checkpointer.wait()
-        self.checkpointer.events.deliver()
+        """Saves the last step, if asked to, and waits for it.
+
+        Raises:
+            CheckpointError: A save has failed.
+            SystemExit, KeyboardInterrupt: A signal came that no call has heeded.
+        """
+        with contextlib.ExitStack() as last:  # each is done, whatever the others raise
+            last.callback(self.checkpointer.events.deliver)
+            last.callback(self.after_close)
+            last.callback(self.checkpointer.wait)
+            last.callback(self.before_close)
+
+    def before_close(self) -> None:
+        """What the checkpointer calls first when it is closed: saves the last step."""
+        last, self._last = self._last, None
+        if not self._save_last or last is None or last.step == 0:
+            return
+        if self.checkpointer.has_saved(last.step):
+            if self._temporary:
+                self.checkpointer.wait()
+                self.checkpointer.make_permanent(last.step)
+            return
+        if reason := last.is_gone(check_step=self._check_step):
+            _log.warning("the last step, %d, is not saved: %s", last.step, reason)
+            self._skip(last.step, reason)
+            return
+        self._consumption.check_end(last.step, datasets.position(last.get("dataset")))
+        self._save(last)
+
+    def after_close(self) -> None:
+        """What the checkpointer calls when all is durable: signals are put back."""
+        notice = None if self._watch is None else self._watch.notice
+        self._end()
+        if notice is not None and not self._has_stopped and self._exit_code is not None:
+            self._has_stopped = True
+            step = self._seen
+            self._tell_of_stop(step, notice, "is the last of the run")
+            self._leave(notice)
+
+    def abandon(self, error: BaseException) -> None:
+        """What the checkpointer calls when its block ends by an error."""
+        if self._last is not None and not self.checkpointer.has_saved(self._last.step):
+            self._skip(self._last.step, f"the block ended by {type(error).__name__}")
+        self.give_way()
+
+    def give_way(self) -> None:
+        """Saves nothing more of what was seen: another callback goes on, or nobody."""
+        self._last = None
+        self._end()
+
+    def _end(self) -> None:
+        if self._watch is not None:
+            self._watch.end()
+        self.checkpointer.detach(self)
+        while self._subscribed:
+            self.checkpointer.events.unsubscribe(self._subscribed.pop())
+        _begun.discard(self)
 
     def __enter__(self) -> Self:
         return self
@@ -531,13 +605,37 @@ class CheckpointCallback:
     ) -> None:
         if error is None:
             self.close()
+        else:
+            self.abandon(error)
+
+    def _tell_if_lost(self) -> None:
+        last = self._last
+        if not self._save_last or last is None or last.step == 0:
             return
-        self._last = None
-        self._stop_watching()
+        if not self.checkpointer.has_saved(last.step):
+            _log.warning(
+                "the program ends, and step %d is not saved: close the Checkpointer or"
+                " the CheckpointCallback, best by a with block",
+                last.step,
+            )
+
+
+_begun: weakref.WeakSet[CheckpointCallback] = weakref.WeakSet()
+"""Those that have begun and were not closed."""
+
+
+@atexit.register
+def _tell_of_lost_steps() -> None:
+    for callback in list(_begun):
+        callback._tell_if_lost()
 
 
 def _values(metrics: Any) -> Mapping[str, Any] | None:
     """Metrics as numbers by name; clu's collections are computed now."""
     compute = getattr(metrics, "compute", None)
-    values: Mapping[str, Any] | None = compute() if compute else metrics
-    return values
+    values = compute() if compute else metrics
+    if values is None or isinstance(values, Mapping):
+        return values
+    raise errors.OptionError(
+        f"metrics must be numbers by name, such as {{'loss': 0.5}}, got {values!r:.80}"
+    )

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 from flaxckpt import (
     _collector,
@@ -34,7 +34,6 @@ from flaxckpt import (
 from flaxckpt._info import (
     ArrayLayout,
     CheckpointMetadata,
-    LeafTable,
     Lineage,
     SaveResult,
     Stored,
@@ -50,6 +49,22 @@ _log = logging.getLogger(__name__)
 
 _PARAMS_ONLY = "params_only"
 """The directory, beside the steps, of what was saved without its optimizer."""
+
+
+class Trainer(Protocol):
+    """Who saves by a `Checkpointer` and wants to know of its end."""
+
+    def before_close(self) -> None:
+        """Saves what is still to be saved."""
+        ...
+
+    def after_close(self) -> None:
+        """All saves are durable, or have failed."""
+        ...
+
+    def abandon(self, error: BaseException) -> None:
+        """The block ends by an error: nothing more is to be saved."""
+        ...
 
 
 class Checkpointer(_directory.RunDirectory):
@@ -108,7 +123,7 @@ class Checkpointer(_directory.RunDirectory):
     ) -> None:
         super().__init__(
             directory,
-            _retention.Rules(tuple(keep), tuple(keep_dataset), metrics_from),
+            _retention.Rules.of(keep, keep_dataset, metrics_from),
             step_format=step_format,
             read_only=read_only,
         )
@@ -117,10 +132,12 @@ class Checkpointer(_directory.RunDirectory):
         self._max_concurrent_bytes = max_concurrent_bytes
         self._lock = threading.RLock()  # one save at a time, whichever thread asks
         self._pending: SaveHandle | None = None
+        self._pending_step: int | None = None
         self._saved: _write.Previous | None = None  # by the last save of ours
         self.lineage: tuple[Lineage, ...] = ()
         self.restored_step: int | None = None
-        self._before_close: list[Callable[[], None]] = []
+        self._own_steps: set[int] = set()  # saved or restored by this object
+        self._trainers: list[Trainer] = []
         if max_concurrent_bytes <= 0:
             raise errors.OptionError(
                 f"max_concurrent_bytes must be positive, got {max_concurrent_bytes}"
@@ -130,7 +147,7 @@ class Checkpointer(_directory.RunDirectory):
         if not read_only:
             self._make_directory()
         if metadata is not None:
-            self._check_writable("keep metadata")
+            self.check_writable("keep metadata")
             _save.check_json(metadata)
             _orbax.write_run_metadata(self.directory, metadata)
 
@@ -160,8 +177,9 @@ class Checkpointer(_directory.RunDirectory):
             on_exists: What to do if the step is there already. One that is replaced
                 stays pinned if it was, and one that is skipped is temporary no more
                 unless this save is.
-            temporary: Whether the step goes as soon as there is a newer one. A policy
-                such as `BestN` may keep it all the same.
+            temporary: Whether the step goes as soon as there is a newer one that is not
+                temporary, or two newer ones. A policy such as `BestN` may keep it all
+                the same.
 
         Returns:
             A handle; its `wait()` returns when the step is durable.
@@ -171,7 +189,7 @@ class Checkpointer(_directory.RunDirectory):
             CheckpointError: Why this save cannot begin, or why the last one failed.
         """
         start = time.monotonic()
-        self._check_writable("save")
+        self.check_writable("save")
         if on_exists not in ("error", "skip", "overwrite"):
             raise errors.OptionError(
                 f"on_exists must be 'error', 'skip' or 'overwrite', got {on_exists!r}"
@@ -231,6 +249,7 @@ class Checkpointer(_directory.RunDirectory):
         @self._failing(number, final)
         def work() -> SaveResult:
             written, self._saved = _save.execute(snapshot, self._previous())
+            self._own_steps.add(number)
             tell(
                 "committed",
                 bytes=written,
@@ -238,7 +257,7 @@ class Checkpointer(_directory.RunDirectory):
                 total_secs=time.monotonic() - start,
                 metrics=len(options.metrics),
             )
-            deleted = self._retire(just_saved=number)
+            deleted = self._retire(just_saved=number, is_awaited=self._is_awaited)
             total = time.monotonic() - start
             _log.info(
                 "saved step %d: %d bytes, durable after %.3f s, blocked %.3f s%s",
@@ -251,7 +270,19 @@ class Checkpointer(_directory.RunDirectory):
             return SaveResult(number, str(final), written, blocked, total, deleted)
 
         self._pending = SaveHandle(work, name=f"save of {final}", counter=counter)
+        self._pending_step = number
         return self._pending
+
+    def has_saved(self, step: int) -> bool:
+        """Whether this object has saved or restored a step, or is about to have."""
+        pending = self._pending
+        if pending is not None and self._pending_step == step:
+            return not pending.has_untold_error()
+        return step in self._own_steps and step in self._listed()
+
+    def _is_awaited(self) -> bool:
+        """Whether somebody waits for the save under way."""
+        return self._pending is not None and self._pending.is_awaited()
 
     @contextlib.contextmanager
     def _failing(self, step: int, final: Path) -> Iterator[None]:
@@ -279,24 +310,27 @@ class Checkpointer(_directory.RunDirectory):
         )
         return snapshot.stored_bytes, time.monotonic() - start
 
-    def save_params_only(self, step: int, state: PyTree) -> Path:
+    def save_params_only(self, step: int, state: PyTree) -> Path | None:
         """Saves a state without its optimizer, beside the steps, and waits for it.
 
         For when there is no time for the whole. It is no step: nothing restores it by
         itself, and no policy counts it. It replaces the one before it.
 
         Returns:
-            Where it is, for `load(path, …)` or `source=path`.
+            Where it is, for `load(path, …)` or `source=path`. None if the state has no
+            optimizer, and nothing was saved.
         """
         number = _steps.check(step)
-        self._check_writable("save")
+        self.check_writable("save")
+        if not _save.has_optimizer(state):
+            return None
         with self._lock:
             self.wait()
             older = self.params_only()
             path = self._aside(_PARAMS_ONLY, number)
             options = self._save_options(number, overwrite=True)
             options = dataclasses.replace(
-                options, transforms=(without_optimizer, *options.transforms)
+                options, transforms=(_save.without_optimizer, *options.transforms)
             )
             _save.execute(_save.take(path, state, options))
             if older is not None and older[1] != path:
@@ -454,7 +488,12 @@ class Checkpointer(_directory.RunDirectory):
         Raises:
             CheckpointError: As for `restore`.
         """
-        return self._restore(abstract_state, None, dataset, True, self._options())
+        state, step = self._restore(
+            abstract_state, None, dataset, True, self._options()
+        )
+        # What was saved beyond belongs to a run that is not gone on with.
+        self._own_steps = {own for own in self._own_steps if own <= step}
+        return state, step
 
     def load_source(
         self,
@@ -586,6 +625,7 @@ class Checkpointer(_directory.RunDirectory):
             else:
                 self.lineage = stored.metadata.lineage
                 self.restored_step = number
+                self._own_steps.add(number)
                 self._restored(number, path, counter.total, start)
                 # Not before there is another to go on from.
                 self._settle_marks(number, path, left_out)
@@ -684,20 +724,30 @@ class Checkpointer(_directory.RunDirectory):
 
     # ---- lifetime ---------------------------------------------------------------
 
-    def before_close(self, action: Callable[[], None]) -> None:
-        """Has every `close` call `action` first; a trainer's last save."""
-        self._before_close.append(action)
+    def attach(self, trainer: Trainer) -> None:
+        """Has `close` and the end of the `with` block tell a trainer."""
+        if trainer not in self._trainers:
+            self._trainers.append(trainer)
+
+    @property
+    def trainers(self) -> tuple[Trainer, ...]:
+        """Who is told."""
+        return tuple(self._trainers)
+
+    def detach(self, trainer: Trainer) -> None:
+        """Tells it no more."""
+        if trainer in self._trainers:
+            self._trainers.remove(trainer)
 
     def close(self) -> None:
         """Waits for the save under way and raises its error, if it failed."""
-        try:
-            for action in self._before_close:
-                action()
-        finally:
-            try:
-                self.wait()
-            finally:
-                self.events.close()
+        with contextlib.ExitStack() as last:  # each is done, whatever the others raise
+            last.callback(self.events.close)
+            for trainer in self.trainers:
+                last.callback(trainer.after_close)
+            last.callback(self.wait)
+            for trainer in self.trainers:
+                last.callback(trainer.before_close)
 
     def __enter__(self) -> Self:
         return self
@@ -716,14 +766,5 @@ class Checkpointer(_directory.RunDirectory):
             self.wait()
         except errors.CheckpointError as failure:
             _log.error("the save under way failed, too: %s", failure)
-
-
-def without_optimizer(table: LeafTable) -> LeafTable:
-    """The transform that leaves out whatever belongs to an optimizer."""
-    roles = (leaf.info.role for leaf in table.values())
-    optimizers = tuple({f"{role.optimizer}/" for role in roles if role is not None})
-    return {
-        path: leaf
-        for path, leaf in table.items()
-        if not f"{path}/".startswith(optimizers)
-    }
+        for trainer in self.trainers:
+            trainer.abandon(error)

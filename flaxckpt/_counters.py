@@ -15,6 +15,21 @@ from flaxckpt._types import PyTree
 _log = logging.getLogger(__name__)
 
 
+def whole(step: Any) -> int:
+    """A step number as an int.
+
+    Raises:
+        OptionError: It is no whole number.
+    """
+    try:
+        number = int(step)
+    except (TypeError, ValueError):
+        number = None
+    if number is None or number != step or isinstance(step, bool):
+        raise errors.OptionError(f"a step must be a whole number, got {step!r:.80}")
+    return number
+
+
 def check(state: PyTree, completed: int) -> None:
     """Refuses a state that counts its steps, and has done another number of them.
 
@@ -62,7 +77,7 @@ def _count(step: Any) -> int | None:
         step = step.addressable_data(0)
     try:
         value = np.asarray(step)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # donated arrays raise the last
         return None
     is_counter = value.ndim == 0 and np.issubdtype(value.dtype, np.integer)
     return int(value) if is_counter else None
@@ -79,6 +94,7 @@ class Consumption:
     def __init__(self) -> None:
         self._points: list[tuple[int, int]] = []
         self._is_known = False
+        self._each: int | None = None  # batches a step takes, if that is known
 
     def begin(self, step: int, position: int | None) -> None:
         """Notes where the dataset stands before the loop takes the first batch."""
@@ -101,10 +117,28 @@ class Consumption:
         (start, begun), (first, before), (last, now) = self._points
         each, rest = divmod(now - before, last - first)
         ahead = before - begun - each * (first - start)
+        if rest == 0 and ahead == 0:
+            self._each = each
         if each > 0 and rest == 0 and ahead > 0:
             _log.warning(
                 "the dataset is %d batches ahead of the loop: a run that is resumed"
                 " will skip them. Save the state of what the loop takes batches from,"
                 " such as datasets.Buffered(iterator), not of what is inside it",
                 ahead,
+            )
+
+    def check_end(self, step: int, position: int | None) -> None:
+        """Warns if batches were taken since the last step that was reported."""
+        if self._each is None or position is None:
+            return
+        start, begun = self._points[0]
+        more = position - begun - self._each * (step - start)
+        if more > 0:
+            _log.warning(
+                "the loop has taken %d more batches than it has used until its last"
+                " step, %d, which is saved with the dataset behind them: a run that is"
+                " resumed from there will skip them. Call next(batches) when a step"
+                " needs them, and not in the head of the loop",
+                more,
+                step,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -64,7 +64,12 @@ class RunDirectory:
                 " or pass read_only=True to look at one that is there"
             ) from error
 
-    def _check_writable(self, what: str) -> None:
+    def check_writable(self, what: str) -> None:
+        """Refuses to do `what` if it was opened to be read only.
+
+        Raises:
+            ReadOnlyError: It was.
+        """
         if self.read_only:
             raise errors.ReadOnlyError(
                 f"cannot {what} in {self.directory}: it was opened with read_only=True"
@@ -129,6 +134,10 @@ class RunDirectory:
     def metadata(self, step: int) -> CheckpointMetadata:
         """Describes a step without reading any array."""
         return _locate.read_stored(self._path(step), step).metadata
+
+    def has_dataset(self, step: int) -> bool:
+        """Whether the state of a dataset is there, by a look into the directory."""
+        return (self._path(step) / _orbax.DATASET).is_dir()
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """What was measured at a step and is stored with it."""
@@ -198,16 +207,17 @@ class RunDirectory:
         Raises:
             SaveFailedError: They could not be written.
         """
-        self._check_writable("add metrics")
+        self.check_writable("add metrics")
         self.wait()
         self._retention.add_metrics(self._path(step), metrics)
 
     def explain(self) -> dict[int, list[str]]:
         """Why each step stays, oldest first; a step without a reason would go.
 
-        The reasons are those of `policies.decide`; "dataset let go", which says that
-        its dataset state did not stay with it; and "damaged: …" of a step that no
-        policy counts, see `damaged`.
+        The reasons are those of `policies.decide`; "metrics damaged", of a step that
+        may be the best for all that can be read; "dataset let go", which says that its
+        dataset state did not stay with it; and "damaged: …", of a step that no policy
+        counts, see `damaged`.
         """
         found = self._retention.explain()
         found |= {step: [f"damaged: {why}"] for step, why in self.damaged().items()}
@@ -228,11 +238,16 @@ class RunDirectory:
         self.wait()
         if dry_run:
             return tuple(step for step, why in self.explain().items() if not why)
-        self._check_writable("prune")
+        self.check_writable("prune")
         return self._retire()
 
-    def _retire(self, *, just_saved: int | None = None) -> tuple[int, ...]:
-        deleted = self._retention.apply(just_saved=just_saved)
+    def _retire(
+        self,
+        *,
+        just_saved: int | None = None,
+        is_awaited: Callable[[], bool] = lambda: False,
+    ) -> tuple[int, ...]:
+        deleted = self._retention.apply(just_saved=just_saved, is_awaited=is_awaited)
         for step in deleted:
             path = self.directory / self._format.name(step)
             self.events.emit("deleted", step, path=path, reason="no policy keeps it")
@@ -245,11 +260,20 @@ class RunDirectory:
             SaveFailedError: It is being read, by a loop over `new_steps` anywhere; or
                 it could not be deleted.
         """
-        self._check_writable("delete")
+        self.check_writable("delete")
         self.wait()
         path = self._path(step)
         self._retention.delete(path)
         self.events.emit("deleted", step, path=path, reason="it was asked for")
+
+    def make_permanent(self, step: int) -> None:
+        """Has a temporary step stay as long as the policies say.
+
+        Raises:
+            SaveFailedError: That could not be written down.
+        """
+        self.check_writable("keep a step")
+        self._retention.make_permanent(self._path(step))
 
     def pin(self, step: int) -> None:
         """Keeps a step, whatever the policies say.
@@ -257,10 +281,10 @@ class RunDirectory:
         Raises:
             SaveFailedError: That could not be written down.
         """
-        self._check_writable("pin")
+        self.check_writable("pin")
         self._retention.pin(self._path(step))
 
     def unpin(self, step: int) -> None:
         """Leaves a step to the policies again; raises as `pin` does."""
-        self._check_writable("unpin")
+        self.check_writable("unpin")
         self._retention.unpin(self._path(step))

@@ -120,15 +120,25 @@ class Stream:
                 _log.warning("events are missing in %s: %s", self._journal, error)
             self._has_lost = True
 
-    def subscribe(self, sink: Sink) -> None:
+    def subscribe(self, sink: Sink) -> bool:
         """Tells a sink of all events from now on; of each once if it is added twice.
+
+        Returns:
+            Whether it is new.
 
         Raises:
             OptionError: It is none.
         """
         tell = _teller(sink)
-        if not any(_is_same(sink, known.sink) for known in self._sinks):
+        is_new = not any(_is_same(sink, known.sink) for known in self._sinks)
+        if is_new:
             self._sinks.append(_Teller(sink, tell))
+        return is_new
+
+    def unsubscribe(self, sink: Sink) -> None:
+        """Tells a sink what has happened until now, and no more."""
+        self.deliver()
+        self._sinks = [s for s in self._sinks if not _is_same(sink, s.sink)]
 
     def deliver(self, step: int | None = None) -> None:
         """Tells the sinks what has happened, on the thread of the caller.
@@ -165,6 +175,15 @@ class Stream:
             if sink.failures > 1:
                 _log.warning("%s failed %d more times", sink.name, sink.failures - 1)
                 sink.failures = 1
+
+
+def check_sink(sink: Sink) -> None:
+    """Refuses what is no sink.
+
+    Raises:
+        OptionError: It is none.
+    """
+    _teller(sink)
 
 
 # ---- sinks --------------------------------------------------------------------------

@@ -101,6 +101,13 @@ def flatten(state: PyTree) -> FlatState:
     )
 
 
+def values(tree: PyTree) -> dict[LeafPath, Any]:
+    """The leaves of a state, or of anything, by their paths; of any type."""
+    plain, _ = _split_objects(tree)
+    entries = _tree.flatten(plain, boxes=boxes()).entries
+    return {path: entry.value for path, entry in entries.items()}
+
+
 _OPT_STATE = _tree.Key("opt_state", "attr")
 
 

@@ -11,7 +11,9 @@ that clients of a network file system do not list what they remember of it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -19,6 +21,7 @@ import secrets
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -34,6 +37,9 @@ DELETING = "DELETING"
 
 _EXPIRES_SECS = 60.0
 """Readers, and deletions, that have not been heard of for so long are gone."""
+
+_CLOCKS_DIFFER_SECS = 3600.0
+"""By more than that, no machine's clock is off from the file system's."""
 
 _TOUCHES = 4
 """How often a file is touched before it would expire."""
@@ -51,27 +57,52 @@ class Lease:
 
     def __init__(self, path: Path) -> None:
         host = re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())[:64]
-        name = f"{READING}{host}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._file = path / name
-        self._file.touch(exist_ok=False)
+        self._name = f"{READING}{host}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._pid = os.getpid()
+        self._is_released = False
+        # By its directory, not its path: whoever deletes may give it another name.
+        self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            os.close(os.open(self._name, flags, 0o666, dir_fd=self._directory))
+        except BaseException:
+            os.close(self._directory)
+            raise
         self._ended = threading.Event()
         self._thread = threading.Thread(
             target=self._refresh, name="flaxckpt lease", daemon=True
         )
+        _held.add(self)
         self._thread.start()
 
     def _refresh(self) -> None:
         while not self._ended.wait(_EXPIRES_SECS / _TOUCHES):
             # Without times: the file system's clock counts, not this machine's.
             with contextlib.suppress(OSError):
-                os.utime(self._file)
+                os.utime(self._name, dir_fd=self._directory)
 
     def release(self) -> None:
-        """Lets the checkpoint go."""
-        self._ended.set()
-        self._thread.join()
-        with contextlib.suppress(OSError):  # it may have been deleted all the same
-            self._file.unlink(missing_ok=True)
+        """Lets the checkpoint go, once."""
+        if self._is_released:
+            return
+        self._is_released = True
+        _held.discard(self)
+        if os.getpid() == self._pid:  # and not a child that was forked meanwhile
+            self._ended.set()
+            self._thread.join()
+            with contextlib.suppress(OSError):  # it may have been deleted all the same
+                os.unlink(self._name, dir_fd=self._directory)
+        os.close(self._directory)
+
+
+_held: set[Lease] = set()
+"""Those not released yet: a loop that is left alone ends when Python is half gone."""
+
+
+@atexit.register
+def _release_all() -> None:
+    for lease in list(_held):
+        lease.release()
 
 
 def reader(name: str) -> str:
@@ -83,20 +114,22 @@ def reader(name: str) -> str:
 def living(path: Path, names: Iterable[str]) -> list[str]:
     """Which of the files `names` in the checkpoint `path` are not too old.
 
-    All are if the clock of the file system cannot be asked.
+    Nor may they be of the future: nobody touches those.
     """
     names = list(names)
     if not names:
         return []
-    now = _now(path)
-    return [name for name in names if not _is_old(path / name, now)]
+    now, limit = _now(path), _EXPIRES_SECS
+    if now is None:  # the clocks of machines differ
+        now, limit = time.time(), limit + _CLOCKS_DIFFER_SECS
+    return [name for name in names if _is_living(path / name, now, limit)]
 
 
-def _is_old(file: Path, now: float | None) -> bool:
+def _is_living(file: Path, now: float, limit: float) -> bool:
     try:
-        return now is not None and now - file.stat().st_mtime > _EXPIRES_SECS
+        return abs(now - file.stat().st_mtime) <= limit
     except FileNotFoundError:
-        return True
+        return False
 
 
 def _now(directory: Path) -> float | None:
@@ -134,7 +167,12 @@ def deletion(path: Path) -> Iterator[None]:
         OSError: It cannot be announced.
     """
     mark = path / DELETING
-    mark.touch()
+    try:
+        mark.touch()
+    except OSError as error:
+        # On a full disk it goes without: readers cannot say that they come, either.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
     try:
         if found := readers(path):
             raise in_use(path, found)

@@ -52,90 +52,132 @@ class Watch:
 
     Args:
         clock: Seconds.
+
+    Attributes:
+        notice: The first signal; None as long as there was none.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.notice: Notice | None = None
         self._clock = clock
-        self._previous: dict[int, Any] = {}
-        self._active = False
+        self._polls = 0
 
-    def begin(self) -> None:
-        """Takes the signals over; once is enough.
+    def begin(self) -> bool:
+        """Watches, from now on anew; nothing changes if it does already.
 
-        Left alone are those that the program ignores, and those that are handled
-        outside of Python, as jax's preemption service does. Only the main thread can
-        do this; elsewhere nothing is taken over.
+        Left alone are signals that the program ignores, and SIGTERM where jax's
+        preemption service has taken it over.
+
+        Returns:
+            Whether it did not watch before.
         """
-        if self._active:
-            return
-        self._active = True
-        if threading.current_thread() is not threading.main_thread():
-            _log.warning(
-                "signals are not watched: CheckpointCallback was first called outside"
-                " of the main thread; call restore_or_init there, or pass"
-                " on_preemption=False"
-            )
-            return
-        is_jaxs = _multihost.has_preemption_service()
-        for number in SIGNALS:
-            if number == signal.SIGTERM and is_jaxs:
-                continue  # its handler is not Python's, and would be lost
-            if signal.getsignal(number) not in (None, signal.SIG_IGN):
-                self._previous[number] = signal.signal(number, self._note)
+        if self in _watches:
+            return False
+        self.notice = None
+        _watches.append(self)
+        _install()
+        return True
 
     def end(self) -> None:
-        """Puts back what had handled the signals before."""
-        self._active = False
-        for number in list(self._previous):
-            # Whoever came after us may still call us: then we only pass on.
-            if signal.getsignal(number) == self._note:
-                # Elsewhere than in the main thread, too, we can only pass on.
-                with contextlib.suppress(ValueError):
-                    signal.signal(number, self._before(number))
-                    del self._previous[number]
+        """Watches no more. The last one puts back what had handled the signals."""
+        if self in _watches:
+            _watches.remove(self)
+        if not _watches:
+            _uninstall()
 
-    def poll(self, step: int) -> Notice | None:
+    def note(self, name: str) -> None:
+        """Notes that the program shall end, unless that is known."""
+        if self.notice is None:
+            self.notice = Notice(name, self._clock())
+
+    def poll(self) -> Notice | None:
         """The notice, if there is one; asks jax's preemption service as well.
 
-        Args:
-            step: Completed steps, the same on all processes.
+        Where several processes run, all of them poll equally often.
         """
-        if self.notice is None and _multihost.reached_preemption(step):
-            self.notice = Notice("jax's preemption sync point", self._clock())
+        self._polls += 1
+        if self.notice is None and _multihost.reached_preemption(self._polls):
+            self.note("jax's preemption sync point")
         return self.notice
 
-    def _before(self, number: int) -> Any:
-        """What had handled a signal before us, and before watches that have ended."""
-        previous = self._previous.get(number, signal.SIG_DFL)
-        owner = getattr(previous, "__self__", None)
-        if isinstance(owner, Watch) and not owner._active:
-            return owner._before(number)
-        return previous
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        previous = self._before(number)
-        if not self._active:
-            _pass_on(number, previous, frame)
-            return
-        is_interrupt = number == signal.SIGINT
-        if is_interrupt and self.notice is not None:
-            self.end()
-            raise KeyboardInterrupt
-        if is_interrupt:
-            os.write(2, _INTERRUPTED)  # print may be busy in the code we interrupt
-        if self.notice is None:
-            self.notice = Notice(signal.Signals(number).name, self._clock())
-        if callable(previous) and previous is not signal.default_int_handler:
+# ---- one handler for all watches ----------------------------------------------------
+
+_watches: list[Watch] = []
+_previous: dict[int, Any] = {}
+"""What had handled each signal that is taken over."""
+_handling = threading.local()
+
+
+def _install() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        if not _previous:
+            _log.warning(
+                "signals are not watched, which only the main thread can do: call"
+                " restore_or_init there, or pass on_preemption=False"
+            )
+        return
+    is_jaxs = _multihost.has_preemption_service()
+    for number in SIGNALS:
+        if number == signal.SIGTERM and is_jaxs:
+            continue  # its handler is not Python's, and would be lost
+        current = signal.getsignal(number)
+        if current not in (None, signal.SIG_IGN, _handle):
+            _previous[number] = signal.signal(number, _handle)
+
+
+def _uninstall() -> None:
+    for number in tuple(_previous):
+        # Whoever came after us may still call us: then we only pass on. And so do we
+        # where this is not the main thread.
+        if signal.getsignal(number) is _handle:
+            with contextlib.suppress(ValueError):
+                signal.signal(number, _previous[number])
+                del _previous[number]
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    if getattr(_handling, "is_on", False):
+        return  # a handler that we call calls us
+    _handling.is_on = True
+    try:
+        _note(number, frame)
+    finally:
+        _handling.is_on = False
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    previous = _previous.get(number, signal.SIG_DFL)
+    if not _watches:
+        if callable(previous):
             previous(number, frame)
-
-
-def _pass_on(number: int, previous: Any, frame: FrameType | None) -> None:
-    if callable(previous):
+        elif previous == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        return
+    if number == signal.SIGINT:
+        if any(watch.notice is not None for watch in _watches):
+            _watches.clear()
+            _uninstall()
+            raise KeyboardInterrupt
+        os.write(2, _INTERRUPTED)  # print may be busy in the code we interrupt
+    for watch in tuple(_watches):
+        watch.note(signal.Signals(number).name)
+    if callable(previous) and previous is not signal.default_int_handler:
         previous(number, frame)
-    elif previous is signal.SIG_DFL:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+
+
+def _forget() -> None:
+    """A child that was forked does not train: it ends as its parent would have."""
+    _watches.clear()
+    _uninstall()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+# ---- time ---------------------------------------------------------------------------
 
 
 class Grace:
@@ -146,7 +188,7 @@ class Grace:
         clock: Seconds, the one of the notices.
 
     Attributes:
-        save_secs: How long a save takes; None as long as there was none.
+        save_secs: How long a save takes; None if that is not known.
     """
 
     def __init__(self, secs: float | None, clock: Callable[[], float]) -> None:
@@ -157,13 +199,13 @@ class Grace:
         self._clock = clock
 
     def is_enough(self, notice: Notice) -> bool:
-        """Whether a save like the last one would end in time, as far as is known."""
+        """Whether a whole save would end in time, as far as is known."""
         if self._secs is None or self.save_secs is None:
             return True
         left = self._secs - (self._clock() - notice.at)
         if self.save_secs > left:
             _log.warning(
-                "%s: %.1f s are left, and the last save took %.1f s",
+                "%s: %.1f s are left, and a save takes %.1f s",
                 notice.name,
                 max(left, 0.0),
                 self.save_secs,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
+import secrets
 import shutil
 import time
 from collections.abc import Sequence
@@ -44,13 +44,32 @@ class Preflight(NamedTuple):
 
 def check(
     checkpointer: Checkpointer, state: PyTree, dataset: Any, *, only_warn: bool
-) -> Preflight:
+) -> Preflight | None:
     """Rehearses a save without writing arrays, and tests the directory.
+
+    Args:
+        checkpointer: Of the run.
+        state: What will be saved.
+        dataset: Its iterator, or None.
+        only_warn: Whether what is raised otherwise is only logged.
+
+    Returns:
+        What was found; None if something is wrong.
 
     Raises:
         SaveFailedError: The directory cannot be written to, or has not enough space.
         CheckpointError: As `Checkpointer.save` says.
     """
+    try:
+        return _check(checkpointer, state, dataset)
+    except errors.CheckpointError as error:
+        if not only_warn:
+            raise
+        _log.warning("the saves of this run may fail: %s", error)
+        return None
+
+
+def _check(checkpointer: Checkpointer, state: PyTree, dataset: Any) -> Preflight:
     size, blocking_secs = checkpointer.rehearse(state, dataset=dataset)
     rate = _probe(checkpointer.directory)
     kept = most_kept(checkpointer.keep)
@@ -65,7 +84,7 @@ def check(
         blocking_secs + size / rate,
     )
     checkpointer.events.emit("preflight", **found._asdict())
-    _tell(checkpointer.directory, found, only_warn=only_warn)
+    _tell(checkpointer.directory, found)
     return found
 
 
@@ -82,7 +101,7 @@ def most_kept(keep: Sequence[PreservationPolicy]) -> int | None:
     return total or None
 
 
-def _tell(directory: Path, found: Preflight, *, only_warn: bool) -> None:
+def _tell(directory: Path, found: Preflight) -> None:
     _log.info(
         "each save: %s, blocks training for about %.3f s, durable after about %.1f s;"
         " %s free",
@@ -93,17 +112,14 @@ def _tell(directory: Path, found: Preflight, *, only_warn: bool) -> None:
     )
     if found.needed_bytes > found.free_bytes:
         kept = "" if found.saves_kept is None else f", {found.saves_kept} are kept"
-        message = (
+        raise errors.SaveFailedError(
             f"{directory} has {_text(found.free_bytes)} free, and"
             f" {_text(found.needed_bytes)} are needed: a save takes up to"
             f" {_text(found.bytes)}{kept}, and the next is written before an old one"
             " goes. Make room, keep fewer steps, or, if much of the state never"
             " changes and is linked, pass preflight='warn'."
         )
-        if not only_warn:
-            raise errors.SaveFailedError(message)
-        _log.warning("%s", message)
-    elif found.saves_kept is None and found.free_bytes < _FEW_SAVES * found.bytes:
+    if found.saves_kept is None and found.free_bytes < _FEW_SAVES * found.bytes:
         _log.warning(
             "%s has room for %d more saves of %s, and nothing limits how many are"
             " kept: pass keep=[LatestN(3)], for example",
@@ -122,7 +138,7 @@ def _probe(directory: Path) -> float:
     Raises:
         SaveFailedError: Some of it cannot be done.
     """
-    stem = f"preflight{_steps.TEMPORARY}-{os.getpid()}"
+    stem = f"preflight{_steps.TEMPORARY}-{secrets.token_hex(4)}"
     made, renamed = directory / stem, directory / f"{stem}-renamed"
     doing = "make a directory in"
     try:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,14 @@ import numpy as np
 
 from flaxckpt import _flax, _steps, _storage, errors
 from flaxckpt._checkpointer import Checkpointer
-from flaxckpt._info import LeafTable
-from flaxckpt._types import PyTree
+from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
 
+Values: TypeAlias = dict[LeafPath, Any]
+
 _STEP = 0
+_GIVEN = "given"
+"""Where the state is that `step_fn` was given, as it is afterwards."""
 
 
 def check(
@@ -32,16 +35,19 @@ def check(
     Raises:
         ResumeMismatchError: They differ; all leaves that do are named.
     """
-    directory = checkpointer.directory / f"resume{_steps.TEMPORARY}-{os.getpid()}"
+    directory = (
+        checkpointer.directory / f"resume{_steps.TEMPORARY}-{secrets.token_hex(4)}"
+    )
     trial = checkpointer.sibling(directory)
     try:
         trial.save(_STEP, state, dataset=dataset).wait()
 
-        def step(begin: PyTree) -> LeafTable:
-            batch = () if dataset is None else (next(dataset),)
+        def step(begin: PyTree) -> Values:
+            batch = () if dataset is None else (_next(dataset),)
             made = step_fn(begin, *batch)
             # What is changed in place, as NNX objects are, need not be returned.
-            return _table({"state": begin if made is None else made, "batch": batch})
+            result = begin if made is None else made
+            return _flax.values({"state": result, _GIVEN: begin, "batch": batch})
 
         try:
             straight = step(_copied(state))
@@ -87,41 +93,56 @@ def _copy(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
-def _table(tree: PyTree) -> LeafTable:
-    return _flax.flatten(tree).table
+def _next(dataset: Any) -> Any:
+    try:
+        return next(dataset)
+    except StopIteration:
+        raise errors.DatasetStateError(
+            "the dataset has no batch left to try a step with: pass one that has, as"
+            " dataset="
+        ) from None
 
 
-def _compare(wanted: LeafTable, found: LeafTable, how: str, advice: str) -> None:
+def _compare(wanted: Values, found: Values, how: str, advice: str) -> None:
     mismatches = [
         Mismatch(path, _text(wanted, path), _text(found, path))
         for path in wanted | found
-        if _bits(wanted, path) != _bits(found, path)
+        if not _is_donated(wanted, path)
+        and not _is_donated(found, path)
+        and _bits(wanted, path) != _bits(found, path)
     ]
+    # What was changed in place counts, but is not told twice if it is returned, too.
+    returned = [m for m in mismatches if not m.leaf.startswith(f"{_GIVEN}/")]
     if mismatches:
-        raise errors.ResumeMismatchError(how, mismatches, advice)
+        raise errors.ResumeMismatchError(how, returned or mismatches, advice)
 
 
-def _bits(table: LeafTable, path: str) -> object:
+def _is_donated(values: Values, path: LeafPath) -> bool:
+    value = values.get(path)
+    return isinstance(value, jax.Array) and value.is_deleted()
+
+
+def _bits(values: Values, path: LeafPath) -> object:
     """What is equal if, and only if, a leaf is."""
-    if path not in table:
-        return None
-    value = table[path].source
+    value = values.get(path)
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         array = np.asarray(_data(value))
         return str(value.dtype), array.shape, array.tobytes()
-    return type(value), value
+    # Of objects that are no data, only the class can be compared.
+    is_plain = isinstance(value, str | bytes | int | float | complex)
+    return path in values, type(value), repr(value) if is_plain else None
 
 
-def _text(table: LeafTable, path: str) -> str:
-    if path not in table:
+def _text(values: Values, path: LeafPath) -> str:
+    if path not in values:
         return "nothing"
-    value = table[path].source
-    value = _data(value)
-    if not isinstance(value, jax.Array | np.ndarray) or value.size == 0:
-        return str(table[path].info) if hasattr(value, "shape") else repr(value)[:80]
+    value = _data(values[path])
+    if not isinstance(value, jax.Array | np.ndarray):
+        return repr(value)[:80]
+    name = f"{value.dtype}[{','.join(map(str, value.shape))}]"
     flat = np.asarray(value).ravel()
     shown = ", ".join(str(number) for number in flat[:3])
-    return f"{table[path].info} of {shown}{', …' if flat.size > 3 else ''}"
+    return f"{name} of {shown}{', …' if flat.size > 3 else ''}"
 
 
 def _data(value: Any) -> Any:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+import operator
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -14,6 +17,14 @@ from flaxckpt.formats import _orbax, _orbax_disk
 from flaxckpt.policies import PreservationPolicy
 
 _log = logging.getLogger(__name__)
+
+_METRICS_FILE = f"{_orbax.METRICS}/{_orbax.METRICS}"
+
+_DELETING_SECS = 2.0
+"""For so long, a save may delete while somebody waits for it."""
+
+_LEAST_DELETED = 2
+"""What is deleted after each save, however long that takes."""
 
 T = TypeVar("T")
 MetricsByStep: TypeAlias = Mapping[int, Mapping[str, float]]
@@ -33,6 +44,24 @@ class Rules(NamedTuple):
     keep_dataset: tuple[PreservationPolicy, ...] = ()
     metrics_from: Callable[[], MetricsByStep] | None = None
 
+    @classmethod
+    def of(cls, keep: object, keep_dataset: object, metrics_from: object) -> Rules:
+        """The rules that options of these names mean.
+
+        Raises:
+            OptionError: One of them is something else.
+        """
+        if metrics_from is not None and not callable(metrics_from):
+            raise errors.OptionError(
+                "metrics_from wants a function that returns step -> name -> number, got"
+                f" {metrics_from!r:.80}: write metrics_from=lambda: measured"
+            )
+        return cls(
+            policies.checked(keep, "keep"),
+            policies.checked(keep_dataset, "keep_dataset"),
+            metrics_from,
+        )
+
 
 class _Remembered(Generic[T]):
     """What was read of a small file of each step, until that file is another."""
@@ -49,6 +78,11 @@ class _Remembered(Generic[T]):
             known = self._known[path] = (stamp, self._read(path))
         return known[1]
 
+    def has_changed(self, path: Path) -> bool:
+        """Whether the file is another than the one that was read, if one was."""
+        known = self._known.get(path)
+        return known is not None and not known[0].is_current()
+
     def forget(self, *, all_but: Collection[Path] = ()) -> None:
         """Forgets all other steps."""
         for path in list(self._known):  # other threads may add to it
@@ -57,25 +91,34 @@ class _Remembered(Generic[T]):
 
 
 class _Ranked:
-    """A step as policies see it; files of it are read when a policy asks."""
+    """A step as policies see it; files of it are read when a policy asks.
+
+    Attributes:
+        is_doubtful: Whether a policy asked for metrics that could not be read.
+    """
 
     def __init__(
         self,
         step: int,
         *,
         temporary: bool,
-        metrics: Callable[[], Mapping[str, float]],
+        elsewhere: Mapping[str, float],
+        metrics: Callable[[], Mapping[str, float] | None],
         created: Callable[[], float],
     ) -> None:
         self.step = step
         self.temporary = temporary
+        self.is_doubtful = False
+        self._elsewhere = elsewhere
         self._metrics = metrics
         self._created = created
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """What was measured, wherever."""
-        return self._metrics()
+        stored = self._metrics()
+        self.is_doubtful = stored is None
+        return {**self._elsewhere, **(stored or {})}
 
     @property
     def created(self) -> float:
@@ -94,7 +137,21 @@ class _Found(NamedTuple):
 
     path: Path
     marks: _steps.Marks
-    ranked: policies.Ranked
+    ranked: _Ranked
+
+
+class _Judged(NamedTuple):
+    """What is to go.
+
+    Attributes:
+        found: The steps that are there.
+        going: Those to delete.
+        datasets: Those of which the dataset's state is to be deleted.
+    """
+
+    found: Mapping[int, _Found]
+    going: Sequence[int]
+    datasets: Sequence[int]
 
 
 class Retention:
@@ -112,9 +169,7 @@ class Retention:
         self.rules = rules
         self._directory = directory
         self._format = step_format
-        self._metrics = _Remembered(
-            f"{_orbax.METRICS}/{_orbax.METRICS}", _orbax.read_metrics
-        )
+        self._metrics = _Remembered(_METRICS_FILE, _read_metrics)
         self._created = _Remembered(_orbax_disk.CHECKPOINT, _orbax.read_created)
 
     # ---- what is there --------------------------------------------------------------
@@ -124,8 +179,8 @@ class Retention:
         return _steps.listed(self._directory, self._format)
 
     def metrics(self, path: Path) -> Mapping[str, float]:
-        """What is stored of the step `path`."""
-        return self._metrics(path)
+        """What is stored of the step `path`; nothing if it cannot be read."""
+        return self._metrics(path) or {}
 
     def forget(self) -> None:
         """Reads everything anew from here on."""
@@ -144,8 +199,7 @@ class Retention:
         """The steps as they are now, without what is merely called like one."""
         elsewhere: MetricsByStep = {}
         if self.rules.metrics_from is not None:
-            given = self.rules.metrics_from()
-            elsewhere = {step: as_metrics(each) for step, each in given.items()}
+            elsewhere = _by_step(self.rules.metrics_from())
         found = {}
         listed = self.listed()
         for remembered in (self._metrics, self._created):
@@ -157,26 +211,30 @@ class Retention:
             ranked = _Ranked(
                 step,
                 temporary=marks.temporary,
-                metrics=functools.partial(
-                    self._all_metrics, path, elsewhere.get(step, {})
-                ),
+                elsewhere=elsewhere.get(step, {}),
+                metrics=functools.partial(self._metrics, path),
                 created=functools.partial(self._created, path),
             )
             found[step] = _Found(path, marks, ranked)
         return found
 
-    def _all_metrics(
-        self, path: Path, elsewhere: Mapping[str, float]
-    ) -> Mapping[str, float]:
-        return {**elsewhere, **self._metrics(path)}
-
-    def _explained(self, found: Mapping[int, _Found]) -> dict[int, list[str]]:
+    def _decided(
+        self, keep: Sequence[PreservationPolicy], found: Mapping[int, _Found]
+    ) -> dict[int, list[str]]:
+        """Why each step stays that is among `found`."""
         reasons = policies.decide(
-            self.rules.keep,
+            keep,
             [each.ranked for each in found.values()],
             pinned=[step for step, each in found.items() if each.marks.pinned],
             readers={step: each.marks.readers for step, each in found.items()},
         )
+        for step, why in reasons.items():
+            if found[step].ranked.is_doubtful:  # it may be the best
+                why.append("metrics damaged")
+        return reasons
+
+    def _explained(self, found: Mapping[int, _Found]) -> dict[int, list[str]]:
+        reasons = self._decided(self.rules.keep, found)
         for step, why in reasons.items():
             if why and found[step].marks.let_go:
                 why.append("dataset let go")
@@ -184,7 +242,12 @@ class Retention:
 
     # ---- what goes ------------------------------------------------------------------
 
-    def apply(self, *, just_saved: int | None = None) -> tuple[int, ...]:
+    def apply(
+        self,
+        *,
+        just_saved: int | None = None,
+        is_awaited: Callable[[], bool] = lambda: False,
+    ) -> tuple[int, ...]:
         """Deletes what nothing keeps, one after another.
 
         Nothing is deleted before the step just saved, or else the newest, is found
@@ -193,6 +256,8 @@ class Retention:
         Args:
             just_saved: A step that stays this time. If what is to go cannot be told
                 then, that is logged, and nothing is deleted.
+            is_awaited: Whether somebody waits for this to end. If it takes long then,
+                the rest goes next time.
 
         Returns:
             The steps that were deleted.
@@ -201,34 +266,72 @@ class Retention:
             SaveFailedError: That step is not whole.
         """
         try:
-            found = self._found() if self._anything_may_go() else {}
-            reasons = self._explained(found)
-            going = [s for s, why in reasons.items() if not why and s != just_saved]
-            staying = {s: each for s, each in found.items() if s not in going}
-            datasets = self._datasets(staying)
+            judged = self._judge(just_saved)
         except Exception as error:
             if just_saved is None:
                 raise
             _log.error("nothing is deleted after step %d: %s", just_saved, error)
             return ()
-        if going or datasets:
+        if judged.going or judged.datasets:
             self._check_whole(
-                max(found) if just_saved is None else just_saved,
+                max(judged.found) if just_saved is None else just_saved,
                 is_ours=just_saved is not None,
             )
-        deleted = tuple(
-            step
-            for step in going
-            if not _steps.is_pinned(found[step].path)  # as it may be by now
-            and self._attempt(f"step {step}", _steps.delete, found[step].path)
-        )
-        for step in datasets:
-            what = f"the dataset state of step {step}"
-            path = found[step].path
-            self._attempt(what, _steps.delete_dataset, path, _orbax.DATASET)
+        is_over = _out_of_time(is_awaited)
+        deleted = tuple(self._delete(judged, just_saved, is_over))
         what = "what deletions before have left"
-        self._attempt(what, _steps.sweep, self._directory, self._format)
+        if not is_over():
+            self._attempt(what, _steps.sweep, self._directory, self._format)
         return deleted
+
+    def _judge(self, just_saved: int | None) -> _Judged:
+        """Says what is to go, as of now."""
+        found = self._found() if self._anything_may_go() else {}
+        reasons = self._explained(found)
+        going = [s for s, why in reasons.items() if not why and s != just_saved]
+        staying = {s: each for s, each in found.items() if s not in going}
+        return _Judged(found, going, self._datasets(staying, just_saved))
+
+    def _delete(
+        self, judged: _Judged, just_saved: int | None, is_over: Callable[[], bool]
+    ) -> Iterator[int]:
+        """Deletes steps, and then states of datasets; yields the steps."""
+        tried: set[int] = set()
+        is_new = False  # judged anew all the time, nothing would ever go
+        while waiting := [step for step in judged.going if step not in tried]:
+            step = waiting[0]
+            if not is_new and self._are_measured_anew(judged, step):
+                try:
+                    judged, is_new = self._judge(just_saved), True
+                except Exception as error:
+                    _log.error("no more is deleted: %s", error)
+                    return
+                continue
+            if is_over():
+                return
+            is_new = False
+            tried.add(step)
+            path = judged.found[step].path
+            if self._attempt(f"step {step}", _steps.delete_unless_pinned, path):
+                yield step
+        for step in judged.datasets:
+            if is_over():
+                return
+            what = f"the dataset state of step {step}"
+            path = judged.found[step].path
+            self._attempt(what, _steps.delete_dataset, path, _orbax.DATASET)
+
+    def _are_measured_anew(self, judged: _Judged, step: int) -> bool:
+        """Whether metrics have changed of a step that is to go, or of one that stays.
+
+        Of others that are to go, it is asked when it is their turn.
+        """
+        going = set(judged.going)
+        return any(
+            self._metrics.has_changed(each.path)
+            for other, each in judged.found.items()
+            if other == step or other not in going
+        )
 
     def _anything_may_go(self) -> bool:
         """Whether it is worth a closer look at every step."""
@@ -247,27 +350,27 @@ class Retention:
                 " again."
             ) from error
 
-    def _datasets(self, staying: Mapping[int, _Found]) -> list[int]:
+    def _datasets(
+        self, staying: Mapping[int, _Found], just_saved: int | None
+    ) -> list[int]:
         """The steps whose dataset state goes."""
         states = {s: each for s, each in staying.items() if each.marks.has_dataset}
         # What was begun is finished.
         going = {step for step, each in states.items() if each.marks.let_go}
         if self.rules.keep_dataset:
-            reasons = policies.decide(
-                self.rules.keep_dataset,
-                [each.ranked for each in states.values()],
-                pinned=[step for step, each in states.items() if each.marks.pinned],
-                readers={step: each.marks.readers for step, each in states.items()},
-            )
-            going |= {step for step, why in reasons.items() if not why}
+            reasons = self._decided(self.rules.keep_dataset, states)
+            going |= {s for s, why in reasons.items() if not why and s != just_saved}
         return sorted(going)
 
     def _attempt(self, what: str, delete: Callable[..., None], *args: Any) -> bool:
         """Deletes something that nothing keeps; says so if that fails, and goes on."""
         try:
             delete(*args)
-        except errors.SaveFailedError as error:  # a reader came meanwhile
+        except errors.SaveFailedError as error:  # a reader came meanwhile, or a pin
             _log.info("%s stays for now: %s", what, error)
+            return False
+        except FileNotFoundError as error:
+            _log.info("%s was deleted by somebody else: %s", what, error)
             return False
         except OSError as error:
             _log.error("%s could not be deleted: %s", what, error)
@@ -277,10 +380,20 @@ class Retention:
     # ---- what a user asks for -------------------------------------------------------
 
     def add_metrics(self, path: Path, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to the step `path`."""
-        merged = {**_orbax.read_metrics(path), **as_metrics(metrics)}
-        with _writing(path, "metrics cannot be added to it"):
-            _orbax.write_metrics(path, merged)
+        """Adds metrics to the step `path`, one process after another."""
+        added = as_metrics(metrics)
+        with (
+            _writing(path, "metrics cannot be added to it"),
+            _storage.locked(_orbax.file_to_lock(path)),
+        ):
+            try:
+                found = _orbax.metrics_in(path)
+            except errors.DamagedCheckpointError:
+                raise errors.SaveFailedError(
+                    f"{path / _METRICS_FILE} is damaged, so nothing can be added to it:"
+                    " delete it, and add all metrics of the step anew"
+                ) from None
+            _orbax.write_metrics(path, {**found, **added})
 
     def pin(self, path: Path) -> None:
         """Keeps the step `path`, whatever the policies say."""
@@ -301,6 +414,22 @@ class Retention:
         """Deletes the step `path`, unless somebody reads it."""
         with _writing(path, "it cannot be deleted"):
             _steps.delete(path)
+
+
+def _out_of_time(is_awaited: Callable[[], bool]) -> Callable[[], bool]:
+    """A function that says whether to stop deleting; it is asked before each deletion.
+
+    Two are always let through, as each save adds but one step.
+    """
+    end = time.monotonic() + _DELETING_SECS
+    asked = itertools.count()
+
+    def is_over() -> bool:
+        return (
+            next(asked) >= _LEAST_DELETED and time.monotonic() >= end and is_awaited()
+        )
+
+    return is_over
 
 
 @contextlib.contextmanager
@@ -334,20 +463,58 @@ def is_step(path: Path) -> bool:
         return False
 
 
+def _read_metrics(path: Path) -> dict[str, float] | None:
+    """The numbers stored with the step `path`; None if they cannot be read."""
+    try:
+        return _orbax.numbers_in(_orbax.metrics_in(path))
+    except (errors.DamagedCheckpointError, OSError) as error:
+        _log.warning("the metrics of %s cannot be read: %s", path, error)
+        return None
+
+
+def _by_step(given: object) -> dict[int, dict[str, float]]:
+    """What `metrics_from` has returned; steps may be text, as JSON has them.
+
+    Raises:
+        OptionError: It is something else.
+    """
+    if not isinstance(given, Mapping):
+        raise errors.OptionError(
+            f"metrics_from must return step -> name -> number, got {given!r:.80}"
+        )
+    found: dict[int, dict[str, float]] = {}
+    for key, metrics in given.items():
+        try:
+            is_text = isinstance(key, str) and key.isascii() and key.isdigit()
+            step = int(key) if is_text else operator.index(key)
+        except (TypeError, ValueError):
+            raise errors.OptionError(
+                f"metrics_from must return numbers of steps as keys, got {key!r:.80}"
+            ) from None
+        found[step] = as_metrics(metrics)
+    return found
+
+
 def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """Numbers by name, nested names joined by `/`.
 
     Raises:
-        OptionError: A metric is no single number.
+        OptionError: They are no mapping, or a metric is no single number.
     """
+    if not isinstance(metrics, Mapping | None):
+        raise errors.OptionError(
+            f"metrics must be numbers by name, as {{'loss': 0.5}}, got {metrics!r:.80}"
+        )
     flat: dict[str, float] = {}
     for name, value in (metrics or {}).items():
         if isinstance(value, Mapping):
             flat |= {f"{name}/{inner}": n for inner, n in as_metrics(value).items()}
             continue
         try:
+            if isinstance(value, str | bytes | bytearray):  # float() reads these, too
+                raise TypeError
             flat[name] = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise errors.OptionError(
                 f"the metric {name!r} must be one number, got {value!r:.80}"
             ) from None

@@ -154,6 +154,7 @@ class SaveHandle:
         self._counter = counter
         self._result: SaveResult | None = None
         self._error: BaseException | None = None
+        self._is_awaited = False
         self._ended = (
             threading.Event()
         )  # a join that Ctrl-C cuts off forgets the thread
@@ -179,6 +180,10 @@ class SaveHandle:
         """Whether the save has ended, well or not."""
         return self._ended.is_set()
 
+    def is_awaited(self) -> bool:
+        """Whether somebody has begun to wait for it."""
+        return self._is_awaited
+
     def has_untold_error(self) -> bool:
         """Whether it has failed and nobody has been told by `wait` yet."""
         return self in _untold
@@ -186,10 +191,14 @@ class SaveHandle:
     def wait(self, timeout_secs: float | None = None) -> SaveResult:
         """Waits until the checkpoint is durable and old steps are deleted.
 
+        If there are so many of them that it would take long, the rest is deleted after
+        the next save.
+
         Raises:
             CheckpointTimeoutError: It is still running after `timeout_secs`.
             CheckpointError: The save failed; nothing of it counts as saved.
         """
+        self._is_awaited = True
         if not self.done():
             with _progress.shown(self._counter):
                 self._ended.wait(timeout_secs)
@@ -357,6 +366,23 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
         options,
         created,
     )
+
+
+def without_optimizer(table: LeafTable) -> LeafTable:
+    """The transform that leaves out whatever belongs to an optimizer."""
+    roles = (leaf.info.role for leaf in table.values())
+    optimizers = tuple({f"{role.optimizer}/" for role in roles if role is not None})
+    return {
+        path: leaf
+        for path, leaf in table.items()
+        if not f"{path}/".startswith(optimizers)
+    }
+
+
+def has_optimizer(state: PyTree) -> bool:
+    """Whether anything of a state belongs to an optimizer."""
+    flat = _flax.flatten(state)
+    return bool(_optax.roles(flat.structure, flat.optimizer_states))
 
 
 def _planned(

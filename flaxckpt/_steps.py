@@ -392,7 +392,16 @@ def _remove_mark(path: Path, name: str) -> None:
     _storage.sync_directory(path)
 
 
-def delete(path: Path) -> None:
+def delete_unless_pinned(path: Path) -> None:
+    """Removes a step as `delete` does.
+
+    Raises:
+        SaveFailedError: Somebody reads it, or has pinned it by now.
+    """
+    delete(path, even_pinned=False)
+
+
+def delete(path: Path, *, even_pinned: bool = True) -> None:
     """Removes a step: first its name, durably, then its files.
 
     Raises:
@@ -400,13 +409,26 @@ def delete(path: Path) -> None:
     """
     aside = path.with_name(path.name + TEMPORARY + _DELETED)
     with _leases.deletion(path):
+        if not even_pinned:
+            _check_not_pinned(path, path)
         _storage.withdraw(path, aside)
-        if late := _leases.readers(aside):  # as a network file system may tell
+        try:
+            # Only what has no name any more is sure to be neither read nor pinned.
+            if late := _leases.readers(aside):
+                raise _leases.in_use(path, late)
+            if not even_pinned:
+                _check_not_pinned(path, aside)
+        except errors.SaveFailedError:
             aside.rename(path)
             _storage.sync_directory(path.parent)
-            raise _leases.in_use(path, late)
+            raise
     _storage.remove_tree(aside)
     _log.info("deleted %s", path)
+
+
+def _check_not_pinned(path: Path, now: Path) -> None:
+    if is_pinned(now):
+        raise errors.SaveFailedError(f"{path} is not deleted: it is pinned")
 
 
 def delete_dataset(path: Path, dataset: str) -> None:

@@ -6,10 +6,13 @@ for it have been synced. Nothing here follows a symbolic link to delete or repla
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import hashlib
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -23,6 +26,8 @@ from flaxckpt._types import PathLike
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _SYNCING_THREADS = 8
+_REMOVALS = 5
+"""How often it is tried to remove what others remove at the same time."""
 
 
 def resolve(path: PathLike) -> Path:
@@ -98,9 +103,11 @@ def write(path: Path, content: bytes) -> None:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Writes `path` anew in one step: readers see the old content or the new."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)
+    """Writes `path` anew in one step: readers see the old content or the new.
+
+    Several may do so at a time: one of them is the last.
+    """
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         write(temporary, content)
         temporary.replace(path)
@@ -108,6 +115,27 @@ def replace(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Has whoever locks that file, too, wait until the `with` block ends.
+
+    Where the file system has no such locks, nobody waits.
+
+    Raises:
+        OSError: The file cannot be opened.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDWR)  # or NFS would not lock it
+    except (PermissionError, IsADirectoryError):
+        descriptor = os.open(file, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def make_directory(path: Path) -> None:
@@ -222,7 +250,12 @@ def remove_tree(path: Path) -> None:
         return
     if not stat.S_ISDIR(mode):
         raise NotADirectoryError(errno.ENOTDIR, "not a directory of ours", str(path))
-    shutil.rmtree(path)
+    for attempt in range(_REMOVALS):
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:  # somebody else removes it, too
+            if attempt == _REMOVALS - 1 and os.path.lexists(path):
+                raise
 
 
 def directories(path: Path) -> Iterator[str]:

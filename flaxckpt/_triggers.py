@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
@@ -40,13 +41,17 @@ class Triggers:
         save_first: bool,
         clock: Callable[[], float],
     ) -> None:
-        for name, value in (("every_steps", every_steps), ("every_secs", every_secs)):
-            if value is not None and not value > 0:
-                raise errors.OptionError(f"{name} must be positive, got {value}")
-        if every_steps is not None and not isinstance(every_steps, int):
-            raise errors.OptionError(
-                f"every_steps must be a whole number, got {every_steps!r}"
-            )
+        if every_secs is not None and not every_secs > 0:
+            raise errors.OptionError(f"every_secs must be positive, got {every_secs}")
+        steps = () if every_steps is None else (every_steps,)
+        for name, numbers in (("every_steps", steps), ("on_steps", on_steps)):
+            for number in numbers:
+                if isinstance(number, bool) or not hasattr(number, "__index__"):
+                    raise errors.OptionError(
+                        f"{name} must be whole numbers, got {number!r:.80}"
+                    )
+        if every_steps is not None and every_steps < 1:
+            raise errors.OptionError(f"every_steps must be positive, got {every_steps}")
         self._every_steps = every_steps
         self._every_secs = every_secs
         self._on_steps = sorted(on_steps)
@@ -86,8 +91,9 @@ class Triggers:
         n = self._every_steps
         if n is not None and completed // n > seen // n:
             return Due(f"every {n} steps")
-        if passed := [step for step in self._on_steps if seen < step <= completed]:
-            return Due(f"step {passed[-1]} of on_steps")
+        passed = bisect.bisect_right(self._on_steps, completed)
+        if passed and self._on_steps[passed - 1] > seen:
+            return Due(f"step {self._on_steps[passed - 1]} of on_steps")
         if is_first and self._save_first and seen == 0:
             return Due("the first step")
         if time_is_up:

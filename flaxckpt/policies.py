@@ -2,13 +2,16 @@
 
 A policy is pure: it sees every checkpoint and names those that it keeps. A step stays
 if any policy keeps it. The newest step and pinned steps always stay, and with no
-policy at all everything stays but temporary steps: they go when there is a newer one.
+policy at all everything stays but temporary steps: of them the two newest stay, until
+there is a newer step that is not temporary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+import numbers
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -33,7 +36,7 @@ class Ranked(Protocol):
 
     @property
     def temporary(self) -> bool:
-        """Whether it was saved to stay only until there is a newer step."""
+        """Whether it was saved to stay only until there is a newer one that is not."""
 
 
 class PreservationPolicy(Protocol):
@@ -58,7 +61,7 @@ class LatestN(PreservationPolicy):
     n: int
 
     def __post_init__(self) -> None:
-        _check_count("LatestN", self.n)
+        object.__setattr__(self, "n", _count("LatestN", self.n))
 
     def __str__(self) -> str:
         return f"LatestN({self.n})"
@@ -79,8 +82,8 @@ class BestN(PreservationPolicy):
     mode: Literal["min", "max"]
 
     def __post_init__(self) -> None:
-        _check_count("BestN", self.n)
-        if not self.metric:
+        object.__setattr__(self, "n", _count("BestN", self.n))
+        if not self.metric or not isinstance(self.metric, str):
             raise errors.OptionError(
                 f"BestN wants the name of a metric, got {self.metric!r}"
             )
@@ -113,7 +116,7 @@ class EveryNSteps(PreservationPolicy):
     n: int
 
     def __post_init__(self) -> None:
-        _check_count("EveryNSteps", self.n)
+        object.__setattr__(self, "n", _count("EveryNSteps", self.n))
 
     def __str__(self) -> str:
         return f"EveryNSteps({self.n})"
@@ -134,7 +137,7 @@ class EveryNSecs(PreservationPolicy):
     secs: float
 
     def __post_init__(self) -> None:
-        _check_secs(self.secs)
+        object.__setattr__(self, "secs", _secs(self.secs))
 
     def __str__(self) -> str:
         return f"EveryNSecs({self.secs:g})"
@@ -157,16 +160,37 @@ class OnSteps(PreservationPolicy):
     steps: Collection[int]
 
     def __post_init__(self) -> None:
-        chosen = frozenset(self.steps)
-        for step in chosen:
-            _check_step(step)
-        object.__setattr__(self, "steps", chosen)
+        object.__setattr__(self, "steps", _steps(self.steps))
 
     def __str__(self) -> str:
         return f"OnSteps({sorted(self.steps)})"
 
     def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
         return {c.step for c in checkpoints if c.step in self.steps}
+
+
+def checked(policies: object, option: str) -> tuple[PreservationPolicy, ...]:
+    """`policies` as a tuple.
+
+    Args:
+        policies: What was passed for policies.
+        option: As what, for the message.
+
+    Raises:
+        OptionError: It is something else than policies.
+    """
+    example = f"write {option}=[LatestN(3)], or pass none to keep everything"
+    if not isinstance(policies, Iterable) or isinstance(policies, str | Mapping):
+        raise errors.OptionError(
+            f"{option} wants a list of policies, got {policies!r:.80}: {example}"
+        )
+    found = tuple(policies)
+    for policy in found:
+        if isinstance(policy, type) or not callable(getattr(policy, "preserved", None)):
+            raise errors.OptionError(
+                f"{option} wants policies, got {policy!r:.80} among them: {example}"
+            )
+    return found
 
 
 def decide(
@@ -188,16 +212,18 @@ def decide(
         readers: Step -> who reads it, so that it stays for now. They count likewise.
 
     Returns:
-        Step -> reasons, the oldest step first. A reason is "newest", "temporary" (only
-        of the newest), "pinned", "no policy", "being read by …" or a policy, as in
-        "LatestN(3)".
+        Step -> reasons, the oldest step first. A reason is "newest", "temporary" (of
+        the two newest, as long as no step is newer that is not), "pinned", "no policy",
+        "being read by …" or a policy, as in "LatestN(3)".
     """
     ordered = sorted(checkpoints, key=lambda c: c.step)
     reasons: dict[int, list[str]] = {c.step: [] for c in ordered}
     if ordered:
         reasons[ordered[-1].step].append("newest")
-        if _is_temporary(ordered[-1]):
-            reasons[ordered[-1].step].append("temporary")
+    # Two: if the newest is damaged, no more is lost than what came after the other.
+    for checkpoint in ordered[-2:]:
+        if all(_is_temporary(c) for c in ordered if c.step >= checkpoint.step):
+            reasons[checkpoint.step].append("temporary")
     named = [("pinned", set(pinned))]
     named += [(str(policy), set(policy.preserved(ordered))) for policy in policies]
     if not policies:
@@ -219,24 +245,49 @@ def _is_temporary(checkpoint: Ranked) -> bool:
     return bool(getattr(checkpoint, "temporary", False))
 
 
-def _check_count(name: str, n: object) -> None:
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+def _whole(number: object, least: int) -> int | None:
+    """A whole number of any kind as a plain int; None if it is none, or too small."""
+    if isinstance(number, bool):
+        return None
+    try:
+        found = operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+    return found if found >= least else None
+
+
+def _count(name: str, n: object) -> int:
+    count = _whole(n, 1)
+    if count is None:
         raise errors.OptionError(
             f"{name} wants a whole number of at least 1, got {n!r}. To keep everything,"
             " pass no policy at all"
         )
+    return count
 
 
-def _check_secs(secs: object) -> None:
-    if isinstance(secs, bool) or not (
-        isinstance(secs, int | float) and 0 < secs < math.inf
-    ):
+def _secs(secs: object) -> float:
+    # A float32 of numpy's is such a number, too.
+    is_number = isinstance(secs, numbers.Real) and not isinstance(secs, bool)
+    if not is_number or not 0 < (found := float(secs)) < math.inf:  # type: ignore[arg-type]
         raise errors.OptionError(
             f"EveryNSecs wants a positive number of seconds, got {secs!r}. To keep"
             " everything, pass no policy at all"
         )
+    return found
 
 
-def _check_step(step: object) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise errors.OptionError(f"OnSteps wants whole numbers from 0, got {step!r}")
+def _steps(steps: object) -> frozenset[int]:
+    if not isinstance(steps, Iterable):
+        raise errors.OptionError(
+            f"OnSteps wants a list of steps, got {steps!r:.80}: write OnSteps([1000])"
+        )
+    chosen = set()
+    for step in steps:
+        number = _whole(step, 0)
+        if number is None:
+            raise errors.OptionError(
+                f"OnSteps wants whole numbers from 0, got {step!r}"
+            )
+        chosen.add(number)
+    return frozenset(chosen)

@@ -4,11 +4,17 @@ import collections
 import dataclasses
 import functools
 import itertools
+import signal
+import subprocess
+import sys
+import threading
+import weakref
 
 import clu.metrics
 import flax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 import strategies
@@ -94,7 +100,7 @@ def test_saves_that_only_the_time_called_for_are_temporary(ckpt):
         if callback(step, {"n": step}):
             ckpt.wait()
             there.append(ckpt.steps())
-    assert there == [[3], [6], [7], [7, 10]]
+    assert there == [[3], [3, 6], [7], [7, 10]]
 
 
 def test_one_step_is_never_saved_twice_and_the_skip_has_a_reason(ckpt):
@@ -102,7 +108,7 @@ def test_one_step_is_never_saved_twice_and_the_skip_has_a_reason(ckpt):
     assert callback(3, {"n": 3}, force=True)
     assert not callback(3, {"n": 3}, force=True)
     ckpt.wait()
-    assert skipped(callback) == {3: "it was saved or restored by this run already"}
+    assert skipped(callback) == {3: "this run has saved or restored it already"}
 
 
 def test_a_run_that_restored_nothing_does_not_mix_with_an_earlier_one(ckpt):
@@ -140,7 +146,7 @@ def test_a_run_that_counts_from_the_beginning_again_is_stopped(ckpt):
     state, _ = again.restore_or_init({"n": 0})
     with pytest.raises(errors.OptionError, match="restored step 8"):
         again(1, state)
-    again._stop_watching()
+    again.close()
 
 
 def prefetched(iterator, depth):
@@ -172,6 +178,192 @@ def test_batches_that_are_gone_before_the_loop_uses_them_are_warned_of(
                 next(batches)
             callback(step, {"n": step})
     assert caplog.text.count("ahead of the loop") == (depth == 2)
+
+
+def test_steps_beyond_the_one_that_was_restored_are_not_mixed_with(ckpt):
+    with flaxckpt.CheckpointCallback(ckpt, every_steps=2) as callback:
+        drive(callback, range(1, 9))
+    back = flaxckpt.Checkpointer(ckpt.directory)
+    back.restore(step=4)
+    callback = flaxckpt.CheckpointCallback(back, every_steps=2, save_last=False)
+    with pytest.raises(errors.CheckpointExistsError, match="beyond step 4"):
+        callback(5, {"n": 5})
+    back.delete(6)
+    back.delete(8)
+    assert drive(callback, range(5, 9)) == [6, 8]
+    callback.close()
+
+
+def test_a_loop_that_is_run_again_is_told_to_restore_first(ckpt):
+    callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
+    callback.restore_or_init({"n": 0})
+    drive(callback, range(1, 9))
+    with pytest.raises(errors.CheckpointExistsError, match="restore_or_init"):
+        callback(1, {"n": 1})
+    state, start = callback.restore_or_init({"n": 0})
+    assert (state, start) == ({"n": 8}, 8)
+    assert drive(callback, range(9, 11)) == [10]
+    callback.close()
+
+
+def test_a_save_under_way_is_waited_for_before_beginning(ckpt, monkeypatch):
+    callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
+    callback(1, {"n": 1})
+    real, going_on = flaxckpt._save._storage.sync_tree, threading.Event()
+    monkeypatch.setattr(
+        flaxckpt._save._storage,
+        "sync_tree",
+        lambda path: going_on.wait() and real(path),
+    )
+    callback(2, {"n": 2})
+    threading.Timer(0.3, going_on.set).start()
+    assert flaxckpt.CheckpointCallback(ckpt).restore_or_init({"n": 0}) == ({"n": 2}, 2)
+
+
+def test_a_callback_whose_run_another_goes_on_with_saves_nothing_more(ckpt):
+    first = flaxckpt.CheckpointCallback(ckpt, every_steps=5)
+    first.restore_or_init({"n": 0})
+    drive(first, range(1, 13))
+    second = flaxckpt.CheckpointCallback(ckpt, every_steps=5)
+    assert second.restore_or_init({"n": 0}) == ({"n": 10}, 10)
+    drive(second, range(11, 18))
+    ckpt.close()
+    assert ckpt.steps() == [5, 10, 15, 17]
+
+
+def test_two_callbacks_save_a_step_once(ckpt):
+    often = flaxckpt.CheckpointCallback(ckpt, every_steps=2)
+    seldom = flaxckpt.CheckpointCallback(ckpt, every_steps=3)
+    saved = [(often(s, {"n": s}), seldom(s, {"n": s})) for s in range(1, 8)]
+    assert saved[5] == (True, False)
+    ckpt.save(8, {"n": 8})
+    assert not often(8, {"n": 8})
+    ckpt.close()
+    assert ckpt.steps() == [2, 3, 4, 6, 7, 8]
+
+
+def test_a_save_that_failed_is_not_taken_for_one(ckpt, monkeypatch):
+    def fail(path):
+        raise OSError(5, "Input/output error")
+
+    callback = flaxckpt.CheckpointCallback(ckpt)
+    callback(1, {"n": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(flaxckpt._save._storage, "sync_tree", fail)
+        callback(5, {"n": 5}, force=True)
+        with pytest.raises(errors.SaveFailedError):
+            callback.wait()
+    assert callback(5, {"n": 5}, force=True)
+    callback.close()
+    assert ckpt.steps() == [5]
+
+
+def test_the_dataset_that_was_restored_is_the_one_that_is_saved(ckpt, caplog):
+    batches = StepIndexed(lambda i: i)
+    with flaxckpt.CheckpointCallback(ckpt, every_steps=2) as callback:
+        callback.restore_or_init({"n": 0}, dataset=batches)
+        next(batches)
+        callback(1, {"n": 1})
+    assert ckpt.has_dataset(1)
+    without = flaxckpt.CheckpointCallback(ckpt)
+    without.restore_or_init({"n": 0})
+    assert "the data begin anew" in caplog.text
+    without.close()
+
+
+def test_batches_that_are_taken_in_the_head_of_the_loop_are_warned_of(ckpt, caplog):
+    batches = StepIndexed(lambda i: i)
+    with flaxckpt.CheckpointCallback(ckpt, every_steps=3, dataset=batches) as callback:
+        callback.restore_or_init({"n": 0})
+        for _, step in zip(batches, range(1, 8), strict=False):
+            callback(step, {"n": step})
+    assert "1 more batches" in caplog.text
+
+
+@pytest.mark.parametrize("closing", ["checkpointer", "callback"])
+def test_a_block_that_ends_by_an_error_leaves_nothing_behind(tmp_path, closing):
+    ckpt = flaxckpt.Checkpointer(tmp_path)
+    callback = flaxckpt.CheckpointCallback(ckpt, every_steps=4)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run():
+        with ckpt if closing == "checkpointer" else callback:
+            drive(callback, range(1, 7))
+            assert signal.getsignal(signal.SIGTERM) is not before
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run()
+    assert signal.getsignal(signal.SIGTERM) is before
+    ckpt.close()
+    assert ckpt.steps() == [4]
+    assert skipped(callback) == {6: "the block ended by ZeroDivisionError"}
+
+
+def test_a_closed_callback_is_forgotten(ckpt):
+    told = []
+    state = {"n": np.ones(3)}
+    callback = flaxckpt.CheckpointCallback(ckpt, sinks=[told.append])
+    callback(1, state)
+    callback.close()
+    assert [event.kind for event in told][-1] == "committed"
+    gone = weakref.ref(callback)
+    del callback
+    assert gone() is None
+    told.clear()
+    ckpt.save(2, state).wait()
+    assert told == []
+
+
+def test_a_program_that_ends_without_closing_is_told_what_is_lost(tmp_path):
+    code = """
+import flaxckpt, sys
+on_step = flaxckpt.CheckpointCallback(flaxckpt.Checkpointer(sys.argv[1]), every_steps=2)
+for step in (1, 2, 3):
+    on_step(step, {"n": step})
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True
+    )
+    assert ended.returncode == 0
+    assert "step 3 is not saved" in ended.stderr
+    assert flaxckpt.load(tmp_path) == {"n": 2}
+
+
+# ---- what the first call finds -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "metrics", "told"),
+    [
+        ({"step": 1}, None, "step_is='index'"),
+        ({"n": 1}, {"loss": np.ones(3)}, "loss"),
+        ({"n": 1}, {"loss": "low"}, "loss"),
+        ({"n": 1}, [0.5], "metrics"),
+    ],
+)
+def test_the_first_call_finds_what_the_first_save_would(ckpt, state, metrics, told):
+    step = 0 if "step" in state else 1
+    callback = flaxckpt.CheckpointCallback(ckpt, every_steps=1000, save_last=False)
+    with pytest.raises(errors.OptionError, match=told):
+        callback(step, state, metrics=metrics)
+    callback.give_way()
+
+
+@pytest.mark.parametrize("step", [1.5, "3", None, True])
+def test_a_step_is_a_whole_number(ckpt, step):
+    with pytest.raises(errors.OptionError, match="whole number"):
+        flaxckpt.CheckpointCallback(ckpt)(step, {"n": 1})
+
+
+def test_a_reader_cannot_train(ckpt):
+    ckpt.save(1, {"n": 1}).wait()
+    reader = flaxckpt.Checkpointer(ckpt.directory, read_only=True)
+    callback = flaxckpt.CheckpointCallback(reader)
+    state, start = callback.restore_or_init({"n": 0})
+    with pytest.raises(errors.ReadOnlyError):
+        callback(start + 1, state)
+    callback.give_way()
 
 
 # ---- what the state counts --------------------------------------------------------
@@ -314,9 +506,9 @@ def test_what_is_bound_is_asked_for_only_when_it_is_saved(ckpt):
     callback.bind(state=lambda: asked.append(step) or {"n": step})
     for step in range(1, 11):
         callback(step)
-    assert asked == [4, 8]
+    assert asked == [1, 4, 8], "and once for the counter of the first"
     callback.close()
-    assert asked == [4, 8, 10]
+    assert set(asked) == {1, 4, 8, 10}
 
 
 def test_a_last_step_that_was_donated_further_is_not_saved_and_that_is_said(

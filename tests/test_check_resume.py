@@ -69,6 +69,33 @@ def test_changes_in_place_need_not_be_returned(ckpt):
     callback(ckpt).check_resume((model, optimizer), step)
 
 
+def test_objects_count_though_the_step_returns_something_else(ckpt):
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    calls = []
+
+    def step(model):
+        calls.append(None)
+        model.bias[...] += len(calls)
+        return jnp.float32(0)
+
+    with pytest.raises(errors.ResumeMismatchError, match="given/bias"):
+        callback(ckpt).check_resume(model, step)
+
+
+def test_data_that_have_ended_are_told(ckpt):
+    batches = iter(grain.MapDataset.source([1, 2]))
+    list(batches)
+    with pytest.raises(errors.DatasetStateError, match="no batch left"):
+        callback(ckpt, batches).check_resume({"w": 0}, lambda s, b: s)
+
+
+def test_results_of_any_kind_are_compared_as_far_as_they_can_be(ckpt):
+    def step(state):
+        return state, {"nan": float("nan"), "name": "x", "fn": object()}
+
+    callback(ckpt).check_resume({"w": jnp.zeros(3)}, step)
+
+
 def test_state_outside_of_the_state_is_found(ckpt):
     momentum = {"v": 0.0}
 

@@ -275,7 +275,7 @@ def test_an_interrupted_wait_can_be_taken_up_again(tmp_path, monkeypatch):
 def test_a_step_that_cannot_be_deleted_does_not_fail_the_save(
     tmp_path, monkeypatch, caplog
 ):
-    def fail(path):
+    def fail(*given, **options):
         raise OSError(16, "Device or resource busy")
 
     with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
@@ -449,8 +449,8 @@ def test_damaged_metrics_do_not_cost_the_state(tmp_path, caplog):
         ckpt.reload()
         strategies.assert_same(state(1), ckpt.restore())
         ckpt.save(2, state(2), metrics={"loss": 2}).wait()
-    assert ckpt.steps() == [2]
-    assert "are lost" in caplog.text
+        assert ckpt.steps() == [1, 2], "it may be the best"
+    assert "cannot be read" in caplog.text
 
 
 def test_a_step_saved_out_of_order_is_not_deleted_at_once(tmp_path):

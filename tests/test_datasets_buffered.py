@@ -4,6 +4,7 @@ import gc
 import itertools
 import subprocess
 import sys
+import textwrap
 import threading
 
 import grain
@@ -299,3 +300,101 @@ def test_a_program_that_just_ends_is_not_held_up(tmp_path):
         timeout=300,
     )
     assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_a_forked_child_is_told_instead_of_left_waiting():
+    code = """
+        import os, sys, warnings
+        from flaxckpt import errors
+        from flaxckpt.datasets import Buffered, StepIndexed
+
+        batches = Buffered(StepIndexed(lambda i: i))
+        next(batches)
+        if child := os.fork():
+            sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        for use, *given in ((next, batches), (batches.set_state, {"next_index": 0})):
+            try:
+                use(*given)
+            except errors.DatasetStateError as error:
+                print(error)
+        print(batches.get_state())
+        batches.close()
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    assert done.stdout.count("in another process") == 2
+    assert done.stdout.endswith("{'next_index': 1}\n")
+
+
+def test_closing_does_not_wait_for_a_batch_that_does_not_come(monkeypatch):
+    monkeypatch.setattr(datasets._buffered, "_SECONDS_AT_EXIT", 0.01)
+    go_on = threading.Event()
+    batches = Buffered(StepIndexed(lambda i: i and go_on.wait()))
+    with batches:
+        assert next(batches) == 0  # and then Ctrl-C, say
+    assert threads(), "it is still at it"
+    go_on.set()
+
+
+def test_a_transform_cannot_end_the_loop_by_mistake():
+    with (
+        counting(transform=lambda i: next(iter([i][: 1 - i]))) as batches,
+        pytest.raises(RuntimeError, match="StopIteration"),
+    ):
+        assert list(batches) == []
+
+
+@pytest.mark.parametrize("depth", [1.5, "2", True, None, 0, -1])
+def test_a_depth_is_a_whole_number(depth):
+    with pytest.raises(errors.OptionError, match=f"at least 1, got {depth!r}"):
+        counting(depth=depth)
+
+
+class Sharded:
+    """Takes from its shards in turn."""
+
+    def __init__(self, shards):
+        self.taken = [0] * shards
+        self.at = 0
+
+    def __next__(self):
+        self.taken[self.at] += 1
+        self.at = (self.at + 1) % len(self.taken)
+        return sum(self.taken)
+
+    def get_state(self):
+        return {"taken": self.taken, "at": self.at}
+
+    def set_state(self, state):
+        self.taken, self.at = state["taken"], state["at"]
+
+    def get_shard_states(self):
+        return self.taken
+
+    def set_shard_states(self, states):
+        self.taken, self.at = states, 0
+
+
+def test_a_buffer_has_the_shards_of_its_iterator(tmp_path):
+    bare, buffered = Sharded(3), Buffered(Sharded(3), depth=5)
+    for batches in (bare, buffered):
+        assert [next(batches) for _ in range(4)] == [1, 2, 3, 4]
+    files = datasets.state_files(buffered)
+    assert files == datasets.state_files(bare)
+    assert "shard_state_2.json" in files
+    with Buffered(Buffered(Sharded(3))) as fresh:
+        fresh.set_shard_states([2, 1, 1])
+        assert fresh.get_shard_states() == [2, 1, 1]
+        assert next(fresh) == 5
+        assert fresh.get_shard_states() == [3, 1, 1]
+        fresh.set_state(buffered.get_state())
+        assert fresh.get_shard_states() == [2, 1, 1]
+        assert next(fresh) == 5
+        assert fresh.get_shard_states() == [2, 2, 1]
+    buffered.close()
+    assert counting().get_shard_states is None

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -270,13 +269,94 @@ def test_steps_come_unprotected_where_nothing_can_be_written(
 ):
     save(tmp_path, 1, 2)
 
-    def touch(self, *args, **kwargs):
-        raise PermissionError(13, "Permission denied", str(self))
-
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "touch", touch)  # not even root may write
+        patch.setattr(os, "open", not_to_write)
         assert ready(tmp_path) == [1, 2]
     assert caplog.text.count("nothing can be written there") == 1
+
+
+def not_to_write(path, flags, *args, real=os.open, **kwargs):
+    """As `os.open` where not even root may write."""
+    if flags & (os.O_CREAT | os.O_RDWR | os.O_WRONLY):
+        raise PermissionError(13, "Permission denied", str(path))
+    return real(path, flags, *args, **kwargs)
+
+
+def test_who_may_not_write_sees_a_step_whose_deletion_was_cut_off(
+    tmp_path, monkeypatch
+):
+    save(tmp_path, 1, 2)
+    mark = tmp_path / "1" / _leases.DELETING
+    mark.touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", not_to_write)
+        assert ready(tmp_path) == [2]
+        age(mark)
+        assert ready(tmp_path) == [2], "by another clock, it may not be that old"
+        age(mark)
+        assert ready(tmp_path) == [1, 2]
+
+
+def test_a_reader_of_the_future_is_none(tmp_path):
+    save(tmp_path, 1, 2)
+    file = tmp_path / "1" / f"{_leases.READING}there-7-00"
+    file.touch()
+    os.utime(file, (time.time() + 1e6, time.time() + 1e6))
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+    assert ckpt.explain()[1] == []
+    assert ckpt.prune() == (1,)
+
+
+def test_a_loop_left_alone_holds_nothing_when_the_program_ends(tmp_path):
+    save(tmp_path, 1)
+    code = """
+        import sys
+        import flaxckpt
+        steps = flaxckpt.Checkpointer(sys.argv[1]).new_steps()
+        print(next(steps))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), tmp_path],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    assert (done.stdout, done.stderr) == ("1\n", "")
+    assert not leases(tmp_path)
+
+
+def test_a_reader_whose_step_was_moved_for_a_moment_leaves_no_file(tmp_path):
+    save(tmp_path, 1)
+    held = flaxckpt.Checkpointer(tmp_path).new_steps()
+    assert next(held) == 1
+    (tmp_path / "1").rename(tmp_path / "aside")
+    held.close()
+    assert not leases(tmp_path)
+
+
+def test_a_forked_child_does_not_let_go_what_its_parent_reads(tmp_path):
+    save(tmp_path, 1)
+    code = """
+        import os, sys
+        import flaxckpt
+        steps = flaxckpt.Checkpointer(sys.argv[1]).new_steps()
+        next(steps)
+        if not (child := os.fork()):
+            steps.close()
+            sys.exit()
+        os.waitpid(child, 0)
+        print(*(name for name in os.listdir(sys.argv[1] + "/1") if "READING" in name))
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), tmp_path],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    assert done.stdout.count("READING") == 1
+    assert not leases(tmp_path)
 
 
 def test_what_is_only_called_like_a_step_does_not_come(tmp_path):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -120,15 +121,18 @@ def test_without_a_policy_everything_stays():
     assert policies.decide([], []) == {}
 
 
-def test_a_temporary_step_stays_while_it_is_the_newest():
-    assert policies.decide([], brief(3, among=(1, 2))) == {
+def test_the_two_newest_temporary_steps_stay_until_there_is_a_permanent_one():
+    assert policies.decide([], brief(3, 4, among=(1, 2))) == {
         1: ["no policy"],
         2: ["no policy"],
-        3: ["newest", "temporary"],
+        3: ["temporary"],
+        4: ["newest", "temporary"],
     }
-    assert stays([], brief(3, 4, among=(1, 2))) == [1, 2, 4]
+    assert stays([], brief(3, among=(1, 2))) == [1, 2, 3]
+    assert stays([], brief(3, 4, 5)) == [4, 5]
+    assert stays([], brief(3, 5, among=(1, 4))) == [1, 4, 5]
     assert stays([], brief(3, 4, among=(1, 5))) == [1, 5]
-    assert stays([LatestN(1)], brief(3, 4, among=(1, 2))) == [2, 4]
+    assert stays([LatestN(1)], brief(3, 4, 5, among=(1, 2))) == [2, 4, 5]
     assert stays([], brief(1, 3, among=(5,)), pinned=[3]) == [3, 5]
 
 
@@ -184,6 +188,11 @@ def test_a_policy_of_ones_own_is_any_object_with_preserved():
         lambda: OnSteps([1.5]),
         lambda: OnSteps([-1]),
         lambda: OnSteps([True]),
+        lambda: OnSteps(5),
+        lambda: OnSteps(np.array([1.0])),
+        lambda: EveryNSecs(np.float32("nan")),
+        lambda: LatestN(np.float32(2)),
+        lambda: BestN(1, (LOSS,), "min"),
         lambda: BestN(0, LOSS, "min"),
         lambda: BestN(1, "", "min"),
         lambda: BestN(1, LOSS, "lowest"),
@@ -192,6 +201,15 @@ def test_a_policy_of_ones_own_is_any_object_with_preserved():
 def test_arguments_that_make_no_sense_are_refused(make):
     with pytest.raises(errors.OptionError, match="wants"):
         make()
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert LatestN(np.int64(3)) == LatestN(3)
+    assert EveryNSecs(np.float32(3)) == EveryNSecs(3)
+    assert OnSteps(np.arange(3)) == OnSteps(range(3))
+    found = [LatestN(np.int8(3)), EveryNSecs(np.int8(3)), OnSteps(np.arange(3))]
+    assert [*map(str, found)] == ["LatestN(3)", "EveryNSecs(3)", "OnSteps([0, 1, 2])"]
+    assert [type(found[0].n), type(found[1].secs)] == [int, float]
 
 
 # What T5X's tests pin, where the rules agree: its `keep=n` best plus the latest is
@@ -306,14 +324,15 @@ def test_the_newest_and_the_pinned_always_stay(chosen, saved, pinned):
 
 
 @given(some_policies, runs)
-def test_of_temporary_steps_only_the_newest_stays_unless_it_is_named(chosen, saved):
+def test_of_temporary_steps_only_the_two_newest_stay_that_are_not_named(chosen, saved):
     named = {s for p in chosen for s in p.preserved(saved)}
     temporary = {c.step for c in saved if c.temporary}
     for policy in chosen:
         if isinstance(policy, LatestN | EveryNSteps | EveryNSecs):
             permanent = [c for c in saved if not c.temporary]
             assert policy.preserved(saved) == policy.preserved(permanent)
-    newest = {max(c.step for c in saved)} if saved else set()
+    last = max((c.step for c in saved if not c.temporary), default=-1)
+    newest = set(sorted(step for step in temporary if step > last)[-2:])
     assert set(stays(chosen, saved)) & temporary == temporary & (named | newest)
 
 

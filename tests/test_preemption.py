@@ -111,11 +111,16 @@ def test_a_step_that_is_saved_already_is_not_saved_again(ckpt):
     assert ckpt.steps() == [2]
 
 
-def test_a_run_that_was_told_to_stop_after_its_end_ends(ckpt):
-    with ckpt:
-        on_step = flaxckpt.CheckpointCallback(ckpt)
-        on_step(1, {"n": 1})
-        send()
+def test_a_signal_after_the_last_call_is_heeded_at_the_end(ckpt):
+    def train():
+        with ckpt:
+            on_step = flaxckpt.CheckpointCallback(ckpt)
+            on_step(1, {"n": 1})
+            send()
+
+    with pytest.raises(SystemExit) as left:
+        train()
+    assert left.value.code == 75, "it may have been told to stop in the middle"
     assert ckpt.steps() == [1]
 
 
@@ -217,7 +222,102 @@ def test_the_last_save_failing_is_what_the_program_ends_with(ckpt, monkeypatch):
     send()
     with pytest.raises(errors.SaveFailedError, match="No space left"):
         on_step(2, {"n": 2})
-    on_step._stop_watching()
+    monkeypatch.undo()
+    on_step.close()
+    assert ckpt.steps() == [2], "who lives on saves it in the end"
+
+
+def test_a_save_that_failed_before_does_not_hinder_the_last(ckpt, monkeypatch):
+    def fail(path):
+        raise OSError(28, "No space left on device")
+
+    on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=2)
+    on_step(1, {"n": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(flaxckpt._save._storage, "sync_tree", fail)
+        on_step(2, {"n": 2})
+        while not on_step.last_save.done():
+            pass
+    send()
+    with pytest.raises(SystemExit):
+        on_step(3, {"n": 3})
+    assert ckpt.steps() == [3]
+
+
+def test_wrong_metrics_do_not_cost_the_last_save(ckpt, caplog):
+    on_step = flaxckpt.CheckpointCallback(ckpt)
+    on_step(1, {"n": 1}, metrics={"loss": 1.0})
+    send()
+    with pytest.raises(SystemExit):
+        on_step(2, {"n": 2}, metrics={"loss": "low"})
+    assert ckpt.steps() == [2]
+    assert "without metrics" in caplog.text
+
+
+def test_a_signal_while_the_last_save_is_written_waits_for_it(ckpt, monkeypatch):
+    real = flaxckpt._save._storage.sync_tree
+
+    def sync(path):
+        send()
+        return real(path)
+
+    def train():
+        with ckpt, flaxckpt.CheckpointCallback(ckpt) as on_step:
+            on_step(1, {"n": 1})
+            monkeypatch.setattr(flaxckpt._save._storage, "sync_tree", sync)
+
+    with pytest.raises(SystemExit) as left:
+        train()
+    assert left.value.code == 75
+    assert ckpt.steps() == [1]
+
+
+def test_after_ctrl_c_the_same_callback_can_train_again(ckpt):
+    on_step = flaxckpt.CheckpointCallback(ckpt)
+    for number, error in (
+        (signal.SIGINT, KeyboardInterrupt),
+        (signal.SIGTERM, SystemExit),
+    ):
+        _, start = on_step.restore_or_init({"n": 0})
+        assert not on_step.should_stop()
+        on_step(start + 1, {"n": start + 1})
+        send(number)
+        with pytest.raises(error):
+            on_step(start + 2, {"n": start + 2})
+    assert ckpt.steps() == [2, 4]
+
+
+def test_watches_that_begin_and_end_in_any_order(tmp_path):
+    ckpts = [flaxckpt.Checkpointer(tmp_path / name) for name in "ab"]
+    a, b = (flaxckpt.CheckpointCallback(ckpt) for ckpt in ckpts)
+    a.restore_or_init({"n": 0})
+    b.restore_or_init({"n": 0})
+    a.close()
+    a.restore_or_init({"n": 0})
+    send()
+    assert a.should_stop()
+    assert b.should_stop()
+    a.give_way()
+    b.give_way()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_children_end_as_they_would_have(ckpt):
+    on_step = flaxckpt.CheckpointCallback(ckpt)
+    on_step(1, {"n": 1})
+    begun, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        os.write(tell, b".")
+        signal.pause()
+        os._exit(0)
+    os.read(begun, 1)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+    assert not on_step.should_stop()
+    on_step.close()
 
 
 # ---- little time ------------------------------------------------------------------
@@ -260,7 +360,7 @@ def test_else_the_parameters_alone_and_that_is_said(ckpt, caplog):
     assert ckpt.steps() == [2]
     step, path = ckpt.params_only()
     assert step == 3
-    assert "the last save took 60.0 s" in caplog.text
+    assert "a save takes 60.0 s" in caplog.text
     found = flaxckpt.load(path, {"params": train_state_at(0).params})
     assert np.array_equal(found["params"]["w"], np.full((4, 4), 3.0))
     assert not any("opt_state" in leaf for leaf in flaxckpt.metadata(path).leaves)
@@ -270,11 +370,32 @@ def test_else_the_parameters_alone_and_that_is_said(ckpt, caplog):
     state, start = again.restore_or_init(train_state_at(0))
     assert (start, int(state.step)) == (2, 2)
     assert "no time to save step 3" in caplog.text
-    again._stop_watching()
+    again.close()
 
     stop_with(flaxckpt.Checkpointer(ckpt.directory), grace_secs=30, took_secs=60)
     assert ckpt.params_only()[0] == 5
     assert not path.exists()
+
+
+def test_without_a_save_yet_the_preflights_estimate_counts(ckpt):
+    clock = Clock()
+    on_step = flaxckpt.CheckpointCallback(ckpt, grace_secs=1e-9, clock=clock)
+    on_step(1, train_state_at(1))
+    send()
+    with pytest.raises(SystemExit):
+        on_step(2, train_state_at(2))
+    assert ckpt.steps() == []
+    assert ckpt.params_only()[0] == 2
+
+
+def test_a_state_without_an_optimizer_is_saved_whole(ckpt):
+    on_step = flaxckpt.CheckpointCallback(ckpt, grace_secs=1e-9, clock=Clock())
+    on_step(1, {"n": 1})
+    send()
+    with pytest.raises(SystemExit):
+        on_step(2, {"n": 2})
+    assert ckpt.steps() == [2]
+    assert ckpt.params_only() is None
 
 
 def test_parameters_alone_are_a_source_for_another_run(ckpt, tmp_path):

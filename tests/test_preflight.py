@@ -74,6 +74,9 @@ def test_who_knows_better_is_only_warned(tmp_path, free, caplog):
     first_call(tmp_path, keep=[LatestN(1)], preflight="warn")
     assert "are needed" in caplog.text
     caplog.clear()
+    first_call(tmp_path / "x", state={"fn": print}, preflight="warn")
+    assert "may fail" in caplog.text
+    caplog.clear()
     first_call(tmp_path / "off", keep=[LatestN(1)], preflight=False)
     assert not caplog.text
 

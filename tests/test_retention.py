@@ -1,10 +1,16 @@
 """What stays in a run directory and what goes, over real checkpoints."""
 
+import contextlib
 import json
 import math
 import os
 import shutil
+import subprocess
+import sys
+import textwrap
+import threading
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +19,7 @@ import pytest
 import strategies
 
 import flaxckpt
-from flaxckpt import _steps, _storage, errors
+from flaxckpt import _retention, _save, _steps, _storage, errors
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, EveryNSecs, EveryNSteps, LatestN, OnSteps
 
@@ -228,14 +234,26 @@ def test_metrics_of_another_process_count_without_reload(tmp_path):
 # ---- temporary steps -------------------------------------------------------------
 
 
-def test_a_temporary_step_goes_when_there_is_a_newer_one(tmp_path):
+def test_of_temporary_steps_two_stay_until_there_is_a_permanent_one(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state(1)).wait()
         ckpt.save(2, state(2), temporary=True).wait()
         assert ckpt.explain() == {1: ["no policy"], 2: ["newest", "temporary"]}
-        assert ckpt.save(3, state(3), temporary=True).wait().deleted_steps == (2,)
-        assert ckpt.save(4, state(4)).wait().deleted_steps == (3,)
-        assert ckpt.steps() == [1, 4]
+        assert ckpt.save(3, state(3), temporary=True).wait().deleted_steps == ()
+        assert ckpt.explain()[2] == ["temporary"]
+        assert ckpt.save(4, state(4), temporary=True).wait().deleted_steps == (2,)
+        assert ckpt.save(5, state(5)).wait().deleted_steps == (3, 4)
+        assert ckpt.steps() == [1, 5]
+
+
+def test_a_damaged_temporary_step_costs_no_more_than_itself(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path, layout=FILES) as ckpt:
+        ckpt.save(1, state(1))
+        for step in (2, 3, 4):
+            ckpt.save(step, state(step), temporary=True)
+        ckpt.wait()
+        change(tmp_path / "4/state/w/c.0.0")
+        strategies.assert_same(state(3), ckpt.restore())
 
 
 def test_a_temporary_step_is_restored_like_others_after_a_restart(tmp_path):
@@ -256,7 +274,7 @@ def test_temporary_steps_take_no_place_of_others(tmp_path):
         ckpt.save(10, state(10), temporary=True).wait()
         assert ckpt.steps() == [2, 3, 10]
         ckpt.save(11, state(11), temporary=True).wait()
-        assert ckpt.steps() == [2, 3, 11]
+        assert ckpt.steps() == [2, 3, 10, 11]
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=keep[2:])
     assert ckpt.explain()[11] == ["newest", "temporary"]
 
@@ -267,13 +285,14 @@ def test_a_temporary_step_stays_if_it_is_the_best_or_pinned_or_chosen(tmp_path):
         ckpt.save(1, state(1), metrics={ACC: 0.9}, temporary=True).wait()
         ckpt.save(2, state(2), temporary=True).wait()
         ckpt.pin(2)
-        for step in (3, 4, 5):
+        for step in (3, 4, 5, 6):
             ckpt.save(step, state(step), temporary=True).wait()
     assert ckpt.explain() == {
         1: ["BestN(1, 'eval/accuracy', 'max')"],
         2: ["pinned"],
         3: ["OnSteps([3])"],
-        5: ["newest", "temporary"],
+        5: ["temporary"],
+        6: ["newest", "temporary"],
     }
 
 
@@ -357,6 +376,16 @@ def test_states_stay_with_the_newest_and_the_pinned(tmp_path):
     assert ckpt.explain()[4] == ["no policy", "dataset let go"]
 
 
+def test_the_state_just_saved_stays_even_if_there_are_newer_steps(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path, keep_dataset=[LatestN(1)]) as ckpt:
+        for step in (10, 90, 40):
+            ckpt.save(step, state(step), dataset=batches(step)).wait()
+        iterator = batches()
+        ckpt.restore(step=40, dataset=iterator)
+        assert next(iterator) == 40
+        assert has_datasets(ckpt) == {10: False, 40: True, 90: True}
+
+
 def test_without_keep_dataset_states_live_as_long_as_their_steps(tmp_path):
     ckpt = save_datasets(tmp_path, 1, 2, 3, keep=[LatestN(2)])
     assert has_datasets(ckpt) == {2: True, 3: True}
@@ -410,6 +439,51 @@ def test_metrics_from_elsewhere_rank_steps(tmp_path):
     ckpt.add_metrics(1, {ACC: 0.2})
     measured[3] = {ACC: 0.5}
     assert ckpt.best_step(ACC, "max") == 3, "what is stored with a step counts first"
+
+
+def test_steps_of_metrics_from_elsewhere_may_be_text_as_json_has_them(tmp_path):
+    measured = json.loads('{"1": {"eval": {"accuracy": 0.9}}, "2": {}}')
+    options = {"keep": [BestN(1, ACC, "max")], "metrics_from": lambda: measured}
+    assert save(tmp_path, 1, 2, 3, **options) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    "measured", [{"last": {ACC: 1}}, {1.5: {}}, {1: 0.5}, [0.5], {1: {ACC: "0.5"}}]
+)
+def test_nothing_is_deleted_if_metrics_from_elsewhere_make_no_sense(tmp_path, measured):
+    options = {"keep": [BestN(1, ACC, "max")], "metrics_from": lambda: measured}
+    assert save(tmp_path, 1, 2, **options) == [1, 2]
+    with pytest.raises(errors.OptionError, match="metric"):
+        flaxckpt.Checkpointer(tmp_path, **options).explain()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("keep", LatestN(3)),
+        ("keep", [LatestN]),
+        ("keep", [5]),
+        ("keep", "LatestN(3)"),
+        ("keep", None),
+        ("keep_dataset", LatestN(3)),
+        ("keep_dataset", [3]),
+        ("metrics_from", {1: {ACC: 0.5}}),
+    ],
+)
+def test_what_is_no_policy_is_refused_at_once(tmp_path, option, value):
+    with pytest.raises(errors.OptionError, match=f"{option} wants .* write {option}="):
+        flaxckpt.Checkpointer(tmp_path / "run", **{option: value})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "metrics", [{"a": 10**400}, {"a": "0.5"}, {"a": b"0.5"}, [0.5], 0.5, {"a": [1, 2]}]
+)
+def test_metrics_that_are_no_numbers_by_name_are_refused(tmp_path, metrics):
+    ckpt = flaxckpt.Checkpointer(tmp_path)
+    with pytest.raises(errors.OptionError, match="must be"):
+        ckpt.save(1, state(1), metrics=metrics)
+    assert ckpt.steps() == []
 
 
 def test_nothing_is_deleted_while_metrics_cannot_be_had(tmp_path, caplog):
@@ -578,8 +652,9 @@ def test_what_cannot_be_written_down_says_what_to_do(tmp_path):
     save(tmp_path, 1, 2)
     ckpt = flaxckpt.Checkpointer(tmp_path)
     # Directories where files are to be, which not even root can write over.
-    for name in ("1/PINNED.tmp", "2/PINNED", "1/metrics/metrics.tmp", "2/metrics"):
+    for name in ("1/PINNED/x", "2/PINNED", "2/metrics"):
         (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "1/metrics").touch()
     (tmp_path / "1.orbax-checkpoint-tmp-deleted").touch()
     for act in (
         lambda: ckpt.pin(1),
@@ -592,6 +667,92 @@ def test_what_cannot_be_written_down_says_what_to_do(tmp_path):
     strategies.assert_same(state(1), ckpt.restore(step=1))
     ckpt.add_metrics(2, {"loss": 1})
     assert ckpt.metrics(2) == {"loss": 1.0}, "an empty directory is no hindrance"
+
+
+ADDING = """
+    import sys
+    import flaxckpt
+
+    root, name, count = sys.argv[1:]
+    ckpt = flaxckpt.Checkpointer(root)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for i in range(int(count)):
+        ckpt.add_metrics(1, {f"{name}{i}": i})
+"""
+
+
+@pytest.mark.parametrize("metrics", [None, {"loss": 0.5}])
+def test_processes_that_add_metrics_at_the_same_time_lose_none(tmp_path, metrics):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state(1), metrics=metrics)
+    adding = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(ADDING), tmp_path, name, "60"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in "ab"
+    ]
+    for process in adding:
+        assert process.stdout.readline() == "ready\n"
+    for process in adding:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in adding:
+        process.communicate(timeout=300)
+        assert process.returncode == 0
+    wanted = {f"{name}{i}": float(i) for name in "ab" for i in range(60)}
+    assert ckpt.metrics(1) == {**wanted, **(metrics or {})}
+    left = sorted(path.name for path in (tmp_path / "1/metrics").iterdir())
+    assert left == ["digests", "metrics"]
+    assert names(tmp_path) == ["1"]
+
+
+def test_metrics_that_are_no_numbers_stay_when_others_are_added(tmp_path):
+    save(tmp_path, 1)
+    put_metrics(tmp_path, s1=0.5)
+    file = tmp_path / "1/metrics/metrics"
+    file.with_name("digests").unlink()  # as FORMAT.md asks of other writers
+    file.write_text('{"note": "by hand", "huge": 1' + "0" * 400 + "}")
+    put_metrics(tmp_path, s1=0.5)
+    assert json.loads(file.read_text()) == {
+        "note": "by hand",
+        "huge": 10**400,
+        ACC: 0.5,
+    }
+    assert flaxckpt.Checkpointer(tmp_path).metrics(1) == {ACC: 0.5}
+
+
+@pytest.mark.parametrize("content", ["", '{"eval/accur', "[0.9]"])
+def test_a_step_whose_metrics_are_damaged_is_not_deleted(tmp_path, caplog, content):
+    keep = [LatestN(1), BestN(1, ACC, "max")]
+    save(tmp_path, 1, 2, 3)
+    put_metrics(tmp_path, s1=0.9, s2=0.5, s3=0.1)
+    file = tmp_path / "1/metrics/metrics"
+    file.write_text(content)
+    assert save(tmp_path, 4, keep=keep) == [1, 2, 4]
+    assert "the metrics of" in caplog.text
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=keep)
+    assert ckpt.explain()[1] == ["metrics damaged"]
+    with pytest.raises(errors.SaveFailedError, match="delete it, and add all metrics"):
+        ckpt.add_metrics(1, {ACC: 0.9})
+    assert file.read_text() == content
+    file.unlink()
+    ckpt.add_metrics(1, {ACC: 0.9})
+    assert save(tmp_path, 5, keep=keep) == [1, 5]
+    file.write_text(content)
+    assert save(tmp_path, 6, keep=[LatestN(1)]) == [6], "nobody asks for its metrics"
+
+
+def test_a_dataset_state_that_may_be_of_the_best_step_stays(tmp_path):
+    save_datasets(tmp_path, 1, 2, 3)
+    put_metrics(tmp_path, s1=0.9)
+    (tmp_path / "1/metrics/metrics").write_text("")
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep_dataset=[BestN(1, ACC, "max")])
+    ckpt.prune()
+    assert has_datasets(ckpt) == {1: True, 2: False, 3: True}
 
 
 def test_metrics_appear_with_their_directory(tmp_path, monkeypatch):
@@ -610,6 +771,154 @@ def test_metrics_appear_with_their_directory(tmp_path, monkeypatch):
     assert not any(seen)
     assert ckpt.metrics(1) == {"loss": 1.0}
     assert names(tmp_path) == ["1"]
+
+
+# ---- what happens while steps are deleted ----------------------------------------
+
+
+def during(monkeypatch, act, *, before):
+    """Has `act(path)` happen whenever a directory is withdrawn, or begins to be."""
+    name = "delete_unless_pinned" if before == "deletion" else "withdraw"
+    module = _steps if before == "deletion" else _steps._storage
+    real = getattr(module, name)
+
+    def act_first(path, *rest):
+        act(path)
+        real(path, *rest)
+
+    monkeypatch.setattr(module, name, act_first)
+
+
+@pytest.mark.parametrize("before", ["deletion", "withdrawal"])
+def test_a_pin_that_was_set_holds_however_late(tmp_path, monkeypatch, caplog, before):
+    caplog.set_level("INFO")
+    save(tmp_path, 1, 2, 3)
+    other = flaxckpt.Checkpointer(tmp_path)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+    with monkeypatch.context() as patch:
+        during(patch, lambda path: other.pin(int(path.name)), before=before)
+        assert ckpt.prune() == ()
+    assert "step 1 stays for now" in caplog.text
+    assert ckpt.explain() == {1: ["pinned"], 2: ["pinned"], 3: ["newest", "LatestN(1)"]}
+    assert names(tmp_path) == ["1", "2", "3"]
+    strategies.assert_same(state(1), ckpt.restore(step=1))
+    ckpt.delete(1)
+    assert ckpt.steps() == [2, 3]
+
+
+def test_metrics_that_come_while_others_are_deleted_count(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2, 3, 4)
+    put_metrics(tmp_path, s1=0.1, s2=0.2, s3=0.3, s4=0.4)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[BestN(1, ACC, "max")])
+    with monkeypatch.context() as patch:
+        during(patch, lambda path: put_metrics(tmp_path, s3=0.9), before="deletion")
+        assert ckpt.prune() == (1, 2)
+    assert ckpt.explain()[3] == [str(ckpt.keep[0])]
+
+
+def test_a_worse_measurement_of_the_best_promotes_what_was_to_go(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2, 3, 4)
+    put_metrics(tmp_path, s1=0.1, s2=0.2, s3=0.9, s4=0.1)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[BestN(1, ACC, "max")])
+    with monkeypatch.context() as patch:
+        during(patch, lambda path: put_metrics(tmp_path, s3=0.0), before="deletion")
+        assert ckpt.prune() == (1, 3)
+    assert ckpt.steps() == [2, 4]
+
+
+def test_without_space_for_one_more_file_steps_are_deleted(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2, 3)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+    real = os.open
+
+    def full(path, flags, *args, **kwargs):
+        if flags & os.O_CREAT:
+            raise OSError(28, "No space left on device", str(path))
+        return real(path, flags, *args, **kwargs)
+
+    def touch(path, *args, **kwargs):
+        full(path, os.O_CREAT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        patch.setattr(Path, "touch", touch)
+        ckpt.delete(1)
+        assert ckpt._retention.apply() == (2,)
+    assert names(tmp_path) == ["3"]
+
+
+def test_a_save_that_is_waited_for_leaves_deletions_to_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(_retention, "_DELETING_SECS", 0)
+    save(tmp_path, *range(9))
+    waited = threading.Event()
+
+    class Waited(LatestN):
+        """Judges when somebody waits for the save."""
+
+        def preserved(self, checkpoints):
+            assert waited.wait(60)
+            return super().preserved(checkpoints)
+
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[Waited(1)])
+    handle = ckpt.save(9, state(9))
+    monkeypatch.setattr(
+        _save._progress, "shown", lambda counter: contextlib.nullcontext(waited.set())
+    )
+    assert handle.wait().deleted_steps == (0, 1)
+    assert ckpt.steps() == [*range(2, 10)]
+    monkeypatch.undo()
+    assert ckpt.save(10, state(10)).wait().deleted_steps == tuple(range(2, 10))
+
+
+def test_a_save_that_nobody_waits_for_deletes_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(_retention, "_DELETING_SECS", 0)
+    save(tmp_path, *range(9))
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+    handle = ckpt.save(9, state(9))
+    deadline = time.monotonic() + 60
+    while not handle.done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert handle.wait().deleted_steps == tuple(range(9))
+    save(tmp_path, *range(10, 15))
+    assert ckpt.prune() == (9, 10, 11, 12, 13), "what is asked for is done"
+
+
+PRUNING = """
+    import sys
+    import flaxckpt
+    from flaxckpt.policies import LatestN
+
+    ckpt = flaxckpt.Checkpointer(sys.argv[1], keep=[LatestN(1)])
+    print("ready", flush=True)
+    sys.stdin.readline()
+    print(*ckpt.prune())
+"""
+
+
+def test_processes_that_prune_at_the_same_time_delete_each_step_once(tmp_path):
+    save(tmp_path, 0)
+    for step in range(1, 80):
+        shutil.copytree(tmp_path / "0", tmp_path / str(step))
+    pruning = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(PRUNING), tmp_path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for process in pruning:
+        assert process.stdout.readline() == "ready\n"
+    for process in pruning:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    found = [process.communicate(timeout=300) for process in pruning]
+    assert [told for _, told in found] == ["", ""], "nothing went wrong"
+    deleted = sorted(int(step) for out, _ in found for step in out.split())
+    assert deleted == list(range(79))
+    assert names(tmp_path) == ["79"]
 
 
 # ---- as Orbax sees it ------------------------------------------------------------

@@ -93,7 +93,8 @@ class Retention(RuleBasedStateMachine):
                 stay |= set(permanent[:1])
         if not self.keep:
             stay |= self.metrics.keys() - self.temporary
-        return stay
+        last = max(self.metrics.keys() - self.temporary, default=-1)
+        return stay | set(sorted(s for s in self.temporary if s > last)[-2:])
 
     def forget(self, gone):
         for step in gone:

@@ -7,6 +7,8 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import operator
+import os
 import threading
 import time
 import weakref
@@ -15,11 +17,10 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from flaxckpt import errors
-from flaxckpt.datasets import _adapters
+from flaxckpt.datasets import _adapters, _kinds
 
 Batch = TypeVar("Batch")
 
-_NOT_TAKEN = object()
 _SECONDS_AT_EXIT = 5.0
 _SECONDS_BETWEEN_LOOKS = 10.0
 
@@ -59,13 +60,11 @@ class Buffered(Generic[Batch]):
         *,
         transform: Callable[[Any], Batch] | None = None,
     ) -> None:
-        if depth < 1:
-            raise errors.OptionError(f"depth must be positive, got {depth}")
         self.iterator = iterator
         self._adapter = _adapters.find(iterator)
-        self._depth = depth
+        self._depth = _checked_depth(depth)
         self._transform = transform
-        self._state: Any = _NOT_TAKEN
+        self._state: _State | None = None  # of the beginning, until a batch is taken
         self._batches: Iterator[Any] | None = None
         self._worker: _Worker | None = None
         self._ended = False
@@ -83,6 +82,7 @@ class Buffered(Generic[Batch]):
     def __next__(self) -> Batch:
         if self._ended:
             raise StopIteration
+        self._check_own()
         if self._worker is None:
             self._start()
         assert self._worker is not None
@@ -99,28 +99,57 @@ class Buffered(Generic[Batch]):
 
     def get_state(self) -> Any:
         """The state of `iterator` as of the batch that was returned last."""
-        if self._state is _NOT_TAKEN:
+        if self._state is None:
             return self._adapter.get_state(self.iterator)
-        return self._state
+        return self._state.whole
 
     def set_state(self, state: Any) -> None:
         """Drops what was made ahead, and continues at a state that `get_state` gave."""
+        self._set(lambda: self._adapter.set_state(self.iterator, copy.deepcopy(state)))
+        if _has_shards(self.iterator):
+            self._state = _state(self._adapter, self.iterator)
+        else:
+            self._state = _State(copy.deepcopy(state))
+
+    @property
+    def get_shard_states(self) -> Callable[[], list[Any]] | None:
+        """Gives the states of the shards of `iterator`, if it has them; else None."""
+        if not _has_shards(self.iterator):
+            return None
+        return lambda: list(
+            (self._state or _state(self._adapter, self.iterator)).shards
+        )
+
+    @property
+    def set_shard_states(self) -> Callable[[list[Any]], None] | None:
+        """Goes to states of shards, if `iterator` has them; else None."""
+        return self._set_shard_states if _has_shards(self.iterator) else None
+
+    def _set_shard_states(self, states: list[Any]) -> None:
+        self._set(lambda: self.iterator.set_shard_states(copy.deepcopy(states)))
+        self._state = _state(self._adapter, self.iterator)
+
+    def _set(self, set_inner: Callable[[], None]) -> None:
         self._check_open()
+        self._check_own()
         self._stop()
         self._batches = None
         try:
-            self._adapter.set_state(self.iterator, copy.deepcopy(state))
+            set_inner()
         except Exception:
-            if self._state is not _NOT_TAKEN:  # so that the loop could still go on
+            if self._state is not None:  # so that the loop could still go on
                 with contextlib.suppress(Exception):
-                    self._adapter.set_state(self.iterator, copy.deepcopy(self._state))
+                    before = copy.deepcopy(self._state.whole)
+                    self._adapter.set_state(self.iterator, before)
             raise
-        self._state = copy.deepcopy(state)
         self._ended = False
 
     def close(self) -> None:
-        """Ends the thread and drops what was made ahead; the state stays."""
-        self._stop()
+        """Ends the thread and drops what was made ahead; the state stays.
+
+        A batch that does not come is not waited for.
+        """
+        self._stop(timeout_secs=_SECONDS_AT_EXIT)
         self._closed = True
 
     def __enter__(self) -> Self:
@@ -138,10 +167,10 @@ class Buffered(Generic[Batch]):
         self._check_open()
         adapter, inner = self._adapter, self.iterator
 
-        def state() -> Any:
-            return copy.deepcopy(adapter.get_state(inner))
+        def state() -> _State:
+            return _state(adapter, inner)
 
-        if self._state is _NOT_TAKEN:
+        if self._state is None:
             self._state = state()
         if self._batches is None:
             self._batches = iter(inner) if hasattr(inner, "__iter__") else inner
@@ -150,11 +179,11 @@ class Buffered(Generic[Batch]):
         self._forgotten = weakref.finalize(self, self._worker.stop)
         self._forgotten.atexit = False
 
-    def _stop(self) -> None:
+    def _stop(self, timeout_secs: float | None = None) -> None:
         if self._worker is not None:
             self._forgotten.detach()
             self._worker.stop()
-            self._worker.join()
+            self._worker.join(timeout_secs)
             self._worker = None
 
     def _check_open(self) -> None:
@@ -164,13 +193,52 @@ class Buffered(Generic[Batch]):
                 " make a new one, and restore its state"
             )
 
+    def _check_own(self) -> None:
+        """Refuses to go on with a thread that was left behind by a fork."""
+        if self._worker is not None and not self._worker.is_own():
+            raise errors.DatasetStateError(
+                "this Buffered has begun in another process, and its thread did not"
+                " come along with the fork: make it, and its iterator, in the process"
+                " that takes the batches"
+            )
+
+
+def _checked_depth(depth: object) -> int:
+    try:
+        number = 0 if isinstance(depth, bool) else operator.index(depth)  # type: ignore[arg-type]
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise errors.OptionError(
+            f"depth must be a whole number of at least 1, got {depth!r}"
+        )
+    return number
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _State:
+    """The state of an iterator, and those of its shards if it gives them."""
+
+    whole: Any
+    shards: tuple[Any, ...] = ()
+
+
+def _state(adapter: _adapters.Adapter, iterator: Any) -> _State:
+    """A copy of the state as it is now."""
+    shards = iterator.get_shard_states() if _has_shards(iterator) else ()
+    return copy.deepcopy(_State(adapter.get_state(iterator), tuple(shards)))
+
+
+def _has_shards(iterator: Any) -> bool:
+    return _kinds.has(iterator, "get_shard_states", "set_shard_states")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Made:
     """A batch and the state after it, or why there is none."""
 
     batch: Any
-    state: Any
+    state: _State | None
     error: BaseException | None = None
     is_end: bool = False
 
@@ -181,7 +249,7 @@ class _Worker:
     def __init__(
         self,
         batches: Iterator[Any],
-        state: Callable[[], Any],
+        state: Callable[[], _State],
         transform: Callable[[Any], Any] | None,
         depth: int,
     ) -> None:
@@ -192,6 +260,7 @@ class _Worker:
         self._ready: collections.deque[_Made] = collections.deque()
         self._stopped = False
         self._changed = threading.Condition()
+        self._pid = os.getpid()
         self._thread = threading.Thread(
             target=self._run, name="flaxckpt Buffered", daemon=True
         )
@@ -201,13 +270,25 @@ class _Worker:
     def take(self) -> _Made:
         """Waits for the next batch."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ready)
+            while not self._ready:
+                self._changed.wait(_SECONDS_BETWEEN_LOOKS)
+                if not self._ready and not self._thread.is_alive():
+                    raise errors.DatasetStateError(
+                        "the thread that makes batches has ended without a word: the"
+                        " program is about to exit"
+                    )
             made = self._ready.popleft()
             self._changed.notify_all()
             return made
 
+    def is_own(self) -> bool:
+        """Whether its thread is in this process, not in one that forked this."""
+        return os.getpid() == self._pid
+
     def stop(self) -> None:
         """Ends the thread after the batch that it is making."""
+        if not self.is_own():
+            return  # a fork leaves threads behind, and locks as they were
         with self._changed:
             self._stopped = True
             self._ready.clear()
@@ -244,6 +325,10 @@ class _Worker:
             if self._transform is not None:
                 batch = self._transform(batch)
             return _Made(batch, state)
+        except StopIteration as error:  # as in a generator: it would end the loop
+            told = RuntimeError("the transform of a Buffered raised StopIteration")
+            told.__cause__ = error
+            return _Made(None, None, told)
         except BaseException as error:
             return _Made(None, None, error)
 

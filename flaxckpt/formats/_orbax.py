@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import re
+import secrets
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -320,37 +322,53 @@ def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
 
 
 read_metrics = _orbax_disk.read_metrics
+metrics_in = _orbax_disk.metrics_in
+numbers_in = _orbax_disk.numbers_in
 read_created = _orbax_disk.read_created
 has_let_go_dataset = _orbax_disk.has_let_go_dataset
 
 
-def write_metrics(path: Path, metrics: Mapping[str, float]) -> None:
+def file_to_lock(path: Path) -> Path:
+    """A file of the checkpoint `path` that is always there and never replaced."""
+    names = (_orbax_json.MANIFEST, _orbax_disk.CHECKPOINT)
+    return next((path / name for name in names if (path / name).is_file()), path)
+
+
+def write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
     """Writes the metrics of the committed checkpoint `path` anew, in one step."""
     content = _orbax_json.dumps(dict(metrics))
     if (path / METRICS).is_dir():
-        # Both are right until the new ones are there, whenever that is cut off.
-        with contextlib.suppress(errors.DamagedCheckpointError):
-            old = _orbax_disk.read_file(path / METRICS / METRICS)
-            digests = _digests_of_metrics(content, old)
-            _storage.replace(path / _orbax_disk.METRICS_DIGESTS, digests)
-        _storage.replace(path / METRICS / METRICS, content)
-        digests = _digests_of_metrics(content)
-        _storage.replace(path / _orbax_disk.METRICS_DIGESTS, digests)
+        _replace_metrics(path, content)
         return
     # Made beside it: Orbax takes a directory without its file for damage.
-    made = path.with_name(f"{path.name}{_steps.TEMPORARY}-{METRICS}")
-    _storage.remove_tree(made)
+    name = f"{path.name}{_steps.TEMPORARY}-{METRICS}-{secrets.token_hex(4)}"
+    made = path.with_name(name)
     made.mkdir()
     try:
         _storage.write(made / METRICS, content)
         file = made / Path(_orbax_disk.METRICS_DIGESTS).name
         _storage.write(file, _digests_of_metrics(content))
         _storage.sync_directory(made)
-        made.rename(path / METRICS)
-    except BaseException:
+        try:
+            made.rename(path / METRICS)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            # Somebody else was first, who knew nothing of these.
+            _replace_metrics(path, content)
+    finally:
         _storage.remove_tree(made)
-        raise
     _storage.sync_directory(path)
+
+
+def _replace_metrics(path: Path, content: bytes) -> None:
+    right = [content]
+    with contextlib.suppress(errors.DamagedCheckpointError):
+        right.append(_orbax_disk.read_file(path / METRICS / METRICS))
+    # Both are right until the new ones are there, whenever that is cut off.
+    _storage.replace(path / _orbax_disk.METRICS_DIGESTS, _digests_of_metrics(*right))
+    _storage.replace(path / METRICS / METRICS, content)
+    _storage.replace(path / _orbax_disk.METRICS_DIGESTS, _digests_of_metrics(content))
 
 
 def read_dataset(path: Path, digests: Mapping[str, str]) -> dict[str, bytes]:

@@ -135,35 +135,52 @@ def read_metrics(path: Path) -> dict[str, float]:
 
     A damaged file means no metrics: it is no reason to lose the state beside it.
     """
-    if not (path / METRICS / METRICS).is_file():
-        return {}
     try:
-        data = checked_metrics(path)
+        return numbers_in(metrics_in(path))
     except errors.DamagedCheckpointError as error:
         _log.warning("the metrics of %s are lost: %s", path, error)
         return {}
-    return {
-        name: float(value)
-        for name, value in data.items()
-        if isinstance(value, int | float)
-    }
 
 
-def checked_metrics(path: Path) -> dict[str, Any]:
-    """What is in the file of metrics of the checkpoint `path`.
+def metrics_in(path: Path) -> dict[str, Any]:
+    """What is in the metrics' file of the checkpoint `path`; empty if it has none.
 
     Raises:
-        DamagedCheckpointError: It is missing, or is not what was written there.
+        DamagedCheckpointError: The file is not what it should be.
     """
     file = path / METRICS / METRICS
-    content = read_file(file)
-    if (path / METRICS_DIGESTS).is_file():
-        known = json_file(path / METRICS_DIGESTS).get(METRICS)
-        if not isinstance(known, list) or _storage.digest(content) not in known:
+    try:
+        content = _storage.read(file, max_bytes=_orbax_json.MAX_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except IsADirectoryError:
+        raise errors.DamagedCheckpointError(f"{file} is a directory") from None
+    if not _is_known(path, content):
+        again = read_file(file)  # others may write it just now
+        if again == content or not _is_known(path, again):
             raise errors.DamagedCheckpointError(
                 f"{file} has changed since it was written, or {METRICS_DIGESTS} has"
             )
+        content = again
     return _orbax_json.loads(content, file)
+
+
+def _is_known(path: Path, metrics: bytes) -> bool:
+    """Whether `metrics` have one of the digests that were written down of them."""
+    if not (path / METRICS_DIGESTS).is_file():
+        return True
+    known = json_file(path / METRICS_DIGESTS).get(METRICS)
+    return isinstance(known, list) and _storage.digest(metrics) in known
+
+
+def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers among `metrics`; those that no float can hold are none."""
+    found = {}
+    for name, value in metrics.items():
+        if isinstance(value, int | float):
+            with contextlib.suppress(OverflowError):
+                found[name] = float(value)
+    return found
 
 
 def checkpoint_info(
