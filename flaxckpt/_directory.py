@@ -216,7 +216,7 @@ class RunDirectory:
 
         The reasons are those of `policies.decide`; "metrics damaged", of a step that
         may be the best for all that can be read; "dataset let go", which says that its
-        dataset state did not stay with it; and "damaged: …" of a step that no policy
+        dataset state did not stay with it; and "damaged: …", of a step that no policy
         counts, see `damaged`.
         """
         found = self._retention.explain()

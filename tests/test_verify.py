@@ -13,6 +13,7 @@ import strategies
 
 import flaxckpt
 from flaxckpt import _blocks, _steps, _storage, errors
+from flaxckpt.formats import _orbax
 from flaxckpt.policies import LatestN
 
 LAYOUTS = {
@@ -206,6 +207,50 @@ def test_other_formats_are_read_and_decoded(tmp_path):
         content = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(content[:-100])
         assert flaxckpt.verify(tmp_path / name).problems
+
+
+def as_orbax(path):
+    """Leaves of a checkpoint of ours what Orbax would have written."""
+    (path / "flaxckpt.json").unlink()
+    (path / "commit_success.txt").unlink()
+
+
+def test_checksums_of_other_writers_are_compared_where_they_are(tmp_path):
+    run(tmp_path, 1)
+    as_orbax(tmp_path / "1")
+    report = flaxckpt.verify(tmp_path / "1")
+    assert report.ok, str(report)
+    assert (report.format, report.unchecked) == ("orbax", {})
+    flip(tmp_path / "1/state/w/c.0.0")
+    assert list(flaxckpt.verify(tmp_path / "1").problems) == ["w"]
+
+
+def test_a_damaged_step_of_another_writer_is_marked_too(tmp_path):
+    ckpt = run(tmp_path, 1, 2)
+    as_orbax(tmp_path / "2")
+    (tmp_path / "2/state/table/c.0.0").write_bytes(b"short")
+    strategies.assert_same(state(1), ckpt.restore(state(0)))
+    assert ckpt.damaged().keys() == {2}
+    assert "table" in ckpt.damaged()[2]
+
+
+def test_large_databases_are_verified_by_their_values(tmp_path, monkeypatch):
+    monkeypatch.setattr(_orbax, "_SMALL_DATABASE_BYTES", 0)
+    for codec in ("none", "compact"):
+        layout = flaxckpt.ArrayLayout(store="ocdbt", codec=codec)
+        run(tmp_path / codec, 1, layout=layout)
+        path = tmp_path / codec / "1"
+        assert not any("state/d" in name for name in manifest(path)["digests"])
+        report = flaxckpt.verify(path)
+        assert report.ok, str(report)
+        assert (report.unchecked, report.extra) == ({}, ())
+        largest = max(path.glob("state/d/*"), key=lambda file: file.stat().st_size)
+        flip(largest, at=largest.stat().st_size // 2)
+        assert list(flaxckpt.verify(path).problems) == ["table"]
+
+
+def manifest(path):
+    return json.loads((path / "flaxckpt.json").read_text())
 
 
 def test_what_cannot_be_read_proves_no_damage(tmp_path, monkeypatch):

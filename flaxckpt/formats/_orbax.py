@@ -338,14 +338,7 @@ def write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
     """Writes the metrics of the committed checkpoint `path` anew, in one step."""
     content = _orbax_json.dumps(dict(metrics))
     if (path / METRICS).is_dir():
-        # Both are right until the new ones are there, whenever that is cut off.
-        with contextlib.suppress(errors.DamagedCheckpointError):
-            old = _orbax_disk.read_file(path / METRICS / METRICS)
-            digests = _digests_of_metrics(content, old)
-            _storage.replace(path / _orbax_disk.METRICS_DIGESTS, digests)
-        _storage.replace(path / METRICS / METRICS, content)
-        digests = _digests_of_metrics(content)
-        _storage.replace(path / _orbax_disk.METRICS_DIGESTS, digests)
+        _replace_metrics(path, content)
         return
     # Made beside it: Orbax takes a directory without its file for damage.
     name = f"{path.name}{_steps.TEMPORARY}-{METRICS}-{secrets.token_hex(4)}"
@@ -361,10 +354,21 @@ def write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            write_metrics(path, metrics)  # somebody else was first, without these
+            # Somebody else was first, who knew nothing of these.
+            _replace_metrics(path, content)
     finally:
         _storage.remove_tree(made)
     _storage.sync_directory(path)
+
+
+def _replace_metrics(path: Path, content: bytes) -> None:
+    right = [content]
+    with contextlib.suppress(errors.DamagedCheckpointError):
+        right.append(_orbax_disk.read_file(path / METRICS / METRICS))
+    # Both are right until the new ones are there, whenever that is cut off.
+    _storage.replace(path / _orbax_disk.METRICS_DIGESTS, _digests_of_metrics(*right))
+    _storage.replace(path / METRICS / METRICS, content)
+    _storage.replace(path / _orbax_disk.METRICS_DIGESTS, _digests_of_metrics(content))
 
 
 def read_dataset(path: Path, digests: Mapping[str, str]) -> dict[str, bytes]:

@@ -149,9 +149,28 @@ def metrics_in(path: Path) -> dict[str, Any]:
         DamagedCheckpointError: The file is not what it should be.
     """
     file = path / METRICS / METRICS
-    if file.is_dir():
-        raise errors.DamagedCheckpointError(f"{file} is a directory")
-    return checked_metrics(path) if file.exists() else {}
+    try:
+        content = _storage.read(file, max_bytes=_orbax_json.MAX_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except IsADirectoryError:
+        raise errors.DamagedCheckpointError(f"{file} is a directory") from None
+    if not _is_known(path, content):
+        again = read_file(file)  # others may write it just now
+        if again == content or not _is_known(path, again):
+            raise errors.DamagedCheckpointError(
+                f"{file} has changed since it was written, or {METRICS_DIGESTS} has"
+            )
+        content = again
+    return _orbax_json.loads(content, file)
+
+
+def _is_known(path: Path, metrics: bytes) -> bool:
+    """Whether `metrics` have one of the digests that were written down of them."""
+    if not (path / METRICS_DIGESTS).is_file():
+        return True
+    known = json_file(path / METRICS_DIGESTS).get(METRICS)
+    return isinstance(known, list) and _storage.digest(metrics) in known
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -162,23 +181,6 @@ def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
             with contextlib.suppress(OverflowError):
                 found[name] = float(value)
     return found
-
-
-def checked_metrics(path: Path) -> dict[str, Any]:
-    """What is in the file of metrics of the checkpoint `path`.
-
-    Raises:
-        DamagedCheckpointError: It is missing, or is not what was written there.
-    """
-    file = path / METRICS / METRICS
-    content = read_file(file)
-    if (path / METRICS_DIGESTS).is_file():
-        known = json_file(path / METRICS_DIGESTS).get(METRICS)
-        if not isinstance(known, list) or _storage.digest(content) not in known:
-            raise errors.DamagedCheckpointError(
-                f"{file} has changed since it was written, or {METRICS_DIGESTS} has"
-            )
-    return _orbax_json.loads(content, file)
 
 
 def checkpoint_info(

@@ -30,7 +30,7 @@ KINDS = {"ext4": ["mkfs.ext4", "-q", "-F"], "xfs": ["mkfs.xfs", "-q", "-f"]}
 IMAGE_BYTES = 320 * 2**20  # the least that xfs takes, and some
 CUTS = int(os.environ.get("FLAXCKPT_POWER_CUTS", "8"))
 DELAYS_SECS = (0.0, 0.3) if CUTS < 50 else (0.0, 0.0, 0.3, 1.0, 6.0, 12.0)
-LONGEST_SAVE_SECS = 0.3
+LONGEST_SAVE_SECS = 0.1
 LAYOUTS = [
     flaxckpt.ArrayLayout(store=store, chunk_bytes=2**19) for store in ("files", "ocdbt")
 ]
