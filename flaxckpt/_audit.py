@@ -59,7 +59,7 @@ def check(path: Path, *, is_ours: bool) -> None:
         for name, digest in stored.digests.items():
             if not (let_go and name.startswith(f"{_orbax.DATASET}/")):
                 _check_digest(path / name, digest)
-        manifest = _orbax_disk.json_file(path / _orbax_json.MANIFEST)
+        manifest = _orbax_disk.json_file(path / _orbax_json.MANIFEST, path)
         encoding = _orbax_json.encoding(manifest)
         arrays = [i for i in stored.metadata.leaves.values() if i.dtype is not None]
         if encoding is None or not arrays:

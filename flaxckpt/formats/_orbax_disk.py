@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _layout, _steps, _storage, errors
+from flaxckpt import _layout, _links, _steps, _storage, errors
 from flaxckpt._info import CheckpointMetadata, LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _orbax_json, _scan
@@ -69,27 +70,32 @@ def _is_item(path: Path) -> bool:
     return (path / TREE).is_file() or bool(_scan.first_keys(path / AGGREGATE))
 
 
-def read_file(path: Path, *, max_bytes: int = _orbax_json.MAX_BYTES) -> bytes:
-    """The content of a file that must be there.
+def read_file(
+    path: Path, checkpoint: Path, *, max_bytes: int = _orbax_json.MAX_BYTES
+) -> bytes:
+    """The content of a file of a checkpoint that must be there.
 
     Raises:
-        DamagedCheckpointError: It is not, or is too large.
+        DamagedCheckpointError: It is not, or is too large, or lies elsewhere.
     """
     try:
+        _links.check_file(path, checkpoint)
         return _storage.read(path, max_bytes=max_bytes)
+    except ValueError as error:
+        raise errors.DamagedCheckpointError(str(error)) from None
     except (FileNotFoundError, NotADirectoryError):
         raise errors.DamagedCheckpointError(
             f"{path} is missing; restore another step"
         ) from None
 
 
-def json_file(path: Path) -> dict[str, Any]:
-    """The object in a JSON file that must be there.
+def json_file(path: Path, checkpoint: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint that must be there.
 
     Raises:
         DamagedCheckpointError: It is not, or holds something else.
     """
-    return _orbax_json.loads(read_file(path), path)
+    return _orbax_json.loads(read_file(path, checkpoint), path)
 
 
 def check_digest(path: Path, content: bytes, recorded: object) -> None:
@@ -106,14 +112,17 @@ def check_digest(path: Path, content: bytes, recorded: object) -> None:
 
 
 def read_strings(
-    item: Path, infos: Sequence[LeafInfo], digests: Mapping[str, str]
+    item: Path,
+    checkpoint: Path,
+    infos: Sequence[LeafInfo],
+    digests: Mapping[str, str],
 ) -> dict[LeafPath, str]:
     """Leaf path -> value of the string leaves."""
     wanted = [info for info in infos if info.kind == "string"]
     if not wanted:
         return {}
     path = item / STRINGS
-    raw = read_file(path)
+    raw = read_file(path, checkpoint)
     check_digest(path, raw, digests.get(f"{STATE}/{STRINGS}"))
     data = _orbax_json.loads(raw, path)
     try:
@@ -132,22 +141,24 @@ def read_metrics(path: Path) -> dict[str, float]:
 
     A damaged file means no metrics: it is no reason to lose the state beside it.
     """
-    try:
-        content = _storage.read(
-            path / METRICS / METRICS, max_bytes=_orbax_json.MAX_BYTES
-        )
-    except (FileNotFoundError, NotADirectoryError):
+    file = path / METRICS / METRICS
+    if not os.path.lexists(file):
         return {}
     try:
-        data = _orbax_json.loads(content, path / METRICS / METRICS)
+        data = json_file(file, path)
     except errors.DamagedCheckpointError as error:
         _log.warning("the metrics of %s are lost: %s", path, error)
         return {}
     return {
         name: float(value)
         for name, value in data.items()
-        if isinstance(value, int | float)
+        if isinstance(value, int | float) and _is_float(value)
     }
+
+
+def _is_float(value: float) -> bool:
+    """Whether a number from JSON is not an integer that no float can be."""
+    return not isinstance(value, int) or abs(value) < 2**1023
 
 
 def checkpoint_info(
@@ -159,7 +170,7 @@ def checkpoint_info(
 ) -> CheckpointMetadata:
     found: dict[str, Any] = {}
     if CHECKPOINT in digests or (path / CHECKPOINT).is_file():
-        raw = read_file(path / CHECKPOINT)
+        raw = read_file(path / CHECKPOINT, path)
         if CHECKPOINT in digests:
             check_digest(path / CHECKPOINT, raw, digests[CHECKPOINT])
             found = _orbax_json.loads(raw, path / CHECKPOINT)
@@ -195,7 +206,7 @@ def read_created(path: Path) -> float:
     What does not record it is as old as its oldest file.
     """
     try:
-        found = json_file(path / CHECKPOINT).get("init_timestamp_nsecs")
+        found = json_file(path / CHECKPOINT, path).get("init_timestamp_nsecs")
     except errors.DamagedCheckpointError:
         found = None
     created = _seconds(found)
