@@ -11,6 +11,8 @@ import os
 import stat
 from pathlib import Path
 
+_LONG_BYTES = 64 * 2**20
+_BEST_RATIO = 64
 _MAX_DEPTH = 40
 """Of directories in an array: one for each axis at most."""
 
@@ -103,10 +105,20 @@ def _size(directory: str, checkpoint: Path, *, depth: int) -> int:
                 continue
             status = entry.stat()
             if stat.S_ISREG(status.st_mode):
+                _check_holes(entry.path, status)
                 size += status.st_size
             elif not stat.S_ISDIR(status.st_mode):
                 raise ValueError(f"{entry.path} is no plain file")
     return size
+
+
+def _check_holes(path: str, status: os.stat_result) -> None:
+    """Refuses a long file of which next to nothing is there.
+
+    TensorStore takes memory for all of it; no file system compresses that much.
+    """
+    if status.st_size > max(_LONG_BYTES, status.st_blocks * 512 * _BEST_RATIO):
+        raise ValueError(f"{path} has {status.st_size} bytes, most of which are holes")
 
 
 def _check(path: str, checkpoint: Path) -> None:

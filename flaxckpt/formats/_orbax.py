@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -273,7 +274,7 @@ def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
         DamagedCheckpointError: A file is missing, not what it should be, or does not
             have the digest that was written down for it.
     """
-    if (path / _orbax_json.MANIFEST).is_file():
+    if os.path.lexists(path / _orbax_json.MANIFEST):
         return _read_own(path, step, resolve)
     return _orbax_foreign.read(path, step)
 

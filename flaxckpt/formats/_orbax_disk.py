@@ -169,7 +169,7 @@ def checkpoint_info(
     digests: Mapping[str, str],
 ) -> CheckpointMetadata:
     found: dict[str, Any] = {}
-    if CHECKPOINT in digests or (path / CHECKPOINT).is_file():
+    if CHECKPOINT in digests or os.path.lexists(path / CHECKPOINT):
         raw = read_file(path / CHECKPOINT, path)
         if CHECKPOINT in digests:
             check_digest(path / CHECKPOINT, raw, digests[CHECKPOINT])
