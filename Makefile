@@ -6,10 +6,13 @@
 #   make test-frameworks
 #                tests with torch, Hugging Face datasets, TensorFlow and keras, which
 #                are large: in an environment of their own, .venv-frameworks
+#   make fuzz    gives each parser changed files, for FUZZ_SECS seconds each: in an
+#                environment of its own, .venv-fuzz; what is found is in fuzz-findings
 #   make clean   removes all that these targets made
 
 PYTHON ?= python3
 PYTEST_ARGS ?= -n 2
+FUZZ_SECS ?= 300
 BENCH_ARGS ?= --json bench-results/results.json --picture bench-results/results.svg
 
 VENV := .venv
@@ -18,8 +21,10 @@ INSTALLED := $(VENV)/.installed
 BENCH_INSTALLED := $(VENV)/.bench-installed
 FRAMEWORKS_VENV := .venv-frameworks
 FRAMEWORKS_INSTALLED := $(FRAMEWORKS_VENV)/.installed
+FUZZ_VENV := .venv-fuzz
+FUZZ_INSTALLED := $(FUZZ_VENV)/.installed
 
-.PHONY: demo test test-frameworks check bench clean
+.PHONY: demo test test-frameworks fuzz check bench clean
 
 demo: $(INSTALLED)
 	@$(BIN)/python -m examples.demo
@@ -31,6 +36,10 @@ test: check
 test-frameworks: $(FRAMEWORKS_INSTALLED)
 	@echo "==> pytest tests/frameworks"
 	@$(FRAMEWORKS_VENV)/bin/python -m pytest tests/frameworks
+
+fuzz: $(FUZZ_INSTALLED)
+	@echo "==> fuzz, $(FUZZ_SECS) s for each target"
+	@cd tests && ../$(FUZZ_VENV)/bin/python -m fuzz --guided --secs $(FUZZ_SECS) --keep ../fuzz-findings
 
 check: $(INSTALLED)
 	@echo "==> ruff format --check"
@@ -62,6 +71,12 @@ $(FRAMEWORKS_INSTALLED): pyproject.toml
 	@$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,frameworks]'
 	@touch $@
 
+$(FUZZ_INSTALLED): pyproject.toml
+	@echo "==> Installing flaxckpt with atheris into $(FUZZ_VENV)"
+	@$(PYTHON) -m venv $(FUZZ_VENV)
+	@$(FUZZ_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,fuzz]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS_VENV) demo-run bench-results .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(FRAMEWORKS_VENV) $(FUZZ_VENV) demo-run fuzz-findings bench-results .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -55,7 +55,7 @@ def check(path: Path, *, is_ours: bool) -> None:
             )
         return
     with _access.explained(path):
-        manifest = _orbax_disk.json_file(path / _orbax_json.MANIFEST)
+        manifest = _orbax_disk.json_file(path / _orbax_json.MANIFEST, path)
         encoding = _orbax_json.encoding(manifest)
         for name, digest in digests(path, stored).items():
             # Zarr 2 has one for every file, which would be as much to read as all.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -29,6 +30,8 @@ _log = logging.getLogger(__name__)
 Keys: TypeAlias = tuple[_tree.Key, ...]
 
 _TRUSTED_PACKAGES = ("flax", "optax")
+_NO_STATE = re.compile(r"_test$|\.testing(\.|$)")
+"""Modules that define no state, and may do something when they are imported."""
 
 
 def _nnx() -> Any:
@@ -343,10 +346,10 @@ def resolve(type_name: str) -> Build | None:
     are found; nothing else is imported or called, whatever the file says.
     """
     module_name, _, qualname = type_name.partition(":")
-    if (
-        module_name.split(".")[0] not in _TRUSTED_PACKAGES
-        and module_name != "collections"
-    ):
+    package = module_name.split(".")[0]
+    if package not in _TRUSTED_PACKAGES and module_name != "collections":
+        return None
+    if _NO_STATE.search(module_name):
         return None
     try:
         found: Any = sys.modules.get(module_name) or importlib.import_module(
@@ -356,7 +359,9 @@ def resolve(type_name: str) -> Build | None:
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError):
         return None
-    return _builder(found) if isinstance(found, type) else None
+    if not isinstance(found, type) or found.__module__.split(".")[0] != package:
+        return None  # what such a module has merely imported
+    return _builder(found)
 
 
 def _builder(cls: Any) -> Build | None:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import functools
 import os
+import stat
 from pathlib import Path
 
+_LONG_BYTES = 64 * 2**20
+_BEST_RATIO = 64
 _MAX_DEPTH = 40
 """Of directories in an array: one for each axis at most."""
 
@@ -67,8 +70,30 @@ def check_array(root: Path, name: str, checkpoint: Path) -> int:
     return _size(directory, checkpoint, depth=_MAX_DEPTH if name else 0)
 
 
+def check_file(path: Path, checkpoint: Path) -> None:
+    """Refuses a file that is behind a link out of a checkpoint, or is no plain one.
+
+    To open a pipe would wait for whoever writes into it.
+
+    Raises:
+        ValueError: It is refused.
+    """
+    at = path
+    while at != checkpoint and at != at.parent:
+        if at.is_symlink():
+            _check(str(path), checkpoint)
+            break
+        at = at.parent
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no plain file")
+
+
 def _size(directory: str, checkpoint: Path, *, depth: int) -> int:
-    """The size of all files in a directory, and in those below it."""
+    """The size of all files in a directory, and in those below it.
+
+    Raises:
+        ValueError: A link leads out, or something is neither file nor directory.
+    """
     size = 0
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -78,8 +103,22 @@ def _size(directory: str, checkpoint: Path, *, depth: int) -> int:
                 if depth:
                     size += _size(entry.path, checkpoint, depth=depth - 1)
                 continue
-            size += entry.stat().st_size
+            status = entry.stat()
+            if stat.S_ISREG(status.st_mode):
+                _check_holes(entry.path, status)
+                size += status.st_size
+            elif not stat.S_ISDIR(status.st_mode):
+                raise ValueError(f"{entry.path} is no plain file")
     return size
+
+
+def _check_holes(path: str, status: os.stat_result) -> None:
+    """Refuses a long file of which next to nothing is there.
+
+    TensorStore takes memory for all of it; no file system compresses that much.
+    """
+    if status.st_size > max(_LONG_BYTES, status.st_blocks * 512 * _BEST_RATIO):
+        raise ValueError(f"{path} has {status.st_size} bytes, most of which are holes")
 
 
 def _check(path: str, checkpoint: Path) -> None:

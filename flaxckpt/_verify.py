@@ -110,7 +110,7 @@ def _description(
 
 def _verify_own(path: Path, stored: Stored, found: _findings.Findings) -> list[str]:
     """Compares every file with its checksum; returns those that are no part of it."""
-    manifest = _orbax_disk.json_file(path / _orbax_json.MANIFEST)
+    manifest = _orbax_disk.json_file(path / _orbax_json.MANIFEST, path)
     encoding = _orbax_json.encoding(manifest)
     digests = _audit.digests(path, stored)
     checks: list[tuple[str, Callable[[], object]]] = [

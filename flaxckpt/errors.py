@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ROWS_SHOWN = 8
+_LONGEST_ROW = 2000
 
 
 class CheckpointError(Exception):
@@ -177,10 +178,24 @@ class ResumeMismatchError(CheckpointError, ValueError):
 def rows(lines: object) -> str:
     """Indents the first few of `lines`, and says how many more there are."""
     listed = list(lines)  # type: ignore[call-overload]
-    shown = [f"  {line}" for line in listed[:ROWS_SHOWN]]
+    shown = [f"  {printable(line)}" for line in listed[:ROWS_SHOWN]]
     if len(listed) > ROWS_SHOWN:
         shown.append(f"  … and {len(listed) - ROWS_SHOWN} more (in the error's fields)")
     return "\n".join(shown)
+
+
+def printable(text: str) -> str:
+    """`text` in one line that no terminal takes for a command, and that has an end.
+
+    Names in a checkpoint are whoever's who wrote it.
+    """
+    short = text if len(text) <= _LONGEST_ROW else f"{text[:_LONGEST_ROW]} …"
+    if short.isprintable():
+        return short
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in short
+    )
 
 
 def _count(items: object, one: str, many: str) -> str:

@@ -4,16 +4,23 @@
 
 Prints a line of JSON before each case and one after it, so that a process which dies
 names the case at fault: `{"case": ..., "begins": true}`, and then its `error`, how
-many lines that has, and by how much the memory of the process has grown at most.
+long the processor worked on it, and by how much the memory of the process has grown at
+most. A module of cases may say by `read` how they are read.
+
+Each is also described, planned, opened and converted: all that may be done, but if it
+is not, by an error of ours.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import resource
 import sys
+import time
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +29,13 @@ import flaxckpt
 ADDRESS_SPACE = 4 * 2**30
 """Bytes that may be reserved beyond what importing jax has taken."""
 
+CONVERTED = 2**32
+"""Larger states are not converted."""
+
 
 def main(format_name: str, directory: str, *names: str) -> None:
-    cases = importlib.import_module(f"hostile.{format_name}").CASES
+    module = importlib.import_module(f"hostile.{format_name}")
+    cases, read = module.CASES, getattr(module, "read", load)
     # What is loaded once and for all is not to be counted.
     flaxckpt.save(Path(directory, "warm"), {"a": 1.0})
     flaxckpt.load(Path(directory, "warm"))
@@ -35,19 +46,65 @@ def main(format_name: str, directory: str, *names: str) -> None:
         tell({"case": name, "begins": True})
         root = Path(directory, "".join(c if c.isalnum() else "_" for c in name))
         root.mkdir()
-        found = {"case": name, **outcome(cases[name](root))}
-        tell({**found, "grown": peak() - before})
+        path = cases[name](root)
+        secs.clear()
+        found = {"case": name, **outcome(read, path)}
+        tell({**found, "secs": max(secs), "grown": peak() - before})
 
 
-def outcome(path: Path) -> dict[str, Any]:
+secs: list[float] = []
+"""What each thing that was done with the last case took, of the processor."""
+
+
+@contextlib.contextmanager
+def timed() -> Iterator[None]:
+    begun = time.process_time()
     try:
-        flaxckpt.load(path)
+        yield
+    finally:
+        secs.append(time.process_time() - begun)
+
+
+def outcome(read: Callable[[Path], object], path: Path) -> dict[str, Any]:
+    try:
+        if read is load:
+            try_others(path)
+        with timed():
+            read(path)
     except flaxckpt.errors.CheckpointError as error:
         return {"error": type(error).__name__, "text": str(error)}
     except BaseException as error:
         text = "".join(traceback.format_exception(error))[-2000:]
         return {"error": f"not ours: {type(error).__name__}", "text": text}
     return {"error": "none", "text": "it was loaded"}
+
+
+def load(path: Path) -> None:
+    flaxckpt.load(path)
+
+
+def try_others(path: Path) -> None:
+    """All that can be done with a checkpoint, but to load it."""
+    size = 0
+    with attempt():
+        found = flaxckpt.metadata(path)
+        size = found.total_bytes
+        for leaf in list(found.leaves)[:3]:
+            with attempt():
+                flaxckpt.open_leaf(path, leaf)
+    with attempt():
+        flaxckpt.plan(path, {"w": 1.0}, missing="init", unused="ignore")
+    if size > CONVERTED:
+        return  # the plan of that work alone takes long
+    with attempt():
+        flaxckpt.convert(path, path.parent / "converted")
+        raise AssertionError("it was converted")
+
+
+@contextlib.contextmanager
+def attempt() -> Iterator[None]:
+    with contextlib.suppress(flaxckpt.errors.CheckpointError), timed():
+        yield
 
 
 def address_space() -> int:

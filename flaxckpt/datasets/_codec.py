@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from flaxckpt import _dtypes
+from flaxckpt import _dtypes, _json
 from flaxckpt.datasets import _kinds
 
 VERSION = 2
@@ -26,8 +26,6 @@ MAX_STATE_BYTES = 256 * 2**20
 
 _LONG = 2**16
 """Characters of a text that nobody reads."""
-
-_MAX_BRACKETS = 2**22  # each is a container of 60 bytes or more
 
 _BYTES, _TUPLE, _ARRAY = "__bytes__", "__tuple__", "__ndarray__"
 _SCALAR, _TENSOR, _DICT = "__scalar__", "__tensor__", "__dict__"
@@ -81,16 +79,16 @@ def check_size(content: bytes) -> None:
             f"it takes {len(content)} bytes, more than {MAX_STATE_BYTES}:"
             " use an iterator without a large shuffle buffer"
         )
-    if content.count(b"[") + content.count(b"{") > _MAX_BRACKETS:
-        raise ValueError(
-            f"it holds more than {_MAX_BRACKETS} dicts and lists:"
-            " keep what is long in numpy arrays"
-        )
+    try:
+        _json.check(content)
+    except ValueError as error:
+        raise ValueError(f"{error}: keep what is long in numpy arrays") from None
 
 
 def is_own_json(content: bytes) -> bool:
     """Whether bytes can stand as they are where JSON is wanted: they are an object."""
     try:
+        check_size(content)
         found = json.loads(content)
     except (ValueError, RecursionError):
         return False

@@ -166,8 +166,10 @@ def _version_of(described: Mapping[str, Any]) -> int:
 
 
 def _description(files: Mapping[str, bytes]) -> dict[str, Any]:
+    content = files.get(_DESCRIPTION, b"{}")
     try:
-        found = json.loads(files.get(_DESCRIPTION, b"{}"))
+        _codec.check_size(content)
+        found = json.loads(content)
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import logging
+import os
 import re
 import secrets
 import sys
@@ -311,7 +312,7 @@ def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
         DamagedCheckpointError: A file is missing, not what it should be, or does not
             have the digest that was written down for it.
     """
-    if (path / _orbax_json.MANIFEST).is_file():
+    if os.path.lexists(path / _orbax_json.MANIFEST):
         return _read_own(path, step, resolve)
     if _orbax_json.MANIFEST in _committed(path):
         raise errors.DamagedCheckpointError(
@@ -364,7 +365,7 @@ def write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
 def _replace_metrics(path: Path, content: bytes) -> None:
     right = [content]
     with contextlib.suppress(errors.DamagedCheckpointError):
-        right.append(_orbax_disk.read_file(path / METRICS / METRICS))
+        right.append(_orbax_disk.read_file(path / METRICS / METRICS, path))
     # Both are right until the new ones are there, whenever that is cut off.
     _storage.replace(path / _orbax_disk.METRICS_DIGESTS, _digests_of_metrics(*right))
     _storage.replace(path / METRICS / METRICS, content)
@@ -382,7 +383,7 @@ def read_dataset(path: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
         return {}
     for name in digests:
         if name.startswith(f"{DATASET}/") and not (path / name).is_file():
-            _orbax_disk.read_file(path / name)  # raises
+            _orbax_disk.read_file(path / name, path)  # raises
     items = [path / DATASET, *(path / name for name in _storage.directories(path))]
     item = next((i for i in items if any(i.glob("process_*-of-*.json"))), None)
     if item is None:
@@ -391,7 +392,7 @@ def read_dataset(path: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
     for file in sorted(item.iterdir()):
         if file.is_file():
             files[file.name] = _orbax_disk.read_file(
-                file, max_bytes=datasets.MAX_STATE_BYTES
+                file, path, max_bytes=datasets.MAX_STATE_BYTES
             )
             _orbax_disk.check_digest(
                 file, files[file.name], digests.get(f"{DATASET}/{file.name}")
@@ -404,7 +405,7 @@ def read_run_metadata(root: Path) -> dict[str, JSON]:
     path = root / _ROOT_METADATA
     if not path.is_file():
         return {}
-    custom = _orbax_json.loads(_orbax_disk.read_file(path), path).get("custom_metadata")
+    custom = _orbax_disk.json_file(path, root).get("custom_metadata")
     return custom if isinstance(custom, dict) else {}
 
 
@@ -420,35 +421,35 @@ def write_run_metadata(root: Path, custom: Mapping[str, JSON]) -> None:
 
 def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
     stamp = _storage.stamp(path / _orbax_json.MANIFEST)
-    raw = _orbax_disk.read_file(path / _orbax_json.MANIFEST)
-    if (path / COMMITTED).is_file():
+    raw = _orbax_disk.read_file(path / _orbax_json.MANIFEST, path)
+    if os.path.lexists(path / COMMITTED):
         recorded = _committed(path).get(_orbax_json.MANIFEST, "")
         _orbax_disk.check_digest(path / _orbax_json.MANIFEST, raw, recorded)
     manifest = _orbax_json.loads(raw, path / _orbax_json.MANIFEST)
     version = manifest.get("version")
     if version != _orbax_json.MANIFEST_VERSION:
         raise errors.CheckpointFormatError(
-            f"{path} has manifest version {version!r}, this flaxckpt reads"
+            f"{path} has manifest version {repr(version)[:20]}, this flaxckpt reads"
             f" {_orbax_json.MANIFEST_VERSION}; use the flaxckpt that wrote it"
-            f" ({manifest.get('versions')}) or a newer one"
+            f" ({repr(manifest.get('versions'))[:200]}) or a newer one"
         )
     unknown: set[str] = set()
     try:
         structure = _tree.from_json(manifest["structure"], resolve, unknown)
-        keys = dict(_tree.key_paths(structure))
+        keys = _orbax_json.key_paths(structure)
         infos = [_orbax_json.leaf_info(row, keys) for row in manifest["leaves"]]
-        digests = dict(manifest["digests"])
+        digests = _orbax_json.digests(manifest["digests"])
         ocdbt = bool(manifest["ocdbt"])
         encoding = _orbax_json.encoding(manifest)
         lineage = _orbax_json.lineage(manifest)
         transforms = _orbax_json.texts(manifest.get("transforms", []))
-        if {info.path for info in infos} != set(keys):
-            raise ValueError("its leaves and its structure do not agree")
+        _orbax_json.check_leaves(infos, keys, structure)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise errors.DamagedCheckpointError(
-            f"{path / _orbax_json.MANIFEST} is not a manifest: {str(error)[:200]}"
+            f"{path / _orbax_json.MANIFEST} is not a manifest:"
+            f" {errors.printable(str(error)[:200])}"
         ) from None
-    strings = _orbax_disk.read_strings(path / STATE, infos, digests)
+    strings = _orbax_disk.read_strings(path / STATE, path, infos, digests)
     arrays = _orbax_arrays.Arrays(
         path / STATE,
         3 if encoding is None else encoding.version,
@@ -478,7 +479,7 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
 def _committed(path: Path) -> Mapping[str, Any]:
     """What was committed: our manifest -> its digest; empty if we did not write it."""
     try:
-        return _orbax_disk.json_file(path / COMMITTED)
+        return _orbax_disk.json_file(path / COMMITTED, path)
     except errors.DamagedCheckpointError:
         return {}  # Orbax writes a sentence there, where it writes it
 

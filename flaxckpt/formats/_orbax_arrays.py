@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
-import re
 import sys
 import threading
 import weakref
@@ -22,6 +22,7 @@ import tensorstore as ts
 from flaxckpt import (
     _blocks,
     _dtypes,
+    _json,
     _layout,
     _links,
     _memory,
@@ -71,7 +72,7 @@ def check_form(text: bytes, form: ArrayForm) -> None:
     Raises:
         ValueError: It says something else, or nothing that is read.
     """
-    found = _form_in(text)
+    found = form_in(text)
     if found != form:
         raise ValueError(
             f"recorded as {form.dtype}{list(form.shape)} in chunks"
@@ -80,13 +81,80 @@ def check_form(text: bytes, form: ArrayForm) -> None:
         )
 
 
+MAX_METADATA_BYTES = 2**16
+"""Of one array; attributes and names of axes are in it, too."""
+
+
 @functools.lru_cache(maxsize=256)  # most arrays are like others
-def _form_in(text: bytes) -> ArrayForm:
+def form_in(text: bytes) -> ArrayForm:
+    """What the metadata of an array says, if TensorStore can take it.
+
+    Raises:
+        ValueError: It says nothing that is read.
+    """
+    if len(text) > MAX_METADATA_BYTES:
+        raise ValueError("its metadata is too large")
     try:
-        data = _orbax_json.loads(text, "its metadata")
+        # TensorStore parses it again, and may take another one of two equal keys.
+        data = json.loads(text.decode(), object_pairs_hook=_json.unique)
         return ArrayForm(*_orbax_rows.array(data))
-    except (errors.CheckpointError, KeyError, TypeError) as error:
-        raise ValueError(f"{str(error)[:150]}") from None
+    except (errors.CheckpointError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"its metadata is not read: {str(error)[:150]}") from None
+
+
+def texts(
+    root: Path, checkpoint: Path, names: Iterable[str], file: str, *, ocdbt: bool
+) -> dict[str, Callable[[], bytes]]:
+    """Name of each array -> what gives the text of its metadata.
+
+    That raises ValueError or OSError if there is none.
+
+    Args:
+        root: The directory that holds the arrays, or the database of them.
+        checkpoint: What no link may lead out of.
+        names: Of the arrays.
+        file: What their metadata is called.
+        ocdbt: Whether `root` is a database.
+    """
+    if not ocdbt:
+        return {
+            name: functools.partial(_text_of_file, root / name / file, checkpoint)
+            for name in names
+        }
+    _check_database(root, checkpoint)
+    store = ts.KvStore.open(_zarr.kvstore(root, "", ocdbt=True)).result()
+    reads = {name: store.read(_zarr.database_key(name, file)) for name in names}
+    return {
+        name: functools.partial(_text_of_value, read, file)
+        for name, read in reads.items()
+    }
+
+
+def _text_of_file(path: Path, checkpoint: Path) -> bytes:
+    _links.check_file(path, checkpoint)
+    try:
+        return _storage.read(path, max_bytes=MAX_METADATA_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{path.name} is missing") from None
+
+
+def _text_of_value(read: ts.Future[ts.KvStore.ReadResult], file: str) -> bytes:
+    found = read.result()
+    if found.state != "value":
+        raise ValueError(f"{file} is missing")
+    return bytes(found.value)
+
+
+def _check_database(root: Path, checkpoint: Path) -> None:
+    """Refuses a database that leads elsewhere, or would block.
+
+    Raises:
+        DamagedCheckpointError: It is refused.
+    """
+    try:
+        _links.check_root(root, checkpoint)
+    except ValueError as error:
+        raise errors.DamagedCheckpointError(str(error)) from None
 
 
 _DATABASES: weakref.WeakKeyDictionary[ts.Context, dict[Path, ts.KvStore]] = (
@@ -109,15 +177,13 @@ def check_names(path: Path, names: Iterable[str], *, ocdbt: bool) -> None:
     Raises:
         DamagedCheckpointError: All such names.
     """
-    faults = [name for name in names if _UNSAFE.search(name)] if not ocdbt else []
+    faults = [n for n in names if _orbax_json.UNSAFE.search(n)] if not ocdbt else []
     if faults:
         raise errors.DamagedCheckpointError(
             f"{path} has arrays in places that are not in it:\n"
             + errors.rows(repr(name[:80]) for name in faults)
         )
 
-
-_UNSAFE = re.compile(r"\0|\\|^/|//|(?:^|/)\.{1,2}(?:/|$)")
 
 _MAX_ZEROS_BYTES = 2**40
 _BEST_RATIO = 2**16

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _layout, _steps, _storage, errors
+from flaxckpt import _layout, _links, _steps, _storage, errors
 from flaxckpt._info import CheckpointMetadata, LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _orbax_json, _scan
@@ -72,27 +73,32 @@ def _is_item(path: Path) -> bool:
     return (path / TREE).is_file() or bool(_scan.first_keys(path / AGGREGATE))
 
 
-def read_file(path: Path, *, max_bytes: int = _orbax_json.MAX_BYTES) -> bytes:
-    """The content of a file that must be there.
+def read_file(
+    path: Path, checkpoint: Path, *, max_bytes: int = _orbax_json.MAX_BYTES
+) -> bytes:
+    """The content of a file of a checkpoint that must be there.
 
     Raises:
-        DamagedCheckpointError: It is not, or is too large.
+        DamagedCheckpointError: It is not, or is too large, or lies elsewhere.
     """
     try:
+        _links.check_file(path, checkpoint)
         return _storage.read(path, max_bytes=max_bytes)
+    except ValueError as error:
+        raise errors.DamagedCheckpointError(str(error)) from None
     except (FileNotFoundError, NotADirectoryError):
         raise errors.DamagedCheckpointError(
             f"{path} is missing; restore another step"
         ) from None
 
 
-def json_file(path: Path) -> dict[str, Any]:
-    """The object in a JSON file that must be there.
+def json_file(path: Path, checkpoint: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint that must be there.
 
     Raises:
         DamagedCheckpointError: It is not, or holds something else.
     """
-    return _orbax_json.loads(read_file(path), path)
+    return _orbax_json.loads(read_file(path, checkpoint), path)
 
 
 def check_digest(path: Path, content: bytes, recorded: object) -> None:
@@ -109,14 +115,17 @@ def check_digest(path: Path, content: bytes, recorded: object) -> None:
 
 
 def read_strings(
-    item: Path, infos: Sequence[LeafInfo], digests: Mapping[str, str]
+    item: Path,
+    checkpoint: Path,
+    infos: Sequence[LeafInfo],
+    digests: Mapping[str, str],
 ) -> dict[LeafPath, str]:
     """Leaf path -> value of the string leaves."""
     wanted = [info for info in infos if info.kind == "string"]
     if not wanted:
         return {}
     path = item / STRINGS
-    raw = read_file(path)
+    raw = read_file(path, checkpoint)
     check_digest(path, raw, digests.get(f"{STATE}/{STRINGS}"))
     data = _orbax_json.loads(raw, path)
     try:
@@ -149,14 +158,11 @@ def metrics_in(path: Path) -> dict[str, Any]:
         DamagedCheckpointError: The file is not what it should be.
     """
     file = path / METRICS / METRICS
-    try:
-        content = _storage.read(file, max_bytes=_orbax_json.MAX_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
+    if not os.path.lexists(file):
         return {}
-    except IsADirectoryError:
-        raise errors.DamagedCheckpointError(f"{file} is a directory") from None
+    content = read_file(file, path)
     if not _is_known(path, content):
-        again = read_file(file)  # others may write it just now
+        again = read_file(file, path)  # others may write it just now
         if again == content or not _is_known(path, again):
             raise errors.DamagedCheckpointError(
                 f"{file} has changed since it was written, or {METRICS_DIGESTS} has"
@@ -167,20 +173,24 @@ def metrics_in(path: Path) -> dict[str, Any]:
 
 def _is_known(path: Path, metrics: bytes) -> bool:
     """Whether `metrics` have one of the digests that were written down of them."""
-    if not (path / METRICS_DIGESTS).is_file():
+    if not os.path.lexists(path / METRICS_DIGESTS):
         return True
-    known = json_file(path / METRICS_DIGESTS).get(METRICS)
+    known = json_file(path / METRICS_DIGESTS, path).get(METRICS)
     return isinstance(known, list) and _storage.digest(metrics) in known
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The numbers among `metrics`; those that no float can hold are none."""
-    found = {}
-    for name, value in metrics.items():
-        if isinstance(value, int | float):
-            with contextlib.suppress(OverflowError):
-                found[name] = float(value)
-    return found
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and _is_float(value)
+    }
+
+
+def _is_float(value: float) -> bool:
+    """Whether a number from JSON is not an integer that no float can be."""
+    return not isinstance(value, int) or abs(value) < 2**1023
 
 
 def checkpoint_info(
@@ -191,8 +201,8 @@ def checkpoint_info(
     digests: Mapping[str, str],
 ) -> CheckpointMetadata:
     found: dict[str, Any] = {}
-    if CHECKPOINT in digests or (path / CHECKPOINT).is_file():
-        raw = read_file(path / CHECKPOINT)
+    if CHECKPOINT in digests or os.path.lexists(path / CHECKPOINT):
+        raw = read_file(path / CHECKPOINT, path)
         if CHECKPOINT in digests:
             check_digest(path / CHECKPOINT, raw, digests[CHECKPOINT])
             found = _orbax_json.loads(raw, path / CHECKPOINT)
@@ -228,7 +238,7 @@ def read_created(path: Path) -> float:
     What does not record it is as old as its oldest file.
     """
     try:
-        found = json_file(path / CHECKPOINT).get("init_timestamp_nsecs")
+        found = json_file(path / CHECKPOINT, path).get("init_timestamp_nsecs")
     except errors.DamagedCheckpointError:
         found = None
     created = _seconds(found)

@@ -8,9 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tensorstore as ts
-
-from flaxckpt import _dtypes, _storage, _tree, _zarr, errors
+from flaxckpt import _dtypes, _storage, _tree, errors
 from flaxckpt._info import Leaf, LeafInfo, Stored, StoredLeaf
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import (
@@ -61,7 +59,7 @@ def read(path: Path, step: int | None) -> Stored:
     if not (item / _orbax_disk.TREE).is_file():
         return _read_aggregate(path, item, step)
     stamp = _storage.stamp(item / _orbax_disk.TREE)
-    metadata = _orbax_disk.json_file(item / _orbax_disk.TREE)
+    metadata = _orbax_disk.json_file(item / _orbax_disk.TREE, path)
     rows = _rows(item, metadata)
     inline = _inline(path, item)
     version = 3 if metadata.get("use_zarr3") else 2
@@ -69,7 +67,7 @@ def read(path: Path, step: int | None) -> Stored:
     if ocdbt is None:
         ocdbt = (item / "manifest.ocdbt").is_file()
     names = [row.name for row in rows if row.is_array and row.path not in inline]
-    arrays = _arrays(item, names, version=version, ocdbt=bool(ocdbt))
+    arrays = _arrays(item, path, names, version=version, ocdbt=bool(ocdbt))
     impls = _prng_impls(item)
     infos = [
         dataclasses.replace(inline[row.path].info, keys=row.keys)
@@ -86,7 +84,7 @@ def read(path: Path, step: int | None) -> Stored:
     )
     others = [info for info in infos if info.path not in inline]
     table = _orbax_arrays.table(
-        path, others, kept, _orbax_disk.read_strings(item, others, {})
+        path, others, kept, _orbax_disk.read_strings(item, path, others, {})
     )
     for info in infos:
         if info.path in inline:
@@ -117,7 +115,7 @@ def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
     if ocdbt:
         # Without the flag that `_METADATA` has, but all chunks were written then.
         kept = _orbax_arrays.Arrays(item, 2, ocdbt=True, is_checked=True)
-        for name, found in _arrays(item, names, version=2, ocdbt=True).items():
+        for name, found in _arrays(item, path, names, version=2, ocdbt=True).items():
             form = _orbax_arrays.ArrayForm(*found)
             opened[name] = _ndarray.Opened(*found, kept.opener(name, form, path))
     else:
@@ -198,10 +196,32 @@ def _rows(item: Path, metadata: Mapping[str, Any]) -> list[_Row]:
         ) from None
     # A partial save leaves placeholders at the prefixes of paths saved later.
     inner = {row.keys[:n] for row in rows for n in range(len(row.keys))}
-    return sorted(
+    found = sorted(
         (row for row in rows if row.keys not in inner or len(rows) == 1),
         key=lambda row: [_rank(key) for key in row.keys],
     )
+    _check_places(item, found)
+    return found
+
+
+def _check_places(item: Path, rows: Sequence[_Row]) -> None:
+    """Refuses leaves that share a path, or the array that they are kept in.
+
+    Raises:
+        DamagedCheckpointError: All of them.
+    """
+    faults: dict[LeafPath, str] = {}
+    seen: dict[str, LeafPath] = {}
+    paths: set[LeafPath] = set()
+    for row in rows:
+        path = row.path
+        if path in paths:
+            faults[path] = "is there twice"
+        paths.add(path)
+        if row.is_array and (other := seen.setdefault(row.name, path)) != path:
+            faults[path] = f"is kept where {other} is"
+    if faults:
+        raise _ndarray.unreadable(item, faults)
 
 
 def _rank(key: _tree.Key) -> tuple[str, int]:
@@ -209,24 +229,17 @@ def _rank(key: _tree.Key) -> tuple[str, int]:
 
 
 def _arrays(
-    item: Path, names: Sequence[str], *, version: int, ocdbt: bool
+    item: Path, checkpoint: Path, names: Sequence[str], *, version: int, ocdbt: bool
 ) -> dict[str, tuple[tuple[int, ...], str, tuple[int, ...]]]:
     """Shape, dtype and chunk shape of every array, from its own zarr metadata."""
     _orbax_arrays.check_names(item, names, ocdbt=ocdbt)
-    store = ts.KvStore.open(_zarr.kvstore(item, "", ocdbt=ocdbt)).result()
     file = "zarr.json" if version == 3 else ".zarray"
-    reads = {name: store.read(f"{name}/{file}" if name else file) for name in names}
+    texts = _orbax_arrays.texts(item, checkpoint, names, file, ocdbt=ocdbt)
     found = {}
     faults = {}
-    for name, future in reads.items():
+    for name, text in texts.items():
         try:
-            result = future.result()
-            if result.state != "value":
-                raise ValueError(f"{file} is missing")
-            if len(result.value) > _orbax_json.MAX_BYTES:
-                raise ValueError(f"{file} is too large")
-            data = _orbax_json.loads(bytes(result.value), f"{name}/{file}")
-            found[name] = _checked(*_orbax_rows.array(data))
+            found[name] = _checked(*_orbax_arrays.form_in(text()))
         except PermissionError:
             raise
         except (ValueError, KeyError, TypeError, OSError, errors.CheckpointError) as e:
@@ -263,7 +276,7 @@ def _prng_impls(item: Path) -> dict[str, str]:
     impls = {}
     for path in sorted(directory.iterdir())[:1]:
         try:
-            for row in _orbax_disk.json_file(path).get("array_metadatas", []):
+            for row in _orbax_disk.json_file(path, item).get("array_metadatas", []):
                 array = row.get("array_metadata", {})
                 impl = (array.get("ext_metadata") or {}).get("random_key_impl")
                 if isinstance(impl, str):

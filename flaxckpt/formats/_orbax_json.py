@@ -8,14 +8,15 @@ from __future__ import annotations
 import base64
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flaxckpt import _chunks, _dtypes, _layout, _tree, _zarr, errors
+from flaxckpt import _chunks, _dtypes, _json, _layout, _tree, _zarr, errors
 from flaxckpt._info import LeafInfo, Lineage, Role
 from flaxckpt._types import JSON, LeafPath, Shape
 
@@ -24,7 +25,8 @@ MANIFEST_VERSION = 1
 MAX_BYTES = 64 * 2**20
 """Largest metadata file that is read; 100,000 leaves take about 20 MB."""
 
-_MAX_BRACKETS = 2**22  # each is an object of 60 bytes or more
+UNSAFE = re.compile(r"\0|\\|^/|//|(?:^|/)\.{1,2}(?:/|$)")
+"""In the name of a file or an array: what could lead out of a directory."""
 
 _MAX_CHUNKS = 2**20  # of one array; beyond that, their names take gigabytes
 
@@ -72,10 +74,9 @@ def loads(content: bytes, path: object) -> dict[str, Any]:
     Raises:
         DamagedCheckpointError: `content` is something else.
     """
-    if content.count(b"[") + content.count(b"{") > _MAX_BRACKETS:
-        raise errors.DamagedCheckpointError(f"{path} has too many containers")
     try:
-        data = json.loads(content)
+        _json.check(content)
+        data = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
         raise errors.DamagedCheckpointError(
             f"{path} is not valid JSON ({str(error)[:100]}); restore another step"
@@ -323,6 +324,64 @@ def encoding_row(encoding: _zarr.Encoding) -> JSON:
     """What `encoding` reads."""
     row: dict[str, JSON] = {"codec": encoding.codec, "checksum": encoding.checksum}
     return row if encoding.version == 3 else {**row, "zarr_version": encoding.version}
+
+
+def digests(found: Any) -> dict[str, str]:
+    """File name -> digest, from the manifest.
+
+    Raises:
+        ValueError: They are something else, or of files elsewhere.
+    """
+    if not isinstance(found, dict):
+        raise ValueError(f"{str(found)[:80]} are no digests")
+    for name in found:
+        if UNSAFE.search(name):
+            raise ValueError(f"it has the digest of {name[:80]!r}")
+    return dict(found)
+
+
+def key_paths(
+    structure: _tree.Node | LeafPath,
+) -> dict[LeafPath, tuple[_tree.Key, ...]]:
+    """The leaves of a structure that was read, each with its keys.
+
+    Raises:
+        ValueError: One is there twice, or not where its name says.
+    """
+    places = list(_tree.key_paths(structure))
+    keys = dict(places)
+    names = _names(structure)
+    if len(keys) != len(places) or not all(
+        name in (None, path) for name, (path, _) in zip(names, places, strict=True)
+    ):
+        raise ValueError("its structure has leaves in places that are not theirs")
+    return keys
+
+
+def _names(structure: _tree.Node | LeafPath) -> Iterator[LeafPath | None]:
+    """The names of the leaves in a structure; None for each empty container."""
+    if isinstance(structure, str) or not structure.children:
+        yield structure if isinstance(structure, str) else None
+        return
+    for child in structure.children:
+        yield from _names(child)
+
+
+def check_leaves(
+    infos: Sequence[LeafInfo],
+    keys: Mapping[LeafPath, object],
+    structure: _tree.Node | LeafPath,
+) -> None:
+    """Asserts that leaves are those of a structure, each of them once.
+
+    Raises:
+        ValueError: They are not.
+    """
+    paths = {info.path for info in infos}
+    leaves = {name for name in _names(structure) if name is not None}
+    full = {info.path for info in infos if info.kind != "empty"}
+    if len(paths) != len(infos) or paths != keys.keys() or full != leaves:
+        raise ValueError("its leaves and its structure do not agree")
 
 
 def lineage_row(lineage: Lineage) -> JSON:

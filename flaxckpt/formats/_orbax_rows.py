@@ -5,13 +5,16 @@ Pure, and never trusted.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from flaxckpt import _dtypes, _tree, errors
-from flaxckpt.formats import _orbax_json
+from flaxckpt import _dtypes, _tree
+from flaxckpt.formats import _orbax_json, _zarr_codecs
+
+ZARR_2_NUMBER = re.compile(r"[<>|][biufc][0-9]{1,2}")
 
 
 def keys(row: Any) -> tuple[_tree.Key, ...]:
@@ -22,10 +25,13 @@ def keys(row: Any) -> tuple[_tree.Key, ...]:
     """
     keys = []
     for key in row["key_metadata"]:
+        name = key["key"]
+        if type(name) not in (str, int):
+            raise ValueError(f"the key {str(name)[:80]} is no text")
         if key["key_type"] == 1:
-            keys.append(_tree.Key(int(key["key"]), "index"))
+            keys.append(_tree.Key(int(name), "index"))
         else:
-            keys.append(_tree.Key(str(key["key"]), "key"))
+            keys.append(_tree.Key(str(name), "key"))
     if len(keys) > _tree.MAX_DEPTH:
         raise ValueError(f"{keys[0].name} … is nested {len(keys)} deep")
     return tuple(keys)
@@ -68,11 +74,14 @@ def array(
         chunks = metadata["chunk_grid"]["configuration"]["chunk_shape"]
     else:
         dtype, chunks = metadata["dtype"], metadata["chunks"]
-    if not isinstance(dtype, str):
-        raise ValueError(f"element type {str(dtype)[:80]} is not read")
-    try:
-        name = _dtypes.name(_dtypes.to_numpy(dtype))
-    except errors.OptionError:
-        name = _dtypes.name(np.dtype(dtype))
-        _dtypes.to_numpy(name)
-    return _orbax_json.sizes(metadata["shape"]), name, _orbax_json.sizes(chunks)
+    shape, chunk_shape = _orbax_json.sizes(metadata["shape"]), _orbax_json.sizes(chunks)
+    _zarr_codecs.check(metadata, chunk_shape)
+    return shape, _element_type(dtype), chunk_shape
+
+
+def _element_type(name: Any) -> str:
+    if not isinstance(name, str):
+        raise ValueError(f"element type {str(name)[:80]} is not read")
+    if ZARR_2_NUMBER.fullmatch(name):  # of any other text numpy makes what it likes
+        return _dtypes.name(_dtypes.to_numpy(np.dtype(name).name))
+    return _dtypes.name(_dtypes.to_numpy(name))

@@ -14,7 +14,7 @@ import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from flaxckpt import _dtypes, _layout
+from flaxckpt import _dtypes, _json, _layout
 from flaxckpt._info import LeafInfo
 from flaxckpt._types import JSON, Shape
 
@@ -31,8 +31,8 @@ INDEX_SUFFIX = f"{SUFFIX}.index.json"
 _ALIGNMENT = 64
 """Of the first tensor in what we write, in bytes."""
 
-_MAX_BRACKETS = 2**23
-"""Containers in one JSON text: each takes some 60 bytes as Python has it."""
+_MAX_CONTAINERS = 2**23
+"""In one JSON text: tensors take three each."""
 
 _MAX_TENSORS = 5 * 10**5
 _MAX_RANK = 32
@@ -259,10 +259,9 @@ def load(text: bytes) -> dict[str, Any]:
     """
     if not _OBJECT.match(text):
         raise ValueError("wanted a JSON object")
-    if text.count(b"{") + text.count(b"[") > _MAX_BRACKETS:
-        raise ValueError("it has too many containers")
+    _json.check(text, max_containers=_MAX_CONTAINERS)
     try:
-        data = json.loads(text, object_pairs_hook=_unique)
+        data = json.loads(text.decode(), object_pairs_hook=_json.unique)
     except RecursionError:
         raise ValueError("its JSON is nested too deep") from None
     except UnicodeDecodeError:
@@ -270,13 +269,6 @@ def load(text: bytes) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ValueError(f"it is no JSON ({error})") from None
     assert isinstance(data, dict), text[:64]
-    return data
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) != len(pairs):
-        raise ValueError("it has the same key twice")
     return data
 
 

@@ -105,10 +105,11 @@ def describe_own(
         if version != str(_VERSION):
             raise ValueError(f"it has version {version}, and {_VERSION} is read")
         structure = _tree.from_json(data["structure"], resolve, unknown)
-        keys = dict(_tree.key_paths(structure))
+        keys = _orbax_json.key_paths(structure)
         infos = tuple([_own_info(row, keys) for row in data["leaves"]])
         strings, metrics, custom = data["strings"], data["metrics"], data["custom"]
-        _check_own(infos, keys, strings, metrics)
+        _orbax_json.check_leaves(infos, keys, structure)
+        _check_own(infos, strings, metrics)
         if not isinstance(custom, dict):
             raise ValueError(f"it has the metadata {reprlib.repr(custom)}")
         names = {
@@ -140,13 +141,7 @@ def _own_info(row: Any, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]) -> LeafI
     return dataclasses.replace(info, chunk_shape=_each(info.chunk_shape))
 
 
-def _check_own(
-    infos: Sequence[LeafInfo], keys: Mapping[LeafPath, Any], strings: Any, metrics: Any
-) -> None:
-    if len({info.path for info in infos}) != len(infos) or {
-        info.path for info in infos
-    } != set(keys):
-        raise ValueError("its leaves and its structure do not agree")
+def _check_own(infos: Sequence[LeafInfo], strings: Any, metrics: Any) -> None:
     wanted = {info.path for info in infos if info.kind == "string"}
     if strings.keys() != wanted or not all(type(s) is str for s in strings.values()):
         raise ValueError("its strings are not those of its leaves")

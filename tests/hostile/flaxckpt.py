@@ -5,6 +5,7 @@ can change its digests, too: they are for accidents, and all of these have none.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -178,6 +179,121 @@ def grid(*sizes: int) -> dict[str, Any]:
     return {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": sizes}}}
 
 
+def replaced(name: str, change: Callable[[Path, Path], None]) -> Callable[[Path], Path]:
+    """A file of a sound checkpoint, and another of that name, made into something."""
+
+    def make(root: Path) -> Path:
+        (root / "away").mkdir()
+        secret = rich(root / "away")
+        step = rich(root)
+        (step / name).unlink()
+        change(step / name, secret / name)
+        return step
+
+    return make
+
+
+def rich(root: Path) -> Path:
+    """A sound checkpoint with all files that one can have."""
+    step = root / "step"
+    flaxckpt.save(step, {"w": VALUES, "text": "x"})
+    change(step, lambda manifest: manifest.update(digests={}))
+    return step
+
+
+def to_link(path: Path, secret: Path) -> None:
+    path.symlink_to(secret)
+
+
+def to_pipe(path: Path, secret: Path) -> None:
+    os.mkfifo(path)
+
+
+def to_directory(path: Path, secret: Path) -> None:
+    path.mkdir()
+
+
+def to_device(path: Path, secret: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def holes(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 2**36)
+
+
+def pipe(
+    layout: str, name: str, make_file: Callable[[Path], object] = os.mkfifo
+) -> Callable[[Path], Path]:
+    """A pipe in the place of a file, or something else that must not be read."""
+
+    def make(root: Path) -> Path:
+        step = write(root, layout)
+        [path, *_] = sorted((step / "state").glob(name))
+        path.unlink()
+        make_file(path)
+        return step
+
+    return make
+
+
+def long_file(name: str) -> Callable[[Path], Path]:
+    """A file that takes no space and is said to have many bytes."""
+
+    def make(root: Path) -> Path:
+        step = rich(root)
+        os.truncate(step / name, 2**36)
+        return step
+
+    return make
+
+
+def structured(structure: Any, **more: Any) -> Callable[[Path], Path]:
+    return manifest(structure=structure, **more)
+
+
+def cut_short(name: str, keep: int) -> Callable[[Path], Path]:
+    def make(root: Path) -> Path:
+        step = write(root, "database")
+        [path, *_] = sorted((step / "state").glob(name))
+        os.truncate(path, keep)
+        return step
+
+    return make
+
+
+def database_of_another(root: Path) -> Path:
+    """The tree of a database, and the values of another one."""
+    away = write(root / "x", "database")
+    step = write(root, "database")
+    shutil.copyfile(away / "state/manifest.ocdbt", step / "state/manifest.ocdbt")
+    return step
+
+
+def many_leaves(root: Path) -> Path:
+    step = write(root)
+    names = [str(i) for i in range(100_000)]
+    rows = [{"path": name, "type": "None"} for name in names]
+    children = [["None", [], []]] * len(names)
+    structure = ["dict", names, children]
+    change(step, lambda data: data.update(leaves=rows * 2, structure=structure))
+    return step
+
+
+def cut_again(*parts: int, **changes: Any) -> dict[str, Any]:
+    bytes_codec = {"name": "bytes", "configuration": {"endian": "little"}}
+    inner: dict[str, Any] = {
+        "chunk_shape": list(parts),
+        "codecs": [bytes_codec],
+        "index_codecs": [bytes_codec, {"name": "crc32c"}],
+    }
+    codec = {"name": "sharding_indexed", "configuration": inner | changes}
+    return {"codecs": [codec]}
+
+
+ZSTD: Final = {"name": "zstd", "configuration": {"level": 1}}
+BYTES: Final = {"name": "bytes", "configuration": {"endian": "little"}}
+
 CASES: Final[dict[str, Callable[[Path], Path]]] = {
     "a chunk that is a link": linked("raw", link("w/c*")),
     "metadata that is a link": linked("raw", link("w/zarr.json")),
@@ -250,4 +366,100 @@ CASES: Final[dict[str, Callable[[Path], Path]]] = {
         b'{"leaves":[' + b"[]," * (20 * 10**6) + b"[]]}"
     ),
     "a manifest that is a list": text(b"[]"),
+    "a manifest of ten million strings": text(
+        b'{"leaves":[' + b'"ab",' * 10**7 + b"1]}"
+    ),
+    "a manifest of six million keys": text(
+        b'{"a":{' + b",".join(b'"%06x":1' % i for i in range(6 * 10**6)) + b"}}"
+    ),
+    "a manifest of 15 million numbers": text(
+        b'{"a":[' + b"257," * (15 * 10**6) + b"1]}"
+    ),
+    "a manifest in UTF-16": text('{"version":1}'.encode("utf-16")),
+    "a manifest that is no UTF-8": text(b'{"version":"\xff"}'),
+    "a manifest of 2^36 bytes": long_file("flaxckpt.json"),
+    "strings of 2^36 bytes": long_file("state/_strings.json"),
+    "a version of 4000 digits": manifest(version=10**4000),
+    "a version in many lines": manifest(version="\n" * 100, versions={"a": "\n" * 100}),
+    "100,000 leaves, each twice": many_leaves,
+    **{
+        f"{name} that is {title}": replaced(name, change)
+        for name in ("flaxckpt.json", "state/_strings.json", "_CHECKPOINT_METADATA")
+        for title, change in {
+            "a link": to_link,
+            "a pipe": to_pipe,
+            "a device": to_device,
+            "a directory": to_directory,
+        }.items()
+    },
+    "a pipe for a chunk": pipe("raw", "w/c*"),
+    "a pipe for a compressed chunk": pipe("zstd", "w/c*"),
+    "a pipe for metadata": pipe("zstd", "w/zarr.json"),
+    "a pipe for a database": pipe("database", "manifest.ocdbt"),
+    "a pipe for a value": pipe("database", "d/*"),
+    "a value of 2^36 bytes": pipe("database", "d/*", holes),
+    "a chunk of 2^36 bytes": pipe("zstd", "w/c*", holes),
+    "a database that is cut short": cut_short("manifest.ocdbt", 20),
+    "a database that is empty": cut_short("manifest.ocdbt", 0),
+    "values that are cut short": cut_short("d/*", 100),
+    "a database and the values of another": database_of_another,
+    "digests that are elsewhere": manifest(
+        "database", digests={"state/d/../../../../../../../etc/hostname": "sha256:0"}
+    ),
+    "digests of a dataset elsewhere": manifest(digests={"dataset/../../x": "sha256:0"}),
+    "digests with NUL": manifest(digests={"dataset/a\0": "sha256:0"}),
+    "a structure with a leaf that is not there": structured(
+        ["dict", ["text", "w"], ["text", "v"]]
+    ),
+    "a structure with a leaf twice": structured(["dict", ["text", "w"], ["w", "w"]]),
+    "a structure of 100 containers": structured(
+        json.loads('["dict",["a"],[' * 100 + '"w"' + "]]" * 100)
+    ),
+    "a structure that is a text": structured("w"),
+    "a structure with keys for others": structured(["dict", ["w"], ["text", "w"]]),
+    "a structure with keys that are lists": structured(
+        ["dict", [["w"], []], ["w", "text"]]
+    ),
+    "a structure with a key twice": structured(["dict", ["w", "w"], ["w", "text"]]),
+    "a leaf for a container": structured(
+        ["dict", ["text", "w"], ["text", ["dict", [], []]]]
+    ),
+    "a role that is a number": leaf(role=1),
+    "a role of lists": leaf(role=[["a"], "b", "c", "d"]),
+    "a spec that is a text": leaf(spec="x"),
+    "a shape that is negative": leaf(shape=[-1]),
+    "a shape that is a float": leaf(shape=[4096.0]),
+    "a shape that is true": leaf(shape=[True]),
+    "a shape that is infinite": leaf(shape=[float("inf")]),
+    "a shape of a million axes": leaf(shape=[1] * 10**6, chunks=[1] * 10**6),
+    "a path with many lines": renamed("a\n" * 50),
+    "a very long name": renamed("x" * 5000),
+    "zarr.json with a codec of another kind": array_metadata(
+        "zstd", {"codecs": [BYTES, {"name": "numcodecs.pickle"}]}
+    ),
+    "zarr.json with codecs in each other": array_metadata(
+        "zstd", {"codecs": [BYTES, ZSTD, ZSTD, ZSTD]}
+    ),
+    "zarr.json with chunks cut a thousand million times": array_metadata(
+        "zstd", grid(4096) | cut_again(0)
+    ),
+    "zarr.json with chunks cut twice": array_metadata(
+        "zstd", cut_again(64, codecs=cut_again(8)["codecs"])
+    ),
+    "zarr.json with an index that is compressed": array_metadata(
+        "zstd", cut_again(64, index_codecs=[BYTES, ZSTD])
+    ),
+    "zarr.json with a transformer": array_metadata(
+        "zstd", {"storage_transformers": [{"name": "x"}]}
+    ),
+    "zarr.json with a store elsewhere": array_metadata(
+        "zstd", {"kvstore": "file:///etc/", "shape": [1]}
+    ),
+    "zarr.json that is a URL": array_metadata("zstd", b'"http://127.0.0.1:9/"'),
+    "zarr.json with a key twice": array_metadata(
+        "zstd", b'{"zarr_format":3,"shape":[4096],"shape":[4096],"node_type":"array"}'
+    ),
+    "zarr.json with chunks of no kind": array_metadata(
+        "zstd", {"chunk_grid": {"name": "evil", "configuration": {"chunk_shape": [1]}}}
+    ),
 }

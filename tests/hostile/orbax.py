@@ -5,6 +5,9 @@ Each case writes one under a directory and returns the path to load.
 
 import gzip
 import json
+import os
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -184,6 +187,115 @@ def nested(depth: int, before: bytes = b"") -> bytes:
 
 HUGE: Final = 2**46
 
+
+def zstd_bomb(size: int) -> bytes:
+    """A frame of zeros, four bytes for every 128 KiB."""
+    count = size // 2**17
+    blocks = [
+        ((i == count - 1) | 1 << 1 | 2**17 << 3).to_bytes(3, "little") + b"\0"
+        for i in range(count)
+    ]
+    return b"\x28\xb5\x2f\xfd\0\x38" + b"".join(blocks)
+
+
+def gzip_bomb(size: int) -> bytes:
+    part = zlib.compressobj(9, zlib.DEFLATED, -15)
+    zeros = part.compress(bytes(2**20)) + part.flush(zlib.Z_FULL_FLUSH)
+    return b"\x1f\x8b\x08\0\0\0\0\0\0\xff" + zeros * (size // 2**20) + b"\3\0"
+
+
+def blosc_bomb() -> bytes:
+    """A chunk of blosc that says it has 2 GiB, and has nothing."""
+    sizes = struct.pack("<III", 2**31 - 17, 2**31 - 17, 16)
+    return b"\x02\x01\x01\x04" + sizes
+
+
+def compressed(*names: str) -> dict[str, Any]:
+    codecs = [
+        ZARR["codecs"][0],
+        *({"name": name, **CONFIGURED[name]} for name in names),
+    ]
+    return {"codecs": codecs}
+
+
+CONFIGURED: Final[dict[str, dict[str, Any]]] = {
+    "zstd": {"configuration": {"level": 1}},
+    "gzip": {"configuration": {"level": 1}},
+    "blosc": {
+        "configuration": {
+            "cname": "lz4",
+            "clevel": 1,
+            "shuffle": "noshuffle",
+            "typesize": 4,
+            "blocksize": 0,
+        }
+    },
+}
+
+
+def cut_again(*parts: int, **changes: Any) -> dict[str, Any]:
+    inner = {
+        "chunk_shape": list(parts),
+        "codecs": [ZARR["codecs"][0]],
+        "index_codecs": [ZARR["codecs"][0], {"name": "crc32c"}],
+    }
+    return {"codecs": [{"name": "sharding_indexed", "configuration": inner | changes}]}
+
+
+def special(kind: str, name: str, **options: Any) -> Callable[[Path], Path]:
+    """A file that is something else: it is neither waited for nor read without end."""
+
+    def make(root: Path) -> Path:
+        step = write(root, **options)
+        path = step / name
+        path.parent.mkdir(exist_ok=True)
+        path.unlink(missing_ok=True)
+        match kind:
+            case "pipe":
+                os.mkfifo(path)
+            case "device":
+                path.symlink_to("/dev/zero")
+            case "directory":
+                path.mkdir()
+            case "link":
+                (root / "away").write_text("{}")
+                path.symlink_to(root / "away")
+            case "long file":
+                path.touch()
+                os.truncate(path, 2**36)
+        return step
+
+    return make
+
+
+def metadatas(content: Any) -> Callable[[Path], Path]:
+    """What is told of arrays beside them; the tree has PRNG keys."""
+
+    def make(root: Path) -> Path:
+        step = write(root, ZARRAY | {"dtype": "<u4"}, tree=key_row())
+        (step / "array_metadatas").mkdir()
+        text = content if isinstance(content, bytes) else json.dumps(content).encode()
+        (step / "array_metadatas/process_0").write_bytes(text)
+        return step
+
+    return make
+
+
+def tree_of(*rows: dict[str, Any]) -> Callable[[Path], Path]:
+    return case(
+        tree={str(i): value for i, row in enumerate(rows) for value in row.values()}
+    )
+
+
+def indexed(name: Any) -> dict[str, Any]:
+    return {
+        "a": {**row("w")[str(("w",))], "key_metadata": [{"key": name, "key_type": 1}]}
+    }
+
+
+SIX_GB: Final = 6 * 2**30
+HARMLESS: Final = {("directory", "w/0"), ("directory", "w/c.0")}  # as if missing
+
 CASES: Final[dict[str, Callable[[Path], Path]]] = {
     "a chunk that is a link": linked(link_chunk),
     "a chunk of zarr 3 that is a link": linked(
@@ -234,4 +346,98 @@ CASES: Final[dict[str, Callable[[Path], Path]]] = {
     "an array that is missing": case(tree=row("v")),
     "a chunk that is no gzip": zarray({"0": b"zip", "1": b"zip"}),
     "a chunk too long": zarray(chunks(np.zeros(2**20, "<f4"), 2**19)),
+    # Bombs: chunks of a few bytes that expand to 6 GB.
+    "a bomb of gzip": zarray({"0": gzip_bomb(SIX_GB), "1": gzip_bomb(SIX_GB)}),
+    "a bomb of zlib": zarray(
+        {"0": b"\x78\x9c" + gzip_bomb(SIX_GB)[10:]}, compressor={"id": "zlib"}
+    ),
+    "a bomb of zstd": zarray({"0": zstd_bomb(SIX_GB)}, compressor={"id": "zstd"}),
+    "a bomb of blosc": zarray({"0": blosc_bomb()}, compressor={"id": "blosc"}),
+    "a bomb of gzip, zarr 3": zarr({"0": gzip_bomb(SIX_GB)}),
+    "a bomb of zstd, zarr 3": zarr({"0": zstd_bomb(SIX_GB)}, **compressed("zstd")),
+    "a bomb of blosc, zarr 3": zarr({"0": blosc_bomb()}, **compressed("blosc")),
+    "a bomb in a part of a chunk": zarr({"0": zstd_bomb(SIX_GB)}, **cut_again(2)),
+    "a bomb in a bomb": zarr(**compressed("zstd", "zstd")),
+    "a bomb of two kinds": zarr(**compressed("zstd", "gzip", "blosc")),
+    # What metadata of arrays may not say.
+    "codecs that are no list": zarr(codecs={"name": "bytes"}),
+    "a thousand codecs": zarr(codecs=[{"name": "crc32c"}] * 1000),
+    "a codec of another kind": zarr(codecs=[{"name": "numcodecs.pickle"}]),
+    "a codec that is a number": zarr(codecs=[1]),
+    "an array cut into 2^40 parts": zarr(
+        shape=[2**40], chunk_grid=grid(2**40), **cut_again(1)
+    ),
+    "a chunk cut into 2^28 parts": zarr(
+        shape=[2**28], chunk_grid=grid(2**28), **cut_again(1)
+    ),
+    "a chunk cut into nothing": zarr(**cut_again(0)),
+    "a chunk cut twice": zarr(**cut_again(2, codecs=cut_again(1)["codecs"])),
+    "a compressor of another kind": zarray(compressor={"id": "pickle"}),
+    "a compressor that is a text": zarray(compressor="gzip"),
+    "filters": zarray(filters=[{"id": "pickle"}]),
+    "a chunk grid of another kind": zarr(
+        chunk_grid={"name": "x", **grid(4)} | {"name": "x"}
+    ),
+    "a group": zarr(node_type="group"),
+    "zarr true": zarray(zarr_format=True),
+    "zarr 3 as if it were 2": case(ZARR, use_zarr3=False),
+    "a shape of floats": zarray(shape=[8.0]),
+    "a shape that is true": zarray(shape=[True]),
+    "a shape that is infinite": zarray(shape=[float("inf")]),
+    "a shape of NaN": zarr(shape=[float("nan")]),
+    "a shape of 10^400": zarr(shape=[10**400]),
+    "a million axes": case(json.dumps(ZARRAY | {"shape": [1] * 10**6}).encode()),
+    "a key twice": case(
+        json.dumps(ZARRAY).encode()[:-1] + b',"shape":[8],"chunks":[1099511627776]}'
+    ),
+    **{
+        f"type {name[:20]}": zarray(dtype=name)
+        for name in (
+            "(1+,)f4",
+            "f4,f4",
+            "(1000000000,)f4",
+            "(" * 10_000,
+            "|V4",
+            "<M8[s]",
+        )
+    },
+    # What the tree may not say.
+    "two leaves of one name": tree_of(row("w"), row("w")),
+    "two leaves of one array": tree_of(row("a.b"), row("a", "b")),
+    "two leaves of one path": tree_of(row("1"), indexed(1)),
+    **{
+        f"an index that is {title}": case(tree=indexed(value))
+        for title, value in {
+            "infinite": float("inf"),
+            "a float": 1.5,
+            "true": True,
+            "null": None,
+            "a list": [1],
+            "text": "one",
+        }.items()
+    },
+    "a name of 5000 bytes": case(tree=row("w" * 5000)),
+    "names in many lines": case(tree=row("a\n" * 50)),
+    "names of half characters": case(tree=row("\ud800")),
+    "names of bells": case(tree=row("\a\x1b[2J\x9b")),
+    "keys of arrays that are numbers": metadatas({"array_metadatas": [1]}),
+    "keys of arrays that are a list": metadatas([]),
+    "keys of arrays nested 200k": metadatas(nested(200_000, b'{"array_metadatas":')),
+    # Files that are none.
+    **{
+        f"a {kind} for {name}": special(kind, name, **options)
+        for kind in ("pipe", "device", "directory", "link", "long file")
+        for name, options in {
+            "w/0": {},
+            "w/.zarray": {},
+            "w/zarr.json": {"metadata": ZARR, "use_zarr3": True},
+            "w/c.0": {"metadata": ZARR, "use_zarr3": True},
+            "_METADATA": {},
+            "_CHECKPOINT_METADATA": {},
+            "array_metadatas/process_0": {},
+            "_strings.json": {"tree": row("w", value_type="string")},
+            "manifest.ocdbt": {"use_ocdbt": True},
+        }.items()
+        if (kind, name) not in HARMLESS
+    },
 }

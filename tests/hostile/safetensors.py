@@ -4,6 +4,7 @@ Each case writes one under a directory and returns the path to load.
 """
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -80,6 +81,23 @@ def truncated(keep: Callable[[bytes], int]):
         content = path.read_bytes()
         path.write_bytes(content[: keep(content)])
         return path
+
+    return write
+
+
+def special(name: str, kind: str):
+    """A directory with something that is called like a file, and is none."""
+
+    def write(root: Path) -> Path:
+        path = root / name
+        match kind:
+            case "pipe":
+                os.mkfifo(path)
+            case "device":
+                path.symlink_to("/dev/zero")
+            case "directory":
+                path.mkdir()
+        return root
 
     return write
 
@@ -213,6 +231,23 @@ CASES: Final[dict[str, Callable[[Path], Path]]] = {
     "shards without an index": lambda root: (
         one({"a": ZEROS})(root).rename(root / "model-00001-of-99999.safetensors").parent
     ),
+    "a header of 18 million strings": one(
+        b'{"a":[' + b'"ab",' * (18 * 10**6) + b"1]}", b""
+    ),
+    "a header of 20 million numbers": one(b'{"a":[' + b"257," * (20 * 10**6) + b"1]}"),
+    "an index of eight million keys": index_text(
+        b'{"weight_map":{' + b",".join(b'"%x":1' % i for i in range(8 * 10**6)) + b"}}"
+    ),
+    "a header in UTF-16": one('{"a":1}'.encode("utf-16-le")),
+    "numbers that are none": tensor(shape=[float("nan")]),
+    "a size that is infinite": tensor(shape=[float("inf")]),
+    "an offset that is infinite": tensor(data_offsets=[0, float("inf")]),
+    "a name in many lines": index({"a\n" * 50: "model-1.safetensors"}),
+    **{
+        f"{name} that is a {kind}": special(name, kind)
+        for name in ("model.safetensors", "model.safetensors.index.json")
+        for kind in ("pipe", "device", "directory")
+    },
     "ours: no JSON": one({"__metadata__": {"flaxckpt": "{"}, "a": ZEROS}),
     "ours: a list": one({"__metadata__": {"flaxckpt": "[]"}, "a": ZEROS}),
     "ours: depth 60k": one(
