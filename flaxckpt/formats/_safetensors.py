@@ -277,10 +277,10 @@ def _read_header(path: Path) -> Header:
         DamagedCheckpointError: It is missing, malformed, or the file is cut short.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe would block
+            raise ValueError("it is no plain file")
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise ValueError("it is no plain file")
             start = file.read(8)
             if start == _LFS[:8] and start + file.read(len(_LFS) - 8) == _LFS:
                 raise _pointer(path)
@@ -322,6 +322,8 @@ def _read_shards(
 ) -> Mapping[str, JSON]:
     """Reads an index and the headers of its files, and tells the index's metadata."""
     try:
+        if not stat.S_ISREG(index_file.stat().st_mode):
+            raise ValueError("it is no plain file")
         text = _storage.read(index_file, max_bytes=_safetensors_json.MAX_HEADER_BYTES)
         if text.startswith(_LFS):
             raise _pointer(index_file)

@@ -246,6 +246,7 @@ def is_plain_name(name: str) -> bool:
     """Whether `name` is that of a file in the same directory, not a hidden one."""
     return (
         len(name) <= 255
+        and name.isprintable()
         and name.endswith(SUFFIX)
         and _PLAIN_NAME.fullmatch(name) is not None
     )

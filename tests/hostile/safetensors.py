@@ -242,6 +242,7 @@ CASES: Final[dict[str, Callable[[Path], Path]]] = {
     "numbers that are none": tensor(shape=[float("nan")]),
     "a size that is infinite": tensor(shape=[float("inf")]),
     "an offset that is infinite": tensor(data_offsets=[0, float("inf")]),
+    "index names a file in many lines": index({"a": "\n" * 50 + ".safetensors"}),
     "a name in many lines": index({"a\n" * 50: "model-1.safetensors"}),
     **{
         f"{name} that is a {kind}": special(name, kind)
