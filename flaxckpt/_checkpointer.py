@@ -29,6 +29,7 @@ from flaxckpt import (
     errors,
     formats,
 )
+from flaxckpt._handle import SaveHandle
 from flaxckpt._info import (
     ArrayLayout,
     CheckpointMetadata,
@@ -36,7 +37,6 @@ from flaxckpt._info import (
     Lineage,
     SaveResult,
 )
-from flaxckpt._save import SaveHandle
 from flaxckpt._types import JSON, PathLike, PyTree
 from flaxckpt.formats import _orbax
 from flaxckpt.policies import PreservationPolicy
@@ -126,6 +126,7 @@ class Checkpointer(_directory.RunDirectory):
             self.events.subscribe(sink)
         if not read_only:
             self._make_directory()
+            self._tidy()
         if metadata is not None:
             self._check_writable("keep metadata")
             _save.check_json(metadata)
@@ -318,6 +319,13 @@ class Checkpointer(_directory.RunDirectory):
             lineage=self.lineage,
             **given,
         )
+
+    def _tidy(self) -> None:
+        """Removes what crashes have left."""
+        _steps.tidy(self.directory, self._format, (_orbax.METRICS, "metadata"))
+        aside = self.directory / _PARAMS_ONLY
+        if aside.is_dir() and not aside.is_symlink():
+            _steps.tidy(aside, self._format, ())
 
     def sibling(self, directory: PathLike) -> Checkpointer:
         """Another directory, whose steps are written as these are, and all kept."""

@@ -92,6 +92,18 @@ def living(path: Path, names: Iterable[str]) -> list[str]:
     return [name for name in names if not _is_old(path / name, now)]
 
 
+def is_older(path: Path, secs: float) -> bool:
+    """Whether what is at `path` was last changed, or touched, before `secs` seconds.
+
+    By the clock of the file system; no if that cannot be asked, or nothing is there.
+    """
+    now = _now(path.parent)
+    try:
+        return now is not None and now - path.lstat().st_mtime > secs
+    except FileNotFoundError:
+        return False
+
+
 def _is_old(file: Path, now: float | None) -> bool:
     try:
         return now is not None and now - file.stat().st_mtime > _EXPIRES_SECS
