@@ -55,9 +55,10 @@ def test_exchange_swaps_two_directories(tmp_path, monkeypatch, has_exchange):
     for name in ("new", "old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
-    _storage.exchange(tmp_path / "new", tmp_path / "old")
+    _storage.exchange(tmp_path / "new", tmp_path / "old", tmp_path / "aside")
     assert (tmp_path / "old" / "file").read_text() == "new"
     assert (tmp_path / "new" / "file").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
 
 
 def test_remove_tree_does_not_follow_links(tmp_path):

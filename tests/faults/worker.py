@@ -5,6 +5,7 @@ input it forks a victim, in which something fails, and then one that looks at wh
 left; and answers with a line.
 """
 
+import atexit
 import json
 import os
 import shutil
@@ -56,6 +57,7 @@ def run(shim, *, scenario, base, work, at, what, sticky, growing):
             log("hits", shim.hits())
             os._exit(FAILED)
         if scenario == "JustEnds":
+            atexit.register(lambda: log("hits", shim.hits()))
             sys.exit()  # the save goes on behind
         log("hits", shim.hits())
 
@@ -63,6 +65,7 @@ def run(shim, *, scenario, base, work, at, what, sticky, growing):
     rows = scenarios.Log.read(work / "log")
     if scenario == "JustEnds" and code == 0:
         rows.append(["saved", 2, 0])
+    hits = [row[1] for row in rows if row[0] == "hits"]
     left = scenarios.leftovers(directory)
     problems = []
 
@@ -76,7 +79,13 @@ def run(shim, *, scenario, base, work, at, what, sticky, growing):
     for found in scenarios.Log.read(work / "problems"):
         problems += found
     shutil.rmtree(work)
-    return {"code": code, "rows": rows, "left": left, "problems": problems}
+    return {
+        "code": code,
+        "hits": hits[-1] if hits else 1,  # it did not live to tell
+        "rows": rows,
+        "left": left,
+        "problems": problems,
+    }
 
 
 def in_child(act):
