@@ -130,7 +130,7 @@ class Checkpointer(_directory.RunDirectory):
         if metadata is not None:
             self._check_writable("keep metadata")
             _save.check_json(metadata)
-            _orbax.write_run_metadata(self.directory, metadata)
+            self._write_metadata(metadata)
 
     # ---- saving -----------------------------------------------------------------
 
@@ -291,16 +291,22 @@ class Checkpointer(_directory.RunDirectory):
         self._check_writable("save")
         with self._lock:
             self.wait()
-            older = self.params_only()
             path = self._aside(_PARAMS_ONLY, number)
             options = self._save_options(number, overwrite=True)
             options = dataclasses.replace(
                 options, transforms=(without_optimizer, *options.transforms)
             )
             _save.execute(_save.take(path, state, options))
-            if older is not None and older[1] != path:
-                _storage.remove_tree(older[1])
+            self._delete_other_params(path)
         return path
+
+    def _delete_other_params(self, path: Path) -> None:
+        others = _steps.listed(path.parent, self._format).values()
+        for other in [other for other in others if other != path]:
+            try:
+                _steps.delete(other)
+            except OSError as error:
+                _log.warning("%s stays for now: %s", other, error)
 
     def params_only(self) -> tuple[int, Path] | None:
         """The step and path of what `save_params_only` has left; None if nothing."""
@@ -319,6 +325,15 @@ class Checkpointer(_directory.RunDirectory):
             lineage=self.lineage,
             **given,
         )
+
+    def _write_metadata(self, metadata: Mapping[str, JSON]) -> None:
+        try:
+            _orbax.write_run_metadata(self.directory, metadata)
+        except OSError as error:
+            raise errors.SaveFailedError(
+                f"the metadata of {self.directory} cannot be written: {error}; see that"
+                " the directory is writable and has space, then try again"
+            ) from error
 
     def _tidy(self) -> None:
         """Removes what crashes have left."""

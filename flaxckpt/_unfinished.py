@@ -212,7 +212,7 @@ def _end(path: Path) -> None:
 
 
 def sweep_files(directory: Path) -> None:
-    """Removes what crashes have left of files that were to be replaced.
+    """Removes what crashes have left: of files that were to be replaced, of readers.
 
     Raises:
         OSError: Something could not be removed.
@@ -221,6 +221,10 @@ def sweep_files(directory: Path) -> None:
         names = os.listdir(directory)  # noqa: PTH208
     except (FileNotFoundError, NotADirectoryError):
         return
-    for path in [directory / n for n in names if n.endswith(_storage.REPLACING)]:
+    marks = (_leases.READING, _leases.DELETING)
+    for name in names:
+        if not (name.endswith(_storage.REPLACING) or name.startswith(marks)):
+            continue
+        path = directory / name
         if path.is_file() and _leases.is_older(path, _BRIEF_SECS):
             path.unlink(missing_ok=True)
