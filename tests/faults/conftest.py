@@ -44,6 +44,7 @@ class Worker:
 
     def close(self):
         self._process.stdin.close()
+        self._process.stdout.close()
         self._process.wait(60)
 
 

@@ -317,6 +317,26 @@ class Bare(Scenario):
             log("saved", 2, version)
 
 
+class Endless(Scenario):
+    """Saves, one after another, until it is killed."""
+
+    options = MappingProxyType({"layout": SMALL, "keep": [LatestN(2)]})
+
+    def do(self, ckpt, log):
+        while True:
+            steps = ckpt.steps()
+            step = steps[-1] + 1
+            save(ckpt, log, step, goes=steps[:-1], metrics={"loss": 1 / step})
+
+
+class Careless(NewStep):
+    """A save by a program that never syncs: it must be found out."""
+
+    def act(self, directory, log):
+        os.fsync = lambda descriptor: None
+        super().act(directory, log)
+
+
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (

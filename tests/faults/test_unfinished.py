@@ -3,14 +3,12 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
-import flaxckpt
 import pytest
 import scenarios
+
+import flaxckpt
 from flaxckpt import _unfinished
 
 KILLS = 30
@@ -150,36 +148,16 @@ def test_small_files_of_the_dead_go_when_they_are_old(tmp_path):
     assert not any(file.exists() for file in files)
 
 
-VICTIM = """
-import sys
-from pathlib import Path
-import scenarios, flaxckpt
-from flaxckpt.policies import LatestN
-directory, log = Path(sys.argv[1]), scenarios.Log(Path(sys.argv[2]))
-with flaxckpt.Checkpointer(directory, keep=[LatestN(2)]) as ckpt:
-    step = (ckpt.latest_step() or 0) + 1
-    print("ready", flush=True)
-    while True:
-        goes = [other for other in ckpt.steps() if other < step - 1]
-        scenarios.save(ckpt, log, step, goes=goes, metrics={"loss": 1 / step})
-        step += 1
-"""
-
-
-def test_kills_at_random_moments_lose_nothing(tmp_path):
+def test_kills_at_random_moments_lose_nothing(worker, directory):
     chance = random.Random("kills")
-    log, run = tmp_path / "log", tmp_path / "run"
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    assert worker("prepare", scenario="Endless", base=directory / "base")["code"] == 0
     for _ in range(KILLS):
-        with subprocess.Popen(
-            [sys.executable, "-c", VICTIM, run, log],
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""},
-        ) as victim:
-            assert victim.stdout.readline() == b"ready\n"
-            time.sleep(chance.uniform(0, 0.3))
-            victim.send_signal(signal.SIGKILL)
-        assert scenarios.check(run, scenarios.Log.read(log)) == []
-    flaxckpt.Checkpointer(run)
-    left = [name for name in scenarios.leftovers(run) if "READING" not in name]
-    assert [name for name in left if not name.endswith(".tmp")] == []
+        secs = chance.uniform(0, 0.4)
+        done = worker("kill", scenario="Endless", base=directory / "base", secs=secs)
+        assert done == {"code": -signal.SIGKILL, "problems": []}
+    rows = scenarios.Log.read(directory / "base" / "log")
+    assert len([row for row in rows if row[0] == "saved"]) > KILLS
+    flaxckpt.Checkpointer(directory / "base" / "run")
+    scenarios.age(directory / "base" / "run")
+    flaxckpt.Checkpointer(directory / "base" / "run")
+    assert scenarios.leftovers(directory / "base" / "run") == []
