@@ -122,8 +122,8 @@ def train(directory: Path, config: ConfigDict, *, kill_in: int | None = None) ->
         process_group=0,  # so that Ctrl-C stops this process first
     ) as process:
         if kill_in is not None:
-            unfinished = directory / f"{kill_in}{TEMPORARY}"
-            threading.Thread(target=kill_halfway, args=(process, unfinished)).start()
+            halfway = (process, directory, kill_in)
+            threading.Thread(target=kill_halfway, args=halfway).start()
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -136,11 +136,16 @@ def train(directory: Path, config: ConfigDict, *, kill_in: int | None = None) ->
         sys.exit(f"the training process failed with exit code {process.returncode}")
 
 
-def kill_halfway(process: subprocess.Popen[str], unfinished: Path) -> None:
-    """Kills `process` once `unfinished` has half as many files as a checkpoint."""
-    directory = unfinished.parent
+def unfinished(directory: Path, step: int) -> Path | None:
+    """Where `step` is being written, or was when that was cut off."""
+    return next(directory.glob(f"{step}{TEMPORARY}*"), None)
+
+
+def kill_halfway(process: subprocess.Popen[str], directory: Path, step: int) -> None:
+    """Kills `process` once it has written half as many files as a checkpoint has."""
     while process.poll() is None:
-        written = count_files(unfinished)
+        found = unfinished(directory, step)
+        written = count_files(found) if found else 0
         if written and written >= count_files(newest_checkpoint(directory)) // 2:
             process.kill()
             return
@@ -159,20 +164,21 @@ def kill_in_a_save(directory: Path, config: ConfigDict) -> int:
     every = config.checkpoint.every_steps
     middle = config.total_steps // (2 * every) * every
     for step in range(middle, config.total_steps, every):
-        unfinished = directory / f"{step}{TEMPORARY}"
         if step <= latest_step(directory):
             continue
-        if not unfinished.exists():  # as when the demo itself was stopped right here
+        # There is one already if the demo itself was stopped right here.
+        if not unfinished(directory, step):
             train(directory, config, kill_in=step)
         if (directory / str(step)).exists():
             console.print(f"  The save of step {step} was faster than the kill: again.")
             continue
         newest = newest_checkpoint(directory)
-        assert unfinished.is_dir()
+        left = unfinished(directory, step)
+        assert left is not None
         assert int(newest.name) < step
         console.print(
-            f"  [red]SIGKILL[/] in the save of step {step}: {count_files(unfinished)}"
-            f" of {count_files(newest)} files are in {unfinished.name}.\n  Nothing"
+            f"  [red]SIGKILL[/] in the save of step {step}: {count_files(left)}"
+            f" of {count_files(newest)} files are in {left.name}.\n  Nothing"
             f" takes that for a checkpoint; the newest is still step {newest.name}.",
             soft_wrap=True,
         )

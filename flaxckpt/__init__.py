@@ -5,10 +5,11 @@ from flaxckpt._callback import CheckpointCallback
 from flaxckpt._checkpointer import Checkpointer
 from flaxckpt._events import Event
 from flaxckpt._findings import VerifyReport
+from flaxckpt._handle import SaveHandle
 from flaxckpt._info import ArrayLayout, CheckpointMetadata, LeafInfo, SaveResult
 from flaxckpt._plan import LeafPlan, RestorePlan
 from flaxckpt._restore import load, metadata, open_leaf, plan
-from flaxckpt._save import SaveHandle, save, save_async
+from flaxckpt._save import save, save_async
 from flaxckpt._tools import convert, verify
 from flaxckpt.partition import abstract_state, parameter_infos
 

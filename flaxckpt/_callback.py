@@ -25,8 +25,8 @@ from flaxckpt import (
     errors,
 )
 from flaxckpt._checkpointer import Checkpointer
+from flaxckpt._handle import SaveHandle
 from flaxckpt._preemption import Grace, Notice, Watch
-from flaxckpt._save import SaveHandle
 from flaxckpt._triggers import Due, Triggers
 from flaxckpt._types import PathLike, PyTree
 from flaxckpt.transforms import Transform

@@ -32,6 +32,7 @@ from flaxckpt import (
     errors,
     formats,
 )
+from flaxckpt._handle import SaveHandle
 from flaxckpt._info import (
     ArrayLayout,
     CheckpointMetadata,
@@ -39,7 +40,6 @@ from flaxckpt._info import (
     SaveResult,
     Stored,
 )
-from flaxckpt._save import SaveHandle
 from flaxckpt._types import JSON, PathLike, PyTree
 from flaxckpt.formats import _orbax
 from flaxckpt.policies import PreservationPolicy
@@ -147,10 +147,11 @@ class Checkpointer(_directory.RunDirectory):
             self.events.subscribe(sink)
         if not read_only:
             self._make_directory()
+            self._tidy()
         if metadata is not None:
             self.check_writable("keep metadata")
             _save.check_json(metadata)
-            _orbax.write_run_metadata(self.directory, metadata)
+            self._write_metadata(metadata)
 
     # ---- saving -----------------------------------------------------------------
 
@@ -327,16 +328,22 @@ class Checkpointer(_directory.RunDirectory):
             return None
         with self._lock:
             self.wait()
-            older = self.params_only()
             path = self._aside(_PARAMS_ONLY, number)
             options = self._save_options(number, overwrite=True)
             options = dataclasses.replace(
                 options, transforms=(_save.without_optimizer, *options.transforms)
             )
             _save.execute(_save.take(path, state, options))
-            if older is not None and older[1] != path:
-                _storage.remove_tree(older[1])
+            self._delete_other_params(path)
         return path
+
+    def _delete_other_params(self, path: Path) -> None:
+        others = _steps.listed(path.parent, self._format).values()
+        for other in [other for other in others if other != path]:
+            try:
+                _steps.delete(other)
+            except OSError as error:
+                _log.warning("%s stays for now: %s", other, error)
 
     def params_only(self) -> tuple[int, Path] | None:
         """The step and path of what `save_params_only` has left; None if nothing."""
@@ -355,6 +362,22 @@ class Checkpointer(_directory.RunDirectory):
             lineage=self.lineage,
             **given,
         )
+
+    def _write_metadata(self, metadata: Mapping[str, JSON]) -> None:
+        try:
+            _orbax.write_run_metadata(self.directory, metadata)
+        except OSError as error:
+            raise errors.SaveFailedError(
+                f"the metadata of {self.directory} cannot be written: {error}; see that"
+                " the directory is writable and has space, then try again"
+            ) from error
+
+    def _tidy(self) -> None:
+        """Removes what crashes have left."""
+        _steps.tidy(self.directory, self._format, (_orbax.METRICS, "metadata"))
+        aside = self.directory / _PARAMS_ONLY
+        if aside.is_dir() and not aside.is_symlink():
+            _steps.tidy(aside, self._format, ())
 
     def sibling(self, directory: PathLike) -> Checkpointer:
         """Another directory, whose steps are written as these are, and all kept."""

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Iterator
+
+_pauses: list[None] = []
+"""One for each block that has switched the collector off."""
 
 
 @contextlib.contextmanager
@@ -22,8 +26,19 @@ def paused() -> Iterator[None]:
     if not gc.isenabled():
         yield
         return
+    _pauses.append(None)
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
+        _pauses.pop()
+
+
+def _resume_in_child() -> None:
+    """Ends, in a fork, the pauses of threads that are not there."""
+    if _pauses:
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_resume_in_child)

@@ -125,6 +125,18 @@ def living(path: Path, names: Iterable[str]) -> list[str]:
     return [name for name in names if _is_living(path / name, now, limit)]
 
 
+def is_older(path: Path, secs: float) -> bool:
+    """Whether what is at `path` was last changed, or touched, before `secs` seconds.
+
+    By the clock of the file system; no if that cannot be asked, or nothing is there.
+    """
+    now = _now(path.parent)
+    try:
+        return now is not None and now - path.lstat().st_mtime > secs
+    except FileNotFoundError:
+        return False
+
+
 def _is_living(file: Path, now: float, limit: float) -> bool:
     try:
         return abs(now - file.stat().st_mtime) <= limit

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import collections
-import contextlib
 import dataclasses
 import functools
 import importlib.metadata
 import json
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,11 +30,13 @@ from flaxckpt import (
     _storage,
     _threads,
     _tree,
+    _unfinished,
     _write,
     _zarr,
     datasets,
     errors,
 )
+from flaxckpt._handle import SaveHandle
 from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, LeafTable, Lineage, SaveResult
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
 from flaxckpt.formats import _orbax, _orbax_json
@@ -138,97 +137,6 @@ class Written(NamedTuple):
 
     size: int
     arrays: _write.Previous
-
-
-class SaveHandle:
-    """A save under way. Leaving the program waits for it."""
-
-    def __init__(
-        self,
-        work: Callable[[], SaveResult],
-        *,
-        name: str,
-        counter: _progress.Counter,
-    ) -> None:
-        self._name = name
-        self._counter = counter
-        self._result: SaveResult | None = None
-        self._error: BaseException | None = None
-        self._is_awaited = False
-        self._ended = (
-            threading.Event()
-        )  # a join that Ctrl-C cuts off forgets the thread
-        # No daemon: a script that just ends still finishes its last save.
-        self._thread = threading.Thread(
-            target=self._run, args=(work,), name=name, daemon=False
-        )
-        try:
-            self._thread.start()
-        except RuntimeError:  # no more threads: the caller does it
-            self._run(work)
-
-    def _run(self, work: Callable[[], SaveResult]) -> None:
-        try:
-            self._result = work()
-        except BaseException as error:
-            self._error = error
-            _untold.add(self)
-        finally:
-            self._ended.set()
-
-    def done(self) -> bool:
-        """Whether the save has ended, well or not."""
-        return self._ended.is_set()
-
-    def is_awaited(self) -> bool:
-        """Whether somebody has begun to wait for it."""
-        return self._is_awaited
-
-    def has_untold_error(self) -> bool:
-        """Whether it has failed and nobody has been told by `wait` yet."""
-        return self in _untold
-
-    def wait(self, timeout_secs: float | None = None) -> SaveResult:
-        """Waits until the checkpoint is durable and old steps are deleted.
-
-        If there are so many of them that it would take long, the rest is deleted after
-        the next save.
-
-        Raises:
-            CheckpointTimeoutError: It is still running after `timeout_secs`.
-            CheckpointError: The save failed; nothing of it counts as saved.
-        """
-        self._is_awaited = True
-        if not self.done():
-            with _progress.shown(self._counter):
-                self._ended.wait(timeout_secs)
-        if not self.done():
-            raise errors.CheckpointTimeoutError(
-                f"the {self._name} is still running after {timeout_secs} s;"
-                " call wait() again to wait longer"
-            )
-        _untold.discard(self)
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
-
-
-_untold: set[SaveHandle] = set()
-"""Saves that failed and whose error nobody has asked for."""
-
-
-def _exit_with_failure() -> None:
-    """Makes a program that never asked how its last save ended exit non-zero."""
-    if _untold:
-        for handle in _untold:
-            sys.stderr.write(f"flaxckpt: the {handle._name}: {handle._error}\n")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-
-
-atexit.register(_exit_with_failure)
 
 
 # ---- public functions -----------------------------------------------------------
@@ -476,6 +384,8 @@ _locks: collections.defaultdict[Path, threading.Lock] = collections.defaultdict(
 )
 """One writer at a time of a path, within this process."""
 
+os.register_at_fork(after_in_child=_locks.clear)  # those that hold them are not there
+
 
 def execute(snapshot: Snapshot, previous: _write.Previous | None = None) -> Written:
     """Writes a snapshot and commits it, durably.
@@ -485,7 +395,8 @@ def execute(snapshot: Snapshot, previous: _write.Previous | None = None) -> Writ
         previous: Arrays of an earlier step; those that are equal are linked.
 
     Raises:
-        SaveFailedError: It could not be written. What was written is removed.
+        SaveFailedError: It could not be written. What was written is removed, or,
+            after the disk did not confirm its name, told of.
     """
     with _locks[snapshot.final]:
         return _execute(snapshot, previous)
@@ -493,19 +404,19 @@ def execute(snapshot: Snapshot, previous: _write.Previous | None = None) -> Writ
 
 def _execute(snapshot: Snapshot, previous: _write.Previous | None) -> Written:
     final = snapshot.final
-    temporary = final.with_name(final.name + _steps.TEMPORARY)
     try:
         _storage.make_directory(final.parent)
-        _storage.remove_tree(temporary)
-        (temporary / _orbax.STATE).mkdir(parents=True)
-        try:
+        _unfinished.sweep(final.parent, lambda name: name == final.name)
+        with _unfinished.made(final) as temporary:
             return _write_and_commit(snapshot, temporary, previous)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                _storage.remove_tree(temporary)
-            raise
     except errors.CheckpointError:
         raise
+    except _storage.NotDurableError as error:
+        raise errors.SaveFailedError(
+            f"{final} was written, but the disk did not confirm its name: {error}\n"
+            "Whether it stays, or what was there before, is not known; see that the"
+            " disk is sound, then save again."
+        ) from error
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
         raise errors.SaveFailedError(
             f"{final} could not be saved: {' '.join(str(error).split())[:300]}\n"
@@ -517,6 +428,7 @@ def _execute(snapshot: Snapshot, previous: _write.Previous | None) -> Written:
 def _write_and_commit(
     snapshot: Snapshot, temporary: Path, previous: _write.Previous | None
 ) -> Written:
+    (temporary / _orbax.STATE).mkdir()
     contents = _contents(snapshot)
     made: dict[str, bytes] = {}
 
@@ -525,7 +437,12 @@ def _write_and_commit(
         made.update(_orbax.files(contents))
         _write_new(temporary, made)
 
-    with _threads.beside(describe):
+    with _threads.beside(describe) as check:
+
+        def count(size: int) -> None:
+            check()
+            snapshot.options.count(size)
+
         _write.write(
             temporary / _orbax.STATE,
             snapshot.arrays,
@@ -533,7 +450,7 @@ def _write_and_commit(
             ocdbt=snapshot.ocdbt,
             previous=previous,
             max_concurrent_bytes=snapshot.options.max_concurrent_bytes,
-            count=snapshot.options.count,
+            count=count,
         )
     _write_new(temporary, _orbax.seal(contents, made, temporary))
     is_temporary = snapshot.options.temporary
@@ -541,8 +458,9 @@ def _write_and_commit(
     size = _storage.sync_tree(temporary)
     manifest = _storage.stamp(temporary / _orbax_json.MANIFEST)
     if snapshot.options.overwrite and snapshot.final.exists():
-        _storage.exchange(temporary, snapshot.final)
-        _storage.remove_tree(temporary)
+        aside = _unfinished.beside(snapshot.final, _unfinished.REPLACED)
+        with _unfinished.claimed(snapshot.final):
+            _storage.exchange(temporary, snapshot.final, aside)
     else:
         _storage.publish(temporary, snapshot.final)
     sources = {

@@ -10,16 +10,16 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _leases, _storage, errors
+from flaxckpt import _leases, _storage, _unfinished, errors
 
 _log = logging.getLogger(__name__)
 
-TEMPORARY = ".orbax-checkpoint-tmp"
+TEMPORARY = _unfinished.TEMPORARY
 """In the name of a directory: not committed, for Orbax as for us."""
 
 PIN = "PINNED"
@@ -33,9 +33,6 @@ WITHOUT_DATASET = "DATASET_LET_GO"
 
 DAMAGED = "DAMAGED"
 """A file of this name takes its step out of the list, and has the reason in JSON."""
-
-_DELETED = "-deleted"
-"""How the names of what is not there any more end, until its files are gone."""
 
 _MARK = b"1\n"
 
@@ -395,25 +392,29 @@ def _remove_mark(path: Path, name: str) -> None:
 def delete(path: Path, *, even_pinned: bool = False) -> None:
     """Removes a step: first its name, durably, then its files.
 
+    Files that cannot be removed are swept another time.
+
     Raises:
         SaveFailedError: Somebody reads it, or has pinned it.
+        OSError: It has its name still, or that it has not may not last.
     """
-    aside = path.with_name(path.name + TEMPORARY + _DELETED)
-    with _leases.deletion(path):
-        if not even_pinned:
-            _check_not_pinned(path, path)
-        _storage.withdraw(path, aside)
-        try:
-            # Only what has no name any more is sure to be neither read nor pinned.
-            if late := _leases.readers(aside):
-                raise _leases.in_use(path, late)
+    aside = _unfinished.beside(path, _unfinished.DELETED)
+    with _unfinished.claimed(path):
+        with _leases.deletion(path):
             if not even_pinned:
-                _check_not_pinned(path, aside)
-        except errors.SaveFailedError:
-            aside.rename(path)
-            _storage.sync_directory(path.parent)
-            raise
-    _storage.remove_tree(aside)
+                _check_not_pinned(path, path)
+            _storage.withdraw(path, aside)
+            try:
+                # Only what has no name any more is sure to be neither read nor pinned.
+                if late := _leases.readers(aside):
+                    raise _leases.in_use(path, late)
+                if not even_pinned:
+                    _check_not_pinned(path, aside)
+            except errors.SaveFailedError:
+                aside.rename(path)
+                _storage.sync_directory(path.parent)
+                raise
+        _unfinished.discard(aside)
     _log.info("deleted %s", path)
 
 
@@ -432,23 +433,37 @@ def delete_dataset(path: Path, dataset: str) -> None:
     Raises:
         SaveFailedError: Somebody reads the step.
     """
-    aside = path.with_name(f"{path.name}{TEMPORARY}-{dataset}{_DELETED}")
-    with _leases.deletion(path):
-        if not (path / WITHOUT_DATASET).is_file():
-            _storage.replace(path / WITHOUT_DATASET, _MARK)
-        _storage.remove_tree(aside)
-        (path / dataset).rename(aside)
-        _storage.sync_directory(path)
-    _storage.remove_tree(aside)
+    aside = _unfinished.beside(path, _unfinished.DELETED)
+    with _unfinished.claimed(path / dataset):
+        with _leases.deletion(path):
+            if not (path / WITHOUT_DATASET).is_file():
+                _storage.replace(path / WITHOUT_DATASET, _MARK)
+            (path / dataset).rename(aside)
+            _storage.sync_directory(path)
+        _unfinished.discard(aside)
 
 
 def sweep(root: Path, step_format: StepFormat) -> None:
-    """Removes what deletions that were cut off have left under `root`.
+    """Removes what saves and deletions that were cut off have left under `root`.
 
     Raises:
         OSError: Something could not be removed.
     """
-    for name in list(_storage.directories(root)):
-        step, found, _ = name.partition(TEMPORARY)
-        if found and name.endswith(_DELETED) and step_format.step(step) is not None:
-            _storage.remove_tree(root / name)
+    _unfinished.sweep(root, lambda name: step_format.step(name) is not None)
+
+
+def tidy(root: Path, step_format: StepFormat, items: Sequence[str]) -> None:
+    """Removes all that crashes have left in a run directory; says what it cannot.
+
+    Args:
+        root: The directory.
+        step_format: How its steps are called.
+        items: The directories in it, and in each step, where files are replaced.
+    """
+    try:
+        sweep(root, step_format)
+        for step in (root, *listed(root, step_format).values()):
+            for name in ("", *items):
+                _unfinished.sweep_files(step / name)
+    except OSError as error:
+        _log.warning("what a crash has left in %s is there still: %s", root, error)

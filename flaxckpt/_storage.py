@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -27,6 +27,13 @@ _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _SYNCING_THREADS = 8
 _REMOVALS = 100
+
+REPLACING = ".tmp"
+"""How the name of a file ends that is about to replace another."""
+
+
+class NotDurableError(OSError):
+    """A directory has got its name, and nobody knows whether that is durable."""
 
 
 def resolve(path: PathLike) -> Path:
@@ -106,7 +113,7 @@ def replace(path: Path, content: bytes) -> None:
 
     Several may do so at a time: one of them is the last.
     """
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{REPLACING}")
     try:
         write(temporary, content)
         temporary.replace(path)
@@ -200,15 +207,51 @@ def publish(temporary: Path, final: Path) -> None:
                 f"{final} was created by another writer meanwhile"
             ) from None
         raise
-    sync_directory(final.parent)
+    _settle(final, lambda: final.rename(temporary))
 
 
-def exchange(temporary: Path, final: Path) -> None:
+def _settle(final: Path, undo: Callable[[], object]) -> None:
+    """Makes the names beside `final` durable, or as they were before.
+
+    Raises:
+        OSError: They are as they were before, and that is durable.
+        NotDurableError: They are not, or that is not.
+    """
+    try:
+        sync_directory(final.parent)
+    except OSError as error:
+        try:
+            undo()
+            sync_directory(final.parent)
+        except OSError:
+            raise NotDurableError(error.errno, error.strerror, str(final)) from error
+        raise
+
+
+def exchange(temporary: Path, final: Path, aside: Path | None = None) -> None:
     """Puts a finished directory in the place of another, which gets its old name.
 
-    One step where the system has `renameat2`. Elsewhere two, and a crash between
-    them leaves both directories whole but `final` without its name.
+    One step where the system has `renameat2`. Elsewhere three, and a crash between
+    them may leave `final` without its name.
+
+    Args:
+        temporary: The finished one.
+        final: The other.
+        aside: What the other is called meanwhile, if it takes more than one step.
+
+    Raises:
+        NotDurableError: It was done, or half of it, and may not last.
     """
+    aside = aside or temporary.with_name(temporary.name + "-replaced")
+
+    def swap() -> None:
+        _swap(temporary, final, aside)
+
+    swap()
+    _settle(final, swap)
+
+
+def _swap(temporary: Path, final: Path, aside: Path) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "renameat2"):
         code = libc.renameat2(
@@ -219,22 +262,27 @@ def exchange(temporary: Path, final: Path) -> None:
             _RENAME_EXCHANGE,
         )
         if code == 0:
-            sync_directory(final.parent)
             return
         if ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             raise OSError(ctypes.get_errno(), "cannot exchange", str(final))
-    aside = temporary.with_name(temporary.name + "-replaced")
     final.rename(aside)
-    temporary.rename(final)
+    try:
+        temporary.rename(final)
+    except OSError:
+        aside.rename(final)
+        raise
     aside.rename(temporary)
-    sync_directory(final.parent)
 
 
 def withdraw(final: Path, aside: Path) -> None:
-    """Takes a directory's name away, durably, so that nothing lists it any more."""
-    remove_tree(aside)
+    """Takes a directory's name away, durably, so that nothing lists it any more.
+
+    Raises:
+        OSError: It has its name still.
+        NotDurableError: It has not, perhaps, and that may not last.
+    """
     final.rename(aside)
-    sync_directory(final.parent)
+    _settle(final, lambda: aside.rename(final))
 
 
 def remove_tree(path: Path) -> None:

@@ -47,8 +47,11 @@ def each(function: Callable[[T], object], items: Iterable[T], *, threads: int) -
 
 
 @contextlib.contextmanager
-def beside(function: Callable[[], object]) -> Iterator[None]:
+def beside(function: Callable[[], object]) -> Iterator[Callable[[], None]]:
     """Runs `function` beside the `with` block, and waits for both.
+
+    Yields:
+        What the block may call to end at once if the function has failed.
 
     Raises:
         BaseException: What the block raised, else what the function raised.
@@ -61,16 +64,19 @@ def beside(function: Callable[[], object]) -> Iterator[None]:
         except BaseException as error:
             raised.append(error)
 
+    def check() -> None:
+        if raised:
+            raise raised[0]
+
     helper = _start(work)
     try:
-        yield
+        yield check
     finally:
         if helper is not None:
             helper.join()
     if helper is None:
         work()
-    if raised:
-        raise raised[0]
+    check()
 
 
 def _start(work: Callable[[], None]) -> threading.Thread | None:

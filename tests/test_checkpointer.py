@@ -311,14 +311,19 @@ def test_waiting_may_time_out(tmp_path, monkeypatch):
     assert handle.wait().bytes_written > 0
 
 
-def test_a_leftover_of_a_crash_is_no_step_and_is_replaced(tmp_path):
-    leftover = tmp_path / "5.orbax-checkpoint-tmp"
-    (leftover / "state").mkdir(parents=True)
-    (leftover / "state" / "junk").touch()
+def test_a_leftover_of_a_crash_is_no_step_and_is_removed(tmp_path):
+    leftover = tmp_path / "5.orbax-checkpoint-tmp-writing-0123abcd"
+    of_orbax = tmp_path / "5.orbax-checkpoint-tmp"
+    for path in (leftover, of_orbax):
+        (path / "state").mkdir(parents=True)
+        (path / "state" / "junk").touch()
+    assert flaxckpt.Checkpointer(tmp_path, read_only=True).steps() == []
+    assert leftover.exists()
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        assert not leftover.exists()
         assert ckpt.steps() == []
         ckpt.save(5, state(5)).wait()
-        assert not leftover.exists()
+        assert of_orbax.exists(), "it may be written by another program"
         assert not (tmp_path / "5/state/junk").exists()
         strategies.assert_same(state(5), ckpt.restore())
 

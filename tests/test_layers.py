@@ -38,7 +38,7 @@ LAYERS = (
         "_zarr",
     },
     {"_info", "_events", "_journal", "_leases"},
-    {"_layout", "_containers"},
+    {"_layout", "_containers", "_handle", "_unfinished"},
     {"_snapshot", "_raw", "_spans", "_place"},
     {"_read", "_write", "_flax", "_optax", "policies", "_steps", "datasets"},
     {"_derive", "formats"},

@@ -442,7 +442,8 @@ def test_a_state_is_let_go_entirely_or_not_at_all(tmp_path, monkeypatch, caplog,
     with monkeypatch.context() as patch:
         patch.setattr(_steps._storage, call, fail)
         assert ckpt.prune() == ()
-    assert "the dataset state of step 1 could not be deleted" in caplog.text
+    said = "is left" if call == "remove_tree" else "the dataset state of step 1 could"
+    assert said in caplog.text
     if ckpt.metadata(1).has_dataset:
         iterator = batches()
         ckpt.restore(step=1, dataset=iterator)
@@ -679,7 +680,7 @@ def test_what_a_cut_off_deletion_leaves_is_deleted_later(tmp_path, monkeypatch, 
 
     with monkeypatch.context() as patch:
         patch.setattr(_steps._storage, cut, fail)
-        assert ckpt.prune() == ()
+        assert ckpt.prune() == (() if cut == "withdraw" else (1,))
     assert len(names(tmp_path)) == 2
     assert ckpt.steps() == ([1, 2] if cut == "withdraw" else [2])
     ckpt.save(3, state(3)).wait()
@@ -694,7 +695,7 @@ def test_what_cannot_be_written_down_says_what_to_do(tmp_path):
     for name in ("1/PINNED/x", "2/PINNED", "2/metrics"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "1/metrics").touch()
-    (tmp_path / "1.orbax-checkpoint-tmp-deleted").touch()
+    (tmp_path / "1/DELETING").symlink_to(tmp_path / "nowhere" / "file")
     for act in (
         lambda: ckpt.pin(1),
         lambda: ckpt.unpin(2),

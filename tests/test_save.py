@@ -554,8 +554,9 @@ def test_everything_is_synced_before_the_commit_and_the_parent_after(
     monkeypatch.setattr(os, "rename", rename)
     run = tmp_path / "new" / "run"
     flaxckpt.save(run / "c", {"w": jnp.ones((8, 8)), "s": "x"}, layout=layout(store))
-    temporary, final = str(run / "c.orbax-checkpoint-tmp"), str(run / "c")
-    commit = calls.index(("rename", temporary, final))
+    final = str(run / "c")
+    [commit] = [i for i, call in enumerate(calls) if call[2:] == (final,)]
+    temporary = calls[commit][1]
     assert ("fsync", str(run)) in calls[commit:]
     synced = {path for kind, path, *_ in calls[:commit] if kind == "fsync"}
     written = {

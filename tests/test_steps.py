@@ -85,7 +85,7 @@ def test_steps_are_found_however_they_are_called(tmp_path):
         _steps.find(tmp_path, _has_files)
 
 
-def test_delete_takes_the_name_away_first(tmp_path, monkeypatch):
+def test_delete_takes_the_name_away_first(tmp_path, monkeypatch, caplog):
     step = tmp_path / "3"
     step.mkdir()
     (step / "file").touch()
@@ -95,7 +95,7 @@ def test_delete_takes_the_name_away_first(tmp_path, monkeypatch):
             raise OSError("interrupted")
 
     monkeypatch.setattr(_steps._storage, "remove_tree", fail)
-    with pytest.raises(OSError, match="interrupted"):
-        _steps.delete(step)
+    _steps.delete(step)
+    assert "interrupted" in caplog.text
     assert not _steps.listed(tmp_path, _steps.StepFormat())
     assert not _steps.find(tmp_path, _has_files)

@@ -55,9 +55,40 @@ def test_exchange_swaps_two_directories(tmp_path, monkeypatch, has_exchange):
     for name in ("new", "old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
-    _storage.exchange(tmp_path / "new", tmp_path / "old")
+    _storage.exchange(tmp_path / "new", tmp_path / "old", tmp_path / "aside")
     assert (tmp_path / "old" / "file").read_text() == "new"
     assert (tmp_path / "new" / "file").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+@pytest.mark.parametrize("change", ["publish", "exchange", "withdraw"])
+def test_what_the_disk_does_not_confirm_is_undone_or_told(
+    tmp_path, monkeypatch, change, failing
+):
+    new, old = tmp_path / "new", tmp_path / "old"
+    new.mkdir()
+    if change != "publish":
+        old.mkdir()
+        (old / "file").write_text("old")
+    before = sorted(tmp_path.rglob("*"))
+    calls = []
+
+    def fail(path):
+        calls.append(path)
+        if len(calls) <= failing:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(_storage, "sync_directory", fail)
+    acts = {
+        "publish": lambda: _storage.publish(new, old),
+        "exchange": lambda: _storage.exchange(new, old),
+        "withdraw": lambda: _storage.withdraw(old, tmp_path / "aside"),
+    }
+    with pytest.raises(OSError, match="Input/output") as info:
+        acts[change]()
+    assert isinstance(info.value, _storage.NotDurableError) is (failing == 2)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_remove_tree_does_not_follow_links(tmp_path):

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -59,6 +60,28 @@ def test_errors_beside_are_told():
         pass
     with pytest.raises(OSError, match="block"), _threads.beside(fail):
         raise OSError("block")
+
+
+def test_a_block_can_end_at_once_if_what_is_beside_it_fails():
+    failed = threading.Event()
+
+    def fail():
+        failed.set()
+        raise ValueError("beside")
+
+    turns = []
+
+    def work():
+        with _threads.beside(fail) as check:
+            failed.wait()
+            for turn in range(10_000):
+                check()
+                time.sleep(0.001)
+                turns.append(turn)
+
+    with pytest.raises(ValueError, match="beside"):
+        work()
+    assert len(turns) < 10_000
 
 
 def test_a_budget_is_never_exceeded():

@@ -1,0 +1,145 @@
+"""Saves under way: their threads, and what a program that ends tells of them."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import multiprocessing.util
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+from flaxckpt import _progress, errors
+from flaxckpt._info import SaveResult
+
+
+class SaveHandle:
+    """A save under way. Leaving the program waits for it."""
+
+    def __init__(
+        self,
+        work: Callable[[], SaveResult],
+        *,
+        name: str,
+        counter: _progress.Counter,
+    ) -> None:
+        self._name = name
+        self._counter = counter
+        self._result: SaveResult | None = None
+        self._error: BaseException | None = None
+        self._is_awaited = False
+        self._ended = (
+            threading.Event()
+        )  # a join that Ctrl-C cuts off forgets the thread
+        _under_way.add(self)
+        _tell_when_a_child_ends()
+        # No daemon: a script that just ends still finishes its last save.
+        self._thread = threading.Thread(
+            target=self._run, args=(work,), name=name, daemon=False
+        )
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads: the caller does it
+            self._run(work)
+
+    def _run(self, work: Callable[[], SaveResult]) -> None:
+        try:
+            self._result = work()
+        except BaseException as error:
+            self._error = error
+            _untold.add(self)
+        finally:
+            self._ended.set()
+            _under_way.discard(self)
+
+    def _is_of_another_process(self) -> None:
+        """Ends it here, in a fork: its thread is not there, and nobody is to wait."""
+        self._error = errors.SaveFailedError(
+            f"the {self._name} was begun by the process of which this is a fork: that"
+            " one finishes it; ask there whether it has"
+        )
+        self._ended = threading.Event()  # the lock of the old one may be held
+        self._ended.set()
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self._ended.is_set()
+
+    def is_awaited(self) -> bool:
+        """Whether somebody has begun to wait for it."""
+        return self._is_awaited
+
+    def has_untold_error(self) -> bool:
+        """Whether it has failed and nobody has been told by `wait` yet."""
+        return self in _untold
+
+    def wait(self, timeout_secs: float | None = None) -> SaveResult:
+        """Waits until the checkpoint is durable and old steps are deleted.
+
+        If there are so many of them that it would take long, the rest is deleted after
+        the next save.
+
+        Raises:
+            CheckpointTimeoutError: It is still running after `timeout_secs`.
+            CheckpointError: The save failed; nothing of it counts as saved.
+        """
+        self._is_awaited = True
+        if not self.done():
+            with _progress.shown(self._counter):
+                self._ended.wait(timeout_secs)
+        if not self.done():
+            raise errors.CheckpointTimeoutError(
+                f"the {self._name} is still running after {timeout_secs} s;"
+                " call wait() again to wait longer"
+            )
+        _untold.discard(self)
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+
+_under_way: set[SaveHandle] = set()
+"""Saves that have not ended."""
+
+_untold: set[SaveHandle] = set()
+"""Saves that failed and whose error nobody has asked for."""
+
+
+def _exit_with_failure() -> None:
+    """Makes a program that never asked how its last save ended exit non-zero."""
+    for handle in list(_under_way):  # on daemon threads, and in children
+        handle._ended.wait()
+    if _untold:
+        for handle in _untold:
+            sys.stderr.write(f"flaxckpt: the {handle._name}: {handle._error}\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+atexit.register(_exit_with_failure)
+
+_told_in: set[int] = set()
+"""The processes of `multiprocessing` that will call that when they end."""
+
+
+def _tell_when_a_child_ends() -> None:
+    """Has a process of `multiprocessing` do so, too: it runs no exit handlers."""
+    if multiprocessing.parent_process() is None or os.getpid() in _told_in:
+        return
+    _told_in.add(os.getpid())
+    # After all that multiprocessing itself does at the end, such as emptying queues.
+    multiprocessing.util.Finalize(None, _exit_with_failure, exitpriority=-1000)
+
+
+def _forget_other_process() -> None:
+    """What is under way, or has failed, is told by the process that began it."""
+    for handle in _under_way:
+        handle._is_of_another_process()
+    _under_way.clear()
+    _untold.clear()
+
+
+os.register_at_fork(after_in_child=_forget_other_process)

@@ -1,0 +1,230 @@
+"""Directories that are being written or deleted, and what crashes have left of them.
+
+They are called `<name>.orbax-checkpoint-tmp-<what>-<random>`: nobody takes them for
+steps, two writers of one name do not meet, and those of other programs are told apart.
+
+Whoever works with one holds a lock on it, which ends with the process. Where other
+machines may see the directory, such locks are not relied on: it is touched again and
+again there, and what has not been for a while is of somebody who is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from flaxckpt import _blocks, _leases, _storage
+
+_log = logging.getLogger(__name__)
+
+TEMPORARY = ".orbax-checkpoint-tmp"
+"""In the name of a directory: not committed, for Orbax as for us."""
+
+WRITING = "writing"
+DELETED = "deleted"
+REPLACED = "replaced"
+
+_NAME = re.compile(
+    rf"(?P<stem>.+){re.escape(TEMPORARY)}-"
+    rf"(?:(?P<what>{WRITING}|{DELETED}|{REPLACED})-[0-9a-f]{{8}}|(?P<brief>metrics(?:-[0-9a-f]{{8}})?))",
+    re.DOTALL,
+)
+_TRIAL = re.compile(rf"(?:preflight|resume){re.escape(TEMPORARY)}-.+", re.DOTALL)
+"""What is there while a run begins, and is not locked."""
+
+_TOUCHED_EVERY_SECS = 15.0
+_ABANDONED_SECS = 600.0
+_BRIEF_SECS = 60.0
+_TRIAL_SECS = 86_400.0
+
+_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def beside(path: Path, what: str) -> Path:
+    """A new name beside `path` for what is not, or no longer, to be found there."""
+    return path.with_name(f"{path.name}{TEMPORARY}-{what}-{secrets.token_hex(4)}")
+
+
+# ---- those of ours ---------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def made(final: Path) -> Iterator[Path]:
+    """A new directory, to be filled and to be called `final`, in the `with` block.
+
+    Whatever has its name at the end is removed: it was not finished, or was replaced.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    while True:
+        path = beside(final, WRITING)
+        path.mkdir()
+        with claimed(path) as is_ours:
+            if not is_ours:  # somebody swept it at once
+                continue
+            try:
+                yield path
+            except _storage.NotDurableError:
+                raise  # it may be all that there is after a power cut
+            except BaseException:
+                discard(path)
+                raise
+            discard(path)
+            return
+
+
+@contextlib.contextmanager
+def claimed(path: Path) -> Iterator[bool]:
+    """Lets nobody sweep a directory in the `with` block, whatever it is called then.
+
+    Yields:
+        Whether it is ours: nobody else has claimed or removed it.
+
+    Raises:
+        OSError: It is no directory, or cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, _FLAGS)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        with _touching(path, descriptor):
+            yield _lock(descriptor) and _is_at(path, descriptor)
+    finally:
+        with contextlib.suppress(OSError):
+            # Closing alone would not, if this process was forked meanwhile.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Locks a directory; false if somebody has. There may be no locks here."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def _touching(path: Path, descriptor: int) -> Iterator[None]:
+    """Keeps a directory young, where age counts."""
+    if _blocks.is_local(path):
+        yield
+        return
+    ended = threading.Event()
+
+    def touch() -> None:
+        while not ended.wait(_TOUCHED_EVERY_SECS):
+            # Without times: the file system's clock counts, not this machine's.
+            with contextlib.suppress(OSError):
+                os.utime(descriptor)
+
+    thread = threading.Thread(target=touch, name="flaxckpt touch", daemon=True)
+    with contextlib.suppress(RuntimeError):  # no thread: it is young for a while
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if thread.ident is not None:
+            thread.join()
+
+
+def discard(path: Path) -> None:
+    """Removes what nobody needs; what cannot be removed is swept another time."""
+    try:
+        _storage.remove_tree(path)
+    except OSError as error:
+        _log.warning("%s is left for now: %s", path, error)
+
+
+# ---- those of the dead -----------------------------------------------------------
+
+
+def sweep(root: Path, is_ours: Callable[[str], bool]) -> None:
+    """Removes what crashes have left under `root`, and nothing that is worked with.
+
+    Args:
+        root: A directory.
+        is_ours: Whether checkpoints are called so.
+
+    Raises:
+        OSError: Something could not be removed.
+    """
+    found = [
+        root / name
+        for name in _storage.directories(root)
+        if _TRIAL.fullmatch(name)
+        or ((match := _NAME.fullmatch(name)) and is_ours(match["stem"]))
+    ]
+    if not found:
+        return
+    # What they were replaced by, or a deletion, may not be durable yet.
+    _storage.sync_directory(root)
+    for path in found:
+        with claimed(path) as is_free:
+            if is_free and _is_abandoned(path):
+                _end(path)
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Whether nobody works with a directory that nobody has locked."""
+    match = _NAME.fullmatch(path.name)
+    if match and match["what"]:
+        if _blocks.is_local(path):
+            return True
+        limit = _ABANDONED_SECS
+    else:
+        limit = _BRIEF_SECS if match else _TRIAL_SECS
+    return _leases.is_older(path, limit)
+
+
+def _end(path: Path) -> None:
+    match = _NAME.fullmatch(path.name)
+    if match and match["what"] == REPLACED:
+        final = path.with_name(match["stem"])
+        if not os.path.lexists(final):  # cut off before the new one had its name
+            path.rename(final)
+            _storage.sync_directory(final.parent)
+            _log.warning("%s has its name again: replacing it was cut off", final)
+            return
+    _storage.remove_tree(path)
+    _log.info("removed %s, which a crash had left", path)
+
+
+def sweep_files(directory: Path) -> None:
+    """Removes what crashes have left: of files that were to be replaced, of readers.
+
+    Raises:
+        OSError: Something could not be removed.
+    """
+    try:
+        names = os.listdir(directory)  # noqa: PTH208
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    marks = (_leases.READING, _leases.DELETING)
+    for name in names:
+        if not (name.endswith(_storage.REPLACING) or name.startswith(marks)):
+            continue
+        path = directory / name
+        if path.is_file() and _leases.is_older(path, _BRIEF_SECS):
+            path.unlink(missing_ok=True)

@@ -1,0 +1,502 @@
+"""What is done while something fails, and what must be true afterwards.
+
+What is done is logged outside of the directory: before it is begun, and when it was
+acknowledged. A state verifies itself: every element is a function of step, leaf and
+index.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt.datasets import StepIndexed
+from flaxckpt.policies import BestN, LatestN
+
+NEXT = 1000  # the step that is saved when all is over
+SMALL = flaxckpt.ArrayLayout(store="files")
+DATABASE = flaxckpt.ArrayLayout(store="ocdbt")
+ENCODED = flaxckpt.ArrayLayout(store="files", codec="zstd")
+
+
+def values(step, leaf, shape, dtype, version):
+    seed = step * 1_000_003 + leaf * 101 + version * 10_007
+    numbers = np.arange(np.prod(shape), dtype=np.uint64) * 2_654_435_761 + seed
+    return (numbers % 127).astype(dtype).reshape(shape)
+
+
+def state(step, version=0):
+    """What is saved as a step; a version of it replaces another."""
+    return {
+        "w": values(step, 0, (9, 5), np.float32, version),
+        "large": values(step, 2, (1200, 250), np.float32, version),
+        "frozen": values(0, 3, (5000,), np.uint8, 0),
+        "count": step,
+        "name": f"step {step}, version {version}",
+    }
+
+
+def is_state(found, step, version):
+    wanted = state(step, version)
+    return json_like(found) == json_like(wanted)
+
+
+def json_like(tree):
+    """A tree with its arrays as types, shapes and bytes."""
+    if isinstance(tree, dict):
+        return {key: json_like(value) for key, value in sorted(tree.items())}
+    if isinstance(tree, np.ndarray):
+        return str(tree.dtype), tree.shape, tree.tobytes()
+    return type(tree).__name__, tree
+
+
+def batches(step):
+    found = StepIndexed(lambda i: i)
+    for _ in range(step):
+        next(found)
+    return found
+
+
+class Log:
+    """What was begun and what was acknowledged, in a file elsewhere."""
+
+    def __init__(self, path, note=lambda text: None):
+        self._path = path
+        self._note = note
+
+    def __call__(self, *row):
+        text = json.dumps(row)
+        self._note(text)
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(descriptor, text.encode() + b"\n")
+        os.close(descriptor)
+
+    @staticmethod
+    def read(path):
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines()]
+
+
+def save(ckpt, log, step, *, version=0, goes=(), metrics=None, **options):
+    """Saves a step and waits; steps in `goes` may be deleted by policies."""
+    log("saving", step, version)
+    for other in goes:
+        log("deleting", other)
+    if metrics:
+        log("measuring", step, metrics)
+    ckpt.save(step, state(step, version), metrics=metrics, **options).wait()
+    log("saved", step, version)
+    if metrics:
+        log("measured", step, metrics)
+
+
+# ---- what is done ------------------------------------------------------------------
+
+
+class Scenario:
+    """What is there before, and what is done while something fails."""
+
+    options = MappingProxyType({"layout": SMALL})
+
+    def open(self, directory, **more):
+        return flaxckpt.Checkpointer(directory, **self.options, **more)
+
+    def prepare(self, directory, log):
+        with self.open(directory) as ckpt:
+            save(ckpt, log, 1)
+
+    def act(self, directory, log):
+        with self.open(directory) as ckpt:
+            self.do(ckpt, log)
+
+    def do(self, ckpt, log):
+        raise NotImplementedError
+
+
+class FirstSave(Scenario):
+    def prepare(self, directory, log):
+        pass
+
+    def do(self, ckpt, log):
+        save(ckpt, log, 1)
+
+
+class NewStep(Scenario):
+    """A step with all that belongs to it, linked in part, after another."""
+
+    def do(self, ckpt, log):
+        save(ckpt, log, 2, metrics={"loss": 0.5}, dataset=batches(2))
+
+
+class Database(NewStep):
+    options = MappingProxyType({"layout": DATABASE})
+
+
+class Encoded(NewStep):
+    options = MappingProxyType({"layout": ENCODED})
+
+
+class Retention(Scenario):
+    """A new step, for which an old one goes."""
+
+    options = MappingProxyType({"layout": SMALL, "keep": [LatestN(2)]})
+
+    def prepare(self, directory, log):
+        with self.open(directory) as ckpt:
+            for step in (1, 2):
+                save(ckpt, log, step)
+
+    def do(self, ckpt, log):
+        save(ckpt, log, 3, goes=[1])
+
+
+class RetentionOfDatabases(Retention):
+    options = MappingProxyType({"layout": DATABASE, "keep": [LatestN(1)]})
+
+    def prepare(self, directory, log):
+        with self.open(directory) as ckpt:
+            save(ckpt, log, 1)
+
+    def do(self, ckpt, log):
+        save(ckpt, log, 2, goes=[1])
+
+
+class DatasetsLetGo(Scenario):
+    """A new step, for which the dataset state of an old one goes."""
+
+    options = MappingProxyType({"layout": SMALL, "keep_dataset": [LatestN(1)]})
+
+    def prepare(self, directory, log):
+        with self.open(directory) as ckpt:
+            save(ckpt, log, 1, dataset=batches(1))
+
+    def do(self, ckpt, log):
+        save(ckpt, log, 2, dataset=batches(2))
+
+
+class Overwrite(Scenario):
+    def do(self, ckpt, log):
+        save(ckpt, log, 1, version=1, on_exists="overwrite")
+
+
+class OverwriteOfPinned(Scenario):
+    options = MappingProxyType({"layout": DATABASE})
+
+    def prepare(self, directory, log):
+        super().prepare(directory, log)
+        with self.open(directory) as ckpt:
+            pin(ckpt, log, 1)
+
+    def do(self, ckpt, log):
+        save(ckpt, log, 1, version=1, on_exists="overwrite")
+
+
+class Delete(Scenario):
+    def prepare(self, directory, log):
+        with self.open(directory) as ckpt:
+            for step in (1, 2):
+                save(ckpt, log, step, dataset=batches(step))
+
+    def do(self, ckpt, log):
+        log("deleting", 1)
+        ckpt.delete(1)
+        log("deleted", 1)
+
+
+class AddMetrics(Scenario):
+    """Metrics where none were, and then in place of others."""
+
+    def do(self, ckpt, log):
+        for loss in (0.5, 0.25):
+            log("measuring", 1, {"loss": loss})
+            ckpt.add_metrics(1, {"loss": loss})
+            log("measured", 1, {"loss": loss})
+
+
+class Pins(Scenario):
+    def do(self, ckpt, log):
+        pin(ckpt, log, 1)
+        log("unpinning", 1)
+        ckpt.unpin(1)
+        log("unpinned", 1)
+        pin(ckpt, log, 1)
+
+
+def pin(ckpt, log, step):
+    log("pinning", step)
+    ckpt.pin(step)
+    log("pinned", step)
+
+
+class Prune(Scenario):
+    def prepare(self, directory, log):
+        with self.open(directory) as ckpt:
+            for step in (1, 2, 3):
+                save(ckpt, log, step, metrics={"loss": 1 / step})
+            pin(ckpt, log, 1)
+
+    def act(self, directory, log):
+        with self.open(directory, keep=[BestN(1, "loss", "min")]) as ckpt:
+            log("deleting", 2)
+            if 2 in ckpt.prune():
+                log("deleted", 2)
+
+
+class Temporary(Scenario):
+    """A temporary step that is made permanent, and another that goes."""
+
+    def prepare(self, directory, log):
+        with self.open(directory) as ckpt:
+            save(ckpt, log, 1, temporary=True)
+
+    def do(self, ckpt, log):
+        ckpt.save(1, state(1), on_exists="skip").wait()
+        save(ckpt, log, 2, temporary=True)
+        save(ckpt, log, 3, goes=[2])
+
+
+class ParamsOnly(Scenario):
+    def prepare(self, directory, log):
+        with self.open(directory) as ckpt:
+            save(ckpt, log, 1)
+            ckpt.save_params_only(1, state(1))
+            log("aside", 1)
+
+    def do(self, ckpt, log):
+        log("putting aside", 2)
+        ckpt.save_params_only(2, state(2))
+        log("aside", 2)
+
+
+class Leases(Scenario):
+    """A reader of new steps, and a deletion of one that it has let go."""
+
+    def prepare(self, directory, log):
+        with self.open(directory) as ckpt:
+            for step in (1, 2):
+                save(ckpt, log, step)
+
+    def do(self, ckpt, log):
+        for step in ckpt.new_steps(timeout_secs=0, poll_secs=0):
+            assert is_state(ckpt.restore(step=step), step, 0)
+        log("deleting", 1)
+        ckpt.delete(1)
+        log("deleted", 1)
+
+
+class RunMetadata(Scenario):
+    def act(self, directory, log):
+        for name in ("a", "b"):
+            with self.open(directory, metadata={"name": name}) as ckpt:
+                log("named", name)
+                assert ckpt.run_metadata == {"name": name}
+
+
+class JustEnds(Scenario):
+    """A program that never waits; its exit code is the acknowledgement."""
+
+    def act(self, directory, log):
+        log("saving", 2, 0)
+        self.open(directory).save(2, state(2))
+
+
+class Bare(Scenario):
+    """A checkpoint that is no step: written twice, the second time in its place."""
+
+    def act(self, directory, log):
+        for version in (0, 1):
+            log("saving", 2, version)
+            flaxckpt.save(
+                directory / "2", state(2, version), layout=SMALL, overwrite=True
+            )
+            log("saved", 2, version)
+
+
+class Endless(Scenario):
+    """Saves, one after another, until it is killed."""
+
+    options = MappingProxyType({"layout": SMALL, "keep": [LatestN(2)]})
+
+    def do(self, ckpt, log):
+        while True:
+            steps = ckpt.steps()
+            step = steps[-1] + 1
+            save(ckpt, log, step, goes=steps[:-1], metrics={"loss": 1 / step})
+
+
+class Careless(NewStep):
+    """A save by a program that never syncs: it must be found out."""
+
+    def act(self, directory, log):
+        os.fsync = lambda descriptor: None
+        super().act(directory, log)
+
+
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (
+        FirstSave,
+        NewStep,
+        Database,
+        Encoded,
+        Retention,
+        RetentionOfDatabases,
+        DatasetsLetGo,
+        Overwrite,
+        OverwriteOfPinned,
+        Delete,
+        AddMetrics,
+        Pins,
+        Prune,
+        Temporary,
+        ParamsOnly,
+        Leases,
+        RunMetadata,
+        JustEnds,
+        Bare,
+    )
+}
+
+
+# ---- what must be true -------------------------------------------------------------
+
+
+class Expected:
+    """What a log says of the steps that are there."""
+
+    def __init__(self, rows):
+        self.steps = {}  # step -> versions that it may have
+        self.required = set()
+        self.metrics = {}  # step -> what may be measured
+        self.pinned = {}  # step -> whether it may be pinned
+        self.aside = [None]  # what may be saved as parameters alone
+        for kind, *row in rows:
+            getattr(self, f"_{kind.replace(' ', '_')}")(*row)
+
+    def _saving(self, step, version):
+        self.steps.setdefault(step, set()).add(version)
+        self.metrics.setdefault(step, [{}])
+
+    def _saved(self, step, version):
+        self.steps[step] = {version}
+        self.required.add(step)
+
+    def _deleting(self, step):
+        self.required.discard(step)
+
+    def _deleted(self, step):
+        self.steps.pop(step)
+
+    def _measuring(self, step, metrics):
+        self.metrics.setdefault(step, [{}]).append(metrics)
+
+    def _measured(self, step, metrics):
+        self.metrics[step] = [metrics]
+
+    def _pinning(self, step):
+        self.pinned.setdefault(step, {False}).add(True)
+
+    def _pinned(self, step):
+        self.pinned[step] = {True}
+
+    def _unpinning(self, step):
+        self.pinned[step].add(False)
+
+    def _unpinned(self, step):
+        self.pinned[step] = {False}
+
+    def _putting_aside(self, step):
+        self.aside.append(step)
+
+    def _aside(self, step):
+        self.aside = [step]
+
+    def _named(self, name):
+        pass
+
+    def _failed(self, text):
+        pass
+
+    def _hits(self, count):
+        pass
+
+
+def check(directory, rows):
+    """What is wrong with a run directory, after what was logged; empty if nothing."""
+    problems = []
+    wanted = Expected(rows)
+    if not directory.exists():
+        return [f"step {step} is gone" for step in sorted(wanted.required)]
+    reader = flaxckpt.Checkpointer(directory, read_only=True)
+    listed = set(reader.steps())
+    problems += [f"step {step} is gone" for step in sorted(wanted.required - listed)]
+    for step in sorted(listed):
+        versions = wanted.steps.get(step, set())
+        try:
+            found = reader.restore(step=step)
+            metrics = dict(reader.metrics(step))
+            reader.metadata(step)
+        except Exception as error:
+            problems.append(f"step {step} is listed and cannot be read: {error!r:.300}")
+            continue
+        if not any(is_state(found, step, version) for version in versions):
+            problems.append(f"step {step} is not what was saved")
+        if metrics not in wanted.metrics.get(step, [{}]):
+            problems.append(f"step {step} has the metrics {metrics}")
+        pinned = (directory / str(step) / "PINNED").exists()
+        if pinned not in wanted.pinned.get(step, {False}):
+            problems.append(f"step {step} is {'' if pinned else 'not '}pinned")
+        is_known = [set(), {"name"}]
+        if set(reader.run_metadata) not in is_known:
+            problems.append(f"the run is called {reader.run_metadata}")
+    aside = reader.params_only()
+    if (aside and aside[0]) not in wanted.aside:
+        problems.append(f"parameters of {aside}, not of {wanted.aside}")
+    elif aside and not is_state(flaxckpt.load(aside[1]), aside[0], 0):
+        problems.append("the parameters are not what was saved")
+    return problems
+
+
+def check_next(directory, scenario):
+    """What is wrong with a run directory that is worked with again."""
+    problems = []
+    age(directory)
+    try:
+        with scenario.open(directory) as ckpt:
+            problems += [f"{path} is left" for path in leftovers(directory)]
+            ckpt.save(NEXT, state(NEXT)).wait()
+            if not is_state(ckpt.restore(), NEXT, 0):
+                problems.append("the next step is not what was saved")
+    except errors.CheckpointError as error:
+        problems.append(f"the next save does not work: {error!r:.300}")
+    return problems
+
+
+def age(directory):
+    """Lets the time pass after which small files count as left; not whole steps."""
+    for path in directory.rglob("*"):
+        if path.name.endswith((".tmp", "tmp-metrics")) or "READING" in path.name:
+            os.utime(path, (0, 0))
+
+
+_KNOWN = re.compile(
+    r"(\d+|params_only)(/\d+)?(/(state|dataset|metrics)(/.*)?|/[A-Z_]+"
+    r"|/flaxckpt.json|/commit_success.txt)?|events.jsonl|metadata(/_ROOT_METADATA)?"
+)
+
+
+def leftovers(directory):
+    """What is there and belongs to nothing."""
+    found = [path.relative_to(directory) for path in Path(directory).rglob("*")]
+    return [
+        str(path)
+        for path in found
+        if ".tmp" in path.name
+        or "orbax-checkpoint-tmp" in path.name
+        or not _KNOWN.fullmatch(str(path))
+    ]

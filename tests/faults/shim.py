@@ -1,0 +1,64 @@
+"""Faults in file system calls: the library that makes them, and how it is told."""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("shim.c")
+COUNT, KILL, SHORT = 0, -9, -1
+
+
+def build():
+    """The compiled library; None without a C compiler for Linux."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None or not Path("/proc/self/fd").is_dir():
+        return None
+    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    built = Path(tempfile.gettempdir(), f"flaxckpt-shim-{os.getuid()}-{digest}.so")
+    if not built.exists():
+        made = built.with_suffix(f".{os.getpid()}")
+        subprocess.run(
+            [compiler, "-O1", "-shared", "-fPIC", "-o", made, SOURCE, "-ldl"],
+            check=True,
+        )
+        made.replace(built)  # several test processes may build it at once
+    return built
+
+
+class Shim:
+    """The library in this process, into which it was preloaded."""
+
+    def __init__(self):
+        self._library = ctypes.CDLL(None)
+        self._library.fault_seen.restype = ctypes.c_long
+        self._library.fault_hits.restype = ctypes.c_long
+        self._library.fault_arm.argtypes = (
+            ctypes.c_char_p,
+            ctypes.c_long,
+            *(ctypes.c_int,) * 3,
+        )
+
+    def arm(self, directory, *, at=0, what=COUNT, sticky=False, growing=False):
+        """Has call `at` below a directory fail; or all from there on, if sticky.
+
+        With `growing`, only calls count that a full disk would refuse.
+        """
+        self._library.fault_arm(os.fsencode(directory), at, what, sticky, growing)
+
+    def disarm(self):
+        self._library.fault_disarm()
+
+    def hits(self):
+        return self._library.fault_hits()
+
+    def record(self, descriptor):
+        """Writes down all calls from now on."""
+        self._library.fault_record(descriptor)
+
+    def note(self, text):
+        """Writes a text between them."""
+        self._library.fault_note(text.encode())

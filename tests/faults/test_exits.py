@@ -1,0 +1,195 @@
+"""A program that ends, or forks, loses no save, and says so if one has failed."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import flaxckpt
+
+BEGIN = """
+import multiprocessing, os, resource, signal, sys, threading, time
+import numpy as np
+import flaxckpt
+
+STATE = {"w": np.arange(50_000.0)}
+
+def fill_up():
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+def save(directory, full=False):
+    if full and threading.current_thread() is threading.main_thread():
+        fill_up()
+    return flaxckpt.save_async(directory, STATE)
+
+directory = sys.argv[1]
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a program; returns how it ended."""
+
+    def run(text, *args):
+        program = tmp_path / "program.py"
+        program.write_text(BEGIN + textwrap.dedent(text))
+        return subprocess.run(
+            [sys.executable, "-W", "ignore", program, tmp_path / "c", *args],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    return run
+
+
+WAYS = {
+    "at the end": "save(directory, full)",
+    "by sys.exit": "save(directory, full); sys.exit(0)",
+    "from a thread": "threading.Thread(target=save, args=(directory, full)).start()",
+    "from a daemon thread": """
+ended = threading.Event()
+def work():
+    save(directory, full)
+    ended.set()
+    time.sleep(60)
+threading.Thread(target=work, daemon=True).start()
+ended.wait()""",
+}
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_program_that_ends_has_saved_or_says_so(run, tmp_path, way, full):
+    begin = "full = True; fill_up()\n" if full else "full = False\n"
+    done = run(begin + WAYS[way])
+    assert done.returncode == (1 if full else 0), done.stderr
+    if full:
+        assert "could not be saved" in done.stderr
+        assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
+    else:
+        assert flaxckpt.load(tmp_path / "c")["w"][-1] == 49_999
+
+
+def test_an_unhandled_error_lets_the_save_end(run, tmp_path):
+    done = run("save(directory); raise ValueError('oh')")
+    assert done.returncode == 1
+    assert "ValueError: oh" in done.stderr
+    assert flaxckpt.load(tmp_path / "c")["w"][-1] == 49_999
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("full", [False, True])
+def test_a_process_of_multiprocessing_has_saved_or_says_so(run, tmp_path, method, full):
+    done = run(
+        """
+        def child(queue, directory, full):
+            queue.put("told")
+            save(directory, full)
+
+        if __name__ == "__main__":
+            context = multiprocessing.get_context(sys.argv[2])
+            queue = context.Queue()
+            process = context.Process(
+                target=child, args=(queue, directory, sys.argv[3] == "True")
+            )
+            process.start()
+            print(queue.get(timeout=60))
+            process.join()
+            print(process.exitcode)
+        """,
+        method,
+        str(full),
+    )
+    assert done.stdout.split() == ["told", "1" if full else "0"], done.stderr
+    assert (tmp_path / "c").exists() is not full
+
+
+def test_a_fork_leaves_the_saves_of_its_parent_to_it(run, tmp_path):
+    """Neither waits for them, nor tells of them, nor is kept from saving."""
+    done = run(
+        """
+        slow = threading.Event()
+        sync_tree = flaxckpt._save._storage.sync_tree
+
+        def wait_and_sync(path):
+            if os.getpid() == parent:
+                slow.wait()
+            return sync_tree(path)
+
+        parent = os.getpid()
+        flaxckpt._save._storage.sync_tree = wait_and_sync
+        ckpt = flaxckpt.Checkpointer(directory)
+        handle = ckpt.save(1, STATE)
+        while not list(ckpt.directory.glob("1.*")):
+            time.sleep(0.01)
+        child = os.fork()
+        if child == 0:
+            try:
+                handle.wait()
+            except flaxckpt.errors.SaveFailedError as error:
+                assert "fork" in str(error)
+                assert not any(ckpt.directory.glob("1/*"))
+                own = flaxckpt.Checkpointer(ckpt.directory)  # sweeps nothing alive
+                own.save(1, STATE).wait()
+                ckpt.close()
+                sys.exit(0)
+            sys.exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        slow.set()
+        try:
+            handle.wait()
+        except flaxckpt.errors.CheckpointExistsError:
+            print("one winner")
+        """
+    )
+    assert done.stdout == "one winner\n", done.stderr
+    assert done.returncode == 0
+    assert flaxckpt.load(tmp_path / "c")["w"][-1] == 49_999
+    assert {p.name for p in (tmp_path / "c").iterdir()} == {"1", "events.jsonl"}
+
+
+def test_a_fork_does_not_tell_of_what_has_failed_before(run):
+    done = run(
+        """
+        handle = save(directory, full=True)
+        while not handle.done():
+            time.sleep(0.01)
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        """
+    )
+    assert (done.stdout, done.returncode) == ("0\n", 1), done.stderr
+
+
+def test_a_fork_while_the_collector_is_paused_has_it_on(run):
+    done = run(
+        """
+        import gc
+        from flaxckpt import _collector
+
+        inside, leave = threading.Event(), threading.Event()
+
+        @_collector.paused()
+        def work():
+            inside.set()
+            leave.wait()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        inside.wait()
+        assert not gc.isenabled()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if gc.isenabled() else 2)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        leave.set()
+        thread.join()
+        assert gc.isenabled()
+        """
+    )
+    assert done.stdout == "0\n", done.stderr

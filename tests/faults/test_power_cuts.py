@@ -1,0 +1,62 @@
+"""What was acknowledged survives a power cut, whatever of the rest is lost."""
+
+import json
+import os
+import random
+import shutil
+
+import power
+import pytest
+import scenarios
+
+CUT = [
+    "FirstSave",
+    "NewStep",
+    "Database",
+    "Encoded",
+    "Retention",
+    "DatasetsLetGo",
+    "Overwrite",
+    "Delete",
+    "AddMetrics",
+    "Pins",
+]
+STATES = 40  # of each, drawn from all that differ
+EVERY = bool(os.environ.get("FLAXCKPT_EVERY_FAULT"))
+
+
+def problems_of(worker, directory, scenario):
+    """What is wrong after cuts at all calls; each with the call."""
+    base, work, journal = (directory / name for name in ("base", "work", "journal"))
+    assert worker("prepare", scenario=scenario, base=base)["code"] == 0
+    rows = scenarios.Log.read(base / "log")
+    disk = power.Disk(base / "run")
+    done = worker("record", scenario=scenario, base=base, journal=journal)
+    assert done["code"] == 0
+    calls = disk.replay(journal.read_bytes())
+    assert calls > 10
+    chance = random.Random(scenario)
+    different = {}
+    for when in range(calls + 1):
+        told = [json.loads(text) for at, text in disk.notes if at < when]
+        for state in disk.states(when, chance):
+            different[power.digest(state), len(told)] = when, state, told
+    states = list(different.values())
+    chosen = states if EVERY else chance.sample(states, min(STATES, len(states)))
+    for when, state, told in [*chosen, states[-1]]:
+        power.put(state, work / "run")
+        found = worker("look", scenario=scenario, work=work, rows=rows + told)
+        yield from (f"cut at call {when}: {each}" for each in found["problems"])
+        shutil.rmtree(work)
+
+
+@pytest.mark.parametrize("scenario", CUT)
+def test_a_power_cut_loses_nothing_that_was_acknowledged(worker, directory, scenario):
+    problems = list(problems_of(worker, directory, scenario))
+    assert not problems, "\n".join(problems)
+
+
+def test_a_save_that_syncs_nothing_is_found_out(worker, directory):
+    problems = list(problems_of(worker, directory, "Careless"))
+    assert any("is gone" in problem for problem in problems)
+    assert any("cannot be read" in problem for problem in problems)

@@ -1,0 +1,163 @@
+"""What crashes leave is removed; what others work with, or have made, is not."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+import scenarios
+
+import flaxckpt
+from flaxckpt import _unfinished
+
+KILLS = 30
+LEFT = "7.orbax-checkpoint-tmp-writing-0123abcd"
+
+
+def leave(directory, name):
+    (directory / name / "state").mkdir(parents=True)
+    (directory / name / "state" / "file").touch()
+    return directory / name
+
+
+def grow_old(path, secs):
+    then = time.time() - secs
+    os.utime(path, (then, then))
+
+
+@pytest.mark.parametrize("what", ["writing", "deleted", "replaced"])
+def test_what_a_crash_has_left_is_removed(tmp_path, what):
+    leave(tmp_path, "7")
+    left = leave(tmp_path, f"7.orbax-checkpoint-tmp-{what}-0123abcd")
+    aside = leave(tmp_path / "params_only", LEFT)
+    flaxckpt.Checkpointer(tmp_path, read_only=True)
+    assert left.exists()
+    flaxckpt.Checkpointer(tmp_path)
+    assert not left.exists()
+    assert not aside.exists()
+    assert (tmp_path / "7" / "state" / "file").exists()
+
+
+def test_what_was_to_be_replaced_gets_its_name_back(tmp_path, caplog):
+    """Where two directories cannot be exchanged in one step."""
+    leave(tmp_path, "7.orbax-checkpoint-tmp-replaced-0123abcd")
+    leave(tmp_path, LEFT)
+    assert flaxckpt.Checkpointer(tmp_path).steps() == [7]
+    assert "has its name again" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["7"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "7.orbax-checkpoint-tmp",
+        "7.orbax-checkpoint-tmp-1700000000",
+        "checkpoint_7.tmp-1700000000",
+        "model.orbax-checkpoint-tmp-writing-0123abcd",  # no step of this run
+        "7.orbax-checkpoint-tmp-writing-mine",
+        "preflight.orbax-checkpoint-tmp-0123abcd",  # it may be at work
+        "7.orbax-checkpoint-tmp-metrics",
+    ],
+)
+def test_what_others_have_made_stays(tmp_path, name):
+    left = leave(tmp_path, name)
+    flaxckpt.Checkpointer(tmp_path).save(7, {"a": 1}).wait()
+    assert left.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "secs"),
+    [
+        ("preflight.orbax-checkpoint-tmp-0123abcd", 90_000),
+        ("resume.orbax-checkpoint-tmp-12-renamed", 90_000),
+        ("7.orbax-checkpoint-tmp-metrics", 90),
+    ],
+)
+def test_what_nobody_locks_goes_by_its_age(tmp_path, name, secs):
+    left = leave(tmp_path, name)
+    grow_old(left, secs)
+    flaxckpt.Checkpointer(tmp_path)
+    assert not left.exists()
+
+
+def test_what_is_worked_with_stays(tmp_path):
+    left = leave(tmp_path, LEFT)
+    with _unfinished.claimed(left) as is_ours:
+        assert is_ours
+        flaxckpt.Checkpointer(tmp_path)
+        assert left.exists()
+    flaxckpt.Checkpointer(tmp_path)
+    assert not left.exists()
+
+
+def test_where_others_may_write_age_counts(tmp_path, monkeypatch):
+    left = leave(tmp_path, LEFT)
+    monkeypatch.setattr(_unfinished._blocks, "is_local", lambda path: False)
+    flaxckpt.Checkpointer(tmp_path)
+    assert left.exists(), "a process of another machine may write it"
+    grow_old(left, 700)
+    monkeypatch.setattr(_unfinished, "_TOUCHED_EVERY_SECS", 0.01)
+    other = left.with_name(LEFT.replace("0123", "4567"))
+    left.rename(other)
+    grow_old(other, 700)
+    with _unfinished.claimed(other):
+        while time.time() - other.stat().st_mtime > 60:
+            time.sleep(0.01)
+    grow_old(other, 700)
+    flaxckpt.Checkpointer(tmp_path)
+    assert not other.exists()
+
+
+def test_nothing_is_removed_through_a_link(tmp_path):
+    target = leave(tmp_path / "elsewhere", "precious")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / LEFT).symlink_to(target)
+    (run / "params_only").symlink_to(target.parent)
+    leave(target.parent, LEFT)
+    inside = leave(run, LEFT.replace("0123", "4567"))
+    (inside / "link").symlink_to(target)
+    flaxckpt.Checkpointer(run)
+    assert not inside.exists()
+    assert (target / "state" / "file").exists()
+    assert (target.parent / LEFT).exists()
+    assert (run / LEFT).is_symlink()
+
+
+def test_a_bare_checkpoint_is_swept_at_its_next_save(tmp_path):
+    left = leave(tmp_path, "model.orbax-checkpoint-tmp-writing-0123abcd")
+    other = leave(tmp_path, LEFT)
+    flaxckpt.save(tmp_path / "model", {"a": 1})
+    assert not left.exists()
+    assert other.exists()
+
+
+def test_small_files_of_the_dead_go_when_they_are_old(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path, metadata={"name": "a"}) as ckpt:
+        ckpt.save(7, {"a": 1}, metrics={"loss": 1.0}).wait()
+    names = ["7/PINNED.tmp", "7/metrics/metrics.tmp", "metadata/_ROOT_METADATA.tmp"]
+    files = [tmp_path / name for name in [*names, "7/READING-host-1-0123abcd"]]
+    for file in files:
+        file.touch()
+    flaxckpt.Checkpointer(tmp_path)
+    assert all(file.exists() for file in files)
+    for file in files:
+        grow_old(file, 90)
+    flaxckpt.Checkpointer(tmp_path)
+    assert not any(file.exists() for file in files)
+
+
+def test_kills_at_random_moments_lose_nothing(worker, directory):
+    chance = random.Random("kills")
+    assert worker("prepare", scenario="Endless", base=directory / "base")["code"] == 0
+    for _ in range(KILLS):
+        secs = chance.uniform(0, 0.4)
+        done = worker("kill", scenario="Endless", base=directory / "base", secs=secs)
+        assert done == {"code": -signal.SIGKILL, "problems": []}
+    rows = scenarios.Log.read(directory / "base" / "log")
+    assert len([row for row in rows if row[0] == "saved"]) > KILLS
+    flaxckpt.Checkpointer(directory / "base" / "run")
+    scenarios.age(directory / "base" / "run")
+    flaxckpt.Checkpointer(directory / "base" / "run")
+    assert scenarios.leftovers(directory / "base" / "run") == []

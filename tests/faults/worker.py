@@ -1,0 +1,167 @@
+"""Does what tests ask for in processes of their own, of which each takes no time.
+
+Started with the shim preloaded, this imports everything once. For each line on its
+input it forks a victim, in which something fails, and then one that looks at what is
+left; and answers with a line.
+"""
+
+import atexit
+import functools
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import scenarios
+from shim import Shim
+
+TIMEOUT_SECS = 60
+FAILED, UNEXPECTED = 3, 4
+
+
+def main():
+    shim = Shim()
+    for line in sys.stdin:
+        request = json.loads(line)
+        do = {
+            "prepare": prepare,
+            "run": run,
+            "record": record,
+            "look": look,
+            "kill": kill,
+        }
+        answer = do[request.pop("do")](shim, **request)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def named(scenario):
+    return getattr(scenarios, scenario)()
+
+
+def prepare(shim, *, scenario, base):
+    base = Path(base)
+    (base / "run").mkdir(parents=True)
+
+    def act():
+        chosen = named(scenario)
+        chosen.prepare(base / "run", scenarios.Log(base / "log"))
+
+    return {"code": in_child(act)}
+
+
+def run(shim, *, scenario, base, work, at, what, sticky, growing):
+    base, work = Path(base), Path(work)
+    shutil.copytree(base, work, symlinks=True)
+    directory, log = work / "run", scenarios.Log(work / "log")
+    chosen = named(scenario)
+
+    def act():
+        shim.arm(directory, at=at, what=what, sticky=sticky, growing=growing)
+        try:
+            chosen.act(directory, log)
+        except scenarios.errors.CheckpointError as error:
+            log("failed", str(error))
+            log("hits", shim.hits())
+            os._exit(FAILED)
+        if scenario == "JustEnds":
+            atexit.register(lambda: log("hits", shim.hits()))
+            sys.exit()  # the save goes on behind
+        log("hits", shim.hits())
+
+    code = in_child(act)
+    rows = scenarios.Log.read(work / "log")
+    if scenario == "JustEnds" and code == 0:
+        rows.append(["saved", 2, 0])
+    hits = [row[1] for row in rows if row[0] == "hits"]
+    left = scenarios.leftovers(directory)
+    problems = looked_at(work, chosen, rows)
+    shutil.rmtree(work)
+    return {
+        "code": code,
+        "hits": hits[-1] if hits else 1,  # it did not live to tell
+        "rows": rows,
+        "left": left,
+        "problems": problems,
+    }
+
+
+def looked_at(work, scenario, rows):
+    """What is wrong in `work`; empty if nothing."""
+
+    def check():
+        found = scenarios.check(work / "run", rows)
+        if scenario is not None:
+            found += scenarios.check_next(work / "run", scenario)
+        scenarios.Log(work / "problems")(*found)
+
+    if in_child(check) != 0:
+        return ["what is left could not be looked at"]
+    return [each for row in scenarios.Log.read(work / "problems") for each in row]
+
+
+def record(shim, *, scenario, base, journal):
+    """Does it without a fault, and writes down all calls."""
+    base = Path(base)
+
+    def act():
+        descriptor = os.open(journal, os.O_WRONLY | os.O_CREAT, 0o600)
+        shim.arm(base / "run")
+        shim.record(descriptor)
+        log = scenarios.Log(base / "log", shim.note)
+        named(scenario).act(base / "run", log)
+
+    return {"code": in_child(act)}
+
+
+def kill(shim, *, scenario, base, secs):
+    """Does it for some seconds, and looks at what is there after that."""
+    base = Path(base)
+    chosen = named(scenario)
+    act = functools.partial(chosen.act, base / "run", scenarios.Log(base / "log"))
+    code = in_child(act, secs)
+    rows = scenarios.Log.read(base / "log")
+    (base / "problems").unlink(missing_ok=True)
+    return {"code": code, "problems": looked_at(base, None, rows)}
+
+
+def look(shim, *, scenario, work, rows):
+    chosen = named(scenario)
+    return {"problems": looked_at(Path(work), chosen, rows)}
+
+
+def in_child(act, secs=None):
+    """Does something in a fork; returns its exit code, or the signal that ended it.
+
+    After some seconds it is killed; without any, that is noticed as a hang.
+    """
+    child = os.fork()
+    if child == 0:
+        try:
+            act()
+        except SystemExit:
+            raise  # as programs end, with all that happens then
+        except BaseException:
+            traceback.print_exc()
+            os._exit(UNEXPECTED)
+        os._exit(0)
+    deadline = time.monotonic() + (TIMEOUT_SECS if secs is None else secs)
+    delay = 0.001
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+            return "hang" if secs is None else os.waitstatus_to_exitcode(status)
+        time.sleep(delay)
+        delay = min(2 * delay, 0.01)
+
+
+if __name__ == "__main__":
+    main()
