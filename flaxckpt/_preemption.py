@@ -156,7 +156,7 @@ def _note(number: int, frame: FrameType | None) -> None:
             os.kill(os.getpid(), number)
         return
     if number == signal.SIGINT:
-        if any(watch.notice is not None for watch in _watches):
+        if all(watch.notice is not None for watch in _watches):
             _watches.clear()
             _uninstall()
             raise KeyboardInterrupt

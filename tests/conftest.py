@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 
 import hypothesis
 import pytest
@@ -27,3 +28,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_put_back():
+    """A callback that a test has not closed watches for signals no longer."""
+    yield
+    if "flaxckpt._preemption" in sys.modules:
+        sys.modules["flaxckpt._preemption"]._forget()
