@@ -260,16 +260,20 @@ class Temporary(Scenario):
         save(ckpt, log, 3, goes=[2])
 
 
+def with_optimizer(params):
+    return {**params, "opt_state": {"mu": np.zeros(3)}}
+
+
 class ParamsOnly(Scenario):
     def prepare(self, directory, log):
         with self.open(directory) as ckpt:
             save(ckpt, log, 1)
-            ckpt.save_params_only(1, state(1))
+            ckpt.save_params_only(1, with_optimizer(state(1)))
             log("aside", 1)
 
     def do(self, ckpt, log):
         log("putting aside", 2)
-        ckpt.save_params_only(2, state(2))
+        ckpt.save_params_only(2, with_optimizer(state(2)))
         log("aside", 2)
 
 
