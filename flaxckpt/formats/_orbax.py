@@ -8,13 +8,12 @@ import errno
 import logging
 import os
 import re
-import secrets
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _steps, _storage, _tree, _zarr, datasets, errors
+from flaxckpt import _storage, _tree, _unfinished, _zarr, datasets, errors
 from flaxckpt._info import (
     LeafInfo,
     Lineage,
@@ -342,10 +341,7 @@ def write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
         _replace_metrics(path, content)
         return
     # Made beside it: Orbax takes a directory without its file for damage.
-    name = f"{path.name}{_steps.TEMPORARY}-{METRICS}-{secrets.token_hex(4)}"
-    made = path.with_name(name)
-    made.mkdir()
-    try:
+    with _unfinished.made(path) as made:
         _storage.write(made / METRICS, content)
         file = made / Path(_orbax_disk.METRICS_DIGESTS).name
         _storage.write(file, _digests_of_metrics(content))
@@ -357,8 +353,6 @@ def write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
                 raise
             # Somebody else was first, who knew nothing of these.
             _replace_metrics(path, content)
-    finally:
-        _storage.remove_tree(made)
     _storage.sync_directory(path)
 
 

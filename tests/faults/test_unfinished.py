@@ -41,7 +41,8 @@ def test_what_a_crash_has_left_is_removed(tmp_path, what):
 
 def test_what_was_to_be_replaced_gets_its_name_back(tmp_path, caplog):
     """Where two directories cannot be exchanged in one step."""
-    leave(tmp_path, "7.orbax-checkpoint-tmp-replaced-0123abcd")
+    step = leave(tmp_path, "7.orbax-checkpoint-tmp-replaced-0123abcd")
+    (step / "flaxckpt.json").touch()
     leave(tmp_path, LEFT)
     assert flaxckpt.Checkpointer(tmp_path).steps() == [7]
     assert "has its name again" in caplog.text
