@@ -26,6 +26,7 @@ from flaxckpt import (
     _locate,
     _pieces,
     _progress,
+    _remote,
     _storage,
     _targets,
     _threads,
@@ -183,7 +184,7 @@ def _state(stored: Stored, step: int | None, options: Options) -> _targets.State
         info = dataclasses.replace(leaf.info, keys=keys[path])
         info = _layout.with_chunk_shape(info, options.layout)
         table[path] = Leaf(info, leaf.sources, leaf.fn)
-    found = Path(stored.metadata.path)
+    found = _remote.from_text(stored.metadata.path)
     has_dataset = stored.metadata.has_dataset and options.format == "orbax"
     return _targets.State(
         table,

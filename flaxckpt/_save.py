@@ -23,8 +23,10 @@ from flaxckpt import (
     _derive,
     _flax,
     _layout,
+    _marked,
     _optax,
     _progress,
+    _remote,
     _snapshot,
     _steps,
     _storage,
@@ -337,8 +339,10 @@ def uses_ocdbt(
 
 
 def _check_free(final: Path, *, overwrite: bool) -> None:
-    if not os.path.lexists(final):
+    if not _storage.lexists(final):
         return
+    if _remote.is_remote(final) and _marked.is_unfinished(final):
+        return  # it is removed, if nobody works with it
     if final.is_dir() and not final.is_symlink() and not any(final.iterdir()):
         return
     if not overwrite:
@@ -407,10 +411,20 @@ def _execute(snapshot: Snapshot, previous: _write.Previous | None) -> Written:
     try:
         _storage.make_directory(final.parent)
         _unfinished.sweep(final.parent, lambda name: name == final.name)
-        with _unfinished.made(final) as temporary:
+        with _unfinished.made(
+            final,
+            overwrite=snapshot.options.overwrite,
+            keep=lambda name: name == _steps.PIN,
+        ) as temporary:
             return _write_and_commit(snapshot, temporary, previous)
-    except errors.CheckpointError:
-        raise
+    except errors.CheckpointError as error:
+        if not isinstance(error, errors.StoreError):
+            raise
+        raise errors.SaveFailedError(
+            f"{final} could not be saved: {error}\n"
+            "Nothing of it counts, unless it was its marker that could not be written;"
+            " see that the store can be reached, then save again."
+        ) from error
     except _storage.NotDurableError as error:
         raise errors.SaveFailedError(
             f"{final} was written, but the disk did not confirm its name: {error}\n"
@@ -452,12 +466,18 @@ def _write_and_commit(
             max_concurrent_bytes=snapshot.options.max_concurrent_bytes,
             count=count,
         )
-    _write_new(temporary, _orbax.seal(contents, made, temporary))
+    sealed = _orbax.seal(contents, made, temporary)
+    if _remote.is_remote(temporary):  # where it is the marker that commits
+        _write_new(temporary, {_orbax_json.MANIFEST: sealed[_orbax_json.MANIFEST]})
+    else:
+        _write_new(temporary, sealed)
     is_temporary = snapshot.options.temporary
     _write_new(temporary, _steps.marks_of_new(snapshot.final, temporary=is_temporary))
     size = _storage.sync_tree(temporary)
     manifest = _storage.stamp(temporary / _orbax_json.MANIFEST)
-    if snapshot.options.overwrite and snapshot.final.exists():
+    if _remote.is_remote(temporary):
+        size = _marked.commit(temporary, sealed[_orbax.COMMITTED])
+    elif snapshot.options.overwrite and snapshot.final.exists():
         aside = _unfinished.beside(snapshot.final, _unfinished.REPLACED)
         with _unfinished.claimed(snapshot.final):
             _storage.exchange(temporary, snapshot.final, aside)

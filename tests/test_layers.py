@@ -14,6 +14,8 @@ PACKAGE = Path(__file__).parents[1] / "flaxckpt"
 # not listed, may import all.
 LAYERS = (
     {"errors", "_types"},
+    {"_store"},
+    {"_remote"},
     {
         "_access",
         "_dtypes",
@@ -27,6 +29,8 @@ LAYERS = (
         "_threads",
         "_triggers",
     },
+    {"_marked"},
+    {"_staging"},
     {
         "_blocks",
         "_counters",
@@ -91,6 +95,7 @@ FREE_PACKAGES = {"cli"}
 # Types need no door: under `if TYPE_CHECKING:` anything may be imported.
 DOORS: dict[str, set[str]] = {
     "tensorstore": {
+        "_store",
         "_storage",
         "_raw",
         "_spans",

@@ -27,7 +27,9 @@ from flaxckpt import (
     _links,
     _memory,
     _read,
+    _remote,
     _storage,
+    _store,
     _zarr,
     errors,
 )
@@ -122,10 +124,13 @@ def texts(
             for name in names
         }
     _check_database(root, checkpoint)
-    store = ts.KvStore.open(_zarr.kvstore(root, "", ocdbt=True)).result()
+    opening = ts.KvStore.open(
+        _zarr.kvstore(root, "", ocdbt=True), context=_store.context()
+    )
+    store = _remote.result(opening, root)
     reads = {name: store.read(_zarr.database_key(name, file)) for name in names}
     return {
-        name: functools.partial(_text_of_value, read, file)
+        name: functools.partial(_text_of_value, read, root, file)
         for name, read in reads.items()
     }
 
@@ -138,8 +143,10 @@ def _text_of_file(path: Path, checkpoint: Path) -> bytes:
         raise ValueError(f"{path.name} is missing") from None
 
 
-def _text_of_value(read: ts.Future[ts.KvStore.ReadResult], file: str) -> bytes:
-    found = read.result()
+def _text_of_value(
+    read: ts.Future[ts.KvStore.ReadResult], root: Path, file: str
+) -> bytes:
+    found = _remote.result(read, root)
     if found.state != "value":
         raise ValueError(f"{file} is missing")
     return bytes(found.value)
@@ -167,7 +174,7 @@ def _database(root: Path, context: ts.Context) -> ts.KvStore:
     opened = _DATABASES.setdefault(context, {})
     if root not in opened:
         spec = _zarr.kvstore(root, "", ocdbt=True)
-        opened[root] = ts.KvStore.open(spec, context=context).result()
+        opened[root] = _remote.result(ts.KvStore.open(spec, context=context), root)
     return opened[root]
 
 
