@@ -16,6 +16,7 @@ from flaxckpt import _marked, _remote, _threads
 
 _BUCKET = "flaxckpt-staging-"
 _THREADS = 32
+_THREADS_OF_FILES = 8  # each holds a whole one
 
 
 def is_needed(root: Path) -> bool:
@@ -42,6 +43,33 @@ def staged(root: Path) -> Iterator[Path]:
     finally:
         memory.store.delete_under("")
         memory.store.forget()
+
+
+def upload(directory: Path, final: _remote.RemotePath, *, overwrite: bool) -> int:
+    """Makes a checkpoint of the files in a directory, and commits it.
+
+    Args:
+        directory: Of a checkpoint of ours, on this machine.
+        final: Where it shall be.
+        overwrite: Whether to replace one that is there.
+
+    Returns:
+        Bytes that were written.
+
+    Raises:
+        CheckpointExistsError: One is there, or somebody writes it.
+        StoreError: It could not be written there.
+    """
+    marker = (directory / _marked.MARKER).read_bytes()
+
+    def write(file: Path) -> None:
+        _marked.write_new(final / file.relative_to(directory), file.read_bytes())
+
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    with _marked.made(final, overwrite=overwrite, keep=lambda name: False):
+        rest = [file for file in files if file != directory / _marked.MARKER]
+        _threads.each(write, rest, threads=_THREADS_OF_FILES)
+        return _marked.commit(final, marker)
 
 
 def _move(staging: _remote.RemotePath, root: _remote.RemotePath, key: str) -> None:

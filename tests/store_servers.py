@@ -1,4 +1,4 @@
-"""Servers of object stores on this machine, each for one test process, and their end."""
+"""Servers of object stores on this machine, each for one test process."""
 
 import contextlib
 import importlib.util
