@@ -17,7 +17,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -243,8 +243,16 @@ def is_committed(path: RemotePath) -> bool:
 
 
 def is_unfinished(path: RemotePath) -> bool:
-    """Whether what is at `path` does not count, and is locked by whoever wrote it."""
-    return not is_committed(path) and path.store.has(_key(path))
+    """Whether what is at `path` does not count, and is locked by whoever wrote it.
+
+    Or all that is there is a marker that came after its writer had given up.
+    """
+    there = path.keys()
+    return _is_late(there) or (MARKER not in there and path.store.has(_key(path)))
+
+
+def _is_late(there: Sequence[str]) -> bool:
+    return list(there) == [MARKER]
 
 
 @contextlib.contextmanager
@@ -269,8 +277,10 @@ def made(
         try:
             with final.store.counted(final.prefix):
                 yield final
-        except BaseException:
+        except BaseException as error:
             _clear(lock)
+            # What was given up may still arrive: then it is somebody's who swept.
+            lock.is_left = lock.is_left or isinstance(error, errors.StoreError)
             raise
         finally:
             del _making[final]
@@ -281,12 +291,12 @@ def _make_room(lock: Lock, *, overwrite: bool, keep: Callable[[str], bool]) -> N
     there = final.keys()
     if not there:
         return
-    is_there = MARKER in there
+    is_there = MARKER in there and not _is_late(there)
     if is_there and not overwrite:
         raise errors.CheckpointExistsError(
             f"{final} was created by another writer meanwhile"
         )
-    if not is_there and not lock.is_inherited:
+    if not (is_there or lock.is_inherited or _is_late(there)):
         raise errors.CheckpointExistsError(
             f"{final} exists and is no checkpoint, so it is not overwritten:"
             " remove it yourself, or choose another path"

@@ -127,8 +127,10 @@ def _told_apart(
 
 def _counts(path: Path, content: list[str]) -> bool:
     """Whether a checkpoint in a store has its marker; those of others need none."""
-    if not _remote.is_remote(path) or _marked.MARKER in content:
+    if not _remote.is_remote(path):
         return True
+    if _marked.MARKER in content:
+        return len(content) > 1  # it came late, and alone
     return not any(name in content for name in _PARTS_OF_ORBAX)
 
 
