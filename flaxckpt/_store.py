@@ -113,7 +113,8 @@ def context(spec: Mapping[str, JSON] | None = None) -> ts.Context:
 @functools.cache
 def _nothing() -> bytes:
     """The generation of a key without a value."""
-    empty = ts.KvStore.open({"driver": "memory"}).result()
+    spec = {"driver": "memory"}
+    empty = ts.KvStore.open(spec).result()
     return bytes(empty.read("none").result().stamp.generation)
 
 
@@ -369,7 +370,8 @@ class Store:
     def _kv(self) -> ts.KvStore:
         with self._lock:
             if self._opened is None:
-                future = ts.KvStore.open(self.spec(""), context=context())
+                spec = self.spec("")
+                future = ts.KvStore.open(spec, context=context())
                 self._opened = self.wait(f"open {self.url}", future)
             return self._opened
 

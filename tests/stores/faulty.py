@@ -1,4 +1,4 @@
-"""A store in memory whose requests fail, arrive late, twice, torn or without an answer."""
+"""A store in memory whose writes fail, come late, twice, torn or without an answer."""
 
 import contextlib
 import random
