@@ -101,6 +101,15 @@ class RemotePath(_Base):
                 found[name] = found.get(name, False) or bool(inside)
         return found
 
+    def tree(self) -> dict[str, set[str]]:
+        """Each directory in it -> what is directly in that, by one listing."""
+        found: dict[str, set[str]] = {}
+        for key in self.keys():
+            name, inside, rest = key.partition("/")
+            if name and inside:
+                found.setdefault(name, set()).add(rest.partition("/")[0])
+        return found
+
     def iterdir(self) -> Iterator[RemotePath]:  # type: ignore[override]
         """What is directly in it."""
         for name in self.names():

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -113,19 +113,22 @@ def _told_apart(
 ) -> tuple[dict[int, Path], dict[int, Path]]:
     """The steps under `root` that are not marked as damaged, and those that are."""
     found: tuple[dict[int, Path], dict[int, Path]] = {}, {}
+    contents: dict[str, set[str]] = {}
+    if _remote.is_remote(root):
+        contents = root.tree()
     try:
-        names = sorted(_storage.directories(root))
+        names = sorted(contents or _storage.directories(root))
     except FileNotFoundError:
         return found
     steps = {step_format.step(name): root / name for name in names}
     for step in sorted(step for step in steps if step is not None):
-        content = _content(steps[step])
+        content = contents.get(steps[step].name) or _content(steps[step])
         if content and _counts(steps[step], content):
             found[DAMAGED in content][step] = steps[step]
     return found
 
 
-def _counts(path: Path, content: list[str]) -> bool:
+def _counts(path: Path, content: Collection[str]) -> bool:
     """Whether a checkpoint in a store has its marker; those of others need none."""
     if not _remote.is_remote(path):
         return True
