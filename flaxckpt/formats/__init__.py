@@ -88,7 +88,14 @@ def _detect(path: Path) -> Detected:
             f"{path} is no checkpoint but a directory of {len(steps)} steps: pass one"
             f" of them, as {steps[max(steps)]}"
         )
-    if path.is_dir() and (mark := _steps.has_mark(path)):
+    mark = _steps.has_mark(path) if path.is_dir() else None
+    if mark and _remote.is_remote(path) and not _marked.is_committed(path):
+        raise errors.DamagedCheckpointError(
+            f"{path} has {mark}, but no {_marked.MARKER}, without which nothing in a"
+            " store counts: it was not finished, or not copied whole; restore another"
+            " step"
+        )
+    if mark:
         raise errors.DamagedCheckpointError(
             f"{path} has the file {mark}, so it was a checkpoint, but neither"
             f" state/_METADATA nor another description of its leaves is there; found"
