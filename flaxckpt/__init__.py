@@ -10,7 +10,8 @@ from flaxckpt._info import ArrayLayout, CheckpointMetadata, LeafInfo, SaveResult
 from flaxckpt._plan import LeafPlan, RestorePlan
 from flaxckpt._restore import load, metadata, open_leaf, plan
 from flaxckpt._save import save, save_async
-from flaxckpt._store import StoreOptions, set_store_options
+from flaxckpt._store import StoreOptions
+from flaxckpt._stores import set_store_options
 from flaxckpt._tools import convert, verify
 from flaxckpt.partition import abstract_state, parameter_infos
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard, TypeVar
 
-from flaxckpt import _store, errors
+from flaxckpt import _store, _stores, errors
 
 if TYPE_CHECKING:
     import tensorstore as ts
@@ -57,7 +57,7 @@ class RemotePath(_Base):
     def store(self) -> _store.Store:
         """The bucket."""
         scheme, _, bucket = self.parts[0].partition(":")
-        return _store.of(scheme, bucket)
+        return _stores.of(scheme, bucket)
 
     @property
     def key(self) -> str:
@@ -217,7 +217,7 @@ def result(future: ts.Future[_T], path: Path, size: int = 0) -> _T:
 
 def from_text(text: str) -> Path:
     """The path that was written down as `text`, by `str`."""
-    if text.partition("://")[0] in _store.SCHEMES and "://" in text:
+    if text.partition("://")[0] in _stores.SCHEMES and "://" in text:
         return parse(text)
     return Path(text)
 

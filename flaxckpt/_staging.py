@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from flaxckpt import _marked, _remote, _threads
+from flaxckpt import _marked, _remote, _stores, _threads
 
 _BUCKET = "flaxckpt-staging-"
 _THREADS = 32
@@ -42,7 +42,7 @@ def staged(root: Path) -> Iterator[Path]:
         _threads.each(move, memory.keys(), threads=_THREADS)
     finally:
         memory.store.delete_under("")
-        memory.store.forget()
+        _stores.forget(memory.store)
 
 
 def upload(directory: Path, final: _remote.RemotePath, *, overwrite: bool) -> int:

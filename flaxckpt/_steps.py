@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _leases, _marked, _remote, _storage, _unfinished, errors
+from flaxckpt import _leases, _locks, _marked, _remote, _storage, _unfinished, errors
 
 _log = logging.getLogger(__name__)
 
@@ -436,7 +436,7 @@ def delete(path: Path, *, even_pinned: bool = False) -> None:
 
 
 def _delete_in_store(path: _remote.RemotePath, *, even_pinned: bool) -> None:
-    with _marked.held(path) as lock, _leases.deletion(path):
+    with _locks.held(path) as lock, _leases.deletion(path):
         if not even_pinned:
             _check_not_pinned(path, path)
         marker = _marked.withdraw(path)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from flaxckpt import _marked, _remote, _store, _threads, errors
+from flaxckpt import _locks, _marked, _remote, _stores, _threads, errors
 from flaxckpt._types import PathLike
 
 _RENAME_EXCHANGE = 2
@@ -47,7 +47,7 @@ def resolve(path: PathLike) -> Path:
     text = os.fspath(path)
     if "://" in text:
         url = urlsplit(text)
-        if url.scheme in _store.SCHEMES:
+        if url.scheme in _stores.SCHEMES:
             return _remote.parse(text)
         if url.scheme != "file" or url.netloc not in ("", "localhost"):
             raise errors.OptionError(
@@ -180,7 +180,7 @@ def locked(file: Path) -> Iterator[None]:
         OSError: The file cannot be opened.
     """
     if _remote.is_remote(file):
-        with _marked.held(file.parent, patient=True):
+        with _locks.held(file.parent, patient=True):
             yield
         return
     try:

@@ -15,7 +15,9 @@ PACKAGE = Path(__file__).parents[1] / "flaxckpt"
 LAYERS = (
     {"errors", "_types"},
     {"_store"},
+    {"_stores"},
     {"_remote"},
+    {"_locks"},
     {
         "_access",
         "_dtypes",

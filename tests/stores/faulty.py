@@ -4,7 +4,7 @@ import contextlib
 import random
 import threading
 
-from flaxckpt import _marked, _remote, _storage, _store
+from flaxckpt import _locks, _remote, _storage, _store, _stores
 
 FAULTS = ("refused", "unanswered", "late", "twice", "torn")
 
@@ -62,7 +62,7 @@ class Faulty:
             if not is_safe or self._random.randrange(100) >= self._rate:
                 return self._write(key, value, if_equal)
             fault = self._random.choice(FAULTS)
-            if fault == "torn" and key.endswith(_marked.LOCK):
+            if fault == "torn" and key.endswith(_locks.LOCK):
                 fault = "refused"  # half a lock is nobody's, and is watched for long
             if fault == "unanswered":
                 self._write(key, value, if_equal).result()
@@ -93,7 +93,7 @@ def faulty(path, **given):
 def new_path(name):
     """A bucket of its own in memory, whose requests are repeated at once."""
     url = f"memory://{name}"
-    _store.set_store_options(url, _store.StoreOptions(retries=6))
+    _stores.set_store_options(url, _store.StoreOptions(retries=6))
     path = _storage.resolve(f"{url}/run")
     assert _remote.is_remote(path)
     path.store.delete_under("")

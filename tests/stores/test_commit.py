@@ -6,7 +6,7 @@ import pytest
 import strategies
 
 import flaxckpt
-from flaxckpt import _marked, _steps, _store, errors
+from flaxckpt import _locks, _marked, _steps, _store, errors
 from flaxckpt.policies import LatestN
 
 
@@ -136,15 +136,15 @@ def test_what_is_acknowledged_is_there_however_writes_arrive(seed):
 def test_whoever_lives_keeps_its_lock_and_whoever_is_gone_does_not(monkeypatch):
     path = faulty.new_path("locks")
     step = path / "1"
-    with _marked.held(step), pytest.raises(errors.CheckpointExistsError, match="wait"):
+    with _locks.held(step), pytest.raises(errors.CheckpointExistsError, match="wait"):
         flaxckpt.Checkpointer(path).save(1, state(1)).wait()
     assert flaxckpt.Checkpointer(path).save(1, state(1)).wait().step == 1
 
     # One of another machine: nobody here can tell, so it is watched.
-    monkeypatch.setattr(_marked, "_ABANDONED_SECS", 0.3)
-    monkeypatch.setattr(_marked, "_LOOK_SECS", 0.02)
-    lock = (path / "2").key + _marked.LOCK
-    gone = _marked._Holder("x", "elsewhere", 1, "1")
+    monkeypatch.setattr(_locks, "_ABANDONED_SECS", 0.3)
+    monkeypatch.setattr(_locks, "_LOOK_SECS", 0.02)
+    lock = (path / "2").key + _locks.LOCK
+    gone = _locks._Holder("x", "elsewhere", 1, "1")
     path.store.write(lock, gone.content())
     (path / "2/state/w/c.0.0").write_bytes(b"old")
     with flaxckpt.Checkpointer(path) as ckpt:
@@ -159,14 +159,14 @@ def test_a_lock_that_was_taken_over_commits_nothing():
     def write():
         with _marked.made(path / "1", overwrite=False, keep=bool) as made:
             (made / "state/w/c.0.0").write_bytes(b"mine")
-            other = _marked._Holder("x", "elsewhere", 1, "1")
-            path.store.write(made.key + _marked.LOCK, other.content())
+            other = _locks._Holder("x", "elsewhere", 1, "1")
+            path.store.write(made.key + _locks.LOCK, other.content())
             _marked.commit(made, b"{}")
 
     with pytest.raises(errors.CheckpointExistsError, match="taken over"):
         write()
     assert not _marked.is_committed(path / "1")
-    assert path.store.has((path / "1").key + _marked.LOCK), "it is the other's"
+    assert path.store.has((path / "1").key + _locks.LOCK), "it is the other's"
 
 
 def test_objects_of_others_are_never_replaced():

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 import flaxckpt
-from flaxckpt import _remote, _storage, _store, errors
+from flaxckpt import _remote, _storage, _store, _stores, errors
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_each_store_is_described_by_what_was_passed(monkeypatch):
     assert (spec["driver"], spec["bucket"], spec["path"]) == ("gcs", "bucket", "run/")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9/")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
-    found = _store.of("s3", "bucket").spec("")
+    found = _stores.of("s3", "bucket").spec("")
     assert found["endpoint"] == "http://127.0.0.1:9"
     assert found["aws_region"] == "us-east-1"
     assert found["aws_credentials"] == {"type": "environment"}

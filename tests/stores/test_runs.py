@@ -24,9 +24,7 @@ def train(path, last):
     batches = StepIndexed(lambda i: jnp.float32(i))
     keep = [LatestN(2), BestN(1, "loss", "min")]
     with flaxckpt.Checkpointer(path, keep=keep) as ckpt:
-        on_step = flaxckpt.CheckpointCallback(
-            ckpt, every_steps=2, dataset=batches
-        )
+        on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=2, dataset=batches)
         state, start = on_step.restore_or_init({"sum": jnp.float32(0), "step": 0})
         for step in range(start + 1, last + 1):
             state = {"sum": state["sum"] + next(batches), "step": step}
