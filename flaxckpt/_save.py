@@ -242,7 +242,7 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     _check_free(final, overwrite=options.overwrite)
     check_json(options.metadata)
     flat = _flax.flatten(state)
-    table, structure = _planned(flat, options)
+    table, structure = planned(flat, options)
     infos = tuple([leaf.info for leaf in table.values()])
     names = [_orbax_json.param_name(info.keys) for info in infos]
     ocdbt = uses_ocdbt(infos, names, options.layout)
@@ -293,7 +293,7 @@ def has_optimizer(state: PyTree) -> bool:
     return bool(_optax.roles(flat.structure, flat.optimizer_states))
 
 
-def _planned(
+def planned(
     flat: _flax.FlatState, options: Options
 ) -> tuple[LeafTable, _tree.Node | LeafPath]:
     """What to save: leaves with their roles and chunk shapes, and the containers."""
@@ -470,6 +470,13 @@ def _write_and_commit(
     }
     stamp = manifest._replace(path=snapshot.final / _orbax_json.MANIFEST)
     return Written(size, _write.Previous(snapshot.final / _orbax.STATE, sources, stamp))
+
+
+def metadata_files(snapshot: Snapshot) -> dict[str, bytes]:
+    """All files of a checkpoint but its arrays, as if those had no digests."""
+    contents = _contents(snapshot)
+    made = _orbax.files(contents)
+    return made | _orbax.seal(contents, made, snapshot.final)
 
 
 def _contents(snapshot: Snapshot) -> _orbax.Contents:

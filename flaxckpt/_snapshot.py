@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from flaxckpt import _chunks, _dtypes, _layout, errors
-from flaxckpt._info import Leaf
+from flaxckpt import _chunks, _dtypes, _layout, _multihost, _writers, errors
+from flaxckpt._info import Leaf, LeafInfo
 from flaxckpt._types import Shape
 from flaxckpt._zarr import Array, Region, region_of, whole
 
@@ -79,7 +79,11 @@ def to_host(leaves: Sequence[tuple[str, Shape, Leaf]]) -> list[HostArray]:
     }
     if faults:
         raise errors.UnsupportedLeafError(faults)
-    parts = [_view(leaf) or _sources(leaf) for _, _, leaf in leaves]
+    places = _places([leaf.info for _, _, leaf in leaves])
+    parts = [
+        _view(leaf) or _sources(leaf, place)
+        for (_, _, leaf), place in zip(leaves, places, strict=True)
+    ]
     elsewhere = [
         part.data
         for some in parts
@@ -104,6 +108,19 @@ def to_host(leaves: Sequence[tuple[str, Shape, Leaf]]) -> list[HostArray]:
         )
         for (name, chunk_shape, leaf), some in zip(leaves, parts, strict=True)
     ]
+
+
+def _places(infos: Sequence[LeafInfo]) -> Sequence[int]:
+    """Which replicas write; the first ones, unless processes are to share the work."""
+    processes = _multihost.process_count() if jax.distributed.is_initialized() else 1
+    if processes == 1:
+        return [0] * len(infos)
+    return _assigned(tuple([_layout.task(info) for info in infos]), processes)
+
+
+@functools.lru_cache(maxsize=4)
+def _assigned(tasks: tuple[_writers.Task, ...], processes: int) -> Sequence[int]:
+    return _writers.assign(tasks, processes)[0]
 
 
 def _gone(leaf: Leaf) -> str | None:
@@ -186,8 +203,13 @@ class _DevicePart(NamedTuple):
         return HostShard(self.region, next(copies))
 
 
-def _sources(leaf: Leaf) -> list[HostShard | _DevicePart]:
-    """What this process writes of an array; nothing if that has no elements."""
+def _sources(leaf: Leaf, place: int) -> list[HostShard | _DevicePart]:
+    """What this process writes of an array; nothing if that has no elements.
+
+    Args:
+        leaf: The array.
+        place: Of the replicas that write, in their groups.
+    """
     value = leaf.source
     if not isinstance(value, jax.Array):
         array = np.array(value)
@@ -196,23 +218,24 @@ def _sources(leaf: Leaf) -> list[HostShard | _DevicePart]:
         return [HostShard(whole(array.shape), array)] if array.size else []
     if leaf.info.kind == "prng_key":
         value = jax.random.key_data(value)
-    slices = _layout.replica_slices(leaf.info, value.shape)
+    writing = _layout.writing(leaf.info, value.shape)
+    writers = _writers.Writers(writing.replicas, writing.parts, place)
     return [
-        _part(shard, value.shape, slices)
+        _part(shard, value.shape, writing.slices, part)
         for shard in value.addressable_shards
-        if value.size and (slices is not None or shard.replica_id == 0)
+        if value.size and (part := writers.part(shard.replica_id)) is not None
     ]
 
 
 def _part(
-    shard: jax.Shard, shape: Shape, slices: _chunks.ReplicaSlices | None
+    shard: jax.Shard, shape: Shape, slices: _chunks.ReplicaSlices | None, part: int
 ) -> HostShard | _DevicePart:
     region = region_of(shard.index, shape)
     data = shard.data
     if _is_on_cpu(data.sharding):
         data = np.asarray(data)
     if slices is not None:
-        start, stop = slices.bounds[shard.replica_id]
+        start, stop = slices.bounds[part]
         origin = region[slices.axis][0]
         bounds = (origin + start, origin + stop)
         region = (*region[: slices.axis], bounds, *region[slices.axis + 1 :])

@@ -26,6 +26,7 @@ LAYERS = (
         "_parsing",
         "_threads",
         "_triggers",
+        "_writers",
     },
     {
         "_blocks",
@@ -53,7 +54,7 @@ LAYERS = (
     {"_directory"},
     {"_checkpointer"},
     {"_beginning", "_preflight", "_resume"},
-    {"_callback", "_report", "_tools"},
+    {"_callback", "_report", "_simulation", "_tools"},
     {"configs"},
     {"cli", "integrations"},
 )
