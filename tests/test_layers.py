@@ -47,7 +47,7 @@ LAYERS = (
     {"_locate"},
     {"transforms"},
     {"partition", "_plan", "_finder", "_fit", "_audit", "_findings", "_follow"},
-    {"_planner"},
+    {"_planner", "_share"},
     {"_save", "_restore", "_verify"},
     {"_targets", "_belongings", "_measured"},
     {"_convert", "_retention"},
