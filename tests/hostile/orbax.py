@@ -334,9 +334,9 @@ CASES: Final[dict[str, Callable[[Path], Path]]] = {
     "zarr.json of 200k lists": case(nested(200_000, b'{"node_type":'), use_zarr3=True),
     "zarray that is a list of lists": case(nested(200_000)),
     "_METADATA of 200k lists": case(text=nested(200_000, b'{"tree_metadata":')),
-    "_METADATA of 20 million lists": case(
+    "_METADATA of 20 million lists": lambda root: case(
         text=b'{"tree_metadata":[' + b"[]," * (20 * 10**6) + b"[]]}"
-    ),
+    )(root),
     "_METADATA that is a list": case(text=b"[]"),
     "_METADATA that is no JSON": case(text=b"{"),
     "a tree that is a list": case(tree=[]),
