@@ -50,9 +50,15 @@ def described(text: bytes) -> Chunks:
     """The chunks that a `zarr.json` or a `.zarray` describes, if it is one we read.
 
     Raises:
-        ValueError, KeyError, TypeError: It does not say.
+        ValueError: It does not say.
     """
-    data = json.loads(text)
+    try:
+        return _described(json.loads(text))
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"its metadata is not read: {str(error)[:150]}") from None
+
+
+def _described(data: Mapping[str, Any]) -> Chunks:
     shape, dtype, chunk_shape = _orbax_rows.array(data)
     size = math.prod(chunk_shape) * _dtypes.to_numpy(dtype).itemsize
     if data["zarr_format"] == 3:
