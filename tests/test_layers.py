@@ -37,6 +37,7 @@ LAYERS = (
         "_tree",
         "_zarr",
     },
+    {"_ocdbt"},
     {"_info", "_events", "_journal", "_leases"},
     {"_layout", "_containers", "_handle", "_unfinished"},
     {"_snapshot", "_raw", "_spans", "_place"},
@@ -79,6 +80,7 @@ SHARED_SIBLINGS = {
     "formats._safetensors_leaves",
     "formats._scan",
     "formats._zarr2",
+    "formats._zarr_chunks",
     "formats._zarr_codecs",
     "transforms._mirrors",
     "transforms._patterns",
@@ -92,6 +94,7 @@ FREE_PACKAGES = {"cli"}
 DOORS: dict[str, set[str]] = {
     "tensorstore": {
         "_storage",
+        "_ocdbt",
         "_raw",
         "_spans",
         "_read",
