@@ -54,7 +54,7 @@ LAYERS = (
     {"_directory"},
     {"_checkpointer"},
     {"_beginning", "_preflight", "_resume"},
-    {"_callback", "_report", "_tools"},
+    {"_callback", "_diff", "_report", "_tools"},
     {"configs"},
     {"cli", "integrations"},
 )

@@ -79,7 +79,7 @@ def set_state(dataset: Any, files: Mapping[str, bytes], *, path: Path) -> None:
         _log.warning("the data starts from the beginning: %s", error)
         return
     _warn_of_version(_innermost(iterators[0]), described, path)
-    saved_by = str(described.get("type", "by Orbax"))
+    saved_by = errors.printable(str(described.get("type", "by Orbax")))
     for iterator in iterators:
         _hints.warn_of_traps(_innermost(iterator))
     decoded: list[Any] = []
@@ -184,7 +184,7 @@ def _warn_of_version(iterator: Any, described: Mapping[str, Any], path: Path) ->
             " otherwise: compare the first batches",
             path,
             _kinds.package(iterator),
-            then,
+            errors.printable(str(then)),
             now,
         )
 
