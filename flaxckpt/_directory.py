@@ -226,6 +226,8 @@ class RunDirectory:
     def prune(self, *, dry_run: bool = False) -> tuple[int, ...]:
         """Deletes the steps, and the dataset states, that no policy keeps.
 
+        If there are any, the newest step is read first, all of it.
+
         Args:
             dry_run: Only say which steps: those to which `explain` gives no reason.
 
@@ -233,7 +235,8 @@ class RunDirectory:
             The steps.
 
         Raises:
-            SaveFailedError: The newest step is damaged, so that older ones stay.
+            SaveFailedError: The newest step is damaged, or cannot be read, so that older
+                ones stay.
         """
         self.wait()
         if dry_run:

@@ -11,7 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flaxckpt import _audit, _measured, _steps, _storage, errors, formats, policies
+from flaxckpt import (
+    _audit,
+    _findings,
+    _measured,
+    _steps,
+    _storage,
+    _verify,
+    errors,
+    formats,
+    policies,
+)
 from flaxckpt.formats import _orbax, _orbax_disk
 from flaxckpt.policies import PreservationPolicy
 
@@ -193,8 +203,9 @@ class Retention:
     ) -> tuple[int, ...]:
         """Deletes what nothing keeps, one after another.
 
-        Nothing is deleted before the step just saved, or else the newest, is found
-        whole on the disk. What cannot be deleted is logged, and tried again next time.
+        Nothing is deleted before the step just saved is found whole on the disk, or
+        else every byte of the newest is found as it was written. What cannot be deleted
+        is logged, and tried again next time.
 
         Args:
             just_saved: A step that stays this time. If what is to go cannot be told
@@ -216,10 +227,10 @@ class Retention:
             _log.error("nothing is deleted after step %d: %s", just_saved, error)
             return ()
         if judged.going or judged.datasets:
-            self._check_whole(
-                max(judged.found) if just_saved is None else just_saved,
-                is_ours=just_saved is not None,
-            )
+            if just_saved is None:
+                self._check_whole(max(judged.found), _check_bytes)
+            else:
+                self._check_whole(just_saved, _check_files)
         is_over = _out_of_time(is_awaited)
         deleted = tuple(self._delete(judged, just_saved, is_over))
         what = "what deletions before have left"
@@ -282,10 +293,10 @@ class Retention:
             return True
         return any(_steps.is_temporary(path) for path in self.listed().values())
 
-    def _check_whole(self, step: int, *, is_ours: bool) -> None:
+    def _check_whole(self, step: int, check: Callable[[Path], None]) -> None:
         path = self._directory / self._format.name(step)
         try:
-            _audit.check(path, is_ours=is_ours)
+            check(path)
         except (errors.CheckpointError, OSError) as error:
             raise errors.SaveFailedError(
                 f"step {step} is not whole on the disk, so no other is deleted: {error}"
@@ -357,6 +368,25 @@ class Retention:
         """Deletes the step `path`, unless somebody reads it."""
         with _writing(path, "it cannot be deleted"):
             _steps.delete(path, even_pinned=True)
+
+
+def _check_files(path: Path) -> None:
+    """Looks for all of a step that was just written."""
+    _audit.check(path, is_ours=True)
+
+
+def _check_bytes(path: Path) -> None:
+    """Reads all of a step; its metrics alone may be lost.
+
+    Raises:
+        CheckpointError: It is damaged, or cannot be read.
+    """
+    report = _verify.verify(path, None)
+    for name, why in {**report.problems, **report.unread}.items():
+        if not name.startswith(f"{_orbax.METRICS}/"):
+            raise errors.DamagedCheckpointError(
+                f"{path if name == _findings.HERE else name}: {why}"
+            )
 
 
 def _out_of_time(is_awaited: Callable[[], bool]) -> Callable[[], bool]:
