@@ -14,7 +14,7 @@ from types import MappingProxyType
 import numpy as np
 
 import flaxckpt
-from flaxckpt import errors
+from flaxckpt import _preflight, _resume, errors
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
 
@@ -321,6 +321,15 @@ class Bare(Scenario):
             log("saved", 2, version)
 
 
+class Trials(Scenario):
+    """What is tried out before a run begins; nothing of it may stay."""
+
+    def do(self, ckpt, log):
+        _preflight.check(ckpt, state(2), None, only_warn=False)
+        small = {"count": 1}
+        _resume.check(ckpt, small, dict, dataset=None, fresh=None)
+
+
 class Endless(Scenario):
     """Saves, one after another, until it is killed."""
 
@@ -363,6 +372,7 @@ SCENARIOS = {
         RunMetadata,
         JustEnds,
         Bare,
+        Trials,
     )
 }
 
