@@ -54,14 +54,14 @@ def prepare(shim, *, scenario, base):
     return {"code": in_child(act)}
 
 
-def run(shim, *, scenario, base, work, at, what, sticky, growing):
+def run(shim, *, scenario, base, work, at, what, sticky, counted):
     base, work = Path(base), Path(work)
     shutil.copytree(base, work, symlinks=True)
     directory, log = work / "run", scenarios.Log(work / "log")
     chosen = named(scenario)
 
     def act():
-        shim.arm(directory, at=at, what=what, sticky=sticky, growing=growing)
+        shim.arm(directory, at=at, what=what, sticky=sticky, counted=counted)
         try:
             chosen.act(directory, log)
         except scenarios.errors.CheckpointError as error:
