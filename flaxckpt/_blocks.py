@@ -198,11 +198,8 @@ def small(path: Path) -> bytes:
     Raises:
         OSError: It is missing, or cannot be read.
     """
-    descriptor = _descriptor(path)
-    try:
-        return os.read(descriptor, 2**16)
-    finally:
-        os.close(descriptor)
+    with open(_descriptor(path), "rb") as file:
+        return file.read(2**16)
 
 
 def mapped(block: Block) -> Bytes:
@@ -272,7 +269,11 @@ def verify_mapped(block: Block, content: Bytes) -> None:
     if not block.has_checksum:
         return
     with _open(block) as file:
-        tail = os.pread(file, CHECKSUM_BYTES, block.size)
+        tail = b""
+        while part := os.pread(
+            file, CHECKSUM_BYTES - len(tail), block.size + len(tail)
+        ):
+            tail += part
     check(block.path.name, [content.data], tail)
 
 

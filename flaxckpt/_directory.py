@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from flaxckpt import (
+    _access,
     _events,
     _follow,
     _locate,
@@ -146,7 +147,8 @@ class RunDirectory:
     @property
     def run_metadata(self) -> Mapping[str, JSON]:
         """The metadata of the whole run."""
-        return _orbax.read_run_metadata(self.directory)
+        with _access.explained(self.directory):
+            return _orbax.read_run_metadata(self.directory)
 
     def check_other_names(self) -> None:
         """Refuses a directory whose steps are all called otherwise.
@@ -235,7 +237,7 @@ class RunDirectory:
             The steps.
 
         Raises:
-            SaveFailedError: The newest step is damaged, or cannot be read, so that older
+            SaveFailedError: The newest step is damaged or cannot be read, so that older
                 ones stay.
         """
         self.wait()

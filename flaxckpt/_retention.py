@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flaxckpt import (
+    _access,
     _audit,
     _findings,
     _measured,
@@ -150,6 +151,10 @@ class Retention:
 
     def _found(self) -> dict[int, _Found]:
         """The steps as they are now, without those that cannot be recognised."""
+        with _access.explained(self._directory):
+            return self._looked_at()
+
+    def _looked_at(self) -> dict[int, _Found]:
         elsewhere: _measured.MetricsByStep = {}
         if self.rules.metrics_from is not None:
             elsewhere = _measured.by_step(self.rules.metrics_from())
@@ -291,7 +296,8 @@ class Retention:
         """Whether it is worth a closer look at every step."""
         if self.rules.keep or self.rules.keep_dataset:
             return True
-        return any(_steps.is_temporary(path) for path in self.listed().values())
+        with _access.explained(self._directory):
+            return any(_steps.is_temporary(path) for path in self.listed().values())
 
     def _check_whole(self, step: int, check: Callable[[Path], None]) -> None:
         path = self._directory / self._format.name(step)
@@ -427,7 +433,7 @@ def _was_step(path: Path) -> bool:
     """Whether a checkpoint is, or was, at `path`: a damaged one is to be told of."""
     try:
         return _steps.has_mark(path) is not None or bool(formats.recognises(path))
-    except errors.CheckpointError:
+    except (errors.CheckpointError, OSError):
         return True
 
 

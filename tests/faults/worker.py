@@ -68,10 +68,15 @@ def run(shim, *, scenario, base, work, at, what, sticky, counted):
             log("failed", str(error))
             log("hits", shim.hits())
             os._exit(FAILED)
+        except Exception as error:
+            log("unexpected", "".join(traceback.format_exception(error)[-3:]))
+            raise
         if scenario == "JustEnds":
+            atexit.register(lambda: log("seen", shim.seen()))
             atexit.register(lambda: log("hits", shim.hits()))
             sys.exit()  # the save goes on behind
         log("hits", shim.hits())
+        log("seen", shim.seen())
 
     code = in_child(act)
     rows = scenarios.Log.read(work / "log")
@@ -84,6 +89,7 @@ def run(shim, *, scenario, base, work, at, what, sticky, counted):
     return {
         "code": code,
         "hits": hits[-1] if hits else 1,  # it did not live to tell
+        "seen": max((row[1] for row in rows if row[0] == "seen"), default=0),
         "rows": rows,
         "left": left,
         "problems": problems,
