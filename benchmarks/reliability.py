@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import json
 import logging
@@ -37,17 +38,14 @@ _LONGEST_LIFE_SECS = 1.0
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the cases as the command line asks."""
     options = _parser().parse_args(arguments)
-    logging.disable(logging.CRITICAL)
     console = Console()
     rows: list[dict[str, object]] = []
-    for case in options.only or CASES:
-        for name in options.contenders or VICTIMS:
-            with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
-                found = collections.Counter(
-                    CASES[case](name, Path(scratch), options.rounds)
-                )
-            rows.append({"case": case, "contender": name, "outcomes": dict(found)})
-            console.print(case, name, dict(found))
+    with _quiet():
+        for case in options.only or CASES:
+            for name in options.contenders or VICTIMS:
+                found = _run(case, name, options)
+                rows.append({"case": case, "contender": name, "outcomes": found})
+                console.print(case, name, found)
     console.print(_table(rows))
     if options.json:
         here = machine.describe(Path(options.directory or tempfile.gettempdir()))
@@ -57,6 +55,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "rows": rows,
         }
         options.json.write_text(json.dumps(data, indent=1, default=str) + "\n")
+
+
+def _run(case: str, name: str, options: argparse.Namespace) -> dict[str, int]:
+    """How often a case ends in which way."""
+    with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
+        return dict(
+            collections.Counter(CASES[case](name, Path(scratch), options.rounds))
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Logs nothing: damage is expected here."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -242,10 +259,11 @@ def exits(name: str, root: Path, rounds: int) -> Outcomes:
         run = root / str(n)
         process = _start(name, run, 1)
         try:
-            code = str(process.wait(_HANGS_SECS))
+            process.communicate(timeout=_HANGS_SECS)
+            code = str(process.returncode)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            process.communicate()
             code = "none, it hangs"
         saved = _left(name, run, 1) == "all listed steps are exact"
         yield f"exit code {code}, the step is {'there' if saved else 'not there'}"
