@@ -67,6 +67,20 @@ def verify(
     return found.report(path, format_name, step, extra, time.monotonic() - start)
 
 
+def check(path: Path) -> None:
+    """Reads all of the checkpoint `path`; its metrics alone may be lost.
+
+    Raises:
+        DamagedCheckpointError: It is damaged, or cannot be read.
+        CheckpointNotFoundError, CheckpointFormatError: There is none.
+    """
+    report = verify(path, None)
+    for name, why in {**report.problems, **report.unread}.items():
+        if not name.startswith(f"{_orbax.METRICS}/"):
+            where = path if name == _findings.HERE else name
+            raise errors.DamagedCheckpointError(f"{where}: {why}")
+
+
 def lost(path: Path, step: int | None, error: Exception) -> _findings.VerifyReport:
     """The report on what is not recognised as the checkpoint that it was."""
     found = _findings.Findings(_progress.Counter(""), thorough=True)
