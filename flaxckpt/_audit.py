@@ -34,14 +34,8 @@ up to 100 bytes into its nodes, which it compresses."""
 
 
 @_collector.paused()
-def check(path: Path, *, is_ours: bool) -> None:
-    """Reads what describes a checkpoint, and looks for the files of its arrays.
-
-    Arrays of other writers are not looked for: zeros need not be stored there.
-
-    Args:
-        path: The checkpoint.
-        is_ours: Whether it must be one of ours; else it may be anybody's.
+def check(path: Path) -> None:
+    """Reads what describes a checkpoint of ours, and looks for its arrays' files.
 
     Raises:
         DamagedCheckpointError: A metadata file is missing or has changed, or an array
@@ -49,11 +43,9 @@ def check(path: Path, *, is_ours: bool) -> None:
     """
     stored = _locate.read_stored(path, None)
     if stored.metadata.format != "flaxckpt":
-        if is_ours:
-            raise errors.DamagedCheckpointError(
-                f"{path / _orbax_json.MANIFEST} is missing; restore another step"
-            )
-        return
+        raise errors.DamagedCheckpointError(
+            f"{path / _orbax_json.MANIFEST} is missing; restore another step"
+        )
     with _access.explained(path):
         manifest = _orbax_disk.json_file(path / _orbax_json.MANIFEST, path)
         encoding = _orbax_json.encoding(manifest)

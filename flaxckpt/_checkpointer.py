@@ -376,8 +376,9 @@ class Checkpointer(_directory.RunDirectory):
         """Removes what crashes have left."""
         _steps.tidy(self.directory, self._format, (_orbax.METRICS, "metadata"))
         aside = self.directory / _PARAMS_ONLY
-        if aside.is_dir() and not aside.is_symlink():
-            _steps.tidy(aside, self._format, ())
+        with contextlib.suppress(OSError):  # another time
+            if aside.is_dir() and not aside.is_symlink():
+                _steps.tidy(aside, self._format, ())
 
     def sibling(self, directory: PathLike) -> Checkpointer:
         """Another directory, whose steps are written as these are, and all kept."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from flaxckpt import (
+    _access,
     _events,
     _follow,
     _locate,
@@ -146,7 +147,8 @@ class RunDirectory:
     @property
     def run_metadata(self) -> Mapping[str, JSON]:
         """The metadata of the whole run."""
-        return _orbax.read_run_metadata(self.directory)
+        with _access.explained(self.directory):
+            return _orbax.read_run_metadata(self.directory)
 
     def check_other_names(self) -> None:
         """Refuses a directory whose steps are all called otherwise.
@@ -226,6 +228,8 @@ class RunDirectory:
     def prune(self, *, dry_run: bool = False) -> tuple[int, ...]:
         """Deletes the steps, and the dataset states, that no policy keeps.
 
+        If there are any, the newest step is read first, all of it.
+
         Args:
             dry_run: Only say which steps: those to which `explain` gives no reason.
 
@@ -233,7 +237,8 @@ class RunDirectory:
             The steps.
 
         Raises:
-            SaveFailedError: The newest step is damaged, so that older ones stay.
+            SaveFailedError: The newest step is damaged or cannot be read, so that older
+                ones stay.
         """
         self.wait()
         if dry_run:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from flaxckpt import (
+    _access,
     _collector,
     _containers,
     _derive,
@@ -239,7 +240,8 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     """
     created = time.time()
     _transforms.checked(options.transforms)
-    _check_free(final, overwrite=options.overwrite)
+    with _access.explained(final):
+        _check_free(final, overwrite=options.overwrite)
     check_json(options.metadata)
     flat = _flax.flatten(state)
     table, structure = _planned(flat, options)
