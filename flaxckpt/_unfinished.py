@@ -36,8 +36,10 @@ _NAME = re.compile(
     rf"(?:(?P<what>{WRITING}|{DELETED}|{REPLACED})-[0-9a-f]{{8}}|(?P<brief>metrics(?:-[0-9a-f]{{8}})?))",
     re.DOTALL,
 )
-_TRIAL = re.compile(rf"(?:preflight|resume){re.escape(TEMPORARY)}-.+", re.DOTALL)
-"""What is there while a run begins, and is not locked."""
+_TRIAL = re.compile(
+    rf"(?:preflight|resume|together){re.escape(TEMPORARY)}-.+", re.DOTALL
+)
+"""What is there while a run begins, or while processes run, and is not locked."""
 
 _TOUCHED_EVERY_SECS = 15.0
 _ABANDONED_SECS = 600.0
