@@ -646,7 +646,7 @@ class Checkpointer(_directory.RunDirectory):
         """The steps to restore, as process 0 sees them."""
         what = "the newest step" if step is None else f"step {step}"
         together = self._begun("find", what)
-        with _joint.ending(together):
+        with _joint.ending(together, saving=False):
             self._wait()
             found = _joint.first_says(
                 together,
@@ -661,7 +661,8 @@ class Checkpointer(_directory.RunDirectory):
         Where several processes train, all of them call this, and process 0 looks.
         """
         together = self._begun("look", "the steps")
-        with _joint.ending(together):
+        with _joint.ending(together, saving=False):
+            self._wait()
             return bool(_joint.first_says(together, "there", self._sees_steps))
 
     def _sees_steps(self) -> bool:

@@ -52,7 +52,7 @@ def begin(
 
 
 @contextlib.contextmanager
-def telling(together: Operation | None) -> Iterator[None]:
+def telling(together: Operation | None, *, saving: bool = True) -> Iterator[None]:
     """Tells the others if this process fails within, and goes no further.
 
     Raises:
@@ -63,7 +63,8 @@ def telling(together: Operation | None) -> Iterator[None]:
     except ApartError as apart:
         assert together is not None
         _give_up(together, apart)
-        raise _not_saved(together, apart) from None
+        failed = _not_saved if saving else _not_restored
+        raise failed(together, apart) from None
     except BaseException as error:
         if together is not None:
             _give_up(together, error)
@@ -76,9 +77,9 @@ def _give_up(together: Operation, error: BaseException) -> None:
 
 
 @contextlib.contextmanager
-def ending(together: Operation | None) -> Iterator[None]:
+def ending(together: Operation | None, *, saving: bool = True) -> Iterator[None]:
     """Tells the others if this process fails within; then the operation ends."""
-    with telling(together):
+    with telling(together, saving=saving):
         yield
     if together is not None:
         together.close()

@@ -241,6 +241,10 @@ def faults():
         assert handle.wait().skipped
         _find_damage(ckpt)
         told = _ask_for_another(ckpt)
+    with flaxckpt.Checkpointer(DIRECTORY / "empty") as ckpt:
+        assert not ckpt.has_steps()
+        with raising(errors.CheckpointNotFoundError):
+            ckpt.restore()
     say(told=told)
 
 
