@@ -19,6 +19,7 @@ from flaxckpt import (
     _layout,
     _locate,
     _storage,
+    _write,
     _zarr,
     errors,
 )
@@ -94,7 +95,8 @@ def _check_database(
         for info in arrays
         if chunk_bytes(encoding, info) >= _OUTSIDE_NODES_BYTES
     )
-    found = sum(_sizes(root / "d").values())
+    values = [root / "d", *root.glob(f"{_write.DATABASE_OF}*/d")]
+    found = sum(sum(_sizes(directory).values()) for directory in values)
     if not _sizes(root).get("manifest.ocdbt") or found < max(1, least):
         raise errors.DamagedCheckpointError(
             f"{root} is not all there: wanted a database of at least {least} bytes,"

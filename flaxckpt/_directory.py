@@ -11,6 +11,7 @@ from flaxckpt import (
     _events,
     _follow,
     _locate,
+    _multihost,
     _retention,
     _steps,
     _storage,
@@ -28,6 +29,8 @@ from flaxckpt.policies import PreservationPolicy
 
 class RunDirectory:
     """The part of a `Checkpointer` that neither saves nor restores.
+
+    Of several processes, the first one writes and deletes what is asked for here.
 
     Args:
         directory: Of the run.
@@ -211,7 +214,8 @@ class RunDirectory:
         """
         self.check_writable("add metrics")
         self.wait()
-        self._retention.add_metrics(self._path(step), metrics)
+        if _multihost.is_first():
+            self._retention.add_metrics(self._path(step), metrics)
 
     def explain(self) -> dict[int, list[str]]:
         """Why each step stays, oldest first; a step without a reason would go.
@@ -244,7 +248,7 @@ class RunDirectory:
         if dry_run:
             return tuple(step for step, why in self.explain().items() if not why)
         self.check_writable("prune")
-        return self._retire()
+        return self._retire() if _multihost.is_first() else ()
 
     def _retire(
         self,
@@ -267,6 +271,8 @@ class RunDirectory:
         """
         self.check_writable("delete")
         self.wait()
+        if not _multihost.is_first():
+            return
         path = self._path(step)
         self._retention.delete(path)
         self.events.emit("deleted", step, path=path, reason="it was asked for")
@@ -278,7 +284,8 @@ class RunDirectory:
             SaveFailedError: That could not be written down.
         """
         self.check_writable("keep a step")
-        self._retention.make_permanent(self._path(step))
+        if _multihost.is_first():
+            self._retention.make_permanent(self._path(step))
 
     def pin(self, step: int) -> None:
         """Keeps a step, whatever the policies say.
@@ -287,9 +294,11 @@ class RunDirectory:
             SaveFailedError: That could not be written down.
         """
         self.check_writable("pin")
-        self._retention.pin(self._path(step))
+        if _multihost.is_first():
+            self._retention.pin(self._path(step))
 
     def unpin(self, step: int) -> None:
         """Leaves a step to the policies again; raises as `pin` does."""
         self.check_writable("unpin")
-        self._retention.unpin(self._path(step))
+        if _multihost.is_first():
+            self._retention.unpin(self._path(step))

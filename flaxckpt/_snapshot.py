@@ -133,7 +133,8 @@ def _view(leaf: Leaf) -> tuple[HostShard] | None:
 
 @functools.lru_cache(maxsize=1024)
 def _is_one_cpu(sharding: Sharding) -> bool:
-    return _is_on_cpu(sharding) and len(sharding.device_set) == 1
+    is_one = len(sharding.device_set) == 1 and sharding.is_fully_addressable
+    return is_one and _is_on_cpu(sharding)
 
 
 def _from_devices(arrays: Sequence[jax.Array]) -> list[Array | jax.Array]:

@@ -16,6 +16,7 @@ from flax.training.train_state import TrainState
 
 from flaxckpt import (
     _collector,
+    _commit,
     _flax,
     _info,
     _plan,
@@ -61,7 +62,7 @@ def snapshot(state):
 @functools.cache
 def contents(make, n):
     taken = snapshot(make(n))
-    return _save._contents(taken)
+    return _commit._contents(taken)
 
 
 @functools.cache
