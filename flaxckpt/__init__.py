@@ -3,6 +3,7 @@
 from flaxckpt import configs, datasets, errors, formats, partition, policies, transforms
 from flaxckpt._callback import CheckpointCallback
 from flaxckpt._checkpointer import Checkpointer
+from flaxckpt._diff import CheckpointDiff, LeafDiff, diff
 from flaxckpt._events import Event
 from flaxckpt._findings import VerifyReport
 from flaxckpt._handle import SaveHandle
@@ -17,9 +18,11 @@ from flaxckpt.partition import abstract_state, parameter_infos
 __all__ = [
     "ArrayLayout",
     "CheckpointCallback",
+    "CheckpointDiff",
     "CheckpointMetadata",
     "Checkpointer",
     "Event",
+    "LeafDiff",
     "LeafInfo",
     "LeafPlan",
     "RestorePlan",
@@ -31,6 +34,7 @@ __all__ = [
     "configs",
     "convert",
     "datasets",
+    "diff",
     "errors",
     "formats",
     "load",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flaxckpt import _steps, _storage, errors, policies
+from flaxckpt import _storage, _unfinished, errors, policies
 from flaxckpt._checkpointer import Checkpointer
 from flaxckpt._types import PyTree
 from flaxckpt.policies import PreservationPolicy
@@ -138,23 +137,22 @@ def _probe(directory: Path) -> float:
     Raises:
         SaveFailedError: Some of it cannot be done.
     """
-    stem = f"preflight{_steps.TEMPORARY}-{secrets.token_hex(4)}"
-    made, renamed = directory / stem, directory / f"{stem}-renamed"
+    final = directory / _unfinished.PREFLIGHT
+    renamed = _unfinished.beside(final, _unfinished.WRITING)
     doing = "make a directory in"
     try:
-        made.mkdir()
-        doing = "write and sync a file in"
-        start = time.monotonic()
-        _storage.write(made / "probe", bytes(_PROBE_BYTES))
-        secs = time.monotonic() - start
-        doing = "rename a directory in"
-        made.rename(renamed)
-        _storage.sync_directory(directory)
-        doing = "remove a directory from"
-        _storage.remove_tree(renamed)
+        with _unfinished.made(final) as made:
+            doing = "write and sync a file in"
+            start = time.monotonic()
+            _storage.write(made / "probe", bytes(_PROBE_BYTES))
+            secs = time.monotonic() - start
+            doing = "rename a directory in"
+            made.rename(renamed)
+            _storage.sync_directory(directory)
+            doing = "remove a directory from"
+            _storage.remove_tree(renamed)
     except OSError as error:
-        for left in (made, renamed):
-            shutil.rmtree(left, ignore_errors=True)
+        _unfinished.discard(renamed)
         raise errors.SaveFailedError(
             f"cannot {doing} {directory}: {error}; no step could be saved there. Choose"
             " another directory, or see that this one is writable and has space"

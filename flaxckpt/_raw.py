@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import _blocks, _dtypes, _layout, _storage, _threads, _zarr
+from flaxckpt import _blocks, _dtypes, _layout, _ocdbt, _storage, _threads, _zarr
 from flaxckpt._blocks import Block, Bytes
 from flaxckpt._info import LeafInfo, RawArray
 from flaxckpt._types import Shape
@@ -257,6 +257,7 @@ class Databases:
             try:
                 if verify:
                     _check_digests(root, raw.digests)
+                _ocdbt.check(root)
                 spec = _zarr.kvstore(root, "", ocdbt=True)
                 opened = ts.KvStore.open(spec, context=self.context).result()
             except (ValueError, OSError) as error:

@@ -256,8 +256,12 @@ def restore(
     abstract_state: PyTree | None,
     options: _plan.Options,
     counter: _progress.Counter,
+    has_read: Callable[[], object] = lambda: None,
 ) -> PyTree:
-    """Loads what `abstract_state` asks for, or everything."""
+    """Loads what `abstract_state` asks for, or everything.
+
+    Calls `has_read` before anything is computed of what was read.
+    """
     start = time.monotonic()
     planned, recipe = _planner.make(stored, abstract_state, options)
     if planned.problems:
@@ -271,7 +275,11 @@ def restore(
         _tell(planned, recipe, options)
     try:
         with _progress.shown(counter):
-            state = _execute(recipe, abstract_state, planned.path, options, counter.add)
+            reading = _reading(planned.path, options, counter.add)
+            values = {**recipe.given, **_read.read(recipe.jobs, reading)}
+            has_read()
+            values |= _derive.read(recipe.derived, reading)
+            state = _built(recipe, abstract_state, planned.path, values)
     except errors.DamagedCheckpointError:
         _check_current(stored)
         raise
@@ -327,17 +335,12 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
     datasets.set_state(iterator, files, path=path)
 
 
-def _execute(
+def _built(
     recipe: _plan.Recipe,
     abstract_state: PyTree | None,
     path: str,
-    options: _plan.Options,
-    report: Callable[[int], object],
+    values: dict[LeafPath, Any],
 ) -> PyTree:
-    values = dict(recipe.given)
-    reading = _reading(path, options, report)
-    values |= _read.read(recipe.jobs, reading)
-    values |= _derive.read(recipe.derived, reading)
     if recipe.flat is None:
         return _tree.unflatten(recipe.structure, values)
     if recipe.fresh:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from flaxckpt import _chunks, _flax, _layout, _save, _writers, errors
+from flaxckpt import _chunks, _commit, _flax, _layout, _save, _writers, errors
 from flaxckpt._info import ArrayLayout, LeafInfo
 from flaxckpt._types import PyTree
 from flaxckpt.formats import _orbax, _orbax_json
@@ -127,17 +127,17 @@ def simulate(
         OptionError: There is no such mesh, or its devices cannot be divided.
         UnsupportedLeafError, LeafNameError: As `save` says.
     """
-    options = _save.Options(layout=layout or ArrayLayout())
+    options = _commit.Options(layout=layout or ArrayLayout())
     table, structure = _save.planned(_flax.flatten(abstract_state), options)
     infos = tuple([leaf.info for leaf in table.values()])
     _check_meshes(infos, processes)
     names = [_orbax_json.param_name(info.keys) for info in infos]
     ocdbt = _save.uses_ocdbt(infos, names, options.layout)
     _orbax.check_names(infos, names, ocdbt=ocdbt)
-    snapshot = _save.Snapshot(
+    snapshot = _commit.Snapshot(
         _NOWHERE, infos, structure, (), {}, {}, ocdbt, options, 0.0
     )
-    metadata = _save.metadata_files(snapshot)
+    metadata = _commit.metadata_files(snapshot)
 
     stored = [info for info in infos if info.chunk_shape is not None]
     tasks = [_layout.task(info) for info in stored]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from flaxckpt import _chunks, _dtypes, _layout, _multihost, _writers, errors
+from flaxckpt import _chunks, _dtypes, _layout, _writers, errors
 from flaxckpt._info import Leaf, LeafInfo
 from flaxckpt._types import Shape
 from flaxckpt._zarr import Array, Region, region_of, whole
@@ -60,7 +61,13 @@ class HostArray(NamedTuple):
         return sum(shard.data.nbytes for shard in self.shards)
 
 
-def to_host(leaves: Sequence[tuple[str, Shape, Leaf]]) -> list[HostArray]:
+Named: TypeAlias = tuple[str, Shape, Leaf]
+"""A leaf with what it is called on disk, and its chunk shape."""
+
+
+def to_host(
+    leaves: Sequence[Named], places: Mapping[str, int] = MappingProxyType({})
+) -> list[HostArray]:
     """Takes the values of `leaves` as they are now.
 
     A jax array on the CPU is viewed, not copied: while the view lives, jax gives a
@@ -69,7 +76,8 @@ def to_host(leaves: Sequence[tuple[str, Shape, Leaf]]) -> list[HostArray]:
     because its owner may change it in place.
 
     Args:
-        leaves: For each leaf its name on disk, its chunk shape, and the leaf.
+        leaves: The arrays of which this process may write something.
+        places: Which replicas write, if not the first ones; see `places`.
 
     Raises:
         UnsupportedLeafError: A leaf is abstract, or was donated or deleted already.
@@ -79,10 +87,8 @@ def to_host(leaves: Sequence[tuple[str, Shape, Leaf]]) -> list[HostArray]:
     }
     if faults:
         raise errors.UnsupportedLeafError(faults)
-    places = _places([leaf.info for _, _, leaf in leaves])
     parts = [
-        _view(leaf) or _sources(leaf, place)
-        for (_, _, leaf), place in zip(leaves, places, strict=True)
+        _view(leaf) or _sources(leaf, places.get(name, 0)) for name, _, leaf in leaves
     ]
     elsewhere = [
         part.data
@@ -110,17 +116,40 @@ def to_host(leaves: Sequence[tuple[str, Shape, Leaf]]) -> list[HostArray]:
     ]
 
 
-def _places(infos: Sequence[LeafInfo]) -> Sequence[int]:
-    """Which replicas write; the first ones, unless processes are to share the work."""
-    processes = _multihost.process_count() if jax.distributed.is_initialized() else 1
-    if processes == 1:
-        return [0] * len(infos)
-    return _assigned(tuple([_layout.task(info) for info in infos]), processes)
+def places(leaves: Sequence[Named], processes: int) -> dict[str, int]:
+    """Which replicas write what several processes hold, so that all write equally much.
+
+    Args:
+        leaves: All arrays of a state, the same in all processes.
+        processes: How many there are.
+
+    Returns:
+        Name of an array -> place of those replicas in their groups, if it is not 0; see
+        `_writers`.
+    """
+    tasks = tuple([_task(leaf.info) for _, _, leaf in leaves])
+    found = _assigned(tasks, processes)
+    return {
+        name: place for (name, _, _), place in zip(leaves, found, strict=True) if place
+    }
 
 
 @functools.lru_cache(maxsize=4)
 def _assigned(tasks: tuple[_writers.Task, ...], processes: int) -> Sequence[int]:
     return _writers.assign(tasks, processes)[0]
+
+
+def _task(info: LeafInfo) -> _writers.Task:
+    task = _layout.task(info)
+    is_shared = task.sharding is not None and _is_of_several(task.sharding)
+    return task if is_shared else task._replace(sharding=None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_of_several(sharding: Sharding) -> bool:
+    """Whether several processes hold parts of an array."""
+    devices: set[Any] = sharding.device_set
+    return len({device.process_index for device in devices}) > 1
 
 
 def _gone(leaf: Leaf) -> str | None:
@@ -150,7 +179,8 @@ def _view(leaf: Leaf) -> tuple[HostShard] | None:
 
 @functools.lru_cache(maxsize=1024)
 def _is_one_cpu(sharding: Sharding) -> bool:
-    return _is_on_cpu(sharding) and len(sharding.device_set) == 1
+    is_one = len(sharding.device_set) == 1 and sharding.is_fully_addressable
+    return is_one and _is_on_cpu(sharding)
 
 
 def _from_devices(arrays: Sequence[jax.Array]) -> list[Array | jax.Array]:

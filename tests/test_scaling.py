@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import flaxckpt
 from flaxckpt import (
     _collector,
+    _commit,
     _flax,
     _info,
     _plan,
@@ -74,7 +75,7 @@ def snapshot(state):
 @functools.cache
 def contents(make, n):
     taken = snapshot(make(n))
-    return _save._contents(taken)
+    return _commit._contents(taken)
 
 
 @functools.cache
