@@ -297,7 +297,7 @@ def _write_files(
     previous: Previous | None,
     budget: _threads.Budget,
     count: Count,
-    writer: int | None,
+    writer: int | None = None,
 ) -> None:
     """Writes each array as a directory of chunks, several at a time."""
 

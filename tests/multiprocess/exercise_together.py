@@ -7,7 +7,7 @@ import pytest
 
 from flaxckpt import _together
 
-WORK = Path("/work of a run")
+WORK = Path("/a/run")
 
 
 def begin(group, kind="trial", timeout_secs=20.0):
