@@ -196,7 +196,7 @@ def share():
     state = {
         "small": [leaf((100 + i, 128)) for i in range(40)],
         "halves": [leaf((64, 128 + 2 * i), "model") for i in range(10)],
-        "odd": [leaf((1021, 4097)), leaf((2 * 1021, 2 * 4097), None, "model")],
+        "odd": [leaf((1021, 409)), leaf((2 * 1021, 2 * 409), None, "model")],
         "large": leaf((2048, 2048)),
         "split": leaf((64, 64), "data", "model"),
         "n": 3,
