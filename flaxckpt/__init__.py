@@ -11,6 +11,7 @@ from flaxckpt._info import ArrayLayout, CheckpointMetadata, LeafInfo, SaveResult
 from flaxckpt._plan import LeafPlan, RestorePlan
 from flaxckpt._restore import load, metadata, open_leaf, plan
 from flaxckpt._save import save, save_async
+from flaxckpt._simulation import Simulation, simulate
 from flaxckpt._tools import convert, verify
 from flaxckpt.partition import abstract_state, parameter_infos
 
@@ -27,6 +28,7 @@ __all__ = [
     "RestorePlan",
     "SaveHandle",
     "SaveResult",
+    "Simulation",
     "VerifyReport",
     "abstract_state",
     "configs",
@@ -44,6 +46,7 @@ __all__ = [
     "policies",
     "save",
     "save_async",
+    "simulate",
     "transforms",
     "verify",
 ]

@@ -103,6 +103,8 @@ class Checkpointer(_directory.RunDirectory):
             MLflow or TensorBoard. They are told on the thread that calls.
         peer_timeout_secs: Where several processes train, how long one waits in a save
             or a restore for others that are behind.
+        read_once: Where several processes train, whether large arrays that several of
+            them need are read in parts, and sent by the devices from one to another.
 
     Attributes:
         events: What happens to the checkpoints. Unless `read_only`, it is also kept in
@@ -127,6 +129,7 @@ class Checkpointer(_directory.RunDirectory):
         keep_dataset: Sequence[PreservationPolicy] = (),
         metrics_from: Callable[[], _measured.MetricsByStep] | None = None,
         peer_timeout_secs: float = _together.TIMEOUT_SECS,
+        read_once: bool = False,
     ) -> None:
         super().__init__(
             directory,
@@ -154,6 +157,7 @@ class Checkpointer(_directory.RunDirectory):
                 f"peer_timeout_secs must be positive, got {peer_timeout_secs}"
             )
         self._peer_timeout_secs = peer_timeout_secs
+        self._read_once = read_once
         for sink in sinks:
             self.events.subscribe(sink)
         if not read_only:
@@ -430,6 +434,7 @@ class Checkpointer(_directory.RunDirectory):
             transforms=self._transforms,
             step_format=self._format.template,
             peer_timeout_secs=self._peer_timeout_secs,
+            read_once=self._read_once,
         )
 
     def _previous(self) -> _write.Previous | None:
@@ -626,7 +631,11 @@ class Checkpointer(_directory.RunDirectory):
             self.events.deliver()
 
     def _options(self, **given: Any) -> _plan.Options:
-        return _plan.Options(max_concurrent_bytes=self._max_concurrent_bytes, **given)
+        return _plan.Options(
+            max_concurrent_bytes=self._max_concurrent_bytes,
+            read_once=self._read_once,
+            **given,
+        )
 
     @_collector.paused()
     def _restore(

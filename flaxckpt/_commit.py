@@ -278,6 +278,13 @@ def for_next(snapshot: Snapshot, stamp: _storage.Stamp) -> _write.Previous:
     return _write.Previous(snapshot.final / _orbax.STATE, sources, stamp)
 
 
+def metadata_files(snapshot: Snapshot) -> dict[str, bytes]:
+    """All files of a checkpoint but its arrays, as if those had no digests."""
+    contents = _contents(snapshot)
+    made = _orbax.files(contents)
+    return made | _orbax.seal(contents, made, snapshot.final)
+
+
 def _contents(snapshot: Snapshot) -> _orbax.Contents:
     options = snapshot.options
     return _orbax.Contents(

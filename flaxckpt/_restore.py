@@ -21,12 +21,14 @@ from flaxckpt import (
     _fit,
     _flax,
     _locate,
+    _multihost,
     _optax,
     _place,
     _plan,
     _planner,
     _progress,
     _read,
+    _share,
     _storage,
     _tree,
     datasets,
@@ -67,6 +69,7 @@ def load(
     types: Sequence[type] = (),
     verify: bool = True,
     memory_map: Literal["auto"] | bool = "auto",
+    read_once: bool = False,
 ) -> PyTree:
     """Loads a state from a checkpoint, whoever wrote it.
 
@@ -100,6 +103,9 @@ def load(
             (if `verify` is off). What is done with the arrays never changes the
             files, and they may be deleted meanwhile; but nobody may write into them,
             which flaxckpt and Orbax never do. `auto` maps local file systems only.
+        read_once: Where several processes run: whether large arrays that several of
+            them need are read in parts, and sent by the devices from one to another.
+            All processes must then load at the same place of the program.
 
     Returns:
         A state like `abstract_state`, every leaf filled. Arrays without a sharding
@@ -119,6 +125,7 @@ def load(
         types,
         verify=verify,
         memory_map=memory_map,
+        read_once=read_once,
     )
     found, number = _locate.locate(_storage.resolve(path), step)
     stored = _locate.read_stored(found, number, types)
@@ -270,14 +277,20 @@ def restore(
             planned.problems,
             _fit.advice(planned.problems, abstract_state),
         )
+    jobs: Sequence[_read.ReadJob] = recipe.jobs
+    if options.read_once and _multihost.process_count() > 1:
+        jobs = _share.divided(jobs)
     counter.total = planned.bytes_here
     if abstract_state is not None:
         _tell(planned, recipe, options)
     try:
         with _progress.shown(counter):
             reading = _reading(planned.path, options, counter.add)
-            values = {**recipe.given, **_read.read(recipe.jobs, reading)}
+            found = _read.read(jobs, reading)
             has_read()
+            if jobs is not recipe.jobs:
+                found = _share.gathered(found, recipe.jobs)
+            values = {**recipe.given, **found}
             values |= _derive.read(recipe.derived, reading)
             state = _built(recipe, abstract_state, planned.path, values)
     except errors.DamagedCheckpointError:

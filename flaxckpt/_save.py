@@ -155,7 +155,7 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
             _check_free(final, overwrite=options.overwrite)
     check_json(options.metadata)
     flat = _flax.flatten(state)
-    table, structure = _planned(flat, options)
+    table, structure = planned(flat, options)
     infos = tuple([leaf.info for leaf in table.values()])
     names = [_orbax_json.param_name(info.keys) for info in infos]
     ocdbt = uses_ocdbt(infos, names, options.layout)
@@ -172,13 +172,15 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
         for name, leaf in zip(names, table.values(), strict=True)
         if leaf.info.chunk_shape is not None
     ]
+    places = {}
     if together is not None:
+        places = _snapshot.places(arrays, together.count)
         arrays = _joint.own(together, arrays)
     return Snapshot(
         final,
         infos,
         structure,
-        tuple(_snapshot.to_host(arrays)),
+        tuple(_snapshot.to_host(arrays, places)),
         {
             name: str(leaf.source)
             for name, leaf in zip(names, table.values(), strict=True)
@@ -208,7 +210,7 @@ def has_optimizer(state: PyTree) -> bool:
     return bool(_optax.roles(flat.structure, flat.optimizer_states))
 
 
-def _planned(
+def planned(
     flat: _flax.FlatState, options: Options
 ) -> tuple[LeafTable, _tree.Node | LeafPath]:
     """What to save: leaves with their roles and chunk shapes, and the containers."""

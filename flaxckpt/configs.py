@@ -95,6 +95,7 @@ class CheckpointConfig:
     step_format: str = "{step}"
     read_only: bool = False
     peer_timeout_secs: float = _together.TIMEOUT_SECS
+    read_once: bool = False
     every_steps: int | None = None
     every_secs: float | None = None
     temporary: bool = False

@@ -27,6 +27,7 @@ LAYERS = (
         "_texts",
         "_threads",
         "_triggers",
+        "_writers",
     },
     {
         "_beats",
@@ -49,7 +50,7 @@ LAYERS = (
     {"_locate"},
     {"transforms"},
     {"partition", "_plan", "_finder", "_fit", "_audit", "_findings", "_follow"},
-    {"_planner", "_commit"},
+    {"_planner", "_share", "_commit"},
     {"_joint"},
     {"_save", "_restore", "_verify"},
     {"_targets", "_belongings", "_measured"},
@@ -57,7 +58,7 @@ LAYERS = (
     {"_directory"},
     {"_checkpointer"},
     {"_beginning", "_preflight", "_resume"},
-    {"_callback", "_diff", "_report", "_tools"},
+    {"_callback", "_diff", "_report", "_simulation", "_tools"},
     {"configs"},
     {"cli", "integrations"},
 )

@@ -13,7 +13,9 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+import flaxckpt
 from flaxckpt import (
     _collector,
     _commit,
@@ -39,6 +41,17 @@ def linen_like(n, tx=ADAMW):
         f"layer_{i}": {"kernel": np.ones((2, 3)), "bias": np.ones(3)} for i in range(n)
     }
     return TrainState.create(apply_fn=None, params=params, tx=tx)
+
+
+@functools.cache
+def abstract_linen_like(n):
+    """As 64 processes have it, with 2 devices each."""
+    mesh = AbstractMesh((16, 8), ("data", "model"))
+    split = NamedSharding(mesh, PartitionSpec("model"))
+    same = NamedSharding(mesh, PartitionSpec())
+    kernel = jax.ShapeDtypeStruct((8, 8), "float32", sharding=split)
+    other = jax.ShapeDtypeStruct((8,), "float32", sharding=same)
+    return jax.tree.map(lambda x: kernel if np.ndim(x) == 2 else other, linen_like(n))
 
 
 @functools.cache
@@ -135,6 +148,9 @@ WORK = {
         read(several_optimizers, n),
         None,
         transforms=[transforms.rename("(.*)/params/kernel", r"\1/params/weight")],
+    ),
+    "a save by many processes": lambda n: flaxckpt.simulate(
+        abstract_linen_like(n), processes=64
     ),
     "rebuilding": lambda n: _tree.unflatten(
         contents(linen_like, n).structure,

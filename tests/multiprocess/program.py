@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 names, rank, count, port, where, arguments = sys.argv[1:]
@@ -182,6 +182,53 @@ def sizes():
         read = bytes_read() - before
         states.check_array(found["w"], value)
     say(share=read / value.nbytes)
+
+
+def share():
+    """What all processes hold is written, and read, by one of them."""
+    mesh = jax.make_mesh((COUNT, 2), ("data", "model"))
+
+    def leaf(shape, *spec):
+        sharding = NamedSharding(mesh, P(*spec))
+        size = int(np.prod(shape))
+        return states.array(np.arange(size, dtype=np.float32).reshape(shape), sharding)
+
+    state = {
+        "small": [leaf((100 + i, 128)) for i in range(40)],
+        "halves": [leaf((64, 128 + 2 * i), "model") for i in range(10)],
+        "odd": [leaf((1021, 409)), leaf((2 * 1021, 2 * 409), None, "model")],
+        "large": leaf((2048, 2048)),
+        "split": leaf((64, 64), "data", "model"),
+        "n": 3,
+    }
+    abstract = AbstractMesh((COUNT, 2), ("data", "model"))
+    planned = flaxckpt.simulate(
+        jax.tree.map(
+            lambda x: (
+                x
+                if isinstance(x, int)
+                else jax.ShapeDtypeStruct(
+                    x.shape, x.dtype, sharding=NamedSharding(abstract, x.sharding.spec)
+                )
+            ),
+            state,
+        ),
+        processes=COUNT,
+        layout=LAYOUTS["files"],
+    )
+    with flaxckpt.Checkpointer(DIRECTORY, layout=LAYOUTS["files"]) as ckpt:
+        handle = ckpt.save(1, state)
+        handle.wait()
+        assert handle._counter.total == planned.written_bytes[RANK]
+    shares = []
+    for once in (False, True):
+        with flaxckpt.Checkpointer(DIRECTORY, read_once=once) as ckpt:
+            before = bytes_read()
+            found = ckpt.restore({"large": state["large"]}, memory_map=False)
+            shares.append((bytes_read() - before) / state["large"].nbytes)
+            states.check_array(found["large"], np.asarray(state["large"]))
+            assert found["large"].sharding == state["large"].sharding
+    say(shares=shares, balance=planned.balance)
 
 
 def bytes_read():

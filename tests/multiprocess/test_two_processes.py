@@ -22,7 +22,7 @@ LAYOUTS = ["files", "ocdbt", "zstd", "zstd_ocdbt"]
 def job(tmp_path_factory):
     """The directory of a job of two, and what they said."""
     directory = tmp_path_factory.mktemp("two")
-    names = "save,train,data,sizes,together"
+    names = "save,train,data,sizes,share,together"
     return directory, jobs.run(names, 2, directory, layouts=LAYOUTS, files=False)
 
 
@@ -106,6 +106,14 @@ def test_stock_orbax_reads_the_whole_in_one_process(job, layout):
             ),
         )
     np.testing.assert_array_equal(found["arrays"]["rows"], values["rows"])
+
+
+def test_what_all_hold_is_written_by_one_and_can_be_read_by_one(job):
+    for said in job[1]["share"]:
+        assert said["balance"] <= 1.1
+        every, once = said["shares"]
+        assert 1 <= every < 1.2
+        assert 0.5 <= once < 0.7
 
 
 def test_each_process_has_its_part_of_the_data(job):
