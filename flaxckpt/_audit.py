@@ -21,6 +21,7 @@ from flaxckpt import (
     _locate,
     _remote,
     _storage,
+    _write,
     _zarr,
     errors,
 )
@@ -36,14 +37,8 @@ up to 100 bytes into its nodes, which it compresses."""
 
 
 @_collector.paused()
-def check(path: Path, *, is_ours: bool) -> None:
-    """Reads what describes a checkpoint, and looks for the files of its arrays.
-
-    Arrays of other writers are not looked for: zeros need not be stored there.
-
-    Args:
-        path: The checkpoint.
-        is_ours: Whether it must be one of ours; else it may be anybody's.
+def check(path: Path) -> None:
+    """Reads what describes a checkpoint of ours, and looks for its arrays' files.
 
     Raises:
         DamagedCheckpointError: A metadata file is missing or has changed, or an array
@@ -51,11 +46,9 @@ def check(path: Path, *, is_ours: bool) -> None:
     """
     stored = _locate.read_stored(path, None)
     if stored.metadata.format != "flaxckpt":
-        if is_ours:
-            raise errors.DamagedCheckpointError(
-                f"{path / _orbax_json.MANIFEST} is missing; restore another step"
-            )
-        return
+        raise errors.DamagedCheckpointError(
+            f"{path / _orbax_json.MANIFEST} is missing; restore another step"
+        )
     with _access.explained(path):
         manifest = _orbax_disk.json_file(path / _orbax_json.MANIFEST, path)
         encoding = _orbax_json.encoding(manifest)
@@ -136,7 +129,8 @@ def _check_database(
         for info in arrays
         if chunk_bytes(encoding, info) >= _OUTSIDE_NODES_BYTES
     )
-    found = sum(_sizes(root / "d").values())
+    values = [root / "d", *root.glob(f"{_write.DATABASE_OF}*/d")]
+    found = sum(sum(_sizes(directory).values()) for directory in values)
     if not _sizes(root).get("manifest.ocdbt") or found < max(1, least):
         raise errors.DamagedCheckpointError(
             f"{root} is not all there: wanted a database of at least {least} bytes,"

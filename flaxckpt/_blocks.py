@@ -220,11 +220,8 @@ def small(path: Path) -> bytes:
     """
     if _remote.is_remote(path):
         return path.read_bytes()
-    descriptor = _descriptor(path)
-    try:
-        return os.read(descriptor, 2**16)
-    finally:
-        os.close(descriptor)
+    with open(_descriptor(path), "rb") as file:
+        return file.read(2**16)
 
 
 def mapped(block: Block) -> Bytes:
@@ -289,13 +286,34 @@ def verify_mapped(block: Block, content: Bytes) -> None:
 
     Raises:
         ValueError: It has changed since it was written.
-        OSError: The checksum cannot be read.
+        OSError: It, or its checksum, cannot be read.
     """
     if not block.has_checksum:
         return
+    _populate(block, content)
     with _open(block) as file:
-        tail = os.pread(file, CHECKSUM_BYTES, block.size)
+        tail = b""
+        while part := os.pread(
+            file, CHECKSUM_BYTES - len(tail), block.size + len(tail)
+        ):
+            tail += part
     check(block.path.name, [content.data], tail)
+
+
+def _populate(block: Block, content: Bytes) -> None:
+    """Has pages read here: one that cannot be would end the process when touched.
+
+    Raises:
+        OSError: One cannot be: the disk fails, or the file was cut short.
+    """
+    if content.nbytes == 0 or sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    where = ctypes.c_void_p(content.ctypes.data), ctypes.c_size_t(content.nbytes)
+    failed = libc.madvise(*where, _POPULATE_READ) != 0
+    # Linux before 5.14 knows no such advice, and says EINVAL.
+    if failed and ctypes.get_errno() == errno.EFAULT:
+        raise OSError(errno.EIO, "a part of it cannot be read", str(block.path))
 
 
 def check(name: str, parts: Sequence[memoryview], recorded: bytes) -> None:
@@ -346,6 +364,7 @@ def _descriptor(path: Path) -> int:
 
 
 _MAP_FIXED = 0x10
+_POPULATE_READ = 22  # MADV_POPULATE_READ
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux: addresses only
 
 

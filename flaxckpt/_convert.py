@@ -27,6 +27,7 @@ from flaxckpt import (
     _locate,
     _pieces,
     _progress,
+    _read,
     _remote,
     _staging,
     _storage,
@@ -140,9 +141,11 @@ def run(source: Path, step: int | None, final: Path, options: Options) -> SaveRe
     roots = _roots(state)
     files += tuple([f for r in roots if r != found for f in _belongings.stamps(r)])
     _belongings.check_apart(final, roots, files)
+    temporary = final.with_name(final.name + TEMPORARY)
+    _check_sources(state)
+    _check_space(final, temporary, state, options)
     target = _targets.MAKERS[options.format](state, final)
     work = _work(stored, state, target, options, files)
-    temporary = final.with_name(final.name + TEMPORARY)
     progress = _Shown(options.progress, final.name)
     try:
         with _journal.Journal(temporary, work) as done, progress.begin() as show:
@@ -194,6 +197,51 @@ def _rest(temporary: Path) -> str:
         f"\nWhat is done of it is in {temporary}: the same conversion goes on there;"
         " else remove it."
     )
+
+
+# ---- what is read -----------------------------------------------------------------
+
+
+_LARGE = 2**30
+"""What has fewer bytes is planned, read and written soon enough."""
+
+
+def _check_sources(state: _targets.State) -> None:
+    """Asserts that large arrays may be what they are said to be, before all work.
+
+    Raises:
+        DamagedCheckpointError: One is not.
+    """
+    stored = {id(s): s for leaf in state.table.values() for s in _stored(leaf)}
+    for source in stored.values():
+        if _layout.stored_bytes(source.info) > _LARGE:
+            _read.open_one(source)
+
+
+def _check_space(
+    final: Path, temporary: Path, state: _targets.State, options: Options
+) -> None:
+    """Refuses to begin what does not fit on the disk.
+
+    Chunks that are compressed are left out: nobody knows what they will take.
+
+    Raises:
+        SaveFailedError: It does not.
+    """
+    if options.format == "orbax" and options.layout.codec != "none":
+        return
+    wanted = sum(_layout.stored_bytes(info) for info in state.infos)
+    if wanted <= _LARGE:
+        return
+    directory = next(path for path in final.parents if path.is_dir())
+    found = os.statvfs(directory)
+    done = sum(p.lstat().st_blocks * 512 for p in temporary.rglob("*"))
+    free = found.f_bavail * found.f_frsize + done
+    if wanted > free:
+        raise errors.SaveFailedError(
+            f"{final} would have {wanted} bytes, and {free} are free in {directory}:"
+            " free some, choose another place, or leave leaves out by transforms"
+        )
 
 
 # ---- what is made -----------------------------------------------------------------

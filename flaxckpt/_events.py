@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-from flaxckpt import _multihost, _remote, errors
+from flaxckpt import _multihost, _remote, _storage, errors
 from flaxckpt._types import JSON
 
 _log = logging.getLogger(__name__)
@@ -409,7 +409,7 @@ def read_journal(path: Path) -> list[Event]:
     events: list[Event] = []
     if not path.is_file():
         return events
-    with path.open("rb") as file:
+    with _storage.opened(path) as file:
         is_begin = True
         while line := file.readline(_MAX_LINE_BYTES):
             if is_begin and (event := _parse(line)):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from flaxckpt import _links, _progress, _remote, _threads, errors
+from flaxckpt import _access, _links, _progress, _remote, _threads, errors
 
 _THREADS = 8
 _READ_AT_ONCE = 2**20
@@ -110,8 +110,8 @@ class Findings:
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             self.add(self.problems, name, f"{_file_of(error)} is missing")
         except (ValueError, errors.DamagedCheckpointError) as error:
-            is_room = _TOO_LARGE in str(error)
-            self.add(self.unread if is_room else self.problems, name, str(error))
+            is_unread = _TOO_LARGE in str(error) or _access.is_unread(error)
+            self.add(self.unread if is_unread else self.problems, name, str(error))
         except (OSError, MemoryError) as error:
             self.add(self.unread, name, str(error) or _TOO_LARGE)
 

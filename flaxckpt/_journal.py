@@ -58,14 +58,18 @@ class Journal:
 
     def _begin(self, work: bytes) -> set[str]:
         directory = self._directory
+        done = directory / _DONE
+        if not done.is_file() or done.is_symlink():
+            # To append to a pipe would wait for its reader.
+            done.unlink(missing_ok=True)
         if self.output.is_dir() and _content(directory / _WORK) == work:
             # What comes after the last line end was cut off by a crash.
-            whole, _, rest = _content(directory / _DONE).rpartition(b"\n")
+            whole, _, rest = _content(done).rpartition(b"\n")
             if rest:
-                _storage.replace(directory / _DONE, whole + b"\n" if whole else b"")
+                _storage.replace(done, whole + b"\n" if whole else b"")
             return set(whole.decode(errors="replace").split("\n")) - {""}
         _storage.remove_tree(self.output)
-        (directory / _DONE).unlink(missing_ok=True)
+        done.unlink(missing_ok=True)
         _storage.replace(directory / _WORK, work)
         self.output.mkdir()
         _storage.sync_directory(directory)

@@ -18,9 +18,6 @@ _BEST_RATIO = 64
 _UNKNOWN_BYTES = 2**62
 """Stores are not asked for the sizes of objects, and have no links."""
 
-_MAX_DEPTH = 40
-"""Of directories in an array: one for each axis at most."""
-
 
 def check_root(root: Path, checkpoint: Path) -> int:
     """Refuses links out of a checkpoint right in the directory of its arrays.
@@ -50,15 +47,9 @@ def _checked(root: Path, checkpoint: Path, inode: int, modified: int) -> int:
     del inode, modified  # keys only
     if root.is_symlink():
         _check(str(root), checkpoint)
-    size = _size(str(root), checkpoint, depth=0)
-    with os.scandir(root) as entries:
-        # Of a database: its values, and the databases of single processes.
-        found = [
-            entry.path
-            for entry in entries
-            if (entry.name == "d" or entry.name.startswith("ocdbt.")) and entry.is_dir()
-        ]
-    return size + sum(_size(path, checkpoint, depth=2) for path in found)
+    # The tree of a database may say that its values are anywhere below it.
+    is_database = os.path.lexists(root / "manifest.ocdbt")
+    return _size(str(root), checkpoint, deep=is_database)
 
 
 def check_array(root: Path, name: str, checkpoint: Path) -> int:
@@ -76,7 +67,7 @@ def check_array(root: Path, name: str, checkpoint: Path) -> int:
     directory = f"{root}/{name}"
     if "/" in name:
         _check(directory, checkpoint)  # the listing of `root` has only the first part
-    return _size(directory, checkpoint, depth=_MAX_DEPTH if name else 0)
+    return _size(directory, checkpoint, deep=bool(name))
 
 
 def check_file(path: Path, checkpoint: Path) -> None:
@@ -99,27 +90,36 @@ def check_file(path: Path, checkpoint: Path) -> None:
         raise ValueError(f"{path} is no plain file")
 
 
-def _size(directory: str, checkpoint: Path, *, depth: int) -> int:
+def _size(directory: str, checkpoint: Path, *, deep: bool) -> int:
     """The size of all files in a directory, and in those below it.
+
+    Directories behind links are looked through, too: what is in them may be a link that
+    leads out.
 
     Raises:
         ValueError: A link leads out, or something is neither file nor directory.
     """
     size = 0
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            if entry.is_symlink():
-                _check(entry.path, checkpoint)
-            elif entry.is_dir():
-                if depth:
-                    size += _size(entry.path, checkpoint, depth=depth - 1)
-                continue
-            status = entry.stat()
-            if stat.S_ISREG(status.st_mode):
-                _check_holes(entry.path, status)
-                size += status.st_size
-            elif not stat.S_ISDIR(status.st_mode):
-                raise ValueError(f"{entry.path} is no plain file")
+    seen: set[tuple[int, int]] = set()
+    waiting = [directory]
+    while waiting:
+        directory = waiting.pop()
+        found = os.stat(directory)  # noqa: PTH116
+        if (found.st_dev, found.st_ino) in seen:
+            continue
+        seen.add((found.st_dev, found.st_ino))
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    _check(entry.path, checkpoint)
+                status = entry.stat()
+                if stat.S_ISREG(status.st_mode):
+                    _check_holes(entry.path, status)
+                    size += status.st_size
+                elif not stat.S_ISDIR(status.st_mode):
+                    raise ValueError(f"{entry.path} is no plain file")
+                elif deep:
+                    waiting.append(entry.path)
     return size
 
 

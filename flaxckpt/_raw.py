@@ -17,7 +17,16 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import _blocks, _dtypes, _layout, _remote, _storage, _threads, _zarr
+from flaxckpt import (
+    _blocks,
+    _dtypes,
+    _layout,
+    _ocdbt,
+    _remote,
+    _storage,
+    _threads,
+    _zarr,
+)
 from flaxckpt._blocks import Block, Bytes
 from flaxckpt._info import LeafInfo, RawArray
 from flaxckpt._types import Shape
@@ -258,6 +267,7 @@ class Databases:
             try:
                 if verify:
                     _check_digests(root, raw.digests)
+                _ocdbt.check(root)
                 spec = _zarr.kvstore(root, "", ocdbt=True)
                 opening = ts.KvStore.open(spec, context=self.context)
                 opened = _remote.result(opening, root)

@@ -250,10 +250,16 @@ def _reads(job: ReadJob) -> dict[Region, list[Region]]:
     """
     shape, _ = _layout.stored_form(job.found)
     sharding = job.wanted.sharding
-    if sharding is None or job.wanted.kind != "array" or len(sharding.device_set) == 1:
+    if (
+        sharding is None
+        or job.wanted.kind != "array"
+        or (len(sharding.device_set) == 1 and sharding.is_fully_addressable)
+    ):
         whole = _zarr.whole(shape)
         return {whole: [whole]}
     indices = sharding.addressable_devices_indices_map(shape).values()
+    if not indices:
+        return {}  # other processes have it all
     regions = list(
         dict.fromkeys(_zarr.region_of(index or (), shape) for index in indices)
     )

@@ -74,7 +74,7 @@ def _opened(span: Span, context: ts.Context) -> ts.TensorStore:
     def read(domain: ts.IndexDomain, target: Array, _: Any) -> None:
         # Some whole rows of the array, or a part of one row: always few runs of bytes.
         outer = _outer_axes(span.shape, domain.shape)
-        with span.file.open("rb", buffering=0) as file:
+        with _storage.opened(span.file) as file:
             found = _storage.identity(os.fstat(file.fileno()))
             if span.identity not in (None, found):
                 raise OSError(

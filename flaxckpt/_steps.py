@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _leases, _locks, _marked, _remote, _storage, _unfinished, errors
+from flaxckpt import (
+    _access,
+    _leases,
+    _locks,
+    _marked,
+    _remote,
+    _storage,
+    _unfinished,
+    errors,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -100,12 +109,14 @@ def listed(root: Path, step_format: StepFormat) -> dict[int, Path]:
     A directory that is empty is none: nothing of ours or Orbax's is ever committed
     empty.
     """
-    return _told_apart(root, step_format)[0]
+    with _access.explained(root):
+        return _told_apart(root, step_format)[0]
 
 
 def damaged(root: Path, step_format: StepFormat) -> dict[int, Path]:
     """The steps under `root` that are marked as damaged, ascending."""
-    return _told_apart(root, step_format)[1]
+    with _access.explained(root):
+        return _told_apart(root, step_format)[1]
 
 
 def _told_apart(

@@ -11,13 +11,14 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import io
 import os
 import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from flaxckpt import _locks, _marked, _remote, _stores, _threads, errors
@@ -67,14 +68,41 @@ def read(path: Path, *, max_bytes: int) -> bytes:
     """
     if _remote.is_remote(path):
         return _read_object(path, max_bytes)
-    with path.open("rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= max_bytes:
+            content = file.read(max_bytes + 1)
+            size = len(content)
+        if size > max_bytes:  # perhaps only since it was opened
             raise errors.DamagedCheckpointError(
-                f"{path}: wanted a file of at most {max_bytes} bytes,"
-                f" found {status.st_size}"
+                f"{path}: wanted a file of at most {max_bytes} bytes, found {size}"
             )
-        return file.read(max_bytes + 1)
+        return content
+
+
+@contextlib.contextmanager
+def opened(path: Path, *, buffer_bytes: int = 2**13) -> Iterator[IO[bytes]]:
+    """Opens a plain file to be read. Nobody waits for the writer of a pipe.
+
+    Args:
+        path: Which file.
+        buffer_bytes: What is read at once.
+
+    Raises:
+        FileNotFoundError: There is none.
+        DamagedCheckpointError: It is no plain file.
+    """
+    if _remote.is_remote(path):
+        yield path.open("rb")
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise errors.DamagedCheckpointError(f"{path} is no plain file")
+        with io.FileIO(descriptor, closefd=False) as file:
+            yield io.BufferedReader(file, buffer_bytes)
+    finally:
+        os.close(descriptor)
 
 
 def _read_object(path: _remote.RemotePath, max_bytes: int) -> bytes:
@@ -184,9 +212,9 @@ def locked(file: Path) -> Iterator[None]:
             yield
         return
     try:
-        descriptor = os.open(file, os.O_RDWR)  # or NFS would not lock it
+        descriptor = os.open(file, os.O_RDWR | os.O_NONBLOCK)  # or NFS would not lock
     except (PermissionError, IsADirectoryError):
-        descriptor = os.open(file, os.O_RDONLY)
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -242,7 +270,7 @@ def sync_tree(root: Path) -> int:
     sizes: list[int] = []
 
     def sync(path: str) -> None:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             os.fsync(descriptor)
             status = os.fstat(descriptor)
@@ -390,11 +418,16 @@ def directories(path: Path) -> Iterator[str]:
 
 
 def digest_file(path: Path, *, max_bytes: int) -> str | None:
-    """The checksum of a file's content; None if it is larger than `max_bytes`."""
+    """The checksum of a file's content; None if it is larger than `max_bytes`.
+
+    Raises:
+        FileNotFoundError: There is none.
+        DamagedCheckpointError: It is no plain file.
+    """
     if _remote.is_remote(path):
         content = path.read_bytes()
         return digest(content) if len(content) <= max_bytes else None
-    with path.open("rb") as file:
+    with opened(path) as file:
         if os.fstat(file.fileno()).st_size > max_bytes:
             return None
         return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()

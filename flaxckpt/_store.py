@@ -201,6 +201,21 @@ class Store:
             return None
         return Found(bytes(found.value), bytes(found.stamp.generation))
 
+    def part(self, key: str, start: int, stop: int) -> bytes | None:
+        """Bytes of a value, fewer than asked for if it ends before; None without one.
+
+        Args:
+            key: Which value.
+            start: The first byte.
+            stop: The one after the last.
+        """
+        try:
+            found = self.read(key, start=start, stop=stop)
+        except errors.StoreError:
+            found = self.read(key)  # it may be shorter, which TensorStore refuses
+            return found and found.value[start:stop]
+        return found and found.value
+
     def write(self, key: str, value: bytes) -> bytes:
         """Puts `value` there, whatever was; returns its generation."""
         generation = self._write(key, value, None)

@@ -36,13 +36,19 @@ _NAME = re.compile(
     rf"(?:(?P<what>{WRITING}|{DELETED}|{REPLACED})-[0-9a-f]{{8}}|(?P<brief>metrics(?:-[0-9a-f]{{8}})?))",
     re.DOTALL,
 )
-_TRIAL = re.compile(rf"(?:preflight|resume){re.escape(TEMPORARY)}-.+", re.DOTALL)
-"""What is there while a run begins, and is not locked."""
+PREFLIGHT = "preflight"
+RESUME = "resume"
+
+_TRIALS = frozenset((PREFLIGHT, RESUME))
+"""What is there while a run begins, under names that are no checkpoint's."""
+
+_TEXTS = re.compile(rf"together{re.escape(TEMPORARY)}-.+", re.DOTALL)
+"""What processes tell each other in files, which none of them has locked."""
 
 _TOUCHED_EVERY_SECS = 15.0
 _ABANDONED_SECS = 600.0
 _BRIEF_SECS = 60.0
-_TRIAL_SECS = 86_400.0
+_TEXTS_SECS = 86_400.0
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -194,8 +200,11 @@ def sweep(root: Path, is_ours: Callable[[str], bool]) -> None:
     found = [
         root / name
         for name in _storage.directories(root)
-        if _TRIAL.fullmatch(name)
-        or ((match := _NAME.fullmatch(name)) and is_ours(match["stem"]))
+        if _TEXTS.fullmatch(name)
+        or (
+            (match := _NAME.fullmatch(name))
+            and (match["stem"] in _TRIALS or is_ours(match["stem"]))
+        )
     ]
     if not found:
         return
@@ -219,7 +228,7 @@ def _is_abandoned(path: Path) -> bool:
             return True
         limit = _ABANDONED_SECS
     else:
-        limit = _BRIEF_SECS if match else _TRIAL_SECS
+        limit = _BRIEF_SECS if match else _TEXTS_SECS
     return _leases.is_older(path, limit)
 
 

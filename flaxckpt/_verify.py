@@ -14,6 +14,7 @@ from pathlib import Path
 import crc32c
 
 from flaxckpt import (
+    _access,
     _audit,
     _blocks,
     _findings,
@@ -55,18 +56,37 @@ def verify(
         stored = _description(path, step, found)
         format_name = "unknown" if stored is None else stored.metadata.format
         extra: list[str] = []
-        if stored is not None and format_name == "flaxckpt":
-            extra = _verify_own(path, stored, found)
-        elif stored is not None:
-            _verify_foreign(path, stored, found)
+        try:
+            if stored is not None and format_name == "flaxckpt":
+                extra = _verify_own(path, stored, found)
+            elif stored is not None:
+                _verify_foreign(path, stored, found)
+        except OSError as error:
+            if not _access.is_unread(error):
+                raise
+            found.add(found.unread, _findings.HERE, str(error))
     return found.report(path, format_name, step, extra, time.monotonic() - start)
+
+
+def check(path: Path) -> None:
+    """Reads all of the checkpoint `path`; its metrics alone may be lost.
+
+    Raises:
+        DamagedCheckpointError: It is damaged, or cannot be read.
+        CheckpointNotFoundError, CheckpointFormatError: There is none.
+    """
+    report = verify(path, None)
+    for name, why in {**report.problems, **report.unread}.items():
+        if not name.startswith(f"{_orbax.METRICS}/"):
+            where = path if name == _findings.HERE else name
+            raise errors.DamagedCheckpointError(f"{where}: {why}")
 
 
 def lost(path: Path, step: int | None, error: Exception) -> _findings.VerifyReport:
     """The report on what is not recognised as the checkpoint that it was."""
     found = _findings.Findings(_progress.Counter(""), thorough=True)
-    is_denied = isinstance(error.__context__, PermissionError)
-    found.add(found.unread if is_denied else found.problems, _findings.HERE, str(error))
+    is_unread = _access.is_unread(error)
+    found.add(found.unread if is_unread else found.problems, _findings.HERE, str(error))
     return found.report(path, "unknown", step, (), 0.0)
 
 
@@ -78,6 +98,8 @@ def damage(path: Path, step: int | None) -> str | None:
     try:
         report = verify(path, step, thorough=False)
     except (errors.CheckpointError, OSError) as error:
+        if _access.is_unread(error):
+            return None
         # It was a checkpoint, and is none any more.
         is_ours = _steps.has_mark(path) or (path / _orbax.STATE).is_dir()
         if is_ours and _findings.unreadable(path) is None:
@@ -97,12 +119,12 @@ def _description(
     except (OSError, errors.DamagedCheckpointError) as error:
         if isinstance(error, errors.CheckpointNotFoundError):
             raise
-        if (why := _findings.unreadable(path)) is not None:
-            found.add(found.unread, _findings.HERE, why)
-        elif isinstance(error, errors.DamagedCheckpointError):
-            found.add(found.problems, _findings.HERE, str(error))
-        else:
+        if _access.is_unread(error):
             found.add(found.unread, _findings.HERE, str(error))
+        elif (why := _findings.unreadable(path)) is not None:
+            found.add(found.unread, _findings.HERE, why)
+        else:
+            found.add(found.problems, _findings.HERE, str(error))
         return None
 
 

@@ -33,6 +33,9 @@ from flaxckpt._storage import Stamp
 from flaxckpt._types import JSON
 from flaxckpt._zarr import Array, Encoding, Region
 
+DATABASE_OF = "ocdbt.process_"
+"""How the database of one process is called, for Orbax as for us."""
+
 DEFAULT_CONCURRENT_BYTES = 2 * 2**30
 """Bytes that may be between memory and storage at one time."""
 
@@ -84,6 +87,7 @@ def write(
     previous: Previous | None = None,
     max_concurrent_bytes: int = DEFAULT_CONCURRENT_BYTES,
     count: Count = _progress.ignore,
+    writer: int | None = None,
 ) -> None:
     """Writes `arrays` under `root` as zarr.
 
@@ -97,11 +101,17 @@ def write(
         max_concurrent_bytes: Bytes copied or handed to TensorStore and not yet
             written. An array larger than that is written alone.
         count: Called with bytes of values, in memory, whenever some are through.
+        writer: Which process this is, if others write other chunks of these arrays, or
+            other arrays, to the same `root`. Process 0 describes all of them. Each
+            has a database of its own, for `merge`.
 
     Raises:
         OSError, ValueError: Something could not be written.
     """
     context = _store.context()
+    if ocdbt and writer is not None:
+        root = root / f"{DATABASE_OF}{writer}"
+        root.mkdir()
     if ocdbt and _staging.is_needed(root):
         # One database is made of all batches, which takes memory for all of it.
         with _staging.staged(root) as memory:
@@ -125,17 +135,58 @@ def write(
     for array in arrays:
         (raw if _is_raw(array, encoding) else encoded).append(array)
     budget = _threads.Budget(max_concurrent_bytes)
-    _write_files(root, raw, encoding, previous, budget, count)
+    _write_files(root, raw, encoding, previous, budget, count, writer)
     at_once = min(max_concurrent_bytes, _ENCODED_AT_ONCE)
     if encoded and _staging.is_needed(root):
         for batch in _batches(encoded, at_once):
             with _staging.staged(root) as memory:
                 _write_encoded(memory, batch, encoding, context, at_once, count=count)
         return
-    _write_encoded(root, encoded, encoding, context, at_once, count=count)
-    if previous is not None:
+    is_shared = writer is not None
+    _write_encoded(
+        root, encoded, encoding, context, at_once, may_exist=is_shared, count=count
+    )
+    # What others are still writing is not to be touched.
+    if previous is not None and not is_shared:
         for array in encoded:
             _link_files(previous.root / array.name, root / array.name)
+
+
+def merge(root: Path, writers: int) -> None:
+    """Makes one database of those that single processes have written, in one step.
+
+    Their values stay where they are, and are to be found by the whole only.
+    """
+    context = _store.context()  # the same for all, or nothing is taken over
+    whole = _opened(root, context)
+    transaction = ts.Transaction(atomic=True)
+    taken = [
+        _opened(root / f"{DATABASE_OF}{writer}", context).experimental_copy_range_to(
+            whole.with_transaction(transaction)
+        )
+        for writer in range(writers)
+    ]
+    for future in taken:
+        _remote.result(future, root)
+    _remote.result(transaction.commit_async(), root)
+    for writer in range(writers):
+        (root / f"{DATABASE_OF}{writer}" / "manifest.ocdbt").unlink(missing_ok=True)
+
+
+def _opened(root: Path, context: ts.Context) -> ts.KvStore:
+    spec = _zarr.kvstore(root, "", ocdbt=True)
+    return _remote.result(ts.KvStore.open(spec, context=context), root)
+
+
+def is_raw(array: HostArray, encoding: Encoding) -> bool:
+    """Whether an array is written without TensorStore, which would sync it."""
+    return _is_raw(array, encoding)
+
+
+def files_of(root: Path, array: HostArray) -> Iterator[Path]:
+    """The files of chunks that this process writes of a raw array."""
+    for chunk in _chunks(array):
+        yield root / array.name / chunk.key
 
 
 def write_parts(
@@ -277,6 +328,7 @@ def _write_files(
     previous: Previous | None,
     budget: _threads.Budget,
     count: Count,
+    writer: int | None = None,
 ) -> None:
     """Writes each array as a directory of chunks, several at a time."""
     is_remote = _remote.is_remote(root)
@@ -284,9 +336,10 @@ def _write_files(
     def begin(array: HostArray) -> bool:
         """Makes the directory; says whether all chunks can be linked unread."""
         directory = root / array.name
-        directory.mkdir(exist_ok=not array.name)
+        directory.mkdir(exist_ok=not array.name or writer is not None)
         content = _metadata_text(array, encoding)
-        _blocks.write(directory / _zarr.METADATA, [memoryview(content)])
+        if not writer:
+            _blocks.write(directory / _zarr.METADATA, [memoryview(content)])
         return previous is not None and _is_unchanged(array, content, previous)
 
     def write_array(array: HostArray) -> None:
@@ -334,8 +387,9 @@ def _is_unchanged(array: HostArray, metadata: bytes, previous: Previous) -> bool
     if dtype != array.dtype:
         return False
     try:
-        return (previous.root / array.name / _zarr.METADATA).read_bytes() == metadata
-    except OSError:
+        path = previous.root / array.name / _zarr.METADATA
+        return _blocks.small(path) == metadata
+    except (ValueError, OSError):
         return False
 
 
@@ -360,9 +414,7 @@ def _write_database(
 ) -> None:
     """Writes arrays into one database, in one transaction: one data file for all."""
     transaction = ts.Transaction(atomic=True)
-    spec = _zarr.kvstore(root, "", ocdbt=True)
-    values = ts.KvStore.open(spec, context=context).result()
-    values = values.with_transaction(transaction)
+    values = _opened(root, context).with_transaction(transaction)
     large = []
     for array in arrays:
         if array.nbytes > _DATABASE_VALUE_BYTES or not _is_raw(array, encoding):

@@ -15,8 +15,9 @@ from flaxckpt.datasets._iterators import Restarting
 
 _log = logging.getLogger(__name__)
 
-_DESCRIPTION = "metadata"
-"""Our description of the saved iterator: the file that Orbax's JSON reader expects."""
+DESCRIPTION = "metadata"
+"""Our description of the saved iterator: the file that Orbax's JSON reader expects.
+Of several processes, the first one writes it."""
 
 
 def state_files(dataset: Any) -> dict[str, bytes]:
@@ -51,7 +52,7 @@ def state_files(dataset: Any) -> dict[str, bytes]:
         "process_count": _multihost.process_count(),
         "version": _kinds.version(first),
     }
-    files[_DESCRIPTION] = json.dumps(description).encode()
+    files[DESCRIPTION] = json.dumps(description).encode()
     return files
 
 
@@ -79,7 +80,7 @@ def set_state(dataset: Any, files: Mapping[str, bytes], *, path: Path) -> None:
         _log.warning("the data starts from the beginning: %s", error)
         return
     _warn_of_version(_innermost(iterators[0]), described, path)
-    saved_by = str(described.get("type", "by Orbax"))
+    saved_by = errors.printable(str(described.get("type", "by Orbax")))
     for iterator in iterators:
         _hints.warn_of_traps(_innermost(iterator))
     decoded: list[Any] = []
@@ -166,7 +167,7 @@ def _version_of(described: Mapping[str, Any]) -> int:
 
 
 def _description(files: Mapping[str, bytes]) -> dict[str, Any]:
-    content = files.get(_DESCRIPTION, b"{}")
+    content = files.get(DESCRIPTION, b"{}")
     try:
         _codec.check_size(content)
         found = json.loads(content)
@@ -184,7 +185,7 @@ def _warn_of_version(iterator: Any, described: Mapping[str, Any], path: Path) ->
             " otherwise: compare the first batches",
             path,
             _kinds.package(iterator),
-            then,
+            errors.printable(str(then)),
             now,
         )
 

@@ -106,7 +106,7 @@ def not_taken(
 
 def first(error: Exception) -> str:
     """The message of another library's error, on one line and not too long."""
-    return " ".join(str(error).split())[:300]
+    return errors.printable(" ".join(str(error).split())[:300])
 
 
 # ---- warnings -------------------------------------------------------------------

@@ -169,9 +169,7 @@ _OF_TENSORFLOW = (
 def _begins(path: Path) -> bytes:
     """The first bytes of a plain file; none of anything else."""
     try:
-        if not path.is_file():
-            return b""
-        with path.open("rb") as file:
+        with _storage.opened(path) as file:
             return file.read(64)
     except PermissionError:
         raise

@@ -18,6 +18,7 @@ from flaxckpt import (
     _storage,
     _tree,
     _unfinished,
+    _write,
     _zarr,
     datasets,
     errors,
@@ -57,6 +58,12 @@ _RESERVED = frozenset(
         "d",
     )
 )
+_DATABASE = re.compile(
+    rf"{STATE}/(?:manifest\.ocdbt|(?:{re.escape(_write.DATABASE_OF)}\d+/)?d/.+)",
+    re.DOTALL,
+)
+"""A file of the database, or of one that a single process has written."""
+
 _MAX_NAME_BYTES = 240
 _SMALL_DATABASE_BYTES = 64 * 2**20
 
@@ -127,20 +134,26 @@ def files(contents: Contents) -> dict[str, bytes]:
     return made
 
 
-def seal(contents: Contents, made: Mapping[str, bytes], root: Path) -> dict[str, bytes]:
+def seal(
+    contents: Contents,
+    made: Mapping[str, bytes],
+    root: Path,
+    others: Mapping[str, str] | None = None,
+) -> dict[str, bytes]:
     """The manifest and its own digest: relative path -> content.
 
     The manifest has the digest of every file in `made` but the metrics, which may be
     written anew later, and of a small database under `root`, which is verified as a
     whole: that is faster than each of its values. Of zarr 2, whose chunks have no
-    checksums, it has the digests of all files.
+    checksums, it has the digests of all files. `others` are the digests of files that
+    other processes have written.
     """
     digests = {
         name: _storage.digest(text)
         for name, text in made.items()
         if not name.startswith(METRICS)
     }
-    digests |= _digests_of_arrays(contents, root)
+    digests |= {**(others or {}), **_digests_of_arrays(contents, root)}
     manifest = _manifest(contents, digests)
     digest = _orbax_json.dumps({_orbax_json.MANIFEST: _storage.digest(manifest)})
     return {_orbax_json.MANIFEST: manifest, COMMITTED: digest}
@@ -150,7 +163,9 @@ def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
     """Path of a file of arrays -> its digest, where each chunk's own are not enough."""
     is_bare = contents.encoding.version == 2
     if contents.ocdbt:
-        found = [root / STATE / "manifest.ocdbt", *(root / STATE / "d").glob("*")]
+        state = root / STATE
+        found = [state / "manifest.ocdbt", *state.glob("d/*")]
+        found += state.glob(f"{_write.DATABASE_OF}*/d/*")
     elif is_bare:
         names = {_orbax_json.param_name(info.keys) for info in contents.infos}
         found = [file for name in names for file in (root / STATE / name).glob("*")]
@@ -499,4 +514,4 @@ def is_of_arrays(name: str) -> bool:
 
 
 def _is_of_database(name: str) -> bool:
-    return name == f"{STATE}/manifest.ocdbt" or name.startswith(f"{STATE}/d/")
+    return _DATABASE.fullmatch(name) is not None

@@ -13,7 +13,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from flaxckpt import (
     _layout,
     _links,
     _memory,
+    _ocdbt,
     _read,
     _remote,
     _storage,
@@ -35,7 +36,7 @@ from flaxckpt import (
 )
 from flaxckpt._info import Leaf, LeafInfo, LeafTable, RawArray, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
-from flaxckpt.formats import _orbax_json, _orbax_rows
+from flaxckpt.formats import _orbax_json, _orbax_rows, _zarr_chunks
 
 
 class ArrayForm(NamedTuple):
@@ -160,6 +161,11 @@ def _check_database(root: Path, checkpoint: Path) -> None:
     """
     try:
         _links.check_root(root, checkpoint)
+        _ocdbt.check(root)
+    except (FileNotFoundError, NotADirectoryError):
+        raise errors.DamagedCheckpointError(
+            f"{root / _ocdbt.MANIFEST} is missing; restore another step"
+        ) from None
     except ValueError as error:
         raise errors.DamagedCheckpointError(str(error)) from None
 
@@ -209,6 +215,7 @@ class Arrays:
         encoding: Of their chunks; None if only each array's metadata tells.
         digests: File of the database -> its digest, if they are recorded.
         is_checked: Whether each array is known by its own metadata.
+        blosc: Names of those in a database that are known to be compressed by blosc.
     """
 
     root: Path
@@ -218,6 +225,7 @@ class Arrays:
     encoding: _zarr.Encoding | None = None
     digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_checked: bool = False
+    blosc: Collection[str] = ()
 
     def opener(
         self, name: str, form: ArrayForm, checkpoint: Path
@@ -229,7 +237,9 @@ class Arrays:
         self, name: str, form: ArrayForm, checkpoint: Path, context: ts.Context
     ) -> ts.Future[ts.TensorStore]:
         size = _links.check_root(self.root, checkpoint)
-        if not self.ocdbt:
+        if self.ocdbt:
+            _ocdbt.check(self.root)
+        else:
             size = _links.check_array(self.root, name, checkpoint)
         check_size(form, size)
         opened = functools.partial(
@@ -241,12 +251,17 @@ class Arrays:
             ocdbt=self.ocdbt,
             strict=self.strict,
         )
-        if self.is_checked:
-            return opened()
         # Before TensorStore sees it, which ends the process over some.
         file = "zarr.json" if self.version == 3 else ".zarray"
         if not self.ocdbt:
-            check_form(_blocks.small(self.root / name / file), form)
+            text = _blocks.small(self.root / name / file)
+            check_form(text, form)
+            _zarr_chunks.check_files(self.root / name, _zarr_chunks.described(text))
+            return opened()
+        if self._is_blosc(name):
+            self._check_values(name, file, form, context)
+            return opened()
+        if self.is_checked:
             return opened()
         store = _database(self.root, context)
         promise: ts.Promise[ts.TensorStore]
@@ -259,6 +274,8 @@ class Arrays:
                 if found.state != "value":
                     raise ValueError(f"{file} is missing")
                 check_form(found.value, form)
+                if _zarr_chunks.described(found.value).codec == "blosc":
+                    raise ValueError("it is compressed by blosc, unlike what was saved")
                 opened().add_done_callback(handed_over)
             except BaseException as error:
                 promise.set_exception(error)
@@ -273,6 +290,23 @@ class Arrays:
         read.add_done_callback(checked)
         read.force()
         return future
+
+    def _is_blosc(self, name: str) -> bool:
+        return name in self.blosc or (
+            self.encoding is not None and self.encoding.codec == "compact"
+        )
+
+    def _check_values(
+        self, name: str, file: str, form: ArrayForm, context: ts.Context
+    ) -> None:
+        """Asserts that chunks of blosc in a database are as long as they should be."""
+        store = _database(self.root, context)
+        read = store.read(_zarr.database_key(name, file))
+        text = _text_of_value(read, self.root, file)
+        check_form(text, form)
+        chunks = _zarr_chunks.described(text)
+        if chunks.codec == "blosc":
+            _zarr_chunks.check_values(store, name, chunks)
 
     def checks(self) -> _Checks | None:
         """What compares the files of arrays with their digests, if they need that."""

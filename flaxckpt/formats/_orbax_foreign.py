@@ -19,6 +19,7 @@ from flaxckpt.formats import (
     _orbax_rows,
     _scan,
     _zarr2,
+    _zarr_chunks,
 )
 
 
@@ -42,7 +43,7 @@ class _Row:
         )
 
 
-_MAX_CHUNK_BYTES = 2 * 2**30  # if the array is smaller; old releases never cut arrays
+_MAX_CHUNK_BYTES = 64 * 2**20  # if the array is smaller; old releases never cut arrays
 _STANDS_FOR = ("PLACEHOLDER://", "AGGREGATED://")
 """How a string in the aggregate file begins that names an array beside it."""
 
@@ -67,7 +68,7 @@ def read(path: Path, step: int | None) -> Stored:
     if ocdbt is None:
         ocdbt = (item / "manifest.ocdbt").is_file()
     names = [row.name for row in rows if row.is_array and row.path not in inline]
-    arrays = _arrays(item, path, names, version=version, ocdbt=bool(ocdbt))
+    arrays, blosc = _arrays(item, path, names, version=version, ocdbt=bool(ocdbt))
     impls = _prng_impls(item)
     infos = [
         dataclasses.replace(inline[row.path].info, keys=row.keys)
@@ -81,6 +82,7 @@ def read(path: Path, step: int | None) -> Stored:
         bool(ocdbt),
         strict=bool(metadata.get("store_array_data_equal_to_fill_value")),
         is_checked=True,
+        blosc=blosc,
     )
     others = [info for info in infos if info.path not in inline]
     table = _orbax_arrays.table(
@@ -114,8 +116,9 @@ def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
     opened: dict[str, _ndarray.Opened] = {}
     if ocdbt:
         # Without the flag that `_METADATA` has, but all chunks were written then.
-        kept = _orbax_arrays.Arrays(item, 2, ocdbt=True, is_checked=True)
-        for name, found in _arrays(item, path, names, version=2, ocdbt=True).items():
+        arrays, blosc = _arrays(item, path, names, version=2, ocdbt=True)
+        kept = _orbax_arrays.Arrays(item, 2, ocdbt=True, is_checked=True, blosc=blosc)
+        for name, found in arrays.items():
             form = _orbax_arrays.ArrayForm(*found)
             opened[name] = _ndarray.Opened(*found, kept.opener(name, form, path))
     else:
@@ -230,16 +233,24 @@ def _rank(key: _tree.Key) -> tuple[str, int]:
 
 def _arrays(
     item: Path, checkpoint: Path, names: Sequence[str], *, version: int, ocdbt: bool
-) -> dict[str, tuple[tuple[int, ...], str, tuple[int, ...]]]:
-    """Shape, dtype and chunk shape of every array, from its own zarr metadata."""
+) -> tuple[dict[str, tuple[tuple[int, ...], str, tuple[int, ...]]], set[str]]:
+    """Shape, dtype and chunk shape of every array, from its own zarr metadata.
+
+    Returns:
+        These by name, and the names of those that are compressed by blosc.
+    """
     _orbax_arrays.check_names(item, names, ocdbt=ocdbt)
     file = "zarr.json" if version == 3 else ".zarray"
     texts = _orbax_arrays.texts(item, checkpoint, names, file, ocdbt=ocdbt)
     found = {}
+    blosc = set()
     faults = {}
-    for name, text in texts.items():
+    for name, give in texts.items():
         try:
-            found[name] = _checked(*_orbax_arrays.form_in(text()))
+            text = give()
+            found[name] = _checked(*_orbax_arrays.form_in(text))
+            if _zarr_chunks.described(text).codec == "blosc":
+                blosc.add(name)
         except PermissionError:
             raise
         except (ValueError, KeyError, TypeError, OSError, errors.CheckpointError) as e:
@@ -247,7 +258,7 @@ def _arrays(
             faults[name] = words[:200]
     if faults:
         raise _ndarray.unreadable(item, faults)
-    return found
+    return found, blosc
 
 
 def _checked(

@@ -71,7 +71,7 @@ def refusal(directory: Path) -> str | None:
 
 def _start(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        with _storage.opened(path) as file:
             return file.read(72)
     except PermissionError:
         raise
@@ -279,7 +279,7 @@ def _read_header(path: Path) -> Header:
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe would block
             raise ValueError("it is no plain file")
-        with path.open("rb") as file:
+        with _storage.opened(path) as file:
             status = os.fstat(file.fileno())
             start = file.read(8)
             if start == _LFS[:8] and start + file.read(len(_LFS) - 8) == _LFS:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
-from flaxckpt import _dtypes, _tree, errors
+from flaxckpt import _dtypes, _storage, _tree, errors
 from flaxckpt._types import Shape
 
 MAX_NODES = 2 * 10**6
@@ -107,7 +107,7 @@ def scanner(path: Path, *, buffer_bytes: int = 2**16) -> Iterator[Scanner]:
         raise errors.DamagedCheckpointError(
             f"{path} is no plain file; restore another step"
         )
-    with path.open("rb", buffering=buffer_bytes) as file:
+    with _storage.opened(path, buffer_bytes=buffer_bytes) as file:
         yield Scanner(file, path)
 
 

@@ -61,7 +61,11 @@ def _check_cut(cut: Mapping[str, Any], chunk_shape: Sequence[int]) -> None:
     counts = [-(-size // part) for size, part in zip(chunk_shape, parts, strict=True)]
     if math.prod(counts) > _MAX_PARTS:
         raise ValueError(f"chunks {list(chunk_shape)} are cut into {list(parts)}")
-    _check_codecs(_list(cut["codecs"]))
+    codecs = _list(cut["codecs"])
+    _check_codecs(codecs)
+    if "blosc" in map(_name, codecs):
+        # Each part says itself how much memory it wants, wherever it lies.
+        raise ValueError("the parts of its chunks are compressed by blosc")
     index_codecs = _list(cut["index_codecs"])
     _check_codecs(index_codecs)
     if not {_name(codec) for codec in index_codecs} <= {"bytes", "crc32c"}:

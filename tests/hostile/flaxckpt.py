@@ -362,19 +362,19 @@ CASES: Final[dict[str, Callable[[Path], Path]]] = {
         "zstd database", grid(2**40)
     ),
     "a manifest of 200k lists": text(nested(200_000, b'{"leaves":')),
-    "a manifest of 20 million lists": text(
+    "a manifest of 20 million lists": lambda root: text(
         b'{"leaves":[' + b"[]," * (20 * 10**6) + b"[]]}"
-    ),
+    )(root),
     "a manifest that is a list": text(b"[]"),
-    "a manifest of ten million strings": text(
+    "a manifest of ten million strings": lambda root: text(
         b'{"leaves":[' + b'"ab",' * 10**7 + b"1]}"
-    ),
-    "a manifest of six million keys": text(
+    )(root),
+    "a manifest of six million keys": lambda root: text(
         b'{"a":{' + b",".join(b'"%06x":1' % i for i in range(6 * 10**6)) + b"}}"
-    ),
-    "a manifest of 15 million numbers": text(
+    )(root),
+    "a manifest of 15 million numbers": lambda root: text(
         b'{"a":[' + b"257," * (15 * 10**6) + b"1]}"
-    ),
+    )(root),
     "a manifest in UTF-16": text('{"version":1}'.encode("utf-16")),
     "a manifest that is no UTF-8": text(b'{"version":"\xff"}'),
     "a manifest of 2^36 bytes": long_file("flaxckpt.json"),

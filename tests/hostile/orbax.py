@@ -294,7 +294,20 @@ def indexed(name: Any) -> dict[str, Any]:
 
 
 SIX_GB: Final = 6 * 2**30
-HARMLESS: Final = {("directory", "w/0"), ("directory", "w/c.0")}  # as if missing
+SHORT: Final = ZARRAY | {"chunks": [8]}
+NESTED: Final = ZARR | {
+    "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}}
+}
+
+
+def link_directory(step: Path) -> Path:
+    """Its chunks are where the link leads, and so is another link, which leads out."""
+    (step.parent / "away").mkdir()
+    (step / "other").mkdir()
+    (step / "other/0").symlink_to(step.parent / "away", target_is_directory=True)
+    (step / "w/c").symlink_to(step / "other", target_is_directory=True)
+    return step
+
 
 CASES: Final[dict[str, Callable[[Path], Path]]] = {
     "a chunk that is a link": linked(link_chunk),
@@ -334,9 +347,9 @@ CASES: Final[dict[str, Callable[[Path], Path]]] = {
     "zarr.json of 200k lists": case(nested(200_000, b'{"node_type":'), use_zarr3=True),
     "zarray that is a list of lists": case(nested(200_000)),
     "_METADATA of 200k lists": case(text=nested(200_000, b'{"tree_metadata":')),
-    "_METADATA of 20 million lists": case(
+    "_METADATA of 20 million lists": lambda root: case(
         text=b'{"tree_metadata":[' + b"[]," * (20 * 10**6) + b"[]]}"
-    ),
+    )(root),
     "_METADATA that is a list": case(text=b"[]"),
     "_METADATA that is no JSON": case(text=b"{"),
     "a tree that is a list": case(tree=[]),
@@ -438,6 +451,33 @@ CASES: Final[dict[str, Callable[[Path], Path]]] = {
             "_strings.json": {"tree": row("w", value_type="string")},
             "manifest.ocdbt": {"use_ocdbt": True},
         }.items()
-        if (kind, name) not in HARMLESS
     },
+    "a directory for the only chunk": special("directory", "w/0", metadata=SHORT),
+    "a directory for a chunk in directories": special(
+        "directory", "w/c/0", metadata=NESTED, use_zarr3=True
+    ),
+    "a link for a directory of chunks": lambda root: link_directory(
+        write(root, NESTED, {}, use_zarr3=True)
+    ),
+    # Little is stored, and much memory wanted for it.
+    **{
+        f"a chunk of 1 GiB of {codec}": zarray(
+            {"0": bomb}, shape=[2**28], chunks=[2**28], compressor={"id": codec}
+        )
+        for codec, bomb in {
+            "gzip": gzip_bomb(2**20),
+            "zstd": zstd_bomb(2**20),
+            "blosc": blosc_bomb(),
+        }.items()
+    },
+    "a small array in a chunk of 1 GiB": zarray(
+        {"0": zstd_bomb(2**30)}, chunks=[2**28]
+    ),
+    "a small array in a chunk of 1 GiB, zarr 3": zarr(
+        {"0": zstd_bomb(2**30)}, chunk_grid=grid(2**28), **compressed("zstd")
+    ),
+    "parts of blosc": zarr(
+        {"0": blosc_bomb()},
+        **cut_again(2, codecs=[ZARR["codecs"][0], *compressed("blosc")["codecs"][1:]]),
+    ),
 }

@@ -73,6 +73,11 @@ def text(content: bytes) -> Callable[[Path], object]:
     return lambda path: path.write_bytes(content)
 
 
+def many(before: bytes, each: bytes, count: int) -> Callable[[Path], object]:
+    """A long text, which is made only when it is written."""
+    return lambda path: path.write_bytes(before + each * count + b"1]}")
+
+
 def link(path: Path) -> None:
     """To a good file of that name, elsewhere."""
     away = path.parents[3] / "away" / path.name
@@ -103,12 +108,12 @@ CASES: Final[dict[str, Callable[[Path], Path]]] = {
     },
     **{
         f"{name} of ten million strings": replaced(
-            name, text(b'{"a":[' + b'"ab",' * 10**7 + b"1]}")
+            name, many(b'{"a":[', b'"ab",', 10**7)
         )
         for name in (DATASET, "metadata/_ROOT_METADATA")
     },
     "a state of 60 million numbers": replaced(
-        DATASET, text(b'{"a":[' + b"257," * (6 * 10**7) + b"1]}")
+        DATASET, many(b'{"a":[', b"257,", 6 * 10**7)
     ),
     "a state that is a link": replaced(DATASET, link),
     "a state that is no JSON": replaced(DATASET, text(b"\x80\x04K\x01.")),

@@ -197,7 +197,9 @@ CASES: Final[dict[str, Callable[[Path], Path]]] = {
     "index without a map": index([]),
     "index with metadata that is a list": index({}, metadata=[]),
     "index that is no JSON": index_text(b"{"),
-    "index over the limit": index_text(b'{"weight_map":{}}' + b" " * (100 * 10**6)),
+    "index over the limit": lambda root: index_text(
+        b'{"weight_map":{}}' + b" " * (100 * 10**6)
+    )(root),
     "index of depth 100k": index_text(b'{"a":' * 100_000),
     "index with a name twice": index_text(
         b'{"weight_map":{"a":"model-1.safetensors","a":"model-1.safetensors"}}'
@@ -212,13 +214,13 @@ CASES: Final[dict[str, Callable[[Path], Path]]] = {
         b'{"weight_map": {"a\\udfff": "model-1.safetensors"}}'
     ),
     "shape of a million axes": tensor(shape=[1] * 10**6 + [2]),
-    "600,000 tensors": one(
+    "600,000 tensors": lambda root: one(
         {
             str(i): {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
             for i in range(600_000)
         },
         b"",
-    ),
+    )(root),
     "600,000 tensors, escaped": lambda root: one(
         json.dumps({str(i): {"dtype": "U8", "data": [0, 0]} for i in range(600_000)})
         .replace("data", r"data\u005foffsets")
@@ -231,13 +233,15 @@ CASES: Final[dict[str, Callable[[Path], Path]]] = {
     "shards without an index": lambda root: (
         one({"a": ZEROS})(root).rename(root / "model-00001-of-99999.safetensors").parent
     ),
-    "a header of 18 million strings": one(
+    "a header of 18 million strings": lambda root: one(
         b'{"a":[' + b'"ab",' * (18 * 10**6) + b"1]}", b""
-    ),
-    "a header of 20 million numbers": one(b'{"a":[' + b"257," * (20 * 10**6) + b"1]}"),
-    "an index of eight million keys": index_text(
+    )(root),
+    "a header of 20 million numbers": lambda root: one(
+        b'{"a":[' + b"257," * (20 * 10**6) + b"1]}"
+    )(root),
+    "an index of eight million keys": lambda root: index_text(
         b'{"weight_map":{' + b",".join(b'"%x":1' % i for i in range(8 * 10**6)) + b"}}"
-    ),
+    )(root),
     "a header in UTF-16": one('{"a":1}'.encode("utf-16-le")),
     "numbers that are none": tensor(shape=[float("nan")]),
     "a size that is infinite": tensor(shape=[float("inf")]),

@@ -1,0 +1,301 @@
+"""What differs between two checkpoints, leaf by leaf."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from flaxckpt import _layout, _locate, _pieces, _progress, _storage
+from flaxckpt._info import Leaf, LeafInfo, LeafTable, StoredLeaf
+from flaxckpt._types import LeafPath, PathLike
+from flaxckpt._zarr import Array
+from flaxckpt.transforms import Transform
+from flaxckpt.transforms import _table as _transforms
+
+_PIECE_BYTES = 16 * 2**20
+_AT_ONCE = 64 * 2**20
+"""Bytes of each side that are read at one time; comparing takes several times them."""
+
+_ROWS_PRINTED = 40
+
+Kind: TypeAlias = Literal["kind", "shape", "dtype", "values"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafDiff:
+    """How a leaf that both checkpoints have differs.
+
+    Attributes:
+        kind: What differs, the first of these: what it is (an array, a string), its
+            `shape`, its `dtype`, its `values`. Values of leaves that differ in shape
+            are not compared.
+        a: The leaf in the first checkpoint.
+        b: The leaf in the second.
+        different: How many elements differ. NaNs are equal to each other.
+        max_abs: The largest difference of two elements; infinite if only one of them
+            is a number, or finite.
+        max_rel: The largest difference of two elements, in terms of the larger one: at
+            most 2.
+        rel_norm: The norm of the difference, in terms of that of the first; infinite
+            if that is 0.
+    """
+
+    kind: Kind
+    a: LeafInfo
+    b: LeafInfo
+    different: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    rel_norm: float = 0.0
+
+    def __str__(self) -> str:
+        if self.kind in ("kind", "shape"):
+            return f"{self.a} -> {self.b}"
+        types = f"{self.a.dtype} -> {self.b.dtype}, " if self.kind == "dtype" else ""
+        if self.a.kind == "string":
+            return "another text"
+        count = math.prod(_layout.stored_form(self.a)[0])
+        return (
+            f"{types}{self.different} of {count} elements, by {self.max_abs:.3g} at"
+            f" most; norm {self.rel_norm:.3g}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckpointDiff:
+    """What differs between the checkpoints `a` and `b`.
+
+    Attributes:
+        a: Path of the first.
+        b: Path of the second.
+        only_in_a: Leaf paths that only the first has.
+        only_in_b: Leaf paths that only the second has.
+        changed: Leaf path -> how it differs; those that changed most come first.
+        same: Leaf paths of those that are equal.
+        bytes_compared: Size of all values that were compared, of one side.
+    """
+
+    a: str
+    b: str
+    only_in_a: tuple[LeafPath, ...]
+    only_in_b: tuple[LeafPath, ...]
+    changed: Mapping[LeafPath, LeafDiff]
+    same: tuple[LeafPath, ...]
+    bytes_compared: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no difference."""
+        return not (self.only_in_a or self.only_in_b or self.changed)
+
+    def __str__(self) -> str:
+        lines = [f"{self.a} and {self.b}: {self._summary()}"]
+        lines += _rows("only in the first", dict.fromkeys(self.only_in_a, ""))
+        lines += _rows("only in the second", dict.fromkeys(self.only_in_b, ""))
+        lines += _rows("changed", self.changed)
+        return "\n".join(lines)
+
+    def _summary(self) -> str:
+        if self.is_empty:
+            return f"all {len(self.same)} leaves are equal"
+        return (
+            f"{len(self.changed)} leaves differ, {len(self.same)} are equal,"
+            f" {len(self.only_in_a) + len(self.only_in_b)} are in one of them only"
+        )
+
+
+def _rows(title: str, found: Mapping[LeafPath, object]) -> list[str]:
+    if not found:
+        return []
+    rows = [
+        f"  {path}: {what}" if what else f"  {path}" for path, what in found.items()
+    ]
+    more = len(rows) - _ROWS_PRINTED
+    return [
+        f"{title}: {len(rows)}",
+        *rows[:_ROWS_PRINTED],
+        *([f"  … and {more} more"] if more > 0 else []),
+    ]
+
+
+def diff(
+    a: PathLike,
+    b: PathLike,
+    *,
+    step_a: int | None = None,
+    step_b: int | None = None,
+    values: bool = True,
+    transforms: Sequence[Transform] = (),
+) -> CheckpointDiff:
+    """Compares two checkpoints of any formats, or two steps of a run, leaf by leaf.
+
+    Values are read in pieces, so little memory is taken however large they are.
+
+    ```python
+    print(flaxckpt.diff("run", "run", step_a=1000, step_b=2000))
+    ```
+
+    Args:
+        a: A checkpoint, or a run directory of steps.
+        b: Another one, or the same directory.
+        step_a: Which step of `a`; by default the newest.
+        step_b: Which step of `b`; by default the newest.
+        values: Whether to compare values; else only names, shapes and types.
+        transforms: What to change in `a` first, so that leaves have the names that
+            they have in `b`.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointFormatError, DamagedCheckpointError: As for
+            `load`.
+    """
+    sides = [
+        _locate.read_stored(*_locate.locate(_storage.resolve(path), step))
+        for path, step in ((a, step_a), (b, step_b))
+    ]
+    table_a = _transforms.apply(_transforms.checked(transforms), sides[0].table)
+    table_b = sides[1].table
+    both = [path for path in table_a if path in table_b]
+    changed: dict[LeafPath, LeafDiff] = {}
+    pairs: list[tuple[Leaf, Leaf]] = []
+    for path in both:
+        pair = (table_a[path], table_b[path])
+        kind = _kind(pair[0].info, pair[1].info)
+        if kind is not None and (kind != "dtype" or not values):
+            changed[path] = LeafDiff(kind, pair[0].info, pair[1].info)
+        elif values and pair[0].info.kind != "empty":
+            pairs.append(pair)
+    counter = _progress.Counter(f"comparing {sides[0].metadata.path}")
+    with _progress.shown(counter):
+        changed |= _compare(pairs, counter)
+    ranked = sorted(changed.items(), key=lambda item: -_rank(item[1]))
+    return CheckpointDiff(
+        sides[0].metadata.path,
+        sides[1].metadata.path,
+        _only(table_a, table_b),
+        _only(table_b, table_a),
+        dict(ranked),
+        tuple([path for path in both if path not in changed]),
+        counter.done,
+    )
+
+
+def _only(table: LeafTable, other: LeafTable) -> tuple[LeafPath, ...]:
+    return tuple([path for path in table if path not in other])
+
+
+def _rank(found: LeafDiff) -> float:
+    return math.inf if found.kind in ("kind", "shape") else found.rel_norm
+
+
+def _kind(a: LeafInfo, b: LeafInfo) -> Kind | None:
+    """What differs between two leaves without a look at their values."""
+    numbers = ("array", "scalar")
+    if a.kind != b.kind and not (a.kind in numbers and b.kind in numbers):
+        return "kind"
+    if a.kind == "empty" and a.python_type != b.python_type:
+        return "kind"
+    if a.shape != b.shape or a.prng_impl != b.prng_impl:
+        return "shape"
+    return "dtype" if a.dtype != b.dtype else None
+
+
+# ---- values -----------------------------------------------------------------------
+
+
+def _compare(
+    pairs: Sequence[tuple[Leaf, Leaf]], counter: _progress.Counter
+) -> dict[LeafPath, LeafDiff]:
+    """Those pairs of leaves whose values or types differ, and how."""
+    changed: dict[LeafPath, LeafDiff] = {}
+    arrays = []
+    for a, b in pairs:
+        if a.info.kind == "string":
+            if _text(a) != _text(b):
+                changed[a.info.path] = LeafDiff("values", a.info, b.info, 1)
+        else:
+            arrays.append((a, b))
+    counter.total = sum(_layout.stored_bytes(a.info) for a, _ in arrays)
+    sums = {a.info.path: _Sums() for a, _ in arrays}
+    others = {a.info.path: b for a, b in arrays}
+    pieces = [
+        piece
+        for a, _ in arrays
+        for piece in _pieces.cut(a, chunk_shape=None, max_bytes=_PIECE_BYTES)
+    ]
+    for batch in _pieces.batches(pieces, _AT_ONCE):
+        beside = [_pieces.Piece(others[p.path], p.region) for p in batch]
+        left = _pieces.read(batch, max_bytes=_AT_ONCE)
+        right = _pieces.read(beside, max_bytes=_AT_ONCE)
+        for piece, x, y in zip(batch, left, right, strict=True):
+            sums[piece.path].add(x, y)
+            counter.add(piece.nbytes)
+    for a, b in arrays:
+        found = sums[a.info.path]
+        if a.info.dtype != b.info.dtype:
+            changed[a.info.path] = found.told("dtype", a.info, b.info)
+        elif found.different:
+            changed[a.info.path] = found.told("values", a.info, b.info)
+    return changed
+
+
+def _text(leaf: Leaf) -> str:
+    source = leaf.source
+    return str(source.value if isinstance(source, StoredLeaf) else source)
+
+
+@dataclasses.dataclass(slots=True)
+class _Sums:
+    """How much of a leaf has changed, as far as it was compared."""
+
+    different: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    changes: float = 0.0
+    squares: float = 0.0
+
+    def add(self, a: Array, b: Array) -> None:
+        """Compares the values of a piece."""
+        if a.dtype == b.dtype and a.tobytes() == b.tobytes():
+            self.squares += _square(_wide(a))
+            return
+        x, y = _wide(a), _wide(b)
+        differs = (a != b) if a.dtype == b.dtype else (x != y)
+        differs &= ~((x != x) & (y != y))  # NaN and NaN
+        self.squares += _square(x)
+        if not differs.any():
+            return
+        self.different += int(np.count_nonzero(differs))
+        with np.errstate(all="ignore"):
+            change = np.abs(y[differs] - x[differs])
+            larger = np.maximum(np.abs(x[differs]), np.abs(y[differs]))
+            relative = change / larger
+        # Where one of them is no number, or infinite, they could not be further apart.
+        change = np.where(np.isnan(change), math.inf, change)
+        relative = np.where(np.isnan(relative), 1.0, relative)
+        self.max_abs = max(self.max_abs, float(change.max()))
+        self.max_rel = max(self.max_rel, float(relative.max()))
+        self.changes += _square(change) if np.isfinite(change).all() else math.inf
+
+    def told(self, kind: Kind, a: LeafInfo, b: LeafInfo) -> LeafDiff:
+        """What was found of the leaf."""
+        norm = math.sqrt(self.squares)
+        change = math.sqrt(self.changes)
+        relative = change / norm if norm else (math.inf if change else 0.0)
+        return LeafDiff(
+            kind, a, b, self.different, self.max_abs, self.max_rel, relative
+        )
+
+
+def _wide(array: Array) -> Array:
+    """Values as float64, or complex128."""
+    kind: Any = np.complex128 if np.iscomplexobj(array) else np.float64
+    return np.asarray(array).astype(kind)
+
+
+def _square(array: Array) -> float:
+    finite = np.abs(array[np.isfinite(array)])
+    return float(np.vdot(finite, finite).real)

@@ -1,0 +1,198 @@
+"""What differs between two checkpoints, in any formats."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+from flax.training.train_state import TrainState
+from hypothesis import given
+from hypothesis.extra import numpy as hnp
+
+import flaxckpt
+from flaxckpt import _diff, errors, transforms
+
+
+def saved(path, state, **options):
+    flaxckpt.save(path, state, **options)
+    return path
+
+
+def train_state(value=1.0):
+    params = {"dense": {"kernel": jnp.full((4, 3), value), "bias": jnp.zeros(3)}}
+    return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+
+
+def test_equal_checkpoints_have_no_differences(tmp_path):
+    a = saved(tmp_path / "a", train_state())
+    b = saved(tmp_path / "b", train_state())
+    found = flaxckpt.diff(a, b)
+    assert found.is_empty
+    assert set(found.same) == set(flaxckpt.metadata(a).leaves)
+    assert found.bytes_compared == 8 + 4 + 3 * (12 + 3) * 4
+    assert "are equal" in str(found)
+
+
+def test_what_differs_is_told_leaf_by_leaf(tmp_path):
+    first = {"w": np.array([1.0, 2.0, -4.0]), "n": 3, "name": "a", "gone": np.ones(2)}
+    second = {"w": np.array([1.0, 2.5, -4.0]), "n": 4, "name": "b", "new": np.ones(2)}
+    found = flaxckpt.diff(saved(tmp_path / "a", first), saved(tmp_path / "b", second))
+    assert found.only_in_a == ("gone",)
+    assert found.only_in_b == ("new",)
+    assert set(found.changed) == {"w", "n", "name"}
+    w = found.changed["w"]
+    assert (w.kind, w.different, w.max_abs, w.max_rel) == ("values", 1, 0.5, 0.2)
+    assert w.rel_norm == pytest.approx(0.5 / math.sqrt(21))
+    assert found.changed["n"].max_abs == 1
+    assert found.changed["name"].kind == "values"
+    assert "w: 1 of 3 elements, by 0.5 at most; norm 0.109" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "kind"),
+    [
+        (np.ones(3), np.ones(4), "shape"),
+        (np.ones(3), np.ones((3, 1)), "shape"),
+        (np.ones(3), np.ones(3, np.float32), "dtype"),
+        (np.ones(3), "text", "kind"),
+        ({}, [], "kind"),
+        ({}, np.ones(3), "kind"),
+        (jax.random.key(0), jax.random.key(0, impl="rbg"), "shape"),
+        (jax.random.key(0), jax.random.key(1), "values"),
+        (np.ones(()), 1.0, None),
+        (3, 3.0, "dtype"),
+        (np.ones(0), np.ones(0), None),
+        (None, None, None),
+    ],
+)
+def test_the_first_thing_that_differs_is_the_kind_of_difference(a, b, kind, tmp_path):
+    found = flaxckpt.diff(
+        saved(tmp_path / "a", {"x": a, "y": 1}), saved(tmp_path / "b", {"x": b, "y": 1})
+    )
+    assert [leaf.kind for leaf in found.changed.values()] == ([kind] if kind else [])
+    str(found)
+
+
+def test_types_that_differ_have_their_values_compared(tmp_path):
+    a = saved(tmp_path / "a", {"x": np.array([1.0, 2.0, 1 / 3])})
+    b = saved(tmp_path / "b", {"x": np.array([1.0, 2.0, 1 / 3], np.float32)})
+    found = flaxckpt.diff(a, b).changed["x"]
+    assert (found.kind, found.different) == ("dtype", 1)
+    assert 0 < found.max_abs < 1e-7
+
+
+def test_two_steps_of_a_run(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "run") as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, train_state(float(step)))
+    found = flaxckpt.diff(tmp_path / "run", tmp_path / "run", step_a=1)
+    assert set(found.changed) == {"params/dense/kernel"}
+    assert found.changed["params/dense/kernel"].max_abs == 2
+    assert found.changed["params/dense/kernel"].rel_norm == pytest.approx(2)
+
+
+def test_names_and_types_alone(tmp_path):
+    a = saved(tmp_path / "a", {"x": np.ones(3), "y": np.ones(3)})
+    b = saved(tmp_path / "b", {"x": np.zeros(3), "y": np.ones(3, np.float32)})
+    found = flaxckpt.diff(a, b, values=False)
+    assert list(found.changed) == ["y"]
+    assert found.bytes_compared == 0
+
+
+def test_two_formats(tmp_path):
+    params = train_state().params
+    a = saved(tmp_path / "a", {"params": params})
+    file = tmp_path / "b.msgpack"
+    file.write_bytes(serialization.to_bytes({"params": params}))
+    assert flaxckpt.diff(a, file).is_empty
+
+
+def test_leaves_that_are_called_otherwise(tmp_path):
+    a = saved(tmp_path / "a", {"encoder": {"w": np.ones(3)}})
+    b = saved(tmp_path / "b", {"backbone": {"w": np.ones(3)}})
+    assert not flaxckpt.diff(a, b).is_empty
+    rename = transforms.rename("encoder/(.*)", r"backbone/\1")
+    assert flaxckpt.diff(a, b, transforms=[rename]).is_empty
+
+
+def test_large_leaves_are_compared_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(_diff, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(_diff, "_AT_ONCE", 3000)
+    values = np.arange(5000, dtype=np.float32).reshape(50, 100)
+    other = values.copy()
+    other[::7, 3] += 1
+    layout = flaxckpt.ArrayLayout(chunk_bytes=4096, codec="zstd")
+    found = flaxckpt.diff(
+        saved(tmp_path / "a", {"x": values}),
+        saved(tmp_path / "b", {"x": other}, layout=layout),
+    )
+    assert found.changed["x"].different == 8
+    assert found.changed["x"].max_abs == 1
+
+
+def test_those_that_changed_most_come_first(tmp_path):
+    a = saved(tmp_path / "a", {n: np.ones(2) for n in "wxyz"})
+    b = saved(
+        tmp_path / "b",
+        {"w": np.ones(2), "x": np.full(2, 1.1), "y": np.full(2, 3.0), "z": np.ones(3)},
+    )
+    assert list(flaxckpt.diff(a, b).changed) == ["z", "y", "x"]
+
+
+def test_what_is_no_number_any_more_has_changed_most(tmp_path):
+    a = saved(tmp_path / "a", {"x": np.ones(3), "y": np.ones(3)})
+    b = saved(tmp_path / "b", {"x": np.array([1, np.nan, 1]), "y": np.full(3, 9.0)})
+    found = flaxckpt.diff(a, b)
+    assert list(found.changed) == ["x", "y"]
+    assert found.changed["x"].max_abs == found.changed["x"].rel_norm == math.inf
+
+
+def test_a_damaged_checkpoint_is_not_compared(tmp_path):
+    a = saved(tmp_path / "a", {"x": np.ones(3)})
+    b = saved(tmp_path / "b", {"x": np.ones(3)})
+    [chunk] = (b / "state" / "x").glob("c*")
+    content = bytearray(chunk.read_bytes())
+    content[3] ^= 1
+    chunk.write_bytes(content)
+    with pytest.raises(errors.DamagedCheckpointError, match="x"):
+        flaxckpt.diff(a, b)
+
+
+floats = hnp.arrays(
+    np.float32, hnp.array_shapes(max_dims=2), elements={"allow_nan": True}
+)
+
+
+@given(floats)
+def test_values_are_equal_to_themselves(values):
+    sums = _diff._Sums()
+    sums.add(values, values.copy())
+    assert sums.different == 0
+
+
+@given(floats, floats)
+def test_what_differs_is_what_numpy_says(a, b):
+    if a.shape != b.shape:
+        return
+    sums = _diff._Sums()
+    sums.add(a, b)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    assert sums.different == np.count_nonzero(~same)
+    assert 0 <= sums.max_rel <= 2
+    assert not math.isnan(sums.max_abs)
+    if np.isfinite(a).all() and np.isfinite(b).all():
+        wide = np.abs(a.astype(np.float64) - b)
+        assert sums.max_abs == wide.max()
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int4", "bfloat16", "float8_e4m3fn", "bool", "uint2"]
+)
+def test_types_of_machine_learning_are_compared(dtype, tmp_path):
+    a = saved(tmp_path / "a", {"x": jnp.array([0, 1, 1], dtype)})
+    b = saved(tmp_path / "b", {"x": jnp.array([0, 1, 0], dtype)})
+    assert flaxckpt.diff(a, b).changed["x"].different == 1
+    assert flaxckpt.diff(a, a).is_empty
