@@ -18,7 +18,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple, cast
 from urllib.parse import unquote, urlsplit
 
 from flaxckpt import _locks, _marked, _remote, _stores, _threads, errors
@@ -81,7 +81,7 @@ def read(path: Path, *, max_bytes: int) -> bytes:
 
 
 @contextlib.contextmanager
-def opened(path: Path, *, buffer_bytes: int = 2**13) -> Iterator[IO[bytes]]:
+def opened(path: Path, *, buffer_bytes: int = 2**13) -> Iterator[io.BufferedReader]:
     """Opens a plain file to be read. Nobody waits for the writer of a pipe.
 
     Args:
@@ -93,7 +93,8 @@ def opened(path: Path, *, buffer_bytes: int = 2**13) -> Iterator[IO[bytes]]:
         DamagedCheckpointError: It is no plain file.
     """
     if _remote.is_remote(path):
-        yield path.open("rb")
+        # Which has all the methods that are used.
+        yield cast("io.BufferedReader", io.BytesIO(path.read_bytes()))
         return
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
