@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import re
 import threading
@@ -103,9 +104,17 @@ _MEMORY = ts.Context({"memory_key_value_store": {}})
 """Where `memory://` is, for all of this process."""
 
 
+_shared: dict[str, JSON] = {}
+"""What specifications of buckets name: of one context, TensorStore knows them as one
+store, and can copy between the databases in it."""
+
+
 def context(spec: Mapping[str, JSON] | None = None) -> ts.Context:
-    """A new context that has the memory of this process in it."""
-    return ts.Context(dict(spec or {}), _MEMORY)
+    """A new context that has the memory of this process in it, and how stores are had.
+
+    Whatever opens something in a store does so with such a context.
+    """
+    return ts.Context({**_shared, **(spec or {})}, _MEMORY)
 
 
 @functools.cache
@@ -114,6 +123,9 @@ def _nothing() -> bytes:
     spec = {"driver": "memory"}
     empty = ts.KvStore.open(spec).result()
     return bytes(empty.read("none").result().stamp.generation)
+
+
+_numbers = itertools.count()
 
 
 class Store:
@@ -138,35 +150,42 @@ class Store:
         self._bucket = bucket
         self._lock = threading.Lock()
         self._opened: ts.KvStore | None = None
+        self._resources = self._named()
+        _shared.update(self._resources)
         self._counts: dict[str, int] = {}
 
     def spec(self, prefix: str) -> dict[str, JSON]:
         """TensorStore's description of what lies under `prefix`."""
         if self._scheme == "memory":
             return {"driver": "memory", "path": f"{self._bucket}/{prefix}"}
-        concurrency: JSON = {"limit": self.options.concurrency}
-        if self._scheme == "gs":
-            return {
-                "driver": "gcs",
-                "bucket": self._bucket,
-                "path": prefix,
-                "gcs_request_retries": _OWN_RETRIES,
-                "gcs_request_concurrency": concurrency,
-            }
         spec: dict[str, JSON] = {
-            "driver": "s3",
+            "driver": "gcs" if self._scheme == "gs" else "s3",
             "bucket": self._bucket,
             "path": prefix,
-            "aws_credentials": self._credentials(),
-            "use_conditional_write": True,
-            "s3_request_retries": _OWN_RETRIES,
-            "s3_request_concurrency": concurrency,
+            **{name.partition("#")[0]: name for name in self._resources},
         }
+        if self._scheme == "gs":
+            return spec
+        spec["use_conditional_write"] = True
         if self.options.endpoint:
             spec["endpoint"] = self.options.endpoint
         if self.options.region:
             spec["aws_region"] = self.options.region
         return spec
+
+    def _named(self) -> dict[str, JSON]:
+        """How its requests are made, under names that no other store has."""
+        if self._scheme == "memory":
+            return {}
+        driver = "gcs" if self._scheme == "gs" else "s3"
+        found: dict[str, JSON] = {
+            f"{driver}_request_retries": _OWN_RETRIES,
+            f"{driver}_request_concurrency": {"limit": self.options.concurrency},
+        }
+        if driver == "s3":
+            found["aws_credentials"] = self._credentials()
+        number = next(_numbers)
+        return {f"{name}#{number}": value for name, value in found.items()}
 
     def _credentials(self) -> JSON:
         options = self.options
