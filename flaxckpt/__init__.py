@@ -12,6 +12,8 @@ from flaxckpt._plan import LeafPlan, RestorePlan
 from flaxckpt._restore import load, metadata, open_leaf, plan
 from flaxckpt._save import save, save_async
 from flaxckpt._simulation import Simulation, simulate
+from flaxckpt._store import StoreOptions
+from flaxckpt._stores import set_store_options
 from flaxckpt._tools import convert, verify
 from flaxckpt.partition import abstract_state, parameter_infos
 
@@ -29,6 +31,7 @@ __all__ = [
     "SaveHandle",
     "SaveResult",
     "Simulation",
+    "StoreOptions",
     "VerifyReport",
     "abstract_state",
     "configs",
@@ -46,6 +49,7 @@ __all__ = [
     "policies",
     "save",
     "save_async",
+    "set_store_options",
     "simulate",
     "transforms",
     "verify",

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from flaxckpt import (
     _access,
@@ -18,6 +19,7 @@ from flaxckpt import (
     _dtypes,
     _layout,
     _locate,
+    _remote,
     _storage,
     _write,
     _zarr,
@@ -52,8 +54,12 @@ def check(path: Path) -> None:
         encoding = _orbax_json.encoding(manifest)
         for name, digest in digests(path, stored).items():
             # Zarr 2 has one for every file, which would be as much to read as all.
-            if not (encoding and encoding.version == 2 and _orbax.is_of_arrays(name)):
+            is_much = encoding and (encoding.version == 2 or _remote.is_remote(path))
+            if not (is_much and _orbax.is_of_arrays(name)):
                 _check_digest(path / name, digest)
+        if _remote.is_remote(path):
+            _check_objects(path, stored, manifest, encoding)
+            return
         arrays = [i for i in stored.metadata.leaves.values() if i.dtype is not None]
         if encoding is None or not arrays:
             return
@@ -62,6 +68,34 @@ def check(path: Path) -> None:
             return
         for info in arrays:
             _check_array(path / _orbax.STATE, encoding, info)
+
+
+def _check_objects(
+    path: _remote.RemotePath,
+    stored: Stored,
+    manifest: Mapping[str, Any],
+    encoding: _zarr.Encoding | None,
+) -> None:
+    """Looks for the objects of arrays; each is there whole, or not at all."""
+    wanted = {name for name in digests(path, stored) if _orbax.is_of_arrays(name)}
+    if encoding is not None and not manifest["ocdbt"]:
+        for info in stored.metadata.leaves.values():
+            if info.dtype is None:
+                continue
+            directory = f"{_orbax.STATE}/{_orbax_json.param_name(info.keys)}"
+            shape, _ = _layout.stored_form(info)
+            names = keys(encoding, shape, info.chunk_shape or ())
+            wanted |= {
+                f"{directory.rstrip('/')}/{name}"
+                for name in (*names, metadata_name(encoding))
+            }
+    elif encoding is not None and any(i.dtype for i in stored.metadata.leaves.values()):
+        wanted.add(f"{_orbax.STATE}/manifest.ocdbt")
+    if missing := sorted(wanted.difference(path.keys())):
+        raise errors.DamagedCheckpointError(
+            f"{path} is not all there; restore another step:\n"
+            + errors.rows(f"{name} is missing" for name in missing)
+        )
 
 
 def digests(path: Path, stored: Stored) -> dict[str, str]:

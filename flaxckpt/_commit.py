@@ -19,7 +19,9 @@ import jax
 from flaxckpt import (
     _collector,
     _layout,
+    _marked,
     _progress,
+    _remote,
     _snapshot,
     _steps,
     _storage,
@@ -147,8 +149,14 @@ def alone(final: Path) -> Iterator[None]:
     try:
         with _locks[final]:
             yield
-    except errors.CheckpointError:
-        raise
+    except errors.CheckpointError as error:
+        if not isinstance(error, errors.StoreError):
+            raise
+        raise errors.SaveFailedError(
+            f"{final} could not be saved: {error}\n"
+            "Nothing of it counts, unless it was its marker that could not be written;"
+            " see that the store can be reached, then save again."
+        ) from error
     except _storage.NotDurableError as error:
         raise errors.SaveFailedError(
             f"{final} was written, but the disk did not confirm its name: {error}\n"
@@ -185,7 +193,11 @@ def made(snapshot: Snapshot) -> Iterator[Path]:
     final = snapshot.final
     _storage.make_directory(final.parent)
     _unfinished.sweep(final.parent, lambda name: name == final.name)
-    with _unfinished.made(final) as temporary:
+    with _unfinished.made(
+        final,
+        overwrite=snapshot.options.overwrite,
+        keep=lambda name: name == _steps.PIN,
+    ) as temporary:
         (temporary / _orbax.STATE).mkdir()
         yield temporary
 
@@ -253,12 +265,18 @@ def finish(
         files: What lies beside the arrays, by name.
         digests: Of such files that others have written.
     """
-    write_new(temporary, _orbax.seal(contents, files, temporary, digests or {}))
+    sealed = _orbax.seal(contents, files, temporary, digests or {})
+    if _remote.is_remote(temporary):  # where it is the marker that commits
+        write_new(temporary, {_orbax_json.MANIFEST: sealed[_orbax_json.MANIFEST]})
+    else:
+        write_new(temporary, sealed)
     is_temporary = snapshot.options.temporary
     write_new(temporary, _steps.marks_of_new(snapshot.final, temporary=is_temporary))
     size = _storage.sync_tree(temporary)
     manifest = _storage.stamp(temporary / _orbax_json.MANIFEST)
-    if snapshot.options.overwrite and snapshot.final.exists():
+    if _remote.is_remote(temporary):
+        size = _marked.commit(temporary, sealed[_orbax.COMMITTED])
+    elif snapshot.options.overwrite and snapshot.final.exists():
         aside = _unfinished.beside(snapshot.final, _unfinished.REPLACED)
         with _unfinished.claimed(snapshot.final):
             _storage.exchange(temporary, snapshot.final, aside)

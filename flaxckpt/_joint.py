@@ -18,6 +18,7 @@ import jax
 
 from flaxckpt import (
     _commit,
+    _remote,
     _storage,
     _threads,
     _together,
@@ -213,7 +214,9 @@ def _write_part(
 
 
 def _sync(root: Path, snapshot: Snapshot) -> None:
-    """Syncs the files of arrays that this process has written."""
+    """Syncs the files of arrays that this process has written; objects are durable."""
+    if _remote.is_remote(root):
+        return
     paths = [root / array.name for array in snapshot.arrays if array.shards]
     for array in snapshot.arrays:
         if _write.is_raw(array, snapshot.encoding):

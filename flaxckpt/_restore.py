@@ -28,6 +28,7 @@ from flaxckpt import (
     _planner,
     _progress,
     _read,
+    _remote,
     _share,
     _storage,
     _tree,
@@ -324,7 +325,7 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
         DatasetStateError: None was saved, it was let go, or the iterator does not take
             it.
     """
-    path = Path(stored.metadata.path)
+    path = _remote.from_text(stored.metadata.path)
     if _orbax.has_let_go_dataset(path):
         if isinstance(iterator, datasets.Restarting):
             _log.warning(
@@ -396,7 +397,7 @@ def _reading(
 ) -> _read.Options:
     memory_map = options.memory_map
     if memory_map == "auto":
-        memory_map = _blocks.is_local(path)
+        memory_map = _blocks.is_local(_remote.from_text(path))
     at_once = options.max_concurrent_bytes
     return _read.Options(memory_map, options.verify, at_once, report)
 

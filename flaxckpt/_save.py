@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,8 +19,10 @@ from flaxckpt import (
     _flax,
     _joint,
     _layout,
+    _marked,
     _optax,
     _progress,
+    _remote,
     _snapshot,
     _steps,
     _storage,
@@ -254,8 +255,10 @@ def uses_ocdbt(
 
 
 def _check_free(final: Path, *, overwrite: bool) -> None:
-    if not os.path.lexists(final):
+    if not _storage.lexists(final):
         return
+    if _remote.is_remote(final) and _marked.is_unfinished(final):
+        return  # it is removed, if nobody works with it
     if final.is_dir() and not final.is_symlink() and not any(final.iterdir()):
         return
     if not overwrite:

@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import secrets
 import threading
 import time
@@ -24,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from flaxckpt import _beats, _multihost, _texts
+from flaxckpt import _beats, _multihost, _remote, _texts, errors
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +120,9 @@ class Group:
             what: For messages.
             timeout_secs: How long to wait for those that are behind.
         """
-        place = hashlib.sha256(os.fsencode(directory)).hexdigest()[:12]
+        place = hashlib.sha256(
+            str(directory).encode(errors="surrogateescape")
+        ).hexdigest()[:12]
         # It counts those that fail, too: whoever fails here stays in step.
         name = f"flaxckpt/{place}/{kind}"
         with self._lock:
@@ -415,6 +416,11 @@ def group(directory: Path) -> Group | None:
 
 
 def _files(directory: Path) -> _texts.Files:
+    if _remote.is_remote(directory):
+        raise errors.OptionError(
+            f"{directory}: this jax does not tell of its coordination service, without"
+            " which several processes save to a file system only"
+        )
     # A name of its own, or what an earlier run has left there would be believed.
     token = _multihost.same_bytes(secrets.token_bytes(8)).hex()
     return _texts.Files(directory / f"together.orbax-checkpoint-tmp-{token}")

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from flaxckpt import _blocks, _leases, _storage
+from flaxckpt import _blocks, _leases, _marked, _remote, _storage
 
 _log = logging.getLogger(__name__)
 
@@ -62,14 +62,30 @@ def beside(path: Path, what: str) -> Path:
 
 
 @contextlib.contextmanager
-def made(final: Path) -> Iterator[Path]:
+def made(
+    final: Path,
+    *,
+    overwrite: bool = False,
+    keep: Callable[[str], bool] = lambda name: False,
+) -> Iterator[Path]:
     """A new directory, to be filled and to be called `final`, in the `with` block.
 
     Whatever has its name at the end is removed: it was not finished, or was replaced.
+    In a store it is `final` itself, see `_marked`.
+
+    Args:
+        final: What it is to be.
+        overwrite: Whether, in a store, what is there is removed first.
+        keep: What of that stays all the same.
 
     Raises:
+        CheckpointExistsError: In a store, it is there, or is being written.
         OSError: It cannot be made.
     """
+    if _remote.is_remote(final):
+        with _marked.made(final, overwrite=overwrite, keep=keep) as there:
+            yield there
+        return
     while True:
         path = beside(final, WRITING)
         path.mkdir()
@@ -97,6 +113,9 @@ def claimed(path: Path) -> Iterator[bool]:
     Raises:
         OSError: It is no directory, or cannot be opened.
     """
+    if _remote.is_remote(path):  # locked by whoever writes or deletes, see `_marked`
+        yield True
+        return
     try:
         descriptor = os.open(path, _FLAGS)
     except FileNotFoundError:
@@ -176,6 +195,8 @@ def sweep(root: Path, is_ours: Callable[[str], bool]) -> None:
     Raises:
         OSError: Something could not be removed.
     """
+    if _remote.is_remote(root):
+        _marked.sweep(root, is_ours)
     found = [
         root / name
         for name in _storage.directories(root)
@@ -186,6 +207,10 @@ def sweep(root: Path, is_ours: Callable[[str], bool]) -> None:
         )
     ]
     if not found:
+        return
+    if _remote.is_remote(root):  # copied there: nobody makes such ones in a store
+        for path in found:
+            _storage.remove_tree(path)
         return
     # What they were replaced by, or a deletion, may not be durable yet.
     _storage.sync_directory(root)
@@ -226,6 +251,9 @@ def sweep_files(directory: Path) -> None:
     Raises:
         OSError: Something could not be removed.
     """
+    if _remote.is_remote(directory):
+        _leases.sweep(directory)
+        return
     try:
         names = os.listdir(directory)  # noqa: PTH208
     except (FileNotFoundError, NotADirectoryError):

@@ -23,6 +23,7 @@ from flaxckpt import (
     _pieces,
     _progress,
     _read,
+    _remote,
     _steps,
     _zarr,
     errors,
@@ -224,6 +225,9 @@ def _check_size(
     file: Path, root: Path, size: int, count: Callable[[int], object]
 ) -> None:
     """Compares the size of a chunk with what it must be; 0 if that varies."""
+    if _remote.is_remote(file):
+        _check_object_size(file, len(file.read_bytes()), size)
+        return
     with _findings.opened(file, root) as (_, found):
         if found != (size or found) or not found:
             raise ValueError(
@@ -235,6 +239,9 @@ def _check_chunk(
     file: Path, root: Path, size: int, count: Callable[[int], object]
 ) -> None:
     """Compares a chunk with the checksum at its end."""
+    if _remote.is_remote(file):
+        _check_object(file, size, count)
+        return
     _check_size(file, root, size, count)
     body = file.stat().st_size - _blocks.CHECKSUM_BYTES
     value, at = 0, 0
@@ -252,6 +259,22 @@ def _check_chunk(
         raise ValueError(
             f"{file.name} has changed since it was written: its CRC-32C is another"
         )
+
+
+def _check_object_size(file: _remote.RemotePath, found: int, size: int) -> None:
+    if found != (size or found) or not found:
+        raise ValueError(f"{file.name} has {found} bytes instead of {size or 'some'}")
+
+
+def _check_object(
+    file: _remote.RemotePath, size: int, count: Callable[[int], object]
+) -> None:
+    """The same for a chunk in a store, which is read once."""
+    content = memoryview(file.read_bytes())
+    _check_object_size(file, len(content), size)
+    count(len(content))
+    body = len(content) - _blocks.CHECKSUM_BYTES
+    _blocks.check(file.name, [content[:body]], content[body:].tobytes())
 
 
 def _metrics_checks(

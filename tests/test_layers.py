@@ -14,6 +14,10 @@ PACKAGE = Path(__file__).parents[1] / "flaxckpt"
 # not listed, may import all.
 LAYERS = (
     {"errors", "_types"},
+    {"_store"},
+    {"_stores"},
+    {"_remote"},
+    {"_locks"},
     {
         "_access",
         "_dtypes",
@@ -29,6 +33,8 @@ LAYERS = (
         "_triggers",
         "_writers",
     },
+    {"_marked"},
+    {"_staging"},
     {
         "_beats",
         "_blocks",
@@ -97,6 +103,7 @@ FREE_PACKAGES = {"cli"}
 # Types need no door: under `if TYPE_CHECKING:` anything may be imported.
 DOORS: dict[str, set[str]] = {
     "tensorstore": {
+        "_store",
         "_storage",
         "_ocdbt",
         "_raw",

@@ -6,14 +6,23 @@ import contextlib
 import dataclasses
 import errno
 import logging
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _storage, _tree, _unfinished, _write, _zarr, datasets, errors
+from flaxckpt import (
+    _marked,
+    _remote,
+    _storage,
+    _tree,
+    _unfinished,
+    _write,
+    _zarr,
+    datasets,
+    errors,
+)
 from flaxckpt._info import (
     LeafInfo,
     Lineage,
@@ -24,7 +33,7 @@ from flaxckpt.formats import _orbax_arrays, _orbax_disk, _orbax_foreign, _orbax_
 
 _log = logging.getLogger(__name__)
 
-COMMITTED = "commit_success.txt"
+COMMITTED = _marked.MARKER
 _ROOT_METADATA = "metadata/_ROOT_METADATA"
 STATE, DATASET, METRICS = _orbax_disk.STATE, _orbax_disk.DATASET, _orbax_disk.METRICS
 UNDIGESTED = frozenset(
@@ -325,7 +334,7 @@ def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
         DamagedCheckpointError: A file is missing, not what it should be, or does not
             have the digest that was written down for it.
     """
-    if os.path.lexists(path / _orbax_json.MANIFEST):
+    if _storage.lexists(path / _orbax_json.MANIFEST):
         return _read_own(path, step, resolve)
     if _orbax_json.MANIFEST in _committed(path):
         raise errors.DamagedCheckpointError(
@@ -353,6 +362,11 @@ def write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
     content = _orbax_json.dumps(dict(metrics))
     if (path / METRICS).is_dir():
         _replace_metrics(path, content)
+        return
+    if _remote.is_remote(path):  # the second is not asked for while it is not there
+        _storage.replace(path / METRICS / METRICS, content)
+        digests = _digests_of_metrics(content)
+        _storage.replace(path / _orbax_disk.METRICS_DIGESTS, digests)
         return
     # Made beside it: Orbax takes a directory without its file for damage.
     with _unfinished.made(path) as made:
@@ -430,7 +444,7 @@ def write_run_metadata(root: Path, custom: Mapping[str, JSON]) -> None:
 def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
     stamp = _storage.stamp(path / _orbax_json.MANIFEST)
     raw = _orbax_disk.read_file(path / _orbax_json.MANIFEST, path)
-    if os.path.lexists(path / COMMITTED):
+    if _storage.lexists(path / COMMITTED):
         recorded = _committed(path).get(_orbax_json.MANIFEST, "")
         _orbax_disk.check_digest(path / _orbax_json.MANIFEST, raw, recorded)
     manifest = _orbax_json.loads(raw, path / _orbax_json.MANIFEST)

@@ -93,6 +93,27 @@ def save():
     say(bytes=results)
 
 
+def bucket():
+    """Steps in an object store, of all stores of arrays, on changing meshes."""
+    for number, layout in enumerate(GIVEN["layouts"]):
+        mesh, other = MESHES[number % 4], MESHES[(number + 1) % 4]
+        url = f"{GIVEN['url']}/{layout}"
+        keep = [LatestN(2)]
+        with flaxckpt.Checkpointer(url, layout=LAYOUTS[layout], keep=keep) as ckpt:
+            for step in (1, 2, 3):
+                handle = ckpt.save(step, states.everything(step, mesh))
+                assert handle.wait().deleted_steps == ((1,) if step == 3 else ())
+            state, found = ckpt.restore_latest(states.abstract(other))
+            assert found == 3
+            states.check(state, 3, other)
+            with raising(errors.CheckpointExistsError):
+                ckpt.save(3, states.everything(3, mesh))
+        if RANK == 0:
+            report = flaxckpt.verify(url)
+            assert report.ok, report
+    say(ok=True)
+
+
 def restore():
     """What other processes have saved, on meshes of these."""
     for layout in GIVEN["layouts"]:
