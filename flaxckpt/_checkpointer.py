@@ -369,6 +369,11 @@ class Checkpointer(_directory.RunDirectory):
         with self._lock, _joint.ending(together):
             self.wait()
             path = self._aside(_PARAMS_ONLY, number)
+            if path.parent.is_symlink():  # what lies there is somebody else's
+                raise errors.SaveFailedError(
+                    f"{path.parent} is a symbolic link, and nothing is written or"
+                    " deleted behind one: remove it, then save again"
+                )
             options = self._save_options(number, overwrite=True, together=together)
             options = dataclasses.replace(
                 options, transforms=(_save.without_optimizer, *options.transforms)
@@ -407,7 +412,7 @@ class Checkpointer(_directory.RunDirectory):
     def _write_metadata(self, metadata: Mapping[str, JSON]) -> None:
         try:
             _orbax.write_run_metadata(self.directory, metadata)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise errors.SaveFailedError(
                 f"the metadata of {self.directory} cannot be written: {error}; see that"
                 " the directory is writable and has space, then try again"

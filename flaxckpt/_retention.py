@@ -393,14 +393,14 @@ def _out_of_time(is_awaited: Callable[[], bool]) -> Callable[[], bool]:
 
 @contextlib.contextmanager
 def _writing(path: Path, what: str) -> Iterator[None]:
-    """Explains errors of the system that arise while a step is changed.
+    """Explains errors of the system, and links, met while a step is changed.
 
     Raises:
         SaveFailedError: There was one.
     """
     try:
         yield
-    except OSError as error:
+    except (OSError, ValueError) as error:
         if isinstance(error, errors.CheckpointError):
             raise
         raise errors.SaveFailedError(

@@ -216,8 +216,9 @@ def survey(root: Path, is_checkpoint: Callable[[Path], bool]) -> Found:
     for path, step in chosen.items():
         if step in steps:
             raise errors.CheckpointFormatError(
-                f"{root} holds step {step} twice, as {steps[step].name} and"
-                f" {path.name}: pass the path of one of them"
+                f"{root} holds step {step} twice, as"
+                f" {errors.printable(steps[step].name)} and"
+                f" {errors.printable(path.name)}: pass the path of one of them"
             )
         steps[step] = path
     kinds = {
@@ -356,7 +357,7 @@ def make_permanent(path: Path) -> None:
 
 def is_damaged(path: Path) -> bool:
     """Whether the step at `path` is marked as damaged."""
-    return (path / DAMAGED).is_file()
+    return os.path.lexists(path / DAMAGED)
 
 
 def mark_damaged(path: Path, reason: str) -> None:
@@ -374,7 +375,7 @@ def why_damaged(path: Path) -> str:
     """What the mark of a damaged step says; it counts even if that is lost."""
     try:
         told = json.loads(_storage.read(path / DAMAGED, max_bytes=_MAX_MARK_BYTES))
-        return str(told["reason"])[:_MAX_REASON]
+        return errors.printable(str(told["reason"])[:_MAX_REASON])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "its mark does not say why"
 
@@ -464,8 +465,11 @@ def tidy(root: Path, step_format: StepFormat, items: Sequence[str]) -> None:
     """
     try:
         sweep(root, step_format)
-        for step in (root, *listed(root, step_format).values()):
-            for name in ("", *items):
-                _unfinished.sweep_files(step / name)
+        directories = [root / name for name in items]
+        for step in listed(root, step_format).values():
+            directories += [step, *(step / name for name in items)]
+        for directory in directories:
+            if not directory.is_symlink():
+                _unfinished.sweep_files(directory)
     except OSError as error:
         _log.warning("what a crash has left in %s is there still: %s", root, error)

@@ -13,7 +13,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _storage, _tree, _unfinished, _write, _zarr, datasets, errors
+from flaxckpt import (
+    _links,
+    _storage,
+    _tree,
+    _unfinished,
+    _write,
+    _zarr,
+    datasets,
+    errors,
+)
 from flaxckpt._info import (
     LeafInfo,
     Lineage,
@@ -349,7 +358,12 @@ def file_to_lock(path: Path) -> Path:
 
 
 def write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
-    """Writes the metrics of the committed checkpoint `path` anew, in one step."""
+    """Writes the metrics of the committed checkpoint `path` anew, in one step.
+
+    Raises:
+        ValueError: They would be written behind a link out of the checkpoint.
+    """
+    _links.check_file(path / METRICS / METRICS, path)
     content = _orbax_json.dumps(dict(metrics))
     if (path / METRICS).is_dir():
         _replace_metrics(path, content)
@@ -418,8 +432,13 @@ def read_run_metadata(root: Path) -> dict[str, JSON]:
 
 
 def write_run_metadata(root: Path, custom: Mapping[str, JSON]) -> None:
-    """Writes the user's metadata of a whole run, in one step."""
+    """Writes the user's metadata of a whole run, in one step.
+
+    Raises:
+        ValueError: It would be written behind a link out of the run.
+    """
     path = root / _ROOT_METADATA
+    _links.check_file(path, root)
     _storage.make_directory(path.parent)
     _storage.replace(
         path,

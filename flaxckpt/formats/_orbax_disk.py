@@ -45,8 +45,8 @@ def item(path: Path) -> Path | None:
     ]
     if len(items) > 1:
         raise errors.CheckpointFormatError(
-            f"{path} holds several items, {', '.join(items)}: "
-            f"load one of them by its own path, {path / items[0]}"
+            f"{path} holds several items, {errors.printable(', '.join(items))}: load"
+            f" one of them by its own path, {errors.printable(str(path / items[0]))}"
         )
     return path / items[0] if items else None
 
@@ -56,7 +56,7 @@ def warn_of_others(path: Path, taken: Path) -> None:
     if taken == path:
         return
     others = [
-        str(path / name)
+        errors.printable(str(path / name))
         for name in sorted(_storage.directories(path))
         if name not in NOT_ITEMS and name != taken.name and _is_item(path / name)
     ]
@@ -64,7 +64,7 @@ def warn_of_others(path: Path, taken: Path) -> None:
         _log.warning(
             "of %s only the item %s is taken; load the others by their own paths: %s",
             path,
-            taken.name,
+            errors.printable(taken.name),
             ", ".join(others[: errors.ROWS_SHOWN]),
         )
 
