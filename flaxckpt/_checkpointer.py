@@ -759,7 +759,7 @@ class Checkpointer(_directory.RunDirectory):
                 raise errors.DamagedCheckpointError(
                     f"{path} is called like a step, but holds no checkpoint"
                 )
-            stored = _locate.read_stored(path, number, options.types)
+            stored = _locate.read_step(path, number, options.types)
             undone = self._undone(stored.metadata, abstract_state, options)
             state = _restore.restore(stored, abstract_state, undone, counter, has_read)
             if dataset is not None:
@@ -824,9 +824,7 @@ class Checkpointer(_directory.RunDirectory):
         number = self.latest_step() if step is None else step
         if number is None:
             raise errors.CheckpointNotFoundError(f"{self.directory} has no steps")
-        _restore.restore_dataset(
-            _locate.read_stored(self._path(number), number), dataset
-        )
+        _restore.restore_dataset(_locate.read_step(self._path(number), number), dataset)
 
     # ---- lifetime ---------------------------------------------------------------
 

@@ -31,6 +31,9 @@ UNTIL_NEXT = "TEMPORARY"
 WITHOUT_DATASET = "DATASET_LET_GO"
 """A file of this name says that the dataset's state was deleted on purpose."""
 
+MEASURED = "MEASURED"
+"""A file of this name says that metrics were added after the save."""
+
 DAMAGED = "DAMAGED"
 """A file of this name takes its step out of the list, and has the reason in JSON."""
 
@@ -164,6 +167,12 @@ def is_usual_name(name: str) -> bool:
     """Whether steps are usually called so: `3`, `step_3`, `checkpoint_3`."""
     match = _ANY_NAME.fullmatch(name)
     return match is not None and bool(_USUAL_PREFIX.fullmatch(name[: match.start(1)]))
+
+
+def number(name: str) -> int | None:
+    """The number in which a name ends, as those of steps do; None if it does not."""
+    match = _ANY_NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def called(root: Path, step: int) -> Path | None:
@@ -317,7 +326,7 @@ def is_mark(name: str) -> bool:
 
 
 _MARKS_OF_STAYING = frozenset(
-    (PIN, UNTIL_NEXT, WITHOUT_DATASET, DAMAGED, _leases.DELETING)
+    (PIN, UNTIL_NEXT, WITHOUT_DATASET, MEASURED, DAMAGED, _leases.DELETING)
 )
 
 
@@ -353,6 +362,17 @@ def unpin(path: Path) -> None:
 def make_permanent(path: Path) -> None:
     """Has the step at `path` stay like others, when it was temporary."""
     _remove_mark(path, UNTIL_NEXT)
+
+
+def is_measured(path: Path) -> bool:
+    """Whether metrics were added to the step at `path` after its save."""
+    return os.path.lexists(path / MEASURED)
+
+
+def mark_measured(path: Path) -> None:
+    """Notes that metrics were added to the step at `path`: they are there already."""
+    if not is_measured(path):
+        _storage.replace(path / MEASURED, _MARK)
 
 
 def is_damaged(path: Path) -> bool:

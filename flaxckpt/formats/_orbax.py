@@ -15,6 +15,7 @@ from typing import Any
 
 from flaxckpt import (
     _links,
+    _steps,
     _storage,
     _tree,
     _unfinished,
@@ -155,8 +156,7 @@ def seal(
     }
     digests |= {**(others or {}), **_digests_of_arrays(contents, root)}
     manifest = _manifest(contents, digests)
-    digest = _orbax_json.dumps({_orbax_json.MANIFEST: _storage.digest(manifest)})
-    return {_orbax_json.MANIFEST: manifest, COMMITTED: digest}
+    return {_orbax_json.MANIFEST: manifest, COMMITTED: seal_of(manifest)}
 
 
 def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
@@ -187,6 +187,21 @@ def _digests_of_metrics(*texts: bytes) -> bytes:
     return _orbax_json.dumps({METRICS: digests})
 
 
+def are_digests_of_metrics(text: bytes, file: Path) -> bool:
+    """Whether the content of `metrics/digests` is such as is written there.
+
+    Raises:
+        DamagedCheckpointError: It is no JSON.
+    """
+    found = _orbax_json.loads(text, file).get(METRICS)
+    return isinstance(found, list) and text == _orbax_json.dumps({METRICS: found})
+
+
+def seal_of(manifest: bytes) -> bytes:
+    """The content of `commit_success.txt`."""
+    return _orbax_json.dumps({_orbax_json.MANIFEST: _storage.digest(manifest)})
+
+
 def _checkpoint_metadata(contents: Contents) -> bytes:
     handlers = {STATE: _orbax_json.STATE_HANDLER}
     if contents.metrics:
@@ -206,11 +221,13 @@ def _checkpoint_metadata(contents: Contents) -> bytes:
 
 
 def _manifest(contents: Contents, digests: Mapping[str, str]) -> bytes:
-    origin: dict[str, JSON] = {}
+    origin: dict[str, JSON] = {}  # and what else is not always there
     if contents.lineage:
         origin["lineage"] = [_orbax_json.lineage_row(each) for each in contents.lineage]
     if contents.transforms:
         origin["transforms"] = list(contents.transforms)
+    if contents.metrics:
+        origin["metrics"] = True
     return _orbax_json.dumps(
         {
             "format": "flaxckpt",
@@ -364,6 +381,11 @@ def write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
         ValueError: They would be written behind a link out of the checkpoint.
     """
     _links.check_file(path / METRICS / METRICS, path)
+    _write_metrics(path, metrics)
+    _steps.mark_measured(path)
+
+
+def _write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
     content = _orbax_json.dumps(dict(metrics))
     if (path / METRICS).is_dir():
         _replace_metrics(path, content)
@@ -470,6 +492,7 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
         encoding = _orbax_json.encoding(manifest)
         lineage = _orbax_json.lineage(manifest)
         transforms = _orbax_json.texts(manifest.get("transforms", []))
+        recorded = _orbax_json.step(manifest)
         _orbax_json.check_leaves(infos, keys, structure)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise errors.DamagedCheckpointError(
@@ -500,6 +523,7 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
         frozenset(unknown),
         digests,
         stamp,
+        recorded,
     )
 
 

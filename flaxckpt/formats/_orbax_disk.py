@@ -155,10 +155,15 @@ def metrics_in(path: Path) -> dict[str, Any]:
     """What is in the metrics' file of the checkpoint `path`; empty if it has none.
 
     Raises:
-        DamagedCheckpointError: The file is not what it should be.
+        DamagedCheckpointError: The file is not what it should be, or is missing.
     """
     file = path / METRICS / METRICS
     if not os.path.lexists(file):
+        if (told := _has_had_metrics(path)) and not os.path.lexists(file):
+            raise errors.DamagedCheckpointError(
+                f"{file} is missing, and {told} says that there were metrics; add all"
+                " metrics of the step anew"
+            )
         return {}
     content = read_file(file, path)
     if not _is_known(path, content):
@@ -169,6 +174,16 @@ def metrics_in(path: Path) -> dict[str, Any]:
             )
         content = again
     return _orbax_json.loads(content, file)
+
+
+def _has_had_metrics(path: Path) -> str | None:
+    """The file that says of a checkpoint of ours that metrics were saved, or added."""
+    if _steps.is_measured(path):
+        return _steps.MEASURED
+    if not (path / _orbax_json.MANIFEST).is_file():  # no digest tells if this is so
+        return None
+    items = json_file(path / CHECKPOINT, path).get("item_handlers")
+    return CHECKPOINT if isinstance(items, dict) and METRICS in items else None
 
 
 def _is_known(path: Path, metrics: bytes) -> bool:
