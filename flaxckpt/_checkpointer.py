@@ -870,5 +870,6 @@ class Checkpointer(_directory.RunDirectory):
             self.wait()
         except errors.CheckpointError as failure:
             _log.error("the save under way failed, too: %s", failure)
+            error.add_note(f"The save under way failed, too: {failure}")
         for trainer in self.trainers:
             trainer.abandon(error)
