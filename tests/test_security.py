@@ -184,6 +184,16 @@ def test_nor_are_those_of_items(tmp_path, caplog):
     assert_plain(caplog.text)
 
 
+def test_nor_are_those_of_steps(tmp_path):
+    for step in (1, 2):
+        flaxckpt.save(tmp_path / f"{EVIL}_{step}", {"a": jnp.ones(3)})
+    (tmp_path / f"{EVIL}_2" / "state" / "_METADATA").unlink()
+    (tmp_path / f"{EVIL}_2" / "state" / "a" / "c.0").unlink()
+    with pytest.raises(errors.DamagedCheckpointError) as info:
+        flaxckpt.load(tmp_path, step=2)
+    assert_plain(str(info.value))
+
+
 def test_nor_are_those_in_a_report(tmp_path):
     flaxckpt.save(tmp_path / "c", {EVIL: jnp.ones(3)})
     (tmp_path / "c" / "state" / EVIL / "zarr.json").unlink()
