@@ -373,6 +373,11 @@ class Checkpointer(_directory.RunDirectory):
         with self._lock, _joint.ending(together):
             self.wait()
             path = self._aside(_PARAMS_ONLY, number)
+            if path.parent.is_symlink():  # what lies there is somebody else's
+                raise errors.SaveFailedError(
+                    f"{path.parent} is a symbolic link, and nothing is written or"
+                    " deleted behind one: remove it, then save again"
+                )
             options = self._save_options(number, overwrite=True, together=together)
             options = dataclasses.replace(
                 options, transforms=(_save.without_optimizer, *options.transforms)
@@ -411,7 +416,7 @@ class Checkpointer(_directory.RunDirectory):
     def _write_metadata(self, metadata: Mapping[str, JSON]) -> None:
         try:
             _orbax.write_run_metadata(self.directory, metadata)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise errors.SaveFailedError(
                 f"the metadata of {self.directory} cannot be written: {error}; see that"
                 " the directory is writable and has space, then try again"
@@ -763,7 +768,7 @@ class Checkpointer(_directory.RunDirectory):
                 raise errors.DamagedCheckpointError(
                     f"{path} is called like a step, but holds no checkpoint"
                 )
-            stored = _locate.read_stored(path, number, options.types)
+            stored = _locate.read_step(path, number, options.types)
             undone = self._undone(stored.metadata, abstract_state, options)
             state = _restore.restore(stored, abstract_state, undone, counter, has_read)
             if dataset is not None:
@@ -828,9 +833,7 @@ class Checkpointer(_directory.RunDirectory):
         number = self.latest_step() if step is None else step
         if number is None:
             raise errors.CheckpointNotFoundError(f"{self.directory} has no steps")
-        _restore.restore_dataset(
-            _locate.read_stored(self._path(number), number), dataset
-        )
+        _restore.restore_dataset(_locate.read_step(self._path(number), number), dataset)
 
     # ---- lifetime ---------------------------------------------------------------
 
@@ -876,5 +879,6 @@ class Checkpointer(_directory.RunDirectory):
             self.wait()
         except errors.CheckpointError as failure:
             _log.error("the save under way failed, too: %s", failure)
+            error.add_note(f"The save under way failed, too: {failure}")
         for trainer in self.trainers:
             trainer.abandon(error)

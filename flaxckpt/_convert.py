@@ -30,6 +30,7 @@ from flaxckpt import (
     _read,
     _remote,
     _staging,
+    _steps,
     _storage,
     _targets,
     _threads,
@@ -137,7 +138,9 @@ def run(source: Path, step: int | None, final: Path, options: Options) -> SaveRe
     _belongings.check_free(final, overwrite=options.overwrite)
     files = _belongings.stamps(found)
     stored = _locate.read_stored(found, number)
-    state = _state(stored, number, options)
+    # Under a number of its own, it is no step of the run that it comes from.
+    is_other = _steps.number(final.name) not in (number, None)
+    state = _state(stored, None if is_other else number, options)
     roots = _roots(state)
     files += tuple([f for r in roots if r != found for f in _belongings.stamps(r)])
     _belongings.check_apart(final, roots, files)

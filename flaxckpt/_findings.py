@@ -77,7 +77,7 @@ class VerifyReport:
                 lines += [f"  {name}: {why}" for name, why in found.items()]
         if self.extra:
             lines.append(f"no part of it: {', '.join(self.extra)}")
-        return "\n".join(lines)
+        return "\n".join(map(errors.printable, lines))
 
 
 class Findings:
@@ -118,7 +118,7 @@ class Findings:
     def add(self, found: dict[str, str], name: str, why: str) -> None:
         """Takes down what was found of the leaf or file `name`, the first time."""
         with self._lock:
-            found.setdefault(name, " ".join(why.split())[:300])
+            found.setdefault(name, errors.printable(" ".join(why.split())[:300]))
 
     def report(
         self,

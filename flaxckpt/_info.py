@@ -300,6 +300,7 @@ class Stored:
         unknown_types: Classes in `structure` that become plain dicts or lists.
         digests: Relative path -> digest that was written down for a file.
         stamp: The file that describes it; another one means another checkpoint.
+        recorded_step: The step that it was saved as; None if that is not recorded.
     """
 
     metadata: CheckpointMetadata
@@ -308,6 +309,7 @@ class Stored:
     unknown_types: frozenset[str] = frozenset()
     digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stamp: _storage.Stamp | None = None
+    recorded_step: int | None = None
 
 
 def describe(path: LeafPath, entry: _tree.Entry) -> LeafInfo | str:

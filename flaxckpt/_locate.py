@@ -110,3 +110,27 @@ def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Sto
     with _access.explained(path):
         reader = formats.detect(path).reader
         return reader.read(path, step=step, resolve=_flax.resolver(types))
+
+
+def read_step(path: Path, step: int, types: Sequence[type] = ()) -> Stored:
+    """The same, of a step of a run.
+
+    Raises:
+        DamagedCheckpointError: It is another step, under the name of this one.
+    """
+    stored = read_stored(path, step, types)
+    check_step(path, step, stored)
+    return stored
+
+
+def check_step(path: Path, step: int, stored: Stored) -> None:
+    """Asserts that a step of a run is the one that it is called.
+
+    Raises:
+        DamagedCheckpointError: It is not.
+    """
+    if stored.recorded_step not in (step, None):
+        raise errors.DamagedCheckpointError(
+            f"{path} is called like step {step} and was saved as step"
+            f" {stored.recorded_step}: restore another step, or load it by its own path"
+        )

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -347,11 +348,14 @@ class Retention:
         ):
             try:
                 found = _orbax.metrics_in(path)
-            except errors.DamagedCheckpointError:
-                raise errors.SaveFailedError(
-                    f"{path / _measured.METRICS_FILE} is damaged, so nothing can be"
-                    " added to it: delete it, and add all metrics of the step anew"
-                ) from None
+            except errors.DamagedCheckpointError as error:
+                if os.path.lexists(path / _measured.METRICS_FILE):
+                    raise errors.SaveFailedError(
+                        f"{path / _measured.METRICS_FILE} is damaged, so nothing can be"
+                        " added to it: delete it, and add all metrics of the step anew"
+                    ) from None
+                _log.warning("only the metrics added now are there: %s", error)
+                found = {}
             _orbax.write_metrics(path, {**found, **added})
 
     def pin(self, path: Path) -> None:
@@ -393,14 +397,14 @@ def _out_of_time(is_awaited: Callable[[], bool]) -> Callable[[], bool]:
 
 @contextlib.contextmanager
 def _writing(path: Path, what: str) -> Iterator[None]:
-    """Explains errors of the system that arise while a step is changed.
+    """Explains errors of the system, and links, met while a step is changed.
 
     Raises:
         SaveFailedError: There was one.
     """
     try:
         yield
-    except OSError as error:
+    except (OSError, ValueError) as error:
         if isinstance(error, errors.CheckpointError):
             raise
         raise errors.SaveFailedError(

@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import io
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -29,8 +30,8 @@ _AT_FDCWD = -100
 _SYNCING_THREADS = 8
 _REMOVALS = 100
 
-REPLACING = ".tmp"
-"""How the name of a file ends that is about to replace another."""
+_REPLACING = ".tmp"
+_REPLACING_NAME = re.compile(rf".+\.[0-9a-f]{{8}}{re.escape(_REPLACING)}", re.DOTALL)
 
 
 class NotDurableError(OSError):
@@ -188,7 +189,7 @@ def replace(path: Path, content: bytes) -> None:
     if _remote.is_remote(path):
         path.write_bytes(content)
         return
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{REPLACING}")
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_REPLACING}")
     try:
         write(temporary, content)
         temporary.replace(path)
@@ -196,6 +197,11 @@ def replace(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+def is_replacing(name: str) -> bool:
+    """Whether `replace` calls a file so until it has its name."""
+    return _REPLACING_NAME.fullmatch(name) is not None
 
 
 @contextlib.contextmanager

@@ -61,6 +61,9 @@ def verify(
                 extra = _verify_own(path, stored, found)
             elif stored is not None:
                 _verify_foreign(path, stored, found)
+            if stored is not None and step is not None:
+                check = functools.partial(_locate.check_step, path, step, stored)
+                found.attempt(_findings.HERE, check)
         except OSError as error:
             if not _access.is_unread(error):
                 raise
@@ -154,8 +157,9 @@ def _verify_own(path: Path, stored: Stored, found: _findings.Findings) -> list[s
             checks += [(leaf_path, check) for check in made]
             if not encoding.checksum and not files <= digests.keys():
                 undigested[leaf_path] = leaf
-    checks += _metrics_checks(path, found)
-    checks.append((_orbax.COMMITTED, (path / _orbax.COMMITTED).stat))
+    is_digested = manifest.get("metrics") is True or _steps.is_measured(path)
+    checks += _metrics_checks(path, found, is_digested=is_digested)
+    checks.append((_orbax.COMMITTED, functools.partial(_check_committed, path)))
     found.counter.total = _findings.size_of(path)
     found.run(checks)
     if encoding is None or not encoding.checksum:
@@ -198,6 +202,7 @@ def _chunk_checks(
         def check_metadata() -> None:
             text = _blocks.small(path / metadata)
             _zarr.check_metadata(text, encoding, shape, dtype, chunk_shape)
+            _zarr.check_compact(text)
 
         checks.append(check_metadata)
     size = _audit.chunk_bytes(encoding, info)
@@ -277,20 +282,36 @@ def _check_object(
     _blocks.check(file.name, [content[:body]], content[body:].tobytes())
 
 
+def _check_committed(path: Path) -> None:
+    manifest = _orbax_disk.read_file(path / _orbax_json.MANIFEST, path)
+    found = _orbax_disk.read_file(path / _orbax.COMMITTED, path)
+    if found != _orbax.seal_of(manifest):
+        raise ValueError("it is not what was written there")
+
+
 def _metrics_checks(
-    path: Path, found: _findings.Findings
+    path: Path, found: _findings.Findings, *, is_digested: bool
 ) -> list[tuple[str, Callable[[], object]]]:
+    """What is to be done with metrics, if there are or were some."""
     name = f"{_orbax.METRICS}/{_orbax.METRICS}"
-    if not (path / _orbax.METRICS).exists():
-        return []
-    if not (path / _orbax_disk.METRICS_DIGESTS).is_file():
-        found.unchecked[name] = "they were written without a digest"
+    digests = path / _orbax_disk.METRICS_DIGESTS
 
     def check() -> None:
-        (path / name).stat()  # or there would be none
+        if (path / _orbax.METRICS).exists():
+            (path / name).stat()  # or there would be none
         _orbax.metrics_in(path)
 
-    return [(name, check)]
+    def check_digests() -> None:
+        text = _orbax_disk.read_file(digests, path)
+        if not _orbax.are_digests_of_metrics(text, digests):
+            raise ValueError("it is not what was written there")
+
+    checks: list[tuple[str, Callable[[], object]]] = [(name, check)]
+    if is_digested or digests.exists():
+        checks.append((_orbax_disk.METRICS_DIGESTS, check_digests))
+    elif (path / name).exists():
+        found.unchecked[name] = "they were written without a digest"
+    return checks
 
 
 # ---- other formats ----------------------------------------------------------------

@@ -228,8 +228,9 @@ def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(tmp_path, broken_d
             ckpt.save(1, state(1))
             raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as info:
         run()
+    assert "The save under way failed, too" in info.value.__notes__[0]
 
 
 def test_saves_from_several_threads_follow_one_another(tmp_path, monkeypatch):
