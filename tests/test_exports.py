@@ -23,7 +23,8 @@ warnings.simplefilter("error")
 import flaxckpt
 at_first = [*sys.modules]
 from flaxckpt import *
-print(json.dumps({"dir": dir(flaxckpt), "at_first": at_first, "modules": [*sys.modules]}))
+found = {"dir": dir(flaxckpt), "at_first": at_first, "modules": [*sys.modules]}
+print(json.dumps(found))
 """
 
 
