@@ -1,0 +1,59 @@
+"""`flaxckpt plan`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from flaxckpt.cli import _app, _print
+
+
+@_app.verb
+def plan(
+    path: _app.PathArgument,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="What to restore into: another checkpoint, or a file of JSON with its"
+            ' shapes: {"params": {"w": "float32[3, 4]"}}, or what show --json prints.',
+        ),
+    ],
+    step: _app.StepOption = None,
+    target_step: Annotated[
+        int | None,
+        typer.Option("--target-step", min=0, help="Which step of TARGET."),
+    ] = None,
+    optimizer: Annotated[
+        Literal["match", "exact", "reinit"],
+        typer.Option("--optimizer", help="How leaves of the optimizer are found."),
+    ] = "match",
+    unused: Annotated[
+        Literal["warn", "error", "ignore"],
+        typer.Option("--unused", help="What of leaves that TARGET does not have."),
+    ] = "warn",
+    json: _app.JsonOption = False,
+) -> int:
+    """Says what a restore would do, leaf by leaf.
+
+    That of PATH into the state of TARGET.
+    Nothing is restored, and no array is read. It exits with 1 if it cannot be done.
+
+    Example:
+      flaxckpt plan runs/7 runs/8
+      flaxckpt plan runs/7 wanted.json
+    """
+    from flaxckpt import _restore, _wanted
+
+    wanted = _wanted.abstract_state(target, step=target_step)
+    found = _restore.plan(path, wanted, step=step, optimizer=optimizer, unused=unused)
+    if json:
+        _print.document({"ok": not found.problems, **_print.fields(found)})
+    elif _print.is_terminal():
+        _print.rich_print(found)
+    else:
+        _print.line(str(found))
+    if found.problems and not json:
+        _print.line(f"{len(found.problems)} of its leaves cannot be restored")
+    return _app.FOUND if found.problems else _app.FINE
