@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import difflib
 import os
 import stat
@@ -70,15 +69,30 @@ def subtrees(
     return found
 
 
-def depth_of(trees: Sequence[Subtree], *, rows: int) -> int:
-    """How much deeper than the first of `trees` at most `rows` of them reach."""
-    counts = collections.Counter(tree.depth - trees[0].depth for tree in trees)
-    total = 0
-    for depth in range(max(counts) + 1):
-        total += counts[depth]
-        if total > rows:
-            return max(1, depth - 1)
-    return max(counts)
+def shown(trees: Sequence[Subtree], *, depth: int | None, rows: int) -> list[Subtree]:
+    """Those of `trees` that are to be printed.
+
+    Args:
+        trees: As `subtrees` gives them.
+        depth: How much deeper than the first they may be. None: as deep as `rows`
+            allow; the deepest may be cut off, lest there be next to nothing.
+        rows: How many there are then at most.
+    """
+    depths = [tree.depth - trees[0].depth for tree in trees]
+    is_cut = depth is None
+    if depth is None:
+        depth = max(depths)
+        while depth > 1 and sum(d <= depth for d in depths) > rows:
+            depth -= 1
+        fewest = rows // _SHARE_SHOWN
+        while sum(d <= depth for d in depths) < min(fewest, len(trees)):
+            depth += 1
+    found = [tree for tree, d in zip(trees, depths, strict=True) if d <= depth]
+    return found[:rows] if is_cut else found
+
+
+_SHARE_SHOWN = 5
+"""A tree that shows less than this part of what it could is shown one level deeper."""
 
 
 def _prefixes(path: LeafPath) -> list[LeafPath]:

@@ -97,8 +97,10 @@ def _row(path: str, leaf: LeafDiff) -> list[str | Cell]:
 def _summary(found: CheckpointDiff) -> str:
     if found.is_empty:
         return f"all {len(found.same)} leaves are equal"
-    alone = len(found.only_in_a) + len(found.only_in_b)
-    return (
-        f"{len(found.changed)} differ, {len(found.same)} are equal, {alone} in one of"
-        " them only"
-    )
+    changed, alone = len(found.changed), len(found.only_in_a) + len(found.only_in_b)
+    told = [
+        f"{changed} {'leaf differs' if changed == 1 else 'leaves differ'}",
+        f"{len(found.same)} are equal",
+        f"{alone} are in one of them only" if alone else "",
+    ]
+    return ", ".join(filter(None, told))

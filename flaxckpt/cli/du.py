@@ -24,7 +24,8 @@ def du(
 ) -> int:
     """Says what takes the space.
 
-    On the disk, step by step; and in the arrays of one step, subtree by subtree. Files that steps share are counted at the first of them.
+    On the disk, step by step; and in the arrays of one step, subtree by subtree. Files
+    that steps share are counted at the first of them.
 
     Example:
       flaxckpt du runs/7 --depth 3
@@ -47,7 +48,7 @@ def _show(found: DiskUsage) -> None:
     ]
     rows = [
         [
-            "-" if step is None else str(step),
+            "" if step is None else str(step),
             _print.size(usage and usage.bytes),
             _print.size(usage and usage.own),
         ]

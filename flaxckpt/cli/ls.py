@@ -69,7 +69,7 @@ def _row(step: Step, with_reasons: bool) -> list[str | Cell]:
     style = next((s for mark, s in _STYLES.items() if mark in step.marks), "")
     why = ", ".join(step.why) or "nothing"
     return [
-        "-" if step.step is None else str(step.step),
+        "" if step.step is None else str(step.step),
         _print.when(step.created),
         _print.size(step.bytes),
         step.format,

@@ -40,7 +40,7 @@ def _change(path: str, steps: list[int], json: bool, *, pinned: bool) -> int:
     if json:
         _print.document({"path": found, "steps": steps, "pinned": pinned})
     else:
-        told = ", ".join(map(str, steps))
-        what = "stay now, whatever the policies say" if pinned else "are unpinned"
-        _print.line(f"steps {told} of {_print.short(found)} {what}")
+        which = "step" if len(steps) == 1 else "steps"
+        told = f"{which} {', '.join(map(str, steps))} of {_print.short(found)}"
+        _print.line(f"pinned {told}" if pinned else f"unpinned {told}")
     return _app.FINE

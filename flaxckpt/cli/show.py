@@ -38,7 +38,7 @@ def show(
             "--depth",
             "-d",
             min=1,
-            help="How deep the tree is shown; by default as deep as fits 100 lines.",
+            help="How deep the tree is shown; by default what fits 100 lines.",
             show_default=False,
         ),
     ] = None,
@@ -68,7 +68,11 @@ def show(
         return _app.FINE
     if leaf is None:
         _show_head(found)
-    _show_tree(trees, depth or _sizes.depth_of(trees, rows=_ROWS_AT_ONCE))
+    shown = _sizes.shown(trees, depth=depth, rows=_ROWS_AT_ONCE)
+    _show_tree(shown)
+    if hidden := len(trees) - len(shown):
+        deeper = max(tree.depth for tree in trees) - trees[0].depth
+        _print.line(f"… and {hidden} more below: --depth {deeper} shows all")
     return _app.FINE
 
 
@@ -90,18 +94,14 @@ def _show_head(found: CheckpointMetadata) -> None:
         _print.line(f"changed by {change}")
 
 
-def _show_tree(trees: Sequence[Subtree], depth: int) -> None:
-    top = trees[0].depth
-    shown = [tree for tree in trees if tree.depth - top <= depth]
+def _show_tree(trees: Sequence[Subtree]) -> None:
     columns = [
         Column("leaf"),
         Column("type"),
         Column("spec"),
         Column("size", is_number=True),
     ]
-    _print.table(columns, [_tree_row(tree, top) for tree in shown])
-    if hidden := len(trees) - len(shown):
-        _print.line(f"… and {hidden} more below: --depth {depth + 1} shows more")
+    _print.table(columns, [_tree_row(tree, trees[0].depth) for tree in trees])
 
 
 def _tree_row(tree: Subtree, top: int) -> list[str | Cell]:
@@ -112,7 +112,7 @@ def _tree_row(tree: Subtree, top: int) -> list[str | Cell]:
         leaves = f"{tree.leaves} {'leaf' if tree.leaves == 1 else 'leaves'}"
         return [Cell(indented, "bold"), Cell(leaves, "dim"), "", Cell(size, "bold")]
     spec = "" if tree.info.spec is None else _print.spec(tree.info.spec)
-    return [indented, str(tree.info), spec, size]
+    return [indented, str(tree.info), spec, size if tree.info.dtype else ""]
 
 
 # ---- one leaf ---------------------------------------------------------------------
