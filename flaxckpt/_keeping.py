@@ -219,15 +219,32 @@ def prune(
     """Deletes the steps of a run that no policy keeps, or says which.
 
     Raises:
+        OptionError: A policy asks for a metric that no step has.
         SaveFailedError: The newest step is damaged, so that older ones stay.
         CheckpointError: As for `opened`.
     """
     with opened(path, keep=keep, read_only=dry_run) as run:
         reasons = run.explain()
+        _check_metrics(run, reasons)
         sizes = _own_sizes(survey(run.directory).steps, reasons)
         deleted = run.prune(dry_run=dry_run)
         freed = sum(sizes.get(step, 0) for step in deleted)
         return Pruned(str(run.directory), dry_run, deleted, freed, reasons)
+
+
+def _check_metrics(run: Checkpointer, reasons: Mapping[int, Sequence[str]]) -> None:
+    """Refuses a policy that keeps nothing because of how its metric is written."""
+    for policy in run.keep:
+        if not isinstance(policy, policies.BestN) or not reasons:
+            continue
+        if any(str(policy) in why for why in reasons.values()):
+            continue
+        known = sorted({name for step in run.steps() for name in run.metrics(step)})
+        raise errors.OptionError(
+            f"no step of {run.directory} has a finite metric {policy.metric!r}, so the"
+            f" best cannot be told and would go; there"
+            f" {'are ' + ', '.join(known) if known else 'is none'}"
+        )
 
 
 def _own_sizes(

@@ -94,9 +94,14 @@ def leaf(info: LeafInfo) -> dict[str, Any]:
 
 
 def line(text: str = "") -> None:
-    """Prints a text, line by line."""
+    """Prints one line."""
+    print(errors.printable(text))
+
+
+def lines(text: str) -> None:
+    """Prints a text of several lines."""
     for one in text.split("\n"):
-        print(errors.printable(one))
+        line(one)
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]]) -> None:

@@ -23,7 +23,7 @@ def diff(
     ],
     b: Annotated[
         str | None,
-        typer.Argument(metavar="[B]", help="Another, of any format; else the same."),
+        typer.Argument(metavar="B", help="Another, of any format; else the same."),
     ] = None,
     step_a: Annotated[
         int | None,

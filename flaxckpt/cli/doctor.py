@@ -18,7 +18,7 @@ def doctor(
     directory: Annotated[
         str,
         typer.Argument(
-            metavar="[DIRECTORY]", help="Where a run would save.", show_default=False
+            metavar="DIRECTORY", help="Where a run would save.", show_default=False
         ),
     ] = ".",
     max_mb: Annotated[

@@ -8,9 +8,7 @@ import typer
 
 from flaxckpt.cli import _app, _print
 
-_Steps = Annotated[
-    list[int], typer.Argument(metavar="STEP...", min=0, help="The steps.")
-]
+_Steps = Annotated[list[int], typer.Argument(metavar="STEP", min=0, help="The steps.")]
 
 
 @_app.verb

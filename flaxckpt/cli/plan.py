@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from flaxckpt import errors
 from flaxckpt.cli import _app, _print
+
+if TYPE_CHECKING:
+    from flaxckpt._plan import RestorePlan
 
 
 @_app.verb
@@ -50,10 +54,17 @@ def plan(
     found = _restore.plan(path, wanted, step=step, optimizer=optimizer, unused=unused)
     if json:
         _print.document({"ok": not found.problems, **_print.fields(found)})
-    elif _print.is_terminal():
+    else:
+        _show(found)
+    return _app.FOUND if found.problems else _app.FINE
+
+
+def _show(found: RestorePlan) -> None:
+    if _print.is_terminal():
         _print.rich_print(found)
     else:
-        _print.line(str(found))
-    if found.problems and not json:
-        _print.line(f"{len(found.problems)} of its leaves cannot be restored")
-    return _app.FOUND if found.problems else _app.FINE
+        _print.lines(str(found))
+    if count := len(found.problems):
+        told = "1 leaf" if count == 1 else f"{count} leaves"
+        rows = [f"{p.leaf}: wanted {p.wanted}, found {p.found}" for p in found.problems]
+        _print.lines(f"{told} cannot be restored:\n{errors.rows(rows)}")

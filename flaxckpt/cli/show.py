@@ -26,7 +26,7 @@ def show(
     leaf: Annotated[
         str | None,
         typer.Argument(
-            metavar="[LEAF]",
+            metavar="LEAF",
             help="One leaf, whose values are then read; or a container.",
             show_default=False,
         ),

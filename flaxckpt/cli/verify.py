@@ -53,11 +53,12 @@ def verify(
 
 
 def _show(found: VerifyReport) -> None:
+    verdict = "good" if found.ok else "DAMAGED"
+    if found.unread and not found.problems:
+        verdict = "could not be read"
     checked = f"{_print.size(found.bytes_checked)} in {_print.secs(found.secs)}"
-    verdict = (
-        "good" if found.ok else "DAMAGED" if found.problems else "could not be read"
-    )
-    _print.line(f"{_print.short(found.path)}: {verdict} ({found.format}, {checked})")
+    step = "" if found.step is None else f", step {found.step}"
+    _print.line(f"{_print.short(found.path)}{step}: {verdict}, {checked} checked")
     rows: list[list[str | Cell]] = []
     for style, what, faults in (
         ("red", "", found.problems),
