@@ -30,10 +30,12 @@ class Column(NamedTuple):
     Attributes:
         title: Its heading.
         is_number: Whether it is aligned to the right.
+        is_whole: Whether it is as wide as it has to be, however narrow the terminal.
     """
 
     title: str
     is_number: bool = False
+    is_whole: bool = False
 
 
 class Cell(NamedTuple):
@@ -154,7 +156,7 @@ def _print_rich(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> No
         found.add_column(
             column.title,
             justify="right" if column.is_number else "left",
-            no_wrap=column.is_number,
+            no_wrap=column.is_number or column.is_whole,
             overflow="fold",
         )
     for row in rows:
@@ -221,7 +223,7 @@ def number(value: object) -> str:
 
 def metrics(found: Mapping[str, float]) -> str:
     """Metrics by name, in one line."""
-    return ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+    return ", ".join(f"{name}={value:.4g}" for name, value in found.items())
 
 
 def spec(found: Any) -> str:

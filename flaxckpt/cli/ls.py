@@ -45,35 +45,43 @@ def _show(found: Listing, with_reasons: bool) -> None:
     if not found.steps:
         _print.line(f"{_print.short(found.path)} has no steps yet")
         return
+    formats = {step.format for step in found.steps}
     columns = [
         Column("step", is_number=True),
-        Column("saved"),
+        Column("saved", is_whole=True),
         Column("size", is_number=True),
-        Column("format"),
+        Column("format", is_whole=True),
         Column("metrics"),
         Column("marks"),
-        Column("stays for" if with_reasons else ""),
+        Column("stays for"),
     ]
-    _print.table(columns, [_row(step, with_reasons) for step in found.steps])
+    rows = [
+        _row(step, len(formats) > 1, with_reasons and step.damage is None)
+        for step in found.steps
+    ]
+    _print.table(columns, rows)
     for step in found.steps:
         if step.damage is not None:
-            name = step.path if step.step is None else f"step {step.step}"
-            _print.line(f"{name} is damaged: {step.damage}")
-    if found.is_run:
-        size = _print.size(found.bytes)
-        count = len(found.steps)
-        _print.line(f"{count} {'step' if count == 1 else 'steps'}, {size} on the disk")
+            _print.line(f"step {step.step} is damaged: {step.damage}")
+    count = len(found.steps)
+    what = (
+        f"{count} {'step' if count == 1 else 'steps'}"
+        if found.is_run
+        else "1 checkpoint"
+    )
+    told = [what, *(formats if len(formats) == 1 else ()), _print.size(found.bytes)]
+    _print.line(", ".join(told))
 
 
-def _row(step: Step, with_reasons: bool) -> list[str | Cell]:
+def _row(step: Step, with_format: bool, with_reasons: bool) -> list[str | Cell]:
     style = next((s for mark, s in _STYLES.items() if mark in step.marks), "")
     why = ", ".join(step.why) or "nothing"
     return [
         "" if step.step is None else str(step.step),
         _print.when(step.created),
         _print.size(step.bytes),
-        step.format,
+        step.format if with_format else "",
         _print.metrics(step.metrics),
         Cell(", ".join(step.marks), style),
-        why if with_reasons and step.damage is None else "",
+        why if with_reasons else "",
     ]

@@ -56,9 +56,11 @@ def _show(found: VerifyReport) -> None:
     verdict = "good" if found.ok else "DAMAGED"
     if found.unread and not found.problems:
         verdict = "could not be read"
-    checked = f"{_print.size(found.bytes_checked)} in {_print.secs(found.secs)}"
-    step = "" if found.step is None else f", step {found.step}"
-    _print.line(f"{_print.short(found.path)}{step}: {verdict}, {checked} checked")
+    name = _print.short(found.path)
+    if found.step is not None and not name.endswith(str(found.step)):
+        name += f", step {found.step}"  # nothing there is known to be that step
+    size = _print.size(found.bytes_checked)
+    _print.line(f"{name}: {verdict}, {size} checked in {_print.secs(found.secs)}")
     rows: list[list[str | Cell]] = []
     for style, what, faults in (
         ("red", "", found.problems),
