@@ -152,16 +152,42 @@ def _print_rich(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> No
         pad_edge=False,
         padding=(0, 2, 0, 0),
     )
-    for column in columns:
+    terminal = console()
+    least = _least_widths(columns, rows, terminal.width)
+    for column, width in zip(columns, least, strict=True):
         found.add_column(
             column.title,
+            min_width=width,
             justify="right" if column.is_number else "left",
             no_wrap=column.is_number or column.is_whole,
             overflow="fold",
         )
     for row in rows:
         found.add_row(*[Text(cell.text, cell.style) for cell in row])
-    rich_print(found)
+    terminal.print(found)
+
+
+def _least_widths(
+    columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int
+) -> list[int]:
+    """How wide columns are at least, so that few words are cut in two."""
+    words = [
+        [len(w) for row in rows for w in row[n].text.split()]
+        for n in range(len(columns))
+    ]
+    texts = [max(len(row[n].text) for row in rows) for n in range(len(columns))]
+    least = [0 for _ in columns]
+    for longest in (8, 12, 16, 20, 24):
+        wider = [
+            text
+            if column.is_number or column.is_whole
+            else min(longest, max([*found, len(column.title)]))
+            for column, found, text in zip(columns, words, texts, strict=True)
+        ]
+        if sum(wider) + 2 * len(columns) > width:
+            break
+        least = wider
+    return least
 
 
 def rich_print(found: RenderableType) -> None:

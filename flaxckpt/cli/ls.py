@@ -45,7 +45,7 @@ def _show(found: Listing, with_reasons: bool) -> None:
     if not found.steps:
         _print.line(f"{_print.short(found.path)} has no steps yet")
         return
-    formats = {step.format for step in found.steps}
+    formats = sorted({step.format for step in found.steps} - {"unknown"})
     columns = [
         Column("step", is_number=True),
         Column("saved", is_whole=True),
@@ -69,7 +69,7 @@ def _show(found: Listing, with_reasons: bool) -> None:
         if found.is_run
         else "1 checkpoint"
     )
-    told = [what, *(formats if len(formats) == 1 else ()), _print.size(found.bytes)]
+    told = [what, *(formats if len(formats) == 1 else []), _print.size(found.bytes)]
     _print.line(", ".join(told))
 
 

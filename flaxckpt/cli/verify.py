@@ -59,8 +59,11 @@ def _show(found: VerifyReport) -> None:
     name = _print.short(found.path)
     if found.step is not None and not name.endswith(str(found.step)):
         name += f", step {found.step}"  # nothing there is known to be that step
-    size = _print.size(found.bytes_checked)
-    _print.line(f"{name}: {verdict}, {size} checked in {_print.secs(found.secs)}")
+    told = [verdict]
+    if found.bytes_checked:
+        size = _print.size(found.bytes_checked)
+        told.append(f"{size} checked in {_print.secs(found.secs)}")
+    _print.line(f"{name}: {', '.join(told)}")
     rows: list[list[str | Cell]] = []
     for style, what, faults in (
         ("red", "", found.problems),
