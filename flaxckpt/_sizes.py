@@ -141,7 +141,7 @@ def on_disk(path: Path, counted: set[FileId]) -> Usage | None:
     for file in _files(root):
         found[file.st_dev, file.st_ino] = file.st_size
     own = sum(size for file, size in found.items() if file not in counted)
-    counted |= found.keys()
+    counted.update(found)
     return Usage(sum(found.values()), own)
 
 

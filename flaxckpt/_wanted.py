@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,7 +33,19 @@ _VALUES: Mapping[str, Any] = {
 }
 
 
-def abstract_state(target: PathLike, *, step: int | None = None) -> PyTree:
+class Wanted(NamedTuple):
+    """The state that a restore shall fill.
+
+    Attributes:
+        state: Abstract; numbers and texts have values.
+        has_roles: Whether its optimizers can be told: they are in classes of optax.
+    """
+
+    state: PyTree
+    has_roles: bool
+
+
+def wanted(target: PathLike, *, step: int | None = None) -> Wanted:
     """The state that a restore shall fill.
 
     Args:
@@ -49,10 +61,11 @@ def abstract_state(target: PathLike, *, step: int | None = None) -> PyTree:
     """
     root = _storage.resolve(target)
     if root.suffix == ".json" and root.is_file() and not formats.recognises(root):
-        return _of_file(root)
+        return Wanted(_of_file(root), has_roles=False)
     stored = _locate.read_stored(*_locate.locate(root, step))
     values = {path: _abstract(row.info) for path, row in stored.table.items()}
-    return _tree.unflatten(stored.structure, values)
+    has_roles = any(row.info.role is not None for row in stored.table.values())
+    return Wanted(_tree.unflatten(stored.structure, values), has_roles)
 
 
 def _of_file(file: Path) -> PyTree:

@@ -149,7 +149,6 @@ def _print_rich(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> No
         box=None,
         header_style="bold",
         show_header=any(column.title for column in columns),
-        pad_edge=False,
         padding=(0, 2, 0, 0),
     )
     terminal = console()

@@ -30,9 +30,14 @@ def plan(
         typer.Option("--target-step", min=0, help="Which step of TARGET."),
     ] = None,
     optimizer: Annotated[
-        Literal["match", "exact", "reinit"],
-        typer.Option("--optimizer", help="How leaves of the optimizer are found."),
-    ] = "match",
+        Literal["match", "exact", "reinit"] | None,
+        typer.Option(
+            "--optimizer",
+            help="How leaves of the optimizer are found; by default by what they are,"
+            " or by their paths if TARGET does not tell.",
+            show_default=False,
+        ),
+    ] = None,
     unused: Annotated[
         Literal["warn", "error", "ignore"],
         typer.Option("--unused", help="What of leaves that TARGET does not have."),
@@ -50,8 +55,14 @@ def plan(
     """
     from flaxckpt import _restore, _wanted
 
-    wanted = _wanted.abstract_state(target, step=target_step)
-    found = _restore.plan(path, wanted, step=step, optimizer=optimizer, unused=unused)
+    wanted = _wanted.wanted(target, step=target_step)
+    found = _restore.plan(
+        path,
+        wanted.state,
+        step=step,
+        optimizer=optimizer or ("match" if wanted.has_roles else "exact"),
+        unused=unused,
+    )
     if json:
         _print.document({"ok": not found.problems, **_print.fields(found)})
     else:
