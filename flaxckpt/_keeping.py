@@ -148,7 +148,8 @@ def _templates(found: _steps.Found) -> list[str]:
     """What the names of all steps may be made of."""
     if not found.steps:
         return ["{step}"]
-    name = found.steps[max(found.steps)].name
+    # The smallest number has the most zeros before it, if any has.
+    name = found.steps[min(found.steps)].name
     digits = re.search("[0-9]+$", name)
     assert digits is not None, name
     prefix = name[: digits.start()]
