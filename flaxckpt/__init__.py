@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from flaxckpt._plan import LeafPlan, RestorePlan
     from flaxckpt._restore import load, metadata, open_leaf, plan
     from flaxckpt._save import save, save_async
+    from flaxckpt._simulation import Simulation, simulate
+    from flaxckpt._store import StoreOptions
+    from flaxckpt._stores import set_store_options
     from flaxckpt._tools import convert, verify
     from flaxckpt.partition import abstract_state, parameter_infos
 
@@ -41,6 +44,8 @@ __all__ = [
     "RestorePlan",
     "SaveHandle",
     "SaveResult",
+    "Simulation",
+    "StoreOptions",
     "VerifyReport",
     "abstract_state",
     "configs",
@@ -58,6 +63,8 @@ __all__ = [
     "policies",
     "save",
     "save_async",
+    "set_store_options",
+    "simulate",
     "transforms",
     "verify",
 ]
@@ -77,6 +84,8 @@ _HOMES = {
     "RestorePlan": "_plan",
     "SaveHandle": "_handle",
     "SaveResult": "_info",
+    "Simulation": "_simulation",
+    "StoreOptions": "_store",
     "VerifyReport": "_findings",
     "abstract_state": "partition",
     "convert": "_tools",
@@ -88,6 +97,8 @@ _HOMES = {
     "plan": "_restore",
     "save": "_save",
     "save_async": "_save",
+    "set_store_options": "_stores",
+    "simulate": "_simulation",
     "verify": "_tools",
 }
 

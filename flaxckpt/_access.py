@@ -1,4 +1,4 @@
-"""What may not be read says so, in the same words everywhere."""
+"""What cannot be read says so, in the same words everywhere."""
 
 from __future__ import annotations
 
@@ -16,24 +16,47 @@ def denied(path: Path, error: PermissionError) -> errors.DamagedCheckpointError:
         path: What was read, if `error` does not know.
         error: What the system said.
     """
-    name = error.filename
-    where = name if isinstance(name, str) and name else path
     return errors.DamagedCheckpointError(
-        f"{where} cannot be read: permission denied; change its mode, or run as its"
-        " owner"
+        f"{_where(path, error)} cannot be read: permission denied; change its mode, or"
+        " run as its owner"
     )
 
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Explains a `PermissionError` of the system that arises while `path` is read.
+    """Explains errors of the system that arise while `path` is read.
+
+    That something is not there is none: what that means depends on what it is.
 
     Raises:
-        DamagedCheckpointError: There was one.
+        DamagedCheckpointError: There was one; `is_unread` tells it from damage.
     """
     try:
         yield
-    except PermissionError as error:
-        if isinstance(error, errors.CheckpointError):
+    except OSError as error:
+        if isinstance(error, (errors.CheckpointError, *_MISSING)):
             raise
-        raise denied(path, error) from None
+        if isinstance(error, PermissionError):
+            raise denied(path, error) from error
+        raise errors.DamagedCheckpointError(
+            f"{_where(path, error)} cannot be read: {error.strerror or error}; try"
+            " again, and see that the disk is sound"
+        ) from error
+
+
+def is_unread(error: BaseException) -> bool:
+    """Whether the system could not read something, which proves no damage."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, OSError) and not isinstance(found, errors.CheckpointError):
+            return not isinstance(found, _MISSING)
+        found = found.__cause__ or found.__context__
+    return False
+
+
+_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
+
+def _where(path: Path, error: OSError) -> object:
+    name = error.filename
+    return name if isinstance(name, str) and name else path

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from flaxckpt import (
     _access,
@@ -18,7 +19,9 @@ from flaxckpt import (
     _dtypes,
     _layout,
     _locate,
+    _remote,
     _storage,
+    _write,
     _zarr,
     errors,
 )
@@ -34,14 +37,8 @@ up to 100 bytes into its nodes, which it compresses."""
 
 
 @_collector.paused()
-def check(path: Path, *, is_ours: bool) -> None:
-    """Reads what describes a checkpoint, and looks for the files of its arrays.
-
-    Arrays of other writers are not looked for: zeros need not be stored there.
-
-    Args:
-        path: The checkpoint.
-        is_ours: Whether it must be one of ours; else it may be anybody's.
+def check(path: Path) -> None:
+    """Reads what describes a checkpoint of ours, and looks for its arrays' files.
 
     Raises:
         DamagedCheckpointError: A metadata file is missing or has changed, or an array
@@ -49,18 +46,20 @@ def check(path: Path, *, is_ours: bool) -> None:
     """
     stored = _locate.read_stored(path, None)
     if stored.metadata.format != "flaxckpt":
-        if is_ours:
-            raise errors.DamagedCheckpointError(
-                f"{path / _orbax_json.MANIFEST} is missing; restore another step"
-            )
-        return
+        raise errors.DamagedCheckpointError(
+            f"{path / _orbax_json.MANIFEST} is missing; restore another step"
+        )
     with _access.explained(path):
         manifest = _orbax_disk.json_file(path / _orbax_json.MANIFEST, path)
         encoding = _orbax_json.encoding(manifest)
         for name, digest in digests(path, stored).items():
             # Zarr 2 has one for every file, which would be as much to read as all.
-            if not (encoding and encoding.version == 2 and _orbax.is_of_arrays(name)):
+            is_much = encoding and (encoding.version == 2 or _remote.is_remote(path))
+            if not (is_much and _orbax.is_of_arrays(name)):
                 _check_digest(path / name, digest)
+        if _remote.is_remote(path):
+            _check_objects(path, stored, manifest, encoding)
+            return
         arrays = [i for i in stored.metadata.leaves.values() if i.dtype is not None]
         if encoding is None or not arrays:
             return
@@ -69,6 +68,34 @@ def check(path: Path, *, is_ours: bool) -> None:
             return
         for info in arrays:
             _check_array(path / _orbax.STATE, encoding, info)
+
+
+def _check_objects(
+    path: _remote.RemotePath,
+    stored: Stored,
+    manifest: Mapping[str, Any],
+    encoding: _zarr.Encoding | None,
+) -> None:
+    """Looks for the objects of arrays; each is there whole, or not at all."""
+    wanted = {name for name in digests(path, stored) if _orbax.is_of_arrays(name)}
+    if encoding is not None and not manifest["ocdbt"]:
+        for info in stored.metadata.leaves.values():
+            if info.dtype is None:
+                continue
+            directory = f"{_orbax.STATE}/{_orbax_json.param_name(info.keys)}"
+            shape, _ = _layout.stored_form(info)
+            names = keys(encoding, shape, info.chunk_shape or ())
+            wanted |= {
+                f"{directory.rstrip('/')}/{name}"
+                for name in (*names, metadata_name(encoding))
+            }
+    elif encoding is not None and any(i.dtype for i in stored.metadata.leaves.values()):
+        wanted.add(f"{_orbax.STATE}/manifest.ocdbt")
+    if missing := sorted(wanted.difference(path.keys())):
+        raise errors.DamagedCheckpointError(
+            f"{path} is not all there; restore another step:\n"
+            + errors.rows(f"{name} is missing" for name in missing)
+        )
 
 
 def digests(path: Path, stored: Stored) -> dict[str, str]:
@@ -102,7 +129,8 @@ def _check_database(
         for info in arrays
         if chunk_bytes(encoding, info) >= _OUTSIDE_NODES_BYTES
     )
-    found = sum(_sizes(root / "d").values())
+    values = [root / "d", *root.glob(f"{_write.DATABASE_OF}*/d")]
+    found = sum(sum(_sizes(directory).values()) for directory in values)
     if not _sizes(root).get("manifest.ocdbt") or found < max(1, least):
         raise errors.DamagedCheckpointError(
             f"{root} is not all there: wanted a database of at least {least} bytes,"

@@ -47,7 +47,7 @@ def restore_or_init(
     checkpointer.wait()
     _tell_of_params_only(checkpointer)
     # Damaged steps are no reason to begin anew: restoring says what is to be done.
-    if checkpointer.latest_step() is not None or checkpointer.damaged():
+    if checkpointer.has_steps():
         restored, step = checkpointer.restore_latest(state, dataset=dataset)
         if dataset is None and checkpointer.has_dataset(step):
             _log.warning(

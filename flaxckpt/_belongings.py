@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flaxckpt import (
+    _remote,
     _steps,
     _storage,
     errors,
@@ -57,12 +58,13 @@ def check_free(final: Path, *, overwrite: bool) -> None:
         OptionError: It lies below a file.
         CheckpointExistsError: Something is there that may not be replaced.
     """
-    above = next(path for path in final.parents if os.path.lexists(path))
-    if not above.is_dir():
+    there = (path for path in final.parents if _is_taken(path))
+    above = next(there, None)  # in a store, there may be nothing
+    if above is not None and not above.is_dir():
         raise errors.OptionError(
             f"{final} cannot be made: {above} is a file, not a directory"
         )
-    if not os.path.lexists(final):
+    if not _storage.lexists(final):
         return
     is_directory = final.is_dir() and not final.is_symlink()
     if is_directory and not any(final.iterdir()):
@@ -121,7 +123,7 @@ def _is_of_orbax(path: Path) -> bool:
         return not path.is_symlink() and (
             path.name in _DIRECTORIES_OF_ORBAX
             or path.name.startswith("ocdbt.process_")
-            or any(map(_MARKS_OF_ORBAX.fullmatch, os.listdir(path)))  # noqa: PTH208
+            or any(map(_MARKS_OF_ORBAX.fullmatch, _storage.names(path)))
         )
     return path.name in _FILES_OF_ORBAX or _steps.is_mark(path.name)
 
@@ -169,6 +171,9 @@ def stamps(source: Path) -> tuple[_storage.Stamp, ...]:
 
 
 def _files(source: Path) -> Iterator[Path]:
+    if _remote.is_remote(source):
+        yield from source.rglob("*")
+        return
     if source.is_dir():
         for directory, directories, names in os.walk(source):
             directories.sort()
@@ -203,21 +208,29 @@ def check_apart(
     Raises:
         OptionError: It does.
     """
-    made = os.path.realpath(final)
+    made = _real(final)
     for source in sources:
-        real = os.path.realpath(source)
+        real = _real(source)
         if made == real or _holds(made, real) or _holds(real, made):
             raise errors.OptionError(
                 f"{final} lies in the checkpoint {source}, or that in it: choose a path"
                 " beside it"
             )
     for stamp in files:
-        real = os.path.realpath(stamp.path)
+        real = _real(stamp.path)
         if made == real or _holds(made, real):
             raise errors.OptionError(
                 f"{final} is, or holds, {stamp.path}, which is read: choose another"
                 " path"
             )
+
+
+def _is_taken(path: Path) -> bool:
+    return path.is_file() if _remote.is_remote(path) else os.path.lexists(path)
+
+
+def _real(path: Path) -> str:
+    return str(path) if _remote.is_remote(path) else os.path.realpath(path)
 
 
 def _holds(directory: str, path: str) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 import crc32c
 import numpy as np
 
-from flaxckpt import _links
+from flaxckpt import _links, _marked, _remote
 from flaxckpt._types import PathLike
 
 Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
@@ -90,6 +90,9 @@ def write(path: Path, parts: Sequence[memoryview]) -> None:
     Syncing a large file here lets the disk work while others are written. Its name is
     made durable with its directory, by the caller.
     """
+    if _remote.is_remote(path):
+        _marked.write_new(path, b"".join(parts))
+        return
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
     try:
@@ -178,6 +181,9 @@ def read(block: Block, into: Sequence[memoryview], *, verify: bool) -> None:
         ValueError: The file has another size, or fails its checksum.
         OSError: It is missing, or cannot be read.
     """
+    if _remote.is_remote(block.path):
+        _read_object(block, into, verify=verify)
+        return
     tail = np.empty(block.file_size - block.size, np.uint8)
     with _open(block) as file:
         at = 0
@@ -192,17 +198,30 @@ def read(block: Block, into: Sequence[memoryview], *, verify: bool) -> None:
         check(block.path.name, into, tail.tobytes())
 
 
+def _read_object(block: Block, into: Sequence[memoryview], *, verify: bool) -> None:
+    content = memoryview(block.path.read_bytes())
+    if len(content) != block.file_size:
+        raise ValueError(
+            f"{block.path.name} has {len(content)} bytes instead of {block.file_size}"
+        )
+    at = 0
+    for view in into:
+        view[:] = content[at : at + len(view)]
+        at += len(view)
+    if verify and block.has_checksum:
+        check(block.path.name, into, content[at:].tobytes())
+
+
 def small(path: Path) -> bytes:
     """The content of a small file, or its beginning if it is not small.
 
     Raises:
         OSError: It is missing, or cannot be read.
     """
-    descriptor = _descriptor(path)
-    try:
-        return os.read(descriptor, 2**16)
-    finally:
-        os.close(descriptor)
+    if _remote.is_remote(path):
+        return path.read_bytes()
+    with open(_descriptor(path), "rb") as file:
+        return file.read(2**16)
 
 
 def mapped(block: Block) -> Bytes:
@@ -267,13 +286,34 @@ def verify_mapped(block: Block, content: Bytes) -> None:
 
     Raises:
         ValueError: It has changed since it was written.
-        OSError: The checksum cannot be read.
+        OSError: It, or its checksum, cannot be read.
     """
     if not block.has_checksum:
         return
+    _populate(block, content)
     with _open(block) as file:
-        tail = os.pread(file, CHECKSUM_BYTES, block.size)
+        tail = b""
+        while part := os.pread(
+            file, CHECKSUM_BYTES - len(tail), block.size + len(tail)
+        ):
+            tail += part
     check(block.path.name, [content.data], tail)
+
+
+def _populate(block: Block, content: Bytes) -> None:
+    """Has pages read here: one that cannot be would end the process when touched.
+
+    Raises:
+        OSError: One cannot be: the disk fails, or the file was cut short.
+    """
+    if content.nbytes == 0 or sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    where = ctypes.c_void_p(content.ctypes.data), ctypes.c_size_t(content.nbytes)
+    failed = libc.madvise(*where, _POPULATE_READ) != 0
+    # Linux before 5.14 knows no such advice, and says EINVAL.
+    if failed and ctypes.get_errno() == errno.EFAULT:
+        raise OSError(errno.EIO, "a part of it cannot be read", str(block.path))
 
 
 def check(name: str, parts: Sequence[memoryview], recorded: bytes) -> None:
@@ -324,6 +364,7 @@ def _descriptor(path: Path) -> int:
 
 
 _MAP_FIXED = 0x10
+_POPULATE_READ = 22  # MADV_POPULATE_READ
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux: addresses only
 
 
@@ -347,6 +388,8 @@ def _map_function() -> Any:
 
 def is_local(path: PathLike) -> bool:
     """Whether `path` is on a file system of this machine, where mapping is safe."""
+    if _remote.is_remote(path):
+        return False
     return file_system(os.fspath(path)) in _LOCAL
 
 

@@ -394,7 +394,8 @@ class CheckpointCallback:
         if self.checkpointer.has_saved(seen.step):
             return "was saved already", False
         self._note_duration()
-        if not self._grace.is_enough(notice):
+        # By the first process's clock: all of them save the same.
+        if not _multihost.gather_flags([self._grace.is_enough(notice)])[0][0]:
             path = self.checkpointer.save_params_only(seen.step, seen.get("state"))
             if path is not None:
                 return f"is saved without its optimizer, as {path}", False

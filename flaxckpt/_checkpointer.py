@@ -15,8 +15,10 @@ from typing import Any, Literal, Protocol, Self
 
 from flaxckpt import (
     _collector,
+    _commit,
     _directory,
     _events,
+    _joint,
     _locate,
     _measured,
     _multihost,
@@ -27,6 +29,7 @@ from flaxckpt import (
     _save,
     _steps,
     _storage,
+    _together,
     _verify,
     _write,
     errors,
@@ -98,6 +101,10 @@ class Checkpointer(_directory.RunDirectory):
             root metadata. It replaces what is there.
         sinks: Who is told of events: functions of an `Event`, or loggers of clu, W&B,
             MLflow or TensorBoard. They are told on the thread that calls.
+        peer_timeout_secs: Where several processes train, how long one waits in a save
+            or a restore for others that are behind.
+        read_once: Where several processes train, whether large arrays that several of
+            them need are read in parts, and sent by the devices from one to another.
 
     Attributes:
         events: What happens to the checkpoints. Unless `read_only`, it is also kept in
@@ -121,6 +128,8 @@ class Checkpointer(_directory.RunDirectory):
         sinks: Sequence[_events.Sink] = (),
         keep_dataset: Sequence[PreservationPolicy] = (),
         metrics_from: Callable[[], _measured.MetricsByStep] | None = None,
+        peer_timeout_secs: float = _together.TIMEOUT_SECS,
+        read_once: bool = False,
     ) -> None:
         super().__init__(
             directory,
@@ -143,15 +152,23 @@ class Checkpointer(_directory.RunDirectory):
             raise errors.OptionError(
                 f"max_concurrent_bytes must be positive, got {max_concurrent_bytes}"
             )
+        if peer_timeout_secs <= 0:
+            raise errors.OptionError(
+                f"peer_timeout_secs must be positive, got {peer_timeout_secs}"
+            )
+        self._peer_timeout_secs = peer_timeout_secs
+        self._read_once = read_once
         for sink in sinks:
             self.events.subscribe(sink)
         if not read_only:
             self._make_directory()
-            self._tidy()
+            if _multihost.is_first():
+                self._tidy()
         if metadata is not None:
             self.check_writable("keep metadata")
             _save.check_json(metadata)
-            self._write_metadata(metadata)
+            if _multihost.is_first():
+                self._write_metadata(metadata)
 
     # ---- saving -----------------------------------------------------------------
 
@@ -198,7 +215,7 @@ class Checkpointer(_directory.RunDirectory):
             )
         number = _steps.check(step)
         try:
-            with self._lock:
+            with self._lock, self._jointly("save", number) as together:
                 self._wait()
                 return self._begin(
                     number,
@@ -209,9 +226,21 @@ class Checkpointer(_directory.RunDirectory):
                     on_exists,
                     temporary,
                     start,
+                    together,
                 )
         finally:
             self.events.deliver(number)
+
+    @contextlib.contextmanager
+    def _jointly(self, kind: str, step: int) -> Iterator[_together.Operation | None]:
+        """Begins what all processes do, who are told if it fails within."""
+        together = self._begun(kind, f"step {step}")
+        with _joint.telling(together):
+            yield together
+
+    def _begun(self, kind: str, what: str) -> _together.Operation | None:
+        text = f"{what} of {self.directory}"
+        return _joint.begin(kind, self.directory, text, self._peer_timeout_secs)
 
     def _begin(
         self,
@@ -223,11 +252,16 @@ class Checkpointer(_directory.RunDirectory):
         on_exists: Literal["error", "skip", "overwrite"],
         temporary: bool,
         start: float,
+        together: _together.Operation | None,
     ) -> SaveHandle:
         final = self.directory / self._format.name(number)
-        if on_exists == "skip" and number in self._listed():
+        if on_exists == "skip" and _joint.first_says(
+            together, "there", lambda: number in self._listed()
+        ):
+            if together is not None:
+                together.close()
             if not temporary:
-                self._retention.make_permanent(final)
+                self.make_permanent(number)
             return self._skipped(number, final, start)
         overwrite = on_exists == "overwrite" or _steps.is_damaged(final)
         tell = functools.partial(self.events.emit, step=number, path=final)
@@ -242,6 +276,7 @@ class Checkpointer(_directory.RunDirectory):
                 planned=functools.partial(tell, "started", overwrite=overwrite),
                 temporary=temporary,
                 count=counter.add,
+                together=together,
             )
             snapshot = _save.take(final, state, options)
         counter.total = snapshot.nbytes
@@ -249,6 +284,7 @@ class Checkpointer(_directory.RunDirectory):
         tell("snapshot", blocked_secs=blocked)
 
         @self._failing(number, final)
+        @_joint.ending(together)
         def work() -> SaveResult:
             written, self._saved = _save.execute(snapshot, self._previous())
             self._own_steps.add(number)
@@ -259,7 +295,9 @@ class Checkpointer(_directory.RunDirectory):
                 total_secs=time.monotonic() - start,
                 metrics=len(options.metrics),
             )
-            deleted = self._retire(just_saved=number, is_awaited=self._is_awaited)
+            deleted = tuple(
+                _joint.first_says(together, "deleted", lambda: self._retired(number))
+            )
             total = time.monotonic() - start
             _log.info(
                 "saved step %d: %d bytes, durable after %.3f s, blocked %.3f s%s",
@@ -275,12 +313,17 @@ class Checkpointer(_directory.RunDirectory):
         self._pending_step = number
         return self._pending
 
+    def _retired(self, just_saved: int) -> tuple[int, ...]:
+        return self._retire(just_saved=just_saved, is_awaited=self._is_awaited)
+
     def has_saved(self, step: int) -> bool:
         """Whether this object has saved or restored a step, or is about to have."""
         pending = self._pending
         if pending is not None and self._pending_step == step:
             return not pending.has_untold_error()
-        return step in self._own_steps and step in self._listed()
+        # Of several processes, some may see it later than others.
+        is_there = _multihost.is_together() or step in self._listed()
+        return step in self._own_steps and is_there
 
     def _is_awaited(self) -> bool:
         """Whether somebody waits for the save under way."""
@@ -326,15 +369,17 @@ class Checkpointer(_directory.RunDirectory):
         self.check_writable("save")
         if not _save.has_optimizer(state):
             return None
-        with self._lock:
+        together = self._begun("params", f"the parameters of step {number}")
+        with self._lock, _joint.ending(together):
             self.wait()
             path = self._aside(_PARAMS_ONLY, number)
-            options = self._save_options(number, overwrite=True)
+            options = self._save_options(number, overwrite=True, together=together)
             options = dataclasses.replace(
                 options, transforms=(_save.without_optimizer, *options.transforms)
             )
             _save.execute(_save.take(path, state, options))
-            self._delete_other_params(path)
+            if _multihost.is_first():
+                self._delete_other_params(path)
         return path
 
     def _delete_other_params(self, path: Path) -> None:
@@ -353,8 +398,8 @@ class Checkpointer(_directory.RunDirectory):
     def _aside(self, name: str, step: int) -> Path:
         return self.directory / name / self._format.name(step)
 
-    def _save_options(self, step: int, **given: Any) -> _save.Options:
-        return _save.Options(
+    def _save_options(self, step: int, **given: Any) -> _commit.Options:
+        return _commit.Options(
             step,
             self._layout,
             self._transforms,
@@ -376,8 +421,9 @@ class Checkpointer(_directory.RunDirectory):
         """Removes what crashes have left."""
         _steps.tidy(self.directory, self._format, (_orbax.METRICS, "metadata"))
         aside = self.directory / _PARAMS_ONLY
-        if aside.is_dir() and not aside.is_symlink():
-            _steps.tidy(aside, self._format, ())
+        with contextlib.suppress(OSError):  # another time
+            if aside.is_dir() and not aside.is_symlink():
+                _steps.tidy(aside, self._format, ())
 
     def sibling(self, directory: PathLike) -> Checkpointer:
         """Another directory, whose steps are written as these are, and all kept."""
@@ -387,6 +433,8 @@ class Checkpointer(_directory.RunDirectory):
             max_concurrent_bytes=self._max_concurrent_bytes,
             transforms=self._transforms,
             step_format=self._format.template,
+            peer_timeout_secs=self._peer_timeout_secs,
+            read_once=self._read_once,
         )
 
     def _previous(self) -> _write.Previous | None:
@@ -583,7 +631,11 @@ class Checkpointer(_directory.RunDirectory):
             self.events.deliver()
 
     def _options(self, **given: Any) -> _plan.Options:
-        return _plan.Options(max_concurrent_bytes=self._max_concurrent_bytes, **given)
+        return _plan.Options(
+            max_concurrent_bytes=self._max_concurrent_bytes,
+            read_once=self._read_once,
+            **given,
+        )
 
     @_collector.paused()
     def _restore(
@@ -596,10 +648,35 @@ class Checkpointer(_directory.RunDirectory):
     ) -> tuple[PyTree, int]:
         """Restores a step, and says which."""
         with self._delivering():
-            self._wait()
             return self._restore_first(
-                self._candidates(step), abstract_state, dataset, fallback, options
+                self._agreed(step), abstract_state, dataset, fallback, options
             )
+
+    def _agreed(self, step: int | None) -> list[tuple[int, Path]]:
+        """The steps to restore, as process 0 sees them."""
+        what = "the newest step" if step is None else f"step {step}"
+        together = self._begun("find", what)
+        with _joint.ending(together, saving=False):
+            self._wait()
+            found = _joint.first_says(
+                together,
+                "found",
+                lambda: [(n, path.name) for n, path in self._candidates(step)],
+            )
+        return [(number, self.directory / name) for number, name in found]
+
+    def has_steps(self) -> bool:
+        """Whether there are steps, good or damaged, so that a run does not begin anew.
+
+        Where several processes train, all of them call this, and process 0 looks.
+        """
+        together = self._begun("look", "the steps")
+        with _joint.ending(together, saving=False):
+            self._wait()
+            return bool(_joint.first_says(together, "there", self._sees_steps))
+
+    def _sees_steps(self) -> bool:
+        return bool(self._listed() or self._damaged())
 
     def _candidates(self, step: int | None) -> list[tuple[int, Path]]:
         """The steps to restore, the first that is good."""
@@ -634,10 +711,18 @@ class Checkpointer(_directory.RunDirectory):
         left_out: list[tuple[int, Path]] = []
         for number, path in candidates:
             start, counter = time.monotonic(), _progress.Counter(f"loading {path.name}")
+            one = functools.partial(
+                self._restore_one,
+                number,
+                path,
+                abstract_state,
+                dataset,
+                options,
+                counter,
+            )
+            together = self._begun("restore", f"step {number}")
             try:
-                stored, state = self._restore_one(
-                    number, path, abstract_state, dataset, options, counter
-                )
+                stored, state = _joint.attempt(together, one)
             except errors.DamagedCheckpointError as error:
                 if not fallback:
                     raise
@@ -665,8 +750,9 @@ class Checkpointer(_directory.RunDirectory):
         dataset: Any,
         options: _plan.Options,
         counter: _progress.Counter,
+        has_read: Callable[[], object],
     ) -> tuple[Stored, PyTree]:
-        """Restores a step.
+        """Restores a step; `has_read` is called when all of it is in memory.
 
         Raises:
             DamagedCheckpointError: It is damaged, or cannot be read.
@@ -679,7 +765,7 @@ class Checkpointer(_directory.RunDirectory):
                 )
             stored = _locate.read_stored(path, number, options.types)
             undone = self._undone(stored.metadata, abstract_state, options)
-            state = _restore.restore(stored, abstract_state, undone, counter)
+            state = _restore.restore(stored, abstract_state, undone, counter, has_read)
             if dataset is not None:
                 _restore.restore_dataset(stored, dataset)
         except OSError as error:

@@ -26,11 +26,14 @@ _PAGE_BYTES = (16_384, 4_096)
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSlices:
-    """Equal parts of a shard, one for each replica that holds it.
+    """Equal parts of a shard, which the replicas that hold it divide among them.
+
+    There is a part for each replica, or for each of equal groups of them: of replicas
+    0 to 7, in 2 parts, those from 0 to 3 have the first.
 
     Attributes:
         axis: The axis that is cut.
-        bounds: For each replica, where its part starts and stops along `axis`.
+        bounds: For each part, where it starts and stops along `axis`.
         shape: Shape of each part: what one replica writes.
     """
 
@@ -40,21 +43,29 @@ class ReplicaSlices:
 
 
 def replica_slices(
-    shape: Sequence[int], n_replicas: int, *, itemsize: float = 1, min_bytes: float = 0
+    shape: Sequence[int],
+    n_replicas: int,
+    *,
+    itemsize: float = 1,
+    min_bytes: float = 0,
+    min_group_bytes: float = math.inf,
 ) -> ReplicaSlices | None:
-    """Cuts a shard that several replicas hold, so that each writes an equal part.
+    """Cuts a shard that several replicas hold, so that several write an equal part.
 
-    The first axis whose size `n_replicas` divides is cut.
+    The first axis whose size `n_replicas` divides is cut. If there is none, or parts
+    would be too small, there are fewer parts: as many as possible, so that each is for
+    an equal number of replicas.
 
     Args:
         shape: Shape of one shard, in elements. `()` is a scalar.
         n_replicas: How many devices hold the same shard.
         itemsize: Bytes per element, as stored; may be a fraction.
         min_bytes: A part with fewer bytes is not worth a writer of its own.
+        min_group_bytes: The same, where not every replica has a part.
 
     Returns:
-        One part for each replica, or None if replica 0 writes the whole shard: there
-        is one replica, no axis divides, or the parts would be empty or too small.
+        The parts, or None if one replica writes the whole shard: there is only one, no
+        axis divides, or the parts would be empty or too small.
 
     Raises:
         ValueError: An argument is negative, or there is no replica.
@@ -62,21 +73,25 @@ def replica_slices(
     Source: replica-parallel saving in Orbax.
     """
     _check_shape(shape)
-    if n_replicas < 1 or itemsize <= 0 or min_bytes < 0:
+    if n_replicas < 1 or itemsize <= 0 or min(min_bytes, min_group_bytes) < 0:
         raise ValueError(
             f"want at least one replica and positive sizes, got {n_replicas=},"
-            f" {itemsize=} and {min_bytes=}"
+            f" {itemsize=}, {min_bytes=} and {min_group_bytes=}"
         )
-    size = math.prod(shape)
-    if n_replicas == 1 or size == 0 or size * itemsize < min_bytes * n_replicas:
+    size = math.prod(shape) * itemsize
+    if size == 0:
         return None
-    for axis, dim in enumerate(shape):
-        if dim % n_replicas == 0:
-            part = dim // n_replicas
-            bounds = tuple((i * part, (i + 1) * part) for i in range(n_replicas))
-            return ReplicaSlices(
-                axis, bounds, (*shape[:axis], part, *shape[axis + 1 :])
-            )
+    for parts in sorted(_divisors(n_replicas), reverse=True):
+        least = min_bytes if parts == n_replicas else min_group_bytes
+        if parts == 1 or size < least * parts:
+            continue
+        for axis, dim in enumerate(shape):
+            if dim % parts == 0:
+                part = dim // parts
+                bounds = tuple((i * part, (i + 1) * part) for i in range(parts))
+                return ReplicaSlices(
+                    axis, bounds, (*shape[:axis], part, *shape[axis + 1 :])
+                )
     return None
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ from flaxckpt import (
     _pieces,
     _progress,
     _read,
+    _remote,
+    _staging,
     _storage,
     _targets,
     _threads,
@@ -126,6 +129,8 @@ _SUFFIXES = {".safetensors": "safetensors", ".msgpack": "msgpack"}
 
 def run(source: Path, step: int | None, final: Path, options: Options) -> SaveResult:
     """Converts the checkpoint at `source` into one at `final`."""
+    if _remote.is_remote(final):
+        return _to_store(source, step, final, options)
     begun = time.monotonic()
     found, number = _locate.locate(source, step)
     _belongings.check_apart(final, [found], ())
@@ -163,6 +168,25 @@ def run(source: Path, step: int | None, final: Path, options: Options) -> SaveRe
         ) from error
     secs = time.monotonic() - begun
     _log.info("converted %s to %s: %d bytes in %.3f s", found, final, size, secs)
+    return SaveResult(None, str(final), size, secs, secs)
+
+
+def _to_store(
+    source: Path, step: int | None, final: _remote.RemotePath, options: Options
+) -> SaveResult:
+    """The same on the local disk, and from there to the store."""
+    if options.format != "orbax":
+        raise errors.OptionError(
+            f"{final}: in stores, wanted format='orbax', found {options.format!r}:"
+            " convert to a local path, and copy that"
+        )
+    begun = time.monotonic()
+    _belongings.check_free(final, overwrite=options.overwrite)
+    with tempfile.TemporaryDirectory(prefix="flaxckpt-convert-") as directory:
+        made = Path(directory) / final.name
+        run(source, step, made, options)
+        size = _staging.upload(made, final, overwrite=options.overwrite)
+    secs = time.monotonic() - begun
     return SaveResult(None, str(final), size, secs, secs)
 
 
@@ -231,7 +255,7 @@ def _state(stored: Stored, step: int | None, options: Options) -> _targets.State
         info = dataclasses.replace(leaf.info, keys=keys[path])
         info = _layout.with_chunk_shape(info, options.layout)
         table[path] = Leaf(info, leaf.sources, leaf.fn)
-    found = Path(stored.metadata.path)
+    found = _remote.from_text(stored.metadata.path)
     has_dataset = stored.metadata.has_dataset and options.format == "orbax"
     return _targets.State(
         table,

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 from flaxckpt import (
+    _access,
     _events,
     _follow,
     _locate,
+    _multihost,
     _retention,
     _steps,
     _storage,
@@ -27,6 +29,8 @@ from flaxckpt.policies import PreservationPolicy
 
 class RunDirectory:
     """The part of a `Checkpointer` that neither saves nor restores.
+
+    Of several processes, the first one writes and deletes what is asked for here.
 
     Args:
         directory: Of the run.
@@ -146,7 +150,8 @@ class RunDirectory:
     @property
     def run_metadata(self) -> Mapping[str, JSON]:
         """The metadata of the whole run."""
-        return _orbax.read_run_metadata(self.directory)
+        with _access.explained(self.directory):
+            return _orbax.read_run_metadata(self.directory)
 
     def check_other_names(self) -> None:
         """Refuses a directory whose steps are all called otherwise.
@@ -209,7 +214,8 @@ class RunDirectory:
         """
         self.check_writable("add metrics")
         self.wait()
-        self._retention.add_metrics(self._path(step), metrics)
+        if _multihost.is_first():
+            self._retention.add_metrics(self._path(step), metrics)
 
     def explain(self) -> dict[int, list[str]]:
         """Why each step stays, oldest first; a step without a reason would go.
@@ -226,6 +232,8 @@ class RunDirectory:
     def prune(self, *, dry_run: bool = False) -> tuple[int, ...]:
         """Deletes the steps, and the dataset states, that no policy keeps.
 
+        If there are any, the newest step is read first, all of it.
+
         Args:
             dry_run: Only say which steps: those to which `explain` gives no reason.
 
@@ -233,13 +241,14 @@ class RunDirectory:
             The steps.
 
         Raises:
-            SaveFailedError: The newest step is damaged, so that older ones stay.
+            SaveFailedError: The newest step is damaged or cannot be read, so that older
+                ones stay.
         """
         self.wait()
         if dry_run:
             return tuple(step for step, why in self.explain().items() if not why)
         self.check_writable("prune")
-        return self._retire()
+        return self._retire() if _multihost.is_first() else ()
 
     def _retire(
         self,
@@ -262,6 +271,8 @@ class RunDirectory:
         """
         self.check_writable("delete")
         self.wait()
+        if not _multihost.is_first():
+            return
         path = self._path(step)
         self._retention.delete(path)
         self.events.emit("deleted", step, path=path, reason="it was asked for")
@@ -273,7 +284,8 @@ class RunDirectory:
             SaveFailedError: That could not be written down.
         """
         self.check_writable("keep a step")
-        self._retention.make_permanent(self._path(step))
+        if _multihost.is_first():
+            self._retention.make_permanent(self._path(step))
 
     def pin(self, step: int) -> None:
         """Keeps a step, whatever the policies say.
@@ -282,9 +294,11 @@ class RunDirectory:
             SaveFailedError: That could not be written down.
         """
         self.check_writable("pin")
-        self._retention.pin(self._path(step))
+        if _multihost.is_first():
+            self._retention.pin(self._path(step))
 
     def unpin(self, step: int) -> None:
         """Leaves a step to the policies again; raises as `pin` does."""
         self.check_writable("unpin")
-        self._retention.unpin(self._path(step))
+        if _multihost.is_first():
+            self._retention.unpin(self._path(step))

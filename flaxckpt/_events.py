@@ -7,6 +7,7 @@ caller's own thread: loggers and their runs often belong to the thread that made
 from __future__ import annotations
 
 import collections
+import contextlib
 import errno
 import inspect
 import json
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-from flaxckpt import _multihost, _storage, errors
+from flaxckpt import _multihost, _remote, _storage, errors
 from flaxckpt._types import JSON
 
 _log = logging.getLogger(__name__)
@@ -31,6 +32,14 @@ JOURNAL = "events.jsonl"
 """The journal's name in a run directory."""
 
 _MAX_LINE_BYTES = 64 * 2**10
+
+_MAX_OBJECT_BYTES = 2**20
+"""Of a journal in a store, which is written anew each time; its oldest lines go."""
+
+_WORTH_WRITING = frozenset(
+    ("committed", "deleted", "failed", "restored", "preempted", "skipped", "preflight")
+)
+"""Events with which those before them are written, where that takes a request."""
 
 Kind: TypeAlias = Literal[
     "preflight",
@@ -86,6 +95,8 @@ class Stream:
         self._path = path
         self._journal = journal
         self._has_lost = False
+        self._unwritten: list[bytes] = []  # of a journal in a store
+        self._writing = threading.Lock()
         self._sinks: list[_Teller] = []
         self._queue: collections.deque[Event] = collections.deque()
         self._delivering = threading.Lock()
@@ -114,11 +125,25 @@ class Stream:
             if self._sinks:
                 self._queue.append(event)
             if self._journal is not None and _multihost.is_first():
-                _append(self._journal, _line(event))
+                self._write(self._journal, event)
         except Exception as error:
             if not self._has_lost:
                 _log.warning("events are missing in %s: %s", self._journal, error)
             self._has_lost = True
+
+    def _write(self, journal: Path, event: Event) -> None:
+        if not _remote.is_remote(journal):
+            _append(journal, _line(event))
+            return
+        with self._writing:
+            self._unwritten.append(_line(event))
+            if event.kind in _WORTH_WRITING:
+                self._flush(journal)
+
+    def _flush(self, journal: _remote.RemotePath) -> None:
+        if self._unwritten:
+            _append_object(journal, b"".join(self._unwritten))
+            self._unwritten.clear()
 
     def subscribe(self, sink: Sink) -> bool:
         """Tells a sink of all events from now on; of each once if it is added twice.
@@ -171,6 +196,9 @@ class Stream:
     def close(self) -> None:
         """Delivers what is left, and says which sinks have failed more than once."""
         self.deliver()
+        if _remote.is_remote(self._journal):
+            with self._writing, contextlib.suppress(OSError):  # it was told of before
+                self._flush(self._journal)
         for sink in self._sinks:
             if sink.failures > 1:
                 _log.warning("%s failed %d more times", sink.name, sink.failures - 1)
@@ -352,6 +380,25 @@ def _append(path: Path, line: bytes) -> None:
             raise OSError(errno.ENOSPC, "no space left", str(path))
     finally:
         os.close(descriptor)
+
+
+def _append_object(path: _remote.RemotePath, lines: bytes) -> None:
+    """Writes a journal anew with more lines, whoever else does so."""
+    for _ in range(_TRIES):
+        found = path.store.read(path.key)
+        if found is None:
+            if path.store.create(path.key, lines) is not None:
+                return
+            continue
+        content = found.value + lines
+        if len(content) > _MAX_OBJECT_BYTES:
+            content = content[-_MAX_OBJECT_BYTES // 2 :].partition(b"\n")[2]
+        if path.store.exchange(path.key, content, found.generation) is not None:
+            return
+    raise OSError(errno.EAGAIN, "others write all the time", str(path))
+
+
+_TRIES = 20
 
 
 def read_journal(path: Path) -> list[Event]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from flaxckpt import _links, _progress, _threads, errors
+from flaxckpt import _access, _links, _progress, _remote, _threads, errors
 
 _THREADS = 8
 _READ_AT_ONCE = 2**20
@@ -110,8 +110,8 @@ class Findings:
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             self.add(self.problems, name, f"{_file_of(error)} is missing")
         except (ValueError, errors.DamagedCheckpointError) as error:
-            is_room = _TOO_LARGE in str(error)
-            self.add(self.unread if is_room else self.problems, name, str(error))
+            is_unread = _TOO_LARGE in str(error) or _access.is_unread(error)
+            self.add(self.unread if is_unread else self.problems, name, str(error))
         except (OSError, MemoryError) as error:
             self.add(self.unread, name, str(error) or _TOO_LARGE)
 
@@ -190,6 +190,11 @@ def stream(
     take: Callable[[memoryview], object],
 ) -> None:
     """Reads a file from its beginning to its end, part by part."""
+    if _remote.is_remote(file):
+        content = file.read_bytes()
+        take(memoryview(content))
+        count(len(content))
+        return
     buffer = memoryview(bytearray(_READ_AT_ONCE))
     with opened(file, root) as (descriptor, _):
         while size := os.readv(descriptor, [buffer]):
@@ -199,6 +204,9 @@ def stream(
 
 def names(root: Path, directory: Path) -> set[str]:
     """The paths below `root` of all that is in a directory and is no directory."""
+    if _remote.is_remote(directory):
+        below = directory.keys()
+        return {f"{(directory / key).relative_to(root)}" for key in below}
     return {
         Path(found, name).relative_to(root).as_posix()
         for found, _, names in os.walk(directory)
@@ -207,6 +215,8 @@ def names(root: Path, directory: Path) -> set[str]:
 
 
 def size_of(root: Path) -> int:
+    if _remote.is_remote(root):
+        return 0  # not known before they are read
     total = 0
     for directory, _, names in os.walk(root):
         for name in names:
@@ -217,6 +227,8 @@ def size_of(root: Path) -> int:
 
 def unreadable(path: Path) -> str | None:
     """Why a file or directory of a checkpoint cannot be read; None if all can be."""
+    if _remote.is_remote(path):
+        return _unreadable_object(path)
     try:
         if path.is_file():
             stream(path, path.parent, _progress.ignore, lambda part: None)
@@ -226,6 +238,15 @@ def unreadable(path: Path) -> str | None:
                 file = Path(directory, name)
                 with contextlib.suppress(FileNotFoundError, ValueError):
                     stream(file, path, _progress.ignore, lambda part: None)
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _unreadable_object(path: _remote.RemotePath) -> str | None:
+    try:
+        for key in ("", *path.keys()):
+            path.store.read((path / key).key if key else path.key)
     except OSError as error:
         return str(error)
     return None

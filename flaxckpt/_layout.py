@@ -7,42 +7,79 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Sharding
 
-from flaxckpt import _chunks, _dtypes
+from flaxckpt import _chunks, _dtypes, _writers
 from flaxckpt._info import ArrayLayout, LeafInfo, Role
 from flaxckpt._types import Shape
 
 _MIN_REPLICA_BYTES = 2**20
 """A part of a shard smaller than this is not worth a writer and a chunk of its own."""
 
+_MIN_GROUP_BYTES = 16 * 2**20
+"""The same, if some replicas have no part. Much less than a process has to write."""
 
-def replica_slices(info: LeafInfo, shape: Shape) -> _chunks.ReplicaSlices | None:
-    """How the devices that hold the same shard divide the writing of it."""
+
+class Writing(NamedTuple):
+    """How the devices that hold the same shard divide the writing of it.
+
+    Attributes:
+        slices: Their parts; None if one of them writes all.
+        shape: What one of them writes.
+        replicas: How many they are.
+    """
+
+    slices: _chunks.ReplicaSlices | None
+    shape: Shape
+    replicas: int
+
+    @property
+    def parts(self) -> int:
+        """How many of them write."""
+        return len(self.slices.bounds) if self.slices else 1
+
+
+def writing(info: LeafInfo, shape: Shape) -> Writing:
+    """How the devices that hold the same shard of a leaf divide the writing of it.
+
+    Args:
+        info: The leaf.
+        shape: As stored; of PRNG keys that is one axis more than the leaf has.
+    """
     if info.sharding is None:
-        return None
-    return _shared_writing(info.sharding, info.shape, shape, info.dtype or "")[0]
+        return Writing(None, shape, 1)
+    return _shared_writing(info.sharding, info.shape, shape, info.dtype or "")
 
 
 @functools.lru_cache(maxsize=4096)
 def _shared_writing(
     sharding: Sharding, leaf_shape: Shape, shape: Shape, dtype: str
-) -> tuple[_chunks.ReplicaSlices | None, Shape]:
-    """How devices divide the writing of a shard, and the shape of what one writes."""
+) -> Writing:
     shard = sharding.shard_shape(leaf_shape)
     copies = math.prod(
         whole // part for whole, part in zip(leaf_shape, shard, strict=True) if part
     )
+    replicas = sharding.num_devices // copies
     stored_shard = (*shard, *shape[len(shard) :])
     slices = _chunks.replica_slices(
         stored_shard,
-        sharding.num_devices // copies,
+        replicas,
         itemsize=_dtypes.item_bits(dtype) / 8,
         min_bytes=_MIN_REPLICA_BYTES,
+        min_group_bytes=_MIN_GROUP_BYTES,
     )
-    return slices, slices.shape if slices else stored_shard
+    return Writing(slices, slices.shape if slices else stored_shard, replicas)
+
+
+def task(info: LeafInfo) -> _writers.Task:
+    """What is to be written of a leaf, to be divided among processes."""
+    shape, dtype = stored_form(info)
+    part = writing(info, shape)
+    nbytes = math.prod(part.shape) * _dtypes.item_bits(dtype) // 8
+    return _writers.Task(info.sharding, info.shape, part.parts, nbytes)
 
 
 def stored_form(info: LeafInfo) -> tuple[Shape, str]:
@@ -74,9 +111,7 @@ def write_shape(info: LeafInfo, shape: Shape) -> Shape:
         info: The leaf.
         shape: As stored; of PRNG keys that is one axis more than the leaf has.
     """
-    if info.sharding is not None:
-        _, shape = _shared_writing(info.sharding, info.shape, shape, info.dtype or "")
-    return tuple([size or 1 for size in shape])
+    return tuple([size or 1 for size in writing(info, shape).shape])
 
 
 def with_chunk_shape(

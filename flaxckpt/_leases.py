@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import json
 import logging
 import os
 import re
@@ -25,7 +26,8 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from flaxckpt import errors
+from flaxckpt import _remote, errors
+from flaxckpt._remote import RemotePath
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +42,9 @@ _EXPIRES_SECS = 60.0
 
 _CLOCKS_DIFFER_SECS = 3600.0
 """By more than that, no machine's clock is off from the file system's."""
+
+_MACHINES_DIFFER_SECS = 300.0
+"""By more than that, clocks of machines that share a store do not differ."""
 
 _TOUCHES = 4
 """How often a file is touched before it would expire."""
@@ -60,14 +65,14 @@ class Lease:
         self._name = f"{READING}{host}-{os.getpid()}-{secrets.token_hex(4)}"
         self._pid = os.getpid()
         self._is_released = False
-        # By its directory, not its path: whoever deletes may give it another name.
-        self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            os.close(os.open(self._name, flags, 0o666, dir_fd=self._directory))
-        except BaseException:
-            os.close(self._directory)
-            raise
+        self._remote = path / self._name if _remote.is_remote(path) else None
+        if self._remote is not None:
+            if not path.is_dir():
+                raise FileNotFoundError(errno.ENOENT, "no such checkpoint", str(path))
+            self._directory = -1
+            _say_now(self._remote)
+        else:
+            self._directory = self._make_file(path)
         self._ended = threading.Event()
         self._thread = threading.Thread(
             target=self._refresh, name="flaxckpt lease", daemon=True
@@ -75,11 +80,26 @@ class Lease:
         self._thread.start()
         _held.add(self)
 
+    def _make_file(self, path: Path) -> int:
+        """Makes the reader's file; returns the descriptor of its directory."""
+        # By its directory, not its path: whoever deletes may give it another name.
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            os.close(os.open(self._name, flags, 0o666, dir_fd=directory))
+        except BaseException:
+            os.close(directory)
+            raise
+        return directory
+
     def _refresh(self) -> None:
         while not self._ended.wait(_EXPIRES_SECS / _TOUCHES):
             # Without times: the file system's clock counts, not this machine's.
             with contextlib.suppress(OSError):
-                os.utime(self._name, dir_fd=self._directory)
+                if self._remote is not None:
+                    _say_now(self._remote)
+                else:
+                    os.utime(self._name, dir_fd=self._directory)
 
     def release(self) -> None:
         """Lets the checkpoint go, once."""
@@ -91,8 +111,12 @@ class Lease:
             self._ended.set()
             self._thread.join()
             with contextlib.suppress(OSError):  # it may have been deleted all the same
-                os.unlink(self._name, dir_fd=self._directory)
-        os.close(self._directory)
+                if self._remote is not None:
+                    self._remote.unlink(missing_ok=True)
+                else:
+                    os.unlink(self._name, dir_fd=self._directory)
+        if self._directory >= 0:
+            os.close(self._directory)
 
 
 _held: set[Lease] = set()
@@ -119,6 +143,8 @@ def living(path: Path, names: Iterable[str]) -> list[str]:
     names = list(names)
     if not names:
         return []
+    if _remote.is_remote(path):
+        return [name for name in names if _is_said_lately(path / name)]
     now, limit = _now(path), _EXPIRES_SECS
     if now is None:  # the clocks of machines differ
         now, limit = time.time(), limit + _CLOCKS_DIFFER_SECS
@@ -135,6 +161,33 @@ def is_older(path: Path, secs: float) -> bool:
         return now is not None and now - path.lstat().st_mtime > secs
     except FileNotFoundError:
         return False
+
+
+def _say_now(file: RemotePath) -> None:
+    """Writes down what time it is: objects have no time that could be relied on."""
+    file.write_bytes(json.dumps({"time": time.time()}).encode())
+
+
+def _is_said_lately(file: RemotePath) -> bool:
+    try:
+        said = float(json.loads(file.read_bytes())["time"])
+    except FileNotFoundError:
+        return False
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return True  # nobody knows
+    return abs(time.time() - said) <= _EXPIRES_SECS + _MACHINES_DIFFER_SECS
+
+
+def sweep(directory: RemotePath) -> None:
+    """Removes the marks of readers, and of deletions, that are gone.
+
+    Raises:
+        StoreError: The store cannot be reached.
+    """
+    for name, is_directory in directory.names().items():
+        is_mark = name == DELETING or name.startswith(READING)
+        if is_mark and not is_directory and not _is_said_lately(directory / name):
+            (directory / name).unlink(missing_ok=True)
 
 
 def _is_living(file: Path, now: float, limit: float) -> bool:
@@ -160,7 +213,8 @@ def readers(path: Path) -> list[str]:
 
 def _files(path: Path, prefix: str) -> list[str]:
     try:
-        return [name for name in os.listdir(path) if name.startswith(prefix)]  # noqa: PTH208
+        names = path.names() if _remote.is_remote(path) else os.listdir(path)  # noqa: PTH208
+        return [name for name in names if name.startswith(prefix)]
     except FileNotFoundError:
         return []
 
@@ -180,7 +234,10 @@ def deletion(path: Path) -> Iterator[None]:
     """
     mark = path / DELETING
     try:
-        mark.touch()
+        if _remote.is_remote(mark):
+            _say_now(mark)
+        else:
+            mark.touch()
     except OSError as error:
         # On a full disk it goes without: readers cannot say that they come, either.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -51,3 +53,79 @@ def reached_preemption(step: int) -> bool:
     if not has_preemption_service():
         return False
     return bool(multihost_utils.reached_preemption_sync_point(step))
+
+
+def is_together() -> bool:
+    """Whether this is one of several processes. Alone, no backend is started."""
+    return jax.distributed.is_initialized() and process_count() > 1
+
+
+def same_bytes(content: bytes) -> bytes:
+    """Process 0's `content`, of the same length everywhere: a collective, too."""
+    found = multihost_utils.broadcast_one_to_all(np.frombuffer(content, np.uint8))
+    return bytes(np.asarray(found).astype(np.uint8))
+
+
+# ---- jax's coordination service ----------------------------------------------------
+
+
+class Service:
+    """Short texts by key, which all processes of the job see.
+
+    They go through jax's coordination service, and by no device: any thread may use it
+    while the devices train. ConnectionError means that the service is gone.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def set(self, key: str, text: str) -> None:
+        """Sets a text, or replaces it."""
+        with _told_as_oserror():
+            self._client.key_value_set(key, text, allow_overwrite=True)
+
+    def get(self, key: str, timeout_secs: float) -> str:
+        """Waits for a text.
+
+        Raises:
+            TimeoutError: It is not there yet.
+        """
+        with _told_as_oserror():
+            milliseconds = max(1, int(timeout_secs * 1000))
+            return str(self._client.blocking_key_value_get(key, milliseconds))
+
+    def list(self, prefix: str) -> dict[str, str]:
+        """What there is below `prefix`: the rest of each key -> its text."""
+        with _told_as_oserror():
+            found = self._client.key_value_dir_get(f"{prefix}/")
+        return {key.rpartition(f"{prefix}/")[2]: text for key, text in found}
+
+    def delete(self, prefix: str) -> None:
+        """Forgets what there is below `prefix`."""
+        with _told_as_oserror():
+            self._client.key_value_delete(f"{prefix}/")
+
+
+def service() -> Service | None:
+    """The coordination service; None if this jax does not let us have it."""
+    try:
+        from jax._src import distributed  # no public way to it
+
+        client = distributed.global_state.client
+    except (ImportError, AttributeError):
+        return None
+    needed = ("key_value_set", "blocking_key_value_get", "key_value_dir_get")
+    if not all(hasattr(client, name) for name in (*needed, "key_value_delete")):
+        return None
+    return Service(client)
+
+
+@contextlib.contextmanager
+def _told_as_oserror() -> Iterator[None]:
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        text = " ".join(str(error).split())
+        if text.startswith("DEADLINE_EXCEEDED"):
+            raise TimeoutError(text[:100]) from None
+        raise ConnectionError(text[:200]) from None

@@ -14,13 +14,14 @@ import functools
 import os
 import re
 import stat
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tensorstore as ts
 
-from flaxckpt import _zarr
+from flaxckpt import _remote, _store, _zarr
 
 MANIFEST = "manifest.ocdbt"
 _MAX_MANIFEST_BYTES = 64 * 2**20
@@ -56,6 +57,10 @@ def check(root: Path) -> None:
         ValueError: It cannot.
         OSError: It is missing, or cannot be read.
     """
+    if _remote.is_remote(root):
+        content = (root / MANIFEST).read_bytes()
+        _checked(root, zlib.crc32(content), 0, len(content))
+        return
     found = (root / MANIFEST).stat()
     _checked(root, found.st_ino, found.st_mtime_ns, found.st_size)
 
@@ -143,8 +148,9 @@ class _Tree:
     def _dump(self, node: str | None) -> Any:
         if self._store is None:
             spec = _zarr.kvstore(self._root, "", ocdbt=False)
-            self._store = ts.KvStore.open(spec).result()
-        return ts.ocdbt.dump(self._store, node).result()
+            opening = ts.KvStore.open(spec, context=_store.context())
+            self._store = _remote.result(opening, self._root)
+        return _remote.result(ts.ocdbt.dump(self._store, node), self._root)
 
 
 def _place(text: str) -> _Place:
@@ -158,6 +164,11 @@ def _place(text: str) -> _Place:
 def _content(path: Path, offset: int, size: int) -> bytes:
     if size > _MAX_NODE_BYTES:
         raise ValueError(f"{path.name} is said to have a node of {size} bytes")
+    if _remote.is_remote(path):
+        part = path.store.part(path.key, offset, offset + size)
+        if part is None or len(part) < size:
+            raise ValueError(f"{path.name} is shorter than said")
+        return part
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         found = os.fstat(descriptor)

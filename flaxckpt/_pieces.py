@@ -16,7 +16,17 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import _blocks, _derive, _dtypes, _layout, _read, _zarr, errors
+from flaxckpt import (
+    _blocks,
+    _derive,
+    _dtypes,
+    _layout,
+    _read,
+    _remote,
+    _store,
+    _zarr,
+    errors,
+)
 from flaxckpt._info import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt._zarr import Array, Region
@@ -218,7 +228,7 @@ def _as_numpy(info: LeafInfo, path: LeafPath) -> LeafInfo:
 
 
 def _parts(pieces: Sequence[Piece]) -> list[Array]:
-    context = ts.Context()
+    context = _store.context()
     opened: dict[LeafPath, Any] = {}
     faults: dict[LeafPath, str] = {}
     started: list[Any] = []
@@ -234,12 +244,14 @@ def _parts(pieces: Sequence[Piece]) -> list[Array]:
                 assert source.open is not None, piece.path
                 if source.check is not None:
                     source.check()
-                opened[piece.path] = source.open(context).result()
+                opened[piece.path] = _remote.result(source.open(context), root)
             store = opened[piece.path]
             if (store.shape, store.dtype.name) != _layout.stored_form(source.info):
                 raise ValueError(f"recorded as {source.info}, stored as another")
             region = tuple(slice(*bounds) for bounds in piece.region)
             started.append(store[region].read())
+        except errors.StoreError:
+            raise
         except (ValueError, OSError) as error:
             faults[piece.path] = _first_words(error)
             started.append(None)
@@ -249,10 +261,13 @@ def _parts(pieces: Sequence[Piece]) -> list[Array]:
             if isinstance(future, ts.Future):
                 source = piece.leaf.source
                 assert isinstance(source, StoredLeaf), piece.path
-                array = _dtypes.from_stored(future.result(), source.info.dtype or "")
+                read = _remote.result(future, source.root, piece.nbytes)
+                array = _dtypes.from_stored(read, source.info.dtype or "")
                 values.append(_converted(array, piece.leaf.info))
             elif future is not None:
                 values.append(future)
+        except errors.StoreError:
+            raise
         except (ValueError, OSError) as error:
             faults[piece.path] = _first_words(error)
     if faults:

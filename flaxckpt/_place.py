@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from flaxckpt import _dtypes
 from flaxckpt._info import LeafInfo
+from flaxckpt._types import Shape
 from flaxckpt._zarr import Array, Region, region_of, whole
 
 _COPIED_BELOW = 2**16
@@ -37,10 +39,7 @@ def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) 
     """
     if wanted.kind == "prng_key":
         [data] = blocks.values()
-        keys = jax.random.wrap_key_data(jnp.asarray(data), impl=wanted.prng_impl)
-        return (
-            keys if wanted.sharding is None else jax.device_put(keys, wanted.sharding)
-        )
+        return _keys(data, wanted)
     dtype = wanted.dtype or ""
     # A Python number has no width: whether it fits is seen only now.
     is_number = "scalar" in (wanted.kind, found.kind)
@@ -56,6 +55,22 @@ def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) 
     if wanted.python_type == "numpy.ndarray":
         return array if array.flags.writeable else array.copy()
     return array.item()
+
+
+def _keys(data: Array, wanted: LeafInfo) -> jax.Array:
+    sharding, impl = wanted.sharding, wanted.prng_impl
+    if sharding is not None and not sharding.is_fully_addressable:
+        everywhere: jax.Array = _wrapping(impl, sharding)(data)
+        return everywhere
+    keys: jax.Array = jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
+    return keys if sharding is None else _put(keys, sharding)
+
+
+@functools.lru_cache(maxsize=64)
+def _wrapping(impl: str | None, sharding: Sharding) -> Any:
+    """Makes keys on devices of several processes, which all do so."""
+    wrap = functools.partial(jax.random.wrap_key_data, impl=impl)
+    return jax.jit(wrap, out_shardings=sharding)
 
 
 def _values(block: Array, found: str, wanted: str) -> Array:
@@ -80,10 +95,16 @@ def _to_devices(blocks: Mapping[Region, Array], wanted: LeafInfo) -> jax.Array:
         return _weak(array) if wanted.weak_type else _put(array, None)
     sharding = wanted.sharding
     entire = blocks.get(whole(wanted.shape))
-    if entire is not None and wanted.weak_type:
-        return _put(_weak(entire), sharding)
-    if entire is not None and len(sharding.device_set) == 1:
-        return _put(entire, sharding)
+    if sharding.is_fully_addressable and entire is not None:
+        if wanted.weak_type:
+            return _put(_weak(entire), sharding)
+        if len(sharding.device_set) == 1:
+            return _put(entire, sharding)
+    elif wanted.weak_type and entire is not None and _can_be_weak(entire):
+        everywhere: jax.Array = _joining(entire.shape, sharding)(
+            entire.ravel().tolist()
+        )
+        return everywhere
     placed = [
         _put(blocks[region_of(index or (), wanted.shape)], _single(device, sharding))
         for device, index in sharding.addressable_devices_indices_map(
@@ -91,7 +112,7 @@ def _to_devices(blocks: Mapping[Region, Array], wanted: LeafInfo) -> jax.Array:
         ).items()
     ]
     whole_array: jax.Array = jax.make_array_from_single_device_arrays(
-        wanted.shape, sharding, placed
+        wanted.shape, sharding, placed, dtype=_dtypes.to_numpy(wanted.dtype or "")
     )
     return whole_array
 
@@ -106,11 +127,19 @@ def place(value: Any, wanted: LeafInfo) -> Any:
     if wanted.weak_type:
         value = _weak(np.asarray(value))
     if wanted.sharding is not None:
-        return _put(value, wanted.sharding)
+        return _put_computed(value, wanted.sharding)
     if wanted.kind == "array" and value.committed:
         # Tied to a device, unlike what is restored.
         return _put(np.asarray(value), None)
     return value
+
+
+def _put_computed(value: jax.Array, sharding: Sharding) -> jax.Array:
+    if sharding.is_fully_addressable or not value.is_fully_addressable:
+        return _put(value, sharding)
+    # All processes have computed it: to put it there, jax would compare them all.
+    array = np.asarray(value)
+    return jax.make_array_from_callback(value.shape, sharding, lambda i: array[i])
 
 
 def _put(array: Array | jax.Array, sharding: Sharding | None) -> jax.Array:
@@ -126,8 +155,23 @@ def _single(device: jax.Device, sharding: Sharding) -> SingleDeviceSharding:
 
 def _weak(array: Array) -> jax.Array:
     """A jax array that promotes like a Python number, as only those can be built."""
-    if array.size > _WEAK_LIMIT or array.size == 0:
+    if not _can_be_weak(array):
         return _put(array, None)
-    numbers = [jnp.asarray(number) for number in array.ravel().tolist()]
-    weak = numbers[0] if array.ndim == 0 else jnp.stack(numbers).reshape(array.shape)
-    return weak if weak.dtype == array.dtype else _put(array, None)
+    return _weakly(array.ravel().tolist(), array.shape)
+
+
+def _can_be_weak(array: Array) -> bool:
+    if array.size > _WEAK_LIMIT or array.size == 0:
+        return False
+    return bool(jnp.asarray(array.flat[0].item()).dtype == array.dtype)
+
+
+def _weakly(numbers: Sequence[float], shape: Shape) -> jax.Array:
+    arrays = [jnp.asarray(number) for number in numbers]
+    return arrays[0] if shape == () else jnp.stack(arrays).reshape(shape)
+
+
+@functools.lru_cache(maxsize=64)
+def _joining(shape: Shape, sharding: Sharding) -> Any:
+    """The same on devices of several processes, which all do so."""
+    return jax.jit(functools.partial(_weakly, shape=shape), out_shardings=sharding)

@@ -56,6 +56,7 @@ class Options:
             where it is safe.
         max_concurrent_bytes: Bytes that are read at one time.
         keeps_steps: Whether step counters beside optimizers keep their values.
+        read_once: Whether what several processes need is read by one of them.
     """
 
     missing: Literal["error", "init"] = "error"
@@ -67,6 +68,7 @@ class Options:
     memory_map: Literal["auto"] | bool = "auto"
     max_concurrent_bytes: int = _write.DEFAULT_CONCURRENT_BYTES
     keeps_steps: bool = False
+    read_once: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transforms", _transforms.checked(self.transforms))

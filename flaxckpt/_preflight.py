@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flaxckpt import _steps, _storage, errors, policies
+from flaxckpt import _remote, _storage, _unfinished, errors, policies
 from flaxckpt._checkpointer import Checkpointer
 from flaxckpt._types import PyTree
 from flaxckpt.policies import PreservationPolicy
@@ -77,7 +77,7 @@ def _check(checkpointer: Checkpointer, state: PyTree, dataset: Any) -> Preflight
     more = 1 if kept is None else max(1, kept + 1 - there)
     found = Preflight(
         size,
-        shutil.disk_usage(checkpointer.directory).free,
+        _free_bytes(checkpointer.directory),
         more * size,
         kept,
         blocking_secs,
@@ -86,6 +86,12 @@ def _check(checkpointer: Checkpointer, state: PyTree, dataset: Any) -> Preflight
     checkpointer.events.emit("preflight", **found._asdict())
     _tell(checkpointer.directory, found)
     return found
+
+
+def _free_bytes(directory: Path) -> int:
+    if _remote.is_remote(directory):
+        return sys.maxsize  # buckets have no end
+    return shutil.disk_usage(directory).free
 
 
 def most_kept(keep: Sequence[PreservationPolicy]) -> int | None:
@@ -138,23 +144,25 @@ def _probe(directory: Path) -> float:
     Raises:
         SaveFailedError: Some of it cannot be done.
     """
-    stem = f"preflight{_steps.TEMPORARY}-{secrets.token_hex(4)}"
-    made, renamed = directory / stem, directory / f"{stem}-renamed"
+    final = directory / _unfinished.PREFLIGHT
+    renamed = _unfinished.beside(final, _unfinished.WRITING)
     doing = "make a directory in"
     try:
-        made.mkdir()
-        doing = "write and sync a file in"
-        start = time.monotonic()
-        _storage.write(made / "probe", bytes(_PROBE_BYTES))
-        secs = time.monotonic() - start
-        doing = "rename a directory in"
-        made.rename(renamed)
-        _storage.sync_directory(directory)
-        doing = "remove a directory from"
-        _storage.remove_tree(renamed)
+        with _unfinished.made(final) as made:
+            doing = "write and sync a file in"
+            start = time.monotonic()
+            _storage.write(made / "probe", bytes(_PROBE_BYTES))
+            secs = time.monotonic() - start
+            if _remote.is_remote(made):
+                renamed = made
+            else:
+                doing = "rename a directory in"
+                made.rename(renamed)
+                _storage.sync_directory(directory)
+            doing = "remove a directory from"
+            _storage.remove_tree(renamed)
     except OSError as error:
-        for left in (made, renamed):
-            shutil.rmtree(left, ignore_errors=True)
+        _unfinished.discard(renamed)
         raise errors.SaveFailedError(
             f"cannot {doing} {directory}: {error}; no step could be saved there. Choose"
             " another directory, or see that this one is writable and has space"

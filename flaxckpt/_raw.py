@@ -17,7 +17,16 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import _blocks, _dtypes, _layout, _ocdbt, _storage, _threads, _zarr
+from flaxckpt import (
+    _blocks,
+    _dtypes,
+    _layout,
+    _ocdbt,
+    _remote,
+    _storage,
+    _threads,
+    _zarr,
+)
 from flaxckpt._blocks import Block, Bytes
 from flaxckpt._info import LeafInfo, RawArray
 from flaxckpt._types import Shape
@@ -165,6 +174,7 @@ def from_files(
             lambda: form.check_metadata(_blocks.small(directory / _zarr.METADATA))
         )
     arrays: dict[Region, Array] = {}
+    may_map = memory_map and not _remote.is_remote(directory)
     for region in regions:
         chunks = [
             (
@@ -174,7 +184,7 @@ def from_files(
             for key, bounds in _zarr.chunks(region, form.chunk_shape)
         ]
         blocks = [block for block, _ in chunks]
-        run = _map(form, blocks) if memory_map and blocks else None
+        run = _map(form, blocks) if may_map and blocks else None
         if run is None:
             arrays[region] = target = empty(_zarr.extent(region), form.dtype)
             for block, bounds in chunks:
@@ -259,7 +269,8 @@ class Databases:
                     _check_digests(root, raw.digests)
                 _ocdbt.check(root)
                 spec = _zarr.kvstore(root, "", ocdbt=True)
-                opened = ts.KvStore.open(spec, context=self.context).result()
+                opening = ts.KvStore.open(spec, context=self.context)
+                opened = _remote.result(opening, root)
             except (ValueError, OSError) as error:
                 self._faults[root] = error
                 raise
@@ -297,16 +308,20 @@ def from_database(
         for region in regions
     }
 
+    got = _remote.result
+
     def arrays() -> Mapping[Region, Array]:
         if metadata is not None:
-            form.check_metadata(_value(_zarr.METADATA, metadata.result()))
+            form.check_metadata(
+                _value(_zarr.METADATA, _remote.result(metadata, raw.root))
+            )
         found = {}
         for region, chunks in pending.items():
             parts = [
                 (
                     bounds,
                     form.values(
-                        _content(form, key, _value(key, future.result()), verify),
+                        _content(form, key, _value(key, got(future, raw.root)), verify),
                         bounds,
                     ),
                 )

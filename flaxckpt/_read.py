@@ -22,6 +22,8 @@ from flaxckpt import (
     _place,
     _progress,
     _raw,
+    _remote,
+    _store,
     _zarr,
     errors,
 )
@@ -79,7 +81,7 @@ def open_one(stored: StoredLeaf) -> ts.TensorStore:
         DamagedCheckpointError: It is not there, or is not what was recorded.
     """
     try:
-        store = _open(stored, ts.Context()).result()
+        store = _remote.result(_open(stored, _store.context()), stored.root)
         _check_form(stored.info, store)
     except (ValueError, OSError) as error:
         raise _damaged(stored.root, {stored.info.path: _first_words(error)}) from None
@@ -108,7 +110,7 @@ def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
     values: dict[LeafPath, Any] = {}
     faults: dict[LeafPath, str] = {}
     too_large: list[errors.Mismatch] = []
-    databases = _raw.Databases(ts.Context({"file_io_concurrency": {"limit": 32}}))
+    databases = _raw.Databases(_store.context({"file_io_concurrency": {"limit": 32}}))
     for batch in _batches(jobs, options.max_concurrent_bytes):
         blocks = _read_batch(batch, options, databases, faults)
         while blocks:  # what has become an array is let go
@@ -152,6 +154,8 @@ def _read_batch(
             for array in arrays.values():
                 _dtypes.check_bools(array)
             blocks.append((work.job, _cut(work.reads, arrays)))
+        except errors.StoreError:
+            raise  # nothing is wrong with the leaf
         except (ValueError, OSError, MemoryError) as error:
             faults[work.job.wanted.path] = _first_words(error)
     return blocks
@@ -246,10 +250,16 @@ def _reads(job: ReadJob) -> dict[Region, list[Region]]:
     """
     shape, _ = _layout.stored_form(job.found)
     sharding = job.wanted.sharding
-    if sharding is None or job.wanted.kind != "array" or len(sharding.device_set) == 1:
+    if (
+        sharding is None
+        or job.wanted.kind != "array"
+        or (len(sharding.device_set) == 1 and sharding.is_fully_addressable)
+    ):
         whole = _zarr.whole(shape)
         return {whole: [whole]}
     indices = sharding.addressable_devices_indices_map(shape).values()
+    if not indices:
+        return {}  # other processes have it all
     regions = list(
         dict.fromkeys(_zarr.region_of(index or (), shape) for index in indices)
     )
@@ -324,7 +334,7 @@ def _from_store(
     started: dict[Region, tuple[ts.Future[Any], Array]] = {}
 
     def start() -> None:
-        store = opened.result()
+        store = _remote.result(opened, job.stored.root)
         _check_form(job.found, store)
         if _is_cast_by_tensorstore(job):
             store = ts.cast(store, job.wanted.dtype or "")
@@ -338,8 +348,8 @@ def _from_store(
             started[region] = moved.commit, target
 
     def arrays() -> Mapping[Region, Array]:
-        for moved, _ in started.values():
-            moved.result()
+        for moved, target in started.values():
+            _remote.result(moved, job.stored.root, target.nbytes)
         return {region: target for region, (_, target) in started.items()}
 
     return Reading([start] if check is None else [check, start], arrays)

@@ -21,12 +21,15 @@ from flaxckpt import (
     _fit,
     _flax,
     _locate,
+    _multihost,
     _optax,
     _place,
     _plan,
     _planner,
     _progress,
     _read,
+    _remote,
+    _share,
     _storage,
     _tree,
     datasets,
@@ -67,6 +70,7 @@ def load(
     types: Sequence[type] = (),
     verify: bool = True,
     memory_map: Literal["auto"] | bool = "auto",
+    read_once: bool = False,
 ) -> PyTree:
     """Loads a state from a checkpoint, whoever wrote it.
 
@@ -100,6 +104,9 @@ def load(
             (if `verify` is off). What is done with the arrays never changes the
             files, and they may be deleted meanwhile; but nobody may write into them,
             which flaxckpt and Orbax never do. `auto` maps local file systems only.
+        read_once: Where several processes run: whether large arrays that several of
+            them need are read in parts, and sent by the devices from one to another.
+            All processes must then load at the same place of the program.
 
     Returns:
         A state like `abstract_state`, every leaf filled. Arrays without a sharding
@@ -119,6 +126,7 @@ def load(
         types,
         verify=verify,
         memory_map=memory_map,
+        read_once=read_once,
     )
     found, number = _locate.locate(_storage.resolve(path), step)
     stored = _locate.read_stored(found, number, types)
@@ -256,8 +264,12 @@ def restore(
     abstract_state: PyTree | None,
     options: _plan.Options,
     counter: _progress.Counter,
+    has_read: Callable[[], object] = lambda: None,
 ) -> PyTree:
-    """Loads what `abstract_state` asks for, or everything."""
+    """Loads what `abstract_state` asks for, or everything.
+
+    Calls `has_read` before anything is computed of what was read.
+    """
     start = time.monotonic()
     planned, recipe = _planner.make(stored, abstract_state, options)
     if planned.problems:
@@ -266,12 +278,22 @@ def restore(
             planned.problems,
             _fit.advice(planned.problems, abstract_state),
         )
+    jobs: Sequence[_read.ReadJob] = recipe.jobs
+    if options.read_once and _multihost.process_count() > 1:
+        jobs = _share.divided(jobs)
     counter.total = planned.bytes_here
     if abstract_state is not None:
         _tell(planned, recipe, options)
     try:
         with _progress.shown(counter):
-            state = _execute(recipe, abstract_state, planned.path, options, counter.add)
+            reading = _reading(planned.path, options, counter.add)
+            found = _read.read(jobs, reading)
+            has_read()
+            if jobs is not recipe.jobs:
+                found = _share.gathered(found, recipe.jobs)
+            values = {**recipe.given, **found}
+            values |= _derive.read(recipe.derived, reading)
+            state = _built(recipe, abstract_state, planned.path, values)
     except errors.DamagedCheckpointError:
         _check_current(stored)
         raise
@@ -303,7 +325,7 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
         DatasetStateError: None was saved, it was let go, or the iterator does not take
             it.
     """
-    path = Path(stored.metadata.path)
+    path = _remote.from_text(stored.metadata.path)
     if _orbax.has_let_go_dataset(path):
         if isinstance(iterator, datasets.Restarting):
             _log.warning(
@@ -327,17 +349,12 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
     datasets.set_state(iterator, files, path=path)
 
 
-def _execute(
+def _built(
     recipe: _plan.Recipe,
     abstract_state: PyTree | None,
     path: str,
-    options: _plan.Options,
-    report: Callable[[int], object],
+    values: dict[LeafPath, Any],
 ) -> PyTree:
-    values = dict(recipe.given)
-    reading = _reading(path, options, report)
-    values |= _read.read(recipe.jobs, reading)
-    values |= _derive.read(recipe.derived, reading)
     if recipe.flat is None:
         return _tree.unflatten(recipe.structure, values)
     if recipe.fresh:
@@ -380,7 +397,7 @@ def _reading(
 ) -> _read.Options:
     memory_map = options.memory_map
     if memory_map == "auto":
-        memory_map = _blocks.is_local(path)
+        memory_map = _blocks.is_local(_remote.from_text(path))
     at_once = options.max_concurrent_bytes
     return _read.Options(memory_map, options.verify, at_once, report)
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxckpt import _flax, _steps, _storage, errors
+from flaxckpt import _flax, _unfinished, errors
 from flaxckpt._checkpointer import Checkpointer
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
@@ -35,11 +36,8 @@ def check(
     Raises:
         ResumeMismatchError: They differ; all leaves that do are named.
     """
-    directory = (
-        checkpointer.directory / f"resume{_steps.TEMPORARY}-{secrets.token_hex(4)}"
-    )
-    trial = checkpointer.sibling(directory)
-    try:
+    with _directory(checkpointer) as directory:
+        trial = checkpointer.sibling(directory)
         trial.save(_STEP, state, dataset=dataset).wait()
 
         def step(begin: PyTree) -> Values:
@@ -72,8 +70,25 @@ def check(
             )
         finally:
             _rewind(trial, state, dataset)
-    finally:
-        _storage.remove_tree(directory)
+
+
+@contextlib.contextmanager
+def _directory(checkpointer: Checkpointer) -> Iterator[Path]:
+    """A directory beside the steps, removed at the end.
+
+    Raises:
+        SaveFailedError: It cannot be made.
+    """
+    with contextlib.ExitStack() as stack:
+        made = _unfinished.made(checkpointer.directory / _unfinished.RESUME)
+        try:
+            directory = stack.enter_context(made)
+        except OSError as error:
+            raise errors.SaveFailedError(
+                f"cannot make a directory in {checkpointer.directory}: {error}; no step"
+                " could be saved there, either. See that it is writable and has space"
+            ) from error
+        yield directory
 
 
 def _rewind(trial: Checkpointer, state: PyTree, dataset: Any) -> None:

@@ -11,7 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flaxckpt import _audit, _measured, _steps, _storage, errors, formats, policies
+from flaxckpt import (
+    _access,
+    _audit,
+    _measured,
+    _steps,
+    _storage,
+    _verify,
+    errors,
+    formats,
+    policies,
+)
 from flaxckpt.formats import _orbax, _orbax_disk
 from flaxckpt.policies import PreservationPolicy
 
@@ -140,6 +150,10 @@ class Retention:
 
     def _found(self) -> dict[int, _Found]:
         """The steps as they are now, without those that cannot be recognised."""
+        with _access.explained(self._directory):
+            return self._looked_at()
+
+    def _looked_at(self) -> dict[int, _Found]:
         elsewhere: _measured.MetricsByStep = {}
         if self.rules.metrics_from is not None:
             elsewhere = _measured.by_step(self.rules.metrics_from())
@@ -193,8 +207,9 @@ class Retention:
     ) -> tuple[int, ...]:
         """Deletes what nothing keeps, one after another.
 
-        Nothing is deleted before the step just saved, or else the newest, is found
-        whole on the disk. What cannot be deleted is logged, and tried again next time.
+        Nothing is deleted before the step just saved is found whole on the disk, or
+        else every byte of the newest is found as it was written. What cannot be deleted
+        is logged, and tried again next time.
 
         Args:
             just_saved: A step that stays this time. If what is to go cannot be told
@@ -216,10 +231,10 @@ class Retention:
             _log.error("nothing is deleted after step %d: %s", just_saved, error)
             return ()
         if judged.going or judged.datasets:
-            self._check_whole(
-                max(judged.found) if just_saved is None else just_saved,
-                is_ours=just_saved is not None,
-            )
+            if just_saved is None:
+                self._check_whole(max(judged.found), _verify.check)
+            else:
+                self._check_whole(just_saved, _audit.check)
         is_over = _out_of_time(is_awaited)
         deleted = tuple(self._delete(judged, just_saved, is_over))
         what = "what deletions before have left"
@@ -280,12 +295,13 @@ class Retention:
         """Whether it is worth a closer look at every step."""
         if self.rules.keep or self.rules.keep_dataset:
             return True
-        return any(_steps.is_temporary(path) for path in self.listed().values())
+        with _access.explained(self._directory):
+            return any(_steps.is_temporary(path) for path in self.listed().values())
 
-    def _check_whole(self, step: int, *, is_ours: bool) -> None:
+    def _check_whole(self, step: int, check: Callable[[Path], None]) -> None:
         path = self._directory / self._format.name(step)
         try:
-            _audit.check(path, is_ours=is_ours)
+            check(path)
         except (errors.CheckpointError, OSError) as error:
             raise errors.SaveFailedError(
                 f"step {step} is not whole on the disk, so no other is deleted: {error}"
@@ -397,7 +413,7 @@ def _was_step(path: Path) -> bool:
     """Whether a checkpoint is, or was, at `path`: a damaged one is to be told of."""
     try:
         return _steps.has_mark(path) is not None or bool(formats.recognises(path))
-    except errors.CheckpointError:
+    except (errors.CheckpointError, OSError):
         return True
 
 

@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import functools
-import importlib.metadata
 import json
 import logging
-import os
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import jax
+from typing import Any
 
 from flaxckpt import (
+    _access,
     _collector,
+    _commit,
     _containers,
     _derive,
     _flax,
+    _joint,
     _layout,
+    _marked,
     _optax,
     _progress,
+    _remote,
     _snapshot,
     _steps,
     _storage,
-    _threads,
     _tree,
-    _unfinished,
     _write,
-    _zarr,
     datasets,
     errors,
 )
+from flaxckpt._commit import Options, Snapshot, Written
 from flaxckpt._handle import SaveHandle
-from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, LeafTable, Lineage, SaveResult
+from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, LeafTable, SaveResult
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
 from flaxckpt.formats import _orbax, _orbax_json
 from flaxckpt.transforms import Transform
@@ -48,95 +44,6 @@ _log = logging.getLogger(__name__)
 # Where a database is faster both ways; docs/benchmarks.md has the measurement.
 _MANY_LEAVES = 64
 _SMALL_LEAF_BYTES = 128 * 2**10
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Options:
-    """What belongs to a checkpoint beside its state.
-
-    Attributes:
-        step: Its number, or None.
-        layout: How arrays are cut and encoded.
-        transforms: What to change on the way to the checkpoint.
-        metrics: What was measured.
-        metadata: The user's own, JSON.
-        dataset: A dataset iterator, or None.
-        overwrite: Whether an existing checkpoint is replaced.
-        max_concurrent_bytes: Budget of the writing thread.
-        lineage: What the run began from.
-        planned: Called with what will be saved, before its values are taken.
-        temporary: Whether it stays only until there is a newer step.
-        count: Called with bytes of values whenever some are written.
-    """
-
-    step: int | None = None
-    layout: ArrayLayout = dataclasses.field(default_factory=ArrayLayout)
-    transforms: Sequence[Transform] = ()
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    metadata: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
-    dataset: Any = None
-    overwrite: bool = False
-    max_concurrent_bytes: int = _write.DEFAULT_CONCURRENT_BYTES
-    lineage: Sequence[Lineage] = ()
-    planned: Callable[..., object] | None = None
-    temporary: bool = False
-    count: _write.Count = _progress.ignore
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A state as it was at the call of `save`, ready to be written.
-
-    Attributes:
-        final: Where the checkpoint will be.
-        infos: All its leaves.
-        structure: Its containers.
-        arrays: The values that this process writes.
-        strings: Param name -> value of the string leaves.
-        dataset: File name -> content of the iterator's state.
-        ocdbt: Whether the arrays go into one database.
-        options: As given.
-        created: Seconds since 1970.
-    """
-
-    final: Path
-    infos: tuple[LeafInfo, ...]
-    structure: _tree.Node | LeafPath
-    arrays: tuple[_snapshot.HostArray, ...]
-    strings: Mapping[str, str]
-    dataset: Mapping[str, bytes]
-    ocdbt: bool
-    options: Options
-    created: float
-
-    @property
-    def encoding(self) -> _zarr.Encoding:
-        """How the chunks of the arrays are encoded."""
-        return self.options.layout.encoding
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the values that this process writes, in memory."""
-        return sum(array.nbytes for array in self.arrays)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Size of all arrays of all processes, as stored if they are not compressed."""
-        return sum(
-            _layout.stored_bytes(i) for i in self.infos if i.chunk_shape is not None
-        )
-
-
-class Written(NamedTuple):
-    """What a finished save has left.
-
-    Attributes:
-        size: Bytes of all files that were written; those that were linked do not count.
-        arrays: Its arrays, for the save after it.
-    """
-
-    size: int
-    arrays: _write.Previous
 
 
 # ---- public functions -----------------------------------------------------------
@@ -195,19 +102,23 @@ def save_async(
     start = time.monotonic()
     final = _storage.resolve(path)
     counter = _progress.Counter(f"saving {final.name}")
+    together = _joint.begin("save", final, str(final))
     options = Options(
         layout=layout or ArrayLayout(),
         transforms=transforms,
         metadata=metadata or {},
         overwrite=overwrite,
         count=counter.add,
+        together=together,
     )
-    snapshot = take(final, state, options)
+    with _joint.telling(together):
+        snapshot = take(final, state, options)
     counter.total = snapshot.nbytes
     blocked = time.monotonic() - start
 
     def work() -> SaveResult:
-        written = execute(snapshot).size
+        with _joint.ending(together):
+            written = execute(snapshot).size
         total = time.monotonic() - start
         _log_saved(snapshot.final, written, total, blocked)
         return SaveResult(None, str(snapshot.final), written, blocked, total)
@@ -239,10 +150,13 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     """
     created = time.time()
     _transforms.checked(options.transforms)
-    _check_free(final, overwrite=options.overwrite)
+    together = options.together
+    if together is None or together.is_first:
+        with _access.explained(final):
+            _check_free(final, overwrite=options.overwrite)
     check_json(options.metadata)
     flat = _flax.flatten(state)
-    table, structure = _planned(flat, options)
+    table, structure = planned(flat, options)
     infos = tuple([leaf.info for leaf in table.values()])
     names = [_orbax_json.param_name(info.keys) for info in infos]
     ocdbt = uses_ocdbt(infos, names, options.layout)
@@ -259,11 +173,15 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
         for name, leaf in zip(names, table.values(), strict=True)
         if leaf.info.chunk_shape is not None
     ]
+    places = {}
+    if together is not None:
+        places = _snapshot.places(arrays, together.count)
+        arrays = _joint.own(together, arrays)
     return Snapshot(
         final,
         infos,
         structure,
-        tuple(_snapshot.to_host(arrays)),
+        tuple(_snapshot.to_host(arrays, places)),
         {
             name: str(leaf.source)
             for name, leaf in zip(names, table.values(), strict=True)
@@ -293,7 +211,7 @@ def has_optimizer(state: PyTree) -> bool:
     return bool(_optax.roles(flat.structure, flat.optimizer_states))
 
 
-def _planned(
+def planned(
     flat: _flax.FlatState, options: Options
 ) -> tuple[LeafTable, _tree.Node | LeafPath]:
     """What to save: leaves with their roles and chunk shapes, and the containers."""
@@ -337,8 +255,10 @@ def uses_ocdbt(
 
 
 def _check_free(final: Path, *, overwrite: bool) -> None:
-    if not os.path.lexists(final):
+    if not _storage.lexists(final):
         return
+    if _remote.is_remote(final) and _marked.is_unfinished(final):
+        return  # it is removed, if nobody works with it
     if final.is_dir() and not final.is_symlink() and not any(final.iterdir()):
         return
     if not overwrite:
@@ -379,16 +299,8 @@ def _keys(data: Any) -> Any:
 # ---- behind it ------------------------------------------------------------------
 
 
-_locks: collections.defaultdict[Path, threading.Lock] = collections.defaultdict(
-    threading.Lock
-)
-"""One writer at a time of a path, within this process."""
-
-os.register_at_fork(after_in_child=_locks.clear)  # those that hold them are not there
-
-
 def execute(snapshot: Snapshot, previous: _write.Previous | None = None) -> Written:
-    """Writes a snapshot and commits it, durably.
+    """Writes a snapshot and commits it, durably; together, if there are others.
 
     Args:
         snapshot: What to write.
@@ -398,113 +310,6 @@ def execute(snapshot: Snapshot, previous: _write.Previous | None = None) -> Writ
         SaveFailedError: It could not be written. What was written is removed, or,
             after the disk did not confirm its name, told of.
     """
-    with _locks[snapshot.final]:
-        return _execute(snapshot, previous)
-
-
-def _execute(snapshot: Snapshot, previous: _write.Previous | None) -> Written:
-    final = snapshot.final
-    try:
-        _storage.make_directory(final.parent)
-        _unfinished.sweep(final.parent, lambda name: name == final.name)
-        with _unfinished.made(final) as temporary:
-            return _write_and_commit(snapshot, temporary, previous)
-    except errors.CheckpointError:
-        raise
-    except _storage.NotDurableError as error:
-        raise errors.SaveFailedError(
-            f"{final} was written, but the disk did not confirm its name: {error}\n"
-            "Whether it stays, or what was there before, is not known; see that the"
-            " disk is sound, then save again."
-        ) from error
-    except (OSError, ValueError, RuntimeError, MemoryError) as error:
-        raise errors.SaveFailedError(
-            f"{final} could not be saved: {' '.join(str(error).split())[:300]}\n"
-            "Nothing of it is kept and earlier checkpoints are untouched; see that the"
-            " directory is writable and has space, then save again."
-        ) from error
-
-
-def _write_and_commit(
-    snapshot: Snapshot, temporary: Path, previous: _write.Previous | None
-) -> Written:
-    (temporary / _orbax.STATE).mkdir()
-    contents = _contents(snapshot)
-    made: dict[str, bytes] = {}
-
-    @_collector.paused()
-    def describe() -> None:
-        made.update(_orbax.files(contents))
-        _write_new(temporary, made)
-
-    with _threads.beside(describe) as check:
-
-        def count(size: int) -> None:
-            check()
-            snapshot.options.count(size)
-
-        _write.write(
-            temporary / _orbax.STATE,
-            snapshot.arrays,
-            encoding=snapshot.encoding,
-            ocdbt=snapshot.ocdbt,
-            previous=previous,
-            max_concurrent_bytes=snapshot.options.max_concurrent_bytes,
-            count=count,
-        )
-    _write_new(temporary, _orbax.seal(contents, made, temporary))
-    is_temporary = snapshot.options.temporary
-    _write_new(temporary, _steps.marks_of_new(snapshot.final, temporary=is_temporary))
-    size = _storage.sync_tree(temporary)
-    manifest = _storage.stamp(temporary / _orbax_json.MANIFEST)
-    if snapshot.options.overwrite and snapshot.final.exists():
-        aside = _unfinished.beside(snapshot.final, _unfinished.REPLACED)
-        with _unfinished.claimed(snapshot.final):
-            _storage.exchange(temporary, snapshot.final, aside)
-    else:
-        _storage.publish(temporary, snapshot.final)
-    sources = {
-        array.name: (array.source, array.dtype)
-        for array in snapshot.arrays
-        if array.source is not None
-    }
-    stamp = manifest._replace(path=snapshot.final / _orbax_json.MANIFEST)
-    return Written(size, _write.Previous(snapshot.final / _orbax.STATE, sources, stamp))
-
-
-def _contents(snapshot: Snapshot) -> _orbax.Contents:
-    options = snapshot.options
-    return _orbax.Contents(
-        options.step,
-        snapshot.infos,
-        snapshot.structure,
-        snapshot.strings,
-        snapshot.ocdbt,
-        snapshot.encoding,
-        options.metrics,
-        options.metadata,
-        snapshot.dataset,
-        snapshot.created,
-        time.time(),
-        versions(),
-        options.lineage,
-        _transforms.describe(options.transforms),
-    )
-
-
-def _write_new(root: Path, files: Mapping[str, bytes]) -> None:
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _storage.write(path, content)
-
-
-@functools.cache
-def versions() -> dict[str, str]:
-    found = {"jax": jax.__version__}
-    for name in ("flaxckpt", "flax", "optax", "tensorstore"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "unknown"
-    return found
+    if snapshot.options.together is None:
+        return _commit.execute(snapshot, previous)
+    return _joint.execute(snapshot, previous, snapshot.options.together)

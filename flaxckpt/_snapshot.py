@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from flaxckpt import _chunks, _dtypes, _layout, errors
-from flaxckpt._info import Leaf
+from flaxckpt import _chunks, _dtypes, _layout, _writers, errors
+from flaxckpt._info import Leaf, LeafInfo
 from flaxckpt._types import Shape
 from flaxckpt._zarr import Array, Region, region_of, whole
 
@@ -60,7 +61,13 @@ class HostArray(NamedTuple):
         return sum(shard.data.nbytes for shard in self.shards)
 
 
-def to_host(leaves: Sequence[tuple[str, Shape, Leaf]]) -> list[HostArray]:
+Named: TypeAlias = tuple[str, Shape, Leaf]
+"""A leaf with what it is called on disk, and its chunk shape."""
+
+
+def to_host(
+    leaves: Sequence[Named], places: Mapping[str, int] = MappingProxyType({})
+) -> list[HostArray]:
     """Takes the values of `leaves` as they are now.
 
     A jax array on the CPU is viewed, not copied: while the view lives, jax gives a
@@ -69,7 +76,8 @@ def to_host(leaves: Sequence[tuple[str, Shape, Leaf]]) -> list[HostArray]:
     because its owner may change it in place.
 
     Args:
-        leaves: For each leaf its name on disk, its chunk shape, and the leaf.
+        leaves: The arrays of which this process may write something.
+        places: Which replicas write, if not the first ones; see `places`.
 
     Raises:
         UnsupportedLeafError: A leaf is abstract, or was donated or deleted already.
@@ -79,7 +87,9 @@ def to_host(leaves: Sequence[tuple[str, Shape, Leaf]]) -> list[HostArray]:
     }
     if faults:
         raise errors.UnsupportedLeafError(faults)
-    parts = [_view(leaf) or _sources(leaf) for _, _, leaf in leaves]
+    parts = [
+        _view(leaf) or _sources(leaf, places.get(name, 0)) for name, _, leaf in leaves
+    ]
     elsewhere = [
         part.data
         for some in parts
@@ -104,6 +114,42 @@ def to_host(leaves: Sequence[tuple[str, Shape, Leaf]]) -> list[HostArray]:
         )
         for (name, chunk_shape, leaf), some in zip(leaves, parts, strict=True)
     ]
+
+
+def places(leaves: Sequence[Named], processes: int) -> dict[str, int]:
+    """Which replicas write what several processes hold, so that all write equally much.
+
+    Args:
+        leaves: All arrays of a state, the same in all processes.
+        processes: How many there are.
+
+    Returns:
+        Name of an array -> place of those replicas in their groups, if it is not 0; see
+        `_writers`.
+    """
+    tasks = tuple([_task(leaf.info) for _, _, leaf in leaves])
+    found = _assigned(tasks, processes)
+    return {
+        name: place for (name, _, _), place in zip(leaves, found, strict=True) if place
+    }
+
+
+@functools.lru_cache(maxsize=4)
+def _assigned(tasks: tuple[_writers.Task, ...], processes: int) -> Sequence[int]:
+    return _writers.assign(tasks, processes)[0]
+
+
+def _task(info: LeafInfo) -> _writers.Task:
+    task = _layout.task(info)
+    is_shared = task.sharding is not None and _is_of_several(task.sharding)
+    return task if is_shared else task._replace(sharding=None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_of_several(sharding: Sharding) -> bool:
+    """Whether several processes hold parts of an array."""
+    devices: set[Any] = sharding.device_set
+    return len({device.process_index for device in devices}) > 1
 
 
 def _gone(leaf: Leaf) -> str | None:
@@ -133,7 +179,8 @@ def _view(leaf: Leaf) -> tuple[HostShard] | None:
 
 @functools.lru_cache(maxsize=1024)
 def _is_one_cpu(sharding: Sharding) -> bool:
-    return _is_on_cpu(sharding) and len(sharding.device_set) == 1
+    is_one = len(sharding.device_set) == 1 and sharding.is_fully_addressable
+    return is_one and _is_on_cpu(sharding)
 
 
 def _from_devices(arrays: Sequence[jax.Array]) -> list[Array | jax.Array]:
@@ -186,8 +233,13 @@ class _DevicePart(NamedTuple):
         return HostShard(self.region, next(copies))
 
 
-def _sources(leaf: Leaf) -> list[HostShard | _DevicePart]:
-    """What this process writes of an array; nothing if that has no elements."""
+def _sources(leaf: Leaf, place: int) -> list[HostShard | _DevicePart]:
+    """What this process writes of an array; nothing if that has no elements.
+
+    Args:
+        leaf: The array.
+        place: Of the replicas that write, in their groups.
+    """
     value = leaf.source
     if not isinstance(value, jax.Array):
         array = np.array(value)
@@ -196,23 +248,24 @@ def _sources(leaf: Leaf) -> list[HostShard | _DevicePart]:
         return [HostShard(whole(array.shape), array)] if array.size else []
     if leaf.info.kind == "prng_key":
         value = jax.random.key_data(value)
-    slices = _layout.replica_slices(leaf.info, value.shape)
+    writing = _layout.writing(leaf.info, value.shape)
+    writers = _writers.Writers(writing.replicas, writing.parts, place)
     return [
-        _part(shard, value.shape, slices)
+        _part(shard, value.shape, writing.slices, part)
         for shard in value.addressable_shards
-        if value.size and (slices is not None or shard.replica_id == 0)
+        if value.size and (part := writers.part(shard.replica_id)) is not None
     ]
 
 
 def _part(
-    shard: jax.Shard, shape: Shape, slices: _chunks.ReplicaSlices | None
+    shard: jax.Shard, shape: Shape, slices: _chunks.ReplicaSlices | None, part: int
 ) -> HostShard | _DevicePart:
     region = region_of(shard.index, shape)
     data = shard.data
     if _is_on_cpu(data.sharding):
         data = np.asarray(data)
     if slices is not None:
-        start, stop = slices.bounds[shard.replica_id]
+        start, stop = slices.bounds[part]
         origin = region[slices.axis][0]
         bounds = (origin + start, origin + stop)
         region = (*region[: slices.axis], bounds, *region[slices.axis + 1 :])

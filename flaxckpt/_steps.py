@@ -7,15 +7,23 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _leases, _storage, _unfinished, errors
+from flaxckpt import (
+    _access,
+    _leases,
+    _locks,
+    _marked,
+    _remote,
+    _storage,
+    _unfinished,
+    errors,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -101,12 +109,14 @@ def listed(root: Path, step_format: StepFormat) -> dict[int, Path]:
     A directory that is empty is none: nothing of ours or Orbax's is ever committed
     empty.
     """
-    return _told_apart(root, step_format)[0]
+    with _access.explained(root):
+        return _told_apart(root, step_format)[0]
 
 
 def damaged(root: Path, step_format: StepFormat) -> dict[int, Path]:
     """The steps under `root` that are marked as damaged, ascending."""
-    return _told_apart(root, step_format)[1]
+    with _access.explained(root):
+        return _told_apart(root, step_format)[1]
 
 
 def _told_apart(
@@ -114,22 +124,37 @@ def _told_apart(
 ) -> tuple[dict[int, Path], dict[int, Path]]:
     """The steps under `root` that are not marked as damaged, and those that are."""
     found: tuple[dict[int, Path], dict[int, Path]] = {}, {}
+    contents: dict[str, set[str]] = {}
+    if _remote.is_remote(root):
+        contents = root.tree()
     try:
-        names = sorted(_storage.directories(root))
+        names = sorted(contents or _storage.directories(root))
     except FileNotFoundError:
         return found
     steps = {step_format.step(name): root / name for name in names}
     for step in sorted(step for step in steps if step is not None):
-        content = _content(steps[step])
-        if content:
+        content = contents.get(steps[step].name) or _content(steps[step])
+        if content and _counts(steps[step], content):
             found[DAMAGED in content][step] = steps[step]
     return found
+
+
+def _counts(path: Path, content: Collection[str]) -> bool:
+    """Whether a checkpoint in a store has its marker; those of others need none."""
+    if not _remote.is_remote(path):
+        return True
+    if _marked.MARKER in content:
+        return len(content) > 1  # it came late, and alone
+    return not any(name in content for name in _PARTS_OF_ORBAX)
+
+
+_PARTS_OF_ORBAX = ("state", "default", "_CHECKPOINT_METADATA", "_METADATA", "metrics")
 
 
 def _content(path: Path) -> list[str]:
     """The names in a directory; none if it was just deleted."""
     try:
-        return os.listdir(path)  # noqa: PTH208
+        return _storage.names(path)
     except FileNotFoundError:
         return []
 
@@ -295,7 +320,7 @@ def marks(path: Path, *, dataset: str) -> Marks:
         dataset: What that of a dataset's state is called in it.
     """
     try:
-        names = set(os.listdir(path))  # noqa: PTH208
+        names = set(_storage.names(path))
     except FileNotFoundError:  # just deleted
         names = set()
     reading = [name for name in names if name.startswith(_leases.READING)]
@@ -398,6 +423,9 @@ def delete(path: Path, *, even_pinned: bool = False) -> None:
         SaveFailedError: Somebody reads it, or has pinned it.
         OSError: It has its name still, or that it has not may not last.
     """
+    if _remote.is_remote(path):
+        _delete_in_store(path, even_pinned=even_pinned)
+        return
     aside = _unfinished.beside(path, _unfinished.DELETED)
     with _unfinished.claimed(path):
         with _leases.deletion(path):
@@ -415,6 +443,24 @@ def delete(path: Path, *, even_pinned: bool = False) -> None:
                 _storage.sync_directory(path.parent)
                 raise
         _unfinished.discard(aside)
+    _log.info("deleted %s", path)
+
+
+def _delete_in_store(path: _remote.RemotePath, *, even_pinned: bool) -> None:
+    with _locks.held(path) as lock, _leases.deletion(path):
+        if not even_pinned:
+            _check_not_pinned(path, path)
+        marker = _marked.withdraw(path)
+        try:
+            # Whoever came before it counted no more is seen now.
+            if late := _leases.readers(path):
+                raise _leases.in_use(path, late)
+            if not even_pinned:
+                _check_not_pinned(path, path)
+        except errors.SaveFailedError:
+            _marked.put_back(path, marker)
+            raise
+        _marked.remove(lock)
     _log.info("deleted %s", path)
 
 
@@ -438,6 +484,9 @@ def delete_dataset(path: Path, dataset: str) -> None:
         with _leases.deletion(path):
             if not (path / WITHOUT_DATASET).is_file():
                 _storage.replace(path / WITHOUT_DATASET, _MARK)
+            if _remote.is_remote(path):
+                _storage.remove_tree(path / dataset)
+                return
             (path / dataset).rename(aside)
             _storage.sync_directory(path)
         _unfinished.discard(aside)
@@ -464,6 +513,7 @@ def tidy(root: Path, step_format: StepFormat, items: Sequence[str]) -> None:
         sweep(root, step_format)
         for step in (root, *listed(root, step_format).values()):
             for name in ("", *items):
-                _unfinished.sweep_files(step / name)
+                if not (name and _remote.is_remote(step)):  # no leftovers in there
+                    _unfinished.sweep_files(step / name)
     except OSError as error:
         _log.warning("what a crash has left in %s is there still: %s", root, error)

@@ -18,10 +18,10 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from urllib.parse import unquote, urlsplit
 
-from flaxckpt import _threads, errors
+from flaxckpt import _locks, _marked, _remote, _stores, _threads, errors
 from flaxckpt._types import PathLike
 
 _RENAME_EXCHANGE = 2
@@ -38,17 +38,22 @@ class NotDurableError(OSError):
 
 
 def resolve(path: PathLike) -> Path:
-    """The absolute local path that `path` means.
+    """The absolute path that `path` means, local or in an object store.
 
     Raises:
         OptionError: It is a URL of a kind that is not supported.
     """
+    if isinstance(path, _remote.RemotePath):
+        return path
     text = os.fspath(path)
     if "://" in text:
         url = urlsplit(text)
+        if url.scheme in _stores.SCHEMES:
+            return _remote.parse(text)
         if url.scheme != "file" or url.netloc not in ("", "localhost"):
             raise errors.OptionError(
-                f"{text}: wanted a local path or a file:// URL, found {url.scheme}://"
+                f"{text}: wanted a local path or a URL of file://, s3://, gs:// or"
+                f" memory://, found {url.scheme}://"
             )
         text = unquote(url.path)
     return Path(os.path.abspath(os.path.expanduser(text)))  # noqa: PTH100, PTH111
@@ -61,6 +66,8 @@ def read(path: Path, *, max_bytes: int) -> bytes:
         FileNotFoundError: There is none.
         DamagedCheckpointError: It is larger than `max_bytes`, or no plain file.
     """
+    if _remote.is_remote(path):
+        return _read_object(path, max_bytes)
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= max_bytes:
@@ -85,6 +92,10 @@ def opened(path: Path, *, buffer_bytes: int = 2**13) -> Iterator[io.BufferedRead
         FileNotFoundError: There is none.
         DamagedCheckpointError: It is no plain file.
     """
+    if _remote.is_remote(path):
+        # Which has all the methods that are used.
+        yield cast("io.BufferedReader", io.BytesIO(path.read_bytes()))
+        return
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -93,6 +104,29 @@ def opened(path: Path, *, buffer_bytes: int = 2**13) -> Iterator[io.BufferedRead
             yield io.BufferedReader(file, buffer_bytes)
     finally:
         os.close(descriptor)
+
+
+def _read_object(path: _remote.RemotePath, max_bytes: int) -> bytes:
+    content = path.read_bytes()
+    if len(content) > max_bytes:
+        raise errors.DamagedCheckpointError(
+            f"{path}: wanted at most {max_bytes} bytes, found {len(content)}"
+        )
+    return content
+
+
+def lexists(path: Path) -> bool:
+    """Whether anything is called `path`, even a link to nothing."""
+    return path.exists() if _remote.is_remote(path) else os.path.lexists(path)
+
+
+def names(path: Path) -> list[str]:
+    """What is in a directory.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    return list(path.names()) if _remote.is_remote(path) else os.listdir(path)  # noqa: PTH208
 
 
 class Stamp(NamedTuple):
@@ -112,12 +146,22 @@ class Stamp(NamedTuple):
 
 
 def stamp(path: Path) -> Stamp:
-    """Notes which file `path` is now."""
+    """Notes which file `path` is now; of a checkpoint in a store, its marker."""
+    if _remote.is_remote(path):
+        return Stamp(path, _identity_in_store(path))
     try:
         found = path.stat()
     except OSError:
         return Stamp(path, None)
     return Stamp(path, identity(found))
+
+
+def _identity_in_store(path: _remote.RemotePath) -> tuple[int, ...] | None:
+    for key in (path.key, f"{path.prefix}{_marked.MARKER}"):
+        found = path.store.read(key, start=0, stop=0)
+        if found is not None:
+            return tuple(found.generation)
+    return None
 
 
 def identity(found: os.stat_result) -> tuple[int, ...]:
@@ -127,6 +171,9 @@ def identity(found: os.stat_result) -> tuple[int, ...]:
 
 def write(path: Path, content: bytes) -> None:
     """Writes a new file and syncs it; its directory is the caller's to sync."""
+    if _remote.is_remote(path):
+        _marked.write_new(path, content)
+        return
     with path.open("xb") as file:
         file.write(content)
         file.flush()
@@ -138,6 +185,9 @@ def replace(path: Path, content: bytes) -> None:
 
     Several may do so at a time: one of them is the last.
     """
+    if _remote.is_remote(path):
+        path.write_bytes(content)
+        return
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{REPLACING}")
     try:
         write(temporary, content)
@@ -152,11 +202,16 @@ def replace(path: Path, content: bytes) -> None:
 def locked(file: Path) -> Iterator[None]:
     """Has whoever locks that file, too, wait until the `with` block ends.
 
-    Where the file system has no such locks, nobody waits.
+    Where the file system has no such locks, nobody waits. In a store, it is the
+    checkpoint of that file that is locked.
 
     Raises:
         OSError: The file cannot be opened.
     """
+    if _remote.is_remote(file):
+        with _locks.held(file.parent, patient=True):
+            yield
+        return
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_NONBLOCK)  # or NFS would not lock
     except (PermissionError, IsADirectoryError):
@@ -170,7 +225,18 @@ def locked(file: Path) -> Iterator[None]:
 
 
 def make_directory(path: Path) -> None:
-    """Makes `path` and its parents, each of them durable."""
+    """Makes `path` and its parents, each of them durable.
+
+    In a store, there is nothing to be made, but no object may be called so.
+
+    Raises:
+        OSError: One cannot be made, or is no directory; or the store is out of reach.
+    """
+    if _remote.is_remote(path):
+        for above in (path, *path.parents):
+            if len(above.parts) > 1 and above.is_file():
+                raise NotADirectoryError(errno.ENOTDIR, "it is an object", str(above))
+        return
     missing = []
     while not path.is_dir():
         missing.append(path)
@@ -181,7 +247,9 @@ def make_directory(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Makes the names in `path` durable."""
+    """Makes the names in `path` durable; those in stores are."""
+    if _remote.is_remote(path):
+        return
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -195,8 +263,11 @@ def sync_tree(root: Path) -> int:
     Several at a time: the disk then settles them together.
 
     Returns:
-        The size of all files that have no other name elsewhere, in bytes.
+        The size of all files that have no other name elsewhere, in bytes. In a store,
+        what was written there since it was begun.
     """
+    if _remote.is_remote(root):
+        return root.store.counted_bytes(root.prefix)
     sizes: list[int] = []
 
     def sync(path: str) -> None:
@@ -323,6 +394,9 @@ def remove_tree(path: Path) -> None:
     Raises:
         OSError: It is a symbolic link or a file, which are never followed or removed.
     """
+    if _remote.is_remote(path):
+        path.store.delete_under(path.prefix)
+        return
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -342,6 +416,9 @@ def remove_tree(path: Path) -> None:
 
 def directories(path: Path) -> Iterator[str]:
     """Names of the directories in `path`; those behind symbolic links are not."""
+    if _remote.is_remote(path):
+        yield from [name for name, is_dir in path.names().items() if is_dir]
+        return
     with os.scandir(path) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -355,6 +432,9 @@ def digest_file(path: Path, *, max_bytes: int) -> str | None:
         FileNotFoundError: There is none.
         DamagedCheckpointError: It is no plain file.
     """
+    if _remote.is_remote(path):
+        content = path.read_bytes()
+        return digest(content) if len(content) <= max_bytes else None
     with opened(path) as file:
         if os.fstat(file.fileno()).st_size > max_bytes:
             return None

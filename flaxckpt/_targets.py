@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from flaxckpt import (
+    _commit,
     _layout,
     _pieces,
     _runs,
@@ -302,7 +303,7 @@ class _OrbaxTarget:
             dataset=state.dataset,
             created=metadata.created or now,
             committed=now,
-            versions=_save.versions(),
+            versions=_commit.versions(),
             lineage=metadata.lineage,
             transforms=metadata.transforms,
         )

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from flaxckpt import _blocks, _leases, _storage
+from flaxckpt import _blocks, _leases, _marked, _remote, _storage
 
 _log = logging.getLogger(__name__)
 
@@ -36,13 +36,19 @@ _NAME = re.compile(
     rf"(?:(?P<what>{WRITING}|{DELETED}|{REPLACED})-[0-9a-f]{{8}}|(?P<brief>metrics(?:-[0-9a-f]{{8}})?))",
     re.DOTALL,
 )
-_TRIAL = re.compile(rf"(?:preflight|resume){re.escape(TEMPORARY)}-.+", re.DOTALL)
-"""What is there while a run begins, and is not locked."""
+PREFLIGHT = "preflight"
+RESUME = "resume"
+
+_TRIALS = frozenset((PREFLIGHT, RESUME))
+"""What is there while a run begins, under names that are no checkpoint's."""
+
+_TEXTS = re.compile(rf"together{re.escape(TEMPORARY)}-.+", re.DOTALL)
+"""What processes tell each other in files, which none of them has locked."""
 
 _TOUCHED_EVERY_SECS = 15.0
 _ABANDONED_SECS = 600.0
 _BRIEF_SECS = 60.0
-_TRIAL_SECS = 86_400.0
+_TEXTS_SECS = 86_400.0
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -56,14 +62,30 @@ def beside(path: Path, what: str) -> Path:
 
 
 @contextlib.contextmanager
-def made(final: Path) -> Iterator[Path]:
+def made(
+    final: Path,
+    *,
+    overwrite: bool = False,
+    keep: Callable[[str], bool] = lambda name: False,
+) -> Iterator[Path]:
     """A new directory, to be filled and to be called `final`, in the `with` block.
 
     Whatever has its name at the end is removed: it was not finished, or was replaced.
+    In a store it is `final` itself, see `_marked`.
+
+    Args:
+        final: What it is to be.
+        overwrite: Whether, in a store, what is there is removed first.
+        keep: What of that stays all the same.
 
     Raises:
+        CheckpointExistsError: In a store, it is there, or is being written.
         OSError: It cannot be made.
     """
+    if _remote.is_remote(final):
+        with _marked.made(final, overwrite=overwrite, keep=keep) as there:
+            yield there
+        return
     while True:
         path = beside(final, WRITING)
         path.mkdir()
@@ -91,6 +113,9 @@ def claimed(path: Path) -> Iterator[bool]:
     Raises:
         OSError: It is no directory, or cannot be opened.
     """
+    if _remote.is_remote(path):  # locked by whoever writes or deletes, see `_marked`
+        yield True
+        return
     try:
         descriptor = os.open(path, _FLAGS)
     except FileNotFoundError:
@@ -170,13 +195,22 @@ def sweep(root: Path, is_ours: Callable[[str], bool]) -> None:
     Raises:
         OSError: Something could not be removed.
     """
+    if _remote.is_remote(root):
+        _marked.sweep(root, is_ours)
     found = [
         root / name
         for name in _storage.directories(root)
-        if _TRIAL.fullmatch(name)
-        or ((match := _NAME.fullmatch(name)) and is_ours(match["stem"]))
+        if _TEXTS.fullmatch(name)
+        or (
+            (match := _NAME.fullmatch(name))
+            and (match["stem"] in _TRIALS or is_ours(match["stem"]))
+        )
     ]
     if not found:
+        return
+    if _remote.is_remote(root):  # copied there: nobody makes such ones in a store
+        for path in found:
+            _storage.remove_tree(path)
         return
     # What they were replaced by, or a deletion, may not be durable yet.
     _storage.sync_directory(root)
@@ -194,7 +228,7 @@ def _is_abandoned(path: Path) -> bool:
             return True
         limit = _ABANDONED_SECS
     else:
-        limit = _BRIEF_SECS if match else _TRIAL_SECS
+        limit = _BRIEF_SECS if match else _TEXTS_SECS
     return _leases.is_older(path, limit)
 
 
@@ -217,6 +251,9 @@ def sweep_files(directory: Path) -> None:
     Raises:
         OSError: Something could not be removed.
     """
+    if _remote.is_remote(directory):
+        _leases.sweep(directory)
+        return
     try:
         names = os.listdir(directory)  # noqa: PTH208
     except (FileNotFoundError, NotADirectoryError):

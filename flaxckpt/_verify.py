@@ -14,6 +14,7 @@ from pathlib import Path
 import crc32c
 
 from flaxckpt import (
+    _access,
     _audit,
     _blocks,
     _findings,
@@ -22,6 +23,7 @@ from flaxckpt import (
     _pieces,
     _progress,
     _read,
+    _remote,
     _steps,
     _zarr,
     errors,
@@ -54,18 +56,37 @@ def verify(
         stored = _description(path, step, found)
         format_name = "unknown" if stored is None else stored.metadata.format
         extra: list[str] = []
-        if stored is not None and format_name == "flaxckpt":
-            extra = _verify_own(path, stored, found)
-        elif stored is not None:
-            _verify_foreign(path, stored, found)
+        try:
+            if stored is not None and format_name == "flaxckpt":
+                extra = _verify_own(path, stored, found)
+            elif stored is not None:
+                _verify_foreign(path, stored, found)
+        except OSError as error:
+            if not _access.is_unread(error):
+                raise
+            found.add(found.unread, _findings.HERE, str(error))
     return found.report(path, format_name, step, extra, time.monotonic() - start)
+
+
+def check(path: Path) -> None:
+    """Reads all of the checkpoint `path`; its metrics alone may be lost.
+
+    Raises:
+        DamagedCheckpointError: It is damaged, or cannot be read.
+        CheckpointNotFoundError, CheckpointFormatError: There is none.
+    """
+    report = verify(path, None)
+    for name, why in {**report.problems, **report.unread}.items():
+        if not name.startswith(f"{_orbax.METRICS}/"):
+            where = path if name == _findings.HERE else name
+            raise errors.DamagedCheckpointError(f"{where}: {why}")
 
 
 def lost(path: Path, step: int | None, error: Exception) -> _findings.VerifyReport:
     """The report on what is not recognised as the checkpoint that it was."""
     found = _findings.Findings(_progress.Counter(""), thorough=True)
-    is_denied = isinstance(error.__context__, PermissionError)
-    found.add(found.unread if is_denied else found.problems, _findings.HERE, str(error))
+    is_unread = _access.is_unread(error)
+    found.add(found.unread if is_unread else found.problems, _findings.HERE, str(error))
     return found.report(path, "unknown", step, (), 0.0)
 
 
@@ -77,6 +98,8 @@ def damage(path: Path, step: int | None) -> str | None:
     try:
         report = verify(path, step, thorough=False)
     except (errors.CheckpointError, OSError) as error:
+        if _access.is_unread(error):
+            return None
         # It was a checkpoint, and is none any more.
         is_ours = _steps.has_mark(path) or (path / _orbax.STATE).is_dir()
         if is_ours and _findings.unreadable(path) is None:
@@ -96,12 +119,12 @@ def _description(
     except (OSError, errors.DamagedCheckpointError) as error:
         if isinstance(error, errors.CheckpointNotFoundError):
             raise
-        if (why := _findings.unreadable(path)) is not None:
-            found.add(found.unread, _findings.HERE, why)
-        elif isinstance(error, errors.DamagedCheckpointError):
-            found.add(found.problems, _findings.HERE, str(error))
-        else:
+        if _access.is_unread(error):
             found.add(found.unread, _findings.HERE, str(error))
+        elif (why := _findings.unreadable(path)) is not None:
+            found.add(found.unread, _findings.HERE, why)
+        else:
+            found.add(found.problems, _findings.HERE, str(error))
         return None
 
 
@@ -202,6 +225,9 @@ def _check_size(
     file: Path, root: Path, size: int, count: Callable[[int], object]
 ) -> None:
     """Compares the size of a chunk with what it must be; 0 if that varies."""
+    if _remote.is_remote(file):
+        _check_object_size(file, len(file.read_bytes()), size)
+        return
     with _findings.opened(file, root) as (_, found):
         if found != (size or found) or not found:
             raise ValueError(
@@ -213,6 +239,9 @@ def _check_chunk(
     file: Path, root: Path, size: int, count: Callable[[int], object]
 ) -> None:
     """Compares a chunk with the checksum at its end."""
+    if _remote.is_remote(file):
+        _check_object(file, size, count)
+        return
     _check_size(file, root, size, count)
     body = file.stat().st_size - _blocks.CHECKSUM_BYTES
     value, at = 0, 0
@@ -230,6 +259,22 @@ def _check_chunk(
         raise ValueError(
             f"{file.name} has changed since it was written: its CRC-32C is another"
         )
+
+
+def _check_object_size(file: _remote.RemotePath, found: int, size: int) -> None:
+    if found != (size or found) or not found:
+        raise ValueError(f"{file.name} has {found} bytes instead of {size or 'some'}")
+
+
+def _check_object(
+    file: _remote.RemotePath, size: int, count: Callable[[int], object]
+) -> None:
+    """The same for a chunk in a store, which is read once."""
+    content = memoryview(file.read_bytes())
+    _check_object_size(file, len(content), size)
+    count(len(content))
+    body = len(content) - _blocks.CHECKSUM_BYTES
+    _blocks.check(file.name, [content[:body]], content[body:].tobytes())
 
 
 def _metrics_checks(

@@ -18,17 +18,32 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import _blocks, _dtypes, _progress, _threads, _zarr
+from flaxckpt import (
+    _blocks,
+    _dtypes,
+    _progress,
+    _remote,
+    _staging,
+    _store,
+    _threads,
+    _zarr,
+)
 from flaxckpt._snapshot import HostArray, HostShard
 from flaxckpt._storage import Stamp
 from flaxckpt._types import JSON
 from flaxckpt._zarr import Array, Encoding, Region
+
+DATABASE_OF = "ocdbt.process_"
+"""How the database of one process is called, for Orbax as for us."""
 
 DEFAULT_CONCURRENT_BYTES = 2 * 2**30
 """Bytes that may be between memory and storage at one time."""
 
 _THREADS = 8
 """Writers of files. More than cores: most of the time they wait for the disk."""
+
+_THREADS_OF_STORES = 32
+"""Writers of objects, which wait for the network."""
 
 _ENCODED_AT_ONCE = 256 * 2**20
 """Bytes that TensorStore compresses at one time; it keeps what waits for the disk."""
@@ -72,6 +87,7 @@ def write(
     previous: Previous | None = None,
     max_concurrent_bytes: int = DEFAULT_CONCURRENT_BYTES,
     count: Count = _progress.ignore,
+    writer: int | None = None,
 ) -> None:
     """Writes `arrays` under `root` as zarr.
 
@@ -85,11 +101,31 @@ def write(
         max_concurrent_bytes: Bytes copied or handed to TensorStore and not yet
             written. An array larger than that is written alone.
         count: Called with bytes of values, in memory, whenever some are through.
+        writer: Which process this is, if others write other chunks of these arrays, or
+            other arrays, to the same `root`. Process 0 describes all of them. Each
+            has a database of its own, for `merge`.
 
     Raises:
         OSError, ValueError: Something could not be written.
     """
-    context = ts.Context()
+    context = _store.context()
+    if ocdbt and writer is not None:
+        root = root / f"{DATABASE_OF}{writer}"
+        root.mkdir()
+    if ocdbt and _staging.is_needed(root):
+        # One database is made of all batches, which takes memory for all of it.
+        with _staging.staged(root) as memory:
+            write(
+                memory,
+                arrays,
+                encoding=encoding,
+                ocdbt=True,
+                max_concurrent_bytes=max_concurrent_bytes,
+                count=count,
+            )
+        return
+    if _remote.is_remote(root):
+        previous = None  # stores have no links
     if ocdbt:
         for batch in _batches(arrays, max_concurrent_bytes):
             _write_database(root, batch, encoding, context, max_concurrent_bytes, count)
@@ -99,12 +135,58 @@ def write(
     for array in arrays:
         (raw if _is_raw(array, encoding) else encoded).append(array)
     budget = _threads.Budget(max_concurrent_bytes)
-    _write_files(root, raw, encoding, previous, budget, count)
+    _write_files(root, raw, encoding, previous, budget, count, writer)
     at_once = min(max_concurrent_bytes, _ENCODED_AT_ONCE)
-    _write_encoded(root, encoded, encoding, context, at_once, count=count)
-    if previous is not None:
+    if encoded and _staging.is_needed(root):
+        for batch in _batches(encoded, at_once):
+            with _staging.staged(root) as memory:
+                _write_encoded(memory, batch, encoding, context, at_once, count=count)
+        return
+    is_shared = writer is not None
+    _write_encoded(
+        root, encoded, encoding, context, at_once, may_exist=is_shared, count=count
+    )
+    # What others are still writing is not to be touched.
+    if previous is not None and not is_shared:
         for array in encoded:
             _link_files(previous.root / array.name, root / array.name)
+
+
+def merge(root: Path, writers: int) -> None:
+    """Makes one database of those that single processes have written, in one step.
+
+    Their values stay where they are, and are to be found by the whole only.
+    """
+    context = _store.context()  # the same for all, or nothing is taken over
+    whole = _opened(root, context)
+    transaction = ts.Transaction(atomic=True)
+    taken = [
+        _opened(root / f"{DATABASE_OF}{writer}", context).experimental_copy_range_to(
+            whole.with_transaction(transaction)
+        )
+        for writer in range(writers)
+    ]
+    for future in taken:
+        _remote.result(future, root)
+    _remote.result(transaction.commit_async(), root)
+    for writer in range(writers):
+        (root / f"{DATABASE_OF}{writer}" / "manifest.ocdbt").unlink(missing_ok=True)
+
+
+def _opened(root: Path, context: ts.Context) -> ts.KvStore:
+    spec = _zarr.kvstore(root, "", ocdbt=True)
+    return _remote.result(ts.KvStore.open(spec, context=context), root)
+
+
+def is_raw(array: HostArray, encoding: Encoding) -> bool:
+    """Whether an array is written without TensorStore, which would sync it."""
+    return _is_raw(array, encoding)
+
+
+def files_of(root: Path, array: HostArray) -> Iterator[Path]:
+    """The files of chunks that this process writes of a raw array."""
+    for chunk in _chunks(array):
+        yield root / array.name / chunk.key
 
 
 def write_parts(
@@ -130,7 +212,7 @@ def write_parts(
     transaction = ts.Transaction(atomic=True) if ocdbt else None
     at_once = min(max_concurrent_bytes, _ENCODED_AT_ONCE)
     _write_encoded(
-        root, arrays, encoding, ts.Context(), at_once, transaction, may_exist=True
+        root, arrays, encoding, _store.context(), at_once, transaction, may_exist=True
     )
     if transaction is not None:
         transaction.commit_async().result()
@@ -246,15 +328,18 @@ def _write_files(
     previous: Previous | None,
     budget: _threads.Budget,
     count: Count,
+    writer: int | None = None,
 ) -> None:
     """Writes each array as a directory of chunks, several at a time."""
+    is_remote = _remote.is_remote(root)
 
     def begin(array: HostArray) -> bool:
         """Makes the directory; says whether all chunks can be linked unread."""
         directory = root / array.name
-        directory.mkdir(exist_ok=not array.name)
+        directory.mkdir(exist_ok=not array.name or writer is not None)
         content = _metadata_text(array, encoding)
-        _blocks.write(directory / _zarr.METADATA, [memoryview(content)])
+        if not writer:
+            _blocks.write(directory / _zarr.METADATA, [memoryview(content)])
         return previous is not None and _is_unchanged(array, content, previous)
 
     def write_array(array: HostArray) -> None:
@@ -268,7 +353,8 @@ def _write_files(
         old = previous and previous.root / name / chunk.key
         file_size = chunk.size + _blocks.CHECKSUM_BYTES * encoding.checksum
         if not (old and is_unchanged and _blocks.link(old, new, file_size)):
-            with budget.hold(chunk.size if chunk.has_to_be_copied() else 0):
+            is_copied = is_remote or chunk.has_to_be_copied()
+            with budget.hold(chunk.size if is_copied else 0):
                 parts = chunk.parts(encoding)
                 if not (old and _blocks.link_equal(old, new, parts)):
                     _blocks.write(new, parts)
@@ -285,7 +371,8 @@ def _write_files(
             functools.partial(write_chunk, chunk, is_unchanged)
             for chunk in _chunks(array)
         ]
-    _threads.each(lambda task: task(), tasks, threads=_THREADS)
+    threads = _THREADS_OF_STORES if is_remote else _THREADS
+    _threads.each(lambda task: task(), tasks, threads=threads)
     if previous is not None and not previous.is_current():
         # Arrays that were saved there may have been linked from what is there now.
         raise OSError(f"{previous.root} was replaced by somebody else meanwhile")
@@ -327,9 +414,7 @@ def _write_database(
 ) -> None:
     """Writes arrays into one database, in one transaction: one data file for all."""
     transaction = ts.Transaction(atomic=True)
-    spec = _zarr.kvstore(root, "", ocdbt=True)
-    values = ts.KvStore.open(spec, context=context).result()
-    values = values.with_transaction(transaction)
+    values = _opened(root, context).with_transaction(transaction)
     large = []
     for array in arrays:
         if array.nbytes > _DATABASE_VALUE_BYTES or not _is_raw(array, encoding):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from flaxckpt import _dtypes
+from flaxckpt import _dtypes, _remote
 from flaxckpt._types import JSON, Shape
 
 METADATA = "zarr.json"
@@ -254,7 +254,13 @@ def chunks(region: Region, chunk_shape: Shape) -> tuple[Chunk, ...]:
 
 def kvstore(root: Path, name: str, *, ocdbt: bool) -> dict[str, JSON]:
     """TensorStore's description of where the array `name` under `root` is kept."""
+    below = f"{name}/" if name else ""
     if ocdbt:
-        base: JSON = {"driver": "file", "path": f"{root}/"}
-        return {"driver": "ocdbt", "base": base, "path": f"{name}/" if name else ""}
-    return {"driver": "file", "path": f"{root}/{name}/" if name else f"{root}/"}
+        return {"driver": "ocdbt", "base": _place(root, ""), "path": below}
+    return _place(root, below)
+
+
+def _place(root: Path, below: str) -> dict[str, JSON]:
+    if _remote.is_remote(root):
+        return root.store.spec(root.prefix + below)
+    return {"driver": "file", "path": f"{root}/{below}"}

@@ -23,7 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from flaxckpt import _callback, _parsing, _steps, _write, errors, policies
+from flaxckpt import (
+    _callback,
+    _parsing,
+    _steps,
+    _together,
+    _write,
+    errors,
+    policies,
+)
 from flaxckpt._callback import CheckpointCallback
 from flaxckpt._checkpointer import Checkpointer
 from flaxckpt._info import ArrayLayout
@@ -86,6 +94,8 @@ class CheckpointConfig:
     max_concurrent_bytes: int = _write.DEFAULT_CONCURRENT_BYTES
     step_format: str = "{step}"
     read_only: bool = False
+    peer_timeout_secs: float = _together.TIMEOUT_SECS
+    read_once: bool = False
     every_steps: int | None = None
     every_secs: float | None = None
     temporary: bool = False
@@ -253,6 +263,7 @@ _PARSERS: Mapping[str, Parser] = {
     "max_concurrent_bytes": _parsing.bytes_,
     "step_format": _step_format,
     "read_only": _parsing.boolean,
+    "peer_timeout_secs": _parsing.secs,
     "every_steps": _parsing.optional(_parsing.whole(1)),
     "every_secs": _parsing.optional(_parsing.secs),
     "temporary": _parsing.boolean,

@@ -14,6 +14,7 @@
     ├── OptionError               (ValueError)         arguments that make no sense
     ├── ReadOnlyError             (PermissionError)    writing through a reader
     ├── SaveFailedError           (OSError)            the bytes could not be written
+    ├── StoreError                (OSError)            an object store failed
     └── CheckpointTimeoutError    (TimeoutError)       waited long enough
 
 Each is also the builtin that a caller would expect, and carries its facts as
@@ -59,6 +60,10 @@ class ReadOnlyError(CheckpointError, PermissionError):
 
 class SaveFailedError(CheckpointError, OSError):
     """A save could not be completed; nothing of it counts as saved."""
+
+
+class StoreError(CheckpointError, OSError):
+    """An object store refused, or did not answer in time."""
 
 
 class CheckpointTimeoutError(CheckpointError, TimeoutError):

@@ -1,5 +1,6 @@
 """What all tests share: 8 CPU devices, and hypothesis without a clock."""
 
+import itertools
 import os
 import re
 import sys
@@ -28,6 +29,41 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def store_server(tmp_path_factory):
+    """Gives the server of a kind, `moto` or `seaweed`; it is started once."""
+    import store_servers
+
+    with store_servers.all_ended():
+        yield lambda kind: store_servers.running(kind, tmp_path_factory)
+
+
+@pytest.fixture
+def store_path(tmp_path_factory, store_server):
+    """Gives a new path in a store of a kind: `file`, `memory`, `moto` or `seaweed`."""
+    from flaxckpt import _storage
+
+    # Its own: a test may undo the other one in the middle.
+    environment = pytest.MonkeyPatch()
+
+    def path(kind):
+        if kind == "file":
+            return tmp_path_factory.mktemp("run")
+        name = f"{os.getpid()}-{next(_counter)}"
+        if kind == "memory":
+            return _storage.resolve(f"memory://test/{name}")
+        server = store_server(kind)
+        for variable, value in server.environment.items():
+            environment.setenv(variable, value)
+        return _storage.resolve(f"s3://{server.bucket}/{name}")
+
+    yield path
+    environment.undo()
+
+
+_counter = itertools.count()
 
 
 @pytest.fixture(autouse=True)

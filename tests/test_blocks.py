@@ -3,6 +3,10 @@
 import gc
 import mmap
 import os
+import platform
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import crc32c
@@ -210,3 +214,32 @@ def test_a_map_keeps_no_file_open(tmp_path):
     maps = [_blocks.mapped(block) for _ in range(50)]
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     assert len(maps) == 50
+
+
+CUT_SHORT = """
+import os, sys
+from pathlib import Path
+from flaxckpt import _blocks
+
+block = _blocks.Block(Path(sys.argv[1]), int(sys.argv[2]), True)
+run = _blocks.mapped(block)
+os.truncate(block.path, block.size // 2)
+try:
+    _blocks.verify_mapped(block, run)
+except OSError as error:
+    print(error)
+"""
+
+
+def test_what_cannot_be_read_of_a_map_is_an_error_and_no_signal(tmp_path):
+    release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+    if sys.platform != "linux" or release < (5, 14):
+        pytest.skip("only Linux, from 5.14 on, says what cannot be read of a map")
+    block = stored(tmp_path / "b", noise(2**20))
+    done = subprocess.run(
+        [sys.executable, "-c", CUT_SHORT, block.path, str(block.size)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done
+    assert "cannot be read" in done.stdout

@@ -9,11 +9,18 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import store_servers
 import strategies
 
 import flaxckpt
 from flaxckpt import _save, errors
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
+
+
+@pytest.fixture(params=store_servers.KINDS)
+def tmp_path(request, store_path):
+    """All that follows holds for directories and for stores."""
+    return store_path(request.param)
 
 
 def state(step):

@@ -33,6 +33,8 @@ layout = {chunk_bytes = "32 MiB", store = "ocdbt", codec = "zstd", checksum = fa
 save_dtype = [{pattern = "params/.*", dtype = "bfloat16"}]
 max_concurrent_bytes = "1.5 GB"
 step_format = "step_{step}"
+peer_timeout_secs = "20 min"
+read_once = true
 every_steps = 1000
 every_secs = "15 min"
 temporary = true
@@ -63,6 +65,8 @@ CONFIG = CheckpointConfig(
     save_dtype=(Cast("params/.*", "bfloat16"),),
     max_concurrent_bytes=1_500_000_000,
     step_format="step_{step}",
+    peer_timeout_secs=1200.0,
+    read_once=True,
     every_steps=1000,
     every_secs=900.0,
     temporary=True,
@@ -184,6 +188,8 @@ any_config = st.builds(
     max_concurrent_bytes=whole,
     step_format=st.sampled_from(["{step}", "step_{step}", "{step:08d}"]),
     read_only=st.booleans(),
+    peer_timeout_secs=secs,
+    read_once=st.booleans(),
     every_steps=st.none() | whole,
     every_secs=secs,
     temporary=st.booleans(),

@@ -2,7 +2,10 @@
 
 import importlib
 import itertools
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -203,3 +206,23 @@ def test_the_demo_fails_if_the_runs_differ(tmp_path, capsys):
     with pytest.raises(SystemExit, match="the runs differ in"):
         demo.compare(tmp_path / "killed", tmp_path / "twin")
     assert "leaves differ" in capsys.readouterr().out
+
+
+@pytest.mark.multiprocess
+def test_four_processes_go_on_with_what_two_have_left(tmp_path):
+    root = Path(__file__).parents[1]
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(
+        [sys.executable, "-m", "examples.multiprocess", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "2 processes begin at step 0\n" in ended.stdout
+    assert "a process ended with -9" in ended.stdout
+    assert "4 processes begin at step 8\n" in ended.stdout
+    assert "step 20 is saved" in ended.stdout
+    assert "run/20 is good" in ended.stdout

@@ -14,6 +14,10 @@ PACKAGE = Path(__file__).parents[1] / "flaxckpt"
 # not listed, may import all.
 LAYERS = (
     {"errors", "_types"},
+    {"_store"},
+    {"_stores"},
+    {"_remote"},
+    {"_locks"},
     {
         "_access",
         "_dtypes",
@@ -24,10 +28,15 @@ LAYERS = (
         "_memory",
         "_multihost",
         "_parsing",
+        "_texts",
         "_threads",
         "_triggers",
+        "_writers",
     },
+    {"_marked"},
+    {"_staging"},
     {
+        "_beats",
         "_blocks",
         "_counters",
         "_preemption",
@@ -38,7 +47,7 @@ LAYERS = (
         "_zarr",
     },
     {"_ocdbt"},
-    {"_info", "_events", "_journal", "_leases"},
+    {"_info", "_events", "_journal", "_leases", "_together"},
     {"_layout", "_containers", "_handle", "_unfinished"},
     {"_snapshot", "_raw", "_spans", "_place"},
     {"_read", "_write", "_flax", "_optax", "policies", "_steps", "datasets"},
@@ -47,14 +56,15 @@ LAYERS = (
     {"_locate"},
     {"transforms"},
     {"partition", "_plan", "_finder", "_fit", "_audit", "_findings", "_follow"},
-    {"_planner"},
+    {"_planner", "_share", "_commit"},
+    {"_joint"},
     {"_save", "_restore", "_verify"},
     {"_targets", "_belongings", "_measured"},
     {"_convert", "_retention"},
     {"_directory"},
     {"_checkpointer"},
     {"_beginning", "_preflight", "_resume"},
-    {"_callback", "_diff", "_report", "_tools"},
+    {"_callback", "_diff", "_report", "_simulation", "_tools"},
     {"_sizes"},
     {"_keeping"},
     {"_listing", "_leaf_statistics", "_doctor", "_wanted"},
@@ -97,6 +107,7 @@ FREE_PACKAGES = {"cli"}
 # Types need no door: under `if TYPE_CHECKING:` anything may be imported.
 DOORS: dict[str, set[str]] = {
     "tensorstore": {
+        "_store",
         "_storage",
         "_ocdbt",
         "_raw",

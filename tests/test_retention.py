@@ -1,6 +1,7 @@
 """What stays in a run directory and what goes, over real checkpoints."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -618,9 +619,65 @@ def test_prune_deletes_nothing_if_the_newest_step_is_not_whole(tmp_path):
     save(tmp_path, 1, 2, layout=FILES)
     shorten(tmp_path / "2/state/w/c.0.0")
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
-    with pytest.raises(errors.SaveFailedError, match=r"c\.0\.0: wanted 132 bytes"):
+    with pytest.raises(errors.SaveFailedError, match=r"step 2 .*c\.0\.0 has 131 bytes"):
         ckpt.prune()
     assert ckpt.steps() == [1, 2]
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+FLIPPED = {
+    "files": "state/w/c.0.0",
+    "ocdbt": "state/d/*",
+    "a string": "state/_strings.json",
+    "the dataset": "dataset/*",
+}
+
+
+@pytest.mark.parametrize("what", FLIPPED)
+def test_prune_reads_the_newest_step_before_it_deletes(tmp_path, what):
+    layout = flaxckpt.ArrayLayout(store=what if what == "ocdbt" else "files")
+    ckpt = flaxckpt.Checkpointer(tmp_path, layout=layout)
+    for step in (1, 2, 3):
+        state = {**SIZED, "w": SIZED["w"] + step}
+        ckpt.save(step, state, dataset=batches(), metrics={"loss": 1 / step})
+    ckpt.wait()
+    damaged = next((tmp_path / "3").glob(FLIPPED[what]))
+    before = damaged.read_bytes()
+    flip(damaged)
+    pruning = flaxckpt.Checkpointer(tmp_path, layout=layout, keep=[LatestN(1)])
+    with pytest.raises(errors.SaveFailedError, match="step 3 is not whole") as info:
+        pruning.prune()
+    assert len(str(info.value).splitlines()) < 15
+    assert str(tmp_path / "3") in str(info.value)
+    assert pruning.steps() == [1, 2, 3]
+    for step in (1, 2):
+        assert pruning.verify(step).ok
+    damaged.write_bytes(before)
+    flip(tmp_path / "3/metrics/metrics")  # lost, and the state is not
+    assert pruning.prune() == (1, 2)
+    assert pruning.verify(3).problems.keys() == {"metrics/metrics"}
+
+
+def test_prune_deletes_nothing_if_the_newest_step_cannot_be_read(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2, layout=FILES)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+    readv, bad = os.readv, "/2/state/w/c.0.0"
+
+    def failing(descriptor, buffers):
+        if str(Path(f"/proc/self/fd/{descriptor}").readlink()).endswith(bad):
+            raise OSError(errno.EIO, "Input/output error")
+        return readv(descriptor, buffers)
+
+    monkeypatch.setattr(os, "readv", failing)
+    with pytest.raises(errors.SaveFailedError, match="Input/output error"):
+        ckpt.prune()
+    monkeypatch.undo()
+    assert ckpt.prune() == (1,)
 
 
 LAYOUTS = [

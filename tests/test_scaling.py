@@ -13,9 +13,12 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+import flaxckpt
 from flaxckpt import (
     _collector,
+    _commit,
     _flax,
     _info,
     _plan,
@@ -41,6 +44,17 @@ def linen_like(n, tx=ADAMW):
 
 
 @functools.cache
+def abstract_linen_like(n):
+    """As 64 processes have it, with 2 devices each."""
+    mesh = AbstractMesh((16, 8), ("data", "model"))
+    split = NamedSharding(mesh, PartitionSpec("model"))
+    same = NamedSharding(mesh, PartitionSpec())
+    kernel = jax.ShapeDtypeStruct((8, 8), "float32", sharding=split)
+    other = jax.ShapeDtypeStruct((8,), "float32", sharding=same)
+    return jax.tree.map(lambda x: kernel if np.ndim(x) == 2 else other, linen_like(n))
+
+
+@functools.cache
 def nnx_like(n):
     layers = {f"layer_{i}": nnx.Param(jnp.ones(2)) for i in range(n)}
     return nnx.state(nnx.Dict(layers))
@@ -61,7 +75,7 @@ def snapshot(state):
 @functools.cache
 def contents(make, n):
     taken = snapshot(make(n))
-    return _save._contents(taken)
+    return _commit._contents(taken)
 
 
 @functools.cache
@@ -134,6 +148,9 @@ WORK = {
         read(several_optimizers, n),
         None,
         transforms=[transforms.rename("(.*)/params/kernel", r"\1/params/weight")],
+    ),
+    "a save by many processes": lambda n: flaxckpt.simulate(
+        abstract_linen_like(n), processes=64
     ),
     "rebuilding": lambda n: _tree.unflatten(
         contents(linen_like, n).structure,

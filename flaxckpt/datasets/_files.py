@@ -15,8 +15,9 @@ from flaxckpt.datasets._iterators import Restarting
 
 _log = logging.getLogger(__name__)
 
-_DESCRIPTION = "metadata"
-"""Our description of the saved iterator: the file that Orbax's JSON reader expects."""
+DESCRIPTION = "metadata"
+"""Our description of the saved iterator: the file that Orbax's JSON reader expects.
+Of several processes, the first one writes it."""
 
 
 def state_files(dataset: Any) -> dict[str, bytes]:
@@ -51,7 +52,7 @@ def state_files(dataset: Any) -> dict[str, bytes]:
         "process_count": _multihost.process_count(),
         "version": _kinds.version(first),
     }
-    files[_DESCRIPTION] = json.dumps(description).encode()
+    files[DESCRIPTION] = json.dumps(description).encode()
     return files
 
 
@@ -166,7 +167,7 @@ def _version_of(described: Mapping[str, Any]) -> int:
 
 
 def _description(files: Mapping[str, bytes]) -> dict[str, Any]:
-    content = files.get(_DESCRIPTION, b"{}")
+    content = files.get(DESCRIPTION, b"{}")
     try:
         _codec.check_size(content)
         found = json.loads(content)

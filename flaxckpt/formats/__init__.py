@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _access, _steps, _storage, errors
+from flaxckpt import _access, _marked, _remote, _steps, _storage, errors
 from flaxckpt._info import Reader
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _msgpack, _orbax, _safetensors, _scan, _streaming, _t5x
@@ -31,6 +31,11 @@ _READ_HERE = (
 )
 
 
+def _readers(path: Path) -> dict[str, Reader]:
+    """Those that are asked; the others map files, or look behind links."""
+    return {"orbax": _orbax} if _remote.is_remote(path) else READERS
+
+
 class Detected(NamedTuple):
     """What a path was found to be.
 
@@ -51,7 +56,7 @@ class Detected(NamedTuple):
 def recognises(path: Path) -> bool:
     """Whether `path` is a checkpoint in a format that is read here."""
     with _access.explained(path):
-        return any(reader.recognises(path) for reader in READERS.values())
+        return any(reader.recognises(path) for reader in _readers(path).values())
 
 
 def detect(path: PathLike) -> Detected:
@@ -75,7 +80,7 @@ def _detect(path: Path) -> Detected:
         raise errors.CheckpointNotFoundError(
             f"there is no checkpoint at {path}: the path does not exist"
         )
-    for name, reader in READERS.items():
+    for name, reader in _readers(path).items():
         if why := reader.recognises(path):
             return Detected(name, why, reader)
     if path.is_dir() and (steps := _steps.find(path, recognises)):
@@ -83,11 +88,24 @@ def _detect(path: Path) -> Detected:
             f"{path} is no checkpoint but a directory of {len(steps)} steps: pass one"
             f" of them, as {steps[max(steps)]}"
         )
-    if path.is_dir() and (mark := _steps.has_mark(path)):
+    mark = _steps.has_mark(path) if path.is_dir() else None
+    if mark and _remote.is_remote(path) and not _marked.is_committed(path):
+        raise errors.DamagedCheckpointError(
+            f"{path} has {mark}, but no {_marked.MARKER}, without which nothing in a"
+            " store counts: it was not finished, or not copied whole; restore another"
+            " step"
+        )
+    if mark:
         raise errors.DamagedCheckpointError(
             f"{path} has the file {mark}, so it was a checkpoint, but neither"
             f" state/_METADATA nor another description of its leaves is there; found"
             f" {_content(path)}; restore another step"
+        )
+    if _remote.is_remote(path):
+        raise errors.CheckpointFormatError(
+            f"{path} is no checkpoint that is read from a store: wanted one of flaxckpt"
+            f" or Orbax, with {_marked.MARKER} in it; found {_content(path)}. Copy"
+            " those of other formats to a disk first"
         )
     if refused := _refused(path):
         raise errors.CheckpointFormatError(f"{path} is {refused}")

@@ -6,14 +6,23 @@ import contextlib
 import dataclasses
 import errno
 import logging
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _storage, _tree, _unfinished, _zarr, datasets, errors
+from flaxckpt import (
+    _marked,
+    _remote,
+    _storage,
+    _tree,
+    _unfinished,
+    _write,
+    _zarr,
+    datasets,
+    errors,
+)
 from flaxckpt._info import (
     LeafInfo,
     Lineage,
@@ -24,7 +33,7 @@ from flaxckpt.formats import _orbax_arrays, _orbax_disk, _orbax_foreign, _orbax_
 
 _log = logging.getLogger(__name__)
 
-COMMITTED = "commit_success.txt"
+COMMITTED = _marked.MARKER
 _ROOT_METADATA = "metadata/_ROOT_METADATA"
 STATE, DATASET, METRICS = _orbax_disk.STATE, _orbax_disk.DATASET, _orbax_disk.METRICS
 UNDIGESTED = frozenset(
@@ -49,6 +58,12 @@ _RESERVED = frozenset(
         "d",
     )
 )
+_DATABASE = re.compile(
+    rf"{STATE}/(?:manifest\.ocdbt|(?:{re.escape(_write.DATABASE_OF)}\d+/)?d/.+)",
+    re.DOTALL,
+)
+"""A file of the database, or of one that a single process has written."""
+
 _MAX_NAME_BYTES = 240
 _SMALL_DATABASE_BYTES = 64 * 2**20
 
@@ -119,20 +134,26 @@ def files(contents: Contents) -> dict[str, bytes]:
     return made
 
 
-def seal(contents: Contents, made: Mapping[str, bytes], root: Path) -> dict[str, bytes]:
+def seal(
+    contents: Contents,
+    made: Mapping[str, bytes],
+    root: Path,
+    others: Mapping[str, str] | None = None,
+) -> dict[str, bytes]:
     """The manifest and its own digest: relative path -> content.
 
     The manifest has the digest of every file in `made` but the metrics, which may be
     written anew later, and of a small database under `root`, which is verified as a
     whole: that is faster than each of its values. Of zarr 2, whose chunks have no
-    checksums, it has the digests of all files.
+    checksums, it has the digests of all files. `others` are the digests of files that
+    other processes have written.
     """
     digests = {
         name: _storage.digest(text)
         for name, text in made.items()
         if not name.startswith(METRICS)
     }
-    digests |= _digests_of_arrays(contents, root)
+    digests |= {**(others or {}), **_digests_of_arrays(contents, root)}
     manifest = _manifest(contents, digests)
     digest = _orbax_json.dumps({_orbax_json.MANIFEST: _storage.digest(manifest)})
     return {_orbax_json.MANIFEST: manifest, COMMITTED: digest}
@@ -142,7 +163,9 @@ def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
     """Path of a file of arrays -> its digest, where each chunk's own are not enough."""
     is_bare = contents.encoding.version == 2
     if contents.ocdbt:
-        found = [root / STATE / "manifest.ocdbt", *(root / STATE / "d").glob("*")]
+        state = root / STATE
+        found = [state / "manifest.ocdbt", *state.glob("d/*")]
+        found += state.glob(f"{_write.DATABASE_OF}*/d/*")
     elif is_bare:
         names = {_orbax_json.param_name(info.keys) for info in contents.infos}
         found = [file for name in names for file in (root / STATE / name).glob("*")]
@@ -311,7 +334,7 @@ def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
         DamagedCheckpointError: A file is missing, not what it should be, or does not
             have the digest that was written down for it.
     """
-    if os.path.lexists(path / _orbax_json.MANIFEST):
+    if _storage.lexists(path / _orbax_json.MANIFEST):
         return _read_own(path, step, resolve)
     if _orbax_json.MANIFEST in _committed(path):
         raise errors.DamagedCheckpointError(
@@ -339,6 +362,11 @@ def write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
     content = _orbax_json.dumps(dict(metrics))
     if (path / METRICS).is_dir():
         _replace_metrics(path, content)
+        return
+    if _remote.is_remote(path):  # the second is not asked for while it is not there
+        _storage.replace(path / METRICS / METRICS, content)
+        digests = _digests_of_metrics(content)
+        _storage.replace(path / _orbax_disk.METRICS_DIGESTS, digests)
         return
     # Made beside it: Orbax takes a directory without its file for damage.
     with _unfinished.made(path) as made:
@@ -416,7 +444,7 @@ def write_run_metadata(root: Path, custom: Mapping[str, JSON]) -> None:
 def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
     stamp = _storage.stamp(path / _orbax_json.MANIFEST)
     raw = _orbax_disk.read_file(path / _orbax_json.MANIFEST, path)
-    if os.path.lexists(path / COMMITTED):
+    if _storage.lexists(path / COMMITTED):
         recorded = _committed(path).get(_orbax_json.MANIFEST, "")
         _orbax_disk.check_digest(path / _orbax_json.MANIFEST, raw, recorded)
     manifest = _orbax_json.loads(raw, path / _orbax_json.MANIFEST)
@@ -486,4 +514,4 @@ def is_of_arrays(name: str) -> bool:
 
 
 def _is_of_database(name: str) -> bool:
-    return name == f"{STATE}/manifest.ocdbt" or name.startswith(f"{STATE}/d/")
+    return _DATABASE.fullmatch(name) is not None

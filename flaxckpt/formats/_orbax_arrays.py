@@ -28,7 +28,9 @@ from flaxckpt import (
     _memory,
     _ocdbt,
     _read,
+    _remote,
     _storage,
+    _store,
     _zarr,
     errors,
 )
@@ -123,10 +125,13 @@ def texts(
             for name in names
         }
     _check_database(root, checkpoint)
-    store = ts.KvStore.open(_zarr.kvstore(root, "", ocdbt=True)).result()
+    opening = ts.KvStore.open(
+        _zarr.kvstore(root, "", ocdbt=True), context=_store.context()
+    )
+    store = _remote.result(opening, root)
     reads = {name: store.read(_zarr.database_key(name, file)) for name in names}
     return {
-        name: functools.partial(_text_of_value, read, file)
+        name: functools.partial(_text_of_value, read, root, file)
         for name, read in reads.items()
     }
 
@@ -139,8 +144,10 @@ def _text_of_file(path: Path, checkpoint: Path) -> bytes:
         raise ValueError(f"{path.name} is missing") from None
 
 
-def _text_of_value(read: ts.Future[ts.KvStore.ReadResult], file: str) -> bytes:
-    found = read.result()
+def _text_of_value(
+    read: ts.Future[ts.KvStore.ReadResult], root: Path, file: str
+) -> bytes:
+    found = _remote.result(read, root)
     if found.state != "value":
         raise ValueError(f"{file} is missing")
     return bytes(found.value)
@@ -173,7 +180,7 @@ def _database(root: Path, context: ts.Context) -> ts.KvStore:
     opened = _DATABASES.setdefault(context, {})
     if root not in opened:
         spec = _zarr.kvstore(root, "", ocdbt=True)
-        opened[root] = ts.KvStore.open(spec, context=context).result()
+        opened[root] = _remote.result(ts.KvStore.open(spec, context=context), root)
     return opened[root]
 
 
@@ -294,7 +301,8 @@ class Arrays:
     ) -> None:
         """Asserts that chunks of blosc in a database are as long as they should be."""
         store = _database(self.root, context)
-        text = _text_of_value(store.read(_zarr.database_key(name, file)), file)
+        read = store.read(_zarr.database_key(name, file))
+        text = _text_of_value(read, self.root, file)
         check_form(text, form)
         chunks = _zarr_chunks.described(text)
         if chunks.codec == "blosc":

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _layout, _links, _steps, _storage, errors
+from flaxckpt import _layout, _links, _marked, _remote, _steps, _storage, errors
 from flaxckpt._info import CheckpointMetadata, LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _orbax_json, _scan
@@ -32,7 +31,14 @@ NOT_ITEMS = frozenset((DATASET, METRICS))
 
 
 def item(path: Path) -> Path | None:
-    """The directory that holds the arrays of the checkpoint `path`."""
+    """The directory that holds the arrays of the checkpoint `path`.
+
+    In a store, it must have Orbax's marker; one item has its own, or that above it.
+    """
+    if _remote.is_remote(path) and not (
+        _marked.is_committed(path) or _marked.is_committed(path.parent)
+    ):
+        return None
     for name in (*PREFERRED_ITEMS, ""):
         if _is_item(path / name):
             return path / name
@@ -158,7 +164,7 @@ def metrics_in(path: Path) -> dict[str, Any]:
         DamagedCheckpointError: The file is not what it should be.
     """
     file = path / METRICS / METRICS
-    if not os.path.lexists(file):
+    if not _storage.lexists(file):
         return {}
     content = read_file(file, path)
     if not _is_known(path, content):
@@ -173,7 +179,7 @@ def metrics_in(path: Path) -> dict[str, Any]:
 
 def _is_known(path: Path, metrics: bytes) -> bool:
     """Whether `metrics` have one of the digests that were written down of them."""
-    if not os.path.lexists(path / METRICS_DIGESTS):
+    if not _storage.lexists(path / METRICS_DIGESTS):
         return True
     known = json_file(path / METRICS_DIGESTS, path).get(METRICS)
     return isinstance(known, list) and _storage.digest(metrics) in known
@@ -201,7 +207,7 @@ def checkpoint_info(
     digests: Mapping[str, str],
 ) -> CheckpointMetadata:
     found: dict[str, Any] = {}
-    if CHECKPOINT in digests or os.path.lexists(path / CHECKPOINT):
+    if CHECKPOINT in digests or _storage.lexists(path / CHECKPOINT):
         raw = read_file(path / CHECKPOINT, path)
         if CHECKPOINT in digests:
             check_digest(path / CHECKPOINT, raw, digests[CHECKPOINT])

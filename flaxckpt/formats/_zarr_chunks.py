@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import tensorstore as ts
 
-from flaxckpt import _dtypes, _zarr
+from flaxckpt import _dtypes, _remote, _zarr
 from flaxckpt.formats import _orbax_rows
 
 _LONG_BYTES = 64 * 2**20
@@ -92,6 +92,9 @@ def check_files(directory: Path, chunks: Chunks) -> None:
         ValueError: One is not.
         OSError: One cannot be read.
     """
+    if _remote.is_remote(directory):
+        _check_objects(directory, chunks)
+        return
     ratio = _BEST_RATIO.get(chunks.codec or "")
     for path, key, is_file in _entries(str(directory), ""):
         if not chunks.pattern.fullmatch(key):
@@ -105,6 +108,16 @@ def check_files(directory: Path, chunks: Chunks) -> None:
         if chunks.codec == "blosc":
             with open(path, "rb", opener=_at_once) as file:
                 _check_blosc(key, file.read(_HEADER_BYTES), chunks.size)
+
+
+def _check_objects(directory: _remote.RemotePath, chunks: Chunks) -> None:
+    """The same in a store, which has no directories, and tells no sizes."""
+    if chunks.codec != "blosc":
+        return
+    for key in filter(chunks.pattern.fullmatch, directory.keys()):
+        path = directory / key
+        header = path.store.part(path.key, 0, _HEADER_BYTES)
+        _check_blosc(key, header or b"", chunks.size)
 
 
 def _entries(directory: str, before: str) -> Iterator[tuple[str, str, bool]]:

@@ -6,6 +6,7 @@ index.
 """
 
 import json
+import logging
 import os
 import re
 from pathlib import Path
@@ -14,7 +15,7 @@ from types import MappingProxyType
 import numpy as np
 
 import flaxckpt
-from flaxckpt import errors
+from flaxckpt import _preflight, _resume, errors
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
 
@@ -321,6 +322,15 @@ class Bare(Scenario):
             log("saved", 2, version)
 
 
+class Trials(Scenario):
+    """What is tried out before a run begins; nothing of it may stay."""
+
+    def do(self, ckpt, log):
+        _preflight.check(ckpt, state(2), None, only_warn=False)
+        small = {"count": 1}
+        _resume.check(ckpt, small, dict, dataset=None, fresh=None)
+
+
 class Endless(Scenario):
     """Saves, one after another, until it is killed."""
 
@@ -363,6 +373,112 @@ SCENARIOS = {
         RunMetadata,
         JustEnds,
         Bare,
+        Trials,
+    )
+}
+
+
+# ---- what is read ------------------------------------------------------------------
+
+
+class Warnings(logging.Handler):
+    """What was warned of."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.told = []
+        logging.getLogger("flaxckpt").addHandler(self)
+
+    def emit(self, record):
+        self.told.append(record.getMessage())
+
+
+class Reads(Scenario):
+    """Two steps, of which the newest is restored, by the same run."""
+
+    memory_map = False
+
+    def prepare(self, directory, log):
+        with self.open(directory) as ckpt:
+            for step in (1, 2):
+                save(ckpt, log, step, metrics={"loss": 0.5}, dataset=batches(step))
+
+    def do(self, ckpt, log):
+        warnings, found = Warnings(), batches(0)
+        restored = ckpt.restore(memory_map=self.memory_map, dataset=found)
+        assert is_state(restored, ckpt.restored_step, 0)
+        assert found.get_state() == batches(ckpt.restored_step).get_state()
+        is_told = any(
+            "step 2 is damaged and left out" in text for text in warnings.told
+        )
+        assert ckpt.restored_step == (1 if is_told else 2), warnings.told
+        log("restored", ckpt.restored_step)
+
+
+class ReadsMapped(Reads):
+    memory_map = True
+
+
+class ReadsDatabase(Reads):
+    options = MappingProxyType({"layout": DATABASE})
+
+
+class ReadsEncoded(Reads):
+    options = MappingProxyType({"layout": ENCODED})
+
+
+class Loads(Reads):
+    """The newest step, by somebody who has no run."""
+
+    def act(self, directory, log):
+        warnings = Warnings()
+        step = flaxckpt.metadata(directory).step
+        restored = flaxckpt.load(directory)
+        found = restored["count"]
+        assert is_state(restored, found, 0)
+        is_told = any("newer step is left out" in text for text in warnings.told)
+        assert is_told or (step, found) == (2, 2), warnings.told
+        log("restored", found)
+
+
+class Verifies(Reads):
+    """What is good is never called damaged, only unread."""
+
+    def do(self, ckpt, log):
+        for step in (1, 2):
+            report = ckpt.verify(step)
+            assert not report.problems, str(report)
+            log("restored", step if report.ok else 0)
+
+
+class VerifiesDatabase(Verifies):
+    options = MappingProxyType({"layout": DATABASE})
+
+
+class Looks(Reads):
+    """What is there, and how good it is: all of it, or an error."""
+
+    def do(self, ckpt, log):
+        assert ckpt.steps() == [1, 2]
+        assert ckpt.latest_step() == 2
+        assert ckpt.damaged() == {}
+        assert ckpt.explain().keys() == {1, 2}
+        assert ckpt.metadata(2).leaves.keys() == json_like(state(2)).keys()
+        assert ckpt.metadata(2).has_dataset
+        assert next(ckpt.new_steps(timeout_secs=0), None) in (1, 2, None)
+
+
+READING = {
+    scenario.__name__: scenario
+    for scenario in (
+        Reads,
+        ReadsMapped,
+        ReadsDatabase,
+        ReadsEncoded,
+        Loads,
+        Verifies,
+        VerifiesDatabase,
+        Looks,
     )
 }
 
@@ -423,10 +539,19 @@ class Expected:
     def _named(self, name):
         pass
 
+    def _restored(self, step):
+        pass
+
     def _failed(self, text):
         pass
 
+    def _unexpected(self, text):
+        pass
+
     def _hits(self, count):
+        pass
+
+    def _seen(self, count):
         pass
 
 

@@ -1,10 +1,11 @@
 /* Faults in a process's own file system calls, for tests; see shim.py.
  *
- * Preloaded, it sees every call that changes something below one directory, on all
- * threads, and numbers them from 1. At the chosen number the process is killed, or the
- * call fails, or writes only half of its bytes. Or all calls are written down, in the
- * order in which they were done. */
+ * Preloaded, it sees every call that changes, or that reads, something below one
+ * directory, on all threads, and numbers them from 1. At the chosen number the process
+ * is killed, or the call fails, or writes or reads only half of its bytes. Or all calls
+ * that change something are written down, in the order in which they were done. */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -15,17 +16,21 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/types.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 enum { COUNT = 0, KILL = -9, SHORT = -1 }; /* else an errno */
+enum { CHANGES, GROWING, READS };          /* what is counted */
+enum { SHRINKS, GROWS, READ };             /* what a call does */
 
 static char root[PATH_MAX];
 static size_t root_size;
 static long chosen, seen, hits;
-static int action, sticky, only_growing;
+static int action, sticky, counted;
 static int journal = -1;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -35,10 +40,10 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* ---- what the tests call ---- */
 
-void fault_arm(const char *directory, long at, int what, int again, int growing) {
+void fault_arm(const char *directory, long at, int what, int again, int kind) {
   snprintf(root, sizeof root, "%s", directory);
   root_size = strlen(root);
-  chosen = at, action = what, sticky = again, only_growing = growing;
+  chosen = at, action = what, sticky = again, counted = kind;
   seen = hits = 0;
 }
 
@@ -114,9 +119,10 @@ static const char *of_path(int directory, const char *path, char *buffer) {
 
 /* ---- the fault ---- */
 
-/* 0 to go on, SHORT, or an errno. `grows`: whether a full disk would refuse it. */
-static int fault(int grows) {
-  if (only_growing && !grows) return 0;
+/* 0 to go on, SHORT, or an errno. A full disk refuses what GROWS. */
+static int fault(int does) {
+  if ((counted == READS) != (does == READ)) return 0;
+  if (counted == GROWING && does != GROWS) return 0;
   long number = __atomic_add_fetch(&seen, 1, __ATOMIC_SEQ_CST);
   if (!action || !(number == chosen || (sticky && number > chosen))) return 0;
   __atomic_add_fetch(&hits, 1, __ATOMIC_SEQ_CST);
@@ -224,10 +230,24 @@ int unlinkat(int d, const char *path, int flags) {
        int, real(d, path, flags));
 }
 
-/* Opening counts if the file is made or written. */
+/* Fails a call that reads, if it is chosen. */
+#define READING(path, failed) \
+  do { \
+    const char *what = counted == READS ? (path) : NULL; \
+    int found = what ? fault(READ) : 0; \
+    if (found > 0) { \
+      errno = found; \
+      return failed; \
+    } \
+  } while (0)
+
+/* Opening counts as a change if the file is made or written. */
 #define OPENED(path, invoke) \
   do { \
-    if (!(flags & (O_WRONLY | O_RDWR | O_CREAT))) return invoke; \
+    if (!(flags & (O_WRONLY | O_RDWR | O_CREAT))) { \
+      READING(path, -1); \
+      return invoke; \
+    } \
     const char *kind = flags & O_TRUNC ? "create" : "open"; \
     CALL(kind, path, NULL, 0, 1, int, invoke); \
   } while (0)
@@ -339,3 +359,118 @@ ssize_t pwritev(int fd, const struct iovec *parts, int count, off_t at) {
   free(all);
   return done;
 }
+
+/* ---- reading ---- */
+
+/* Reads up to `size` bytes, or half of them. */
+#define GOT(fd, size, invoke) \
+  do { \
+    PLACE; \
+    if (counted != READS || !of_descriptor(fd, place)) return invoke; \
+    int found = fault(READ); \
+    if (found == SHORT && size > 1) size -= size / 2; \
+    if (found > 0) { \
+      errno = found; \
+      return -1; \
+    } \
+    return invoke; \
+  } while (0)
+
+ssize_t read(int fd, void *data, size_t size) {
+  REAL(read);
+  GOT(fd, size, real(fd, data, size));
+}
+ssize_t pread(int fd, void *data, size_t size, off_t at) {
+  REAL(pread);
+  GOT(fd, size, real(fd, data, size, at));
+}
+ssize_t pread64(int fd, void *data, size_t size, off_t at) {
+  REAL(pread64);
+  GOT(fd, size, real(fd, data, size, at));
+}
+/* Of several buffers, the first alone is filled, or half of it: that is short, too. */
+ssize_t readv(int fd, const struct iovec *parts, int count) {
+  REAL(readv);
+  PLACE;
+  if (counted != READS || count < 1 || !of_descriptor(fd, place))
+    return real(fd, parts, count);
+  return read(fd, parts->iov_base, parts->iov_len);
+}
+#define INTO_PARTS(name, type) \
+  ssize_t name(int fd, const struct iovec *parts, int count, type at) { \
+    REAL(name); \
+    PLACE; \
+    if (counted != READS || count < 1 || !of_descriptor(fd, place)) \
+      return real(fd, parts, count, at); \
+    return pread64(fd, parts->iov_base, parts->iov_len, at); \
+  }
+INTO_PARTS(preadv, off_t)
+INTO_PARTS(preadv64, off64_t)
+#define INTO_PARTS_2(name, type) \
+  ssize_t name(int fd, const struct iovec *parts, int count, type at, int flags) { \
+    REAL(name); \
+    PLACE; \
+    if (counted != READS || count < 1 || !of_descriptor(fd, place)) \
+      return real(fd, parts, count, at, flags); \
+    return pread64(fd, parts->iov_base, parts->iov_len, at); \
+  }
+INTO_PARTS_2(preadv2, off_t)
+INTO_PARTS_2(preadv64v2, off64_t)
+
+/* Called while threads are made, too, long before anything is looked up. */
+void *mmap(void *at, size_t size, int protect, int flags, int fd, off_t offset) {
+  if (fd >= 0 && counted == READS) {
+    PLACE;
+    READING(of_descriptor(fd, place), MAP_FAILED);
+  }
+  return (void *)syscall(SYS_mmap, at, size, protect, flags, fd, offset);
+}
+void *mmap64(void *at, size_t size, int protect, int flags, int fd, off64_t offset) {
+  return mmap(at, size, protect, flags, fd, offset);
+}
+
+/* What is in a directory; a list may end early, with an error. */
+DIR *opendir(const char *path) {
+  REAL(opendir);
+  PLACE;
+  READING(of_path(AT_FDCWD, path, place), NULL);
+  return real(path);
+}
+struct dirent *readdir(DIR *directory) {
+  REAL(readdir);
+  PLACE;
+  READING(of_descriptor(dirfd(directory), place), NULL);
+  return real(directory);
+}
+struct dirent64 *readdir64(DIR *directory) {
+  REAL(readdir64);
+  PLACE;
+  READING(of_descriptor(dirfd(directory), place), NULL);
+  return real(directory);
+}
+
+/* Looking at what is there counts, too. */
+#define LOOKED(name, path, arguments, given) \
+  int name arguments { \
+    REAL(name); \
+    PLACE; \
+    READING(path, -1); \
+    return real given; \
+  }
+LOOKED(stat, of_path(AT_FDCWD, file, place),
+       (const char *file, struct stat *found), (file, found))
+LOOKED(stat64, of_path(AT_FDCWD, file, place),
+       (const char *file, struct stat64 *found), (file, found))
+LOOKED(lstat, of_path(AT_FDCWD, file, place),
+       (const char *file, struct stat *found), (file, found))
+LOOKED(lstat64, of_path(AT_FDCWD, file, place),
+       (const char *file, struct stat64 *found), (file, found))
+LOOKED(fstat, of_descriptor(fd, place),
+       (int fd, struct stat *found), (fd, found))
+LOOKED(fstat64, of_descriptor(fd, place),
+       (int fd, struct stat64 *found), (fd, found))
+LOOKED(fstatat, of_path(d, file, place),
+       (int d, const char *file, struct stat *found, int flags), (d, file, found, flags))
+LOOKED(fstatat64, of_path(d, file, place),
+       (int d, const char *file, struct stat64 *found, int flags),
+       (d, file, found, flags))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("shim.c")
 COUNT, KILL, SHORT = 0, -9, -1
+CHANGES, GROWING, READS = 0, 1, 2
 
 
 def build():
@@ -42,15 +43,19 @@ class Shim:
             *(ctypes.c_int,) * 3,
         )
 
-    def arm(self, directory, *, at=0, what=COUNT, sticky=False, growing=False):
+    def arm(self, directory, *, at=0, what=COUNT, sticky=False, counted=CHANGES):
         """Has call `at` below a directory fail; or all from there on, if sticky.
 
-        With `growing`, only calls count that a full disk would refuse.
+        Counted are calls that change something, or only those that a full disk would
+        refuse, or those that read.
         """
-        self._library.fault_arm(os.fsencode(directory), at, what, sticky, growing)
+        self._library.fault_arm(os.fsencode(directory), at, what, sticky, counted)
 
     def disarm(self):
         self._library.fault_disarm()
+
+    def seen(self):
+        return self._library.fault_seen()
 
     def hits(self):
         return self._library.fault_hits()

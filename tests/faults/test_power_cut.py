@@ -6,13 +6,9 @@ root. FLAXCKPT_POWER_CUTS=50 makes so many cuts in all; by default there are a f
 """
 
 import contextlib
-import fcntl
 import itertools
 import os
 import random
-import shutil
-import struct
-import subprocess
 import threading
 import time
 
@@ -21,13 +17,10 @@ import pytest
 import strategies
 
 import flaxckpt
+from benchmarks.power import KINDS, Disk
 from flaxckpt import errors
 from flaxckpt.policies import LatestN
 
-SHUTDOWN = 0x8004587D
-WITHOUT_LOG = 2
-KINDS = {"ext4": ["mkfs.ext4", "-q", "-F"], "xfs": ["mkfs.xfs", "-q", "-f"]}
-IMAGE_BYTES = 320 * 2**20  # the least that xfs takes, and some
 CUTS = int(os.environ.get("FLAXCKPT_POWER_CUTS", "8"))
 DELAYS_SECS = (0.0, 0.3) if CUTS < 50 else (0.0, 0.0, 0.3, 1.0, 6.0, 12.0)
 LONGEST_SAVE_SECS = 0.1
@@ -36,69 +29,12 @@ LAYOUTS = [
 ]
 
 
-def run(*command):
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-class Disk:
-    """A file system of its own, from which the power can be cut."""
-
-    def __init__(self, root, kind):
-        self.image = root / f"{kind}.img"
-        self.mount_point = root / kind
-        self.kind = kind
-        self.mount_point.mkdir()
-        with self.image.open("wb") as file:
-            file.truncate(IMAGE_BYTES)
-
-    def make(self):
-        made = run(*KINDS[self.kind], str(self.image))
-        if made.returncode != 0:
-            pytest.skip(f"no {self.kind} can be made here: {made.stderr.strip()}")
-        mounted = self.mount()
-        if mounted.returncode != 0:
-            pytest.skip(f"no {self.kind} can be mounted: {mounted.stderr.strip()}")
-
-    def mount(self):
-        return run("mount", "-o", "loop", str(self.image), str(self.mount_point))
-
-    def cut(self):
-        """Cuts the power: what has not reached the disk is lost."""
-        descriptor = os.open(self.mount_point, os.O_RDONLY)
-        try:
-            fcntl.ioctl(descriptor, SHUTDOWN, struct.pack("I", WITHOUT_LOG))
-        finally:
-            os.close(descriptor)
-
-    def start_again(self):
-        for _ in range(100):
-            gone = run("umount", str(self.mount_point))
-            if gone.returncode == 0:
-                break
-            time.sleep(0.1)
-        assert gone.returncode == 0, gone.stderr
-        mounted = self.mount()
-        assert mounted.returncode == 0, mounted.stderr
-
-    def close(self):
-        if os.path.ismount(self.mount_point):
-            for options in ((), (), ("-l",)):
-                if run("umount", *options, str(self.mount_point)).returncode == 0:
-                    break
-                time.sleep(0.5)
-        self.image.unlink(missing_ok=True)
-
-
 @pytest.fixture(params=sorted(KINDS))
 def disk(request, tmp_path):
-    if os.geteuid() != 0:
-        pytest.skip("cutting the power of a file system needs root")
-    for program in (KINDS[request.param][0], "mount", "umount"):
-        if shutil.which(program) is None:
-            pytest.skip(f"{program} is not installed")
     made = Disk(tmp_path, request.param)
     try:
-        made.make()
+        if obstacle := made.make():
+            pytest.skip(obstacle)
         yield made
     finally:
         made.close()
@@ -164,7 +100,7 @@ class Victim:
 
 
 def test_a_power_cut_loses_no_step_whose_save_has_ended(disk):
-    chance = random.Random(f"power {disk.kind}")
+    chance = random.Random(f"power {disk.mount_point.name}")
     victim = Victim(disk)
     victim.train(2, LAYOUTS[0], None)
     delays = itertools.cycle(DELAYS_SECS)

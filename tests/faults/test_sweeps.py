@@ -20,16 +20,16 @@ EVERY = bool(os.environ.get("FLAXCKPT_EVERY_FAULT"))
 SAMPLED = 9  # every so many calls, of faults that are not tried at all
 
 FAULTS = {
-    "killed": {"what": shim.KILL, "sticky": False, "growing": False},
-    "one error": {"what": errno.EIO, "sticky": False, "growing": False},
-    "broken disk": {"what": errno.EIO, "sticky": True, "growing": False},
-    "full disk": {"what": errno.ENOSPC, "sticky": True, "growing": True},
-    "full for once": {"what": errno.ENOSPC, "sticky": False, "growing": True},
-    "short write": {"what": shim.SHORT, "sticky": False, "growing": True},
+    "killed": {"what": shim.KILL, "sticky": False, "counted": shim.CHANGES},
+    "one error": {"what": errno.EIO, "sticky": False, "counted": shim.CHANGES},
+    "broken disk": {"what": errno.EIO, "sticky": True, "counted": shim.CHANGES},
+    "full disk": {"what": errno.ENOSPC, "sticky": True, "counted": shim.GROWING},
+    "full for once": {"what": errno.ENOSPC, "sticky": False, "counted": shim.GROWING},
+    "short write": {"what": shim.SHORT, "sticky": False, "counted": shim.GROWING},
     "full disk after a short write": {
         "what": shim.SHORT,
         "sticky": True,
-        "growing": True,
+        "counted": shim.GROWING,
     },
 }
 ALWAYS = {"killed"}

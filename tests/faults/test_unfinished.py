@@ -3,6 +3,8 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -24,6 +26,47 @@ def leave(directory, name):
 def grow_old(path, secs):
     then = time.time() - secs
     os.utime(path, (then, then))
+
+
+TRYING = """
+import os, signal, sys
+import numpy as np
+import flaxckpt
+from flaxckpt import _storage
+
+def stop(*ignored):
+    print("in the middle", flush=True)
+    sys.stdin.readline()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+ckpt = flaxckpt.Checkpointer(sys.argv[1])
+on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
+state = {"w": np.ones(3), "step": 1}
+if sys.argv[2] == "preflight":
+    _storage.write = stop  # of the probe
+    on_step(1, state)
+else:
+    on_step.check_resume(state, stop)
+"""
+
+
+@pytest.mark.parametrize("trial", ["preflight", "resume"])
+def test_a_trial_that_is_killed_is_swept_at_the_next_opening(tmp_path, trial):
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRYING, tmp_path, trial],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "in the middle\n"
+    (left,) = tmp_path.glob(f"{trial}.orbax-checkpoint-tmp-*")
+    assert flaxckpt.Checkpointer(tmp_path).steps() == []
+    assert left.exists(), "it is at work"
+    process.communicate("\n")
+    assert process.returncode == -signal.SIGKILL
+    assert left.exists()
+    flaxckpt.Checkpointer(tmp_path)
+    assert not left.exists()
 
 
 @pytest.mark.parametrize("what", ["writing", "deleted", "replaced"])
@@ -57,7 +100,7 @@ def test_what_was_to_be_replaced_gets_its_name_back(tmp_path, caplog):
         "checkpoint_7.tmp-1700000000",
         "model.orbax-checkpoint-tmp-writing-0123abcd",  # no step of this run
         "7.orbax-checkpoint-tmp-writing-mine",
-        "preflight.orbax-checkpoint-tmp-0123abcd",  # it may be at work
+        "preflight.orbax-checkpoint-tmp-0123abcd",  # not called as ours are
         "7.orbax-checkpoint-tmp-metrics",
     ],
 )
@@ -70,9 +113,8 @@ def test_what_others_have_made_stays(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "secs"),
     [
-        ("preflight.orbax-checkpoint-tmp-0123abcd", 90_000),
-        ("resume.orbax-checkpoint-tmp-12-renamed", 90_000),
         ("7.orbax-checkpoint-tmp-metrics", 90),
+        ("7.orbax-checkpoint-tmp-metrics-0123abcd", 90),
     ],
 )
 def test_what_nobody_locks_goes_by_its_age(tmp_path, name, secs):

@@ -54,24 +54,29 @@ def prepare(shim, *, scenario, base):
     return {"code": in_child(act)}
 
 
-def run(shim, *, scenario, base, work, at, what, sticky, growing):
+def run(shim, *, scenario, base, work, at, what, sticky, counted):
     base, work = Path(base), Path(work)
     shutil.copytree(base, work, symlinks=True)
     directory, log = work / "run", scenarios.Log(work / "log")
     chosen = named(scenario)
 
     def act():
-        shim.arm(directory, at=at, what=what, sticky=sticky, growing=growing)
+        shim.arm(directory, at=at, what=what, sticky=sticky, counted=counted)
         try:
             chosen.act(directory, log)
         except scenarios.errors.CheckpointError as error:
             log("failed", str(error))
             log("hits", shim.hits())
             os._exit(FAILED)
+        except Exception as error:
+            log("unexpected", "".join(traceback.format_exception(error)[-3:]))
+            raise
         if scenario == "JustEnds":
+            atexit.register(lambda: log("seen", shim.seen()))
             atexit.register(lambda: log("hits", shim.hits()))
             sys.exit()  # the save goes on behind
         log("hits", shim.hits())
+        log("seen", shim.seen())
 
     code = in_child(act)
     rows = scenarios.Log.read(work / "log")
@@ -84,6 +89,7 @@ def run(shim, *, scenario, base, work, at, what, sticky, growing):
     return {
         "code": code,
         "hits": hits[-1] if hits else 1,  # it did not live to tell
+        "seen": max((row[1] for row in rows if row[0] == "seen"), default=0),
         "rows": rows,
         "left": left,
         "problems": problems,

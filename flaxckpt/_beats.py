@@ -1,0 +1,103 @@
+"""Each process tells, again and again, that it is there.
+
+It does so on a thread of its own, from the first thing on that it does with others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from flaxckpt import _texts
+
+_log = logging.getLogger(__name__)
+
+SILENT_SECS = 60.0
+"""After so long without a beat, a process is gone. Less than the 100 s after which jax
+itself ends the processes that are left, so that an error comes first."""
+
+_BEATS = 6
+"""In that time."""
+
+_KEY = "flaxckpt/beat"
+
+
+class Beats:
+    """This process's beats, and what is heard of the others'.
+
+    Process 0 listens to all, the others to process 0.
+
+    Args:
+        texts: By which they go.
+        index: This process's number.
+        look: Called each second as long as it says that something is under way.
+    """
+
+    def __init__(
+        self, texts: _texts.Texts, index: int, look: Callable[[], bool]
+    ) -> None:
+        self._texts = texts
+        self._index = index
+        self._look = look
+        self._heard: dict[int, tuple[str, float]] = {}
+        self._listened = 0.0
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._lock = threading.Lock()
+
+    def silent_secs(self, process: int) -> float:
+        """For how long a process has not been heard of; 0 if it never was."""
+        # As of when it was last listened: this process may have been held up itself.
+        known = self._heard.get(process)
+        return 0.0 if known is None else self._listened - known[1]
+
+    def go_on(self) -> None:
+        """Beats from now on, and looks again at what is under way."""
+        self._wake.set()
+        with self._lock:
+            if self._thread is not None:
+                return
+            self._thread = threading.Thread(
+                target=self._run, name="flaxckpt beat", daemon=True
+            )
+        with contextlib.suppress(RuntimeError):  # no thread: nobody is found gone
+            self._thread.start()
+
+    def _run(self) -> None:
+        every = SILENT_SECS / _BEATS
+        number, due = 0, 0.0
+        while True:
+            try:
+                if time.monotonic() >= due:
+                    number, due = number + 1, time.monotonic() + every
+                    self._texts.set(f"{_KEY}/{self._index}", str(number))
+                    self._listen()
+                is_busy = self._look()
+            except ConnectionError as error:
+                _log.debug("no more beats: %s", error)
+                return
+            except OSError as error:  # a file system may fail for a moment
+                _log.debug("a beat is left out: %s", error)
+                is_busy = True
+            # While there is nothing to do together, only the beats go on.
+            self._wake.wait(max(0.0, due - time.monotonic()))
+            if is_busy:
+                time.sleep(min(1.0, every))
+            else:
+                self._wake.clear()
+
+    def _listen(self) -> None:
+        beats = {}
+        if self._index == 0:
+            beats = self._texts.list(_KEY)
+        else:
+            with contextlib.suppress(TimeoutError):
+                beats["0"] = self._texts.get(f"{_KEY}/0", 0.001)
+        self._listened = time.monotonic()
+        for process, beat in beats.items():
+            known = self._heard.get(int(process))
+            if known is None or known[0] != beat:
+                self._heard[int(process)] = beat, self._listened

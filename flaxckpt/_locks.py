@@ -1,0 +1,262 @@
+"""Locks in object stores: who writes or deletes a checkpoint.
+
+A lock is an object beside the checkpoint, made and changed only if it is as expected.
+It says who holds it, and changes again and again while they do. One that has stood
+still for a while, or whose process is gone, is taken over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flaxckpt import _store, errors
+from flaxckpt._remote import RemotePath
+
+_log = logging.getLogger(__name__)
+
+LOCK = ".orbax-checkpoint-tmp-writing"
+"""How the key of a lock ends; before that, it is the checkpoint's."""
+
+_BEAT_SECS = 10.0
+_ABANDONED_SECS = 45.0
+"""A lock that stands still for so long is of somebody who is gone."""
+
+_PATIENCE_SECS = 60.0
+_LOOK_SECS = 0.5
+
+
+class _Holder(NamedTuple):
+    """Who holds a lock."""
+
+    id: str
+    machine: str
+    pid: int
+    started: str
+    beat: int = 0
+
+    def content(self) -> bytes:
+        return json.dumps(self._asdict()).encode()
+
+
+class Lock:
+    """A lock that is held, until it is released or taken over.
+
+    Attributes:
+        path: The checkpoint.
+        is_inherited: Whether somebody who is gone held it before.
+        is_left: Whether it stays when it is released, for whoever sweeps.
+    """
+
+    def __init__(
+        self, path: RemotePath, holder: _Holder, generation: bytes, *, inherited: bool
+    ) -> None:
+        self.path = path
+        self.is_inherited = inherited
+        self.is_left = False
+        self._holder = holder
+        self._generation = generation
+        self._guard = threading.Lock()
+        self._is_lost = False
+        self._ended = threading.Event()
+        _living.add(holder.id)
+        self._thread = threading.Thread(
+            target=self._beat, name="flaxckpt store lock", daemon=True
+        )
+        with contextlib.suppress(RuntimeError):  # no thread: it is young for a while
+            self._thread.start()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(_BEAT_SECS):
+            with contextlib.suppress(errors.StoreError):
+                if not self._renew():
+                    return
+
+    def _renew(self) -> bool:
+        with self._guard:
+            self._holder = self._holder._replace(beat=self._holder.beat + 1)
+            found = self.path.store.exchange(
+                _key(self.path), self._holder.content(), self._generation
+            )
+            if found is None:
+                self._is_lost = True
+                return False
+            self._generation = found
+            return True
+
+    def confirm(self) -> None:
+        """Sees that it is still held.
+
+        Raises:
+            CheckpointExistsError: Somebody took it over.
+        """
+        if self._is_lost or not self._renew():
+            raise errors.CheckpointExistsError(
+                f"{self.path} was taken over by another writer, as this one was not"
+                f" heard of for {_ABANDONED_SECS:g} s; nothing of it is committed here"
+            )
+
+    def release(self) -> None:
+        """Lets it go, once; if that fails, it is swept another time."""
+        self._ended.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        _living.discard(self._holder.id)
+        if self.is_left or self._is_lost:
+            return
+        try:
+            self.path.store.remove(_key(self.path), self._generation)
+        except errors.StoreError as error:
+            _log.warning("the lock of %s is left for now: %s", self.path, error)
+
+
+_living: set[str] = set()
+"""The locks that this process holds."""
+
+os.register_at_fork(after_in_child=_living.clear)
+
+
+def _key(path: RemotePath) -> str:
+    return path.key + LOCK
+
+
+@contextlib.contextmanager
+def held(path: RemotePath, *, patient: bool = False) -> Iterator[Lock]:
+    """Holds the lock of a checkpoint in the `with` block.
+
+    Args:
+        path: The checkpoint; it need not be there.
+        patient: Whether to wait for who holds it, for a minute.
+
+    Raises:
+        CheckpointExistsError: Somebody holds it.
+        StoreError: The store cannot be reached.
+    """
+    lock = _acquire(path, patient=patient)
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+def _acquire(path: RemotePath, *, patient: bool) -> Lock:
+    store, key, holder = path.store, _key(path), _self()
+    watched: _store.Found | None = None
+    begun = since = time.monotonic()
+    while True:
+        if (made := store.create(key, holder.content())) is not None:
+            return Lock(path, holder, made, inherited=False)
+        found = store.read(key)
+        if found is None:
+            continue
+        is_gone = _is_gone(found)
+        if watched is None or watched.generation != found.generation:
+            has_moved = watched is not None
+            watched, since = found, time.monotonic()
+            if is_gone is False or has_moved:
+                now = time.monotonic()
+                if not patient or now - begun > _PATIENCE_SECS:
+                    raise errors.CheckpointExistsError(
+                        f"{path} is being written by {_name(found)}: wait for it, or"
+                        " save another step"
+                    )
+        if is_gone or time.monotonic() - since > _ABANDONED_SECS:
+            taken = store.exchange(key, holder.content(), found.generation)
+            if taken is not None:
+                return Lock(path, holder, taken, inherited=True)
+            continue
+        time.sleep(_LOOK_SECS)
+
+
+def _self() -> _Holder:
+    pid = os.getpid()
+    return _Holder(secrets.token_hex(8), _machine(), pid, _started(pid))
+
+
+def _machine() -> str:
+    """This machine, until it starts anew; processes in containers see others' not."""
+    found = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        found.append(f"{Path('/proc/self/ns/pid').readlink()}")
+    return " ".join(found)
+
+
+def _started(pid: int) -> str:
+    """When a process began; empty if it is gone, or that cannot be told."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in (b"Z", b"X") else fields[19].decode()
+
+
+def _parsed(content: bytes) -> _Holder | None:
+    try:
+        row: dict[str, Any] = json.loads(content)
+        return _Holder(**row)
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def _name(found: _store.Found) -> str:
+    holder = _parsed(found.value)
+    if holder is None:
+        return "somebody"
+    host = str(holder.machine).partition(" ")[0]
+    return errors.printable(f"{host}:{holder.pid}"[:100])
+
+
+def _is_gone(found: _store.Found) -> bool | None:
+    """Whether who holds a lock is gone; None if that cannot be told from here."""
+    holder = _parsed(found.value)
+    if holder is None or holder.machine != _machine():
+        return None
+    if holder.pid == os.getpid():
+        return holder.id not in _living
+    return _started(holder.pid) != holder.started
+
+
+# ---- those of the dead ------------------------------------------------------------
+
+
+_seen: dict[tuple[str, bytes], float] = {}
+"""Locks of other machines, and since when they have not changed."""
+
+
+def inherited(path: RemotePath) -> Lock | None:
+    """The lock of a checkpoint, if who held it is gone; None if not, or without one.
+
+    Raises:
+        StoreError: The store cannot be reached.
+    """
+    store, key = path.store, _key(path)
+    found = store.read(key)
+    if found is None:
+        return None
+    is_gone = _is_gone(found)
+    if is_gone is None:
+        seen = _seen.setdefault((f"{path}", found.generation), time.monotonic())
+        is_gone = time.monotonic() - seen > _ABANDONED_SECS
+    if not is_gone:
+        return None
+    holder = _self()
+    taken = store.exchange(key, holder.content(), found.generation)
+    if taken is None:
+        return None
+    _seen.pop((f"{path}", found.generation), None)
+    return Lock(path, holder, taken, inherited=True)
+
+
+def is_locked(path: RemotePath) -> bool:
+    """Whether there is a lock of a checkpoint, whoever holds it."""
+    return path.store.has(_key(path))

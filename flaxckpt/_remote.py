@@ -1,0 +1,240 @@
+"""Paths in object stores, which have the few methods of `pathlib.Path` that are used.
+
+There are no directories: what others' keys begin with is one, and an empty one is none.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import stat
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard, TypeVar
+
+from flaxckpt import _store, _stores, errors
+
+if TYPE_CHECKING:
+    import tensorstore as ts
+
+    _Base = Path  # what everybody takes it for
+else:
+    _Base = PurePosixPath
+
+_T = TypeVar("_T")
+
+
+class Status(NamedTuple):
+    """What `stat` says of an object; by `pathlib`'s names."""
+
+    st_mode: int
+    st_size: int
+    st_mtime: float = 0.0
+    st_mtime_ns: int = 0
+
+
+class RemotePath(_Base):
+    """A key in an object store, or what keys begin with.
+
+    Its first part says which store, `s3:bucket`. Nothing of the operating system takes
+    it for a path: `os.fspath` raises.
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        scheme, found, bucket = self.parts[0].partition(":") if self.parts else [""] * 3
+        if not found:
+            return "/".join(self.parts) or "."
+        return "/".join((f"{scheme}://{bucket}", *self.parts[1:]))
+
+    def __fspath__(self) -> NoReturn:
+        raise TypeError(f"{self} is no path of the file system")
+
+    # ---- keys ---------------------------------------------------------------------
+
+    @property
+    def store(self) -> _store.Store:
+        """The bucket."""
+        scheme, _, bucket = self.parts[0].partition(":")
+        return _stores.of(scheme, bucket)
+
+    @property
+    def key(self) -> str:
+        """The key of what is there."""
+        return "/".join(self.parts[1:])
+
+    @property
+    def prefix(self) -> str:
+        """What the keys below it begin with."""
+        return f"{self.key}/" if self.parts[1:] else ""
+
+    def keys(self) -> list[str]:
+        """The keys below it, without their common beginning, ascending."""
+        size = len(self.prefix)
+        return [key[size:] for key in self.store.keys(self.prefix)]
+
+    # ---- what is there ------------------------------------------------------------
+
+    def is_file(self) -> bool:
+        """Whether there is an object of exactly this key."""
+        return bool(self.key) and self.store.has(self.key)
+
+    def is_dir(self) -> bool:
+        """Whether there are keys below it."""
+        return bool(self.store.keys(self.prefix))
+
+    def exists(self) -> bool:
+        """Whether it is a key, or there are keys below it."""
+        return self.is_file() or self.is_dir()
+
+    def is_symlink(self) -> bool:
+        """No: there are none."""
+        return False
+
+    def names(self) -> dict[str, bool]:
+        """What is directly in it -> whether it is a directory."""
+        found: dict[str, bool] = {}
+        for key in self.keys():
+            name, inside, _ = key.partition("/")
+            if name:
+                found[name] = found.get(name, False) or bool(inside)
+        return found
+
+    def tree(self) -> dict[str, set[str]]:
+        """Each directory in it -> what is directly in that, by one listing."""
+        found: dict[str, set[str]] = {}
+        for key in self.keys():
+            name, inside, rest = key.partition("/")
+            if name and inside:
+                found.setdefault(name, set()).add(rest.partition("/")[0])
+        return found
+
+    def iterdir(self) -> Iterator[RemotePath]:  # type: ignore[override]
+        """What is directly in it."""
+        for name in self.names():
+            yield self / name
+
+    def glob(self, pattern: str) -> Iterator[RemotePath]:  # type: ignore[override]
+        """What is directly in it and called like `pattern`."""
+        for child in self.iterdir():
+            if child.match(pattern):
+                yield child
+
+    def rglob(self, pattern: str) -> Iterator[RemotePath]:  # type: ignore[override]
+        """The objects below it whose names are like `pattern`."""
+        for key in self.keys():
+            if (child := self / key).match(pattern):
+                yield child
+
+    def stat(self) -> Status:  # type: ignore[override]
+        """Its size, for which all of it is read.
+
+        Raises:
+            FileNotFoundError: There is neither an object nor anything below it.
+        """
+        found = self.store.read(self.key)
+        if found is not None:
+            return Status(stat.S_IFREG, len(found.value))
+        if self.is_dir():
+            return Status(stat.S_IFDIR, 0)
+        raise _missing(self)
+
+    lstat = stat  # type: ignore[assignment]
+
+    # ---- reading and writing ------------------------------------------------------
+
+    def read_bytes(self) -> bytes:
+        """All of an object.
+
+        Raises:
+            FileNotFoundError: There is none.
+        """
+        found = self.store.read(self.key)
+        if found is None:
+            raise _missing(self)
+        return found.value
+
+    def read_text(self, encoding: str = "utf-8") -> str:  # type: ignore[override]
+        """All of an object, as text."""
+        return self.read_bytes().decode(encoding)
+
+    def open(self, mode: str = "r", **given: Any) -> IO[Any]:  # type: ignore[override]
+        """An object, to be read from memory."""
+        if mode not in ("r", "rb"):
+            raise OSError(errno.EINVAL, "objects are not written in parts", str(self))
+        content = io.BytesIO(self.read_bytes())
+        return content if mode == "rb" else io.TextIOWrapper(content, "utf-8")
+
+    def write_bytes(self, content: bytes | bytearray) -> int:  # type: ignore[override]
+        """Writes an object in one step, whatever was there."""
+        self.store.write(self.key, bytes(content))
+        return len(content)
+
+    def write_text(self, content: str, encoding: str = "utf-8") -> int:  # type: ignore[override]
+        """The same, for text."""
+        return self.write_bytes(content.encode(encoding))
+
+    def touch(self) -> None:  # type: ignore[override]
+        """Makes an empty object, if none is there."""
+        self.store.create(self.key, b"")
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Removes an object.
+
+        Raises:
+            FileNotFoundError: There is none.
+        """
+        if not missing_ok and not self.is_file():
+            raise _missing(self)
+        self.store.delete(self.key)
+
+    def mkdir(
+        self, mode: int = 0, parents: bool = False, exist_ok: bool = False
+    ) -> None:
+        """Nothing: a directory is there when something is in it."""
+
+
+def _missing(path: RemotePath) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, "no such object", str(path))
+
+
+def is_remote(path: object) -> TypeGuard[RemotePath]:
+    """Whether a path is one in an object store."""
+    return isinstance(path, RemotePath)
+
+
+def result(future: ts.Future[_T], path: Path, size: int = 0) -> _T:
+    """What TensorStore has read under `path`; from stores, in time.
+
+    Raises:
+        StoreError: The store took too long.
+    """
+    if is_remote(path):
+        return path.store.wait(f"read {path}", future, size)
+    return future.result()
+
+
+def from_text(text: str) -> Path:
+    """The path that was written down as `text`, by `str`."""
+    if text.partition("://")[0] in _stores.SCHEMES and "://" in text:
+        return parse(text)
+    return Path(text)
+
+
+def parse(url: str) -> Path:
+    """The path that the URL of an object store means.
+
+    Typed as a local one: it has the methods that are used here.
+
+    Raises:
+        OptionError: It names no bucket, or leads elsewhere.
+    """
+    scheme, _, rest = url.partition("://")
+    bucket, _, key = rest.partition("/")
+    parts = [part for part in key.split("/") if part]
+    if not bucket or ":" in bucket or "." in parts or ".." in parts or "\0" in key:
+        raise errors.OptionError(
+            f"{url}: wanted {scheme}://bucket/path, without '.' and '..' in it"
+        )
+    return RemotePath(f"{scheme}:{bucket}", *parts)

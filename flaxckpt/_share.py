@@ -1,0 +1,114 @@
+"""Reading once what several processes need: each reads a part, devices do the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from flaxckpt import _layout
+from flaxckpt._info import LeafInfo
+from flaxckpt._read import ReadJob
+from flaxckpt._types import LeafPath
+
+_MIN_PART_BYTES = 2**20
+"""Smaller parts are read by all: that takes less time than to send them."""
+
+
+def divided(jobs: Sequence[ReadJob]) -> list[ReadJob]:
+    """The same leaves, those that several devices want in parts, one for each device.
+
+    Args:
+        jobs: Leaves to read, as the caller wants them.
+    """
+    found = []
+    for job in jobs:
+        sharding = parted(job.wanted)
+        if sharding is not None:
+            wanted = dataclasses.replace(job.wanted, sharding=sharding)
+            job = job._replace(wanted=wanted)
+        found.append(job)
+    return found
+
+
+def parted(info: LeafInfo) -> NamedSharding | None:
+    """How to split a leaf so that no two devices have the same, or fewer have.
+
+    Along the first axis that can be cut in the most parts; None if none can, or if
+    nothing would be gained.
+    """
+    sharding = info.sharding
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return None
+    if info.kind != "array" or info.python_type != "jax.Array" or not info.shape:
+        return None
+    shard = sharding.shard_shape(info.shape)
+    spare = _spare_axes(sharding)
+    split = _parts(info.shape, shard)
+    for count in range(len(spare), 0, -1):
+        names = spare[:count]  # the first axes are those between processes
+        parts = math.prod(sharding.mesh.shape[name] for name in names)
+        if _layout.stored_bytes(info) < _MIN_PART_BYTES * parts * split:
+            continue
+        for axis, size in enumerate(shard):
+            if size % parts == 0:
+                return NamedSharding(
+                    sharding.mesh,
+                    _with_axes(sharding.spec, axis, names, len(shard)),
+                    memory_kind=sharding.memory_kind,
+                )
+    return None
+
+
+def _parts(shape: Sequence[int], shard: Sequence[int]) -> int:
+    """In how many parts an array is split."""
+    return math.prod(
+        whole // part for whole, part in zip(shape, shard, strict=True) if part
+    )
+
+
+def _spare_axes(sharding: NamedSharding) -> list[str]:
+    """The axes of a mesh along which all devices have the same."""
+    used: set[Any] = set()
+    for entry in sharding.spec:
+        used |= set(entry) if isinstance(entry, tuple) else {entry}
+    sizes = sharding.mesh.shape
+    return [name for name in sizes if name not in used and sizes[name] > 1]
+
+
+def _with_axes(
+    spec: PartitionSpec, axis: int, names: Sequence[str], rank: int
+) -> PartitionSpec:
+    entries: list[Any] = [*spec, *[None] * (rank - len(spec))]
+    before = entries[axis]
+    own = before if isinstance(before, tuple) else () if before is None else (before,)
+    entries[axis] = (*own, *names)
+    return PartitionSpec(*entries)
+
+
+def gathered(
+    values: Mapping[LeafPath, Any], jobs: Sequence[ReadJob]
+) -> dict[LeafPath, Any]:
+    """Values that were read in parts, as the caller wants them.
+
+    All processes call it at the same place of the program: the devices send each other
+    what they lack.
+
+    Args:
+        values: What was read, by wanted leaf path.
+        jobs: As they were before `divided`.
+    """
+    parts = {
+        job.wanted.path: job.wanted.sharding
+        for job in jobs
+        if parted(job.wanted) is not None
+    }
+    paths = list(parts)
+    whole = jax.device_put(
+        [values[path] for path in paths], [parts[path] for path in paths], donate=True
+    )
+    return {**values, **dict(zip(paths, whole, strict=True))}

@@ -1,0 +1,74 @@
+"""Which object stores there are, and how each is reached."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from flaxckpt import errors
+from flaxckpt._store import Store, StoreOptions
+
+SCHEMES = ("s3", "gs", "memory")
+
+_options: dict[str, StoreOptions] = {}
+_stores: dict[tuple[str, StoreOptions], Store] = {}
+
+
+def set_store_options(url: str, options: StoreOptions | None) -> None:
+    """Has stores be reached as told, in this process and from now on.
+
+    ```python
+    flaxckpt.set_store_options("s3://bucket", flaxckpt.StoreOptions(region="eu-west-1"))
+    ```
+
+    Args:
+        url: A bucket, `s3://bucket`; or `s3://`, for all that have no options of
+            their own.
+        options: How; None for what the environment says.
+
+    Raises:
+        OptionError: The URL is of no store.
+    """
+    scheme, found, bucket = url.partition("://")
+    if scheme not in SCHEMES or not found or "/" in bucket:
+        raise errors.OptionError(
+            f"wanted the URL of a bucket, such as s3://bucket, found {url!r}"
+        )
+    _options.pop(url, None)
+    if options is not None:
+        _options[url] = options
+
+
+def forget(store: Store) -> None:
+    """Opens a store anew, if it is used again."""
+    _stores.pop((store.url, store.options), None)
+
+
+def of(scheme: str, bucket: str) -> Store:
+    """The store that a URL means now."""
+    given = _options.get(f"{scheme}://{bucket}") or _options.get(f"{scheme}://")
+    options = _completed(scheme, given or StoreOptions())
+    key = (f"{scheme}://{bucket}", options)
+    if key not in _stores:
+        _stores.setdefault(key, Store(scheme, bucket, options))
+    return _stores[key]
+
+
+def _completed(scheme: str, options: StoreOptions) -> StoreOptions:
+    """Options with what the environment says of the rest."""
+    if scheme != "s3":
+        return options
+    endpoint = options.endpoint or _variable("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    region = options.region or _variable("AWS_REGION", "AWS_DEFAULT_REGION")
+    has_keys = bool(os.environ.get("AWS_ACCESS_KEY_ID"))
+    return dataclasses.replace(
+        options,
+        endpoint=endpoint and endpoint.rstrip("/"),
+        # Other servers than Amazon's do not care, and cannot be asked.
+        region=region or ("us-east-1" if endpoint else None),
+        profile=options.profile or (None if has_keys else _variable("AWS_PROFILE")),
+    )
+
+
+def _variable(*names: str) -> str | None:
+    return next((found for name in names if (found := os.environ.get(name))), None)

@@ -1,0 +1,90 @@
+"""Short texts by key that all processes of a job see; by files, where nothing else is.
+
+`_multihost.Service` has the same by jax's coordination service.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import quote, unquote
+
+
+class Texts(Protocol):
+    """Short texts by key, which all processes see."""
+
+    def set(self, key: str, text: str) -> None:
+        """Sets a text, or replaces it."""
+        ...
+
+    def get(self, key: str, timeout_secs: float) -> str:
+        """Waits for a text, or raises TimeoutError."""
+        ...
+
+    def list(self, prefix: str) -> dict[str, str]:
+        """What there is below `prefix`: the rest of each key -> its text."""
+        ...
+
+    def delete(self, prefix: str) -> None:
+        """Forgets what there is below `prefix`."""
+        ...
+
+
+class Files:
+    """Texts in files of a directory that all processes see."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def set(self, key: str, text: str) -> None:
+        """Sets a text, or replaces it: all of it is there, or nothing."""
+        self._directory.mkdir(exist_ok=True)
+        path = self._path(key)
+        made = path.with_name(f"{path.name}.{secrets.token_hex(4)}~")
+        made.write_text(text, encoding="utf-8")
+        made.replace(path)
+
+    def get(self, key: str, timeout_secs: float) -> str:
+        """Looks for a text again and again, or raises TimeoutError."""
+        deadline = time.monotonic() + timeout_secs
+        pause = 0.002
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                return self._path(key).read_text(encoding="utf-8")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(key)
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, 0.1)
+
+    def list(self, prefix: str) -> dict[str, str]:
+        """What there is below `prefix`: the rest of each key -> its text."""
+        found = {}
+        for name, key in self._below(prefix):
+            with contextlib.suppress(FileNotFoundError):
+                text = (self._directory / name).read_text(encoding="utf-8")
+                found[key.removeprefix(f"{prefix}/")] = text
+        return found
+
+    def delete(self, prefix: str) -> None:
+        """Forgets what there is below `prefix`."""
+        for name, _ in self._below(prefix):
+            (self._directory / name).unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self._directory / quote(key, safe="")
+
+    def _below(self, prefix: str) -> Iterator[tuple[str, str]]:
+        try:
+            names = os.listdir(self._directory)  # noqa: PTH208
+        except FileNotFoundError:
+            return
+        for name in names:
+            key = unquote(name)
+            if key.startswith(f"{prefix}/") and not name.endswith("~"):
+                yield name, key

@@ -1,0 +1,92 @@
+"""What processes tell each other: run by all of a group, whatever carries it."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from flaxckpt import _together
+
+WORK = Path("/a/run")
+
+
+def begin(group, kind="trial", timeout_secs=20.0):
+    return group.begin(kind, WORK, "step 7", timeout_secs=timeout_secs)
+
+
+def exercise(group):
+    """All of it, one after another: what failed leaves nothing behind."""
+    for _ in range(3):
+        _exchange(group)
+        _fail(group)
+    _first_fails(group)
+    _stop_early(group)
+    _exchange(group)
+    _late(group)
+
+
+def _exchange(group):
+    with begin(group) as operation:
+        for stage in ("one", "two"):
+            told = operation.exchange(stage, f"{stage} {group.index}")
+            assert told == [f"{stage} {i}" for i in range(group.count)]
+        assert operation.first("three", lambda: f"by {group.index}") == "by 0"
+
+
+def _fail(group):
+    """The last one fails; all know who and why, and know the same."""
+    operation = begin(group)
+    if group.index == group.count - 1:
+        operation.fail(OSError(28, "no room"))
+        apart = operation.outcome()
+    else:
+        with pytest.raises(_together.ApartError) as raised:
+            operation.exchange("one")
+        apart = raised.value
+    operation.close()
+    [failure] = apart.failures
+    assert failure.process == group.count - 1
+    assert (failure.kind, failure.text) == ("OSError", "[Errno 28] no room")
+
+
+def _first_fails(group):
+    operation = begin(group)
+    with pytest.raises((_together.ApartError, ZeroDivisionError)), operation:
+        operation.first("one", lambda: str(1 / 0))
+    if group.index:
+        [failure] = operation.outcome().failures
+        assert (failure.process, failure.kind) == (0, "ZeroDivisionError")
+
+
+def _stop_early(group):
+    """Whoever works on is stopped when another one has failed."""
+    operation = begin(group)
+    if group.index == group.count - 1:
+        operation.fail(ValueError("it is over"))
+    else:
+        with pytest.raises(_together.ApartError) as raised, operation:
+            _work(operation)
+        assert "it is over" in str(raised.value)
+    assert "it is over" in str(operation.outcome())
+    operation.close()
+
+
+def _work(operation):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        operation.check()
+        time.sleep(0.01)
+
+
+def _late(group):
+    """The last one does not come."""
+    operation = begin(group, "late", timeout_secs=0.3)
+    if group.index == group.count - 1:
+        assert "has not reached 'one' of step 7" in str(operation.outcome())
+    else:
+        with pytest.raises(_together.ApartError) as raised:
+            operation.exchange("one")
+        [failure] = raised.value.failures
+        assert (failure.process, failure.kind) == (group.count - 1, "late")
+        assert "has not reached 'one' of step 7 after" in failure.text
+    operation.close()

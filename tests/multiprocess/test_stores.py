@@ -1,0 +1,23 @@
+"""What two processes save and restore together in object stores."""
+
+import jobs
+import pytest
+
+import flaxckpt
+from flaxckpt import _storage
+
+pytestmark = pytest.mark.multiprocess
+
+LAYOUTS = ["files", "ocdbt", "zstd", "zstd_ocdbt"]
+
+
+@pytest.mark.parametrize("kind", ["moto", "seaweed"])
+def test_two_processes_save_into_a_store_as_one(store_path, tmp_path, kind):
+    path = store_path(kind)
+    said = jobs.run("bucket", 2, tmp_path, layouts=LAYOUTS, url=str(path))
+    assert said["bucket"] == ({"ok": True},) * 2
+    for layout in LAYOUTS:
+        run = flaxckpt.Checkpointer(f"{path}/{layout}", read_only=True)
+        assert run.steps() == [2, 3]
+    keys = _storage.resolve(path).keys()
+    assert not [key for key in keys if "tmp" in key], "all locks are released"

@@ -1,0 +1,107 @@
+"""Who writes what: every part once, and every process equally much."""
+
+import itertools
+import math
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from flaxckpt import _writers
+
+MIB = 2**20
+AXES = ("a", "b", "c")
+
+
+@st.composite
+def meshes(draw):
+    """Sizes of the axes of a mesh, and in how many processes its devices are."""
+    sizes = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=3, max_size=3)))
+    count = math.prod(sizes)
+    processes = draw(st.sampled_from([n for n in range(1, 9) if count % n == 0]))
+    return AbstractMesh(sizes, AXES), processes
+
+
+specs = st.permutations(AXES).flatmap(
+    lambda axes: st.sampled_from(
+        [P(), P(None, axes[0]), P(axes[0], axes[1]), P((axes[0], axes[1])), P(axes[2])]
+    )
+)
+
+
+@st.composite
+def tasks(draw, mesh):
+    sharding = NamedSharding(mesh, draw(specs))
+    [shards] = {np.unique(_writers.in_order(1)(sharding, ()), axis=0).shape[1]}
+    replicas = mesh.size // shards
+    parts = draw(st.sampled_from([n for n in range(1, 65) if replicas % n == 0]))
+    return _writers.Task(sharding, (), parts, draw(st.integers(0, 4 * MIB)))
+
+
+@given(meshes(), st.data())
+def test_every_part_of_every_shard_has_one_writer(drawn, data):
+    mesh, processes = drawn
+    given_tasks = data.draw(st.lists(tasks(mesh), max_size=6))
+    place = _writers.in_order(processes)
+    places, loads = _writers.assign(given_tasks, processes, place)
+    expected = np.zeros(processes, np.int64)
+    for task, chosen in zip(given_tasks, places, strict=True):
+        holders = place(task.sharding, ())
+        replicas, shards = holders.shape
+        assert replicas * shards == mesh.size
+        writers = _writers.Writers(replicas, task.parts, chosen)
+        parts = {
+            r: part for r in range(replicas) if (part := writers.part(r)) is not None
+        }
+        assert sorted(parts.values()) == list(range(task.parts))
+        for replica, shard in itertools.product(parts, range(shards)):
+            expected[holders[replica, shard]] += task.part_bytes
+    assert loads == expected.tolist()
+
+
+@given(meshes(), st.integers(1, 40))
+def test_equal_arrays_that_all_have_are_divided_equally(drawn, count):
+    mesh, processes = drawn
+    task = _writers.Task(NamedSharding(mesh, P()), (), 1, MIB)
+    _, loads = _writers.assign([task] * count, processes, _writers.in_order(processes))
+    assert max(loads) - min(loads) <= MIB
+
+
+def test_the_largest_arrays_go_first_to_whoever_has_least():
+    mesh = AbstractMesh((2, 2), ("data", "model"))
+    everywhere = NamedSharding(mesh, P())
+    one = [_writers.Task(everywhere, (), 1, size) for size in (1, 2, 3, 10, 4)]
+    places, loads = _writers.assign(one, 2, _writers.in_order(2))
+    assert loads == [10, 10]
+    assert [places[i] for i in (3, 4, 2, 1, 0)] == [0, 2, 2, 2, 2]
+
+
+def test_what_has_no_sharding_is_written_by_the_first_process():
+    tasks = [_writers.Task(None, (3,), 1, 7), _writers.Task(None, (), 1, 5)]
+    assert _writers.assign(tasks, 3) == ([0, 0], [12, 0, 0])
+
+
+@pytest.mark.parametrize(
+    "spec", [P(), P("x"), P("y"), P(None, "x"), P("y", "x"), P(("y", "x")), P("z", "y")]
+)
+def test_replicas_are_numbered_as_jax_numbers_them(spec):
+    devices = np.array(jax.devices()[:8])[[3, 1, 0, 2, 7, 5, 6, 4]]
+    mesh = Mesh(devices.reshape(2, 2, 2), ("x", "y", "z"))
+    sharding = NamedSharding(mesh, spec)
+    array = jax.device_put(np.zeros((8, 8)), sharding)
+    ids = np.array([device.id for device in devices]).reshape(2, 2, 2)
+    holders = _writers.on_mesh(sharding, ids)
+    found = {}
+    for shard in array.addressable_shards:
+        found.setdefault(str(shard.index), {})[shard.replica_id] = shard.device.id
+    columns = {tuple(by[r] for r in range(len(by))) for by in found.values()}
+    assert {tuple(column) for column in holders.T.tolist()} == columns
+
+
+def test_an_array_on_one_device_is_where_that_is():
+    sharding = SingleDeviceSharding(jax.devices()[3])
+    assert _writers.placement(sharding, (8, 8)).tolist() == [[0]]
