@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from flaxckpt import _blocks, _storage, errors
+from flaxckpt import _blocks, _remote, _storage, errors
 from flaxckpt._types import PathLike
 
 _PACKAGES = (
@@ -71,7 +71,7 @@ def examine(
     Files are written into a directory beside the steps, which is removed again.
 
     Args:
-        directory: Where a run would save.
+        directory: Where a run would save. In object stores it need not be there.
         max_bytes: What is written at most.
         max_secs: For how long large files are written, and then read; one of each at
             least.
@@ -80,7 +80,7 @@ def examine(
         OptionError: There is no such directory.
     """
     root = _storage.resolve(directory)
-    if not root.is_dir():
+    if not (root.is_dir() or _remote.is_remote(root)):
         raise errors.OptionError(f"{root} is no directory: pass one that is there")
     free, kind, problems = _free_bytes(root), _file_system(root), []
     if free is not None:
@@ -118,17 +118,13 @@ def _versions() -> dict[str, str]:
 
 
 def _free_bytes(root: Path) -> int | None:
-    try:
-        return shutil.disk_usage(root).free
-    except (TypeError, OSError):  # an object store
-        return None
+    return None if _remote.is_remote(root) else shutil.disk_usage(root).free
 
 
 def _file_system(root: Path) -> str:
-    try:
-        return _blocks.file_system(os.fspath(root))
-    except TypeError:  # an object store
+    if _remote.is_remote(root):
         return "object store"
+    return _blocks.file_system(os.fspath(root))
 
 
 @contextlib.contextmanager
@@ -198,9 +194,9 @@ def _read(file: Path) -> None:
 
 def _forget(file: Path) -> None:
     """Asks the system to keep a file no longer in memory."""
-    if not hasattr(os, "posix_fadvise"):
+    if _remote.is_remote(file) or not hasattr(os, "posix_fadvise"):
         return
-    with contextlib.suppress(OSError, TypeError):
+    with contextlib.suppress(OSError):
         descriptor = os.open(file, os.O_RDONLY)
         try:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -203,14 +203,14 @@ class Pruned:
         path: The run directory.
         dry_run: Whether nothing was done.
         deleted: The steps.
-        bytes: The size of the files that only these have; 0 in object stores.
+        bytes: The size of the files that only these have; None in object stores.
         reasons: Step -> why it stays, of all that were there.
     """
 
     path: str
     dry_run: bool
     deleted: tuple[int, ...]
-    bytes: int
+    bytes: int | None
     reasons: Mapping[int, Sequence[str]]
 
 
@@ -229,7 +229,7 @@ def prune(
         _check_metrics(run, reasons)
         sizes = _own_sizes(survey(run.directory).steps, reasons)
         deleted = run.prune(dry_run=dry_run)
-        freed = sum(sizes.get(step, 0) for step in deleted)
+        freed = None if sizes is None else sum(sizes.get(s, 0) for s in deleted)
         return Pruned(str(run.directory), dry_run, deleted, freed, reasons)
 
 
@@ -250,17 +250,15 @@ def _check_metrics(run: Checkpointer, reasons: Mapping[int, Sequence[str]]) -> N
 
 def _own_sizes(
     steps: Mapping[int, Path], reasons: Mapping[int, Sequence[str]]
-) -> dict[int, int]:
+) -> dict[int, int] | None:
     """How much each step has that goes, which none has that stays."""
     counted: set[_sizes.FileId] = set()
-    for step, path in steps.items():
-        if reasons.get(step):
-            _sizes.on_disk(path, counted)
     found = {}
-    for step, path in steps.items():
-        if not reasons.get(step):
-            usage = _sizes.on_disk(path, counted)
-            found[step] = 0 if usage is None else usage.own
+    for step in sorted(steps, key=lambda step: not reasons.get(step)):
+        usage = _sizes.on_disk(steps[step], counted)
+        if usage is None:
+            return None
+        found[step] = usage.own
     return found
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _layout
+from flaxckpt import _layout, _remote
 from flaxckpt._info import CheckpointMetadata, LeafInfo
 from flaxckpt._types import LeafPath
 
@@ -133,12 +133,10 @@ def on_disk(path: Path, counted: set[FileId]) -> Usage | None:
         path: A directory or a file. Links to others are not followed.
         counted: The files that are counted already; those found are added.
     """
-    try:
-        root = os.fspath(path)
-    except TypeError:
+    if _remote.is_remote(path):
         return None
     found: dict[FileId, int] = {}
-    for file in _files(root):
+    for file in _files(os.fspath(path)):
         found[file.st_dev, file.st_ino] = file.st_size
     own = sum(size for file, size in found.items() if file not in counted)
     counted.update(found)

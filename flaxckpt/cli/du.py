@@ -55,7 +55,10 @@ def _show(found: DiskUsage) -> None:
         for step, usage in found.steps.items()
     ]
     _print.table(columns, rows)
-    _print.line(f"{_print.size(found.bytes)} on the disk")
+    if found.bytes is None:
+        _print.line("an object store does not tell the sizes of files")
+    else:
+        _print.line(f"{_print.size(found.bytes)} on the disk")
     if found.subtrees:
         _print.line()
         of = _print.short(found.shown or "")

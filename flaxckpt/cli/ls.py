@@ -69,7 +69,9 @@ def _show(found: Listing, with_reasons: bool) -> None:
         if found.is_run
         else "1 checkpoint"
     )
-    told = [what, *(formats if len(formats) == 1 else []), _print.size(found.bytes)]
+    told = [what, *(formats if len(formats) == 1 else [])]
+    if found.bytes is not None:
+        told.append(_print.size(found.bytes))
     _print.line(", ".join(told))
 
 
@@ -79,7 +81,7 @@ def _row(step: Step, with_format: bool, with_reasons: bool) -> list[str | Cell]:
     return [
         "" if step.step is None else str(step.step),
         _print.when(step.created),
-        _print.size(step.bytes),
+        _print.size(step.bytes) if step.bytes is not None else "",
         step.format if with_format else "",
         _print.metrics(step.metrics),
         Cell(", ".join(step.marks), style),

@@ -64,7 +64,9 @@ def _summary(found: Pruned) -> str:
     if not found.deleted:
         return "nothing to delete"
     count = len(found.deleted)
-    what = f"{count} {'step' if count == 1 else 'steps'}, {_print.size(found.bytes)}"
+    what = f"{count} {'step' if count == 1 else 'steps'}"
+    if found.bytes is not None:
+        what += f", {_print.size(found.bytes)}"
     if found.dry_run:
         return f"would delete {what}: pass --yes to do so"
     return f"deleted {what}"
