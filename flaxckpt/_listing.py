@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from flaxckpt import (
     _keeping,
@@ -169,21 +170,34 @@ def _format(path: Path) -> str:
 # ---- what takes the space ---------------------------------------------------------
 
 
+class StepUsage(NamedTuple):
+    """What a step takes on the disk; None in object stores, which do not tell.
+
+    Attributes:
+        step: Its number; None if it is a checkpoint that stands alone.
+        bytes: The size of all its files.
+        own: That of those that no older step has.
+    """
+
+    step: int | None
+    bytes: int | None
+    own: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class DiskUsage:
     """What takes the space at a path.
 
     Attributes:
         path: A run directory, or one checkpoint.
-        steps: Step -> what it takes, with what it shares with older ones and without;
-            None for a checkpoint that stands alone. None where nobody can tell.
+        steps: What each checkpoint takes, the oldest first.
         bytes: All of it, each file counted once; None where nobody can tell.
         shown: The checkpoint of which there are `subtrees`; None if there is none.
         subtrees: Its containers and leaves, with the size of their values.
     """
 
     path: str
-    steps: Mapping[int | None, _sizes.Usage | None]
+    steps: tuple[StepUsage, ...]
     bytes: int | None
     shown: str | None
     subtrees: tuple[_sizes.Subtree, ...]
@@ -201,18 +215,21 @@ def disk_usage(path: PathLike, *, step: int | None = None, depth: int = 2) -> Di
         CheckpointError: As for `metadata`.
     """
     root = _storage.resolve(path)
+    paths: list[tuple[int | None, Path]] = [(None, root)]
+    if not (root.exists() and formats.recognises(root)):
+        paths = [*_keeping.all_steps(_keeping.survey(root)).items()]
     counted: set[_sizes.FileId] = set()
-    steps: dict[int | None, _sizes.Usage | None] = {}
-    if root.exists() and formats.recognises(root):
-        steps[None] = _sizes.on_disk(root, counted)
-    else:
-        found = _keeping.all_steps(_keeping.survey(root))
-        steps |= {n: _sizes.on_disk(p, counted) for n, p in found.items()}
-    usages = list(steps.values())
-    total = None if None in usages else sum(usage.own for usage in usages if usage)
+    steps = tuple(_usage(number, path, counted) for number, path in paths)
+    sizes = [step.own for step in steps]
+    total = None if None in sizes else sum(size or 0 for size in sizes)
     if not steps:
         return DiskUsage(str(root), steps, total, None, ())
     described = _locate.read_stored(*_locate.locate(root, step)).metadata
     trees = _sizes.subtrees(described.leaves)
     shown = [tree for tree in trees if tree.depth <= depth]
     return DiskUsage(str(root), steps, total, described.path, tuple(shown))
+
+
+def _usage(step: int | None, path: Path, counted: set[_sizes.FileId]) -> StepUsage:
+    usage = _sizes.on_disk(path, counted)
+    return StepUsage(step, *(usage or (None, None)))

@@ -5,6 +5,7 @@ What a verb calls is imported when it runs: its help must not wait for jax.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -46,6 +47,9 @@ def main() -> None:
     """Runs the command with the arguments of this process, and ends it."""
     # Nothing here computes, and an accelerator may be in use.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # whatever a name is, it is printed
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(prog_name="flaxckpt")
     except KeyboardInterrupt:

@@ -47,7 +47,7 @@ class Cell(NamedTuple):
 
 def document(found: Any) -> None:
     """Prints a value as one JSON document."""
-    print(json.dumps(_plain(found), indent=2, ensure_ascii=False, allow_nan=False))
+    print(json.dumps(_plain(found), indent=2, allow_nan=False))
 
 
 def fields(found: Any) -> dict[str, Any]:

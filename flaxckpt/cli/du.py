@@ -48,11 +48,11 @@ def _show(found: DiskUsage) -> None:
     ]
     rows = [
         [
-            "" if step is None else str(step),
-            _print.size(usage and usage.bytes),
-            _print.size(usage and usage.own),
+            "" if step.step is None else str(step.step),
+            _print.size(step.bytes),
+            _print.size(step.own),
         ]
-        for step, usage in found.steps.items()
+        for step in found.steps
     ]
     _print.table(columns, rows)
     if found.bytes is None:

@@ -333,7 +333,7 @@ def test_du_says_what_takes_the_space(here, command):
     assert lines[8].split() == ["(all)", "9", "192", "B"]
     found = command.json("du", "run", "--step", 100)
     assert found["shown"] == str(here / "run" / "100")
-    assert found["bytes"] == sum(step["own"] for step in found["steps"].values())
+    assert found["bytes"] == sum(step["own"] for step in found["steps"])
     assert command.text("du", "empty") == ["0 B on the disk"]
 
 
@@ -342,9 +342,16 @@ def test_du_counts_linked_files_once(here, command):
     with flaxckpt.Checkpointer("linked") as run:
         for step in (1, 2):
             run.save(step, {**frozen, "n": step}).wait()
-    found = command.json("du", "linked")["steps"]
-    assert found["1"]["own"] > 800_000 > 100_000 > found["2"]["own"]
-    assert found["2"]["bytes"] > 800_000
+    first, second = command.json("du", "linked")["steps"]
+    assert first["own"] > 800_000 > 100_000 > second["own"]
+    assert second["bytes"] > 800_000
+
+
+def test_du_of_one_checkpoint(here, command):
+    [found] = command.json("du", "w.msgpack")["steps"]
+    size = (here / "w.msgpack").stat().st_size
+    assert found == {"step": None, "bytes": size, "own": size}
+    assert command.text("du", "w.msgpack")[0].split() == ["files", "of", "its", "own"]
 
 
 def test_doctor_finds_a_directory_that_works(here, command):

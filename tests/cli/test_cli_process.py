@@ -155,6 +155,15 @@ def test_json_is_all_that_is_on_stdout(here):
     assert found.stderr == ""
 
 
+def test_what_a_terminal_cannot_show_is_printed_all_the_same(here):
+    flaxckpt.save("odd", {"größe": np.arange(30.0)})
+    found = run("show", "odd", "größe", PYTHONIOENCODING="ascii")
+    assert found.returncode == 0
+    assert "\\xf6" in found.stdout
+    shown = run("show", "odd", "--json", PYTHONIOENCODING="ascii")
+    assert [*json.loads(shown.stdout)["leaves"]] == ["größe"]
+
+
 # ---- on a terminal ---------------------------------------------------------------
 
 
