@@ -123,7 +123,8 @@ def explain(
     name = step_format(found)
     if name is not None:
         run = Checkpointer(root, keep=keep, step_format=name, read_only=True)
-        reasons = run.explain()
+        with _access.explained(root):
+            reasons = run.explain()
     else:
         reasons = policies.decide(
             keep, [_ranked(*item) for item in found.steps.items()]

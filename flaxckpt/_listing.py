@@ -127,7 +127,7 @@ def _described(
     doubt: str | None = None,
 ) -> Step:
     is_directory = path.is_dir()
-    found = _steps.marks(path, dataset=_orbax.DATASET) if is_directory else None
+    found = _marks(path) if is_directory else None
     damage = _keeping.damage(path, doubt)
     marks = {
         "best": is_best,
@@ -158,12 +158,20 @@ def _newest_marked(steps: Sequence[Step]) -> tuple[Step, ...]:
     )
 
 
-def _format(path: Path) -> str:
-    if (path / _orbax_json.MANIFEST).is_file():
-        return "flaxckpt"
+def _marks(path: Path) -> _steps.Marks | None:
+    """What is said in a step of how long it stays; None if that may not be read."""
     try:
+        return _steps.marks(path, dataset=_orbax.DATASET)
+    except PermissionError:
+        return None
+
+
+def _format(path: Path) -> str:
+    try:
+        if (path / _orbax_json.MANIFEST).is_file():
+            return "flaxckpt"
         return formats.detect(path).format
-    except errors.CheckpointError:
+    except (errors.CheckpointError, PermissionError):
         return "unknown"
 
 

@@ -1,6 +1,10 @@
 """Runs seen from outside: how their steps are called, why they stay, how they go."""
 
+import contextlib
+import os
 import shutil
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -121,3 +125,34 @@ def test_pinning_takes_all_or_none(tmp_path):
     assert not _steps.is_pinned(root / "10")
     _keeping.set_pinned(root, [10, 20], pinned=True)
     assert _listing.listing(root).steps[1].marks == ("pinned",)
+
+
+def test_what_may_not_be_read_is_told():
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        root = make_run(Path(name) / "run")
+        (root / "30" / "state").chmod(0)
+        with without_rights():
+            found = _listing.listing(root).steps[2]
+        assert "permission denied" in found.damage
+        (root / "30").chmod(0)
+        with (
+            without_rights(),
+            pytest.raises(errors.DamagedCheckpointError, match="permission denied"),
+        ):
+            _listing.listing(root)
+        (root / "30").chmod(0o755)
+        (root / "30" / "state").chmod(0o755)
+
+
+@contextlib.contextmanager
+def without_rights():
+    """Root may read anything, so it is nobody for a while."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
