@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 
 import flaxckpt
 from flaxckpt import _steps
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def damage(directory):
@@ -213,6 +216,24 @@ def test_show_takes_every_format(here, command):
         assert "float32[2, 3]" in command("show", name).stdout
         found = command.json("show", name, "w")
         assert (found["mean"], found["std"], found["count"]) == (2.0, 0.0, 6)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("flaxckpt-1/files", "orbax-0.12.8/v0_manager"),
+        *("orbax-0.12.8/v1_training", "legacy-orbax/both", "t5x-3/checkpoint_7"),
+        *("t5x-3/single_3", "streaming/streaming_train_state", "safetensors/sharded"),
+        *("flax-msgpack/checkpoint_3", "flax-msgpack"),
+    ],
+)
+def test_every_format_and_every_leaf_can_be_looked_at(command, name):
+    path = GOLDEN / name
+    for verb in ("ls", "show", "verify", "du"):
+        assert command.text(verb, path)
+        assert command.json(verb, path)
+    for leaf in command.json("show", path)["leaves"]:
+        assert command.json("show", path, leaf)["info"]
 
 
 # ---- diff ---------------------------------------------------------------------------
