@@ -390,10 +390,10 @@ def is_local(path: PathLike) -> bool:
     """Whether `path` is on a file system of this machine, where mapping is safe."""
     if _remote.is_remote(path):
         return False
-    return _file_system(os.fspath(path)) in _LOCAL
+    return file_system(os.fspath(path)) in _LOCAL
 
 
-def _file_system(path: str) -> str:
+def file_system(path: str) -> str:
     """The kind of file system that holds `path`; empty if that is not known."""
     path = os.path.realpath(path) + "/"
     try:

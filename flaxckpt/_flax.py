@@ -276,6 +276,7 @@ def optimizers(state: PyTree) -> list[OptimizerPart]:
             node.params,
         )
         for keys, node in _nodes(state, _is_train_state)
+        if node.tx is not None  # as of a state that came out of a checkpoint
     ]
     modules = _nodes(state, _is_module)
     optimizers = _nodes(state, _is_nnx_optimizer)

@@ -354,19 +354,8 @@ def exchange(temporary: Path, final: Path, aside: Path | None = None) -> None:
 
 
 def _swap(temporary: Path, final: Path, aside: Path) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "renameat2"):
-        code = libc.renameat2(
-            _AT_FDCWD,
-            os.fsencode(temporary),
-            _AT_FDCWD,
-            os.fsencode(final),
-            _RENAME_EXCHANGE,
-        )
-        if code == 0:
-            return
-        if ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-            raise OSError(ctypes.get_errno(), "cannot exchange", str(final))
+    if exchanged_at_once(temporary, final):
+        return
     final.rename(aside)
     try:
         temporary.rename(final)
@@ -374,6 +363,24 @@ def _swap(temporary: Path, final: Path, aside: Path) -> None:
         aside.rename(final)
         raise
     aside.rename(temporary)
+
+
+def exchanged_at_once(one: Path, other: Path) -> bool:
+    """Has two directories get each other's names in one step, where that is possible.
+
+    Raises:
+        OSError: It is possible, and has failed.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    names = os.fsencode(one), os.fsencode(other)
+    code = libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
+    if code == 0:
+        return True
+    if ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        raise OSError(ctypes.get_errno(), "cannot exchange", str(other))
+    return False
 
 
 def withdraw(final: Path, aside: Path) -> None:

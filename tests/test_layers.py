@@ -65,8 +65,12 @@ LAYERS = (
     {"_checkpointer"},
     {"_beginning", "_preflight", "_resume"},
     {"_callback", "_diff", "_report", "_simulation", "_tools"},
+    {"_sizes"},
+    {"_keeping"},
+    {"_listing", "_leaf_statistics", "_doctor", "_wanted"},
     {"configs"},
     {"cli", "integrations"},
+    {"__main__"},
 )
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 
