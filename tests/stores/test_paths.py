@@ -101,15 +101,20 @@ def test_options_that_make_no_sense_are_refused():
 def test_each_store_is_described_by_what_was_passed(monkeypatch):
     for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_REGION", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
+
+    def named(spec, resource):
+        return _store._shared[spec[resource]]
+
     given = _store.StoreOptions(region="eu-west-1", profile="work", concurrency=4)
     spec = _store.Store("s3", "bucket", given).spec("run/")
     assert spec["aws_region"] == "eu-west-1"
-    assert spec["aws_credentials"] == {"type": "profile", "profile": "work"}
+    credentials = {"type": "profile", "profile": "work"}
+    assert named(spec, "aws_credentials") == credentials
     assert spec["use_conditional_write"]
-    assert spec["s3_request_concurrency"] == {"limit": 4}
+    assert named(spec, "s3_request_concurrency") == {"limit": 4}
     assert "endpoint" not in spec
     public = _store.Store("s3", "bucket", _store.StoreOptions(anonymous=True))
-    assert public.spec("")["aws_credentials"] == {"type": "anonymous"}
+    assert named(public.spec(""), "aws_credentials") == {"type": "anonymous"}
     spec = _store.Store("gs", "bucket").spec("run/")
     assert (spec["driver"], spec["bucket"], spec["path"]) == ("gcs", "bucket", "run/")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9/")
@@ -117,4 +122,4 @@ def test_each_store_is_described_by_what_was_passed(monkeypatch):
     found = _stores.of("s3", "bucket").spec("")
     assert found["endpoint"] == "http://127.0.0.1:9"
     assert found["aws_region"] == "us-east-1"
-    assert found["aws_credentials"] == {"type": "environment"}
+    assert named(found, "aws_credentials") == {"type": "environment"}
