@@ -32,6 +32,7 @@ from flaxckpt import (
     _staging,
     _steps,
     _storage,
+    _structure,
     _targets,
     _threads,
     _tree,
@@ -309,7 +310,7 @@ def _work(
     # Of other checkpoints nobody knows whether they are still the same.
     others = [str(root) for root in _roots(state) if str(root) != stored.metadata.path]
     identity = None if stored.stamp is None else stored.stamp.identity
-    content = _orbax_json.dumps([rows, _tree.to_json(state.structure)])
+    content = _orbax_json.dumps([rows, _structure.to_json(state.structure)])
     return {
         "version": 1,
         "source": stored.metadata.path,

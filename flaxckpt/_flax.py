@@ -21,7 +21,7 @@ from flax.core import meta
 from flax.linen import spmd
 from jax.sharding import PartitionSpec
 
-from flaxckpt import _info, _tree, errors
+from flaxckpt import _info, _structure, _tree, errors
 from flaxckpt._info import Leaf, LeafTable
 from flaxckpt._types import JSON, LeafPath, PyTree
 
@@ -324,7 +324,7 @@ def _is_train_state(node: object) -> bool:
 Build = Callable[[dict[str | int, Any], Mapping[str, JSON]], Any]
 
 
-def resolver(types: Sequence[type] = ()) -> _tree.Resolve:
+def resolver(types: Sequence[type] = ()) -> _structure.Resolve:
     """Finds the builders of classes that a checkpoint names.
 
     Args:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from flaxckpt import _dtypes, _storage, _tree, _zarr, errors
+from flaxckpt import _dtypes, _storage, _structure, _tree, _zarr, errors
 from flaxckpt._types import JSON, LeafPath, Shape
 
 if TYPE_CHECKING:
@@ -426,6 +426,8 @@ class Reader(Protocol):
         """
         ...
 
-    def read(self, path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
+    def read(
+        self, path: Path, *, step: int | None, resolve: _structure.Resolve
+    ) -> Stored:
         """Reads everything but arrays."""
         ...

@@ -46,7 +46,7 @@ LAYERS = (
         "_tree",
         "_zarr",
     },
-    {"_ocdbt"},
+    {"_ocdbt", "_structure"},
     {"_info", "_events", "_journal", "_leases", "_together"},
     {"_layout", "_containers", "_handle", "_unfinished"},
     {"_snapshot", "_raw", "_spans", "_place"},

@@ -18,6 +18,7 @@ from flaxckpt import (
     _remote,
     _steps,
     _storage,
+    _structure,
     _tree,
     _unfinished,
     _write,
@@ -238,7 +239,7 @@ def _manifest(contents: Contents, digests: Mapping[str, str]) -> bytes:
             "ocdbt": contents.ocdbt,
             "encoding": _orbax_json.encoding_row(contents.encoding),
             "leaves": [_orbax_json.leaf_row(info) for info in contents.infos],
-            "structure": _tree.to_json(contents.structure),
+            "structure": _structure.to_json(contents.structure),
             "digests": digests,
             **origin,
         }
@@ -345,7 +346,7 @@ def is_whole(path: Path) -> bool:
     )
 
 
-def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
+def read(path: Path, *, step: int | None, resolve: _structure.Resolve) -> Stored:
     """Reads everything but arrays.
 
     Raises:
@@ -474,7 +475,7 @@ def write_run_metadata(root: Path, custom: Mapping[str, JSON]) -> None:
     )
 
 
-def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
+def _read_own(path: Path, step: int | None, resolve: _structure.Resolve) -> Stored:
     stamp = _storage.stamp(path / _orbax_json.MANIFEST)
     raw = _orbax_disk.read_file(path / _orbax_json.MANIFEST, path)
     if _storage.lexists(path / COMMITTED):
@@ -490,7 +491,7 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
         )
     unknown: set[str] = set()
     try:
-        structure = _tree.from_json(manifest["structure"], resolve, unknown)
+        structure = _structure.from_json(manifest["structure"], resolve, unknown)
         keys = _orbax_json.key_paths(structure)
         infos = [_orbax_json.leaf_info(row, keys) for row in manifest["leaves"]]
         digests = _orbax_json.digests(manifest["digests"])
