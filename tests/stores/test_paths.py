@@ -3,6 +3,7 @@
 import os
 import pickle
 
+import faulty
 import pytest
 
 import flaxckpt
@@ -118,3 +119,16 @@ def test_each_store_is_described_by_what_was_passed(monkeypatch):
     assert found["endpoint"] == "http://127.0.0.1:9"
     assert found["aws_region"] == "us-east-1"
     assert found["aws_credentials"] == {"type": "environment"}
+
+
+def test_what_is_called_like_a_pattern_is_found_at_any_depth():
+    path = faulty.new_path("patterns") / "c"
+    for name in ("d/1", "d/2", "d/deep/3", "p.0/d/4", "top"):
+        (path / name).write_bytes(b"x")
+
+    def found(pattern):
+        return {p.relative_to(path).as_posix() for p in path.glob(pattern)}
+
+    assert found("d/*") == {"d/1", "d/2", "d/deep"}
+    assert found("p.*/d/*") == {"p.0/d/4"}
+    assert found("t*") == {"top"}
