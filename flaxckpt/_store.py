@@ -27,6 +27,9 @@ _T = TypeVar("_T")
 _SLOWEST_BYTES_PER_SEC = 2**18
 """What a request may take longer than the deadline: as if its bytes came so slowly."""
 
+_PART_BYTES = 8 * 2**20
+"""Of what is read part by part, one part."""
+
 _CONCURRENCY = 32
 _FIRST_PAUSE_SECS = 0.1
 _LONGEST_PAUSE_SECS = 2.0
@@ -205,16 +208,23 @@ class Store:
     # ---- requests -----------------------------------------------------------------
 
     def read(
-        self, key: str, *, start: int | None = None, stop: int | None = None
+        self,
+        key: str,
+        *,
+        start: int | None = None,
+        stop: int | None = None,
+        size: int = 0,
     ) -> Found | None:
         """The value of `key`, or its bytes from `start` to `stop`; None without one.
 
         A part that reaches beyond the end is an error, but for one of no bytes: that
-        asks for the generation alone.
+        asks for the generation alone. `size` is how much may come, for the deadline.
         """
         part = None if start is None and stop is None else slice(start, stop)
         found = self.ask(
-            f"read {self.url}/{key}", lambda: self._kv().read(key, byte_range=part)
+            f"read {self.url}/{key}",
+            lambda: self._kv().read(key, byte_range=part),
+            size=size,
         )
         if found.state == "missing":
             return None
@@ -228,12 +238,47 @@ class Store:
             start: The first byte.
             stop: The one after the last.
         """
-        try:
-            found = self.read(key, start=start, stop=stop)
-        except errors.StoreError:
-            found = self.read(key)  # it may be shorter, which TensorStore refuses
-            return found and found.value[start:stop]
-        return found and found.value
+        found = self._span(key, start, stop)
+        return found and found.value[: stop - start]
+
+    def pieces(self, key: str, size: int) -> Iterator[bytes]:
+        """A value from its beginning to its end, part after part.
+
+        Args:
+            key: Which value; without one, there are no parts.
+            size: How long it should be. It may have another length.
+
+        Raises:
+            StoreError: It was replaced meanwhile, or the store is out of reach.
+        """
+        known: bytes | None = None
+        for start in itertools.count(0, _PART_BYTES):
+            stop = start + _PART_BYTES
+            found = self._span(key, start, stop if stop < size else None)
+            if found is None and known is None:
+                return
+            if found is None or (known is not None and known != found.generation):
+                raise errors.StoreError(
+                    f"cannot read {self.url}/{key}: it was replaced meanwhile; try"
+                    " again"
+                )
+            known = found.generation
+            yield found.value
+            if len(found.value) != _PART_BYTES or stop >= size:
+                return
+
+    def _span(self, key: str, start: int, stop: int | None) -> Found | None:
+        """What there is of a value from `start` to `stop`, or to its end."""
+        for end in (stop, None):
+            try:
+                size = (stop or start + _PART_BYTES) - start
+                return self.read(key, start=start, stop=end, size=size)
+            except errors.StoreError as error:
+                if _BEYOND not in str(error):
+                    raise
+        # Of a value that ends before, the generation alone.
+        found = self.read(key, start=0, stop=0)
+        return found and Found(b"", found.generation)
 
     def write(self, key: str, value: bytes) -> bytes:
         """Puts `value` there, whatever was; returns its generation."""
@@ -378,6 +423,9 @@ class Store:
             pause = min(2 * pause, _LONGEST_PAUSE_SECS)
 
     def _late(self, what: str, size: int) -> errors.StoreError:
+        # What is under way still may hold up all that comes after it, for long.
+        with self._lock:
+            self._opened = None
         return errors.StoreError(
             f"cannot {what}{self._where()}: wanted an answer within"
             f" {self._allowed(size):g} s, found none; see that the store can be"
@@ -403,6 +451,9 @@ class Store:
                 self._opened = self.wait(f"open {self.url}", future)
             return self._opened
 
+
+_BEYOND = "OUT_OF_RANGE"
+"""What TensorStore says if a value ends before what was asked for."""
 
 _DELETED_AT_ONCE = 256
 
