@@ -5,6 +5,7 @@ There are no directories: what others' keys begin with is one, and an empty one 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fnmatch
 import io
@@ -87,7 +88,7 @@ class RemotePath(_Base):
 
     def exists(self) -> bool:
         """Whether it is a key, or there are keys below it."""
-        return self.is_file() or self.is_dir()
+        return self.is_dir() or self.is_file()
 
     def is_symlink(self) -> bool:
         """No: there are none."""
@@ -220,6 +221,13 @@ def _missing(path: RemotePath) -> FileNotFoundError:
 def is_remote(path: object) -> TypeGuard[RemotePath]:
     """Whether a path is one in an object store."""
     return isinstance(path, RemotePath)
+
+
+def looking(path: Path) -> contextlib.AbstractContextManager[None]:
+    """Has what is under a path in a store be listed once; see `Store.looking`."""
+    if is_remote(path):
+        return path.store.looking(path.prefix)
+    return contextlib.nullcontext()
 
 
 def result(future: ts.Future[_T], path: Path, size: int = 0) -> _T:

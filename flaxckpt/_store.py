@@ -6,6 +6,7 @@ what may pass is tried again, and whatever fails says what was asked of whom.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -131,6 +132,30 @@ def _nothing() -> bytes:
 _numbers = itertools.count()
 
 
+class _Look:
+    """The keys under a prefix, as they were when they were listed."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.keys: list[str] | None = None
+        self.changes = 0
+
+    def has(self, key: str) -> bool:
+        """Whether it was there."""
+        keys = self.keys or []
+        at = bisect.bisect_left(keys, key)
+        return at < len(keys) and keys[at] == key
+
+    def under(self, prefix: str) -> list[str]:
+        """Those that begin so."""
+        keys = self.keys or []
+        start = bisect.bisect_left(keys, prefix)
+        begin_so = itertools.takewhile(
+            lambda key: key.startswith(prefix), itertools.islice(keys, start, None)
+        )
+        return list(begin_so)
+
+
 class Store:
     """A bucket.
 
@@ -156,6 +181,8 @@ class Store:
         self._resources = self._named()
         _shared.update(self._resources)
         self._counts: dict[str, int] = {}
+        self._looks = threading.local()
+        self._changes = 0
 
     def spec(self, prefix: str) -> dict[str, JSON]:
         """TensorStore's description of what lies under `prefix`."""
@@ -295,11 +322,12 @@ class Store:
         return self._write(key, value, generation)
 
     def _write(self, key: str, value: bytes, generation: bytes | None) -> bytes | None:
-        found = self.ask(
-            f"write {self.url}/{key}",
-            lambda: self._kv().write(key, value, if_equal=generation),
-            size=len(value),
-        )
+        with self._changing():
+            found = self.ask(
+                f"write {self.url}/{key}",
+                lambda: self._kv().write(key, value, if_equal=generation),
+                size=len(value),
+            )
         if found.generation:
             self._count(key, len(value))
             return bytes(found.generation)
@@ -335,14 +363,16 @@ class Store:
 
     def delete(self, key: str) -> None:
         """Removes a key, if it is there."""
-        self.ask(f"delete {self.url}/{key}", lambda: self._kv().write(key, None))
+        with self._changing():
+            self.ask(f"delete {self.url}/{key}", lambda: self._kv().write(key, None))
 
     def remove(self, key: str, generation: bytes) -> None:
         """Removes a key, if its value is that of `generation`."""
-        self.ask(
-            f"delete {self.url}/{key}",
-            lambda: self._kv().write(key, None, if_equal=generation),
-        )
+        with self._changing():
+            self.ask(
+                f"delete {self.url}/{key}",
+                lambda: self._kv().write(key, None, if_equal=generation),
+            )
 
     def delete_under(self, prefix: str) -> None:
         """Removes all keys that begin with `prefix`."""
@@ -351,24 +381,68 @@ class Store:
     def delete_all(self, given: Iterable[str]) -> None:
         """Removes keys, many at a time."""
         keys = list(given)
-        for begin in range(0, len(keys), _DELETED_AT_ONCE):
-            some = keys[begin : begin + _DELETED_AT_ONCE]
-            started = [self._kv().write(key, None) for key in some]
-            for key, future in zip(some, started, strict=True):
-                try:
-                    self.wait(f"delete {self.url}/{key}", future)
-                except (ValueError, RuntimeError):
-                    self.delete(key)  # with retries
+        with self._changing():
+            for begin in range(0, len(keys), _DELETED_AT_ONCE):
+                self._delete_some(keys[begin : begin + _DELETED_AT_ONCE])
+
+    def _delete_some(self, keys: list[str]) -> None:
+        started = [self._kv().write(key, None) for key in keys]
+        for key, future in zip(keys, started, strict=True):
+            try:
+                self.wait(f"delete {self.url}/{key}", future)
+            except (ValueError, RuntimeError):
+                self.delete(key)  # with retries
 
     def keys(self, prefix: str) -> list[str]:
         """The keys that begin with `prefix`, ascending."""
+        look = self._look(prefix)
+        return self._listed(prefix) if look is None else look.under(prefix)
+
+    def _listed(self, prefix: str) -> list[str]:
         until = ts.KvStore.KeyRange(prefix, _after(prefix))
         found = self.ask(f"list {self.url}/{prefix}", lambda: self._kv().list(until))
         return sorted(key.decode(errors="surrogateescape") for key in found)
 
     def has(self, key: str) -> bool:
         """Whether there is a value, however long."""
+        if (look := self._look(key)) is not None:
+            return look.has(key)
         return self.read(key, start=0, stop=0) is not None
+
+    # ---- looking once -------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def looking(self, prefix: str) -> Iterator[None]:
+        """Has what is under `prefix` be listed once while the `with` block lasts.
+
+        That is what `keys` and `has` then say on this thread, until this process writes
+        or deletes anything in the store. What others do meanwhile is not seen.
+        """
+        looks: list[_Look] = self._looks.__dict__.setdefault("all", [])
+        looks.append(_Look(prefix))
+        try:
+            yield
+        finally:
+            looks.pop()
+
+    def _look(self, prefix: str) -> _Look | None:
+        """The outermost look that has what begins with `prefix`, as it is now."""
+        looks: list[_Look] = self._looks.__dict__.get("all", [])
+        for look in looks:
+            if prefix.startswith(look.prefix):
+                if look.keys is None or look.changes != self._changes:
+                    look.changes = self._changes
+                    look.keys = self._listed(look.prefix)
+                return look
+        return None
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        try:
+            yield
+        finally:  # also if nobody knows whether it was done
+            with self._lock:
+                self._changes += 1
 
     # ---- waiting ------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ def verify(
     """
     start, counter = time.monotonic(), _progress.Counter(f"verifying {path.name}")
     found = _findings.Findings(counter, thorough=thorough)
-    with _progress.shown(counter):
+    with _progress.shown(counter), _remote.looking(path):
         stored = _description(path, step, found)
         format_name = "unknown" if stored is None else stored.metadata.format
         extra: list[str] = []

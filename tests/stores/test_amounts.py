@@ -1,9 +1,54 @@
-"""What a run in a store costs: memory."""
+"""What a run in a store costs: requests, and memory."""
 
 import subprocess
 import sys
 
+import faulty
+import numpy as np
 import pytest
+
+import flaxckpt
+from flaxckpt.policies import LatestN
+
+
+def test_few_requests_are_made_whatever_is_asked_for():
+    path = faulty.new_path("counted")
+    layout = flaxckpt.ArrayLayout(store="files")
+    arrays = {"v": np.ones(3), "w": np.arange(16.0)}  # of two objects each
+
+    def count(act):
+        with faulty.faulty(path) as kv:
+            act()
+            return kv.requests
+
+    assert count(lambda: flaxckpt.Checkpointer(path)) <= 2
+    with flaxckpt.Checkpointer(path, layout=layout) as ckpt:
+        for step in range(1, 5):
+            ckpt.save(step, arrays).wait()
+        assert count(lambda: ckpt.save(5, arrays).wait()) <= 9 + 15
+        assert count(ckpt.restore) <= 4 + 12
+        assert count(ckpt.steps) == 1
+        assert count(lambda: ckpt.verify(5)) <= 9 + 15
+    assert count(lambda: flaxckpt.load(path)) <= 4 + 12
+    with flaxckpt.Checkpointer(path, layout=layout, keep=[LatestN(4)]) as ckpt:
+        ckpt.save(6, arrays).wait()
+        assert ckpt.steps() == [3, 4, 5, 6]
+        assert count(lambda: ckpt.save(7, arrays).wait()) <= 9 + 45
+        assert ckpt.steps() == [4, 5, 6, 7]
+
+
+def test_what_was_listed_is_listed_again_after_a_change():
+    path = faulty.new_path("looked-at")
+    (path / "a/1").write_bytes(b"x")
+    with path.store.looking(path.prefix):
+        assert [path.is_dir(), (path / "a/1").is_file()] == [True, True]
+        (path / "a/2").write_bytes(b"x")
+        assert (path / "a").keys() == ["1", "2"]
+        (path / "a/1").unlink()
+        assert (path / "a").keys() == ["2"]
+        path.store.delete_under(path.prefix)
+        assert not path.exists()
+
 
 _MEASURED = """
 import sys, threading, time
