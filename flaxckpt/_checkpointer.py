@@ -24,6 +24,7 @@ from flaxckpt import (
     _multihost,
     _plan,
     _progress,
+    _remote,
     _restore,
     _retention,
     _save,
@@ -424,11 +425,12 @@ class Checkpointer(_directory.RunDirectory):
 
     def _tidy(self) -> None:
         """Removes what crashes have left."""
-        _steps.tidy(self.directory, self._format, (_orbax.METRICS, "metadata"))
-        aside = self.directory / _PARAMS_ONLY
-        with contextlib.suppress(OSError):  # another time
-            if aside.is_dir() and not aside.is_symlink():
-                _steps.tidy(aside, self._format, ())
+        with _remote.looking(self.directory):
+            _steps.tidy(self.directory, self._format, (_orbax.METRICS, "metadata"))
+            aside = self.directory / _PARAMS_ONLY
+            with contextlib.suppress(OSError):  # another time
+                if aside.is_dir() and not aside.is_symlink():
+                    _steps.tidy(aside, self._format, ())
 
     def sibling(self, directory: PathLike) -> Checkpointer:
         """Another directory, whose steps are written as these are, and all kept."""
@@ -444,6 +446,8 @@ class Checkpointer(_directory.RunDirectory):
 
     def _previous(self) -> _write.Previous | None:
         """The arrays of the newest step, which those of the next may equal."""
+        if _remote.is_remote(self.directory):  # where there are no links
+            return None
         try:
             listed = self._listed()
         except OSError:
@@ -652,7 +656,7 @@ class Checkpointer(_directory.RunDirectory):
         options: _plan.Options,
     ) -> tuple[PyTree, int]:
         """Restores a step, and says which."""
-        with self._delivering():
+        with self._delivering(), _remote.looking(self.directory):
             return self._restore_first(
                 self._agreed(step), abstract_state, dataset, fallback, options
             )

@@ -16,6 +16,7 @@ from flaxckpt import (
     _access,
     _audit,
     _measured,
+    _remote,
     _steps,
     _storage,
     _verify,
@@ -123,6 +124,10 @@ class Retention:
 
     def listed(self) -> dict[int, Path]:
         """The committed steps, ascending, without what is merely called like one."""
+        if _remote.is_remote(self._directory):  # where a look costs less than a stamp
+            with _remote.looking(self._directory):
+                listed = _steps.listed(self._directory, self._format)
+                return {s: path for s, path in listed.items() if _was_step(path)}
         known: dict[Path, _storage.Stamp] = {}
         found = {}
         for step, path in _steps.listed(self._directory, self._format).items():
@@ -151,7 +156,7 @@ class Retention:
 
     def _found(self) -> dict[int, _Found]:
         """The steps as they are now, without those that cannot be recognised."""
-        with _access.explained(self._directory):
+        with _access.explained(self._directory), _remote.looking(self._directory):
             return self._looked_at()
 
     def _looked_at(self) -> dict[int, _Found]:
@@ -224,6 +229,12 @@ class Retention:
         Raises:
             SaveFailedError: That step is not whole.
         """
+        with _remote.looking(self._directory):
+            return self._apply(just_saved, is_awaited)
+
+    def _apply(
+        self, just_saved: int | None, is_awaited: Callable[[], bool]
+    ) -> tuple[int, ...]:
         try:
             judged = self._judge(just_saved)
         except Exception as error:
