@@ -117,6 +117,10 @@ _untold: set[SaveHandle] = set()
 _is_ending = threading.Event()
 """Whether the handler below has begun: saves from here on have their callers wait."""
 
+if not threading.main_thread().is_alive():
+    # First used by an exit handler: one of ours would not be called any more.
+    _is_ending.set()
+
 
 def _exit_with_failure() -> None:
     """Makes a program that never asked how its last save ended exit non-zero."""

@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from flaxckpt import _remote, errors
+from flaxckpt import _access, _remote, errors
 from flaxckpt._remote import RemotePath
 
 _log = logging.getLogger(__name__)
@@ -227,8 +227,13 @@ def _files(path: Path, prefix: str) -> list[str]:
 
 
 def is_going(path: Path) -> bool:
-    """Whether the checkpoint `path` is about to be deleted, or was already."""
-    return not path.is_dir() or bool(living(path, _files(path, DELETING)))
+    """Whether the checkpoint `path` is about to be deleted, or was already.
+
+    Raises:
+        DamagedCheckpointError: It cannot be looked at.
+    """
+    with _access.explained(path):
+        return not path.is_dir() or bool(living(path, _files(path, DELETING)))
 
 
 @contextlib.contextmanager

@@ -208,7 +208,9 @@ def test_a_fork_leaves_the_saves_of_its_parent_to_it(run, tmp_path):
     done = run(
         """
         slow = threading.Event()
-        sync_tree = flaxckpt._save._storage.sync_tree
+        from flaxckpt import _storage
+
+        sync_tree = _storage.sync_tree
 
         def wait_and_sync(path):
             if os.getpid() == parent:
@@ -216,7 +218,7 @@ def test_a_fork_leaves_the_saves_of_its_parent_to_it(run, tmp_path):
             return sync_tree(path)
 
         parent = os.getpid()
-        flaxckpt._save._storage.sync_tree = wait_and_sync
+        _storage.sync_tree = wait_and_sync
         ckpt = flaxckpt.Checkpointer(directory)
         handle = ckpt.save(1, STATE)
         while not list(ckpt.directory.glob("1.*")):
