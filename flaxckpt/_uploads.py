@@ -253,11 +253,11 @@ class Uploads:
             final = self._directory / path.name
             is_known = _is_same(path, final)
             is_there = is_known and _is_whole(final)
-            if not is_there and not self._far.would_keep(step, self._near):
-                self._skip(step, path, mark)
-                return
             if not is_there:
                 _audit.check(path)
+                if not self._far.would_keep(step, self._near):
+                    self._skip(step, path, mark)
+                    return
                 size = _copy(path, final, overwrite=mark.overwrite or is_known)
                 self.known[step] = final
             self._settle(path, final, mark, is_new=not is_there)

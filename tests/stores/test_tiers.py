@@ -18,7 +18,7 @@ import store_servers
 import strategies
 
 import flaxckpt
-from flaxckpt import _events, _steps, _storage, _store, errors
+from flaxckpt import _events, _multihost, _steps, _storage, _store, errors
 from flaxckpt.configs import CheckpointConfig
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
@@ -276,8 +276,8 @@ def test_a_step_that_is_damaged_in_staging_comes_from_the_directory(
         assert ckpt.damaged() == {}
         strategies.assert_same(state(2), ckpt.restore_latest(state(0))[0])
         ckpt.save(3, state(3)).wait()
-        damage(staging / "3")
         ckpt.wait_for_uploads()
+        damage(staging / "3")
         damage(path / "3")
         if fallback:
             strategies.assert_same(state(2), ckpt.restore())
@@ -413,7 +413,9 @@ def test_a_step_of_another_run_is_not_replaced(tmp_path):
     path = faulty.new_path("tiers-foreign")
     with faulty.faulty(path, last=0):
         ckpt = flaxckpt.Checkpointer(path, staging=tmp_path / "ssd")
-        ckpt.save(1, state(1)).wait()
+        ckpt.save(1, state(1))
+        with pytest.raises(errors.SaveFailedError, match="network"):
+            ckpt.wait_for_uploads()
     with flaxckpt.Checkpointer(path) as other:
         other.save(1, state(1, "other"))
     with pytest.raises(errors.SaveFailedError, match="another writer"):
@@ -560,6 +562,12 @@ def test_staging_that_cannot_be_is_refused(tmp_path):
         flaxckpt.Checkpointer(run, staging=tmp_path / "plain")
 
 
+def test_staging_is_for_one_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(_multihost, "is_together", lambda: True)
+    with pytest.raises(errors.OptionError, match="for one process"):
+        flaxckpt.Checkpointer(tmp_path / "run", staging=tmp_path / "ssd")
+
+
 def test_staging_comes_from_a_config(tmp_path):
     config = CheckpointConfig.from_mapping(
         {
@@ -582,7 +590,9 @@ def test_a_reader_uploads_nothing(tmp_path):
     path, staging = faulty.new_path("tiers-reader"), tmp_path / "ssd"
     with faulty.faulty(path, last=0):
         ckpt = flaxckpt.Checkpointer(path, staging=staging)
-        ckpt.save(1, state(1)).wait()
+        ckpt.save(1, state(1))
+        with pytest.raises(errors.SaveFailedError, match="network"):
+            ckpt.wait_for_uploads()
     with flaxckpt.Checkpointer(path, staging=staging, read_only=True) as reader:
         strategies.assert_same(state(1), reader.restore())
         reader.wait_for_uploads()
