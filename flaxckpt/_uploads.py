@@ -41,9 +41,16 @@ _MAX_MARKER_BYTES = 2**16
 
 
 class _Turn:
-    """One go of the thread: until nothing is left to be uploaded, or it fails."""
+    """One go of the thread: until nothing is left to be uploaded, or it fails.
+
+    Attributes:
+        is_over: Whether it takes no more steps.
+        ended: Set when all is done that belongs to it.
+        failures: Step -> error.
+    """
 
     def __init__(self) -> None:
+        self.is_over = False
         self.ended = threading.Event()
         self.failures: dict[int, Exception] = {}
 
@@ -139,7 +146,9 @@ class Uploads:
 
     def start(self) -> None:
         """Has what is marked be uploaded, on a thread behind the caller."""
-        if self.waiting():
+        if (
+            os.getpid() == self._pid and self.waiting()
+        ):  # a fork leaves it to its parent
             self._begin()
 
     def wait(self, timeout_secs: float | None) -> None:
@@ -160,19 +169,17 @@ class Uploads:
             waiting = ", ".join(map(str, self.waiting()))
             raise errors.SaveFailedError(
                 f"step {step} could not be uploaded: {_events.first_lines(error)}\n"
-                f"Steps {waiting} are in {self._staging} only, and stay there; they are"
-                f" uploaded when {self._directory} is opened again with this staging."
+                f"Steps {waiting} stay in {self._staging}. See that {self._directory}"
+                " can be reached, then call wait_for_uploads(), or open it again with"
+                " this staging."
             ) from error
 
     def _begin(self) -> _Turn:
         """Begins, unless it is at it."""
         with self._guard:
-            if self._turn is not None:
+            if self._turn is not None and not self._turn.is_over:
                 return self._turn
             self._turn = turn = _Turn()
-        if os.getpid() != self._pid:  # a fork leaves it to its parent
-            self._end(turn)
-            return turn
         run = functools.partial(self._run, turn)
         # No daemon: a script that just ends still finishes its uploads.
         thread = threading.Thread(target=run, name="flaxckpt uploads", daemon=False)
@@ -185,12 +192,14 @@ class Uploads:
     def _waited(self, timeout_secs: float | None) -> Mapping[int, Exception] | None:
         """Waits until nothing is left; what has failed, or None if it goes on still."""
         until = None if timeout_secs is None else time.monotonic() + timeout_secs
-        while self.waiting():
-            turn = self._begin()
+        while os.getpid() == self._pid:
+            turn = self._begin() if self.waiting() else self._turn
             left = None if until is None else max(0.0, until - time.monotonic())
-            if not turn.ended.wait(left):
+            if turn is not None and not turn.ended.wait(left):
                 return None
-            if turn.failures or os.getpid() != self._pid:
+            if not self.waiting():
+                break
+            if turn is not None and turn.failures:
                 return turn.failures
         return {}
 
@@ -213,14 +222,12 @@ class Uploads:
         """The newest step that waits; None, and the turn is over, if there is none."""
         with self._guard:
             waiting = [w for w in self.waiting().items() if w[0] not in turn.failures]
-            if not waiting:
-                self._turn = None
+            turn.is_over = not waiting
             return max(waiting, default=None)
 
     def _end(self, turn: _Turn) -> None:
         with self._guard:
-            if self._turn is turn:
-                self._turn = None
+            turn.is_over = True
         turn.ended.set()
 
     def _failed(self, step: int, path: Path, error: Exception) -> bool:
@@ -346,7 +353,7 @@ def _is_same(path: Path, final: Path) -> bool:
 def _is_whole(final: Path) -> bool:
     try:
         _audit.check(final)
-    except errors.DamagedCheckpointError:
+    except (errors.DamagedCheckpointError, errors.CheckpointFormatError):
         return False
     return not _steps.is_damaged(final)
 

@@ -18,7 +18,7 @@ import store_servers
 import strategies
 
 import flaxckpt
-from flaxckpt import _events, _multihost, _steps, _storage, _store, errors
+from flaxckpt import _events, _multihost, _staging, _steps, _storage, _store, errors
 from flaxckpt.configs import CheckpointConfig
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
@@ -242,6 +242,42 @@ def test_a_step_is_deleted_from_both_and_replaced_on_both(store_path, tmp_path, 
             ckpt.delete(3)
 
 
+def test_what_changes_while_a_step_is_uploaded_follows(tmp_path, monkeypatch):
+    path, real = faulty.new_path("tiers-changes"), _staging.upload
+    with flaxckpt.Checkpointer(path, staging=tmp_path / "ssd") as ckpt:
+
+        def upload(*given, **options):
+            size = real(*given, **options)
+            ckpt.add_metrics(1, {"late": 2.0})
+            ckpt.make_permanent(1)
+            ckpt.pin(1)
+            return size
+
+        monkeypatch.setattr(_staging, "upload", upload)
+        ckpt.save(1, state(1), metrics={"loss": 1.0}, temporary=True).wait()
+        ckpt.wait_for_uploads()
+        monkeypatch.undo()
+        assert not ckpt._tiers.uploads.waiting()
+        assert flaxckpt.Checkpointer(path).metrics(1) == {"loss": 1.0, "late": 2.0}
+        assert _steps.is_pinned(path / "1")
+        assert not _steps.is_temporary(path / "1")
+        assert ckpt.verify(1).ok
+        assert flaxckpt.verify(path / "1").ok
+
+
+def test_a_step_is_not_replaced_while_it_is_uploaded(tmp_path):
+    path = faulty.new_path("tiers-replaced")
+    with flaxckpt.Checkpointer(path, staging=tmp_path / "ssd") as ckpt:
+        ckpt.save(1, state(1)).wait()
+        with ckpt._tiers.uploads.busy:
+            replacing = ckpt.save(1, state(1, "b"), on_exists="overwrite")
+            with pytest.raises(errors.CheckpointTimeoutError):
+                replacing.wait(timeout_secs=0.2)
+            strategies.assert_same(state(1), flaxckpt.load(tmp_path / "ssd/1"))
+        replacing.wait()
+    strategies.assert_same(state(1, "b"), flaxckpt.load(path))
+
+
 def test_prune_goes_by_the_policies_of_both(tmp_path):
     path, staging = tmp_path / "run", tmp_path / "ssd"
     with flaxckpt.Checkpointer(path, staging=staging, keep_staging=()) as ckpt:
@@ -359,7 +395,9 @@ def test_saves_go_on_while_the_directory_is_gone(tmp_path):
             ckpt.restore()  # who knows whether there is a newer one
         with pytest.raises(errors.SaveFailedError, match=r"step 4 could.* network"):
             ckpt.wait_for_uploads()
-        with pytest.raises(errors.SaveFailedError, match=r"1, 2, 3, 4 are in .*only"):
+        with pytest.raises(
+            errors.SaveFailedError, match=r"Steps 1, 2, 3, 4 stay in .*ssd"
+        ):
             ckpt.close()
         assert {event.kind for event in told} >= {"committed", "failed"}
         reopened = flaxckpt.Checkpointer(path, **options)  # warns
@@ -407,6 +445,31 @@ def test_an_upload_that_is_cut_off_anywhere_is_made_later(tmp_path, layout):
         if is_done:
             break
     assert last > 20
+
+
+@pytest.mark.parametrize("how", ["refuses", "is silent"])
+def test_a_dead_endpoint_holds_nothing_up(tmp_path, monkeypatch, how):
+    for name, value in store_servers.CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    quick = flaxckpt.StoreOptions(deadline_secs=1, retries=1)
+    flaxckpt.set_store_options("s3://dead", quick)
+    with socket.socket() as dead:
+        dead.bind(("127.0.0.1", 0))
+        if how == "is silent":
+            dead.listen(1)
+        endpoint = f"http://127.0.0.1:{dead.getsockname()[1]}"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        begun = time.monotonic()
+        ckpt = flaxckpt.Checkpointer("s3://dead/run", staging=tmp_path / "ssd")
+        for step in (1, 2):
+            assert ckpt.save(step, state(step)).wait().tier == "staging"
+        strategies.assert_same(state(2), ckpt.restore(step=2))
+        with pytest.raises(errors.SaveFailedError, match=r"s3://dead/run") as info:
+            ckpt.close()
+        assert time.monotonic() - begun < 30
+        assert len(str(info.value).splitlines()) < 15
+    flaxckpt.set_store_options("s3://dead", None)
+    assert ckpt._retention.explain()[1] == ["not uploaded"]
 
 
 def test_a_step_of_another_run_is_not_replaced(tmp_path):
@@ -501,12 +564,14 @@ def save_on(url, staging, log, begin):
         note(result.tier, step)
 
 
-@pytest.mark.parametrize("kind", ["file", "moto"])
-def test_what_is_acknowledged_survives_a_kill_at_any_moment(store_path, tmp_path, kind):
+@pytest.mark.parametrize(("kind", "rounds"), [("file", 7), ("moto", 3)])
+def test_what_is_acknowledged_survives_a_kill_at_any_moment(
+    store_path, tmp_path, kind, rounds
+):
     path, staging, log = store_path(kind), tmp_path / "ssd", tmp_path / "log"
     chance = random.Random(kind)
     acknowledged = collections.defaultdict(set)
-    for _ in range(5):
+    for _ in range(rounds):
         begin = max((s for found in acknowledged.values() for s in found), default=0)
         log.write_bytes(b"")
         process = run_apart(save_on, str(path), str(staging), str(log), begin + 1)
@@ -558,7 +623,9 @@ def test_staging_that_cannot_be_is_refused(tmp_path):
         flaxckpt.Checkpointer(tmp_path / "other", staging=tmp_path / "ssd")
     with flaxckpt.Checkpointer(tmp_path / "plain") as ckpt:
         ckpt.save(1, state(1))
-    with pytest.raises(errors.OptionError, match="without staging"):
+    with pytest.raises(
+        errors.OptionError, match=r"no file STAGING_OF.*choose an empty"
+    ):
         flaxckpt.Checkpointer(run, staging=tmp_path / "plain")
 
 
