@@ -30,6 +30,7 @@ from flaxckpt import (
     _save,
     _steps,
     _storage,
+    _tiers,
     _together,
     _verify,
     _write,
@@ -106,6 +107,11 @@ class Checkpointer(_directory.RunDirectory):
             or a restore for others that are behind.
         read_once: Where several processes train, whether large arrays that several of
             them need are read in parts, and sent by the devices from one to another.
+        staging: A directory on a fast disk of this machine. Steps are saved there, and
+            uploaded to `directory` behind the training; what is only in one of them is
+            found and restored all the same. For one process.
+        keep_staging: Policies for the steps in `staging`; those that are not uploaded
+            stay there, too.
 
     Attributes:
         events: What happens to the checkpoints. Unless `read_only`, it is also kept in
@@ -131,12 +137,16 @@ class Checkpointer(_directory.RunDirectory):
         metrics_from: Callable[[], _measured.MetricsByStep] | None = None,
         peer_timeout_secs: float = _together.TIMEOUT_SECS,
         read_once: bool = False,
+        staging: PathLike | None = None,
+        keep_staging: Sequence[PreservationPolicy] = _tiers.KEEP,
     ) -> None:
         super().__init__(
             directory,
             _retention.Rules.of(keep, keep_dataset, metrics_from),
             step_format=step_format,
             read_only=read_only,
+            staging=staging,
+            keep_staging=keep_staging,
         )
         self._layout = layout or ArrayLayout()
         self._transforms = _transforms.checked(transforms)
@@ -202,7 +212,8 @@ class Checkpointer(_directory.RunDirectory):
                 the same.
 
         Returns:
-            A handle; its `wait()` returns when the step is durable.
+            A handle; its `wait()` returns when the step is durable: in `staging`, if
+            there is one, as `SaveResult.tier` says.
 
         Raises:
             CheckpointExistsError: The step is there, and `on_exists` is "error".
@@ -255,9 +266,9 @@ class Checkpointer(_directory.RunDirectory):
         start: float,
         together: _together.Operation | None,
     ) -> SaveHandle:
-        final = self.directory / self._format.name(number)
+        final = self.saves_in / self._format.name(number)
         if on_exists == "skip" and _joint.first_says(
-            together, "there", lambda: number in self._listed()
+            together, "there", lambda: number in self._seen()
         ):
             if together is not None:
                 together.close()
@@ -267,7 +278,10 @@ class Checkpointer(_directory.RunDirectory):
         overwrite = on_exists == "overwrite" or _steps.is_damaged(final)
         tell = functools.partial(self.events.emit, step=number, path=final)
         counter = _progress.Counter(f"saving step {number}")
+        tier = self._tier(final)
         with self._failing(number, final):
+            if self._tiers is not None and not overwrite:
+                self._tiers.check_free(number)
             options = self._save_options(
                 number,
                 metrics=_measured.as_metrics(metrics),
@@ -278,6 +292,7 @@ class Checkpointer(_directory.RunDirectory):
                 temporary=temporary,
                 count=counter.add,
                 together=together,
+                marks=self._marks(overwrite),
             )
             snapshot = _save.take(final, state, options)
         counter.total = snapshot.nbytes
@@ -287,7 +302,8 @@ class Checkpointer(_directory.RunDirectory):
         @self._failing(number, final)
         @_joint.ending(together)
         def work() -> SaveResult:
-            written, self._saved = _save.execute(snapshot, self._previous())
+            with self._replacing(final):
+                written, self._saved = _save.execute(snapshot, self._previous())
             self._own_steps.add(number)
             tell(
                 "committed",
@@ -295,6 +311,7 @@ class Checkpointer(_directory.RunDirectory):
                 blocked_secs=blocked,
                 total_secs=time.monotonic() - start,
                 metrics=len(options.metrics),
+                **self._said_of(tier),
             )
             deleted = tuple(
                 _joint.first_says(together, "deleted", lambda: self._retired(number))
@@ -308,11 +325,32 @@ class Checkpointer(_directory.RunDirectory):
                 blocked,
                 f", deleted {list(deleted)}" if deleted else "",
             )
-            return SaveResult(number, str(final), written, blocked, total, deleted)
+            if self._tiers is not None:
+                self._tiers.uploads.start()
+            return SaveResult(
+                number, str(final), written, blocked, total, deleted, tier=tier
+            )
 
         self._pending = SaveHandle(work, name=f"save of {final}", counter=counter)
         self._pending_step = number
         return self._pending
+
+    def _tier(self, path: Path) -> _tiers.Tier:
+        return "directory" if self._tiers is None else self._tiers.tier(path)
+
+    def _said_of(self, tier: _tiers.Tier) -> dict[str, Any]:
+        return {} if self._tiers is None else {"tier": tier}
+
+    def _marks(self, overwrite: bool) -> dict[str, bytes]:
+        """What says of a new step that it is still to be uploaded."""
+        if self._tiers is None:
+            return {}
+        return {_steps.NOT_UPLOADED: _steps.Waiting(overwrite).content()}
+
+    def _replacing(self, path: Path) -> contextlib.AbstractContextManager[None]:
+        if self._tiers is None:
+            return contextlib.nullcontext()
+        return self._tiers.replacing(path)
 
     def _retired(self, just_saved: int) -> tuple[int, ...]:
         return self._retire(just_saved=just_saved, is_awaited=self._is_awaited)
@@ -323,7 +361,7 @@ class Checkpointer(_directory.RunDirectory):
         if pending is not None and self._pending_step == step:
             return not pending.has_untold_error()
         # Of several processes, some may see it later than others.
-        is_there = _multihost.is_together() or step in self._listed()
+        is_there = _multihost.is_together() or step in self._seen()
         return step in self._own_steps and is_there
 
     def _is_awaited(self) -> bool:
@@ -352,7 +390,9 @@ class Checkpointer(_directory.RunDirectory):
         """
         start = time.monotonic()
         snapshot = _save.take(
-            self._aside("rehearsal", 0), state, self._save_options(0, dataset=dataset)
+            self.saves_in / "rehearsal" / self._format.name(0),
+            state,
+            self._save_options(0, dataset=dataset),
         )
         return snapshot.stored_bytes, time.monotonic() - start
 
@@ -416,17 +456,19 @@ class Checkpointer(_directory.RunDirectory):
 
     def _write_metadata(self, metadata: Mapping[str, JSON]) -> None:
         try:
-            _orbax.write_run_metadata(self.directory, metadata)
+            _orbax.write_run_metadata(self.saves_in, metadata)
         except (OSError, ValueError) as error:
             raise errors.SaveFailedError(
-                f"the metadata of {self.directory} cannot be written: {error}; see that"
+                f"the metadata of {self.saves_in} cannot be written: {error}; see that"
                 " the directory is writable and has space, then try again"
             ) from error
 
     def _tidy(self) -> None:
         """Removes what crashes have left."""
         with _remote.looking(self.directory):
-            _steps.tidy(self.directory, self._format, (_orbax.METRICS, "metadata"))
+            _steps.tidy(self.saves_in, self._format, (_orbax.METRICS, "metadata"))
+            if self._tiers is not None and not self._tiers.uploads.open():
+                return
             aside = self.directory / _PARAMS_ONLY
             with contextlib.suppress(OSError):  # another time
                 if aside.is_dir() and not aside.is_symlink():
@@ -446,10 +488,10 @@ class Checkpointer(_directory.RunDirectory):
 
     def _previous(self) -> _write.Previous | None:
         """The arrays of the newest step, which those of the next may equal."""
-        if _remote.is_remote(self.directory):  # where there are no links
+        if _remote.is_remote(self.saves_in):  # where there are no links
             return None
         try:
-            listed = self._listed()
+            listed = self._retention.listed()  # in staging: links lead nowhere else
         except OSError:
             return None
         if not listed:
@@ -465,7 +507,10 @@ class Checkpointer(_directory.RunDirectory):
         self.events.emit("skipped", step, path=final, reason=reason)
         _log.warning("step %d is not saved: %s has one already", step, self.directory)
         elapsed = time.monotonic() - start
-        result = SaveResult(step, str(final), 0, elapsed, elapsed, skipped=reason)
+        path = self._seen().get(step, final)
+        result = SaveResult(
+            step, str(path), 0, elapsed, elapsed, skipped=reason, tier=self._tier(path)
+        )
         counter = _progress.Counter(reason)
         return SaveHandle(lambda: result, name=f"save of {final}", counter=counter)
 
@@ -497,6 +542,21 @@ class Checkpointer(_directory.RunDirectory):
                 raise
             self._pending = None
             return result
+
+    def wait_for_uploads(self, timeout_secs: float | None = None) -> None:
+        """Waits until the directory has all that is to be uploaded from `staging`.
+
+        What could not be uploaded before is tried once more. `close` does the same.
+
+        Raises:
+            CheckpointTimeoutError: It is still going on after `timeout_secs`.
+            SaveFailedError: Something could not be uploaded, and is in `staging` still.
+            CheckpointError: The save under way failed.
+        """
+        with self._delivering():
+            self._wait()
+            if self._tiers is not None and not self.read_only:
+                self._tiers.uploads.wait(timeout_secs)
 
     def raise_if_failed(self) -> None:
         """Raises the error of a save that has failed, without waiting for one."""
@@ -657,9 +717,10 @@ class Checkpointer(_directory.RunDirectory):
     ) -> tuple[PyTree, int]:
         """Restores a step, and says which."""
         with self._delivering(), _remote.looking(self.directory):
-            return self._restore_first(
-                self._agreed(step), abstract_state, dataset, fallback, options
-            )
+            candidates = self._agreed(step)
+            if not fallback:  # where there are two of the same step, both are tried
+                candidates = [c for c in candidates if c[0] == candidates[0][0]]
+            return self._restore_first(candidates, abstract_state, dataset, options)
 
     def _agreed(self, step: int | None) -> list[tuple[int, Path]]:
         """The steps to restore, as process 0 sees them."""
@@ -667,6 +728,8 @@ class Checkpointer(_directory.RunDirectory):
         together = self._begun("find", what)
         with _joint.ending(together, saving=False):
             self._wait()
+            if self._tiers is not None:
+                return self._candidates(step)
             found = _joint.first_says(
                 together,
                 "found",
@@ -689,10 +752,15 @@ class Checkpointer(_directory.RunDirectory):
 
     def _candidates(self, step: int | None) -> list[tuple[int, Path]]:
         """The steps to restore, the first that is good."""
-        if step is None:
-            candidates = sorted(self._listed().items(), reverse=True)
+        if step is not None:
+            path = self._path(step)
+            if self._tiers is not None:
+                return self._tiers.copies(step, path)
+            return [(step, path)]
+        if self._tiers is not None:
+            candidates = self._tiers.candidates()
         else:
-            candidates = [(step, self._path(step))]
+            candidates = sorted(self._listed().items(), reverse=True)
         if not candidates and (damaged := self.damaged()):
             raise errors.DamagedCheckpointError(
                 f"{self.directory} has damaged steps only:\n"
@@ -712,7 +780,6 @@ class Checkpointer(_directory.RunDirectory):
         candidates: Sequence[tuple[int, Path]],
         abstract_state: PyTree | None,
         dataset: Any,
-        fallback: bool,
         options: _plan.Options,
     ) -> tuple[PyTree, int]:
         """Restores the first of `candidates` that is not damaged."""
@@ -733,8 +800,6 @@ class Checkpointer(_directory.RunDirectory):
             try:
                 stored, state = _joint.attempt(together, one)
             except errors.DamagedCheckpointError as error:
-                if not fallback:
-                    raise
                 damage = damage or error
                 left_out.append((number, path))
                 text = _events.first_lines(error, 1)
@@ -857,11 +922,15 @@ class Checkpointer(_directory.RunDirectory):
             self._trainers.remove(trainer)
 
     def close(self) -> None:
-        """Waits for the save under way and raises its error, if it failed."""
+        """Waits for the save under way and raises its error, if it failed.
+
+        With `staging`, then for the uploads, and raises theirs.
+        """
         with contextlib.ExitStack() as last:  # each is done, whatever the others raise
             last.callback(self.events.close)
             for trainer in self.trainers:
                 last.callback(trainer.after_close)
+            last.callback(self.wait_for_uploads)
             last.callback(self.wait)
             for trainer in self.trainers:
                 last.callback(trainer.before_close)

@@ -58,6 +58,7 @@ class Options:
         temporary: Whether it stays only until there is a newer step.
         count: Called with bytes of values whenever some are written.
         together: What all processes save by; None if there is only one.
+        marks: Files that say more of the step, by name.
     """
 
     step: int | None = None
@@ -73,6 +74,7 @@ class Options:
     temporary: bool = False
     count: _write.Count = _progress.ignore
     together: _together.Operation | None = None
+    marks: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -272,19 +274,26 @@ def finish(
     else:
         write_new(temporary, sealed)
     is_temporary = snapshot.options.temporary
-    write_new(temporary, _steps.marks_of_new(snapshot.final, temporary=is_temporary))
+    marks = _steps.marks_of_new(snapshot.final, temporary=is_temporary)
+    write_new(temporary, {**marks, **snapshot.options.marks})
     size = _storage.sync_tree(temporary)
     manifest = _storage.stamp(temporary / _orbax_json.MANIFEST)
     if _remote.is_remote(temporary):
         size = _marked.commit(temporary, sealed[_orbax.COMMITTED])
-    elif snapshot.options.overwrite and snapshot.final.exists():
-        aside = _unfinished.beside(snapshot.final, _unfinished.REPLACED)
-        with _unfinished.claimed(snapshot.final):
-            _storage.exchange(temporary, snapshot.final, aside)
     else:
-        _storage.publish(temporary, snapshot.final)
+        name(temporary, snapshot.final, overwrite=snapshot.options.overwrite)
     stamp = manifest._replace(path=snapshot.final / _orbax_json.MANIFEST)
     return Written(size, for_next(snapshot, stamp))
+
+
+def name(temporary: Path, final: Path, *, overwrite: bool) -> None:
+    """Gives a finished directory its name, durably."""
+    if overwrite and final.exists():
+        aside = _unfinished.beside(final, _unfinished.REPLACED)
+        with _unfinished.claimed(final):
+            _storage.exchange(temporary, final, aside)
+    else:
+        _storage.publish(temporary, final)
 
 
 def for_next(snapshot: Snapshot, stamp: _storage.Stamp) -> _write.Previous:

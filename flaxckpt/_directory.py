@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ from flaxckpt import (
     _retention,
     _steps,
     _storage,
+    _tiers,
     _verify,
     errors,
     formats,
@@ -37,9 +39,12 @@ class RunDirectory:
         rules: What is to stay.
         step_format: Names of steps.
         read_only: Refuses to write or delete.
+        staging: Where steps are saved first; None: in the directory.
+        keep_staging: What stays there.
 
     Attributes:
         directory: Of the run.
+        saves_in: Where steps are saved.
         read_only: Whether it refuses to write or delete.
         events: What happens to its checkpoints.
     """
@@ -51,20 +56,46 @@ class RunDirectory:
         *,
         step_format: str,
         read_only: bool,
+        staging: PathLike | None = None,
+        keep_staging: Sequence[PreservationPolicy] = _tiers.KEEP,
     ) -> None:
-        self.directory = _storage.resolve(directory)
+        self.directory = self.saves_in = _storage.resolve(directory)
         self.read_only = read_only
+        self._rules = rules
         self._format = _steps.StepFormat(step_format)
         self._retention = _retention.Retention(self.directory, self._format, rules)
-        journal = None if read_only else self.directory / _events.JOURNAL
+        keep = policies.checked(keep_staging, "keep_staging")
+        if staging is not None:
+            self.saves_in = _tiers.resolve(staging, self.directory)
+        elif keep != _tiers.KEEP:
+            raise errors.OptionError("keep_staging is for a staging directory: set it")
+        journal = None if read_only else self.saves_in / _events.JOURNAL
         self.events = _events.Stream(self.directory, journal)
+        self._tiers = None if staging is None else self._two_tiers(keep)
+
+    def _two_tiers(self, keep: tuple[PreservationPolicy, ...]) -> _tiers.Tiers:
+        """Keeps other steps in staging than in the directory."""
+        far, rules = self._retention, self._rules._replace(keep=keep, keep_dataset=())
+        self._retention = _retention.Retention(self.saves_in, self._format, rules)
+        return _tiers.Tiers(
+            self.saves_in,
+            self.directory,
+            self._format,
+            self._retention,
+            far,
+            self.events,
+        )
 
     def _make_directory(self) -> None:
         try:
-            _storage.make_directory(self.directory)
+            if self._tiers is None:
+                _storage.make_directory(self.directory)
+            else:
+                listed = self._retention.listed()
+                _tiers.make(self.saves_in, self.directory, listed)
         except OSError as error:
             raise errors.SaveFailedError(
-                f"{self.directory} cannot be made: {error}; choose another directory,"
+                f"{self.saves_in} cannot be made: {error}; choose another directory,"
                 " or pass read_only=True to look at one that is there"
             ) from error
 
@@ -86,12 +117,22 @@ class RunDirectory:
     # ---- finding ----------------------------------------------------------------
 
     def _listed(self) -> dict[int, Path]:
+        if self._tiers is not None:
+            return self._tiers.listed()
         return self._retention.listed()
 
+    def _seen(self) -> dict[int, Path]:
+        """The same, without a look at a directory behind staging."""
+        return self._retention.listed() if self._tiers is None else self._tiers.seen()
+
     def _damaged(self) -> dict[int, Path]:
+        if self._tiers is not None:
+            return self._tiers.damaged()
         return _steps.damaged(self.directory, self._format)
 
     def _path(self, step: int) -> Path:
+        if self._tiers is not None and (near := self._tiers.path(step)) is not None:
+            return near
         listed = self._listed()
         if step not in listed:
             listed |= self._damaged()
@@ -132,7 +173,8 @@ class RunDirectory:
 
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
         """The step with the best finite `metric`, the newer of equals; None if none."""
-        best = self._retention.best(policies.BestN(1, metric, mode))
+        ranking = self._retention if self._tiers is None else self._tiers
+        best = ranking.best(policies.BestN(1, metric, mode))
         return next(iter(best), None)
 
     def metadata(self, step: int) -> CheckpointMetadata:
@@ -145,13 +187,17 @@ class RunDirectory:
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """What was measured at a step and is stored with it."""
-        return dict(self._retention.metrics(self._path(step)))
+        known = self._retention if self._tiers is None else self._tiers
+        return dict(known.metrics(self._path(step)))
 
     @property
     def run_metadata(self) -> Mapping[str, JSON]:
         """The metadata of the whole run."""
-        with _access.explained(self.directory):
-            return _orbax.read_run_metadata(self.directory)
+        for directory in (self.saves_in, self.directory):
+            with _access.explained(directory):
+                if found := _orbax.read_run_metadata(directory):
+                    return found
+        return {}
 
     def check_other_names(self) -> None:
         """Refuses a directory whose steps are all called otherwise.
@@ -204,7 +250,17 @@ class RunDirectory:
     @property
     def keep(self) -> tuple[PreservationPolicy, ...]:
         """The policies that keep steps."""
+        return self._rules.keep
+
+    @property
+    def keep_here(self) -> tuple[PreservationPolicy, ...]:
+        """The policies that keep steps in `saves_in`."""
         return self._retention.rules.keep
+
+    @property
+    def steps_here(self) -> list[int]:
+        """The steps that are there."""
+        return list(self._retention.listed())
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds metrics to a committed step, as of an evaluation after its save.
@@ -215,7 +271,18 @@ class RunDirectory:
         self.check_writable("add metrics")
         self.wait()
         if _multihost.is_first():
-            self._retention.add_metrics(self._path(step), metrics)
+            with self._changing(step) as path:
+                self._retention.add_metrics(path, metrics)
+
+    @contextlib.contextmanager
+    def _changing(self, step: int, *removed: str) -> Iterator[Path]:
+        """Where a step is, to be changed in the `with` block."""
+        path = self._path(step)
+        if self._tiers is None:
+            yield path
+            return
+        with self._tiers.changing(path, *removed):
+            yield path
 
     def explain(self) -> dict[int, list[str]]:
         """Why each step stays, oldest first; a step without a reason would go.
@@ -223,9 +290,11 @@ class RunDirectory:
         The reasons are those of `policies.decide`; "metrics damaged", of a step that
         may be the best for all that can be read; "dataset let go", which says that its
         dataset state did not stay with it; and "damaged: …", of a step that no policy
-        counts, see `damaged`.
+        counts, see `damaged`. With a staging directory, "staging: …" says why it stays
+        there, and "staging: not uploaded" that it is still to be uploaded.
         """
-        found = self._retention.explain()
+        known = self._retention if self._tiers is None else self._tiers
+        found = known.explain()
         found |= {step: [f"damaged: {why}"] for step, why in self.damaged().items()}
         return dict(sorted(found.items()))
 
@@ -248,7 +317,11 @@ class RunDirectory:
         if dry_run:
             return tuple(step for step, why in self.explain().items() if not why)
         self.check_writable("prune")
-        return self._retire() if _multihost.is_first() else ()
+        deleted = self._retire() if _multihost.is_first() else ()
+        if self._tiers is None:
+            return deleted
+        gone = {*deleted, *self._tiers.prune()} - self._listed().keys()
+        return tuple(sorted(gone))
 
     def _retire(
         self,
@@ -258,7 +331,7 @@ class RunDirectory:
     ) -> tuple[int, ...]:
         deleted = self._retention.apply(just_saved=just_saved, is_awaited=is_awaited)
         for step in deleted:
-            path = self.directory / self._format.name(step)
+            path = self.saves_in / self._format.name(step)
             self.events.emit("deleted", step, path=path, reason="no policy keeps it")
         return deleted
 
@@ -274,7 +347,10 @@ class RunDirectory:
         if not _multihost.is_first():
             return
         path = self._path(step)
-        self._retention.delete(path)
+        if self._tiers is None:
+            self._retention.delete(path)
+        else:
+            self._tiers.delete(step)
         self.events.emit("deleted", step, path=path, reason="it was asked for")
 
     def make_permanent(self, step: int) -> None:
@@ -285,7 +361,8 @@ class RunDirectory:
         """
         self.check_writable("keep a step")
         if _multihost.is_first():
-            self._retention.make_permanent(self._path(step))
+            with self._changing(step, _steps.UNTIL_NEXT) as path:
+                self._retention.make_permanent(path)
 
     def pin(self, step: int) -> None:
         """Keeps a step, whatever the policies say.
@@ -295,10 +372,12 @@ class RunDirectory:
         """
         self.check_writable("pin")
         if _multihost.is_first():
-            self._retention.pin(self._path(step))
+            with self._changing(step) as path:
+                self._retention.pin(path)
 
     def unpin(self, step: int) -> None:
         """Leaves a step to the policies again; raises as `pin` does."""
         self.check_writable("unpin")
         if _multihost.is_first():
-            self._retention.unpin(self._path(step))
+            with self._changing(step, _steps.PIN) as path:
+                self._retention.unpin(path)

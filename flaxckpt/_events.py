@@ -46,6 +46,7 @@ Kind: TypeAlias = Literal[
     "started",
     "snapshot",
     "committed",
+    "uploaded",
     "deleted",
     "restored",
     "fell_back",
@@ -67,8 +68,8 @@ class Event:
 
     Attributes:
         kind: What happened: `started`, `snapshot`, `committed`, `failed` and `skipped`
-            of a save, `restored` and `fell_back` of a restore, `deleted`; `preflight`
-            and `preempted` of a trainer.
+            of a save, `uploaded` from a staging directory, `restored` and `fell_back`
+            of a restore, `deleted`; `preflight` and `preempted` of a trainer.
         step: The checkpoint's step; None if it has none.
         path: The checkpoint, or the run directory.
         time: Seconds since 1970.
@@ -321,6 +322,8 @@ class _Scalars:
             case "committed", {"total_secs": float(secs), "bytes": int(size)}:
                 rate = size / secs if secs else 0.0
                 return {"total_secs": secs, "bytes": size, "bytes_per_sec": rate}
+            case "uploaded", {"secs": float(secs)}:
+                return {"upload_secs": secs}
             case "restored", {"secs": float(secs)}:
                 return {"restore_secs": secs}
         return {}
@@ -399,6 +402,40 @@ def _append_object(path: _remote.RemotePath, lines: bytes) -> None:
 
 
 _TRIES = 20
+
+
+def pass_on(journal: Path, other: Path) -> None:
+    """Appends to another journal what has been written to this one since the last time.
+
+    That is what comes after the last line that both have.
+
+    Raises:
+        OSError: One of them cannot be read, or the other one not written.
+    """
+    lines = _last_lines(journal)
+    numbers = {line: number for number, line in enumerate(lines, 1)}
+    known = (numbers[line] for line in reversed(_last_lines(other)) if line in numbers)
+    new = b"".join(lines[next(known, 0) :])
+    if new and _remote.is_remote(other):
+        _append_object(other, new)
+    elif new:
+        _append(other, new)
+
+
+def _last_lines(journal: Path) -> list[bytes]:
+    """The last whole lines of a journal; none if it is not there."""
+    try:
+        if _remote.is_remote(journal):
+            return journal.read_bytes().splitlines(keepends=True)
+        with _storage.opened(journal) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _MAX_OBJECT_BYTES))
+            found = file.read()
+    except FileNotFoundError:
+        return []
+    is_cut = size > _MAX_OBJECT_BYTES
+    whole = found[: found.rfind(b"\n") + 1]
+    return whole.splitlines(keepends=True)[1 if is_cut else 0 :]
 
 
 def read_journal(path: Path) -> list[Event]:

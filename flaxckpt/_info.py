@@ -276,8 +276,11 @@ class SaveResult:
             from the step before.
         blocked_secs: How long the caller waited.
         total_secs: From the call until all was durable and old steps were deleted.
-        deleted_steps: Steps that the preservation policies let go.
+        deleted_steps: Steps that the preservation policies let go; with a staging
+            directory, those that are gone from there.
         skipped: None, or why nothing was written.
+        tier: Where it is durable: in the `directory` itself, or in the one for
+            `staging`, from which it is uploaded.
     """
 
     step: int | None
@@ -287,6 +290,7 @@ class SaveResult:
     total_secs: float
     deleted_steps: tuple[int, ...] = ()
     skipped: str | None = None
+    tier: Literal["directory", "staging"] = "directory"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

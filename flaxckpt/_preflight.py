@@ -71,20 +71,23 @@ def check(
 
 def _check(checkpointer: Checkpointer, state: PyTree, dataset: Any) -> Preflight:
     size, blocking_secs = checkpointer.rehearse(state, dataset=dataset)
-    rate = _probe(checkpointer.directory)
-    kept = most_kept(checkpointer.keep)
-    there = len(checkpointer.steps())
+    place = checkpointer.saves_in
+    rate = _probe(place)
+    if place != checkpointer.directory:
+        _probe(checkpointer.directory)
+    kept = most_kept(checkpointer.keep_here)
+    there = len(checkpointer.steps_here)
     more = 1 if kept is None else max(1, kept + 1 - there)
     found = Preflight(
         size,
-        _free_bytes(checkpointer.directory),
+        _free_bytes(place),
         more * size,
         kept,
         blocking_secs,
         blocking_secs + size / rate,
     )
     checkpointer.events.emit("preflight", **found._asdict())
-    _tell(checkpointer.directory, found)
+    _tell(place, found)
     return found
 
 

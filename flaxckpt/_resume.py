@@ -80,12 +80,12 @@ def _directory(checkpointer: Checkpointer) -> Iterator[Path]:
         SaveFailedError: It cannot be made.
     """
     with contextlib.ExitStack() as stack:
-        made = _unfinished.made(checkpointer.directory / _unfinished.RESUME)
+        made = _unfinished.made(checkpointer.saves_in / _unfinished.RESUME)
         try:
             directory = stack.enter_context(made)
         except OSError as error:
             raise errors.SaveFailedError(
-                f"cannot make a directory in {checkpointer.directory}: {error}; no step"
+                f"cannot make a directory in {checkpointer.saves_in}: {error}; no step"
                 " could be saved there, either. See that it is writable and has space"
             ) from error
         yield directory

@@ -148,7 +148,21 @@ class Retention:
 
     def best(self, policy: policies.BestN) -> set[int]:
         """The steps that `policy` names."""
-        return policy.preserved([found.ranked for found in self._found().values()])
+        return policy.preserved(list(self.ranked().values()))
+
+    def ranked(self) -> dict[int, _measured.Ranked]:
+        """The steps as policies see them."""
+        return {step: found.ranked for step, found in self._found().items()}
+
+    def would_keep(self, step: int, coming: Retention) -> bool:
+        """Whether a step of another directory would stay here.
+
+        Args:
+            step: It is one of those.
+            coming: The other directory, of which all that waits comes here.
+        """
+        others = {s: f for s, f in coming._found().items() if f.marks.waiting}
+        return bool(self._decided(self.rules.keep, self._found() | others).get(step))
 
     def explain(self) -> dict[int, list[str]]:
         """Why each step stays, oldest first; a step without a reason would go."""
@@ -199,6 +213,8 @@ class Retention:
     def _explained(self, found: Mapping[int, _Found]) -> dict[int, list[str]]:
         reasons = self._decided(self.rules.keep, found)
         for step, why in reasons.items():
+            if found[step].marks.waiting:
+                why.append("not uploaded")
             if why and found[step].marks.let_go:
                 why.append("dataset let go")
         return reasons

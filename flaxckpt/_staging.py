@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from flaxckpt import _marked, _remote, _stores, _threads
 
@@ -45,13 +46,24 @@ def staged(root: Path) -> Iterator[Path]:
         _stores.forget(memory.store)
 
 
-def upload(directory: Path, final: _remote.RemotePath, *, overwrite: bool) -> int:
+def upload(
+    directory: Path,
+    final: _remote.RemotePath,
+    *,
+    overwrite: bool,
+    files: Sequence[Path] | None = None,
+    marks: Mapping[str, bytes] = MappingProxyType({}),
+    keep: Callable[[str], bool] = lambda name: False,
+) -> int:
     """Makes a checkpoint of the files in a directory, and commits it.
 
     Args:
         directory: Of a checkpoint of ours, on this machine.
         final: Where it shall be.
         overwrite: Whether to replace one that is there.
+        files: Of the directory; by default all.
+        marks: More files, by name.
+        keep: What stays of a checkpoint that is replaced, by name.
 
     Returns:
         Bytes that were written.
@@ -65,10 +77,13 @@ def upload(directory: Path, final: _remote.RemotePath, *, overwrite: bool) -> in
     def write(file: Path) -> None:
         _marked.write_new(final / file.relative_to(directory), file.read_bytes())
 
-    files = [path for path in directory.rglob("*") if path.is_file()]
-    with _marked.made(final, overwrite=overwrite, keep=lambda name: False):
+    if files is None:
+        files = [path for path in directory.rglob("*") if path.is_file()]
+    with _marked.made(final, overwrite=overwrite, keep=keep):
         rest = [file for file in files if file != directory / _marked.MARKER]
         _threads.each(write, rest, threads=_THREADS_OF_FILES)
+        for name, content in marks.items():
+            _marked.write_new(final / name, content)
         return _marked.commit(final, marker)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,10 @@ MEASURED = "MEASURED"
 
 DAMAGED = "DAMAGED"
 """A file of this name takes its step out of the list, and has the reason in JSON."""
+
+NOT_UPLOADED = "NOT_UPLOADED"
+"""A file of this name keeps its step in the staging directory, and has JSON: the run's
+directory has not got the step from there, or not its latest marks and metrics."""
 
 _MARK = b"1\n"
 
@@ -313,6 +318,7 @@ class Marks(NamedTuple):
         has_dataset: There is a dataset's state.
         let_go: That was, or is to be, deleted on purpose.
         readers: Who reads it.
+        waiting: It is in a staging directory, and still to be uploaded.
     """
 
     pinned: bool
@@ -320,6 +326,7 @@ class Marks(NamedTuple):
     has_dataset: bool
     let_go: bool
     readers: tuple[str, ...]
+    waiting: bool
 
 
 def marks(path: Path, *, dataset: str) -> Marks:
@@ -340,6 +347,7 @@ def marks(path: Path, *, dataset: str) -> Marks:
         dataset in names,
         WITHOUT_DATASET in names,
         tuple(map(_leases.reader, _leases.living(path, reading))),
+        NOT_UPLOADED in names,
     )
 
 
@@ -348,8 +356,21 @@ def is_mark(name: str) -> bool:
     return name in _MARKS_OF_STAYING or name.startswith(_leases.READING)
 
 
+def goes_along(name: str) -> bool:
+    """Whether a mark of this name goes along with a copy of its step."""
+    return name in (WITHOUT_DATASET, MEASURED)
+
+
 _MARKS_OF_STAYING = frozenset(
-    (PIN, UNTIL_NEXT, WITHOUT_DATASET, MEASURED, DAMAGED, _leases.DELETING)
+    (
+        PIN,
+        UNTIL_NEXT,
+        WITHOUT_DATASET,
+        MEASURED,
+        DAMAGED,
+        NOT_UPLOADED,
+        _leases.DELETING,
+    )
 )
 
 
@@ -421,6 +442,56 @@ def why_damaged(path: Path) -> str:
         return errors.printable(str(told["reason"])[:_MAX_REASON])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "its mark does not say why"
+
+
+class Waiting(NamedTuple):
+    """What the mark of a step says that is still to be uploaded.
+
+    Attributes:
+        overwrite: Whether it replaces what the directory has of its name.
+        removed: Marks that were taken from it, which the directory may have still.
+        change: Another one whenever something of the step has changed.
+    """
+
+    overwrite: bool = False
+    removed: tuple[str, ...] = ()
+    change: str = ""
+
+    def content(self) -> bytes:
+        """Of the mark, as of a new change."""
+        row = self._replace(change=secrets.token_hex(8))._asdict()
+        return json.dumps(row).encode()
+
+
+def waiting(path: Path) -> Waiting | None:
+    """What is still to be uploaded of the step at `path`; None if nothing is."""
+    try:
+        found = json.loads(
+            _storage.read(path / NOT_UPLOADED, max_bytes=_MAX_MARK_BYTES)
+        )
+        removed = tuple(map(str, found["removed"]))
+        return Waiting(bool(found["overwrite"]), removed, str(found["change"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return Waiting()  # it counts even if what it says is lost
+
+
+def is_waiting(path: Path) -> bool:
+    """Whether the step at `path` is still to be uploaded."""
+    return (path / NOT_UPLOADED).is_file()
+
+
+def wait_for_upload(path: Path, removed: Collection[str] = ()) -> None:
+    """Marks the step at `path` as still to be uploaded, or as changed once more."""
+    now = waiting(path) or Waiting()
+    both = tuple(sorted({*now.removed, *removed}))
+    _storage.replace(path / NOT_UPLOADED, now._replace(removed=both).content())
+
+
+def uploaded(path: Path) -> None:
+    """Nothing of the step at `path` is still to be uploaded."""
+    _remove_mark(path, NOT_UPLOADED)
 
 
 _MAX_MARK_BYTES = 2**16

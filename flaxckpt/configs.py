@@ -27,6 +27,7 @@ from flaxckpt import (
     _callback,
     _parsing,
     _steps,
+    _tiers,
     _together,
     _write,
     errors,
@@ -77,6 +78,8 @@ class CheckpointConfig:
         keep: `{latest = 3}`, `{best = 1, metric = "eval/loss", mode = "min"}`,
             `{every_steps = 10000}`, `{every_secs = 3600}`, `{on_steps = [1, 10]}`.
         keep_dataset: As `keep`, for the states of dataset iterators.
+        staging: A directory on a faster disk, where steps are saved first.
+        keep_staging: As `keep`, for the steps there.
         layout: Fields of `ArrayLayout`.
         save_dtype: `{pattern = "params/.*", dtype = "bfloat16"}`: casts at every save.
         exit_code: "none" is None, for files that have no null.
@@ -96,6 +99,8 @@ class CheckpointConfig:
     read_only: bool = False
     peer_timeout_secs: float = _together.TIMEOUT_SECS
     read_once: bool = False
+    staging: str | None = None
+    keep_staging: tuple[PreservationPolicy, ...] = _tiers.KEEP
     every_steps: int | None = None
     every_secs: float | None = None
     temporary: bool = False
@@ -264,6 +269,9 @@ _PARSERS: Mapping[str, Parser] = {
     "step_format": _step_format,
     "read_only": _parsing.boolean,
     "peer_timeout_secs": _parsing.secs,
+    "read_once": _parsing.boolean,
+    "staging": _parsing.optional(_parsing.path),
+    "keep_staging": _parsing.each(_policy),
     "every_steps": _parsing.optional(_parsing.whole(1)),
     "every_secs": _parsing.optional(_parsing.secs),
     "temporary": _parsing.boolean,

@@ -61,6 +61,8 @@ LAYERS = (
     {"_save", "_restore", "_verify"},
     {"_targets", "_belongings", "_measured"},
     {"_convert", "_retention"},
+    {"_uploads"},
+    {"_tiers"},
     {"_directory"},
     {"_checkpointer"},
     {"_beginning", "_preflight", "_resume"},

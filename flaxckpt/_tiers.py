@@ -1,0 +1,290 @@
+"""A staging directory on a faster disk, before the directory of the run.
+
+Steps are committed in staging, with a mark that says that the directory has not got
+them; `_uploads` sees to that. What is to change in a step that staging has is changed
+there, and marks it again. So a crash forgets nothing: what is marked when the directory
+is opened again is uploaded then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from flaxckpt import (
+    _events,
+    _multihost,
+    _remote,
+    _retention,
+    _steps,
+    _storage,
+    _uploads,
+    errors,
+    policies,
+)
+from flaxckpt._types import PathLike
+
+_log = logging.getLogger(__name__)
+
+KEEP = (policies.LatestN(1),)
+"""What stays in staging, beside what is still to be uploaded."""
+
+_OWNER = "STAGING_OF"
+"""A file of this name in a staging directory says of which directory it is."""
+
+Tier = Literal["directory", "staging"]
+
+
+# ---- where staging is -------------------------------------------------------------
+
+
+def resolve(staging: PathLike, directory: Path) -> Path:
+    """The staging directory of a run.
+
+    Raises:
+        OptionError: It cannot be that, or is another run's.
+    """
+    path = _storage.resolve(staging)
+    if _remote.is_remote(path):
+        raise errors.OptionError(
+            f"staging wants a directory of this machine, got {path}: pass the path of"
+            " a fast disk"
+        )
+    if _multihost.is_together():
+        raise errors.OptionError(
+            f"staging={path} is for one process: a machine's disk would have only its"
+            " part of a step. Leave staging out, so that all save to the directory"
+        )
+    if not _remote.is_remote(directory) and (
+        path == directory or path in directory.parents or directory in path.parents
+    ):
+        raise errors.OptionError(
+            f"staging={path} and {directory} must lie apart, neither in the other"
+        )
+    _check_owner(path, directory)
+    return path
+
+
+def _check_owner(path: Path, directory: Path) -> None:
+    try:
+        found = (path / _OWNER).read_text(encoding="utf-8").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if found != str(directory):
+        raise errors.OptionError(
+            f"staging={path} is that of {found}, not of {directory}: choose another"
+            f" path. If the run has moved, correct {path / _OWNER}"
+        )
+
+
+def make(path: Path, directory: Path, listed: Mapping[int, Path]) -> None:
+    """Makes the staging directory of a run, or sees that it is that.
+
+    Raises:
+        OptionError: It has steps, and nobody knows of which run.
+        OSError: It cannot be made.
+    """
+    _storage.make_directory(path)
+    if (path / _OWNER).is_file():
+        return
+    if listed:
+        raise errors.OptionError(
+            f"staging={path} has steps, such as {max(listed)}, and no file {_OWNER}"
+            " that says whose they are: choose an empty directory, or write"
+            f" {directory} into that file if they are of this run"
+        )
+    _storage.replace(path / _OWNER, f"{directory}\n".encode())
+
+
+# ---- both together ----------------------------------------------------------------
+
+
+class _Measured(NamedTuple):
+    """A step that both have, as policies see it."""
+
+    step: int
+    metrics: Mapping[str, float]
+    created: float
+    temporary: bool
+
+
+class Tiers:
+    """The steps of a staging directory, and of the directory behind it.
+
+    Args:
+        staging: Where steps are saved.
+        directory: Where they are uploaded to.
+        step_format: How they are called.
+        near: What stays in staging.
+        far: What stays in the directory.
+        events: Who is told.
+
+    Attributes:
+        uploads: What goes from one to the other.
+    """
+
+    def __init__(
+        self,
+        staging: Path,
+        directory: Path,
+        step_format: _steps.StepFormat,
+        near: _retention.Retention,
+        far: _retention.Retention,
+        events: _events.Stream,
+    ) -> None:
+        self._staging = staging
+        self._directory = directory
+        self._format = step_format
+        self._near = near
+        self._far = far
+        self.uploads = _uploads.Uploads(
+            staging, directory, step_format, near, far, events
+        )
+
+    # ---- finding ----------------------------------------------------------------
+
+    def listed(self) -> dict[int, Path]:
+        """The steps of both; where both have one, it is that of staging."""
+        near = self._near.listed()  # first: what leaves it then is in the other
+        return dict(sorted((self.uploads.look() | near).items()))
+
+    def seen(self) -> dict[int, Path]:
+        """The same as far as is known, without a look at the directory."""
+        return dict(sorted((self.uploads.known | self._near.listed()).items()))
+
+    def damaged(self) -> dict[int, Path]:
+        """The steps that are marked as damaged wherever they are, ascending."""
+        found = _steps.damaged(self._directory, self._format)
+        found |= _steps.damaged(self._staging, self._format)
+        good = self.listed().keys()
+        return {step: path for step, path in sorted(found.items()) if step not in good}
+
+    def candidates(self) -> list[tuple[int, Path]]:
+        """What to restore, the newest step first, and staging before the directory."""
+        near, far = self._near.listed(), self.uploads.look()
+        return [
+            (step, found[step])
+            for step in sorted(near.keys() | far.keys(), reverse=True)
+            for found in (near, far)
+            if step in found
+        ]
+
+    def path(self, step: int) -> Path | None:
+        """Where a step is in staging; None if it is not."""
+        return self._near.listed().get(step)
+
+    def copies(self, step: int, path: Path) -> list[tuple[int, Path]]:
+        """What to restore of a step that is at `path`, without a look elsewhere."""
+        if self.tier(path) == "directory":
+            return [(step, path)]
+        far = self._directory / path.name
+        has_both = step in self.uploads.known or not _steps.is_waiting(path)
+        return [(step, path), *([(step, far)] if has_both else [])]
+
+    def _wherever(self, step: int) -> list[Path]:
+        """A step in both, good or damaged."""
+        found = []
+        for root, retention in (
+            (self._staging, self._near),
+            (self._directory, self._far),
+        ):
+            there = _steps.damaged(root, self._format) | retention.listed()
+            found += [there[step]] if step in there else []
+        return found
+
+    def tier(self, path: Path) -> Tier:
+        """In which of both a step is."""
+        return "staging" if path.parent == self._staging else "directory"
+
+    def metrics(self, path: Path) -> dict[str, float]:
+        """What is stored of a step, in both."""
+        far = self._directory / path.name
+        return {**self._far.metrics(far), **self._near.metrics(path)}
+
+    def best(self, policy: policies.BestN) -> set[int]:
+        """The steps of both that `policy` names."""
+        near, far = self._near.ranked(), self._far.ranked()
+        ranked: dict[int, policies.Ranked] = {**far, **near}
+        for step in near.keys() & far.keys():
+            both = {**far[step].metrics, **near[step].metrics}
+            is_temporary = near[step].temporary
+            ranked[step] = _Measured(step, both, near[step].created, is_temporary)
+        return policy.preserved([ranked[step] for step in sorted(ranked)])
+
+    def explain(self) -> dict[int, list[str]]:
+        """Why each step stays in the directory, and in staging."""
+        found = self._far.explain()
+        for step, why in self._near.explain().items():
+            found.setdefault(step, []).extend(f"staging: {reason}" for reason in why)
+        return found
+
+    # ---- changing -----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def changing(self, path: Path, *removed: str) -> Iterator[None]:
+        """Has the directory follow what is changed of a step in the `with` block.
+
+        Args:
+            path: The step, in either.
+            *removed: Marks that are removed there.
+
+        Raises:
+            SaveFailedError: It cannot be marked.
+        """
+        if self.tier(path) == "directory":
+            yield
+            return
+        with self.uploads.changing:
+            try:
+                _steps.wait_for_upload(path, removed)
+            except OSError as error:
+                raise errors.SaveFailedError(
+                    f"{path} cannot be changed: {error}; see that the step is still"
+                    " there, and that its disk has space, then try again"
+                ) from error
+            yield
+        self.uploads.start()
+
+    def check_free(self, step: int) -> None:
+        """Refuses a new step that the directory is known to have.
+
+        Raises:
+            CheckpointExistsError: It has.
+        """
+        if step in self.uploads.known:
+            raise errors.CheckpointExistsError(
+                f"{self.uploads.known[step]} exists: choose another step, or pass"
+                " on_exists='overwrite'"
+            )
+
+    @contextlib.contextmanager
+    def replacing(self, path: Path) -> Iterator[None]:
+        """Lets nobody read a step in staging for an upload in the `with` block."""
+        with self.uploads.busy if path.exists() else contextlib.nullcontext():
+            yield
+
+    def delete(self, step: int) -> list[Path]:
+        """Deletes a step wherever it is; returns where it was.
+
+        Raises:
+            SaveFailedError: It could not be deleted.
+        """
+        with self.uploads.busy:
+            found = self._wherever(step)
+            for path in found:
+                owner = self._near if self.tier(path) == "staging" else self._far
+                owner.delete(path)
+            self.uploads.known.pop(step, None)
+        return found
+
+    def prune(self) -> tuple[int, ...]:
+        """Deletes what nothing keeps in the directory.
+
+        Raises:
+            SaveFailedError: Its newest step is damaged.
+        """
+        with self.uploads.busy:
+            return self.uploads.retire()

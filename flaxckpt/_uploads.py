@@ -1,0 +1,400 @@
+"""Steps on their way from a staging directory to the directory of the run.
+
+A step in staging has a mark as long as the directory has not got it, or not its latest
+metrics and marks. A thread behind the caller goes by these, the newest step first; what
+has changed while a step was uploaded is written anew before its mark goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from flaxckpt import (
+    _audit,
+    _commit,
+    _events,
+    _marked,
+    _measured,
+    _remote,
+    _retention,
+    _staging,
+    _steps,
+    _storage,
+    _threads,
+    _unfinished,
+    errors,
+)
+from flaxckpt.formats import _orbax
+
+_log = logging.getLogger(__name__)
+
+_COPYING_THREADS = 8
+_MAX_MARKER_BYTES = 2**16
+
+
+class _Turn:
+    """One go of the thread: until nothing is left to be uploaded, or it fails.
+
+    Attributes:
+        is_over: Whether it takes no more steps.
+        ended: Set when all is done that belongs to it.
+        failures: Step -> error.
+    """
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.ended = threading.Event()
+        self.failures: dict[int, Exception] = {}
+
+
+class Uploads:
+    """Uploads what is marked.
+
+    Args:
+        staging: Where steps are saved.
+        directory: Where they are uploaded to.
+        step_format: How they are called.
+        near: What stays in staging.
+        far: What stays in the directory.
+        events: Who is told.
+
+    Attributes:
+        known: The steps of the directory, when it was last seen.
+        changing: Held by whoever changes a step in staging, or its mark.
+        busy: Held by whoever works with a step in both.
+    """
+
+    def __init__(
+        self,
+        staging: Path,
+        directory: Path,
+        step_format: _steps.StepFormat,
+        near: _retention.Retention,
+        far: _retention.Retention,
+        events: _events.Stream,
+    ) -> None:
+        self._staging = staging
+        self._directory = directory
+        self._format = step_format
+        self._near = near
+        self._far = far
+        self._events = events
+        self.known: dict[int, Path] = {}
+        self.changing = threading.Lock()
+        self.busy = threading.Lock()
+        self._is_tidy = False
+        self._guard = threading.Lock()
+        self._turn: _Turn | None = None
+        self._pid = os.getpid()
+
+    def waiting(self) -> dict[int, Path]:
+        """The steps that are still to be uploaded."""
+        listed = self._near.listed().items()
+        return {step: path for step, path in listed if _steps.is_waiting(path)}
+
+    def look(self) -> dict[int, Path]:
+        """The steps of the directory."""
+        self.known = found = self._far.listed()
+        return found
+
+    def retire(self, just_saved: int | None = None) -> tuple[int, ...]:
+        """Deletes what nothing keeps in the directory; only whoever is busy may."""
+        deleted = self._far.apply(just_saved=just_saved)
+        for step in deleted:
+            self.known.pop(step, None)
+            path = self._directory / self._format.name(step)
+            self._events.emit("deleted", step, path=path, reason="no policy keeps it")
+        return deleted
+
+    # ---- when --------------------------------------------------------------------
+
+    def open(self) -> bool:
+        """Looks at the directory, and begins to upload what a crash has left.
+
+        Returns:
+            Whether the directory could be reached.
+        """
+        is_reached = True
+        try:
+            self._reach()
+        except OSError as error:
+            _log.warning(
+                "%s cannot be reached for now, so steps stay in %s: %s",
+                self._directory,
+                self._staging,
+                error,
+            )
+            is_reached = False
+        self.start()
+        return is_reached
+
+    def _reach(self) -> None:
+        """Sees what is in the directory, and tidies it the first time."""
+        _storage.make_directory(self._directory)
+        self.look()
+        if not self._is_tidy:
+            _steps.tidy(self._directory, self._format, (_orbax.METRICS, "metadata"))
+            self._is_tidy = True
+
+    def start(self) -> None:
+        """Has what is marked be uploaded, on a thread behind the caller."""
+        if (
+            os.getpid() == self._pid and self.waiting()
+        ):  # a fork leaves it to its parent
+            self._begin()
+
+    def wait(self, timeout_secs: float | None) -> None:
+        """Waits until nothing is to be uploaded, and tries once more what has failed.
+
+        Raises:
+            CheckpointTimeoutError: It still goes on after `timeout_secs`.
+            SaveFailedError: Something could not be uploaded.
+        """
+        failures = self._waited(timeout_secs)
+        if failures is None:
+            raise errors.CheckpointTimeoutError(
+                f"steps of {self._staging} are still being uploaded to"
+                f" {self._directory} after {timeout_secs} s; wait again to wait longer"
+            )
+        if failures:
+            step, error = max(failures.items())
+            waiting = ", ".join(map(str, self.waiting()))
+            raise errors.SaveFailedError(
+                f"step {step} could not be uploaded: {_events.first_lines(error)}\n"
+                f"Steps {waiting} stay in {self._staging}. See that {self._directory}"
+                " can be reached, then call wait_for_uploads(), or open it again with"
+                " this staging."
+            ) from error
+
+    def _begin(self) -> _Turn:
+        """Begins, unless it is at it."""
+        with self._guard:
+            if self._turn is not None and not self._turn.is_over:
+                return self._turn
+            self._turn = turn = _Turn()
+        run = functools.partial(self._run, turn)
+        # No daemon: a script that just ends still finishes its uploads.
+        thread = threading.Thread(target=run, name="flaxckpt uploads", daemon=False)
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads: the caller does it
+            run()
+        return turn
+
+    def _waited(self, timeout_secs: float | None) -> Mapping[int, Exception] | None:
+        """Waits until nothing is left; what has failed, or None if it goes on still."""
+        until = None if timeout_secs is None else time.monotonic() + timeout_secs
+        while os.getpid() == self._pid:
+            turn = self._begin() if self.waiting() else self._turn
+            left = None if until is None else max(0.0, until - time.monotonic())
+            if turn is not None and not turn.ended.wait(left):
+                return None
+            if not self.waiting():
+                break
+            if turn is not None and turn.failures:
+                return turn.failures
+        return {}
+
+    def _run(self, turn: _Turn) -> None:
+        try:
+            is_begin = True
+            while (found := self._next(turn)) is not None:
+                step, path = found
+                try:
+                    self._upload(step, path, is_begin=is_begin)
+                except Exception as error:
+                    turn.failures[step] = error
+                    if self._failed(step, path, error):
+                        return
+                is_begin = False
+        finally:
+            self._end(turn)
+
+    def _next(self, turn: _Turn) -> tuple[int, Path] | None:
+        """The newest step that waits; None, and the turn is over, if there is none."""
+        with self._guard:
+            waiting = [w for w in self.waiting().items() if w[0] not in turn.failures]
+            turn.is_over = not waiting
+            return max(waiting, default=None)
+
+    def _end(self, turn: _Turn) -> None:
+        with self._guard:
+            turn.is_over = True
+        turn.ended.set()
+
+    def _failed(self, step: int, path: Path, error: Exception) -> bool:
+        """Tells of a failure; says whether other steps would fail likewise."""
+        text = _events.first_lines(error)
+        self._events.emit("failed", step, path=self._directory / path.name, error=text)
+        _log.warning("step %d is not uploaded, and stays in staging: %s", step, text)
+        of_it_alone = (
+            errors.DamagedCheckpointError,
+            FileExistsError,
+            FileNotFoundError,
+        )
+        return isinstance(error, OSError) and not isinstance(error, of_it_alone)
+
+    # ---- what ---------------------------------------------------------------------
+
+    def _upload(self, step: int, path: Path, *, is_begin: bool) -> None:
+        """Has the directory get a step, or what has changed of it."""
+        begun, size = time.monotonic(), 0
+        with self.busy, _unfinished.claimed(path) as is_ours:
+            mark = self._mark(path)
+            if mark is None:
+                return
+            if not is_ours:
+                raise errors.CheckpointExistsError(
+                    f"{path} is being uploaded by another process: leave that to one"
+                )
+            if is_begin:
+                self._reach()
+            final = self._directory / path.name
+            is_known = _is_same(path, final)
+            is_there = is_known and _is_whole(final)
+            if not is_there:
+                _audit.check(path)
+                if not self._far.would_keep(step, self._near):
+                    self._skip(step, path, mark)
+                    return
+                size = _copy(path, final, overwrite=mark.overwrite or is_known)
+                self.known[step] = final
+            self._settle(path, final, mark, is_new=not is_there)
+            secs = time.monotonic() - begun
+            if not is_there:
+                self._events.emit("uploaded", step, path=final, bytes=size, secs=secs)
+                _log.info("uploaded step %d: %d bytes in %.3f s", step, size, secs)
+                self._retire_after(step, path)
+            self._pass_on()
+
+    def _retire_after(self, step: int, path: Path) -> None:
+        try:
+            self.retire(step)
+        except errors.SaveFailedError:  # the copy is not whole: it is made anew
+            with self.changing, contextlib.suppress(FileNotFoundError):
+                _steps.wait_for_upload(path)
+            raise
+
+    def _mark(self, path: Path) -> _steps.Waiting | None:
+        with self.changing:  # nobody is in the middle of a change
+            return _steps.waiting(path)
+
+    def _skip(self, step: int, path: Path, mark: _steps.Waiting) -> None:
+        """Leaves a step to staging that the directory would not keep."""
+        if self._unmark(path, mark) is None:
+            reason = f"no policy would keep it in {self._directory}"
+            self._events.emit("skipped", step, path=path, reason=reason)
+            _log.info("step %d is not uploaded: %s", step, reason)
+
+    def _settle(
+        self, path: Path, final: Path, mark: _steps.Waiting, *, is_new: bool
+    ) -> None:
+        """Brings over what has changed since, until the mark can go."""
+        now: _steps.Waiting | None = mark
+        if is_new:
+            now = self._unmark(path, mark)
+        while now is not None:
+            self._bring(path, final, now)
+            now = self._unmark(path, now)
+
+    def _unmark(self, path: Path, mark: _steps.Waiting) -> _steps.Waiting | None:
+        """Takes the mark away, if it is still this one; else what it is now."""
+        with self.changing:
+            now = _steps.waiting(path)
+            if now != mark:
+                return now
+            _steps.uploaded(path)
+            return None
+
+    def _bring(self, path: Path, final: Path, mark: _steps.Waiting) -> None:
+        """Writes metrics and marks that have changed."""
+        metrics = _measured.read_metrics(path)
+        if metrics and not metrics.items() <= self._far.metrics(final).items():
+            self._far.add_metrics(final, metrics)
+        if _steps.is_pinned(path) and not _steps.is_pinned(final):
+            self._far.pin(final)
+        if _steps.PIN in mark.removed and not _steps.is_pinned(path):
+            self._far.unpin(final)
+        if _steps.UNTIL_NEXT in mark.removed and not _steps.is_temporary(path):
+            self._far.make_permanent(final)
+
+    def _pass_on(self) -> None:
+        """Writes the journal, and the metadata of the run, to the directory."""
+        try:
+            there = self._directory / _events.JOURNAL
+            _events.pass_on(self._staging / _events.JOURNAL, there)
+            custom = _orbax.read_run_metadata(self._staging)
+            if custom and custom != _orbax.read_run_metadata(self._directory):
+                _orbax.write_run_metadata(self._directory, custom)
+        except OSError as error:
+            _log.warning("%s does not get the journal: %s", self._directory, error)
+
+
+# ---- one step ----------------------------------------------------------------------
+
+
+def _is_same(path: Path, final: Path) -> bool:
+    """Whether the directory has exactly this step, whole or not."""
+    try:
+        there = _storage.read(final / _marked.MARKER, max_bytes=_MAX_MARKER_BYTES)
+    except (FileNotFoundError, errors.DamagedCheckpointError):
+        return False
+    return there == (path / _marked.MARKER).read_bytes()
+
+
+def _is_whole(final: Path) -> bool:
+    try:
+        _audit.check(final)
+    except (errors.DamagedCheckpointError, errors.CheckpointFormatError):
+        return False
+    return not _steps.is_damaged(final)
+
+
+def _copy(path: Path, final: Path, *, overwrite: bool) -> int:
+    """Makes a step of the directory of one in staging; returns its size in bytes."""
+    overwrite = overwrite or _steps.is_damaged(final)
+    is_temporary = _steps.is_temporary(path)
+    marks = _steps.marks_of_new(final, temporary=is_temporary)
+    if _steps.is_pinned(path):
+        marks |= _steps.marks_of_new(path, temporary=is_temporary)
+    files = [
+        file for file in path.rglob("*") if file.is_file() and _belongs(path, file)
+    ]
+    if _remote.is_remote(final):
+        return _staging.upload(
+            path,
+            final,
+            overwrite=overwrite,
+            files=files,
+            marks=marks,
+            keep=lambda name: name == _steps.PIN,
+        )
+    with _unfinished.made(final) as temporary:
+        for directory in sorted({file.parent for file in files}):
+            (temporary / directory.relative_to(path)).mkdir(parents=True, exist_ok=True)
+
+        def copy(file: Path) -> None:
+            shutil.copyfile(file, temporary / file.relative_to(path))
+
+        _threads.each(copy, files, threads=_COPYING_THREADS)
+        _commit.write_new(temporary, marks)
+        size = _storage.sync_tree(temporary)
+        _commit.name(temporary, final, overwrite=overwrite)
+        return size
+
+
+def _belongs(path: Path, file: Path) -> bool:
+    """Whether a file is of the step itself, and neither a mark nor a leftover."""
+    name = file.relative_to(path).as_posix()
+    where = name.rpartition("/")[0]
+    is_leftover = where in ("", _orbax.METRICS) and _storage.is_replacing(file.name)
+    is_mark = not where and _steps.is_mark(name) and not _steps.goes_along(name)
+    return not (is_leftover or is_mark)
