@@ -730,12 +730,22 @@ class Checkpointer(_directory.RunDirectory):
             self._wait()
             if self._tiers is not None:
                 return self._candidates(step)
+            _joint.check_asked(together, what)
             found = _joint.first_says(
                 together,
                 "found",
                 lambda: [(n, path.name) for n, path in self._candidates(step)],
             )
         return [(number, self.directory / name) for number, name in found]
+
+    def by_first(self, what: str, act: Callable[[], Any]) -> Any:
+        """Has process 0 do something, and gives what it gave, as JSON, to all.
+
+        Where several processes train, all of them call this at the same place.
+        """
+        together = self._begun("once", what)
+        with _joint.ending(together):
+            return _joint.first_says(together, "done", act)
 
     def has_steps(self) -> bool:
         """Whether there are steps, good or damaged, so that a run does not begin anew.

@@ -8,17 +8,21 @@ through a device: see `_together`.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+from jax.sharding import NamedSharding
 
 from flaxckpt import (
     _commit,
     _remote,
+    _snapshot,
     _storage,
     _threads,
     _together,
@@ -27,7 +31,7 @@ from flaxckpt import (
     errors,
 )
 from flaxckpt._commit import Snapshot, Written
-from flaxckpt._info import Leaf
+from flaxckpt._info import Leaf, LeafInfo
 from flaxckpt._together import ApartError, Failure, Operation
 from flaxckpt._types import Shape
 from flaxckpt.formats import _orbax, _orbax_json
@@ -45,10 +49,18 @@ def begin(
     """Begins what all processes do; None if there is only one.
 
     On the thread that trains, in the same order in all processes.
+
+    Raises:
+        OptionError: The directory is one that each process has for itself.
     """
     group = _together.group(directory)
     if group is None:
         return None
+    if str(directory).startswith("memory://"):
+        raise errors.OptionError(
+            f"{directory}: each process has a memory of its own; several processes"
+            " save to a directory or a store that all of them see"
+        )
     return group.begin(kind, directory, what, timeout_secs=timeout_secs)
 
 
@@ -89,25 +101,81 @@ def ending(together: Operation | None, *, saving: bool = True) -> Iterator[None]
 # ---- saving ------------------------------------------------------------------------
 
 
-def own(together: Operation, arrays: Sequence[Named]) -> list[Named]:
+def own(
+    together: Operation, infos: Sequence[LeafInfo], arrays: Sequence[Named]
+) -> list[Named]:
     """The arrays of which this process may write something.
 
     Process 0 writes what every process has for itself: numpy arrays, numbers, and jax
-    arrays on each one's own devices. So it tells which arrays it has nothing of.
+    arrays on each one's own devices. So it tells which arrays it has nothing of. It
+    also tells what it saves, which must be what the others save.
+
+    Raises:
+        SaveFailedError: This process saves another step, or another tree.
     """
     mine = [leaf for leaf in arrays if together.is_first or _is_on_devices(leaf)]
+    marks = [_mark(info) for info in infos]
 
-    def elsewhere() -> str:
-        return json.dumps([leaf[0] for leaf in mine if not _is_here(leaf)])
+    def begun() -> str:
+        elsewhere = [leaf[0] for leaf in mine if not _is_here(leaf)]
+        each = marks if len(marks) <= _MARKS_TOLD else None
+        return json.dumps([together.what, elsewhere, _all_of(marks), each])
 
-    absent = set(json.loads(together.first("begun", elsewhere)))
+    what, elsewhere, whole, each = json.loads(together.first("begun", begun))
     if together.is_first:
         return mine
+    if what != together.what:
+        raise errors.SaveFailedError(
+            f"process {together.index} saves {together.what}, and process 0 {what}: all"
+            " processes must save the same steps, in the same order"
+        )
+    if whole != _all_of(marks):
+        raise _other_tree(together, infos, marks, each)
+    absent = set(elsewhere)
     return [
         leaf
         for leaf in mine
         if _is_here(leaf) and (leaf[0] in absent or _is_of_several(leaf))
     ]
+
+
+_MARKS_TOLD = 10_000
+"""Leaves up to which each is told of, so that those that differ can be named."""
+
+
+def _mark(info: LeafInfo) -> int:
+    """What must be the same of a leaf in all processes, in a number."""
+    is_shared = info.sharding is not None and _snapshot.is_of_several(info.sharding)
+    spec = info.sharding.spec if isinstance(info.sharding, NamedSharding) else None
+    text = (
+        f"{info.path} {info.kind} {info.shape} {info.dtype} {info.chunk_shape}"
+        f" {is_shared} {spec if is_shared else None}"
+    )
+    return zlib.crc32(text.encode(errors="surrogateescape"))
+
+
+def _all_of(marks: Sequence[int]) -> str:
+    return hashlib.sha256(json.dumps(marks).encode()).hexdigest()
+
+
+def _other_tree(
+    together: Operation,
+    infos: Sequence[LeafInfo],
+    marks: Sequence[int],
+    theirs: Sequence[int] | None,
+) -> errors.SaveFailedError:
+    known = set(theirs or ())
+    rows = [
+        f"{info.path}: {info}"
+        for info, mark in zip(infos, marks, strict=True)
+        if theirs is not None and mark not in known
+    ]
+    return errors.SaveFailedError(
+        f"the state of process {together.index} has other leaves, shapes, types or"
+        f" shardings than that of process 0, in {together.what}"
+        + (f"; of process {together.index}:\n{errors.rows(rows)}" if rows else "")
+        + "\nAll processes must save the same tree."
+    )
 
 
 def _is_on_devices(leaf: Named) -> bool:
@@ -258,6 +326,23 @@ def first_says(together: Operation | None, stage: str, say: Callable[[], Any]) -
     if together is None:
         return say()
     return json.loads(together.first(stage, lambda: json.dumps(say())))
+
+
+def check_asked(together: Operation | None, what: str) -> None:
+    """Sees that all processes ask for the same.
+
+    Raises:
+        OptionError: They do not.
+    """
+    if together is None:
+        return
+    asked = together.exchange("asked", what)
+    if len(set(asked)) > 1:
+        rows = [f"process {i}: {each}" for i, each in enumerate(asked)]
+        raise errors.OptionError(
+            "all processes must restore the same step, and they ask for\n"
+            + errors.rows(rows)
+        )
 
 
 def attempt(together: Operation | None, work: Callable[[Callable[[], object]], T]) -> T:

@@ -72,9 +72,13 @@ def check(
 def _check(checkpointer: Checkpointer, state: PyTree, dataset: Any) -> Preflight:
     size, blocking_secs = checkpointer.rehearse(state, dataset=dataset)
     place = checkpointer.saves_in
-    rate = _probe(place)
-    if place != checkpointer.directory:
-        _probe(checkpointer.directory)
+
+    def probe() -> float:
+        if place != checkpointer.directory:
+            _probe(checkpointer.directory)
+        return _probe(place)
+
+    rate = checkpointer.by_first("the preflight", probe)
     kept = most_kept(checkpointer.keep_here)
     there = len(checkpointer.steps_here)
     more = 1 if kept is None else max(1, kept + 1 - there)

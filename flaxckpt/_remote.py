@@ -256,6 +256,10 @@ def parse(url: str) -> Path:
     Raises:
         OptionError: It names no bucket, or leads elsewhere.
     """
+    try:
+        url.encode()
+    except UnicodeEncodeError:
+        raise errors.OptionError(f"{url!a} is no valid Unicode") from None
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
     parts = [part for part in key.split("/") if part]

@@ -176,7 +176,7 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     places = {}
     if together is not None:
         places = _snapshot.places(arrays, together.count)
-        arrays = _joint.own(together, arrays)
+        arrays = _joint.own(together, infos, arrays)
     return Snapshot(
         final,
         infos,
@@ -263,7 +263,8 @@ def _check_free(final: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise errors.CheckpointExistsError(
-            f"{final} exists: choose another path, or pass overwrite=True"
+            f"{final} exists: choose another path, or pass overwrite=True (to a"
+            " Checkpointer: on_exists='overwrite')"
         )
     is_ours = _steps.is_damaged(final) or _orbax.is_whole(final)
     if final.is_symlink() or not is_ours:

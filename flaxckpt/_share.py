@@ -109,6 +109,6 @@ def gathered(
     }
     paths = list(parts)
     whole = jax.device_put(
-        [values[path] for path in paths], [parts[path] for path in paths], donate=True
+        [values[path] for path in paths], [parts[path] for path in paths]
     )
     return {**values, **dict(zip(paths, whole, strict=True))}

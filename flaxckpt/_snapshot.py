@@ -141,12 +141,12 @@ def _assigned(tasks: tuple[_writers.Task, ...], processes: int) -> Sequence[int]
 
 def _task(info: LeafInfo) -> _writers.Task:
     task = _layout.task(info)
-    is_shared = task.sharding is not None and _is_of_several(task.sharding)
+    is_shared = task.sharding is not None and is_of_several(task.sharding)
     return task if is_shared else task._replace(sharding=None)
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_of_several(sharding: Sharding) -> bool:
+def is_of_several(sharding: Sharding) -> bool:
     """Whether several processes hold parts of an array."""
     devices: set[Any] = sharding.device_set
     return len({device.process_index for device in devices}) > 1

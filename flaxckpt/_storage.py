@@ -25,6 +25,7 @@ from urllib.parse import unquote, urlsplit
 from flaxckpt import _locks, _marked, _remote, _stores, _threads, errors
 from flaxckpt._types import PathLike
 
+_URL_IN_A_PATH = re.compile(r"(s3|gs|memory|file):/", re.IGNORECASE)
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _SYNCING_THREADS = 8
@@ -50,13 +51,18 @@ def resolve(path: PathLike) -> Path:
     if "://" in text:
         url = urlsplit(text)
         if url.scheme in _stores.SCHEMES:
-            return _remote.parse(text)
+            return _remote.parse(url.scheme + text[len(url.scheme) :])
         if url.scheme != "file" or url.netloc not in ("", "localhost"):
             raise errors.OptionError(
                 f"{text}: wanted a local path or a URL of file://, s3://, gs:// or"
                 f" memory://, found {url.scheme}://"
             )
         text = unquote(url.path)
+    elif _URL_IN_A_PATH.match(text):
+        raise errors.OptionError(
+            f"{text!r} was a URL before it was a Path, which takes one '/' away: pass"
+            " it as a str"
+        )
     return Path(os.path.abspath(os.path.expanduser(text)))  # noqa: PTH100, PTH111
 
 

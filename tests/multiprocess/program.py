@@ -111,6 +111,11 @@ def bucket():
         if RANK == 0:
             report = flaxckpt.verify(url)
             assert report.ok, report
+    with flaxckpt.Checkpointer(f"{GIVEN['url']}/loop") as ckpt:
+        on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=2)
+        for step in range(1, 5):
+            on_step(step, {"w": halves(np.full((8, 2), step, np.float32))})
+    assert ckpt.steps() == [2, 4]
     say(ok=True)
 
 
@@ -397,6 +402,33 @@ def _ask_for_another(ckpt):
     assert (told[0] == "RestoreMismatchError") == (RANK == 1)
     assert "nowhere" in told[1]
     return told[1]
+
+
+def disagree():
+    """What is not the same everywhere is committed nowhere."""
+    same = halves(np.ones((8, 2), np.float32))
+    told = []
+
+    def differs(ckpt, step, state, kind=errors.SaveFailedError):
+        with raising(kind) as found:
+            ckpt.save(step, state).wait()
+        told.append(found[1])
+        assert ckpt.steps() == [1]
+
+    with flaxckpt.Checkpointer(DIRECTORY) as ckpt:
+        ckpt.save(1, {"w": same}).wait()
+        differs(ckpt, 10 + RANK, {"w": same})
+        differs(ckpt, 2, {f"w{RANK}": same})
+        differs(ckpt, 3, {"w": same, "n": np.zeros(2 + RANK)})
+        differs(ckpt, 4, {"w": same, "n": np.zeros(2) if RANK else jnp.zeros(3)})
+        ckpt.save(2, {"w": same}).wait()
+        assert ckpt.steps() == [1, 2]
+        with raising(errors.OptionError):
+            ckpt.restore({"w": same}, step=2 - RANK)
+        ckpt.restore({"w": same}, step=1)
+    with raising(errors.OptionError):
+        flaxckpt.Checkpointer("memory://nowhere/run").save(1, {"w": same})
+    say(told=told)
 
 
 def late():

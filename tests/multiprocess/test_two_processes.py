@@ -29,7 +29,9 @@ def job(tmp_path_factory):
 @pytest.fixture(scope="module")
 def with_orbax(tmp_path_factory):
     directory = tmp_path_factory.mktemp("orbax")
-    return directory, jobs.run("orbax,faults,late", 2, directory, layouts=LAYOUTS[::3])
+    return directory, jobs.run(
+        "orbax,faults,disagree,late", 2, directory, layouts=LAYOUTS[::3]
+    )
 
 
 def test_every_leaf_comes_back_on_other_meshes_from_every_store(job):
@@ -114,6 +116,14 @@ def test_what_all_hold_is_written_by_one_and_can_be_read_by_one(job):
         every, once = said["shares"]
         assert 1 <= every < 1.2
         assert 0.5 <= once < 0.7
+
+
+def test_what_processes_do_not_agree_on_is_not_committed(with_orbax):
+    first, second = (said["told"] for said in with_orbax[1]["disagree"])
+    assert "step 11" in second[0]
+    assert "step 10" in second[0]
+    assert "w1" in second[1]
+    assert all("process 1" in text for text in first + second)
 
 
 def test_each_process_has_its_part_of_the_data(job):
