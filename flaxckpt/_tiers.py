@@ -93,8 +93,8 @@ def make(path: Path, directory: Path, listed: Mapping[int, Path]) -> None:
     if listed:
         raise errors.OptionError(
             f"staging={path} has steps, such as {max(listed)}, and no file {_OWNER}"
-            f" that says whose they are: choose an empty directory, or write {directory}"
-            " into that file if they are of this run"
+            " that says whose they are: choose an empty directory, or write"
+            f" {directory} into that file if they are of this run"
         )
     _storage.replace(path / _OWNER, f"{directory}\n".encode())
 
