@@ -1,21 +1,35 @@
 """Checkpoints for Flax and Optax: what stock Orbax reads, verified and durable."""
 
-from flaxckpt import configs, datasets, errors, formats, partition, policies, transforms
-from flaxckpt._callback import CheckpointCallback
-from flaxckpt._checkpointer import Checkpointer
-from flaxckpt._diff import CheckpointDiff, LeafDiff, diff
-from flaxckpt._events import Event
-from flaxckpt._findings import VerifyReport
-from flaxckpt._handle import SaveHandle
-from flaxckpt._info import ArrayLayout, CheckpointMetadata, LeafInfo, SaveResult
-from flaxckpt._plan import LeafPlan, RestorePlan
-from flaxckpt._restore import load, metadata, open_leaf, plan
-from flaxckpt._save import save, save_async
-from flaxckpt._simulation import Simulation, simulate
-from flaxckpt._store import StoreOptions
-from flaxckpt._stores import set_store_options
-from flaxckpt._tools import convert, verify
-from flaxckpt.partition import abstract_state, parameter_infos
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flaxckpt import (
+        configs,
+        datasets,
+        errors,
+        formats,
+        partition,
+        policies,
+        transforms,
+    )
+    from flaxckpt._callback import CheckpointCallback
+    from flaxckpt._checkpointer import Checkpointer
+    from flaxckpt._diff import CheckpointDiff, LeafDiff, diff
+    from flaxckpt._events import Event
+    from flaxckpt._findings import VerifyReport
+    from flaxckpt._handle import SaveHandle
+    from flaxckpt._info import ArrayLayout, CheckpointMetadata, LeafInfo, SaveResult
+    from flaxckpt._plan import LeafPlan, RestorePlan
+    from flaxckpt._restore import load, metadata, open_leaf, plan
+    from flaxckpt._save import save, save_async
+    from flaxckpt._simulation import Simulation, simulate
+    from flaxckpt._store import StoreOptions
+    from flaxckpt._stores import set_store_options
+    from flaxckpt._tools import convert, verify
+    from flaxckpt.partition import abstract_state, parameter_infos
 
 __all__ = [
     "ArrayLayout",
@@ -54,3 +68,50 @@ __all__ = [
     "transforms",
     "verify",
 ]
+
+# Imported when they are first asked for: jax takes a second, and the command's help
+# needs none of it.
+_HOMES = {
+    "ArrayLayout": "_info",
+    "CheckpointCallback": "_callback",
+    "CheckpointDiff": "_diff",
+    "CheckpointMetadata": "_info",
+    "Checkpointer": "_checkpointer",
+    "Event": "_events",
+    "LeafDiff": "_diff",
+    "LeafInfo": "_info",
+    "LeafPlan": "_plan",
+    "RestorePlan": "_plan",
+    "SaveHandle": "_handle",
+    "SaveResult": "_info",
+    "Simulation": "_simulation",
+    "StoreOptions": "_store",
+    "VerifyReport": "_findings",
+    "abstract_state": "partition",
+    "convert": "_tools",
+    "diff": "_diff",
+    "load": "_restore",
+    "metadata": "_restore",
+    "open_leaf": "_restore",
+    "parameter_infos": "partition",
+    "plan": "_restore",
+    "save": "_save",
+    "save_async": "_save",
+    "set_store_options": "_stores",
+    "simulate": "_simulation",
+    "verify": "_tools",
+}
+
+if not TYPE_CHECKING:  # else every name would be one that type checkers believe in
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        home = _HOMES.get(name)
+        found = importlib.import_module(f"{__name__}.{home or name}")
+        value = found if home is None else getattr(found, name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted([*__all__, *(name for name in globals() if name[:2] == "__")])

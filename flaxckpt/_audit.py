@@ -44,6 +44,11 @@ def check(path: Path) -> None:
         DamagedCheckpointError: A metadata file is missing or has changed, or an array
             has a chunk that is missing, or that has not the size that it must have.
     """
+    with _remote.looking(path):
+        _check(path)
+
+
+def _check(path: Path) -> None:
     stored = _locate.read_stored(path, None)
     if stored.metadata.format != "flaxckpt":
         raise errors.DamagedCheckpointError(

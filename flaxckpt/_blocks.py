@@ -199,17 +199,22 @@ def read(block: Block, into: Sequence[memoryview], *, verify: bool) -> None:
 
 
 def _read_object(block: Block, into: Sequence[memoryview], *, verify: bool) -> None:
-    content = memoryview(block.path.read_bytes())
-    if len(content) != block.file_size:
-        raise ValueError(
-            f"{block.path.name} has {len(content)} bytes instead of {block.file_size}"
-        )
-    at = 0
-    for view in into:
-        view[:] = content[at : at + len(view)]
-        at += len(view)
+    path, tail = block.path, np.empty(block.file_size - block.size, np.uint8)
+    assert _remote.is_remote(path), path
+    found = 0
+    views = [view for view in (*into, tail.data) if view]
+    for part in path.pieces(block.file_size):
+        found += len(part)
+        left = memoryview(part)
+        while views and left:
+            count = min(len(left), len(views[0]))
+            views[0][:count] = left[:count]
+            left, views[0] = left[count:], views[0][count:]
+            views = views if views[0] else views[1:]
+    if found != block.file_size:
+        raise ValueError(f"{path.name} has {found} bytes instead of {block.file_size}")
     if verify and block.has_checksum:
-        check(block.path.name, into, content[at:].tobytes())
+        check(path.name, into, tail.tobytes())
 
 
 def small(path: Path) -> bytes:
@@ -390,10 +395,10 @@ def is_local(path: PathLike) -> bool:
     """Whether `path` is on a file system of this machine, where mapping is safe."""
     if _remote.is_remote(path):
         return False
-    return _file_system(os.fspath(path)) in _LOCAL
+    return file_system(os.fspath(path)) in _LOCAL
 
 
-def _file_system(path: str) -> str:
+def file_system(path: str) -> str:
     """The kind of file system that holds `path`; empty if that is not known."""
     path = os.path.realpath(path) + "/"
     try:

@@ -24,6 +24,7 @@ from flaxckpt import (
     _multihost,
     _plan,
     _progress,
+    _remote,
     _restore,
     _retention,
     _save,
@@ -413,6 +414,11 @@ class Checkpointer(_directory.RunDirectory):
         with self._lock, _joint.ending(together):
             self.wait()
             path = self._aside(_PARAMS_ONLY, number)
+            if path.parent.is_symlink():  # what lies there is somebody else's
+                raise errors.SaveFailedError(
+                    f"{path.parent} is a symbolic link, and nothing is written or"
+                    " deleted behind one: remove it, then save again"
+                )
             options = self._save_options(number, overwrite=True, together=together)
             options = dataclasses.replace(
                 options, transforms=(_save.without_optimizer, *options.transforms)
@@ -451,7 +457,7 @@ class Checkpointer(_directory.RunDirectory):
     def _write_metadata(self, metadata: Mapping[str, JSON]) -> None:
         try:
             _orbax.write_run_metadata(self.saves_in, metadata)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise errors.SaveFailedError(
                 f"the metadata of {self.saves_in} cannot be written: {error}; see that"
                 " the directory is writable and has space, then try again"
@@ -459,13 +465,15 @@ class Checkpointer(_directory.RunDirectory):
 
     def _tidy(self) -> None:
         """Removes what crashes have left."""
-        _steps.tidy(self.saves_in, self._format, (_orbax.METRICS, "metadata"))
+        with _remote.looking(self.saves_in):
+            _steps.tidy(self.saves_in, self._format, (_orbax.METRICS, "metadata"))
         if self._tiers is not None and not self._tiers.uploads.open():
             return
-        aside = self.directory / _PARAMS_ONLY
-        with contextlib.suppress(OSError):  # another time
-            if aside.is_dir() and not aside.is_symlink():
-                _steps.tidy(aside, self._format, ())
+        with _remote.looking(self.directory):
+            aside = self.directory / _PARAMS_ONLY
+            with contextlib.suppress(OSError):  # another time
+                if aside.is_dir() and not aside.is_symlink():
+                    _steps.tidy(aside, self._format, ())
 
     def sibling(self, directory: PathLike) -> Checkpointer:
         """Another directory, whose steps are written as these are, and all kept."""
@@ -481,6 +489,8 @@ class Checkpointer(_directory.RunDirectory):
 
     def _previous(self) -> _write.Previous | None:
         """The arrays of the newest step, which those of the next may equal."""
+        if _remote.is_remote(self.saves_in):  # where there are no links
+            return None
         try:
             listed = self._retention.listed()  # in staging: links lead nowhere else
         except OSError:
@@ -707,7 +717,7 @@ class Checkpointer(_directory.RunDirectory):
         options: _plan.Options,
     ) -> tuple[PyTree, int]:
         """Restores a step, and says which."""
-        with self._delivering():
+        with self._delivering(), _remote.looking(self.directory):
             candidates = self._agreed(step)
             if not fallback:  # where there are two of the same step, both are tried
                 candidates = [c for c in candidates if c[0] == candidates[0][0]]
@@ -828,7 +838,7 @@ class Checkpointer(_directory.RunDirectory):
                 raise errors.DamagedCheckpointError(
                     f"{path} is called like a step, but holds no checkpoint"
                 )
-            stored = _locate.read_stored(path, number, options.types)
+            stored = _locate.read_step(path, number, options.types)
             undone = self._undone(stored.metadata, abstract_state, options)
             state = _restore.restore(stored, abstract_state, undone, counter, has_read)
             if dataset is not None:
@@ -893,9 +903,7 @@ class Checkpointer(_directory.RunDirectory):
         number = self.latest_step() if step is None else step
         if number is None:
             raise errors.CheckpointNotFoundError(f"{self.directory} has no steps")
-        _restore.restore_dataset(
-            _locate.read_stored(self._path(number), number), dataset
-        )
+        _restore.restore_dataset(_locate.read_step(self._path(number), number), dataset)
 
     # ---- lifetime ---------------------------------------------------------------
 
@@ -945,5 +953,6 @@ class Checkpointer(_directory.RunDirectory):
             self.wait()
         except errors.CheckpointError as failure:
             _log.error("the save under way failed, too: %s", failure)
+            error.add_note(f"The save under way failed, too: {failure}")
         for trainer in self.trainers:
             trainer.abandon(error)

@@ -194,7 +194,8 @@ def made(snapshot: Snapshot) -> Iterator[Path]:
     """The directory to write to; what is left of it at the end is removed."""
     final = snapshot.final
     _storage.make_directory(final.parent)
-    _unfinished.sweep(final.parent, lambda name: name == final.name)
+    if not _remote.is_remote(final):  # where whoever locks it next sweeps it
+        _unfinished.sweep(final.parent, lambda name: name == final.name)
     with _unfinished.made(
         final,
         overwrite=snapshot.options.overwrite,

@@ -30,7 +30,9 @@ from flaxckpt import (
     _read,
     _remote,
     _staging,
+    _steps,
     _storage,
+    _structure,
     _targets,
     _threads,
     _tree,
@@ -137,7 +139,9 @@ def run(source: Path, step: int | None, final: Path, options: Options) -> SaveRe
     _belongings.check_free(final, overwrite=options.overwrite)
     files = _belongings.stamps(found)
     stored = _locate.read_stored(found, number)
-    state = _state(stored, number, options)
+    # Under a number of its own, it is no step of the run that it comes from.
+    is_other = _steps.number(final.name) not in (number, None)
+    state = _state(stored, None if is_other else number, options)
     roots = _roots(state)
     files += tuple([f for r in roots if r != found for f in _belongings.stamps(r)])
     _belongings.check_apart(final, roots, files)
@@ -306,7 +310,7 @@ def _work(
     # Of other checkpoints nobody knows whether they are still the same.
     others = [str(root) for root in _roots(state) if str(root) != stored.metadata.path]
     identity = None if stored.stamp is None else stored.stamp.identity
-    content = _orbax_json.dumps([rows, _tree.to_json(state.structure)])
+    content = _orbax_json.dumps([rows, _structure.to_json(state.structure)])
     return {
         "version": 1,
         "source": stored.metadata.path,

@@ -371,7 +371,7 @@ def _line(event: Event) -> bytes:
 def _append(path: Path, line: bytes) -> None:
     """Appends a line in one write: lines of others do not mix with it."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-    descriptor = os.open(path, flags, 0o666)
+    descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o666)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):

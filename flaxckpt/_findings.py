@@ -22,6 +22,9 @@ _READ_AT_ONCE = 2**20
 _TOO_LARGE = "larger than the memory"
 """In what is said of arrays that are; that depends on this machine."""
 
+LARGE = 2**62
+"""For what may have any size."""
+
 HERE = "."
 """What stands for the checkpoint itself where files and leaves are named."""
 
@@ -77,7 +80,7 @@ class VerifyReport:
                 lines += [f"  {name}: {why}" for name, why in found.items()]
         if self.extra:
             lines.append(f"no part of it: {', '.join(self.extra)}")
-        return "\n".join(lines)
+        return "\n".join(map(errors.printable, lines))
 
 
 class Findings:
@@ -118,7 +121,7 @@ class Findings:
     def add(self, found: dict[str, str], name: str, why: str) -> None:
         """Takes down what was found of the leaf or file `name`, the first time."""
         with self._lock:
-            found.setdefault(name, " ".join(why.split())[:300])
+            found.setdefault(name, errors.printable(" ".join(why.split())[:300]))
 
     def report(
         self,
@@ -188,12 +191,22 @@ def stream(
     root: Path,
     count: Callable[[int], object],
     take: Callable[[memoryview], object],
+    size: int = 0,
 ) -> None:
-    """Reads a file from its beginning to its end, part by part."""
+    """Reads a file from its beginning to its end, part by part.
+
+    Args:
+        file: Which.
+        root: Where it has to be.
+        count: Called with the size of each part.
+        take: Called with each part.
+        size: How long it should be, which saves a request to a store; 0 if it may be
+            small.
+    """
     if _remote.is_remote(file):
-        content = file.read_bytes()
-        take(memoryview(content))
-        count(len(content))
+        for part in file.pieces(size):
+            take(memoryview(part))
+            count(len(part))
         return
     buffer = memoryview(bytearray(_READ_AT_ONCE))
     with opened(file, root) as (descriptor, _):
@@ -246,7 +259,8 @@ def unreadable(path: Path) -> str | None:
 def _unreadable_object(path: _remote.RemotePath) -> str | None:
     try:
         for key in ("", *path.keys()):
-            path.store.read((path / key).key if key else path.key)
+            for _ in path.store.pieces((path / key).key if key else path.key, LARGE):
+                pass
     except OSError as error:
         return str(error)
     return None

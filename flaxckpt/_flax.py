@@ -21,7 +21,7 @@ from flax.core import meta
 from flax.linen import spmd
 from jax.sharding import PartitionSpec
 
-from flaxckpt import _info, _tree, errors
+from flaxckpt import _info, _structure, _tree, errors
 from flaxckpt._info import Leaf, LeafTable
 from flaxckpt._types import JSON, LeafPath, PyTree
 
@@ -276,6 +276,7 @@ def optimizers(state: PyTree) -> list[OptimizerPart]:
             node.params,
         )
         for keys, node in _nodes(state, _is_train_state)
+        if node.tx is not None  # as of a state that came out of a checkpoint
     ]
     modules = _nodes(state, _is_module)
     optimizers = _nodes(state, _is_nnx_optimizer)
@@ -323,7 +324,7 @@ def _is_train_state(node: object) -> bool:
 Build = Callable[[dict[str | int, Any], Mapping[str, JSON]], Any]
 
 
-def resolver(types: Sequence[type] = ()) -> _tree.Resolve:
+def resolver(types: Sequence[type] = ()) -> _structure.Resolve:
     """Finds the builders of classes that a checkpoint names.
 
     Args:

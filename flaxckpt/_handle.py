@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import multiprocessing.util
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 from flaxckpt import _progress, errors
 from flaxckpt._info import SaveResult
@@ -39,9 +41,14 @@ class SaveHandle:
             target=self._run, args=(work,), name=name, daemon=False
         )
         try:
-            self._thread.start()
-        except RuntimeError:  # no more threads: the caller does it
-            self._run(work)
+            if not _is_ending.is_set():  # nobody would join it any more
+                self._thread.start()
+                return
+        except RuntimeError:  # no more threads
+            pass
+        self._run(work)  # the caller does it
+        if _is_ending.is_set():
+            _exit_if_failed()
 
     def _run(self, work: Callable[[], SaveResult]) -> None:
         try:
@@ -107,15 +114,39 @@ _untold: set[SaveHandle] = set()
 """Saves that failed and whose error nobody has asked for."""
 
 
+_is_ending = threading.Event()
+"""Whether the handler below has begun: saves from here on have their callers wait."""
+
+if not threading.main_thread().is_alive():
+    # First used by an exit handler: one of ours would not be called any more.
+    _is_ending.set()
+
+
 def _exit_with_failure() -> None:
     """Makes a program that never asked how its last save ended exit non-zero."""
-    for handle in list(_under_way):  # on daemon threads, and in children
-        handle._ended.wait()
+    _is_ending.set()
+    try:
+        for handle in list(_under_way):  # on daemon threads, and in children
+            handle._ended.wait()
+    except BaseException:  # Ctrl-C, which nobody would hear of from here
+        _exit(f"the {each._name} is cut off" for each in list(_under_way))
+    _exit_if_failed()
+
+
+def _exit_if_failed() -> None:
     if _untold:
-        for handle in _untold:
-            sys.stderr.write(f"flaxckpt: the {handle._name}: {handle._error}\n")
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _exit(f"the {each._name}: {each._error}" for each in list(_untold))
+
+
+def _exit(told: Iterable[str]) -> NoReturn:
+    """Ends the program as failed, whether or not anything can be told."""
+    try:
+        for stream, lines in ((sys.stdout, ()), (sys.stderr, told)):
+            # It may be closed, on a full disk, or not there at all.
+            with contextlib.suppress(Exception):
+                stream.writelines(f"flaxckpt: {line}\n" for line in lines)
+                stream.flush()
+    finally:
         os._exit(1)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from flaxckpt import _dtypes, _storage, _tree, _zarr, errors
+from flaxckpt import _dtypes, _storage, _structure, _tree, _zarr, errors
 from flaxckpt._types import JSON, LeafPath, Shape
 
 if TYPE_CHECKING:
@@ -304,6 +304,7 @@ class Stored:
         unknown_types: Classes in `structure` that become plain dicts or lists.
         digests: Relative path -> digest that was written down for a file.
         stamp: The file that describes it; another one means another checkpoint.
+        recorded_step: The step that it was saved as; None if that is not recorded.
     """
 
     metadata: CheckpointMetadata
@@ -312,6 +313,7 @@ class Stored:
     unknown_types: frozenset[str] = frozenset()
     digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stamp: _storage.Stamp | None = None
+    recorded_step: int | None = None
 
 
 def describe(path: LeafPath, entry: _tree.Entry) -> LeafInfo | str:
@@ -428,6 +430,8 @@ class Reader(Protocol):
         """
         ...
 
-    def read(self, path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
+    def read(
+        self, path: Path, *, step: int | None, resolve: _structure.Resolve
+    ) -> Stored:
         """Reads everything but arrays."""
         ...

@@ -26,13 +26,15 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from flaxckpt import _remote, errors
+from flaxckpt import _access, _remote, errors
 from flaxckpt._remote import RemotePath
 
 _log = logging.getLogger(__name__)
 
 READING = "READING-"
 """How the name of a reader's file begins: `READING-<host>-<pid>-<random>`."""
+
+_READER = re.compile(rf"{READING}[A-Za-z0-9_.]{{0,64}}-[0-9]+-[0-9a-f]{{8}}")
 
 DELETING = "DELETING"
 """The file by which a checkpoint is about to be deleted."""
@@ -129,10 +131,15 @@ def _release_all() -> None:
         lease.release()
 
 
+def is_lease(name: str) -> bool:
+    """Whether a reader, or who deletes, calls a file so: exactly so, not just alike."""
+    return name == DELETING or _READER.fullmatch(name) is not None
+
+
 def reader(name: str) -> str:
     """Whose file is called `name`: `host:pid`."""
     host, _, rest = name.removeprefix(READING).rpartition("-")[0].rpartition("-")
-    return f"{host}:{rest}" if host else name
+    return errors.printable(f"{host}:{rest}" if host else name)
 
 
 def living(path: Path, names: Iterable[str]) -> list[str]:
@@ -220,8 +227,13 @@ def _files(path: Path, prefix: str) -> list[str]:
 
 
 def is_going(path: Path) -> bool:
-    """Whether the checkpoint `path` is about to be deleted, or was already."""
-    return not path.is_dir() or bool(living(path, _files(path, DELETING)))
+    """Whether the checkpoint `path` is about to be deleted, or was already.
+
+    Raises:
+        DamagedCheckpointError: It cannot be looked at.
+    """
+    with _access.explained(path):
+        return not path.is_dir() or bool(living(path, _files(path, DELETING)))
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from flaxckpt import _access, _flax, _steps, errors, formats
+from flaxckpt import _access, _flax, _remote, _steps, errors, formats
 from flaxckpt._info import Stored
 
 _log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ def locate(path: Path, step: int | None) -> tuple[Path, int | None]:
         DamagedCheckpointError: It is one that is not intact, or may not be read.
         OptionError: `step` is no step, or `path` is one checkpoint.
     """
-    with _access.explained(path):
+    with _access.explained(path), _remote.looking(path):
         return _locate(path, None if step is None else _steps.check(step))
 
 
@@ -107,6 +107,30 @@ def summary(steps: list[int]) -> str:
 
 def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Stored:
     """Reads everything of a checkpoint but its arrays."""
-    with _access.explained(path):
+    with _access.explained(path), _remote.looking(path):
         reader = formats.detect(path).reader
         return reader.read(path, step=step, resolve=_flax.resolver(types))
+
+
+def read_step(path: Path, step: int, types: Sequence[type] = ()) -> Stored:
+    """The same, of a step of a run.
+
+    Raises:
+        DamagedCheckpointError: It is another step, under the name of this one.
+    """
+    stored = read_stored(path, step, types)
+    check_step(path, step, stored)
+    return stored
+
+
+def check_step(path: Path, step: int, stored: Stored) -> None:
+    """Asserts that a step of a run is the one that it is called.
+
+    Raises:
+        DamagedCheckpointError: It is not.
+    """
+    if stored.recorded_step not in (step, None):
+        raise errors.DamagedCheckpointError(
+            f"{path} is called like step {step} and was saved as step"
+            f" {stored.recorded_step}: restore another step, or load it by its own path"
+        )

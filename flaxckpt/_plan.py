@@ -143,7 +143,9 @@ class RestorePlan:
     def __rich__(self) -> rich.table.Table:
         from rich.table import Table  # only whoever prints with rich has it loaded
 
-        table = Table("leaf", "action", "wanted", "found", title=self._summary())
+        table = Table(title=self._summary())
+        for name in ("leaf", "action", "wanted", "found"):
+            table.add_column(name, overflow="fold")
         for row in self._rows()[1:]:
             style = {"conflict": "red", "init": "yellow", "dropped": "dim"}.get(row[1])
             table.add_row(*row, style=style)

@@ -5,7 +5,9 @@ There are no directories: what others' keys begin with is one, and an empty one 
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fnmatch
 import io
 import stat
 from collections.abc import Iterator
@@ -86,7 +88,7 @@ class RemotePath(_Base):
 
     def exists(self) -> bool:
         """Whether it is a key, or there are keys below it."""
-        return self.is_file() or self.is_dir()
+        return self.is_dir() or self.is_file()
 
     def is_symlink(self) -> bool:
         """No: there are none."""
@@ -116,10 +118,14 @@ class RemotePath(_Base):
             yield self / name
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:  # type: ignore[override]
-        """What is directly in it and called like `pattern`."""
-        for child in self.iterdir():
-            if child.match(pattern):
-                yield child
+        """What is in it and called like `pattern`, such as `d/*`, part by part."""
+        wanted = PurePosixPath(pattern).parts
+        found = {tuple(key.split("/")[: len(wanted)]): None for key in self.keys()}
+        for parts in found:
+            if len(parts) == len(wanted) and all(
+                map(fnmatch.fnmatchcase, parts, wanted)
+            ):
+                yield self.joinpath(*parts)
 
     def rglob(self, pattern: str) -> Iterator[RemotePath]:  # type: ignore[override]
         """The objects below it whose names are like `pattern`."""
@@ -154,6 +160,19 @@ class RemotePath(_Base):
         if found is None:
             raise _missing(self)
         return found.value
+
+    def pieces(self, size: int) -> Iterator[bytes]:
+        """All of an object, part after part; see `Store.pieces`.
+
+        Raises:
+            FileNotFoundError: There is none.
+            StoreError: It was replaced meanwhile, or the store is out of reach.
+        """
+        found = None
+        for found in self.store.pieces(self.key, size):
+            yield found
+        if found is None:
+            raise _missing(self)
 
     def read_text(self, encoding: str = "utf-8") -> str:  # type: ignore[override]
         """All of an object, as text."""
@@ -202,6 +221,13 @@ def _missing(path: RemotePath) -> FileNotFoundError:
 def is_remote(path: object) -> TypeGuard[RemotePath]:
     """Whether a path is one in an object store."""
     return isinstance(path, RemotePath)
+
+
+def looking(path: Path) -> contextlib.AbstractContextManager[None]:
+    """Has what is under a path in a store be listed once; see `Store.looking`."""
+    if is_remote(path):
+        return path.store.looking(path.prefix)
+    return contextlib.nullcontext()
 
 
 def result(future: ts.Future[_T], path: Path, size: int = 0) -> _T:

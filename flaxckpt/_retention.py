@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from flaxckpt import (
     _access,
     _audit,
     _measured,
+    _remote,
     _steps,
     _storage,
     _verify,
@@ -122,6 +124,10 @@ class Retention:
 
     def listed(self) -> dict[int, Path]:
         """The committed steps, ascending, without what is merely called like one."""
+        if _remote.is_remote(self._directory):  # where a look costs less than a stamp
+            with _remote.looking(self._directory):
+                listed = _steps.listed(self._directory, self._format)
+                return {s: path for s, path in listed.items() if _was_step(path)}
         known: dict[Path, _storage.Stamp] = {}
         found = {}
         for step, path in _steps.listed(self._directory, self._format).items():
@@ -164,7 +170,7 @@ class Retention:
 
     def _found(self) -> dict[int, _Found]:
         """The steps as they are now, without those that cannot be recognised."""
-        with _access.explained(self._directory):
+        with _access.explained(self._directory), _remote.looking(self._directory):
             return self._looked_at()
 
     def _looked_at(self) -> dict[int, _Found]:
@@ -239,6 +245,12 @@ class Retention:
         Raises:
             SaveFailedError: That step is not whole.
         """
+        with _remote.looking(self._directory):
+            return self._apply(just_saved, is_awaited)
+
+    def _apply(
+        self, just_saved: int | None, is_awaited: Callable[[], bool]
+    ) -> tuple[int, ...]:
         try:
             judged = self._judge(just_saved)
         except Exception as error:
@@ -363,11 +375,14 @@ class Retention:
         ):
             try:
                 found = _orbax.metrics_in(path)
-            except errors.DamagedCheckpointError:
-                raise errors.SaveFailedError(
-                    f"{path / _measured.METRICS_FILE} is damaged, so nothing can be"
-                    " added to it: delete it, and add all metrics of the step anew"
-                ) from None
+            except errors.DamagedCheckpointError as error:
+                if os.path.lexists(path / _measured.METRICS_FILE):
+                    raise errors.SaveFailedError(
+                        f"{path / _measured.METRICS_FILE} is damaged, so nothing can be"
+                        " added to it: delete it, and add all metrics of the step anew"
+                    ) from None
+                _log.warning("only the metrics added now are there: %s", error)
+                found = {}
             _orbax.write_metrics(path, {**found, **added})
 
     def pin(self, path: Path) -> None:
@@ -409,14 +424,14 @@ def _out_of_time(is_awaited: Callable[[], bool]) -> Callable[[], bool]:
 
 @contextlib.contextmanager
 def _writing(path: Path, what: str) -> Iterator[None]:
-    """Explains errors of the system that arise while a step is changed.
+    """Explains errors of the system, and links, met while a step is changed.
 
     Raises:
         SaveFailedError: There was one.
     """
     try:
         yield
-    except OSError as error:
+    except (OSError, ValueError) as error:
         if isinstance(error, errors.CheckpointError):
             raise
         raise errors.SaveFailedError(

@@ -152,7 +152,7 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     _transforms.checked(options.transforms)
     together = options.together
     if together is None or together.is_first:
-        with _access.explained(final):
+        with _access.explained(final), _remote.looking(final):
             _check_free(final, overwrite=options.overwrite)
     check_json(options.metadata)
     flat = _flax.flatten(state)

@@ -40,6 +40,9 @@ UNTIL_NEXT = "TEMPORARY"
 WITHOUT_DATASET = "DATASET_LET_GO"
 """A file of this name says that the dataset's state was deleted on purpose."""
 
+MEASURED = "MEASURED"
+"""A file of this name says that metrics were added after the save."""
+
 DAMAGED = "DAMAGED"
 """A file of this name takes its step out of the list, and has the reason in JSON."""
 
@@ -194,6 +197,12 @@ def is_usual_name(name: str) -> bool:
     return match is not None and bool(_USUAL_PREFIX.fullmatch(name[: match.start(1)]))
 
 
+def number(name: str) -> int | None:
+    """The number in which a name ends, as those of steps do; None if it does not."""
+    match = _ANY_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def called(root: Path, step: int) -> Path | None:
     """What is usually called like `step`, under `root`; None if there is nothing."""
     return next(
@@ -244,8 +253,9 @@ def survey(root: Path, is_checkpoint: Callable[[Path], bool]) -> Found:
     for path, step in chosen.items():
         if step in steps:
             raise errors.CheckpointFormatError(
-                f"{root} holds step {step} twice, as {steps[step].name} and"
-                f" {path.name}: pass the path of one of them"
+                f"{root} holds step {step} twice, as"
+                f" {errors.printable(steps[step].name)} and"
+                f" {errors.printable(path.name)}: pass the path of one of them"
             )
         steps[step] = path
     kinds = {
@@ -348,11 +358,19 @@ def is_mark(name: str) -> bool:
 
 def goes_along(name: str) -> bool:
     """Whether a mark of this name goes along with a copy of its step."""
-    return name == WITHOUT_DATASET
+    return name in (WITHOUT_DATASET, MEASURED)
 
 
 _MARKS_OF_STAYING = frozenset(
-    (PIN, UNTIL_NEXT, WITHOUT_DATASET, DAMAGED, NOT_UPLOADED, _leases.DELETING)
+    (
+        PIN,
+        UNTIL_NEXT,
+        WITHOUT_DATASET,
+        MEASURED,
+        DAMAGED,
+        NOT_UPLOADED,
+        _leases.DELETING,
+    )
 )
 
 
@@ -390,9 +408,20 @@ def make_permanent(path: Path) -> None:
     _remove_mark(path, UNTIL_NEXT)
 
 
+def is_measured(path: Path) -> bool:
+    """Whether metrics were added to the step at `path` after its save."""
+    return _storage.lexists(path / MEASURED)
+
+
+def mark_measured(path: Path) -> None:
+    """Notes that metrics were added to the step at `path`: they are there already."""
+    if not is_measured(path):
+        _storage.replace(path / MEASURED, _MARK)
+
+
 def is_damaged(path: Path) -> bool:
     """Whether the step at `path` is marked as damaged."""
-    return (path / DAMAGED).is_file()
+    return _storage.lexists(path / DAMAGED)
 
 
 def mark_damaged(path: Path, reason: str) -> None:
@@ -410,7 +439,7 @@ def why_damaged(path: Path) -> str:
     """What the mark of a damaged step says; it counts even if that is lost."""
     try:
         told = json.loads(_storage.read(path / DAMAGED, max_bytes=_MAX_MARK_BYTES))
-        return str(told["reason"])[:_MAX_REASON]
+        return errors.printable(str(told["reason"])[:_MAX_REASON])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "its mark does not say why"
 
@@ -574,9 +603,12 @@ def tidy(root: Path, step_format: StepFormat, items: Sequence[str]) -> None:
     """
     try:
         sweep(root, step_format)
-        for step in (root, *listed(root, step_format).values()):
-            for name in ("", *items):
-                if not (name and _remote.is_remote(step)):  # no leftovers in there
-                    _unfinished.sweep_files(step / name)
+        inside = () if _remote.is_remote(root) else items  # no leftovers in there
+        directories = [root / name for name in inside]
+        for step in listed(root, step_format).values():
+            directories += [step, *(step / name for name in inside)]
+        for directory in directories:
+            if not directory.is_symlink():
+                _unfinished.sweep_files(directory)
     except OSError as error:
         _log.warning("what a crash has left in %s is there still: %s", root, error)

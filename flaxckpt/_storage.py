@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import io
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -29,8 +30,8 @@ _AT_FDCWD = -100
 _SYNCING_THREADS = 8
 _REMOVALS = 100
 
-REPLACING = ".tmp"
-"""How the name of a file ends that is about to replace another."""
+_REPLACING = ".tmp"
+_REPLACING_NAME = re.compile(rf".+\.[0-9a-f]{{8}}{re.escape(_REPLACING)}", re.DOTALL)
 
 
 class NotDurableError(OSError):
@@ -188,7 +189,7 @@ def replace(path: Path, content: bytes) -> None:
     if _remote.is_remote(path):
         path.write_bytes(content)
         return
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{REPLACING}")
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_REPLACING}")
     try:
         write(temporary, content)
         temporary.replace(path)
@@ -196,6 +197,11 @@ def replace(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+def is_replacing(name: str) -> bool:
+    """Whether `replace` calls a file so until it has its name."""
+    return _REPLACING_NAME.fullmatch(name) is not None
 
 
 @contextlib.contextmanager
@@ -348,19 +354,8 @@ def exchange(temporary: Path, final: Path, aside: Path | None = None) -> None:
 
 
 def _swap(temporary: Path, final: Path, aside: Path) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "renameat2"):
-        code = libc.renameat2(
-            _AT_FDCWD,
-            os.fsencode(temporary),
-            _AT_FDCWD,
-            os.fsencode(final),
-            _RENAME_EXCHANGE,
-        )
-        if code == 0:
-            return
-        if ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-            raise OSError(ctypes.get_errno(), "cannot exchange", str(final))
+    if exchanged_at_once(temporary, final):
+        return
     final.rename(aside)
     try:
         temporary.rename(final)
@@ -368,6 +363,24 @@ def _swap(temporary: Path, final: Path, aside: Path) -> None:
         aside.rename(final)
         raise
     aside.rename(temporary)
+
+
+def exchanged_at_once(one: Path, other: Path) -> bool:
+    """Has two directories get each other's names in one step, where that is possible.
+
+    Raises:
+        OSError: It is possible, and has failed.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    names = os.fsencode(one), os.fsencode(other)
+    code = libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
+    if code == 0:
+        return True
+    if ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        raise OSError(ctypes.get_errno(), "cannot exchange", str(other))
+    return False
 
 
 def withdraw(final: Path, aside: Path) -> None:

@@ -6,6 +6,7 @@ what may pass is tried again, and whatever fails says what was asked of whom.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -26,6 +27,9 @@ _T = TypeVar("_T")
 
 _SLOWEST_BYTES_PER_SEC = 2**18
 """What a request may take longer than the deadline: as if its bytes came so slowly."""
+
+_PART_BYTES = 8 * 2**20
+"""Of what is read part by part, one part."""
 
 _CONCURRENCY = 32
 _FIRST_PAUSE_SECS = 0.1
@@ -128,6 +132,30 @@ def _nothing() -> bytes:
 _numbers = itertools.count()
 
 
+class _Look:
+    """The keys under a prefix, as they were when they were listed."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.keys: list[str] | None = None
+        self.changes = 0
+
+    def has(self, key: str) -> bool:
+        """Whether it was there."""
+        keys = self.keys or []
+        at = bisect.bisect_left(keys, key)
+        return at < len(keys) and keys[at] == key
+
+    def under(self, prefix: str) -> list[str]:
+        """Those that begin so."""
+        keys = self.keys or []
+        start = bisect.bisect_left(keys, prefix)
+        begin_so = itertools.takewhile(
+            lambda key: key.startswith(prefix), itertools.islice(keys, start, None)
+        )
+        return list(begin_so)
+
+
 class Store:
     """A bucket.
 
@@ -153,6 +181,8 @@ class Store:
         self._resources = self._named()
         _shared.update(self._resources)
         self._counts: dict[str, int] = {}
+        self._looks = threading.local()
+        self._changes = 0
 
     def spec(self, prefix: str) -> dict[str, JSON]:
         """TensorStore's description of what lies under `prefix`."""
@@ -205,16 +235,23 @@ class Store:
     # ---- requests -----------------------------------------------------------------
 
     def read(
-        self, key: str, *, start: int | None = None, stop: int | None = None
+        self,
+        key: str,
+        *,
+        start: int | None = None,
+        stop: int | None = None,
+        size: int = 0,
     ) -> Found | None:
         """The value of `key`, or its bytes from `start` to `stop`; None without one.
 
         A part that reaches beyond the end is an error, but for one of no bytes: that
-        asks for the generation alone.
+        asks for the generation alone. `size` is how much may come, for the deadline.
         """
         part = None if start is None and stop is None else slice(start, stop)
         found = self.ask(
-            f"read {self.url}/{key}", lambda: self._kv().read(key, byte_range=part)
+            f"read {self.url}/{key}",
+            lambda: self._kv().read(key, byte_range=part),
+            size=size,
         )
         if found.state == "missing":
             return None
@@ -228,12 +265,47 @@ class Store:
             start: The first byte.
             stop: The one after the last.
         """
-        try:
-            found = self.read(key, start=start, stop=stop)
-        except errors.StoreError:
-            found = self.read(key)  # it may be shorter, which TensorStore refuses
-            return found and found.value[start:stop]
-        return found and found.value
+        found = self._span(key, start, stop)
+        return found and found.value[: stop - start]
+
+    def pieces(self, key: str, size: int) -> Iterator[bytes]:
+        """A value from its beginning to its end, part after part.
+
+        Args:
+            key: Which value; without one, there are no parts.
+            size: How long it should be. It may have another length.
+
+        Raises:
+            StoreError: It was replaced meanwhile, or the store is out of reach.
+        """
+        known: bytes | None = None
+        for start in itertools.count(0, _PART_BYTES):
+            stop = start + _PART_BYTES
+            found = self._span(key, start, stop if stop < size else None)
+            if found is None and known is None:
+                return
+            if found is None or (known is not None and known != found.generation):
+                raise errors.StoreError(
+                    f"cannot read {self.url}/{key}: it was replaced meanwhile; try"
+                    " again"
+                )
+            known = found.generation
+            yield found.value
+            if len(found.value) != _PART_BYTES or stop >= size:
+                return
+
+    def _span(self, key: str, start: int, stop: int | None) -> Found | None:
+        """What there is of a value from `start` to `stop`, or to its end."""
+        for end in (stop, None):
+            try:
+                size = (stop or start + _PART_BYTES) - start
+                return self.read(key, start=start, stop=end, size=size)
+            except errors.StoreError as error:
+                if _BEYOND not in str(error):
+                    raise
+        # Of a value that ends before, the generation alone.
+        found = self.read(key, start=0, stop=0)
+        return found and Found(b"", found.generation)
 
     def write(self, key: str, value: bytes) -> bytes:
         """Puts `value` there, whatever was; returns its generation."""
@@ -250,11 +322,12 @@ class Store:
         return self._write(key, value, generation)
 
     def _write(self, key: str, value: bytes, generation: bytes | None) -> bytes | None:
-        found = self.ask(
-            f"write {self.url}/{key}",
-            lambda: self._kv().write(key, value, if_equal=generation),
-            size=len(value),
-        )
+        with self._changing():
+            found = self.ask(
+                f"write {self.url}/{key}",
+                lambda: self._kv().write(key, value, if_equal=generation),
+                size=len(value),
+            )
         if found.generation:
             self._count(key, len(value))
             return bytes(found.generation)
@@ -290,14 +363,16 @@ class Store:
 
     def delete(self, key: str) -> None:
         """Removes a key, if it is there."""
-        self.ask(f"delete {self.url}/{key}", lambda: self._kv().write(key, None))
+        with self._changing():
+            self.ask(f"delete {self.url}/{key}", lambda: self._kv().write(key, None))
 
     def remove(self, key: str, generation: bytes) -> None:
         """Removes a key, if its value is that of `generation`."""
-        self.ask(
-            f"delete {self.url}/{key}",
-            lambda: self._kv().write(key, None, if_equal=generation),
-        )
+        with self._changing():
+            self.ask(
+                f"delete {self.url}/{key}",
+                lambda: self._kv().write(key, None, if_equal=generation),
+            )
 
     def delete_under(self, prefix: str) -> None:
         """Removes all keys that begin with `prefix`."""
@@ -306,24 +381,68 @@ class Store:
     def delete_all(self, given: Iterable[str]) -> None:
         """Removes keys, many at a time."""
         keys = list(given)
-        for begin in range(0, len(keys), _DELETED_AT_ONCE):
-            some = keys[begin : begin + _DELETED_AT_ONCE]
-            started = [self._kv().write(key, None) for key in some]
-            for key, future in zip(some, started, strict=True):
-                try:
-                    self.wait(f"delete {self.url}/{key}", future)
-                except (ValueError, RuntimeError):
-                    self.delete(key)  # with retries
+        with self._changing():
+            for begin in range(0, len(keys), _DELETED_AT_ONCE):
+                self._delete_some(keys[begin : begin + _DELETED_AT_ONCE])
+
+    def _delete_some(self, keys: list[str]) -> None:
+        started = [self._kv().write(key, None) for key in keys]
+        for key, future in zip(keys, started, strict=True):
+            try:
+                self.wait(f"delete {self.url}/{key}", future)
+            except (ValueError, RuntimeError):
+                self.delete(key)  # with retries
 
     def keys(self, prefix: str) -> list[str]:
         """The keys that begin with `prefix`, ascending."""
+        look = self._look(prefix)
+        return self._listed(prefix) if look is None else look.under(prefix)
+
+    def _listed(self, prefix: str) -> list[str]:
         until = ts.KvStore.KeyRange(prefix, _after(prefix))
         found = self.ask(f"list {self.url}/{prefix}", lambda: self._kv().list(until))
         return sorted(key.decode(errors="surrogateescape") for key in found)
 
     def has(self, key: str) -> bool:
         """Whether there is a value, however long."""
+        if (look := self._look(key)) is not None:
+            return look.has(key)
         return self.read(key, start=0, stop=0) is not None
+
+    # ---- looking once -------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def looking(self, prefix: str) -> Iterator[None]:
+        """Has what is under `prefix` be listed once while the `with` block lasts.
+
+        That is what `keys` and `has` then say on this thread, until this process writes
+        or deletes anything in the store. What others do meanwhile is not seen.
+        """
+        looks: list[_Look] = self._looks.__dict__.setdefault("all", [])
+        looks.append(_Look(prefix))
+        try:
+            yield
+        finally:
+            looks.pop()
+
+    def _look(self, prefix: str) -> _Look | None:
+        """The outermost look that has what begins with `prefix`, as it is now."""
+        looks: list[_Look] = self._looks.__dict__.get("all", [])
+        for look in looks:
+            if prefix.startswith(look.prefix):
+                if look.keys is None or look.changes != self._changes:
+                    look.changes = self._changes
+                    look.keys = self._listed(look.prefix)
+                return look
+        return None
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        try:
+            yield
+        finally:  # also if nobody knows whether it was done
+            with self._lock:
+                self._changes += 1
 
     # ---- waiting ------------------------------------------------------------------
 
@@ -378,6 +497,9 @@ class Store:
             pause = min(2 * pause, _LONGEST_PAUSE_SECS)
 
     def _late(self, what: str, size: int) -> errors.StoreError:
+        # What is under way still may hold up all that comes after it, for long.
+        with self._lock:
+            self._opened = None
         return errors.StoreError(
             f"cannot {what}{self._where()}: wanted an answer within"
             f" {self._allowed(size):g} s, found none; see that the store can be"
@@ -403,6 +525,9 @@ class Store:
                 self._opened = self.wait(f"open {self.url}", future)
             return self._opened
 
+
+_BEYOND = "OUT_OF_RANGE"
+"""What TensorStore says if a value ends before what was asked for."""
 
 _DELETED_AT_ONCE = 256
 

@@ -1,8 +1,7 @@
 """A pytree as named leaves plus a description of its nodes, and back again.
 
-`flatten` walks a state once. What it returns knows two ways home: `rebuild` makes
-the same classes again in this process, and `to_json` writes the classes down, so
-that a later process can make them without a template.
+`flatten` walks a state once. What it returns makes the same classes again in this
+process; `_structure` writes them down, so that a later one can.
 """
 
 from __future__ import annotations
@@ -251,7 +250,7 @@ def plain_node(
     """A dict, or a list."""
     key_kind: Literal["key", "index"] = "key" if kind == "dict" else "index"
     keys = tuple(Key(name, key_kind) for name in names)
-    return Node(kind, keys, children, _MAKERS[kind])
+    return Node(kind, keys, children, MAKERS[kind])
 
 
 def _plain_node(nested: Mapping[Key, Any]) -> Node:
@@ -261,13 +260,13 @@ def _plain_node(nested: Mapping[Key, Any]) -> Node:
         for child in nested.values()
     )
     if keys and all(key.kind == "index" for key in keys):
-        return Node("list", keys, children, _make_list)
-    return Node("dict", keys, children, _make_dict)
+        return Node("list", keys, children, make_list)
+    return Node("dict", keys, children, make_dict)
 
 
 def empty_node(type_name: str) -> Node:
     """An empty container: `None`, `dict`, `list` or `tuple`."""
-    return Node(type_name, (), (), _MAKERS[type_name])
+    return Node(type_name, (), (), MAKERS[type_name])
 
 
 class _Parts(NamedTuple):
@@ -288,11 +287,11 @@ def _decompose(
         return _Parts("None", (), (), _make_none, {}, False)
     if cls is dict:
         keys = tuple([make_key(name, "key") for name in value])
-        return _Parts("dict", keys, list(value.values()), _make_dict, {}, False)
+        return _Parts("dict", keys, list(value.values()), make_dict, {}, False)
     if cls is list or cls is tuple:
         keys = tuple([make_key(i, "index") for i in range(len(value))])
         name = cls.__name__
-        return _Parts(name, keys, value, _MAKERS[name], {}, False)
+        return _Parts(name, keys, value, MAKERS[name], {}, False)
     if isinstance(value, tuple) and hasattr(cls, "_fields"):
         keys = tuple([make_key(name, "attr") for name in cls._fields])
         return _Parts(_name(cls), keys, value, lambda _, new: cls(*new), {}, False)
@@ -303,11 +302,11 @@ def _make_none(_: Sequence[Key], children: Sequence[Any]) -> None:
     return None
 
 
-def _make_dict(keys: Sequence[Key], children: Sequence[Any]) -> dict[Any, Any]:
+def make_dict(keys: Sequence[Key], children: Sequence[Any]) -> dict[Any, Any]:
     return dict(zip([key.name for key in keys], children, strict=True))
 
 
-def _make_list(_: Sequence[Key], children: Sequence[Any]) -> list[Any]:
+def make_list(_: Sequence[Key], children: Sequence[Any]) -> list[Any]:
     return list(children)
 
 
@@ -315,10 +314,10 @@ def _make_tuple(_: Sequence[Key], children: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(children)
 
 
-_MAKERS: dict[str, Rebuild] = {
+MAKERS: dict[str, Rebuild] = {
     "None": _make_none,
-    "dict": _make_dict,
-    "list": _make_list,
+    "dict": make_dict,
+    "list": make_list,
     "tuple": _make_tuple,
 }
 
@@ -391,118 +390,3 @@ def _as_json(value: Any) -> Any:
         items = [_as_json(item) for item in value]
         return _NOT_JSON if any(item is _NOT_JSON for item in items) else items
     return _NOT_JSON
-
-
-# ---- written down, and read back ------------------------------------------------
-
-Resolve = Callable[
-    [str], Callable[[dict[str | int, Any], Mapping[str, JSON]], Any] | None
-]
-"""Class name -> how to build it from named children and static fields, if known."""
-
-
-def to_json(structure: Node | LeafPath) -> JSON:
-    """Describes `structure` in JSON; `from_json` is the inverse.
-
-    A leaf is its path as a string. A container is `[type, keys, children]`, with
-    the static fields as a fourth element where it has any; an `int` among the keys
-    of a mapping stays one. A box is marked by keys of `null`.
-    """
-    if isinstance(structure, str):
-        return structure
-    keys = None if structure.is_box else [key.name for key in structure.keys]
-    children = [to_json(child) for child in structure.children]
-    row: list[JSON] = [structure.type, keys, children]
-    return [*row, dict(structure.static)] if structure.static else row
-
-
-def from_json(data: JSON, resolve: Resolve, unknown: set[str]) -> Node | LeafPath:
-    """Reads what `to_json` wrote.
-
-    Args:
-        data: The description. It comes from a file, so nothing in it is trusted.
-        resolve: Finds the builder of a class; only classes it knows are made.
-        unknown: Gets the names of classes that `resolve` does not know. Such a
-            container becomes a dict, or a list if its children have no names.
-
-    Raises:
-        ValueError: `data` is not such a description.
-    """
-    return _from_json(data, resolve, unknown, depth=0)
-
-
-def _from_json(
-    data: JSON, resolve: Resolve, unknown: set[str], depth: int
-) -> Node | LeafPath:
-    if depth > MAX_DEPTH:
-        raise ValueError(f"containers are nested more than {MAX_DEPTH} deep")
-    match data:
-        case str():
-            return data
-        case [str(type_name), keys, [*children], *rest] if len(rest) <= 1:
-            nodes = tuple(
-                [_from_json(child, resolve, unknown, depth + 1) for child in children]
-            )
-            static = rest[0] if rest else {}
-            if not isinstance(static, dict):
-                raise ValueError(f"{type_name} has static fields {static!r}")
-            return _described_node(type_name, keys, nodes, static, resolve, unknown)
-        case _:
-            raise ValueError(f"{str(data)[:80]!r} does not describe a container")
-
-
-def _described_node(
-    type_name: str,
-    keys: JSON,
-    children: tuple[Node | LeafPath, ...],
-    static: Mapping[str, JSON],
-    resolve: Resolve,
-    unknown: set[str],
-) -> Node:
-    is_box = keys is None
-    names: list[str | int] = ["value"] if is_box else _names(type_name, keys)
-    if len(names) != len(children):
-        raise ValueError(f"{type_name} has {len(names)} keys, {len(children)} children")
-    rebuild = _builder(type_name, static, resolve)
-    if rebuild is None:
-        unknown.add(type_name)
-        rebuild = _plain(names, is_box)
-    kind: Literal["key", "index"] = "index" if type_name in ("list", "tuple") else "key"
-    return Node(
-        type_name,
-        tuple([Key(name, kind) for name in names]),
-        children,
-        rebuild,
-        static,
-        is_box,
-    )
-
-
-def _names(type_name: str, keys: JSON) -> list[str | int]:
-    if not isinstance(keys, list):
-        raise ValueError(f"{type_name} has keys {str(keys)[:80]!r}")
-    names: list[str | int] = []
-    for key in keys:
-        if not isinstance(key, str | int):
-            raise ValueError(f"{type_name} has the key {str(key)[:80]!r}")
-        names.append(key)
-    return names
-
-
-def _builder(
-    type_name: str, static: Mapping[str, JSON], resolve: Resolve
-) -> Rebuild | None:
-    if type_name in _MAKERS:
-        return _MAKERS[type_name]
-    build = resolve(type_name)
-    if build is None:
-        return None
-    return lambda keys, new: build(_make_dict(keys, new), static)
-
-
-def _plain(names: list[str | int], is_box: bool) -> Rebuild:
-    if is_box:
-        return lambda _, new: new[0]
-    if names and names == list(range(len(names))):
-        return _make_list
-    return _make_dict

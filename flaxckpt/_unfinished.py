@@ -258,10 +258,13 @@ def sweep_files(directory: Path) -> None:
         names = os.listdir(directory)  # noqa: PTH208
     except (FileNotFoundError, NotADirectoryError):
         return
-    marks = (_leases.READING, _leases.DELETING)
     for name in names:
-        if not (name.endswith(_storage.REPLACING) or name.startswith(marks)):
+        if not (_storage.is_replacing(name) or _leases.is_lease(name)):
             continue
         path = directory / name
-        if path.is_file() and _leases.is_older(path, _BRIEF_SECS):
+        if (
+            path.is_file()
+            and not path.is_symlink()
+            and _leases.is_older(path, _BRIEF_SECS)
+        ):
             path.unlink(missing_ok=True)

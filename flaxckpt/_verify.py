@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import crc32c
 
@@ -17,6 +19,7 @@ from flaxckpt import (
     _access,
     _audit,
     _blocks,
+    _dtypes,
     _findings,
     _layout,
     _locate,
@@ -52,7 +55,7 @@ def verify(
     """
     start, counter = time.monotonic(), _progress.Counter(f"verifying {path.name}")
     found = _findings.Findings(counter, thorough=thorough)
-    with _progress.shown(counter):
+    with _progress.shown(counter), _remote.looking(path):
         stored = _description(path, step, found)
         format_name = "unknown" if stored is None else stored.metadata.format
         extra: list[str] = []
@@ -61,6 +64,9 @@ def verify(
                 extra = _verify_own(path, stored, found)
             elif stored is not None:
                 _verify_foreign(path, stored, found)
+            if stored is not None and step is not None:
+                check = functools.partial(_locate.check_step, path, step, stored)
+                found.attempt(_findings.HERE, check)
         except OSError as error:
             if not _access.is_unread(error):
                 raise
@@ -154,8 +160,9 @@ def _verify_own(path: Path, stored: Stored, found: _findings.Findings) -> list[s
             checks += [(leaf_path, check) for check in made]
             if not encoding.checksum and not files <= digests.keys():
                 undigested[leaf_path] = leaf
-    checks += _metrics_checks(path, found)
-    checks.append((_orbax.COMMITTED, (path / _orbax.COMMITTED).stat))
+    is_digested = manifest.get("metrics") is True or _steps.is_measured(path)
+    checks += _metrics_checks(path, found, is_digested=is_digested)
+    checks.append((_orbax.COMMITTED, functools.partial(_check_committed, path)))
     found.counter.total = _findings.size_of(path)
     found.run(checks)
     if encoding is None or not encoding.checksum:
@@ -198,17 +205,18 @@ def _chunk_checks(
         def check_metadata() -> None:
             text = _blocks.small(path / metadata)
             _zarr.check_metadata(text, encoding, shape, dtype, chunk_shape)
+            _zarr.check_compact(text)
 
         checks.append(check_metadata)
     size = _audit.chunk_bytes(encoding, info)
+    most = size or math.prod(chunk_shape) * _dtypes.item_bits(dtype) // 8
     for key in _audit.keys(encoding, shape, chunk_shape):
         file = f"{directory}/{key}"
         files.add(file)
         if file not in digests:
             check = _check_chunk if encoding.checksum else _check_size
-            checks.append(
-                functools.partial(check, path / file, path, size, found.counter.add)
-            )
+            chunk = _Chunk(path / file, path, size, most)
+            checks.append(functools.partial(check, chunk, found.counter.add))
     return files, checks
 
 
@@ -216,81 +224,100 @@ def _check_digest(
     path: Path, name: str, recorded: str, count: Callable[[int], object]
 ) -> None:
     digest = hashlib.sha256()
-    _findings.stream(path / name, path, count, digest.update)
+    most = _findings.LARGE if _orbax.is_of_arrays(name) else 0
+    _findings.stream(path / name, path, count, digest.update, most)
     if f"sha256:{digest.hexdigest()}" != recorded:
         raise ValueError("it has changed since it was saved: its SHA-256 is another")
 
 
-def _check_size(
-    file: Path, root: Path, size: int, count: Callable[[int], object]
-) -> None:
-    """Compares the size of a chunk with what it must be; 0 if that varies."""
-    if _remote.is_remote(file):
-        _check_object_size(file, len(file.read_bytes()), size)
+class _Chunk(NamedTuple):
+    """What is known of a chunk's file.
+
+    Attributes:
+        file: Where it is.
+        root: The checkpoint.
+        size: What it must have, in bytes; 0 if that varies.
+        most: What it has without compression.
+    """
+
+    file: Path
+    root: Path
+    size: int
+    most: int
+
+    def check_size(self, found: int) -> None:
+        if found != (self.size or found) or not found:
+            wanted = self.size or "some"
+            raise ValueError(f"{self.file.name} has {found} bytes instead of {wanted}")
+
+
+def _check_size(chunk: _Chunk, count: Callable[[int], object]) -> None:
+    """Compares the size of a chunk with what it must be."""
+    if not _remote.is_remote(chunk.file):
+        with _findings.opened(chunk.file, chunk.root) as (_, found):
+            chunk.check_size(found)
         return
-    with _findings.opened(file, root) as (_, found):
-        if found != (size or found) or not found:
-            raise ValueError(
-                f"{file.name} has {found} bytes instead of {size or 'some'}"
-            )
+    sizes: list[int] = []
+    _findings.stream(
+        chunk.file, chunk.root, count, lambda part: sizes.append(len(part)), chunk.most
+    )
+    chunk.check_size(sum(sizes))
 
 
-def _check_chunk(
-    file: Path, root: Path, size: int, count: Callable[[int], object]
-) -> None:
+def _check_chunk(chunk: _Chunk, count: Callable[[int], object]) -> None:
     """Compares a chunk with the checksum at its end."""
-    if _remote.is_remote(file):
-        _check_object(file, size, count)
-        return
-    _check_size(file, root, size, count)
-    body = file.stat().st_size - _blocks.CHECKSUM_BYTES
-    value, at = 0, 0
-    recorded = b""
+    if not _remote.is_remote(chunk.file):
+        _check_size(chunk, count)  # before all of it is read
+    value, found, tail = 0, 0, b""
 
     def take(part: memoryview) -> None:
-        nonlocal value, at, recorded
-        inside = part[: max(0, body - at)]
-        value = crc32c.crc32c(inside, value)
-        recorded += bytes(part[len(inside) :])
-        at += len(part)
+        nonlocal value, found, tail
+        found += len(part)
+        if len(part) < _blocks.CHECKSUM_BYTES:
+            part, tail = memoryview(tail + bytes(part)), b""
+        value = crc32c.crc32c(tail, value)
+        value = crc32c.crc32c(part[: -_blocks.CHECKSUM_BYTES], value)
+        tail = bytes(part[-_blocks.CHECKSUM_BYTES :])  # of the file, for all we know
 
-    _findings.stream(file, root, count, take)
-    if recorded != value.to_bytes(_blocks.CHECKSUM_BYTES, "little"):
+    _findings.stream(chunk.file, chunk.root, count, take, chunk.most)
+    chunk.check_size(found)
+    if tail != value.to_bytes(_blocks.CHECKSUM_BYTES, "little"):
         raise ValueError(
-            f"{file.name} has changed since it was written: its CRC-32C is another"
+            f"{chunk.file.name} has changed since it was written: its CRC-32C is"
+            " another"
         )
 
 
-def _check_object_size(file: _remote.RemotePath, found: int, size: int) -> None:
-    if found != (size or found) or not found:
-        raise ValueError(f"{file.name} has {found} bytes instead of {size or 'some'}")
-
-
-def _check_object(
-    file: _remote.RemotePath, size: int, count: Callable[[int], object]
-) -> None:
-    """The same for a chunk in a store, which is read once."""
-    content = memoryview(file.read_bytes())
-    _check_object_size(file, len(content), size)
-    count(len(content))
-    body = len(content) - _blocks.CHECKSUM_BYTES
-    _blocks.check(file.name, [content[:body]], content[body:].tobytes())
+def _check_committed(path: Path) -> None:
+    manifest = _orbax_disk.read_file(path / _orbax_json.MANIFEST, path)
+    found = _orbax_disk.read_file(path / _orbax.COMMITTED, path)
+    if found != _orbax.seal_of(manifest):
+        raise ValueError("it is not what was written there")
 
 
 def _metrics_checks(
-    path: Path, found: _findings.Findings
+    path: Path, found: _findings.Findings, *, is_digested: bool
 ) -> list[tuple[str, Callable[[], object]]]:
+    """What is to be done with metrics, if there are or were some."""
     name = f"{_orbax.METRICS}/{_orbax.METRICS}"
-    if not (path / _orbax.METRICS).exists():
-        return []
-    if not (path / _orbax_disk.METRICS_DIGESTS).is_file():
-        found.unchecked[name] = "they were written without a digest"
+    digests = path / _orbax_disk.METRICS_DIGESTS
 
     def check() -> None:
-        (path / name).stat()  # or there would be none
+        if (path / _orbax.METRICS).exists():
+            (path / name).stat()  # or there would be none
         _orbax.metrics_in(path)
 
-    return [(name, check)]
+    def check_digests() -> None:
+        text = _orbax_disk.read_file(digests, path)
+        if not _orbax.are_digests_of_metrics(text, digests):
+            raise ValueError("it is not what was written there")
+
+    checks: list[tuple[str, Callable[[], object]]] = [(name, check)]
+    if is_digested or digests.exists():
+        checks.append((_orbax_disk.METRICS_DIGESTS, check_digests))
+    elif (path / name).exists():
+        found.unchecked[name] = "they were written without a digest"
+    return checks
 
 
 # ---- other formats ----------------------------------------------------------------

@@ -45,6 +45,9 @@ _THREADS = 8
 _THREADS_OF_STORES = 32
 """Writers of objects, which wait for the network."""
 
+_COPIES_IN_REQUESTS = 3
+"""Of an object, while it is written: ours, and those of TensorStore."""
+
 _ENCODED_AT_ONCE = 256 * 2**20
 """Bytes that TensorStore compresses at one time; it keeps what waits for the disk."""
 
@@ -138,6 +141,7 @@ def write(
     _write_files(root, raw, encoding, previous, budget, count, writer)
     at_once = min(max_concurrent_bytes, _ENCODED_AT_ONCE)
     if encoded and _staging.is_needed(root):
+        at_once = min(at_once, max_concurrent_bytes // (1 + _COPIES_IN_REQUESTS))
         for batch in _batches(encoded, at_once):
             with _staging.staged(root) as memory:
                 _write_encoded(memory, batch, encoding, context, at_once, count=count)
@@ -353,8 +357,8 @@ def _write_files(
         old = previous and previous.root / name / chunk.key
         file_size = chunk.size + _blocks.CHECKSUM_BYTES * encoding.checksum
         if not (old and is_unchanged and _blocks.link(old, new, file_size)):
-            is_copied = is_remote or chunk.has_to_be_copied()
-            with budget.hold(chunk.size if is_copied else 0):
+            copies = chunk.has_to_be_copied() + _COPIES_IN_REQUESTS * is_remote
+            with budget.hold(chunk.size * copies):
                 parts = chunk.parts(encoding)
                 if not (old and _blocks.link_equal(old, new, parts)):
                     _blocks.write(new, parts)

@@ -124,6 +124,16 @@ def check_metadata(
     )
 
 
+def check_compact(text: bytes) -> None:
+    """Asserts that the text of a `zarr.json` is written as we and TensorStore do.
+
+    Raises:
+        ValueError: Somebody has changed it, if only by a space.
+    """
+    if json.dumps(json.loads(text), separators=(",", ":")).encode() != text:
+        raise ValueError(f"{METADATA} says what it must, but was not written so")
+
+
 def _metadata_2(
     encoding: Encoding, shape: Shape, dtype: str, chunk_shape: Shape
 ) -> dict[str, JSON]:

@@ -33,6 +33,9 @@ _LONGEST_ROW = 2000
 class CheckpointError(Exception):
     """The root of all flaxckpt errors."""
 
+    def __str__(self) -> str:
+        return "\n".join(map(printable, super().__str__().split("\n")))
+
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no checkpoint at this path, or no such step."""

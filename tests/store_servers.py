@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -62,9 +62,14 @@ class Server:
     """
 
     def __init__(
-        self, command: list[str], port: int, directory: Path, bucket: str
+        self,
+        command: list[str],
+        port: int,
+        directory: Path,
+        bucket: str,
+        host: str = "127.0.0.1",
     ) -> None:
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://{host}:{port}"
         self.bucket = bucket
         self._command = command
         self._directory = directory
@@ -138,13 +143,22 @@ class Server:
             self._process = None
 
 
-def moto(directory: Path) -> Server:
-    """A server in memory; skips where it is not installed."""
+def moto(
+    directory: Path, *, host: str = "127.0.0.1", within: Sequence[str] = ()
+) -> Server:
+    """A server in memory; skips where it is not installed.
+
+    Args:
+        directory: Of its log.
+        host: Where it listens.
+        within: What runs a command where that is.
+    """
     if not _has("moto", "flask", "boto3"):
         pytest.skip("no moto[server] here: pip install 'moto[server]'")
     [port] = free_ports(1)
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    return Server(command, port, directory, BUCKET)
+    listening = ["-H", host, "-p", str(port)]
+    command = [*within, sys.executable, "-m", "moto.server", *listening]
+    return Server(command, port, directory, BUCKET, host)
 
 
 def seaweed(directory: Path) -> Server:

@@ -183,11 +183,11 @@ def test_the_file_system_of_a_path_is_known(tmp_path):
     if not Path("/proc/self/mountinfo").exists():
         assert not _blocks.is_local(tmp_path)
         pytest.skip("no /proc here")
-    assert _blocks._file_system("/proc/self") == "proc"
+    assert _blocks.file_system("/proc/self") == "proc"
     assert not _blocks.is_local("/proc/self")
     if Path("/dev/shm").is_dir() and os.path.ismount("/dev/shm"):
         assert _blocks.is_local("/dev/shm")
-    assert _blocks._file_system("/nowhere/at/all") == _blocks._file_system("/")
+    assert _blocks.file_system("/nowhere/at/all") == _blocks.file_system("/")
     assert _blocks._unescaped(r"/a\040b\134c") == "/a b\\c"
 
 

@@ -22,7 +22,7 @@ from flax import nnx
 from flax.training import train_state
 
 import flaxckpt
-from flaxckpt import errors
+from flaxckpt import _counters, _events, _storage, errors
 from flaxckpt.datasets import StepIndexed
 
 
@@ -40,7 +40,7 @@ def drive(callback, steps):
 def skipped(callback):
     """The steps that were due but not saved, each with the reason."""
     journal = callback.checkpointer.directory / "events.jsonl"
-    events = flaxckpt._events.read_journal(journal)
+    events = _events.read_journal(journal)
     return {e.step: e.details["reason"] for e in events if e.kind == "skipped"}
 
 
@@ -209,9 +209,9 @@ def test_a_loop_that_is_run_again_is_told_to_restore_first(ckpt):
 def test_a_save_under_way_is_waited_for_before_beginning(ckpt, monkeypatch):
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
     callback(1, {"n": 1})
-    real, going_on = flaxckpt._save._storage.sync_tree, threading.Event()
+    real, going_on = _storage.sync_tree, threading.Event()
     monkeypatch.setattr(
-        flaxckpt._save._storage,
+        _storage,
         "sync_tree",
         lambda path: going_on.wait() and real(path),
     )
@@ -249,7 +249,7 @@ def test_a_save_that_failed_is_not_taken_for_one(ckpt, monkeypatch):
     callback = flaxckpt.CheckpointCallback(ckpt)
     callback(1, {"n": 1})
     with monkeypatch.context() as patch:
-        patch.setattr(flaxckpt._save._storage, "sync_tree", fail)
+        patch.setattr(_storage, "sync_tree", fail)
         callback(5, {"n": 5}, force=True)
         with pytest.raises(errors.SaveFailedError):
             callback.wait()
@@ -413,7 +413,7 @@ def test_of_several_counters_one_has_to_agree(ckpt):
 
 @pytest.mark.parametrize("step", [True, 0.5, jnp.ones(3), "third", len])
 def test_what_is_no_counter_does_not_count(ckpt, step):
-    assert not list(flaxckpt._counters._found({"step": step}))
+    assert not list(_counters._found({"step": step}))
 
 
 def test_a_call_can_force_a_save_even_of_step_0(ckpt):
@@ -454,7 +454,7 @@ def test_a_failed_save_is_told_at_the_next_call(ckpt, monkeypatch):
         raise OSError(28, "No space left on device")
 
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
-    monkeypatch.setattr(flaxckpt._save._storage, "sync_tree", fail)
+    monkeypatch.setattr(_storage, "sync_tree", fail)
     assert callback(2, {"step": 2})
     while not callback.last_save.done():
         pass

@@ -13,7 +13,7 @@ import store_servers
 import strategies
 
 import flaxckpt
-from flaxckpt import _save, errors
+from flaxckpt import _save, _steps, errors
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
 
 
@@ -228,8 +228,9 @@ def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(tmp_path, broken_d
             ckpt.save(1, state(1))
             raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as info:
         run()
+    assert "The save under way failed, too" in info.value.__notes__[0]
 
 
 def test_saves_from_several_threads_follow_one_another(tmp_path, monkeypatch):
@@ -287,7 +288,7 @@ def test_a_step_that_cannot_be_deleted_does_not_fail_the_save(
 
     with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
         ckpt.save(1, state(1)).wait()
-        monkeypatch.setattr(flaxckpt._steps, "delete", fail)
+        monkeypatch.setattr(_steps, "delete", fail)
         assert ckpt.save(2, state(2)).wait().deleted_steps == ()
     assert "step 1 could not be deleted" in caplog.text
     assert ckpt.steps() == [1, 2]

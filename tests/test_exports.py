@@ -1,5 +1,6 @@
 """What `import flaxckpt` gives, costs and documents."""
 
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -17,14 +18,13 @@ import flaxckpt
 NOT_IMPORTED = {"grain", "keras", "orbax", "tensorboard", "tensorflow", "torch"}
 
 PROBE = """
-import __future__, json, sys, warnings
+import json, sys, warnings
 warnings.simplefilter("error")
 import flaxckpt
-public = [
-    name for name, value in vars(flaxckpt).items()
-    if not name.startswith("_") and not isinstance(value, __future__._Feature)
-]
-print(json.dumps({"public": public, "modules": [*sys.modules]}))
+at_first = [*sys.modules]
+from flaxckpt import *
+found = {"dir": dir(flaxckpt), "at_first": at_first, "modules": [*sys.modules]}
+print(json.dumps(found))
 """
 
 
@@ -38,9 +38,37 @@ def fresh() -> dict[str, list[str]]:
 
 
 def test_all_lists_exactly_what_is_public(fresh):
-    listed = [name for name in flaxckpt.__all__ if not name.startswith("__")]
-    assert sorted(listed) == sorted(fresh["public"])
+    listed = [name for name in fresh["dir"] if not name.startswith("__")]
+    assert sorted(flaxckpt.__all__) == listed
     assert all(hasattr(flaxckpt, name) for name in flaxckpt.__all__)
+
+
+def test_type_checkers_see_what_is_imported_when_it_is_asked_for():
+    tree = ast.parse(inspect.getsource(flaxckpt))
+    [block] = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    seen = {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert sorted(seen) == sorted(flaxckpt.__all__)
+    for name, home in seen.items():
+        module = importlib.import_module(home)
+        assert getattr(module, name) is getattr(flaxckpt, name)
+
+
+def test_import_waits_with_jax_until_it_is_needed(fresh):
+    assert {"jax", "flax", "tensorstore", "typer"}.isdisjoint(fresh["at_first"])
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'sav'"):
+        _ = flaxckpt.sav
 
 
 def test_import_pulls_in_no_other_framework(fresh):

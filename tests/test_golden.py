@@ -44,3 +44,10 @@ def test_what_belongs_to_a_golden_checkpoint_is_read_too(run):
     batches = StepIndexed(lambda i: i)
     ckpt.restore(dataset=batches)
     assert next(batches) == make_flaxckpt.STEP
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.parent.name}-{run.name}")
+def test_a_golden_checkpoint_is_good(run):
+    report = flaxckpt.verify(run)
+    assert report.ok, str(report)
+    assert report.extra == ()

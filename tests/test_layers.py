@@ -46,7 +46,7 @@ LAYERS = (
         "_tree",
         "_zarr",
     },
-    {"_ocdbt"},
+    {"_ocdbt", "_structure"},
     {"_info", "_events", "_journal", "_leases", "_together"},
     {"_layout", "_containers", "_handle", "_unfinished"},
     {"_snapshot", "_raw", "_spans", "_place"},
@@ -67,8 +67,12 @@ LAYERS = (
     {"_checkpointer"},
     {"_beginning", "_preflight", "_resume"},
     {"_callback", "_diff", "_report", "_simulation", "_tools"},
+    {"_sizes"},
+    {"_keeping"},
+    {"_listing", "_leaf_statistics", "_doctor", "_wanted"},
     {"configs"},
     {"cli", "integrations"},
+    {"__main__"},
 )
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 

@@ -11,7 +11,7 @@ import pytest
 from flax.training import train_state
 
 import flaxckpt
-from flaxckpt import errors
+from flaxckpt import _storage, errors
 
 
 class Clock:
@@ -218,7 +218,7 @@ def test_the_last_save_failing_is_what_the_program_ends_with(ckpt, monkeypatch):
 
     on_step = flaxckpt.CheckpointCallback(ckpt)
     on_step(1, {"n": 1})
-    monkeypatch.setattr(flaxckpt._save._storage, "sync_tree", fail)
+    monkeypatch.setattr(_storage, "sync_tree", fail)
     send()
     with pytest.raises(errors.SaveFailedError, match="No space left"):
         on_step(2, {"n": 2})
@@ -234,7 +234,7 @@ def test_a_save_that_failed_before_does_not_hinder_the_last(ckpt, monkeypatch):
     on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=2)
     on_step(1, {"n": 1})
     with monkeypatch.context() as patch:
-        patch.setattr(flaxckpt._save._storage, "sync_tree", fail)
+        patch.setattr(_storage, "sync_tree", fail)
         on_step(2, {"n": 2})
         while not on_step.last_save.done():
             pass
@@ -255,7 +255,7 @@ def test_wrong_metrics_do_not_cost_the_last_save(ckpt, caplog):
 
 
 def test_a_signal_while_the_last_save_is_written_waits_for_it(ckpt, monkeypatch):
-    real = flaxckpt._save._storage.sync_tree
+    real = _storage.sync_tree
 
     def sync(path):
         send()
@@ -264,7 +264,7 @@ def test_a_signal_while_the_last_save_is_written_waits_for_it(ckpt, monkeypatch)
     def train():
         with ckpt, flaxckpt.CheckpointCallback(ckpt) as on_step:
             on_step(1, {"n": 1})
-            monkeypatch.setattr(flaxckpt._save._storage, "sync_tree", sync)
+            monkeypatch.setattr(_storage, "sync_tree", sync)
 
     with pytest.raises(SystemExit) as left:
         train()

@@ -281,7 +281,7 @@ def test_arrays_are_the_mapped_files(saved):
 
 def test_auto_maps_local_files_only(saved, monkeypatch):
     assert is_mapped(flaxckpt.load(saved)["w"], saved) == _blocks.is_local(saved)
-    monkeypatch.setattr(_blocks, "_file_system", lambda path: "nfs4")
+    monkeypatch.setattr(_blocks, "file_system", lambda path: "nfs4")
     assert not is_mapped(flaxckpt.load(saved)["w"], saved)
     assert is_mapped(flaxckpt.load(saved, memory_map=True)["w"], saved)
 

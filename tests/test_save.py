@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxckpt
-from flaxckpt import _dtypes, errors
+from flaxckpt import _dtypes, _storage, errors
 
 STORES = ("files", "ocdbt")
 
@@ -569,7 +569,7 @@ def test_a_failed_save_leaves_nothing_and_says_what_to_do(tmp_path, monkeypatch)
     def full(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(flaxckpt._save._storage, "sync_tree", full)
+    monkeypatch.setattr(_storage, "sync_tree", full)
     handle = flaxckpt.save_async(tmp_path / "c", {"a": jnp.ones(3)})
     with pytest.raises(errors.SaveFailedError, match="No space left") as info:
         handle.wait()

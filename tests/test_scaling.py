@@ -24,6 +24,7 @@ from flaxckpt import (
     _plan,
     _planner,
     _save,
+    _structure,
     _tree,
     errors,
     transforms,
@@ -86,7 +87,7 @@ def manifest(make, n):
 def read(make, n, *, with_roles=True):
     """The checkpoint of a state, without a disk."""
     data = manifest(make, n)
-    structure = _tree.from_json(data["structure"], _flax.resolve, set())
+    structure = _structure.from_json(data["structure"], _flax.resolve, set())
     keys = dict(_tree.key_paths(structure))
     table = {}
     for row in data["leaves"]:

@@ -1,12 +1,20 @@
-"""What SECURITY.md promises of the code; hostile files are in test_readers.py."""
+"""What SECURITY.md promises of the code, and of a run directory somebody else made.
+
+Hostile files are in test_readers.py.
+"""
 
 import ast
+import logging
 import re
 from pathlib import Path
 
+import jax.numpy as jnp
+import optax
 import pytest
+from flax.training.train_state import TrainState
 
-from flaxckpt import _zarr
+import flaxckpt
+from flaxckpt import _zarr, errors
 
 PACKAGE = Path(__file__).parents[1] / "flaxckpt"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -91,3 +99,119 @@ def test_classes_are_made_only_of_flax_and_optax(name):
 
     assert _flax.resolve(name) is None
     assert _flax.resolve("flax.core.frozen_dict:FrozenDict") is not None
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with a step, beside which there is an empty directory `elsewhere`."""
+    (tmp_path / "elsewhere").mkdir()
+    flaxckpt.Checkpointer(tmp_path / "run").save(1, {"a": 1}).wait()
+    return tmp_path / "run"
+
+
+def test_metrics_are_not_added_behind_a_link(run):
+    elsewhere = run.parent / "elsewhere"
+    (run / "1" / "metrics").symlink_to(elsewhere)
+    with pytest.raises(errors.SaveFailedError, match="link"):
+        flaxckpt.Checkpointer(run).add_metrics(1, {"loss": 1.0})
+    assert not any(elsewhere.iterdir())
+
+
+def test_metadata_of_a_run_is_not_written_behind_a_link(run):
+    elsewhere = run.parent / "elsewhere"
+    (run / "metadata").symlink_to(elsewhere)
+    with pytest.raises(errors.SaveFailedError, match="link"):
+        flaxckpt.Checkpointer(run, metadata={"name": "a"})
+    assert not any(elsewhere.iterdir())
+
+
+def test_events_are_not_appended_behind_a_link(run, caplog):
+    file = run.parent / "elsewhere" / "notes"
+    file.write_text("mine")
+    (run / "events.jsonl").unlink()
+    (run / "events.jsonl").symlink_to(file)
+    flaxckpt.Checkpointer(run).save(2, {"a": 1}).wait()
+    assert file.read_text() == "mine"
+    assert "events are missing" in caplog.text
+
+
+def test_parameters_alone_are_not_saved_behind_a_link(run):
+    other = run.parent / "other"
+    with flaxckpt.Checkpointer(other) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"a": step}).wait()
+    (run / "params_only").symlink_to(other)
+    state = TrainState.create(
+        apply_fn=None, params={"w": jnp.ones(3)}, tx=optax.adam(1e-3)
+    )
+    with pytest.raises(errors.SaveFailedError, match="link"):
+        flaxckpt.Checkpointer(run).save_params_only(7, state)
+    assert flaxckpt.Checkpointer(other).steps() == [1, 2]
+
+
+EVIL = "\x1b[31mred"
+
+
+def assert_plain(text):
+    assert "\\x1b[31mred" in text
+    assert "\x1b" not in text
+
+
+def test_names_from_files_are_no_commands_to_a_terminal(run, caplog):
+    ckpt = flaxckpt.Checkpointer(run)
+    (run / "1" / f"READING-{EVIL}-12-0123abcd").touch()
+    with pytest.raises(errors.SaveFailedError) as info:
+        ckpt.delete(1)
+    assert_plain(str(info.value))
+    assert_plain(str(ckpt.explain()[1]))
+    (run / "1" / "DAMAGED").write_text('{"reason": "\\u001b[31mred"}')
+    assert_plain(ckpt.damaged()[1])
+
+
+def test_nor_are_those_of_items(tmp_path, caplog):
+    flaxckpt.save(tmp_path / "c", {"a": 1})
+    for name in ("flaxckpt.json", "commit_success.txt"):
+        (tmp_path / "c" / name).unlink()
+    (tmp_path / "c" / "state").rename(tmp_path / "c" / f"x{EVIL}")
+    flaxckpt.save(tmp_path / "d", {"a": 1})
+    (tmp_path / "d" / "state").rename(tmp_path / "c" / f"y{EVIL}")
+    with pytest.raises(errors.CheckpointFormatError) as info:
+        flaxckpt.load(tmp_path / "c")
+    assert_plain(str(info.value))
+    (tmp_path / "c" / f"x{EVIL}").rename(tmp_path / "c" / "default")
+    with caplog.at_level(logging.WARNING):
+        flaxckpt.load(tmp_path / "c")
+    assert_plain(caplog.text)
+
+
+def test_nor_are_those_of_steps(tmp_path):
+    for step in (1, 2):
+        flaxckpt.save(tmp_path / f"{EVIL}_{step}", {"a": jnp.ones(3)})
+    (tmp_path / f"{EVIL}_2" / "state" / "_METADATA").unlink()
+    (tmp_path / f"{EVIL}_2" / "state" / "a" / "c.0").unlink()
+    with pytest.raises(errors.DamagedCheckpointError) as info:
+        flaxckpt.load(tmp_path, step=2)
+    assert_plain(str(info.value))
+
+
+def test_nor_are_those_in_a_report(tmp_path):
+    flaxckpt.save(tmp_path / "c", {EVIL: jnp.ones(3)})
+    (tmp_path / "c" / "state" / EVIL / "zarr.json").unlink()
+    (tmp_path / "c" / "state" / EVIL / "zarr.json").symlink_to("/etc/passwd")
+    (tmp_path / "c" / f"extra{EVIL}").touch()
+    report = flaxckpt.verify(tmp_path / "c")
+    assert not report.ok
+    assert_plain(str(report))
+    assert_plain(report.problems[EVIL])
+
+
+def test_whatever_is_called_so_marks_a_step_as_damaged(run):
+    (run / "1" / "DAMAGED").mkdir()
+    ckpt = flaxckpt.Checkpointer(run)
+    assert ckpt.steps() == []
+    assert list(ckpt.damaged()) == [1]
+    with pytest.raises(errors.DamagedCheckpointError, match="marked as damaged"):
+        flaxckpt.load(run)
+    ckpt.save(1, {"a": 2}).wait()
+    assert ckpt.restore(step=1) == {"a": 2}
+    assert ckpt.steps() == [1]

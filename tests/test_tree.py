@@ -9,7 +9,7 @@ import pytest
 import strategies
 from hypothesis import strategies as st
 
-from flaxckpt import _flax, _tree, errors
+from flaxckpt import _flax, _structure, _tree, errors
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -29,9 +29,9 @@ def test_a_tree_comes_back_from_its_leaves(tree):
 def test_a_tree_comes_back_from_its_written_description(tree):
     hypothesis.assume(is_nameable(tree))
     flat = _tree.flatten(tree)
-    written = json.loads(json.dumps(_tree.to_json(flat.structure)))
+    written = json.loads(json.dumps(_structure.to_json(flat.structure)))
     unknown = set()
-    structure = _tree.from_json(written, _flax.resolve, unknown)
+    structure = _structure.from_json(written, _flax.resolve, unknown)
     assert not unknown
     strategies.assert_same(tree, _tree.unflatten(structure, values(flat)))
     assert [path for path, _ in _tree.key_paths(structure)] == list(flat.entries)
@@ -93,8 +93,8 @@ def test_what_is_nested_too_deep_to_be_read_is_refused():
 def test_an_unknown_class_becomes_a_dict_and_is_reported():
     flat = _tree.flatten({"p": Point(1, 2), "q": jax.tree_util.Partial(sum, 3)})
     unknown = set()
-    structure = _tree.from_json(
-        _tree.to_json(flat.structure), lambda name: None, unknown
+    structure = _structure.from_json(
+        _structure.to_json(flat.structure), lambda name: None, unknown
     )
     rebuilt = _tree.unflatten(structure, values(flat))
     assert rebuilt == {"p": {"x": 1, "y": 2}, "q": [[3], {}]} or rebuilt == {
@@ -121,7 +121,7 @@ def test_an_unknown_class_becomes_a_dict_and_is_reported():
 )
 def test_rubbish_is_no_description(description):
     with pytest.raises(ValueError, match=r"."):
-        _tree.from_json(description, _flax.resolve, set())
+        _structure.from_json(description, _flax.resolve, set())
 
 
 def test_a_description_nested_too_deep_is_refused():
@@ -129,4 +129,4 @@ def test_a_description_nested_too_deep_is_refused():
     for _ in range(_tree.MAX_DEPTH + 2):
         description = ["list", [0], [description]]
     with pytest.raises(ValueError, match="nested"):
-        _tree.from_json(description, _flax.resolve, set())
+        _structure.from_json(description, _flax.resolve, set())

@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import os
+import shutil
 
 import jax
 import numpy as np
@@ -117,15 +118,81 @@ def test_every_file_that_is_missing_or_cut_short_is_found(tmp_path, layout):
         file.write_bytes(content[:-1])
         assert flaxckpt.verify(tmp_path / "1").problems, file
         file.unlink()
-        report = flaxckpt.verify(tmp_path / "1")
-        if file.name == "digests":  # older checkpoints have none
-            assert report.unchecked == {
-                "metrics/metrics": "they were written without a digest"
-            }
-        else:
-            assert report.problems, file
+        assert flaxckpt.verify(tmp_path / "1").problems, file
         file.write_bytes(content)
     assert flaxckpt.verify(tmp_path / "1").ok
+
+
+@pytest.mark.parametrize("added", [b" ", b"\n", b"\0", b"x"])
+def test_every_file_with_a_byte_more_is_found(tmp_path, layout, added):
+    run(tmp_path, 1, layout=layout)
+    for file in files(tmp_path / "1"):
+        content = file.read_bytes()
+        file.write_bytes(content + added)
+        assert flaxckpt.verify(tmp_path / "1").problems, file
+        file.write_bytes(content)
+    assert flaxckpt.verify(tmp_path / "1").ok
+
+
+def test_every_directory_that_is_missing_is_found(tmp_path, layout):
+    run(tmp_path / "run", 1, layout=layout)
+    for directory in [p for p in (tmp_path / "run/1").rglob("*") if p.is_dir()]:
+        directory.rename(tmp_path / "aside")
+        assert flaxckpt.verify(tmp_path / "run/1").problems, directory
+        (tmp_path / "aside").rename(directory)
+    assert flaxckpt.verify(tmp_path / "run/1").ok
+
+
+@pytest.mark.parametrize("lost", ["metrics", "metrics/metrics", "metrics/digests"])
+@pytest.mark.parametrize("measured", ["at the save", "later", "both"])
+def test_metrics_that_are_missing_are_found_whenever_they_were_added(
+    tmp_path, measured, lost
+):
+    metrics = None if measured == "later" else {"loss": 0.5}
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state(1), metrics=metrics)
+    if measured != "at the save":
+        ckpt.add_metrics(1, {"accuracy": 0.25})
+    assert ckpt.verify(1).ok
+    (tmp_path / "1" / lost).rename(tmp_path / "aside")
+    name = "metrics/digests" if lost == "metrics/digests" else "metrics/metrics"
+    assert "missing" in ckpt.verify(1).problems[name]
+    strategies.assert_same(state(1), ckpt.restore())
+    ckpt.add_metrics(1, {"accuracy": 0.5})
+    assert ckpt.verify(1).ok
+    assert ckpt.metrics(1)["accuracy"] == 0.5
+
+
+def test_a_step_under_the_name_of_another_is_not_that_one(tmp_path, caplog):
+    run(tmp_path, 1)
+    shutil.copytree(tmp_path / "1", tmp_path / "2")
+    ckpt = flaxckpt.Checkpointer(tmp_path)
+    assert "was saved as step 1" in ckpt.verify(2).problems["."]
+    with pytest.raises(errors.DamagedCheckpointError, match="was saved as step 1"):
+        ckpt.restore(step=2)
+    with pytest.raises(errors.DamagedCheckpointError, match="was saved as step 1"):
+        ckpt.restore_dataset(Iterator(), step=2)
+    strategies.assert_same(state(1), ckpt.restore())
+    assert ckpt.restored_step == 1
+    assert ckpt.steps() == [1]
+    assert "was saved as step 1" in ckpt.damaged()[2]
+
+
+def test_a_copy_elsewhere_is_what_it_was(tmp_path):
+    run(tmp_path / "run", 1)
+    for name in ("copy", "pretrained/7"):
+        shutil.copytree(tmp_path / "run/1", tmp_path / name)
+        strategies.assert_same(state(1), flaxckpt.load(tmp_path / name))
+        assert flaxckpt.verify(tmp_path / name).ok
+    strategies.assert_same(state(1), flaxckpt.load(tmp_path / "pretrained"))
+
+
+def test_a_step_converted_under_another_number_is_one(tmp_path):
+    run(tmp_path / "run", 5)
+    flaxckpt.convert(tmp_path / "run", tmp_path / "new/0")
+    ckpt = flaxckpt.Checkpointer(tmp_path / "new")
+    strategies.assert_same(state(5), ckpt.restore(step=0))
+    assert ckpt.verify(0).ok
 
 
 def test_files_that_are_no_part_of_it_are_named_and_do_no_harm(tmp_path, layout):

@@ -55,7 +55,7 @@ class Detected(NamedTuple):
 
 def recognises(path: Path) -> bool:
     """Whether `path` is a checkpoint in a format that is read here."""
-    with _access.explained(path):
+    with _access.explained(path), _remote.looking(path):
         return any(reader.recognises(path) for reader in _readers(path).values())
 
 
@@ -71,7 +71,7 @@ def detect(path: PathLike) -> Detected:
         DamagedCheckpointError: It is the rest of one, or may not be read.
     """
     path = _storage.resolve(path)
-    with _access.explained(path):
+    with _access.explained(path), _remote.looking(path):
         return _detect(path)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flaxckpt import _storage, _tree, errors
+from flaxckpt import _storage, _structure, _tree, errors
 from flaxckpt._info import Stored
 from flaxckpt.formats import _ndarray, _scan
 
@@ -25,7 +25,7 @@ def recognises(path: Path) -> str | None:
     return f"it begins with a msgpack map, whose first key is {keys[0][:60]!r}"
 
 
-def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
+def read(path: Path, *, step: int | None, resolve: _structure.Resolve) -> Stored:
     """Reads everything but arrays.
 
     Raises:

@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from flaxckpt import (
+    _links,
     _marked,
     _remote,
+    _steps,
     _storage,
+    _structure,
     _tree,
     _unfinished,
     _write,
@@ -155,8 +158,7 @@ def seal(
     }
     digests |= {**(others or {}), **_digests_of_arrays(contents, root)}
     manifest = _manifest(contents, digests)
-    digest = _orbax_json.dumps({_orbax_json.MANIFEST: _storage.digest(manifest)})
-    return {_orbax_json.MANIFEST: manifest, COMMITTED: digest}
+    return {_orbax_json.MANIFEST: manifest, COMMITTED: seal_of(manifest)}
 
 
 def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
@@ -187,6 +189,21 @@ def _digests_of_metrics(*texts: bytes) -> bytes:
     return _orbax_json.dumps({METRICS: digests})
 
 
+def are_digests_of_metrics(text: bytes, file: Path) -> bool:
+    """Whether the content of `metrics/digests` is such as is written there.
+
+    Raises:
+        DamagedCheckpointError: It is no JSON.
+    """
+    found = _orbax_json.loads(text, file).get(METRICS)
+    return isinstance(found, list) and text == _orbax_json.dumps({METRICS: found})
+
+
+def seal_of(manifest: bytes) -> bytes:
+    """The content of `commit_success.txt`."""
+    return _orbax_json.dumps({_orbax_json.MANIFEST: _storage.digest(manifest)})
+
+
 def _checkpoint_metadata(contents: Contents) -> bytes:
     handlers = {STATE: _orbax_json.STATE_HANDLER}
     if contents.metrics:
@@ -206,11 +223,13 @@ def _checkpoint_metadata(contents: Contents) -> bytes:
 
 
 def _manifest(contents: Contents, digests: Mapping[str, str]) -> bytes:
-    origin: dict[str, JSON] = {}
+    origin: dict[str, JSON] = {}  # and what else is not always there
     if contents.lineage:
         origin["lineage"] = [_orbax_json.lineage_row(each) for each in contents.lineage]
     if contents.transforms:
         origin["transforms"] = list(contents.transforms)
+    if contents.metrics:
+        origin["metrics"] = True
     return _orbax_json.dumps(
         {
             "format": "flaxckpt",
@@ -220,7 +239,7 @@ def _manifest(contents: Contents, digests: Mapping[str, str]) -> bytes:
             "ocdbt": contents.ocdbt,
             "encoding": _orbax_json.encoding_row(contents.encoding),
             "leaves": [_orbax_json.leaf_row(info) for info in contents.infos],
-            "structure": _tree.to_json(contents.structure),
+            "structure": _structure.to_json(contents.structure),
             "digests": digests,
             **origin,
         }
@@ -327,7 +346,7 @@ def is_whole(path: Path) -> bool:
     )
 
 
-def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
+def read(path: Path, *, step: int | None, resolve: _structure.Resolve) -> Stored:
     """Reads everything but arrays.
 
     Raises:
@@ -358,7 +377,17 @@ def file_to_lock(path: Path) -> Path:
 
 
 def write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
-    """Writes the metrics of the committed checkpoint `path` anew, in one step."""
+    """Writes the metrics of the committed checkpoint `path` anew, in one step.
+
+    Raises:
+        ValueError: They would be written behind a link out of the checkpoint.
+    """
+    _links.check_file(path / METRICS / METRICS, path)
+    _write_metrics(path, metrics)
+    _steps.mark_measured(path)
+
+
+def _write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
     content = _orbax_json.dumps(dict(metrics))
     if (path / METRICS).is_dir():
         _replace_metrics(path, content)
@@ -432,8 +461,13 @@ def read_run_metadata(root: Path) -> dict[str, JSON]:
 
 
 def write_run_metadata(root: Path, custom: Mapping[str, JSON]) -> None:
-    """Writes the user's metadata of a whole run, in one step."""
+    """Writes the user's metadata of a whole run, in one step.
+
+    Raises:
+        ValueError: It would be written behind a link out of the run.
+    """
     path = root / _ROOT_METADATA
+    _links.check_file(path, root)
     _storage.make_directory(path.parent)
     _storage.replace(
         path,
@@ -441,7 +475,7 @@ def write_run_metadata(root: Path, custom: Mapping[str, JSON]) -> None:
     )
 
 
-def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
+def _read_own(path: Path, step: int | None, resolve: _structure.Resolve) -> Stored:
     stamp = _storage.stamp(path / _orbax_json.MANIFEST)
     raw = _orbax_disk.read_file(path / _orbax_json.MANIFEST, path)
     if _storage.lexists(path / COMMITTED):
@@ -457,7 +491,7 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
         )
     unknown: set[str] = set()
     try:
-        structure = _tree.from_json(manifest["structure"], resolve, unknown)
+        structure = _structure.from_json(manifest["structure"], resolve, unknown)
         keys = _orbax_json.key_paths(structure)
         infos = [_orbax_json.leaf_info(row, keys) for row in manifest["leaves"]]
         digests = _orbax_json.digests(manifest["digests"])
@@ -465,6 +499,7 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
         encoding = _orbax_json.encoding(manifest)
         lineage = _orbax_json.lineage(manifest)
         transforms = _orbax_json.texts(manifest.get("transforms", []))
+        recorded = _orbax_json.step(manifest)
         _orbax_json.check_leaves(infos, keys, structure)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise errors.DamagedCheckpointError(
@@ -495,6 +530,7 @@ def _read_own(path: Path, step: int | None, resolve: _tree.Resolve) -> Stored:
         frozenset(unknown),
         digests,
         stamp,
+        recorded,
     )
 
 

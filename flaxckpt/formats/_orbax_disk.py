@@ -51,8 +51,8 @@ def item(path: Path) -> Path | None:
     ]
     if len(items) > 1:
         raise errors.CheckpointFormatError(
-            f"{path} holds several items, {', '.join(items)}: "
-            f"load one of them by its own path, {path / items[0]}"
+            f"{path} holds several items, {errors.printable(', '.join(items))}: load"
+            f" one of them by its own path, {errors.printable(str(path / items[0]))}"
         )
     return path / items[0] if items else None
 
@@ -62,7 +62,7 @@ def warn_of_others(path: Path, taken: Path) -> None:
     if taken == path:
         return
     others = [
-        str(path / name)
+        errors.printable(str(path / name))
         for name in sorted(_storage.directories(path))
         if name not in NOT_ITEMS and name != taken.name and _is_item(path / name)
     ]
@@ -70,7 +70,7 @@ def warn_of_others(path: Path, taken: Path) -> None:
         _log.warning(
             "of %s only the item %s is taken; load the others by their own paths: %s",
             path,
-            taken.name,
+            errors.printable(taken.name),
             ", ".join(others[: errors.ROWS_SHOWN]),
         )
 
@@ -161,10 +161,15 @@ def metrics_in(path: Path) -> dict[str, Any]:
     """What is in the metrics' file of the checkpoint `path`; empty if it has none.
 
     Raises:
-        DamagedCheckpointError: The file is not what it should be.
+        DamagedCheckpointError: The file is not what it should be, or is missing.
     """
     file = path / METRICS / METRICS
     if not _storage.lexists(file):
+        if (told := _has_had_metrics(path)) and not _storage.lexists(file):
+            raise errors.DamagedCheckpointError(
+                f"{file} is missing, and {told} says that there were metrics; add all"
+                " metrics of the step anew"
+            )
         return {}
     content = read_file(file, path)
     if not _is_known(path, content):
@@ -175,6 +180,16 @@ def metrics_in(path: Path) -> dict[str, Any]:
             )
         content = again
     return _orbax_json.loads(content, file)
+
+
+def _has_had_metrics(path: Path) -> str | None:
+    """The file that says of a checkpoint of ours that metrics were saved, or added."""
+    if _steps.is_measured(path):
+        return _steps.MEASURED
+    if not (path / _orbax_json.MANIFEST).is_file():  # no digest tells if this is so
+        return None
+    items = json_file(path / CHECKPOINT, path).get("item_handlers")
+    return CHECKPOINT if isinstance(items, dict) and METRICS in items else None
 
 
 def _is_known(path: Path, metrics: bytes) -> bool:

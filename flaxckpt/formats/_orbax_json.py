@@ -404,6 +404,18 @@ def lineage(manifest: Mapping[str, Any]) -> tuple[Lineage, ...]:
     return tuple(found)
 
 
+def step(manifest: Mapping[str, Any]) -> int | None:
+    """The number of the step; None of a checkpoint that was none.
+
+    Raises:
+        ValueError: The manifest says something else.
+    """
+    found = manifest.get("step")
+    if type(found) not in (int, type(None)):
+        raise ValueError(f"{str(found)[:80]} is no step")
+    return found
+
+
 def texts(value: Any) -> tuple[str, ...]:
     """A list of strings.
 

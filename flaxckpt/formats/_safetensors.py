@@ -10,7 +10,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from flaxckpt import _layout, _spans, _steps, _storage, _tree, errors
+from flaxckpt import _layout, _spans, _steps, _storage, _structure, errors
 from flaxckpt._info import CheckpointMetadata, Leaf, LeafTable, Stored, StoredLeaf
 from flaxckpt._storage import Stamp
 from flaxckpt._types import JSON
@@ -146,7 +146,7 @@ def _is_beside(path: Path) -> bool:
         return _steps.is_usual_name(path.name)
 
 
-def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
+def read(path: Path, *, step: int | None, resolve: _structure.Resolve) -> Stored:
     """Reads everything but arrays.
 
     Raises:
@@ -216,7 +216,7 @@ def _describe(
     path: Path,
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, JSON],
-    resolve: _tree.Resolve,
+    resolve: _structure.Resolve,
     unknown: set[str],
 ) -> Described:
     ours = metadata.get(OURS)

@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flaxckpt import _layout, _tree
+from flaxckpt import _layout, _structure, _tree
 from flaxckpt._info import CheckpointMetadata, LeafInfo, Lineage
 from flaxckpt._types import JSON, LeafPath, Shape
 from flaxckpt.formats import _orbax_json, _safetensors_json
@@ -86,7 +86,10 @@ def _foreign_info(
 
 
 def describe_own(
-    text: str, tensors: Mapping[str, Tensor], resolve: _tree.Resolve, unknown: set[str]
+    text: str,
+    tensors: Mapping[str, Tensor],
+    resolve: _structure.Resolve,
+    unknown: set[str],
 ) -> Described:
     """The leaves of a checkpoint that we wrote.
 
@@ -104,7 +107,7 @@ def describe_own(
         version = reprlib.repr(data["version"])
         if version != str(_VERSION):
             raise ValueError(f"it has version {version}, and {_VERSION} is read")
-        structure = _tree.from_json(data["structure"], resolve, unknown)
+        structure = _structure.from_json(data["structure"], resolve, unknown)
         keys = _orbax_json.key_paths(structure)
         infos = tuple([_own_info(row, keys) for row in data["leaves"]])
         strings, metrics, custom = data["strings"], data["metrics"], data["custom"]
@@ -186,7 +189,7 @@ def own_metadata(
     data: dict[str, JSON] = {
         "version": _VERSION,
         "leaves": [_orbax_json.leaf_row(_whole(info)) for info in infos],
-        "structure": _tree.to_json(structure),
+        "structure": _structure.to_json(structure),
         "strings": dict(strings),
         "metrics": dict(metadata.metrics),
         "custom": dict(metadata.custom),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flaxckpt import _storage, _tree
+from flaxckpt import _storage, _structure, _tree
 from flaxckpt._info import Stored
 from flaxckpt.formats import _ndarray, _scan
 from flaxckpt.formats._scan import Run, Scanner, Value
@@ -24,7 +24,7 @@ def recognises(path: Path) -> str | None:
     return "it begins with a msgpack record of keys and a value"
 
 
-def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
+def read(path: Path, *, step: int | None, resolve: _structure.Resolve) -> Stored:
     """Reads everything but arrays.
 
     Raises:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _storage, _tree, errors
+from flaxckpt import _storage, _structure, _tree, errors
 from flaxckpt._info import Stored
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _ndarray, _orbax_json, _scan, _zarr2
@@ -68,7 +68,7 @@ def _is_ours(file: Path) -> bool:
     return set(tree) == _KEYS and isinstance(tree["version"], int)
 
 
-def read(path: Path, *, step: int | None, resolve: _tree.Resolve) -> Stored:
+def read(path: Path, *, step: int | None, resolve: _structure.Resolve) -> Stored:
     """Reads everything but arrays.
 
     Raises:

@@ -1,8 +1,10 @@
 """A program that ends, or forks, loses no save, and says so if one has failed."""
 
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
@@ -73,6 +75,100 @@ def test_a_program_that_ends_has_saved_or_says_so(run, tmp_path, way, full):
         assert flaxckpt.load(tmp_path / "c")["w"][-1] == 49_999
 
 
+MUTE = {
+    "stderr closed": "os.close(2)",
+    "stdout closed": "os.close(1)",
+    "no stderr": "sys.stderr = None",
+    "no stdout": "sys.stdout = None",
+    "stderr full": "sys.stderr = open('/dev/full', 'w')",
+    "stdout full": "sys.stdout = open('/dev/full', 'w'); print('there')",
+    "no words": """
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError
+from flaxckpt import _commit
+def fails(*ignored):
+    raise Mute
+_commit.fill = fails""",
+}
+
+
+@pytest.mark.parametrize("way", MUTE)
+def test_a_failed_save_is_an_exit_code_whatever_can_be_printed(run, tmp_path, way):
+    full = way != "no words"
+    done = run(f"{MUTE[way]}\nfull = {full}\nif full: fill_up()\nsave(directory, full)")
+    assert done.returncode == 1
+    if "stdout" in way:
+        assert "could not be saved" in done.stderr
+    assert not (tmp_path / "c").exists()
+
+
+INTERRUPTED = """
+from flaxckpt import _storage
+
+publish = _storage.publish
+
+def slow(*args):
+    print("under way", flush=True)
+    sys.stdin.readline()
+    publish(*args)
+
+_storage.publish = slow
+save(directory)
+"""
+
+
+def test_a_second_ctrl_c_at_the_end_does_not_pass_for_success(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(BEGIN + INTERRUPTED)
+    process = subprocess.Popen(
+        [sys.executable, program, tmp_path / "c"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "under way\n"
+    told = []
+    # The first breaks off Python's own wait for threads, the next ours; where signals
+    # meet, one more does.
+    while process.poll() is None and "threading" not in "".join(told):
+        process.send_signal(signal.SIGINT)
+        told.append(process.stderr.readline())
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    assert process.returncode != 0
+    assert "is cut off" in process.stderr.read()
+    process.communicate()
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_save_from_an_exit_handler_registered_before_ours(tmp_path, full):
+    program = tmp_path / "program.py"
+    early = """
+    import atexit, sys
+
+    def last():
+        if sys.argv[2] == "True":
+            fill_up()
+        save(directory)
+
+    atexit.register(last)
+    """
+    program.write_text(textwrap.dedent(early) + BEGIN)
+    done = subprocess.run(
+        [sys.executable, program, tmp_path / "c", str(full)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == (1 if full else 0), done.stderr
+    assert ("could not be saved" in done.stderr) is full
+    assert (tmp_path / "c").exists() is not full
+
+
 def test_an_unhandled_error_lets_the_save_end(run, tmp_path):
     done = run("save(directory); raise ValueError('oh')")
     assert done.returncode == 1
@@ -112,7 +208,9 @@ def test_a_fork_leaves_the_saves_of_its_parent_to_it(run, tmp_path):
     done = run(
         """
         slow = threading.Event()
-        sync_tree = flaxckpt._save._storage.sync_tree
+        from flaxckpt import _storage
+
+        sync_tree = _storage.sync_tree
 
         def wait_and_sync(path):
             if os.getpid() == parent:
@@ -120,7 +218,7 @@ def test_a_fork_leaves_the_saves_of_its_parent_to_it(run, tmp_path):
             return sync_tree(path)
 
         parent = os.getpid()
-        flaxckpt._save._storage.sync_tree = wait_and_sync
+        _storage.sync_tree = wait_and_sync
         ckpt = flaxckpt.Checkpointer(directory)
         handle = ckpt.save(1, STATE)
         while not list(ckpt.directory.glob("1.*")):

@@ -11,6 +11,7 @@ import itertools
 import os
 import signal
 import zlib
+from pathlib import Path
 
 import pytest
 import scenarios
@@ -33,6 +34,8 @@ FAULTS = {
     },
 }
 ALWAYS = {"killed"}
+
+PROMISES = Path(__file__).parents[2] / "docs" / "reliability.md"
 
 ENDED = {0, 3}  # done, or failed as it should
 
@@ -75,3 +78,8 @@ def found_in(done, fault):
         yield from (
             f"{name} is left at once" for name in done["left"] if "-wri" in name
         )
+
+
+def test_the_promises_count_the_scenarios_right():
+    text = " ".join(PROMISES.read_text().split())
+    assert f"every file system call of {len(scenarios.SCENARIOS)} scenarios" in text

@@ -179,8 +179,10 @@ def test_a_bare_checkpoint_is_swept_at_its_next_save(tmp_path):
 def test_small_files_of_the_dead_go_when_they_are_old(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, metadata={"name": "a"}) as ckpt:
         ckpt.save(7, {"a": 1}, metrics={"loss": 1.0}).wait()
-    names = ["7/PINNED.tmp", "7/metrics/metrics.tmp", "metadata/_ROOT_METADATA.tmp"]
-    files = [tmp_path / name for name in [*names, "7/READING-host-1-0123abcd"]]
+    replacing = ["7/PINNED", "7/metrics/metrics", "metadata/_ROOT_METADATA"]
+    names = [f"{name}.0123abcd.tmp" for name in replacing]
+    names += ["7/READING-host-1-0123abcd", "7/DELETING"]
+    files = [tmp_path / name for name in names]
     for file in files:
         file.touch()
     flaxckpt.Checkpointer(tmp_path)
@@ -189,6 +191,49 @@ def test_small_files_of_the_dead_go_when_they_are_old(tmp_path):
         grow_old(file, 90)
     flaxckpt.Checkpointer(tmp_path)
     assert not any(file.exists() for file in files)
+
+
+USERS_OWN = [
+    "draft.tmp",
+    "draft.0123ABCD.tmp",
+    ".0123abcd.tmp",
+    "READING-list.md",
+    "READING-host-1-0123abcd.md",
+    "READING-host-1",
+    "DELETING-not",
+]
+
+
+@pytest.mark.parametrize("place", ["", "7", "7/metrics", "metadata"])
+def test_files_of_the_user_stay_however_old_they_are(tmp_path, place):
+    with flaxckpt.Checkpointer(tmp_path, metadata={"name": "a"}) as ckpt:
+        ckpt.save(7, {"a": 1}, metrics={"loss": 1.0}).wait()
+    own = [tmp_path / place / name for name in USERS_OWN]
+    if not place:  # where nothing of ours is called so
+        own += [tmp_path / "DELETING", tmp_path / "notes.0123abcd.tmp"]
+    for file in own:
+        file.write_text("mine")
+        grow_old(file, 90)
+    flaxckpt.Checkpointer(tmp_path)
+    assert all(file.exists() for file in own)
+
+
+@pytest.mark.parametrize("place", ["7/metrics", "metadata"])
+def test_small_files_behind_links_stay(tmp_path, place):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    flaxckpt.Checkpointer(run).save(7, {"a": 1}).wait()
+    elsewhere.mkdir()
+    (run / place).symlink_to(elsewhere)
+    names = ["metrics.0123abcd.tmp", "READING-host-1-0123abcd", "DELETING"]
+    for name in names:
+        (elsewhere / name).touch()
+        grow_old(elsewhere / name, 90)
+    link = run / "7" / "PINNED.0123abcd.tmp"
+    link.symlink_to(elsewhere / names[0])
+    os.utime(link, (1, 1), follow_symlinks=False)
+    flaxckpt.Checkpointer(run)
+    assert {path.name for path in elsewhere.iterdir()} == set(names)
+    assert link.is_symlink()
 
 
 def test_kills_at_random_moments_lose_nothing(worker, directory):

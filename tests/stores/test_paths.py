@@ -3,6 +3,7 @@
 import os
 import pickle
 
+import faulty
 import pytest
 
 import flaxckpt
@@ -102,14 +103,19 @@ def test_each_store_is_described_by_what_was_passed(monkeypatch):
     for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_REGION", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     given = _store.StoreOptions(region="eu-west-1", profile="work", concurrency=4)
+
+    def had(spec, name):
+        """What a name in a specification means."""
+        return _store._shared[spec[name]]
+
     spec = _store.Store("s3", "bucket", given).spec("run/")
     assert spec["aws_region"] == "eu-west-1"
-    assert spec["aws_credentials"] == {"type": "profile", "profile": "work"}
+    assert had(spec, "aws_credentials") == {"type": "profile", "profile": "work"}
     assert spec["use_conditional_write"]
-    assert spec["s3_request_concurrency"] == {"limit": 4}
+    assert had(spec, "s3_request_concurrency") == {"limit": 4}
     assert "endpoint" not in spec
     public = _store.Store("s3", "bucket", _store.StoreOptions(anonymous=True))
-    assert public.spec("")["aws_credentials"] == {"type": "anonymous"}
+    assert had(public.spec(""), "aws_credentials") == {"type": "anonymous"}
     spec = _store.Store("gs", "bucket").spec("run/")
     assert (spec["driver"], spec["bucket"], spec["path"]) == ("gcs", "bucket", "run/")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9/")
@@ -117,4 +123,17 @@ def test_each_store_is_described_by_what_was_passed(monkeypatch):
     found = _stores.of("s3", "bucket").spec("")
     assert found["endpoint"] == "http://127.0.0.1:9"
     assert found["aws_region"] == "us-east-1"
-    assert found["aws_credentials"] == {"type": "environment"}
+    assert had(found, "aws_credentials") == {"type": "environment"}
+
+
+def test_what_is_called_like_a_pattern_is_found_at_any_depth():
+    path = faulty.new_path("patterns") / "c"
+    for name in ("d/1", "d/2", "d/deep/3", "p.0/d/4", "top"):
+        (path / name).write_bytes(b"x")
+
+    def found(pattern):
+        return {p.relative_to(path).as_posix() for p in path.glob(pattern)}
+
+    assert found("d/*") == {"d/1", "d/2", "d/deep"}
+    assert found("p.*/d/*") == {"p.0/d/4"}
+    assert found("t*") == {"top"}

@@ -1,0 +1,243 @@
+"""What a run would find here: packages, and what the directory's storage can do."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import os
+import platform
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from flaxckpt import _blocks, _remote, _storage, errors
+from flaxckpt._types import PathLike
+
+_PACKAGES = (
+    "flaxckpt",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "tensorstore",
+    "numpy",
+    "ml_dtypes",
+    "orbax-checkpoint",
+    "grain",
+)
+_FILE_BYTES = 2**24
+_SMALL_FILES = 9
+_NOT_INSTALLED = "not installed"
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What was found.
+
+    Attributes:
+        versions: Package -> its version; `python` and `platform`, too.
+        directory: Whose storage was tried out.
+        file_system: Its kind; empty if that is not known.
+        free_bytes: What is free there; None in object stores.
+        sync_secs: How long it takes to write a small file durably, in the median.
+        write_rate: Bytes a second that are written durably.
+        read_rate: Bytes a second that are read; from memory, if the system keeps them
+            there all the same.
+        features: What the file system can do -> whether it can.
+        problems: Why no run can save here; empty if one can.
+    """
+
+    versions: Mapping[str, str]
+    directory: str
+    file_system: str
+    free_bytes: int | None
+    sync_secs: float | None
+    write_rate: float | None
+    read_rate: float | None
+    features: Mapping[str, bool]
+    problems: tuple[str, ...]
+
+
+def examine(
+    directory: PathLike, *, max_bytes: int = 2**28, max_secs: float = 2.0
+) -> Diagnosis:
+    """Says which packages are there, and tries out the storage of a directory.
+
+    Files are written into a directory beside the steps, which is removed again.
+
+    Args:
+        directory: Where a run would save. In object stores it need not be there.
+        max_bytes: What is written at most.
+        max_secs: For how long large files are written, and then read; one of each at
+            least.
+
+    Raises:
+        OptionError: There is no such directory.
+    """
+    root = _storage.resolve(directory)
+    if not (root.is_dir() or _remote.is_remote(root)):
+        raise errors.OptionError(f"{root} is no directory: pass one that is there")
+    free, kind, problems = _free_bytes(root), _file_system(root), []
+    if free is not None:
+        max_bytes = min(max_bytes, free // 10)
+    sync_secs = write_rate = read_rate = None
+    features: Mapping[str, bool] = {}
+    try:
+        with _scratch(root) as scratch:
+            sync_secs = _sync_secs(scratch)
+            write_rate, read_rate = _rates(scratch, max_bytes, max_secs)
+            features = _features(scratch) if free is not None else {}
+    except OSError as error:
+        problems.append(f"{root} cannot be written to: {error.strerror or error}")
+    return Diagnosis(
+        _versions(),
+        str(root),
+        kind,
+        free,
+        sync_secs,
+        write_rate,
+        read_rate,
+        features,
+        tuple(problems),
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = _NOT_INSTALLED
+    return found
+
+
+def _free_bytes(root: Path) -> int | None:
+    return None if _remote.is_remote(root) else shutil.disk_usage(root).free
+
+
+def _file_system(root: Path) -> str:
+    if _remote.is_remote(root):
+        return "object store"
+    return _blocks.file_system(os.fspath(root))
+
+
+@contextlib.contextmanager
+def _scratch(root: Path) -> Iterator[Path]:
+    """A new directory, which is removed again."""
+    path = root / f".flaxckpt-doctor-{secrets.token_hex(4)}"
+    _storage.make_directory(path)
+    try:
+        yield path
+    finally:
+        _storage.remove_tree(path)
+
+
+# ---- how fast ---------------------------------------------------------------------
+
+
+def _sync_secs(scratch: Path) -> float:
+    def write(number: int) -> float:
+        return _timed(lambda: _write_small(scratch / f"small-{number}"))
+
+    return median(write(number) for number in range(_SMALL_FILES))
+
+
+def _write_small(file: Path) -> None:
+    _storage.write(file, b"x" * 4096)
+    _storage.sync_directory(file.parent)
+
+
+def _rates(scratch: Path, max_bytes: int, max_secs: float) -> tuple[float, float]:
+    """Bytes a second that are written durably, and that are read."""
+    size = min(_FILE_BYTES, max(1, max_bytes))
+    content = os.urandom(size)  # which no file system makes smaller
+    files = [scratch / f"large-{n}" for n in range(max(1, max_bytes // size))]
+    written: list[Path] = []
+
+    def write(file: Path) -> None:
+        _storage.write(file, content)
+        written.append(file)
+
+    write_rate = _rate(write, files, size, max_secs)
+    for file in written:
+        _forget(file)
+    return write_rate, _rate(_read, written, size, max_secs)
+
+
+def _rate(
+    work: Callable[[Path], None], files: list[Path], size: int, max_secs: float
+) -> float:
+    secs, done = 0.0, 0
+    for file in files:
+        secs += _timed(lambda file=file: work(file))  # type: ignore[misc]
+        done += size
+        if secs > max_secs:
+            break
+    return done / max(secs, 1e-9)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _read(file: Path) -> None:
+    file.read_bytes()
+
+
+def _forget(file: Path) -> None:
+    """Asks the system to keep a file no longer in memory."""
+    if _remote.is_remote(file) or not hasattr(os, "posix_fadvise"):
+        return
+    with contextlib.suppress(OSError):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+# ---- what the file system can do ----------------------------------------------------
+
+
+def _features(scratch: Path) -> dict[str, bool]:
+    return {
+        "file locks": _works(lambda: _lock(scratch)),
+        "hard links": _works(lambda: _link(scratch)),
+        "exchange of directories": _works(lambda: _exchange(scratch)),
+        "memory maps": _blocks.is_local(scratch),
+    }
+
+
+def _works(attempt: Callable[[], bool]) -> bool:
+    try:
+        return attempt()
+    except OSError:
+        return False
+
+
+def _lock(scratch: Path) -> bool:
+    descriptor = os.open(scratch / "small-0", os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _link(scratch: Path) -> bool:
+    (scratch / "linked").hardlink_to(scratch / "small-0")
+    return (scratch / "small-0").stat().st_nlink == 2
+
+
+def _exchange(scratch: Path) -> bool:
+    (scratch / "one").mkdir()
+    (scratch / "other").mkdir()
+    return _storage.exchanged_at_once(scratch / "one", scratch / "other")

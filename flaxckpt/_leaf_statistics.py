@@ -1,0 +1,200 @@
+"""What the values of a leaf are like, found in pieces that take little memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from flaxckpt import _layout, _locate, _pieces, _progress, _storage, errors
+from flaxckpt._info import Leaf, LeafInfo, StoredLeaf
+from flaxckpt._types import LeafPath, PathLike
+from flaxckpt._zarr import Array
+from flaxckpt.errors import Mismatch
+
+_PIECE_BYTES = 16 * 2**20
+_AT_ONCE = 64 * 2**20
+_VALUES_SHOWN = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafStatistics:
+    """What the values of a leaf are like.
+
+    Of complex numbers it is their absolute values that are counted, and of PRNG keys
+    the words that they consist of.
+
+    Attributes:
+        info: The leaf.
+        count: How many elements it has.
+        min: The smallest finite one; None if there is none, like the four that follow.
+        max: The largest.
+        mean: Of the finite ones.
+        std: Their standard deviation, of all of them and not of a sample.
+        norm: The root of the sum of their squares.
+        zeros: How many are 0.
+        nans: How many are NaN.
+        infs: How many are infinite.
+        edges: The bounds of the bins of the histogram, one more than there are bins.
+        histogram: How many finite ones are in each bin.
+        values: All of them, if there are few; of a string, itself.
+    """
+
+    info: LeafInfo
+    count: int
+    min: float | int | None = None
+    max: float | int | None = None
+    mean: float | None = None
+    std: float | None = None
+    norm: float | None = None
+    zeros: int = 0
+    nans: int = 0
+    infs: int = 0
+    edges: tuple[float, ...] = ()
+    histogram: tuple[int, ...] = ()
+    values: Any = None
+
+
+def leaf_statistics(
+    path: PathLike, leaf_path: LeafPath, *, step: int | None = None, bins: int = 16
+) -> LeafStatistics:
+    """Reads a leaf of a checkpoint, twice, and says what its values are like.
+
+    Args:
+        path: A checkpoint, or a run directory of steps.
+        leaf_path: Which leaf.
+        step: Which step of a run directory; by default the newest.
+        bins: How many bins the histogram has.
+
+    Raises:
+        RestoreMismatchError: There is no such leaf.
+        CheckpointError: As for `load`.
+    """
+    stored = _locate.read_stored(*_locate.locate(_storage.resolve(path), step))
+    leaf = stored.table.get(leaf_path)
+    if leaf is None:
+        raise errors.RestoreMismatchError(
+            stored.metadata.path,
+            [Mismatch(leaf_path, "a leaf", "nothing")],
+            "metadata(path).leaves lists them all.",
+        )
+    if leaf.info.dtype is None:
+        source = leaf.source
+        value = source.value if isinstance(source, StoredLeaf) else source
+        return LeafStatistics(leaf.info, int(value is not None), values=value)
+    counter = _progress.Counter(f"reading {leaf_path}")
+    counter.total = 2 * _layout.stored_bytes(leaf.info)
+    with _progress.shown(counter):
+        return _of_numbers(leaf, bins, counter)
+
+
+def _of_numbers(leaf: Leaf, bins: int, counter: _progress.Counter) -> LeafStatistics:
+    count = math.prod(_layout.stored_form(leaf.info)[0])
+    sums = _Sums()
+    few: list[Any] = []
+    for values in _read(leaf, counter):
+        sums.add(values)
+        few += values.ravel().tolist() if count <= _VALUES_SHOWN else []
+    edges: tuple[float, ...] = ()
+    histogram: tuple[int, ...] = ()
+    if sums.min is not None and sums.max is not None:
+        edges = _edges(float(sums.min), float(sums.max), bins)
+        counts = np.zeros(len(edges) - 1, np.int64)
+        for values in _read(leaf, counter):
+            counts += np.histogram(_finite(values), np.array(edges))[0]
+        histogram = tuple(counts.tolist())
+    return LeafStatistics(
+        leaf.info,
+        count,
+        sums.min,
+        sums.max,
+        sums.mean if sums.count else None,
+        math.sqrt(sums.spread / sums.count) if sums.count else None,
+        math.sqrt(sums.squares) if sums.count else None,
+        sums.zeros,
+        sums.nans,
+        sums.infs,
+        edges,
+        histogram,
+        few if count <= _VALUES_SHOWN else None,
+    )
+
+
+def _read(leaf: Leaf, counter: _progress.Counter) -> Any:
+    """The values of a leaf, piece by piece, as numbers that numpy can add."""
+    pieces = _pieces.cut(leaf, chunk_shape=None, max_bytes=_PIECE_BYTES)
+    for batch in _pieces.batches(pieces, _AT_ONCE):
+        read = _pieces.read(batch, max_bytes=_AT_ONCE)
+        for piece, values in zip(batch, read, strict=True):
+            yield _numbers(values)
+            counter.add(piece.nbytes)
+
+
+def _numbers(values: Array) -> Array:
+    if np.iscomplexobj(values):
+        values = np.abs(values)
+    if values.dtype.kind in "iu":
+        return values
+    if values.dtype.kind == "b":
+        return values.astype(np.int8)
+    # Also numbers of other packages: bfloat16, float8 and int4.
+    return np.asarray(values.astype(np.float64))
+
+
+def _finite(values: Array) -> Array:
+    finite: Array = values[np.isfinite(values)].astype(np.float64)
+    return finite
+
+
+def _edges(least: float, largest: float, bins: int) -> tuple[float, ...]:
+    """Bounds of `bins` equal bins from `least` to `largest`; of one, if these agree."""
+    if not largest > least:
+        return (least, math.nextafter(least, math.inf))
+    width = largest / bins - least / bins  # their difference may be too large a number
+    inner = [least + width * n for n in range(1, bins)]
+    found = [least, *inner, largest]
+    # Bins narrower than the numbers can tell apart are left out.
+    return tuple([edge for n, edge in enumerate(found) if not n or edge > found[n - 1]])
+
+
+class _Sums:
+    """What is known of the values so far.
+
+    Means and spreads of parts are put together, so that no digits are lost by squares
+    of large numbers (Chan, Golub and LeVeque).
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.min: float | int | None = None
+        self.max: float | int | None = None
+        self.mean = 0.0
+        self.spread = 0.0
+        self.squares = 0.0
+        self.zeros = self.nans = self.infs = 0
+
+    def add(self, values: Array) -> None:
+        """Takes another part."""
+        self.zeros += int(np.count_nonzero(values == 0))
+        self.nans += int(np.count_nonzero(np.isnan(values)))
+        self.infs += int(np.count_nonzero(np.isinf(values)))
+        kept = values[np.isfinite(values)]
+        if not kept.size:
+            return
+        least, largest = kept.min().item(), kept.max().item()
+        self.min = least if self.min is None else min(self.min, least)
+        self.max = largest if self.max is None else max(self.max, largest)
+        part = kept.astype(np.float64)
+        with np.errstate(all="ignore"):
+            self._merge(part.size, float(part.mean()), part)
+
+    def _merge(self, count: int, mean: float, part: Array) -> None:
+        total = self.count + count
+        apart = mean - self.mean
+        self.spread += float(np.square(part - mean).sum())
+        self.spread += apart * apart * self.count * count / total
+        self.mean += apart * count / total
+        self.squares += float(np.square(part).sum())
+        self.count = total

@@ -1,0 +1,243 @@
+"""What is under a run directory: each step, how it is marked, and why it stays.
+
+Runs of others are listed like our own, whatever their steps are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from flaxckpt import (
+    _keeping,
+    _locate,
+    _measured,
+    _sizes,
+    _steps,
+    _storage,
+    errors,
+    formats,
+    policies,
+)
+from flaxckpt._types import PathLike
+from flaxckpt.formats import _orbax, _orbax_json
+from flaxckpt.policies import PreservationPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A checkpoint as it is listed.
+
+    Attributes:
+        step: Its number under a run directory; None if it stands alone.
+        path: Where it is.
+        format: As `CheckpointMetadata.format`; `unknown` if that cannot be told.
+        created: When its save began, in seconds since 1970; None if not known.
+        bytes: The size of its files; None in object stores.
+        metrics: What was measured at it.
+        marks: Some of `latest`, `best`, `pinned`, `temporary`, `being read`, `damaged`.
+        why: Why it stays; empty if it would go.
+        damage: What is known to be wrong with it; None if nothing is.
+    """
+
+    step: int | None
+    path: str
+    format: str
+    created: float | None
+    bytes: int | None
+    metrics: Mapping[str, float]
+    marks: tuple[str, ...]
+    why: tuple[str, ...]
+    damage: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What is at a path.
+
+    Attributes:
+        path: A run directory, or one checkpoint.
+        is_run: Whether it is a run directory.
+        steps: The checkpoints, the oldest first.
+        bytes: The size of all their files, those that they share counted once; None in
+            object stores.
+    """
+
+    path: str
+    is_run: bool
+    steps: tuple[Step, ...]
+    bytes: int | None
+
+    @property
+    def has_damage(self) -> bool:
+        """Whether any of them is damaged."""
+        return any(step.damage is not None for step in self.steps)
+
+
+def listing(path: PathLike, *, keep: Sequence[PreservationPolicy] = ()) -> Listing:
+    """Lists the checkpoints at a path, arrays unread.
+
+    Args:
+        path: A run directory, or one checkpoint.
+        keep: The policies of the run; they are recorded nowhere.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is there.
+        CheckpointFormatError: What is there is neither, or has several kinds of steps.
+    """
+    root = _storage.resolve(path)
+    if root.exists() and formats.recognises(root):
+        usage = _sizes.on_disk(root, set())
+        step = _described(None, root, usage)
+        return Listing(str(root), False, (step,), step.bytes)
+    found = _keeping.survey(root)
+    reasons = _keeping.explain(root, found, keep)
+    best = {str(policy) for policy in keep if isinstance(policy, policies.BestN)}
+    counted: set[_sizes.FileId] = set()
+    steps, total = [], 0
+    for number, step_path in _keeping.all_steps(found).items():
+        usage = _sizes.on_disk(step_path, counted)
+        total += 0 if usage is None else usage.own
+        why = reasons.get(number, [])
+        step = _described(
+            number,
+            step_path,
+            usage,
+            why=why,
+            is_best=not best.isdisjoint(why),
+            doubt=found.doubtful.get(number, (step_path, None))[1],
+        )
+        steps.append(step)
+    is_known = all(step.bytes is not None for step in steps)
+    return Listing(str(root), True, _newest_marked(steps), total if is_known else None)
+
+
+# ---- one step ---------------------------------------------------------------------
+
+
+def _described(
+    number: int | None,
+    path: Path,
+    usage: _sizes.Usage | None,
+    *,
+    why: Sequence[str] = (),
+    is_best: bool = False,
+    doubt: str | None = None,
+) -> Step:
+    is_directory = path.is_dir()
+    found = _marks(path) if is_directory else None
+    damage = _keeping.damage(path, doubt)
+    marks = {
+        "best": is_best,
+        "pinned": found is not None and found.pinned,
+        "temporary": found is not None and found.temporary,
+        "being read": found is not None and bool(found.readers),
+        "damaged": damage is not None,
+    }
+    return Step(
+        number,
+        str(path),
+        _format(path),
+        _keeping.created(path),
+        None if usage is None else usage.bytes,
+        (_measured.read_metrics(path) or {}) if is_directory else {},
+        tuple(name for name, is_so in marks.items() if is_so),
+        tuple(why),
+        damage,
+    )
+
+
+def _newest_marked(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """The steps, of which the newest that is not damaged has its mark."""
+    good = [step for step in steps if step.damage is None]
+    return tuple(
+        replace(step, marks=("latest", *step.marks)) if step in good[-1:] else step
+        for step in steps
+    )
+
+
+def _marks(path: Path) -> _steps.Marks | None:
+    """What is said in a step of how long it stays; None if that may not be read."""
+    try:
+        return _steps.marks(path, dataset=_orbax.DATASET)
+    except PermissionError:
+        return None
+
+
+def _format(path: Path) -> str:
+    try:
+        if (path / _orbax_json.MANIFEST).is_file():
+            return "flaxckpt"
+        return formats.detect(path).format
+    except (errors.CheckpointError, PermissionError):
+        return "unknown"
+
+
+# ---- what takes the space ---------------------------------------------------------
+
+
+class StepUsage(NamedTuple):
+    """What a step takes on the disk; None in object stores, which do not tell.
+
+    Attributes:
+        step: Its number; None if it is a checkpoint that stands alone.
+        bytes: The size of all its files.
+        own: That of those that no older step has.
+    """
+
+    step: int | None
+    bytes: int | None
+    own: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DiskUsage:
+    """What takes the space at a path.
+
+    Attributes:
+        path: A run directory, or one checkpoint.
+        steps: What each checkpoint takes, the oldest first.
+        bytes: All of it, each file counted once; None where nobody can tell.
+        shown: The checkpoint of which there are `subtrees`; None if there is none.
+        subtrees: Its containers and leaves, with the size of their values.
+    """
+
+    path: str
+    steps: tuple[StepUsage, ...]
+    bytes: int | None
+    shown: str | None
+    subtrees: tuple[_sizes.Subtree, ...]
+
+
+def disk_usage(path: PathLike, *, step: int | None = None, depth: int = 2) -> DiskUsage:
+    """Says what takes the space at a path.
+
+    Args:
+        path: A run directory, or one checkpoint.
+        step: Of which step the subtrees are told; by default of the newest.
+        depth: How deep these go.
+
+    Raises:
+        CheckpointError: As for `metadata`.
+    """
+    root = _storage.resolve(path)
+    paths: list[tuple[int | None, Path]] = [(None, root)]
+    if not (root.exists() and formats.recognises(root)):
+        paths = [*_keeping.all_steps(_keeping.survey(root)).items()]
+    counted: set[_sizes.FileId] = set()
+    steps = tuple(_usage(number, path, counted) for number, path in paths)
+    sizes = [step.own for step in steps]
+    total = None if None in sizes else sum(size or 0 for size in sizes)
+    if not steps:
+        return DiskUsage(str(root), steps, total, None, ())
+    described = _locate.read_stored(*_locate.locate(root, step)).metadata
+    trees = _sizes.subtrees(described.leaves)
+    shown = [tree for tree in trees if tree.depth <= depth]
+    return DiskUsage(str(root), steps, total, described.path, tuple(shown))
+
+
+def _usage(step: int | None, path: Path, counted: set[_sizes.FileId]) -> StepUsage:
+    usage = _sizes.on_disk(path, counted)
+    return StepUsage(step, *(usage or (None, None)))

@@ -1,0 +1,124 @@
+"""The containers of a pytree written down in JSON, and read back.
+
+Nothing in what is read is trusted: only classes that the caller knows are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
+
+from flaxckpt import _tree
+from flaxckpt._types import JSON, LeafPath
+
+Resolve: TypeAlias = Callable[
+    [str], Callable[[dict[str | int, Any], Mapping[str, JSON]], Any] | None
+]
+"""Class name -> how to build it from named children and static fields, if known."""
+
+
+def to_json(structure: _tree.Node | LeafPath) -> JSON:
+    """Describes `structure` in JSON; `from_json` is the inverse.
+
+    A leaf is its path as a string. A container is `[type, keys, children]`, with
+    the static fields as a fourth element where it has any; an `int` among the keys
+    of a mapping stays one. A box is marked by keys of `null`.
+    """
+    if isinstance(structure, str):
+        return structure
+    keys = None if structure.is_box else [key.name for key in structure.keys]
+    children = [to_json(child) for child in structure.children]
+    row: list[JSON] = [structure.type, keys, children]
+    return [*row, dict(structure.static)] if structure.static else row
+
+
+def from_json(data: JSON, resolve: Resolve, unknown: set[str]) -> _tree.Node | LeafPath:
+    """Reads what `to_json` wrote.
+
+    Args:
+        data: The description. It comes from a file, so nothing in it is trusted.
+        resolve: Finds the builder of a class; only classes it knows are made.
+        unknown: Gets the names of classes that `resolve` does not know. Such a
+            container becomes a dict, or a list if its children have no names.
+
+    Raises:
+        ValueError: `data` is not such a description.
+    """
+    return _from_json(data, resolve, unknown, depth=0)
+
+
+def _from_json(
+    data: JSON, resolve: Resolve, unknown: set[str], depth: int
+) -> _tree.Node | LeafPath:
+    if depth > _tree.MAX_DEPTH:
+        raise ValueError(f"containers are nested more than {_tree.MAX_DEPTH} deep")
+    match data:
+        case str():
+            return data
+        case [str(type_name), keys, [*children], *rest] if len(rest) <= 1:
+            nodes = tuple(
+                [_from_json(child, resolve, unknown, depth + 1) for child in children]
+            )
+            static = rest[0] if rest else {}
+            if not isinstance(static, dict):
+                raise ValueError(f"{type_name} has static fields {static!r}")
+            return _described_node(type_name, keys, nodes, static, resolve, unknown)
+        case _:
+            raise ValueError(f"{str(data)[:80]!r} does not describe a container")
+
+
+def _described_node(
+    type_name: str,
+    keys: JSON,
+    children: tuple[_tree.Node | LeafPath, ...],
+    static: Mapping[str, JSON],
+    resolve: Resolve,
+    unknown: set[str],
+) -> _tree.Node:
+    is_box = keys is None
+    names: list[str | int] = ["value"] if is_box else _names(type_name, keys)
+    if len(names) != len(children):
+        raise ValueError(f"{type_name} has {len(names)} keys, {len(children)} children")
+    rebuild = _builder(type_name, static, resolve)
+    if rebuild is None:
+        unknown.add(type_name)
+        rebuild = _plain(names, is_box)
+    kind: Literal["key", "index"] = "index" if type_name in ("list", "tuple") else "key"
+    return _tree.Node(
+        type_name,
+        tuple([_tree.Key(name, kind) for name in names]),
+        children,
+        rebuild,
+        static,
+        is_box,
+    )
+
+
+def _names(type_name: str, keys: JSON) -> list[str | int]:
+    if not isinstance(keys, list):
+        raise ValueError(f"{type_name} has keys {str(keys)[:80]!r}")
+    names: list[str | int] = []
+    for key in keys:
+        if not isinstance(key, str | int):
+            raise ValueError(f"{type_name} has the key {str(key)[:80]!r}")
+        names.append(key)
+    return names
+
+
+def _builder(
+    type_name: str, static: Mapping[str, JSON], resolve: Resolve
+) -> _tree.Rebuild | None:
+    if type_name in _tree.MAKERS:
+        return _tree.MAKERS[type_name]
+    build = resolve(type_name)
+    if build is None:
+        return None
+    return lambda keys, new: build(_tree.make_dict(keys, new), static)
+
+
+def _plain(names: list[str | int], is_box: bool) -> _tree.Rebuild:
+    if is_box:
+        return lambda _, new: new[0]
+    if names and names == list(range(len(names))):
+        return _tree.make_list
+    return _tree.make_dict

@@ -1,0 +1,166 @@
+"""What a restore is planned into: the state of a checkpoint, or one that a file says.
+
+```json
+{"params": {"dense": {"kernel": "float32[8, 4]", "bias": "float32[4]"}}, "step": "int"}
+```
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from flaxckpt import _dtypes, _locate, _storage, _tree, errors, formats
+from flaxckpt._info import LeafInfo
+from flaxckpt._types import PathLike, PyTree
+
+_MAX_FILE_BYTES = 2**28
+_ARRAY = re.compile(r"([a-z][a-z0-9_]*)\[([0-9, ]*)\]")
+_KEYS = re.compile(r"([a-z][a-z0-9_]*) keys \[([0-9, ]*)\]")
+_VALUES: Mapping[str, Any] = {
+    "bool": False,
+    "int": 0,
+    "float": 0.0,
+    "complex": 0j,
+    "str": "",
+}
+
+
+class Wanted(NamedTuple):
+    """The state that a restore shall fill.
+
+    Attributes:
+        state: Abstract; numbers and texts have values.
+        has_roles: Whether its optimizers can be told: they are in classes of optax.
+    """
+
+    state: PyTree
+    has_roles: bool
+
+
+def wanted(target: PathLike, *, step: int | None = None) -> Wanted:
+    """The state that a restore shall fill.
+
+    Args:
+        target: A checkpoint or a run directory, whose state it is then; or a file of
+            JSON, with texts such as "float32[8, 4]", "int" and "str" for leaves, or
+            with `leaves` as `flaxckpt show --json` prints them.
+        step: Which step of a run directory; by default the newest.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointFormatError, DamagedCheckpointError: As for
+            `metadata`.
+        OptionError: The file says something else.
+    """
+    root = _storage.resolve(target)
+    if root.suffix == ".json" and root.is_file() and not formats.recognises(root):
+        return Wanted(_of_file(root), has_roles=False)
+    stored = _locate.read_stored(*_locate.locate(root, step))
+    values = {path: _abstract(row.info) for path, row in stored.table.items()}
+    has_roles = any(row.info.role is not None for row in stored.table.values())
+    return Wanted(_tree.unflatten(stored.structure, values), has_roles)
+
+
+def _of_file(file: Path) -> PyTree:
+    raw = _storage.read(file, max_bytes=_MAX_FILE_BYTES)
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise errors.OptionError(f"{file} is no JSON: {error}") from None
+    shown = found.get("leaves") if isinstance(found, dict) else None
+    if isinstance(shown, dict) and "format" in found:
+        leaves = {path: _leaf(file, path, _text(leaf)) for path, leaf in shown.items()}
+        return _nested(leaves)
+    return _filled(file, found, ())
+
+
+def _text(leaf: object) -> object:
+    """What `flaxckpt show --json` says of the type of a leaf."""
+    return leaf.get("type") if isinstance(leaf, dict) else leaf
+
+
+def _nested(leaves: Mapping[str, Any]) -> PyTree:
+    """Dicts of dicts with these leaf paths."""
+    root: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        if not path:
+            return leaf
+        *above, name = [_tree.unescape(part) for part in path.split("/")]
+        inner = root
+        for part in above:
+            inner = inner.setdefault(part, {})
+        inner[name] = leaf
+    return root
+
+
+def _filled(file: Path, found: Any, above: tuple[str, ...]) -> PyTree:
+    if len(above) > _tree.MAX_DEPTH:
+        raise errors.OptionError(f"{file} is nested too deeply")
+    if isinstance(found, dict):
+        return {k: _filled(file, v, (*above, k)) for k, v in found.items()}
+    if isinstance(found, list):
+        return [_filled(file, v, (*above, str(i))) for i, v in enumerate(found)]
+    return _leaf(file, "/".join(above), found)
+
+
+def _leaf(file: Path, path: str, found: object) -> Any:
+    """What a text such as "float32[8, 4]" means; those of our messages mean it, too."""
+    if found is None or found == "None":
+        return None
+    text = str(found)
+    if text in _EMPTY:
+        return _EMPTY[text]()
+    text = text.removeprefix("a ").removeprefix("Python ")
+    if text in _VALUES:
+        return _VALUES[text]
+    if text.startswith("numpy "):
+        text = f"{text.removeprefix('numpy ')}[]"
+    try:
+        if array := _ARRAY.fullmatch(text):
+            dtype = _dtypes.to_numpy(array[1])
+            return jax.ShapeDtypeStruct(_shape(array[2]), dtype)
+        if keys := _KEYS.fullmatch(text):
+            return _abstract_keys(_shape(keys[2]), keys[1])
+    except (TypeError, ValueError, AttributeError):
+        pass  # no such type
+    raise errors.OptionError(
+        f"{file}: {path or 'the file'} must be a text such as 'float32[8, 4]', 'int' or"
+        f" 'str', found {found!r:.80}"
+    )
+
+
+_EMPTY: Mapping[str, Callable[[], Any]] = {
+    "an empty dict": dict,
+    "an empty list": list,
+    "an empty tuple": tuple,
+}
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split(",") if size.strip())
+
+
+def _abstract(info: LeafInfo) -> Any:
+    """A value of the kind of a leaf, which takes no memory."""
+    if info.kind == "prng_key":
+        return _abstract_keys(info.shape, info.prng_impl or "")
+    if info.dtype is None:
+        return _VALUES.get(info.python_type)
+    dtype = _dtypes.to_numpy(info.dtype)
+    if info.kind == "scalar":
+        value = _VALUES.get(info.python_type)
+        return np.zeros((), dtype)[()] if value is None else value
+    return jax.ShapeDtypeStruct(info.shape, dtype)
+
+
+def _abstract_keys(shape: tuple[int, ...], impl: str) -> jax.ShapeDtypeStruct:
+    one = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
+    assert math.prod(one.shape) == 1
+    return jax.ShapeDtypeStruct(shape, one.dtype)

@@ -1,0 +1,134 @@
+"""The command itself, and what all verbs share: options, errors, exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Annotated, ParamSpec
+
+import typer
+
+from flaxckpt import errors
+
+P = ParamSpec("P")
+
+FINE = 0
+FOUND = 1
+BAD_USE = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+_FOUND_ERRORS = (
+    errors.DamagedCheckpointError,
+    errors.SaveFailedError,
+    errors.CheckpointTimeoutError,
+)
+"""What is not a question of how the command was called."""
+
+app = typer.Typer(
+    name="flaxckpt",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+PathArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="PATH", help="A checkpoint, or a run directory.", show_default=False
+    ),
+]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="PATH", help="A run directory.", show_default=False)
+]
+StepOption = Annotated[
+    int | None,
+    typer.Option(
+        "--step",
+        "-s",
+        min=0,
+        help="Which step of a run directory; by default the newest.",
+        show_default=False,
+    ),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on stdout.")
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"flaxckpt {importlib.metadata.version('flaxckpt')}")
+        raise typer.Exit(FINE)
+
+
+def _as_help(text: str | None) -> str:
+    """A docstring as help: the lines of its example stay apart."""
+    return (text or "").replace("    Example:", "    \b\n    Example:")
+
+
+def _command(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Say which it is."
+        ),
+    ] = False,
+) -> None:
+    """Looks at checkpoints, compares, checks, converts and prunes them.
+
+    Reads those of flaxckpt, Orbax, T5X, Flax, EasyLM and safetensors. It needs neither
+    an accelerator nor the code of the model.
+
+    Exit codes: 0 all is fine, 1 a difference or damage was found, 2 bad use.
+
+    Example:
+      flaxckpt ls runs/7
+    """
+
+
+app.callback(help=inspect.cleandoc(_as_help(_command.__doc__)))(_command)
+
+
+def verb(function: Callable[P, int]) -> Callable[P, None]:
+    """Makes a function a verb: what it returns is the exit code, errors have theirs."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **given: P.kwargs) -> None:
+        with _told():
+            code = function(*args, **given)
+            sys.stdout.flush()
+        raise typer.Exit(code)
+
+    run.__doc__ = _as_help(function.__doc__)
+    return run
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Tells of errors in their own words, and ends with the exit code that they mean.
+
+    Raises:
+        Exit: There was one.
+    """
+    try:
+        yield
+    except BrokenPipeError:  # whoever was reading has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(BROKEN_PIPE) from None
+    except KeyboardInterrupt:
+        print("flaxckpt: interrupted", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+    except errors.CheckpointError as error:
+        print(f"flaxckpt: {error}", file=sys.stderr)
+        is_found = isinstance(error, _FOUND_ERRORS)
+        raise typer.Exit(FOUND if is_found else BAD_USE) from None
+    except OSError as error:
+        print(f"flaxckpt: {error}", file=sys.stderr)
+        raise typer.Exit(FOUND) from None

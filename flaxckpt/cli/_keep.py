@@ -1,0 +1,104 @@
+"""Which steps a run keeps, as options say it: no run directory records that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flaxckpt import errors
+
+if TYPE_CHECKING:
+    from flaxckpt.policies import PreservationPolicy
+
+KeepOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--keep",
+        "-k",
+        metavar="POLICY",
+        help="What the run keeps: latest:3, best:1:eval/loss:min, every:1000,"
+        " secs:3600, steps:1,10. Several may be given.",
+        show_default=False,
+    ),
+]
+ConfigOption = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        "-c",
+        metavar="FILE",
+        help="The settings of the run, in TOML, YAML or JSON: its keep counts.",
+        show_default=False,
+    ),
+]
+GroupOption = Annotated[
+    str | None,
+    typer.Option(
+        "--group",
+        metavar="TABLE",
+        help="The table in that file, if there are others: train.checkpoint.",
+        show_default=False,
+    ),
+]
+
+_NAMES = {
+    "latest": "latest",
+    "best": "best",
+    "every": "every_steps",
+    "secs": "every_secs",
+    "steps": "on_steps",
+}
+
+
+def policies(
+    keep: list[str] | None, config: str | None, group: str | None
+) -> tuple[PreservationPolicy, ...]:
+    """The policies that these options mean.
+
+    Raises:
+        OptionError: One of them means none.
+    """
+    if group is not None and config is None:
+        raise errors.OptionError("--group is a table of a file: pass --config, too")
+    if not keep and config is None:
+        return ()
+    from flaxckpt.configs import CheckpointConfig
+
+    found = [
+        policy for text in keep or () for policy in _policy(CheckpointConfig, text)
+    ]
+    if config is not None:
+        found += CheckpointConfig.from_file(config, group=group).keep
+    return tuple(found)
+
+
+def _policy(config: type[Any], text: str) -> tuple[PreservationPolicy, ...]:
+    name, _, rest = text.partition(":")
+    try:
+        given: dict[str, Any] = {_NAMES[name]: _value(name, rest)}
+        if name == "best":
+            count, metric = rest.split(":", 1)
+            metric, mode = metric.rsplit(":", 1)
+            given = {"best": int(count), "metric": metric, "mode": mode}
+        kept: tuple[PreservationPolicy, ...] = config(keep=[given]).keep
+    except errors.OptionError as error:
+        raise errors.OptionError(f"--keep {text}: {error}") from None
+    except (KeyError, ValueError):
+        raise errors.OptionError(
+            f"--keep {text} is no policy: write latest:3, best:1:eval/loss:min,"
+            " every:1000, secs:3600 (or secs:2h) or steps:1,10"
+        ) from None
+    return kept
+
+
+def _value(name: str, text: str) -> Any:
+    match name:
+        case "steps":
+            return [int(step) for step in text.split(",")]
+        case "secs":
+            return text
+        case "best":
+            return text
+        case _:
+            return int(text)

@@ -1,0 +1,264 @@
+"""What verbs print: one JSON document, or text and tables for people.
+
+Names in a checkpoint are whoever's who wrote it: nothing of them is taken for markup,
+or for a command to the terminal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flaxckpt import errors
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from flaxckpt._info import LeafInfo
+
+
+class Column(NamedTuple):
+    """A column of a table.
+
+    Attributes:
+        title: Its heading.
+        is_number: Whether it is aligned to the right.
+        is_whole: Whether it is as wide as it has to be, however narrow the terminal.
+    """
+
+    title: str
+    is_number: bool = False
+    is_whole: bool = False
+
+
+class Cell(NamedTuple):
+    """A cell with a colour, where there are colours."""
+
+    text: str
+    style: str = ""
+
+
+def document(found: Any) -> None:
+    """Prints a value as one JSON document."""
+    print(json.dumps(_plain(found), indent=2, allow_nan=False))
+
+
+def fields(found: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name."""
+    return {f.name: getattr(found, f.name) for f in dataclasses.fields(found)}
+
+
+def _plain(value: Any) -> Any:
+    """A value as strict JSON has it: NaN and infinite numbers are texts."""
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        if hasattr(value, "_asdict"):
+            return _plain(value._asdict())
+        return [_plain(inner) for inner in value]
+    if hasattr(value, "python_type"):
+        return leaf(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain(fields(value))
+    if isinstance(value, complex):
+        return str(value)
+    return value if isinstance(value, str | int | None) else str(value)
+
+
+def leaf(info: LeafInfo) -> dict[str, Any]:
+    """What JSON says of a leaf."""
+    from flaxckpt import _layout
+
+    return {
+        "type": str(info),
+        "kind": info.kind,
+        "dtype": info.dtype,
+        "shape": list(info.shape),
+        "bytes": _layout.stored_bytes(info),
+        "python_type": info.python_type,
+        "weak_type": info.weak_type,
+        "prng_impl": info.prng_impl,
+        "spec": None if info.spec is None else _plain(list(info.spec)),
+        "chunk_shape": None if info.chunk_shape is None else list(info.chunk_shape),
+        "role": None if info.role is None else info.role._asdict(),
+    }
+
+
+def line(text: str = "") -> None:
+    """Prints one line."""
+    print(errors.printable(text))
+
+
+def lines(text: str) -> None:
+    """Prints a text of several lines."""
+    for one in text.split("\n"):
+        line(one)
+
+
+def table(columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]]) -> None:
+    """Prints a table: by rich on a terminal, elsewhere as aligned text.
+
+    Columns in which nothing stands are left out.
+    """
+    cells = [[_cell(cell) for cell in row] for row in rows]
+    used = [n for n in range(len(columns)) if any(row[n].text for row in cells)]
+    columns = [columns[n] for n in used]
+    cells = [[row[n] for n in used] for row in cells]
+    if not cells:
+        return
+    if is_terminal():
+        _print_rich(columns, cells)
+    else:
+        _print_plain(columns, cells)
+
+
+def _cell(cell: str | Cell) -> Cell:
+    text, style = cell if isinstance(cell, Cell) else (cell, "")
+    return Cell(errors.printable(text), style)
+
+
+def _print_plain(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> None:
+    titles = [column.title for column in columns]
+    texts = [titles] if any(titles) else []
+    texts += [[cell.text for cell in row] for row in rows]
+    widths = [max(len(row[n]) for row in texts) for n in range(len(columns))]
+    for row in texts:
+        aligned = [
+            text.rjust(width) if column.is_number else text.ljust(width)
+            for text, width, column in zip(row, widths, columns, strict=True)
+        ]
+        print("  ".join(aligned).rstrip())
+
+
+def _print_rich(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    found = Table(
+        box=None,
+        header_style="bold",
+        show_header=any(column.title for column in columns),
+        padding=(0, 2, 0, 0),
+    )
+    terminal = console()
+    least = _least_widths(columns, rows, terminal.width)
+    for column, width in zip(columns, least, strict=True):
+        found.add_column(
+            column.title,
+            min_width=width,
+            justify="right" if column.is_number else "left",
+            no_wrap=column.is_number or column.is_whole,
+            overflow="fold",
+        )
+    for row in rows:
+        found.add_row(*[Text(cell.text, cell.style) for cell in row])
+    terminal.print(found)
+
+
+def _least_widths(
+    columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int
+) -> list[int]:
+    """How wide columns are at least, so that few words are cut in two."""
+    words = [
+        [len(w) for row in rows for w in row[n].text.split()]
+        for n in range(len(columns))
+    ]
+    texts = [max(len(row[n].text) for row in rows) for n in range(len(columns))]
+    least = [0 for _ in columns]
+    for longest in (8, 12, 16, 20, 24):
+        wider = [
+            text
+            if column.is_number or column.is_whole
+            else min(longest, max([*found, len(column.title)]))
+            for column, found, text in zip(columns, words, texts, strict=True)
+        ]
+        if sum(wider) + 2 * len(columns) > width:
+            break
+        least = wider
+    return least
+
+
+def rich_print(found: RenderableType) -> None:
+    """Prints what rich knows how to print."""
+    console().print(found)
+
+
+def console() -> Console:
+    """Of stdout; nothing in a text is taken for markup."""
+    from rich.console import Console
+
+    return Console(markup=False, emoji=False, highlight=False)
+
+
+def is_terminal() -> bool:
+    """Whether a person looks at stdout, or wants it to be as if."""
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+# ---- numbers for people -----------------------------------------------------------
+
+
+def size(count: float | None) -> str:
+    """Bytes, as in `1.49 GB`; a dash if they are not known."""
+    if count is None:
+        return "-"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 999.5 or unit == "TB":
+            break
+        count /= 1000
+    return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+
+
+def secs(seconds: float) -> str:
+    """A short time, as in `1.5 ms`."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} µs"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def when(seconds: float | None) -> str:
+    """A time since 1970 by the clock of this place; empty if it is not known."""
+    if seconds is None:
+        return ""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return ""
+
+
+def number(value: object) -> str:
+    """A number in a few digits; a dash if there is none."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "-" if value is None else str(value)
+
+
+def metrics(found: Mapping[str, float]) -> str:
+    """Metrics by name, in one line."""
+    return ", ".join(f"{name}={value:.4g}" for name, value in found.items())
+
+
+def spec(found: Any) -> str:
+    """A partition spec, as in `P('data', None)`."""
+    return f"P({', '.join(map(repr, found))})"
+
+
+def short(path: str) -> str:
+    """A path, seen from here if it is below."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return path

@@ -1,0 +1,104 @@
+"""`flaxckpt convert`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import typer
+
+from flaxckpt import errors
+from flaxckpt.cli import _app, _print
+
+_Patterns = list[str] | None
+
+
+@_app.verb
+def convert(
+    src: Annotated[
+        str, typer.Argument(metavar="SRC", help="A checkpoint, or a run directory.")
+    ],
+    dst: Annotated[str, typer.Argument(metavar="DST", help="Where the new one goes.")],
+    format: Annotated[
+        Literal["orbax", "safetensors", "msgpack"] | None,
+        typer.Option(
+            "--format",
+            "-f",
+            help="By default what the end of DST says, else orbax.",
+            show_default=False,
+        ),
+    ] = None,
+    step: _app.StepOption = None,
+    only: Annotated[
+        _Patterns,
+        typer.Option("--only", metavar="PATTERN", help="Leaves to take along."),
+    ] = None,
+    drop: Annotated[
+        _Patterns,
+        typer.Option("--drop", metavar="PATTERN", help="Leaves to leave out."),
+    ] = None,
+    rename: Annotated[
+        _Patterns,
+        typer.Option("--rename", metavar="PATTERN=NAME", help=r"As in 'a/(.*)=b/\1'."),
+    ] = None,
+    cast: Annotated[
+        _Patterns,
+        typer.Option("--cast", metavar="PATTERN=DTYPE", help="As in '.*=bfloat16'."),
+    ] = None,
+    store: Annotated[
+        Literal["auto", "files", "ocdbt"],
+        typer.Option("--store", help="Of orbax: how arrays are stored."),
+    ] = "auto",
+    codec: Annotated[
+        Literal["none", "compact", "zstd"],
+        typer.Option("--codec", help="Of orbax: how chunks are compressed."),
+    ] = "none",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a checkpoint at DST.")
+    ] = False,
+    json: _app.JsonOption = False,
+) -> int:
+    """Makes a checkpoint in another format, or layout.
+
+    Patterns are regular expressions on whole leaf paths. --only, --drop, --rename and
+    --cast may be given several times, and come in this order. What was interrupted goes
+    on where it was.
+
+    Example:
+      flaxckpt convert runs/7 model.safetensors --only 'params/.*'
+    """
+    from flaxckpt import _info, _tools, transforms
+
+    changes: list[Any] = [transforms.keep(_any(only))] if only else []
+    changes += [transforms.drop(pattern) for pattern in drop or ()]
+    changes += [transforms.rename(*_pair("rename", text)) for text in rename or ()]
+    changes += [transforms.cast(*_pair("cast", text)) for text in cast or ()]
+    found = _tools.convert(
+        src,
+        dst,
+        format=format,
+        transforms=changes,
+        layout=_info.ArrayLayout(store=store, codec=codec),
+        step=step,
+        overwrite=overwrite,
+    )
+    if json:
+        _print.document(found)
+        return _app.FINE
+    size, secs = _print.size(found.bytes_written), _print.secs(found.total_secs)
+    _print.line(f"wrote {_print.short(found.path)}: {size} in {secs}")
+    return _app.FINE
+
+
+def _any(patterns: list[str]) -> str:
+    """One pattern that matches what any of them does."""
+    return "|".join(f"(?:{pattern})" for pattern in patterns)
+
+
+def _pair(option: str, text: str) -> tuple[str, str]:
+    """A pattern, and what follows the last `=`."""
+    pattern, equals, value = text.rpartition("=")
+    if not equals or not pattern:
+        raise errors.OptionError(
+            f"--{option} wants a pattern, '=' and a value, got {text!r:.80}"
+        )
+    return pattern, value

@@ -1,0 +1,106 @@
+"""`flaxckpt diff`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flaxckpt import errors
+from flaxckpt.cli import _app, _print
+from flaxckpt.cli._print import Cell, Column
+
+if TYPE_CHECKING:
+    from flaxckpt._diff import CheckpointDiff, LeafDiff
+
+_ROWS = 100
+
+
+@_app.verb
+def diff(
+    a: Annotated[
+        str, typer.Argument(metavar="A", help="A checkpoint, or a run directory.")
+    ],
+    b: Annotated[
+        str | None,
+        typer.Argument(metavar="B", help="Another, of any format; else the same."),
+    ] = None,
+    step_a: Annotated[
+        int | None,
+        typer.Option("--step-a", "-a", min=0, help="Which step of A; else the newest."),
+    ] = None,
+    step_b: Annotated[
+        int | None,
+        typer.Option("--step-b", "-b", min=0, help="Which step of B; else the newest."),
+    ] = None,
+    values: Annotated[
+        bool,
+        typer.Option("--values/--no-values", help="Whether values are read, too."),
+    ] = True,
+    json: _app.JsonOption = False,
+) -> int:
+    """Compares two checkpoints, leaf by leaf.
+
+    They may be of any formats, or two steps of a run.
+    It exits with 1 if they differ.
+
+    Example:
+      flaxckpt diff runs/7 --step-a 1000 --step-b 2000
+      flaxckpt diff runs/7 model.safetensors
+    """
+    from flaxckpt import _diff
+
+    if b is None and step_a == step_b:
+        raise errors.OptionError(
+            "diff wants two checkpoints: pass another path, or two steps of this one"
+            " as --step-a and --step-b"
+        )
+    found = _diff.diff(
+        a, a if b is None else b, step_a=step_a, step_b=step_b, values=values
+    )
+    if json:
+        _print.document({"equal": found.is_empty, **_print.fields(found)})
+    else:
+        _show(found)
+    return _app.FINE if found.is_empty else _app.FOUND
+
+
+def _show(found: CheckpointDiff) -> None:
+    _print.line(f"a: {_print.short(found.a)}")
+    _print.line(f"b: {_print.short(found.b)}")
+    rows = [_row(path, leaf) for path, leaf in found.changed.items()]
+    rows += [[path, Cell("only in a", "red"), "", "", ""] for path in found.only_in_a]
+    rows += [[path, Cell("only in b", "green"), "", "", ""] for path in found.only_in_b]
+    columns = [
+        Column("leaf"),
+        Column("what differs"),
+        Column("elements", is_number=True),
+        Column("at most", is_number=True),
+        Column("norm", is_number=True),
+    ]
+    _print.table(columns, rows[:_ROWS])
+    if len(rows) > _ROWS:
+        _print.line(f"… and {len(rows) - _ROWS} more: --json lists them all")
+    _print.line(_summary(found))
+
+
+def _row(path: str, leaf: LeafDiff) -> list[str | Cell]:
+    if leaf.kind in ("kind", "shape"):
+        return [path, Cell(f"{leaf.a} -> {leaf.b}", "yellow"), "", "", ""]
+    what = f"{leaf.a.dtype} -> {leaf.b.dtype}" if leaf.kind == "dtype" else "values"
+    if not leaf.different:
+        return [path, what, "", "", ""]
+    changes = [_print.number(leaf.max_abs), _print.number(leaf.rel_norm)]
+    return [path, what, str(leaf.different), *changes]
+
+
+def _summary(found: CheckpointDiff) -> str:
+    if found.is_empty:
+        return f"all {len(found.same)} leaves are equal"
+    changed, alone = len(found.changed), len(found.only_in_a) + len(found.only_in_b)
+    told = [
+        f"{changed} {'leaf differs' if changed == 1 else 'leaves differ'}",
+        f"{len(found.same)} are equal",
+        f"{alone} are in one of them only" if alone else "",
+    ]
+    return ", ".join(filter(None, told))

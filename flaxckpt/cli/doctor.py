@@ -1,0 +1,71 @@
+"""`flaxckpt doctor`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flaxckpt.cli import _app, _print
+from flaxckpt.cli._print import Cell, Column
+
+if TYPE_CHECKING:
+    from flaxckpt._doctor import Diagnosis
+
+
+@_app.verb
+def doctor(
+    directory: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIRECTORY", help="Where a run would save.", show_default=False
+        ),
+    ] = ".",
+    max_mb: Annotated[
+        int, typer.Option("--max-mb", min=1, help="How much is written, at most.")
+    ] = 256,
+    max_secs: Annotated[
+        float, typer.Option("--max-secs", min=0.0, help="For how long, about.")
+    ] = 2.0,
+    json: _app.JsonOption = False,
+) -> int:
+    """Looks at packages, and tries out storage.
+
+    Some files are written there, synced, read, and removed again. It exits with 1 if no
+    run could save there.
+
+    Example:
+      flaxckpt doctor runs/7
+    """
+    from flaxckpt import _doctor
+
+    found = _doctor.examine(directory, max_bytes=max_mb * 10**6, max_secs=max_secs)
+    if json:
+        _print.document({"ok": not found.problems, **_print.fields(found)})
+    else:
+        _show(found)
+    return _app.FOUND if found.problems else _app.FINE
+
+
+def _show(found: Diagnosis) -> None:
+    columns = [Column(""), Column("")]
+    _print.table(columns, [[name, version] for name, version in found.versions.items()])
+    _print.line()
+    rows: list[list[str | Cell]] = [
+        ["directory", found.directory],
+        ["file system", found.file_system],
+        ["free", _print.size(found.free_bytes)],
+    ]
+    if found.sync_secs is not None:
+        rows += [
+            ["a small file is durable after", _print.secs(found.sync_secs)],
+            ["durable writes", f"{_print.size(found.write_rate)}/s"],
+            ["reads", f"{_print.size(found.read_rate)}/s"],
+        ]
+    rows += [
+        [name, Cell("yes", "green") if works else Cell("no", "yellow")]
+        for name, works in found.features.items()
+    ]
+    _print.table(columns, [row for row in rows if row[1]])
+    for problem in found.problems:
+        _print.line(f"wrong: {problem}")

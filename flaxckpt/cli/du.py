@@ -1,0 +1,72 @@
+"""`flaxckpt du`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flaxckpt.cli import _app, _print
+from flaxckpt.cli._print import Column
+
+if TYPE_CHECKING:
+    from flaxckpt._listing import DiskUsage
+
+
+@_app.verb
+def du(
+    path: _app.PathArgument,
+    step: _app.StepOption = None,
+    depth: Annotated[
+        int, typer.Option("--depth", "-d", min=1, help="How deep the tree is shown.")
+    ] = 2,
+    json: _app.JsonOption = False,
+) -> int:
+    """Says what takes the space.
+
+    On the disk, step by step; and in the arrays of one step, subtree by subtree. Files
+    that steps share are counted at the first of them.
+
+    Example:
+      flaxckpt du runs/7 --depth 3
+    """
+    from flaxckpt import _listing
+
+    found = _listing.disk_usage(path, step=step, depth=depth)
+    if json:
+        _print.document(found)
+        return _app.FINE
+    _show(found)
+    return _app.FINE
+
+
+def _show(found: DiskUsage) -> None:
+    columns = [
+        Column("step", is_number=True),
+        Column("files", is_number=True),
+        Column("of its own", is_number=True),
+    ]
+    rows = [
+        [
+            "" if step.step is None else str(step.step),
+            _print.size(step.bytes),
+            _print.size(step.own),
+        ]
+        for step in found.steps
+    ]
+    _print.table(columns, rows)
+    if found.bytes is None:
+        _print.line("an object store does not tell the sizes of files")
+    else:
+        _print.line(f"{_print.size(found.bytes)} on the disk")
+    if found.subtrees:
+        _print.line()
+        of = _print.short(found.shown or "")
+        _print.line(f"arrays of {of}, uncompressed:")
+    _print.table(
+        [Column("subtree"), Column("leaves", True), Column("size", is_number=True)],
+        [
+            [tree.path or "(all)", str(tree.leaves), _print.size(tree.bytes)]
+            for tree in found.subtrees
+        ],
+    )

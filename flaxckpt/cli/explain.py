@@ -1,0 +1,39 @@
+"""`flaxckpt explain`."""
+
+from __future__ import annotations
+
+from flaxckpt.cli import _app, _keep, _print
+from flaxckpt.cli._print import Cell, Column
+
+
+@_app.verb
+def explain(
+    path: _app.RunArgument,
+    keep: _keep.KeepOption = None,
+    config: _keep.ConfigOption = None,
+    group: _keep.GroupOption = None,
+    json: _app.JsonOption = False,
+) -> int:
+    """Says why each step stays, and which would go.
+
+    A run directory does not record its policies: give them by --keep or --config.
+
+    Example:
+      flaxckpt explain runs/7 --keep latest:3 --keep every:1000
+    """
+    from flaxckpt import _keeping, _storage
+
+    policies = _keep.policies(keep, config, group)
+    root = _storage.resolve(path)
+    found = _keeping.explain(root, _keeping.survey(root), policies)
+    if json:
+        _print.document(found)
+        return _app.FINE
+    rows: list[list[str | Cell]] = [
+        [str(step), ", ".join(why) if why else Cell("goes: nothing keeps it", "yellow")]
+        for step, why in found.items()
+    ]
+    _print.table([Column("step", is_number=True), Column("stays for")], rows)
+    if not found:
+        _print.line(f"{_print.short(str(root))} has no steps yet")
+    return _app.FINE

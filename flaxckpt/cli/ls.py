@@ -1,0 +1,89 @@
+"""`flaxckpt ls`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flaxckpt.cli import _app, _keep, _print
+from flaxckpt.cli._print import Cell, Column
+
+if TYPE_CHECKING:
+    from flaxckpt._listing import Listing, Step
+
+_STYLES = {"damaged": "red", "latest": "green", "best": "green", "pinned": "cyan"}
+
+
+@_app.verb
+def ls(
+    path: _app.PathArgument,
+    keep: _keep.KeepOption = None,
+    config: _keep.ConfigOption = None,
+    group: _keep.GroupOption = None,
+    json: _app.JsonOption = False,
+) -> int:
+    """Lists the steps of a run, and why they stay.
+
+    Each with its size, its metrics and its marks.
+    With --keep or --config it says which steps are the best, and why each one stays.
+    It exits with 1 if a step is known to be damaged; verify finds out.
+
+    Example:
+      flaxckpt ls runs/7 --keep latest:3 --keep best:1:eval/loss:min
+    """
+    from flaxckpt import _listing
+
+    policies = _keep.policies(keep, config, group)
+    found = _listing.listing(path, keep=policies)
+    if json:
+        _print.document(found)
+    else:
+        _show(found, bool(policies))
+    return _app.FOUND if found.has_damage else _app.FINE
+
+
+def _show(found: Listing, with_reasons: bool) -> None:
+    if not found.steps:
+        _print.line(f"{_print.short(found.path)} has no steps yet")
+        return
+    formats = sorted({step.format for step in found.steps} - {"unknown"})
+    columns = [
+        Column("step", is_number=True),
+        Column("saved", is_whole=True),
+        Column("size", is_number=True),
+        Column("format", is_whole=True),
+        Column("metrics"),
+        Column("marks"),
+        Column("stays for"),
+    ]
+    rows = [
+        _row(step, len(formats) > 1, with_reasons and step.damage is None)
+        for step in found.steps
+    ]
+    _print.table(columns, rows)
+    for step in found.steps:
+        if step.damage is not None:
+            _print.line(f"step {step.step} is damaged: {step.damage}")
+    count = len(found.steps)
+    what = (
+        f"{count} {'step' if count == 1 else 'steps'}"
+        if found.is_run
+        else "1 checkpoint"
+    )
+    told = [what, *(formats if len(formats) == 1 else [])]
+    if found.bytes is not None:
+        told.append(_print.size(found.bytes))
+    _print.line(", ".join(told))
+
+
+def _row(step: Step, with_format: bool, with_reasons: bool) -> list[str | Cell]:
+    style = next((s for mark, s in _STYLES.items() if mark in step.marks), "")
+    why = ", ".join(step.why) or "nothing"
+    return [
+        "" if step.step is None else str(step.step),
+        _print.when(step.created),
+        _print.size(step.bytes) if step.bytes is not None else "",
+        step.format if with_format else "",
+        _print.metrics(step.metrics),
+        Cell(", ".join(step.marks), style),
+        why if with_reasons else "",
+    ]

@@ -1,0 +1,44 @@
+"""`flaxckpt pin` and `flaxckpt unpin`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from flaxckpt.cli import _app, _print
+
+_Steps = Annotated[list[int], typer.Argument(metavar="STEP", min=0, help="The steps.")]
+
+
+@_app.verb
+def pin(path: _app.RunArgument, steps: _Steps, json: _app.JsonOption = False) -> int:
+    """Keeps steps, whatever the policies say.
+
+    Example:
+      flaxckpt pin runs/7 2000
+    """
+    return _change(path, steps, json, pinned=True)
+
+
+@_app.verb
+def unpin(path: _app.RunArgument, steps: _Steps, json: _app.JsonOption = False) -> int:
+    """Leaves steps to the policies again.
+
+    Example:
+      flaxckpt unpin runs/7 2000
+    """
+    return _change(path, steps, json, pinned=False)
+
+
+def _change(path: str, steps: list[int], json: bool, *, pinned: bool) -> int:
+    from flaxckpt import _keeping
+
+    found = _keeping.set_pinned(path, steps, pinned=pinned)
+    if json:
+        _print.document({"path": found, "steps": steps, "pinned": pinned})
+    else:
+        which = "step" if len(steps) == 1 else "steps"
+        told = f"{which} {', '.join(map(str, steps))} of {_print.short(found)}"
+        _print.line(f"pinned {told}" if pinned else f"unpinned {told}")
+    return _app.FINE

@@ -1,0 +1,72 @@
+"""`flaxckpt prune`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flaxckpt import errors
+from flaxckpt.cli import _app, _keep, _print
+from flaxckpt.cli._print import Cell, Column
+
+if TYPE_CHECKING:
+    from flaxckpt._keeping import Pruned
+
+
+@_app.verb
+def prune(
+    path: _app.RunArgument,
+    keep: _keep.KeepOption = None,
+    config: _keep.ConfigOption = None,
+    group: _keep.GroupOption = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Delete them; else it is only said.")
+    ] = False,
+    json: _app.JsonOption = False,
+) -> int:
+    """Deletes the steps that no policy keeps.
+
+    Without --yes it only says which.
+    The newest step, pinned ones and those being read stay in any case. Nothing is
+    deleted before the newest step is found whole.
+
+    Example:
+      flaxckpt prune runs/7 --keep latest:3 --keep best:1:eval/loss:min --yes
+    """
+    from flaxckpt import _keeping
+
+    policies = _keep.policies(keep, config, group)
+    if not policies:
+        raise errors.OptionError(
+            "prune wants to know what to keep, which no run directory records: pass"
+            " --keep latest:3, --keep best:1:eval/loss:min, --keep every:1000, or the"
+            " settings of the run as --config FILE"
+        )
+    found = _keeping.prune(path, keep=policies, dry_run=not yes)
+    if json:
+        _print.document(found)
+        return _app.FINE
+    columns = [Column("step", is_number=True), Column("stays for")]
+    _print.table(columns, [_row(found, step) for step in found.reasons])
+    _print.line(_summary(found))
+    return _app.FINE
+
+
+def _row(found: Pruned, step: int) -> list[str | Cell]:
+    if step in found.deleted:
+        return [str(step), Cell("goes" if found.dry_run else "deleted", "yellow")]
+    why = ", ".join(found.reasons[step])
+    return [str(step), why or Cell("could not be deleted for now", "red")]
+
+
+def _summary(found: Pruned) -> str:
+    if not found.deleted:
+        return "nothing to delete"
+    count = len(found.deleted)
+    what = f"{count} {'step' if count == 1 else 'steps'}"
+    if found.bytes is not None:
+        what += f", {_print.size(found.bytes)}"
+    if found.dry_run:
+        return f"would delete {what}: pass --yes to do so"
+    return f"deleted {what}"

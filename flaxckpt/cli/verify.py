@@ -1,0 +1,79 @@
+"""`flaxckpt verify`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flaxckpt import errors
+from flaxckpt.cli import _app, _print
+from flaxckpt.cli._print import Cell, Column
+
+if TYPE_CHECKING:
+    from flaxckpt._findings import VerifyReport
+
+_ROWS = 20
+
+
+@_app.verb
+def verify(
+    path: _app.PathArgument,
+    step: _app.StepOption = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="All steps of a run directory.")
+    ] = False,
+    json: _app.JsonOption = False,
+) -> int:
+    """Compares all of a checkpoint with its checksums.
+
+    What has none is read and decoded.
+    It exits with 1 if anything is wrong, or could not be read.
+
+    Example:
+      flaxckpt verify runs/7 --all
+    """
+    from flaxckpt import _keeping, _tools
+
+    if every and step is not None:
+        raise errors.OptionError("--all is all steps: leave --step out")
+    steps = _keeping.numbers(path) if every else [step]
+    reports = []
+    for number in steps:
+        reports.append(_tools.verify(path, step=number))
+        if not json:
+            _show(reports[-1])
+    is_good = all(report.ok for report in reports)
+    if json:
+        found = [{"ok": report.ok, **_print.fields(report)} for report in reports]
+        _print.document({"ok": is_good, "reports": found})
+    elif not steps:
+        _print.line(f"{path} has no steps yet")
+    return _app.FINE if is_good else _app.FOUND
+
+
+def _show(found: VerifyReport) -> None:
+    verdict = "good" if found.ok else "DAMAGED"
+    if found.unread and not found.problems:
+        verdict = "could not be read"
+    name = _print.short(found.path)
+    if found.step is not None and not name.endswith(str(found.step)):
+        name += f", step {found.step}"  # nothing there is known to be that step
+    told = [verdict]
+    if found.bytes_checked:
+        size = _print.size(found.bytes_checked)
+        told.append(f"{size} checked in {_print.secs(found.secs)}")
+    _print.line(f"{name}: {', '.join(told)}")
+    rows: list[list[str | Cell]] = []
+    for style, what, faults in (
+        ("red", "", found.problems),
+        ("yellow", "could not be read: ", found.unread),
+    ):
+        rows += [[name, Cell(what + why, style)] for name, why in faults.items()]
+    _print.table([Column("where"), Column("what is wrong")], rows[:_ROWS])
+    if len(rows) > _ROWS:
+        _print.line(f"… and {len(rows) - _ROWS} more: --json lists them all")
+    if found.unchecked:
+        _print.line(f"  {len(found.unchecked)} without checksums, which were read only")
+    if found.extra:
+        _print.line(f"  no part of it: {', '.join(found.extra[:_ROWS])}")

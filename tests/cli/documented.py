@@ -1,0 +1,35 @@
+"""The directory in which the examples of docs/cli.md are run."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+
+import flaxckpt
+
+LOSSES = {1000: 0.91, 2000: 0.62, 3000: 0.71, 4000: 0.66}
+
+
+def make(root):
+    """A run, one that is damaged, and files beside them."""
+    rng = np.random.default_rng(0)
+    for name in ("7", "8"):
+        with flaxckpt.Checkpointer(root / "runs" / name) as run:
+            for step, loss in LOSSES.items():
+                kernel = jnp.asarray(rng.normal(size=(64, 32)), jnp.float32)
+                params = {"dense": {"kernel": kernel, "bias": jnp.zeros(32)}}
+                state = TrainState.create(
+                    apply_fn=None, params=params, tx=optax.adamw(1e-3)
+                )
+                metrics = {"eval/loss": loss}
+                run.save(step, state.replace(step=step), metrics=metrics)
+    [file] = (root / "runs" / "8" / "4000" / "state" / "params.dense.kernel").glob("c*")
+    content = bytearray(file.read_bytes())
+    content[1000] ^= 1
+    file.write_bytes(content)
+    (root / "wanted.json").write_text(
+        '{"params": {"dense": {"kernel": "bfloat16[64, 32]", "scale": "float32[32]"}}}'
+    )
+    (root / "run.toml").write_text(
+        'keep = [{latest = 2}, {best = 1, metric = "eval/loss", mode = "min"}]\n'
+    )

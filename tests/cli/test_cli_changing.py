@@ -1,0 +1,155 @@
+"""Verbs that change something: as text, as JSON, and what their exit codes say."""
+
+import numpy as np
+
+import flaxckpt
+from flaxckpt import _steps
+
+
+def steps(path):
+    return flaxckpt.Checkpointer(path, read_only=True).steps()
+
+
+# ---- explain and prune -----------------------------------------------------------
+
+
+def test_explain_says_why_each_step_stays(here, command):
+    lines = command.text("explain", "run", "-k", "best:1:loss:min")
+    assert lines[1:] == [
+        " 100  goes: nothing keeps it",
+        " 200  BestN(1, 'loss', 'min')",
+        " 300  newest",
+    ]
+    found = command.json("explain", "run", "-k", "every:200")
+    assert found == {"100": [], "200": ["EveryNSteps(200)"], "300": ["newest"]}
+    assert command.json("explain", "run")["100"] == ["no policy"]
+    assert command.text("explain", "empty") == ["empty has no steps yet"]
+    assert "is one checkpoint" in command.refuses("explain", "w.msgpack")
+
+
+def test_prune_wants_policies(here, command):
+    told = command.refuses("prune", "run", "--yes")
+    assert "--keep latest:3" in told
+    assert "--config FILE" in told
+    assert steps("run") == [100, 200, 300]
+
+
+def test_prune_without_yes_deletes_nothing(here, command):
+    lines = command.text("prune", "run", "-k", "latest:1")
+    assert lines[1].split() == ["100", "goes"]
+    assert lines[-1].startswith("would delete 2 steps, ")
+    found = command.json("prune", "run", "-k", "latest:1")
+    assert (found["dry_run"], found["deleted"]) == (True, [100, 200])
+    assert steps("run") == [100, 200, 300]
+
+
+def test_prune_deletes_what_explain_gives_no_reason_for(here, command):
+    found = command.json("prune", "run", "-k", "best:1:loss:min", "--yes")
+    assert (found["dry_run"], found["deleted"]) == (False, [100])
+    assert found["bytes"] > 0
+    assert steps("run") == [200, 300]
+    lines = command.text("prune", "run", "-k", "latest:1", "-y")
+    assert lines[-1].startswith("deleted 1 step, ")
+    assert steps("run") == [300]
+    assert (
+        command.text("prune", "run", "-k", "latest:1", "-y")[-1] == "nothing to delete"
+    )
+
+
+def test_prune_takes_the_settings_of_a_run(here, command):
+    (here / "run.json").write_text('{"keep": [{"on_steps": [100]}]}')
+    command("prune", "run", "--config", "run.json", "--yes")
+    assert steps("run") == [100, 300]
+
+
+def test_prune_refuses_a_metric_that_no_step_has(here, command):
+    told = command.refuses("prune", "run", "-k", "best:1:los:min", "--yes")
+    assert "no step of" in told
+    assert told.endswith("there are loss\n")
+    assert steps("run") == [100, 200, 300]
+
+
+def test_prune_of_a_run_whose_newest_step_is_not_whole_is_1(here, command):
+    [file] = (here / "run" / "300" / "state" / "params.dense.kernel").glob("c*")
+    file.unlink()
+    told = command.refuses("prune", "run", "-k", "latest:1", "--yes", code=1)
+    assert "step 300 is not whole" in told
+    assert steps("run") == [100, 200, 300]
+
+
+def test_prune_takes_runs_of_orbax(here, command):
+    command("prune", "orbax", "-k", "latest:1", "--yes")
+    assert sorted(p.name for p in (here / "orbax").glob("ck_*")) == ["ck_2"]
+
+
+def test_prune_takes_no_files(here, command):
+    (here / "files").mkdir()
+    for step in (1, 2):
+        (here / "files" / f"checkpoint_{step}").write_bytes(
+            (here / "w.msgpack").read_bytes()
+        )
+    told = command.refuses("prune", "files", "-k", "latest:1", "--yes")
+    assert "are not directories" in told
+
+
+# ---- pin and unpin ------------------------------------------------------------------
+
+
+def test_pin_keeps_steps_and_unpin_lets_them_go(here, command):
+    assert command.text("pin", "run", 100, 200) == ["pinned steps 100, 200 of run"]
+    assert _steps.is_pinned(here / "run" / "100")
+    command("prune", "run", "-k", "latest:1", "--yes")
+    assert steps("run") == [100, 200, 300]
+    found = command.json("unpin", "run", 100)
+    assert found == {"path": str(here / "run"), "steps": [100], "pinned": False}
+    command("prune", "run", "-k", "latest:1", "--yes")
+    assert steps("run") == [200, 300]
+
+
+def test_pin_of_several_pins_none_if_one_is_missing(here, command):
+    assert "has no step 7" in command.refuses("pin", "run", 100, 7)
+    assert not _steps.is_pinned(here / "run" / "100")
+    assert "does not exist" in command.refuses("pin", "nowhere", 1)
+    assert not (here / "nowhere").exists()
+
+
+# ---- convert ------------------------------------------------------------------------
+
+
+def test_convert_makes_another_format(here, command):
+    [line] = command.text("convert", "run", "out.safetensors", "--only", "params/.*")
+    assert line.startswith("wrote out.safetensors: ")
+    assert [*flaxckpt.metadata("out.safetensors").leaves] == [
+        "params/dense/kernel",
+        "params/dense/bias",
+    ]
+    found = command.json("convert", "orbax", "again", "--step", 1)
+    assert found["path"] == str(here / "again")
+    assert flaxckpt.load("again")["w"].tolist() == [[1.0] * 3] * 2
+
+
+def test_convert_changes_leaves(here, command):
+    command(
+        *("convert", "run", "out", "--drop", "opt_state/.*", "--drop", "step"),
+        *("--rename", r"params/dense/(.*)=\1", "--cast", "kernel=bfloat16"),
+    )
+    found = flaxckpt.load("out")
+    assert found.keys() == {"kernel", "bias"}
+    assert found["kernel"].dtype.name == "bfloat16"
+    np.testing.assert_array_equal(found["bias"], np.zeros(3))
+
+
+def test_convert_refuses_what_is_there(here, command):
+    assert "w.msgpack" in command.refuses("convert", "orbax", "w.msgpack")
+    command("convert", "orbax", "w.msgpack", "--overwrite", "--format", "msgpack")
+    assert "wants a pattern" in command.refuses("convert", "orbax", "x", "--cast", "w")
+    assert "does not exist" in command.refuses("convert", "nowhere", "x")
+
+
+def test_convert_of_damaged_values_is_1(here, command):
+    [file] = (here / "run" / "300" / "state" / "params.dense.kernel").glob("c*")
+    content = bytearray(file.read_bytes())
+    content[3] ^= 1
+    file.write_bytes(content)
+    assert "params/dense/kernel" in command.refuses("convert", "run", "out", code=1)
+    assert not (here / "out").exists()

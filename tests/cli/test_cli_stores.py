@@ -1,0 +1,61 @@
+"""Runs in object stores, through every verb that takes one."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import flaxckpt
+
+counter = itertools.count()
+
+
+@pytest.fixture
+def url():
+    """A run in a bucket in memory."""
+    found = f"memory://cli/{next(counter)}/run"
+    with flaxckpt.Checkpointer(found) as run:
+        for step in (1, 2, 3):
+            state = {"w": np.full((4, 3), step, np.float32)}
+            run.save(step, state, metrics={"loss": 1 / step})
+    return found
+
+
+def test_looking(url, command):
+    lines = command.text("ls", url)
+    assert lines[-1] == "3 steps, flaxckpt"
+    assert [step["bytes"] for step in command.json("ls", url)["steps"]] == [None] * 3
+    assert "float32[4, 3]" in command("show", url).stdout
+    assert command.json("show", url, "w", "--step", 2)["mean"] == 2.0
+    assert command.json("verify", url, "--all")["ok"]
+    assert command.json("plan", url, url)["ok"]
+    changed = command.json("diff", url, "-a", 1, "-b", 3, code=1)["changed"]
+    assert changed["w"]["max_abs"] == 2.0
+    lines = command.text("du", url)
+    assert "an object store does not tell the sizes of files" in lines
+
+
+def test_changing(url, command, tmp_path):
+    command("pin", url, 1)
+    found = command.json("prune", url, "-k", "latest:1", "--yes")
+    assert (found["deleted"], found["bytes"]) == ([2], None)
+    assert command.json("explain", url, "-k", "latest:1").keys() == {"1", "3"}
+    command("unpin", url, 1)
+    assert command.text("prune", url, "-k", "latest:1", "-y")[-1] == "deleted 1 step"
+    command("convert", url, tmp_path / "out.safetensors")
+    assert flaxckpt.load(tmp_path / "out.safetensors")["w"].shape == (4, 3)
+
+
+def test_doctor_tries_out_a_bucket_and_leaves_nothing_in_it(url, command):
+    found = command.json("doctor", f"{url}-new", "--max-mb", 1)
+    assert found["ok"]
+    assert (found["file_system"], found["features"]) == ("object store", {})
+    assert "does not exist" in command.refuses("ls", f"{url}-new")
+
+
+def test_what_is_not_there_is_not_made(command):
+    nowhere = f"memory://cli/{next(counter)}"
+    assert "does not exist" in command.refuses("ls", nowhere)
+    assert "does not exist" in command.refuses("pin", nowhere, 1)
+    assert "does not exist" in command.refuses("prune", nowhere, "-k", "latest:1", "-y")
+    assert "ftp://" in command.refuses("ls", "ftp://x/y")

@@ -1,0 +1,82 @@
+"""How large a checkpoint is, in memory and on the disk."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flaxckpt import _sizes
+from flaxckpt._info import LeafInfo
+
+
+def info(path, count):
+    return LeafInfo(path, (), "array", "jax.Array", (count,), "float32")
+
+
+names = st.sampled_from("abc")
+paths = st.lists(names, min_size=1, max_size=4).map("/".join)
+
+
+@given(st.dictionaries(paths, st.integers(0, 5), max_size=12))
+def test_every_subtree_is_the_sum_of_its_leaves(counts):
+    # No leaf can be a container, too.
+    counts = {p: n for p, n in counts.items() if not _has_inner(p, counts)}
+    trees = _sizes.subtrees({path: info(path, n) for path, n in counts.items()})
+    for tree in trees:
+        inner = [n for p, n in counts.items() if _is_in(p, tree.path)]
+        assert (tree.leaves, tree.bytes) == (len(inner), 4 * sum(inner))
+        assert tree.depth == (tree.path.count("/") + 1 if tree.path else 0)
+    found = [tree.path for tree in trees]
+    assert len(found) == len(set(found))
+    assert set(counts) == {tree.path for tree in trees if tree.info is not None}
+    for path in found[1:]:
+        assert found.index(path.rpartition("/")[0]) < found.index(path)
+
+
+def _has_inner(path, others):
+    return any(other.startswith(f"{path}/") for other in others)
+
+
+def _is_in(path, container):
+    return not container or path == container or path.startswith(f"{container}/")
+
+
+def test_a_subtree_may_be_asked_for_alone():
+    leaves = {path: info(path, 1) for path in ("a/b/c", "a/b/d", "a/e")}
+    found = _sizes.subtrees(leaves, below="a/b")
+    assert [(tree.path, tree.depth) for tree in found] == [
+        ("a/b", 2),
+        ("a/b/c", 3),
+        ("a/b/d", 3),
+    ]
+    assert _sizes.subtrees(leaves, below="b") == []
+
+
+def test_a_state_that_is_one_leaf_is_one_row():
+    [tree] = _sizes.subtrees({"": info("", 3)})
+    assert (tree.path, tree.leaves, tree.bytes) == ("", 1, 12)
+
+
+def test_what_is_shown_is_as_deep_as_there_is_room():
+    leaves = {f"a/{i}/{j}": info("", 1) for i in range(10) for j in range(10)}
+    trees = _sizes.subtrees(leaves)
+    assert len(_sizes.shown(trees, depth=None, rows=200)) == 112
+    assert len(_sizes.shown(trees, depth=None, rows=50)) == 12
+    assert len(_sizes.shown(trees, depth=1, rows=50)) == 2
+    assert len(_sizes.shown(trees, depth=9, rows=50)) == 112
+    # Two rows of a hundred would say next to nothing.
+    wide = _sizes.subtrees({f"a/{i}": info("", 1) for i in range(500)})
+    assert len(_sizes.shown(wide, depth=None, rows=100)) == 100
+
+
+def test_files_are_counted_once_and_links_are_not_followed(tmp_path):
+    (tmp_path / "one" / "inner").mkdir(parents=True)
+    (tmp_path / "two").mkdir()
+    (tmp_path / "one" / "inner" / "a").write_bytes(b"12345")
+    (tmp_path / "one" / "b").hardlink_to(tmp_path / "one" / "inner" / "a")
+    (tmp_path / "two" / "c").hardlink_to(tmp_path / "one" / "b")
+    (tmp_path / "two" / "d").write_bytes(b"123")
+    (tmp_path / "two" / "e").symlink_to(tmp_path / "one")
+    counted = set()
+    assert _sizes.on_disk(tmp_path / "one", counted) == (5, 5)
+    assert _sizes.on_disk(tmp_path / "two", counted) == (8, 3)
+    assert _sizes.on_disk(tmp_path / "two" / "d", set()) == (3, 3)
+    assert _sizes.on_disk(tmp_path / "gone", counted) == (0, 0)

@@ -1,0 +1,96 @@
+"""States that a restore is planned into, from checkpoints and files."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import flaxckpt
+from flaxckpt import _wanted, errors
+from flaxckpt.cli import _print
+
+STATE = {
+    "a": jnp.ones((2, 3), jnp.bfloat16),
+    "b": [np.float32(1), 3, 0.5, True, 1j, "text", None, {}, [], ()],
+    "key": jax.random.key(0),
+    "keys": jax.random.split(jax.random.key(0, impl="rbg"), 3),
+    "with/slash": np.zeros((), np.int8),
+}
+
+
+def file_of(tmp_path, content):
+    file = tmp_path / "wanted.json"
+    file.write_text(json.dumps(content))
+    return file
+
+
+def test_a_checkpoint_fits_what_it_wants_itself(tmp_path):
+    flaxckpt.save(tmp_path / "one", STATE)
+    found = _wanted.wanted(tmp_path / "one")
+    assert jax.tree.structure(found.state) == jax.tree.structure(STATE)
+    assert not found.has_roles
+    assert not flaxckpt.plan(tmp_path / "one", found.state).problems
+    assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves(found.state))
+
+
+def test_a_state_with_an_optimizer_keeps_its_classes(tmp_path):
+    params = {"w": jnp.ones(3)}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+    flaxckpt.save(tmp_path / "run" / "1", state)
+    found = _wanted.wanted(tmp_path / "run", step=1)
+    assert found.has_roles
+    assert isinstance(found.state.opt_state[0], optax.ScaleByAdamState)
+    other = state.replace(opt_state=optax.sgd(1.0).init(params))
+    flaxckpt.save(tmp_path / "other", other)
+    assert flaxckpt.plan(tmp_path / "other", found.state).problems
+
+
+def test_what_show_prints_is_the_same_state(tmp_path):
+    flaxckpt.save(tmp_path / "one", STATE)
+    shown = flaxckpt.metadata(tmp_path / "one")
+    file = tmp_path / "shown.json"
+    content = {
+        "format": "flaxckpt",
+        "leaves": {path: _print.leaf(leaf) for path, leaf in shown.leaves.items()},
+    }
+    file.write_text(json.dumps(content))
+    found = flaxckpt.plan(tmp_path / "one", _wanted.wanted(file).state)
+    assert not found.problems
+    filled = {p for p, leaf in shown.leaves.items() if leaf.kind != "empty"}
+    assert found.leaves.keys() == filled
+
+
+def test_leaves_are_texts_in_nested_dicts(tmp_path):
+    wanted = {"a": {"w": "float32[3, 4]", "n": "int"}, "b": ["int8[]", None, "str"]}
+    state = _wanted.wanted(file_of(tmp_path, wanted)).state
+    assert state == {
+        "a": {"w": jax.ShapeDtypeStruct((3, 4), jnp.float32), "n": 0},
+        "b": [jax.ShapeDtypeStruct((), jnp.int8), None, ""],
+    }
+    [key] = _wanted.wanted(file_of(tmp_path, ["threefry2x32 keys [2]"])).state
+    assert (key.shape, key.dtype) == ((2,), jax.random.key(0).dtype)
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    ["float33[2]", "float32", "float32[x]", "nonsense keys []", 3, True, "a[1][2]", ""],
+)
+def test_a_leaf_that_says_something_else_is_named(tmp_path, leaf):
+    with pytest.raises(errors.OptionError, match=r"a/w must be a text such as"):
+        _wanted.wanted(file_of(tmp_path, {"a": {"w": leaf}}))
+
+
+def test_a_file_that_is_no_json_is_an_error(tmp_path):
+    file = tmp_path / "wanted.json"
+    file.write_text("{")
+    with pytest.raises(errors.OptionError, match="is no JSON"):
+        _wanted.wanted(file)
+    file.write_text('{"a":' * 200 + "1" + "}" * 200)
+    with pytest.raises(errors.OptionError, match="too deeply"):
+        _wanted.wanted(file)
+    with pytest.raises(errors.CheckpointNotFoundError):
+        _wanted.wanted(tmp_path / "nowhere.json")
