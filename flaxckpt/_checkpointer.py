@@ -465,11 +465,10 @@ class Checkpointer(_directory.RunDirectory):
 
     def _tidy(self) -> None:
         """Removes what crashes have left."""
-        with _remote.looking(self.saves_in):
-            _steps.tidy(self.saves_in, self._format, (_orbax.METRICS, "metadata"))
-        if self._tiers is not None and not self._tiers.uploads.open():
-            return
         with _remote.looking(self.directory):
+            _steps.tidy(self.saves_in, self._format, (_orbax.METRICS, "metadata"))
+            if self._tiers is not None and not self._tiers.uploads.open():
+                return
             aside = self.directory / _PARAMS_ONLY
             with contextlib.suppress(OSError):  # another time
                 if aside.is_dir() and not aside.is_symlink():

@@ -395,7 +395,6 @@ def _belongs(path: Path, file: Path) -> bool:
     """Whether a file is of the step itself, and neither a mark nor a leftover."""
     name = file.relative_to(path).as_posix()
     where = name.rpartition("/")[0]
-    is_replacing = _storage.is_replacing(file.name)
-    is_leftover = where in ("", _orbax.METRICS) and is_replacing
+    is_leftover = where in ("", _orbax.METRICS) and _storage.is_replacing(file.name)
     is_mark = not where and _steps.is_mark(name) and not _steps.goes_along(name)
     return not (is_leftover or is_mark)
