@@ -1,6 +1,7 @@
 """Each process tells, again and again, that it is there.
 
-It does so on a thread of its own, from the first thing on that it does with others.
+It does so on a thread of its own, from when a run is opened or the first thing is done
+with others.
 """
 
 from __future__ import annotations

@@ -180,6 +180,7 @@ class Checkpointer(_directory.RunDirectory):
             _save.check_json(metadata)
             if _multihost.is_first():
                 self._write_metadata(metadata)
+        _together.attend(self.directory)
 
     # ---- saving -----------------------------------------------------------------
 

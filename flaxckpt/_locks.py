@@ -151,13 +151,21 @@ def held(path: RemotePath, *, patient: bool = False) -> Iterator[Lock]:
 def _acquire(path: RemotePath, *, patient: bool) -> Lock:
     store, key, holder = path.store, _key(path), _self()
     watched: _store.Found | None = None
-    begun = since = time.monotonic()
+    begun = since = last_there = time.monotonic()
     while True:
         if (made := store.create(key, holder.content())) is not None:
             return Lock(path, holder, made, inherited=False)
         found = store.read(key)
-        if found is None:
+        if found is None:  # let go this moment, or there is no bucket to make it in
+            if time.monotonic() - last_there > store.options.deadline_secs:
+                raise errors.StoreError(
+                    f"cannot lock {path}: for {store.options.deadline_secs:g} s"
+                    f" {store.url}/{key} could not be made, and is not there either;"
+                    " see that the bucket exists"
+                )
+            time.sleep(_LOOK_SECS)
             continue
+        last_there = time.monotonic()
         is_gone = _is_gone(found)
         if watched is None or watched.generation != found.generation:
             has_moved = watched is not None

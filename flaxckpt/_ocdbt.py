@@ -78,6 +78,24 @@ def _checked(root: Path, inode: int, modified: int, size: int) -> None:
         tree.walk(place, height)
 
 
+def keys(root: Path) -> set[str]:
+    """All keys of a database.
+
+    Args:
+        root: Its directory, whose links have been checked.
+
+    Raises:
+        ValueError: It is damaged, or cannot be read in sensible memory.
+        OSError: It is missing, or cannot be read.
+    """
+    check(root)
+    opening = ts.KvStore.open(
+        _zarr.kvstore(root, "", ocdbt=True), context=_store.context()
+    )
+    found = _remote.result(_remote.result(opening, root).list(), root)
+    return {key.decode(errors="surrogateescape") for key in found}
+
+
 class _Place(NamedTuple):
     """Where a node is.
 

@@ -133,6 +133,10 @@ class Group:
         self._beats.go_on()
         return operation
 
+    def attend(self) -> None:
+        """Beats from now on, whatever begins later."""
+        self._beats.go_on()
+
     def ended(self, operation: Operation, *, all_came: bool) -> None:
         """Forgets an operation. Its texts are deleted when all have gone on."""
         self._open.discard(operation)
@@ -411,8 +415,20 @@ def group(directory: Path) -> Group | None:
     key = directory if service is None else None
     if key not in _groups:
         index, count = _multihost.process_index(), _multihost.process_count()
-        _groups[key] = Group(service or _files(directory), index, count)
+        made = Group(service or _files(directory), index, count)
+        _groups.setdefault(key, made)
     return _groups[key]
+
+
+def attend(directory: Path) -> None:
+    """Begins to beat, so that whoever is lost from now on is missed.
+
+    It waits for nobody: without the coordination service, the first operation begins.
+    """
+    if USES_FILES or _multihost.service() is None:
+        return
+    if (found := group(directory)) is not None:
+        found.attend()
 
 
 def _files(directory: Path) -> _texts.Files:

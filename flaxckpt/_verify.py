@@ -23,6 +23,7 @@ from flaxckpt import (
     _findings,
     _layout,
     _locate,
+    _ocdbt,
     _pieces,
     _progress,
     _read,
@@ -165,6 +166,8 @@ def _verify_own(path: Path, stored: Stored, found: _findings.Findings) -> list[s
     checks.append((_orbax.COMMITTED, functools.partial(_check_committed, path)))
     found.counter.total = _findings.size_of(path)
     found.run(checks)
+    if encoding is not None and manifest["ocdbt"] and leaves:
+        _check_keys(path, encoding, leaves, found)
     if encoding is None or not encoding.checksum:
         for leaf_path in undigested:
             found.unchecked[leaf_path] = "it was saved without checksums; it is there"
@@ -183,6 +186,35 @@ def _is_mark(name: str) -> bool:
 
 def _has_database(digests: Mapping[str, str]) -> bool:
     return f"{_orbax.STATE}/manifest.ocdbt" in digests
+
+
+def _check_keys(
+    path: Path,
+    encoding: _zarr.Encoding,
+    leaves: Mapping[LeafPath, Leaf],
+    found: _findings.Findings,
+) -> None:
+    """Looks for all that arrays must have in a database, which is sound without."""
+    if any(_orbax.is_of_arrays(name) for name in found.problems):
+        return  # it has changed, and may not be readable
+    there: set[str] = set()
+    manifest = f"{_orbax.STATE}/{_ocdbt.MANIFEST}"
+    found.attempt(manifest, lambda: there.update(_ocdbt.keys(path / _orbax.STATE)))
+    if manifest in found.problems or manifest in found.unread:
+        return
+    for leaf_path, leaf in leaves.items():
+        name = _orbax_json.param_name(leaf.info.keys)
+        shape, _ = _layout.stored_form(leaf.info)
+        chunks = _audit.keys(encoding, shape, leaf.info.chunk_shape or ())
+        missing = [
+            key
+            for key in (_audit.metadata_name(encoding), *chunks)
+            if _zarr.database_key(name, key) not in there
+        ]
+        if missing:
+            rest = f" and {len(missing) - 1} more are" if missing[1:] else " is"
+            why = f"{missing[0]}{rest} missing in the database"
+            found.add(found.problems, leaf_path, why)
 
 
 def _chunk_checks(

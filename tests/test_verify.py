@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 import strategies
+import tensorstore as ts
 
 import flaxckpt
 from flaxckpt import _blocks, _steps, _storage, errors
@@ -314,6 +315,27 @@ def test_large_databases_are_verified_by_their_values(tmp_path, monkeypatch):
         largest = max(path.glob("state/d/*"), key=lambda file: file.stat().st_size)
         flip(largest, at=largest.stat().st_size // 2)
         assert list(flaxckpt.verify(path).problems) == ["table"]
+
+
+@pytest.mark.parametrize("codec", ["none", "compact"])
+def test_what_is_missing_in_a_sound_database_is_named(tmp_path, monkeypatch, codec):
+    monkeypatch.setattr(_orbax, "_SMALL_DATABASE_BYTES", 0)
+    layout = flaxckpt.ArrayLayout(store="ocdbt", codec=codec, chunk_bytes=4096)
+    run(tmp_path, 1, layout=layout)
+    assert flaxckpt.verify(tmp_path / "1").ok
+    base = {"driver": "file", "path": f"{tmp_path}/1/state/"}
+    values = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    keys = sorted(key.decode() for key in values.list().result())
+    chunks = [key for key in keys if key.startswith("table/c.")]
+    assert len(chunks) > 3
+    for number, gone in enumerate((chunks[2], chunks[3])):
+        values.write(gone, None).result()
+        problems = flaxckpt.verify(tmp_path / "1").problems
+        name = chunks[2].removeprefix("table/")
+        rest = " and 1 more are missing" if number else " is missing"
+        assert problems == {"table": f"{name}{rest} in the database"}
+    values.write("w/zarr.json", None).result()
+    assert flaxckpt.verify(tmp_path / "1").problems.keys() == {"table", "w"}
 
 
 def manifest(path):

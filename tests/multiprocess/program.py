@@ -485,6 +485,20 @@ def check_small(state, step):
     assert state["n"] == step
 
 
+def lost():
+    """The last process is killed before it does anything with others."""
+    with flaxckpt.Checkpointer(DIRECTORY) as ckpt:
+        _together.group(DIRECTORY).texts.get(f"{_beats._KEY}/{RANK}", 20)
+        say(opened=True)
+        if RANK == COUNT - 1:
+            wait_for(DIRECTORY / "never")
+        wait_for(DIRECTORY / "killed")
+        with raising(errors.SaveFailedError) as told:
+            ckpt.save(1, {"w": np.ones(4)}).wait()
+        say(told=told[1])
+        os._exit(3)  # jax would wait for the dead
+
+
 def race():
     """Two jobs save the same steps: the first one counts."""
     won = []

@@ -205,6 +205,17 @@ def test_who_does_not_come_is_named_and_nothing_is_committed(with_orbax):
     assert not [p for p in (directory / "late").iterdir() if "tmp-writing" in p.name]
 
 
+def test_who_is_lost_before_the_first_save_is_named(tmp_path):
+    with jobs.Job("lost", 2, tmp_path, silent_secs=3.0) as job:
+        for process in job.processes:
+            assert "opened" in process.stdout.readline()
+        job.processes[1].kill()
+        (tmp_path / "lost/killed").touch()
+        (code, said, complaint), _ = job.ends(30)
+    assert code == 3, complaint[-1500:]
+    assert "process 1: has not been heard of for " in jobs.rows(said)[-1]["told"]
+
+
 def test_files_do_what_the_coordination_service_does(tmp_path):
     names = "together,save,late"
     said = jobs.run(names, 2, tmp_path, layouts=["files", "ocdbt"], files=True)

@@ -14,7 +14,7 @@ import store_servers
 import strategies
 
 import flaxckpt
-from flaxckpt import _marked, _storage, errors
+from flaxckpt import _locks, _marked, _storage, errors
 
 SERVERS = ("moto", "seaweed")
 QUICK = flaxckpt.StoreOptions(deadline_secs=3, retries=1)
@@ -195,6 +195,18 @@ def test_a_dead_endpoint_is_an_error_in_time(monkeypatch, reached_by, how):
             assert time.monotonic() - begun < 30, "TensorStore alone takes 93 s"
             assert endpoint in str(info.value)
             assert len(str(info.value).splitlines()) < 15
+
+
+def test_a_lock_in_a_bucket_that_is_gone_is_an_error_in_time(store_path, reached_by):
+    store_path("moto")
+    reached_by("s3://deleted", QUICK)
+    path = _storage.resolve("s3://deleted/run/1")
+    with (
+        pytest.raises(errors.StoreError, match="see that the bucket exists") as told,
+        _locks.held(path),
+    ):
+        pass
+    assert "for 3 s" in str(told.value)
 
 
 # ---- how stores are reached -------------------------------------------------------
