@@ -21,6 +21,7 @@ from flaxckpt import (
     _blocks,
     _dtypes,
     _layout,
+    _links,
     _ocdbt,
     _remote,
     _storage,
@@ -253,6 +254,25 @@ class Databases:
         self.context = context
         self._opened: dict[Path, ts.KvStore] = {}
         self._faults: dict[Path, Exception] = {}
+
+    def begin(self, raw: RawArray, checkpoint: Path, *, verify: bool) -> None:
+        """Opens the database that holds an array, unless it is open already.
+
+        Args:
+            raw: The array.
+            checkpoint: What no link in the database may lead out of.
+            verify: Whether it is compared with its digests.
+
+        Raises:
+            ValueError, OSError: It leads elsewhere, has changed since it was written,
+                or is missing.
+        """
+        if raw.root not in self._opened and raw.root not in self._faults:
+            try:
+                _links.check_root(raw.root, checkpoint)
+            except (ValueError, OSError) as error:
+                self._faults[raw.root] = error
+        self.open(raw, verify=verify)
 
     def open(self, raw: RawArray, *, verify: bool) -> ts.KvStore:
         """The database that holds an array.

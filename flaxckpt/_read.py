@@ -299,12 +299,11 @@ def _cut(
 def _begin(work: _Work, options: Options, databases: _raw.Databases) -> Reading:
     stored, regions = work.job.stored, tuple(work.reads)
     try:
-        if stored.raw is not None:
-            _links.check_root(stored.raw.root, stored.root)
         if stored.raw is None:
             check = stored.check if options.verify else None
             return _from_store(work.job, regions, databases.context, check)
         if not stored.raw.ocdbt:
+            _links.check_root(stored.raw.root, stored.root)
             return _raw.from_files(
                 stored.raw,
                 stored.info,
@@ -312,7 +311,7 @@ def _begin(work: _Work, options: Options, databases: _raw.Databases) -> Reading:
                 memory_map=options.memory_map,
                 verify=options.verify,
             )
-        databases.open(stored.raw, verify=options.verify)
+        databases.begin(stored.raw, stored.root, verify=options.verify)
         if _layout.stored_bytes(stored.info) > _DATABASE_VALUE_BYTES:
             return _from_store(work.job, regions, databases.context)
         return _raw.from_database(
