@@ -202,6 +202,7 @@ def _collect_axis_names(
         if node.is_box and isinstance(child, str):
             static = node.static
             names = static.get("names") or static.get("out_sharding")
+            names = names or static.get("sharding_names")  # before flax 0.12.4
             rules = static.get("rules") or static.get("sharding_rules") or ()
             if isinstance(names, list | tuple):
                 found[child] = AxisNames(

@@ -1,18 +1,21 @@
-"""Writes the golden checkpoints of our own format, `tests/golden/flaxckpt-<version>/`.
+"""Writes the golden checkpoints of our own format, `tests/golden/flaxckpt-<version>…/`.
 
-Run from the root of the repository, once for every new version of the manifest:
+Run from the root of the repository, once for every new version of the manifest, and for
+every release that writes more than the one before:
 
     PYTHONPATH=tests python tests/golden/make_flaxckpt.py
 
-What is in the repository for version 1 was written with
+What is in the repository for version 1 was written on one CPU device, with
 
     jax 0.10.2    flax 0.12.8    optax 0.2.8    tensorstore 0.1.86
 
-on one CPU device. A folder is never written again: a new version adds its own.
+`flaxckpt-1` is by the first writer of version 1, which had no digests of metrics, no
+`encoding` and nothing but the two stores. A folder is never written again.
 """
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,7 +35,12 @@ from flaxckpt.formats import _orbax_json
 STEP: Final = 7
 METRICS: Final = {"eval/loss": 0.25}
 METADATA: Final = {"note": "golden", "tags": ["a", 1, None]}
-STORES: Final = ("files", "ocdbt")
+LAYOUTS: Final = {
+    "files": flaxckpt.ArrayLayout(store="files"),
+    "ocdbt": flaxckpt.ArrayLayout(store="ocdbt"),
+    "compact": flaxckpt.ArrayLayout(store="files", codec="compact"),
+    "zarr-2": flaxckpt.ArrayLayout(store="ocdbt", zarr_version=2),
+}
 
 
 def array(*shape: int) -> np.ndarray[Any, Any]:
@@ -69,18 +77,26 @@ def state() -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Writes a run with one step for each store."""
-    version = _orbax_json.MANIFEST_VERSION
-    folder = Path(__file__).parent / f"flaxckpt-{version}"
-    folder.mkdir()
-    for store in STORES:
+def write(folder: Path) -> None:
+    """Writes a run of one step for each layout."""
+    for name, layout in LAYOUTS.items():
         batches = StepIndexed(lambda i: i, start=STEP)
-        layout = flaxckpt.ArrayLayout(store=store)
         with flaxckpt.Checkpointer(
-            folder / store, layout=layout, metadata=METADATA
-        ) as c:
-            c.save(STEP, state(), metrics=METRICS, metadata=METADATA, dataset=batches)
+            folder / name, layout=layout, metadata=METADATA
+        ) as ckpt:
+            ckpt.save(
+                STEP, state(), metrics=METRICS, metadata=METADATA, dataset=batches
+            )
+            ckpt.wait()
+            ckpt.pin(STEP)
+
+
+def main() -> None:
+    """Adds the folder of this release."""
+    name = f"flaxckpt-{_orbax_json.MANIFEST_VERSION}-{version('flaxckpt')}"
+    folder = Path(__file__).parent / name
+    folder.mkdir()
+    write(folder)
 
 
 if __name__ == "__main__":
