@@ -97,6 +97,14 @@ def damage(path: Path, doubt: str | None) -> str | None:
     return None
 
 
+def has_damage(found: _steps.Found) -> bool:
+    """Whether any of the steps is known to be damaged."""
+    return any(
+        damage(path, found.doubtful.get(step, (path, None))[1]) is not None
+        for step, path in all_steps(found).items()
+    )
+
+
 def created(path: Path) -> float | None:
     """When a step was saved, as far as it tells; None if it is gone."""
     try:
@@ -177,6 +185,7 @@ def opened(
     path: PathLike,
     *,
     keep: Sequence[PreservationPolicy] = (),
+    keep_dataset: Sequence[PreservationPolicy] = (),
     read_only: bool = False,
 ) -> Checkpointer:
     """Opens a run directory that is there, whatever its steps are called.
@@ -193,7 +202,13 @@ def opened(
             f"the steps of {root} are not directories with names such as 100, step_100"
             " or 00000100: only such are pinned and pruned"
         )
-    return Checkpointer(root, keep=keep, step_format=name, read_only=read_only)
+    return Checkpointer(
+        root,
+        keep=keep,
+        keep_dataset=keep_dataset,
+        step_format=name,
+        read_only=read_only,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,16 +231,26 @@ class Pruned:
 
 
 def prune(
-    path: PathLike, *, keep: Sequence[PreservationPolicy], dry_run: bool
+    path: PathLike,
+    *,
+    keep: Sequence[PreservationPolicy],
+    keep_dataset: Sequence[PreservationPolicy] = (),
+    dry_run: bool,
 ) -> Pruned:
     """Deletes the steps of a run that no policy keeps, or says which.
+
+    Args:
+        path: The run directory.
+        keep: Its policies.
+        keep_dataset: As of `Checkpointer`; of those that stay.
+        dry_run: Whether it is only said.
 
     Raises:
         OptionError: A policy asks for a metric that no step has.
         SaveFailedError: The newest step is damaged, so that older ones stay.
         CheckpointError: As for `opened`.
     """
-    with opened(path, keep=keep, read_only=dry_run) as run:
+    with opened(path, keep=keep, keep_dataset=keep_dataset, read_only=dry_run) as run:
         reasons = run.explain()
         _check_metrics(run, reasons)
         sizes = _own_sizes(survey(run.directory).steps, reasons)

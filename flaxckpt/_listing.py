@@ -5,15 +5,16 @@ Runs of others are listed like our own, whatever their steps are called.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from flaxckpt import (
     _keeping,
     _locate,
     _measured,
+    _progress,
     _sizes,
     _steps,
     _storage,
@@ -24,6 +25,8 @@ from flaxckpt import (
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _orbax, _orbax_json
 from flaxckpt.policies import PreservationPolicy
+
+_Step = TypeVar("_Step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ def listing(path: PathLike, *, keep: Sequence[PreservationPolicy] = ()) -> Listi
     best = {str(policy) for policy in keep if isinstance(policy, policies.BestN)}
     counted: set[_sizes.FileId] = set()
     steps, total = [], 0
-    for number, step_path in _keeping.all_steps(found).items():
+    for number, step_path in _watched([*_keeping.all_steps(found).items()], root):
         usage = _sizes.on_disk(step_path, counted)
         total += 0 if usage is None else usage.own
         why = reasons.get(number, [])
@@ -112,6 +115,17 @@ def listing(path: PathLike, *, keep: Sequence[PreservationPolicy] = ()) -> Listi
         steps.append(step)
     is_known = all(step.bytes is not None for step in steps)
     return Listing(str(root), True, _newest_marked(steps), total if is_known else None)
+
+
+def _watched(steps: Sequence[_Step], root: Path) -> Iterator[_Step]:
+    """Goes through steps, and shows how far it is if that takes long."""
+    counter = _progress.Counter(
+        f"looking at {root.name}", of_bytes=False, total=len(steps)
+    )
+    with _progress.shown(counter):
+        for step in steps:
+            yield step
+            counter.add(1)
 
 
 # ---- one step ---------------------------------------------------------------------
@@ -227,7 +241,9 @@ def disk_usage(path: PathLike, *, step: int | None = None, depth: int = 2) -> Di
     if not (root.exists() and formats.recognises(root)):
         paths = [*_keeping.all_steps(_keeping.survey(root)).items()]
     counted: set[_sizes.FileId] = set()
-    steps = tuple(_usage(number, path, counted) for number, path in paths)
+    steps = tuple(
+        _usage(number, path, counted) for number, path in _watched(paths, root)
+    )
     sizes = [step.own for step in steps]
     total = None if None in sizes else sum(size or 0 for size in sizes)
     if not steps:

@@ -1,4 +1,4 @@
-"""How far a long operation is, in bytes; and a bar that shows it to who waits.
+"""How far a long operation is, in bytes or steps; and a bar that shows it to who waits.
 
 A bar appears on a terminal only, after some seconds, and leaves no trace. Another
 thread draws it: the operation itself only counts.
@@ -31,22 +31,24 @@ _showing = threading.Lock()
 
 
 class Counter:
-    """Bytes of an operation; any thread may add to them.
+    """Bytes of an operation, or steps; any thread may add to them.
 
     Attributes:
         what: The operation, for people: `saving step 3`.
+        of_bytes: Whether it is bytes that are counted.
         total: All of them; 0 as long as that is not known.
         done: Those that are through.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, *, of_bytes: bool = True, total: int = 0) -> None:
         self.what = what
-        self.total = 0
+        self.of_bytes = of_bytes
+        self.total = total
         self.done = 0
         self._lock = threading.Lock()
 
     def add(self, size: int) -> None:
-        """Counts `size` bytes as done."""
+        """Counts so many as done."""
         with self._lock:
             self.done += size
 
@@ -112,12 +114,16 @@ def _draw(counter: Counter, over: threading.Event) -> None:
     console = Console(file=sys.stderr)
     if console.is_dumb_terminal or not console.is_interactive:
         return
+    amounts: tuple[rich.progress.ProgressColumn, ...] = (
+        rich.progress.MofNCompleteColumn(),
+    )
+    if counter.of_bytes:
+        amounts = (rich.progress.DownloadColumn(), rich.progress.TransferSpeedColumn())
     columns = (
         rich.progress.TextColumn("{task.description}", markup=False),
         rich.progress.BarColumn(),
         rich.progress.TaskProgressColumn(),
-        rich.progress.DownloadColumn(),
-        rich.progress.TransferSpeedColumn(),
+        *amounts,
         rich.progress.TimeRemainingColumn(),
     )
     with rich.progress.Progress(
@@ -136,7 +142,7 @@ def _draw(counter: Counter, over: threading.Event) -> None:
 def _state(counter: Counter) -> dict[str, Any]:
     done, total = counter.done, counter.total
     # There is more to do than counting: what is written has to get to the disk.
-    rest = ", finishing" if done >= total > 0 else ""
+    rest = ", finishing" if done >= total > 0 and counter.of_bytes else ""
     return {
         "description": counter.what + rest,
         "completed": done,

@@ -23,7 +23,7 @@ CHILD = """
 import fcntl, functools, os, signal, subprocess, sys, termios, threading, time
 import numpy as np
 import flaxckpt
-from flaxckpt import _blocks, _pieces, _progress
+from flaxckpt import _blocks, _keeping, _listing, _pieces, _progress
 
 directory, is_quiet = sys.argv[1], sys.argv[2] == "quiet"
 _progress._DELAY_SECS = 0
@@ -56,6 +56,7 @@ if not is_quiet:
 held_up(_blocks, "write")
 held_up(_blocks, "read")
 held_up(_pieces, "read")
+held_up(_keeping, "created")
 state = {"w": np.ones(5_000_000, np.uint8)}
 
 flaxckpt.save(f"{directory}/first", state)
@@ -69,6 +70,8 @@ go.clear()
 flaxckpt.load(f"{directory}/first", memory_map=False)
 go.clear()
 flaxckpt.convert(f"{directory}/first", f"{directory}/m.safetensors")
+go.clear()
+_listing.listing(f"{directory}/run")
 print("all done", flush=True)
 if "IN_BACKGROUND" in os.environ:
     other.kill()
@@ -135,6 +138,9 @@ def test_a_bar_is_shown_while_somebody_waits_and_leaves_no_trace(tmp_path):
             terminal.read_until(label)
             terminal.read_until(b"5.0 MB")
             os.write(terminal.master, b"\n")
+        terminal.read_until(b"looking at run")
+        terminal.read_until(b"0/1")
+        os.write(terminal.master, b"\n")
         terminal.read_until()
         assert terminal.child.wait() == 0
     assert terminal.seen.rstrip().endswith(b"\x1b[2Kall done")
@@ -176,6 +182,8 @@ def test_a_bar_without_colours_is_shown_if_colours_are_not_wanted(tmp_path):
         for label in LABELS:
             terminal.read_until(label)
             os.write(terminal.master, b"\n")
+        terminal.read_until(b"looking at run")
+        os.write(terminal.master, b"\n")
         terminal.read_until()
     assert b"\x1b[3" not in terminal.seen
 

@@ -59,18 +59,30 @@ def policies(
     Raises:
         OptionError: One of them means none.
     """
+    return both(keep, config, group)[0]
+
+
+def both(
+    keep: list[str] | None, config: str | None, group: str | None
+) -> tuple[tuple[PreservationPolicy, ...], tuple[PreservationPolicy, ...]]:
+    """The policies that these options mean, and those for the states of datasets.
+
+    Raises:
+        OptionError: One of them means none.
+    """
     if group is not None and config is None:
         raise errors.OptionError("--group is a table of a file: pass --config, too")
     if not keep and config is None:
-        return ()
+        return (), ()
     from flaxckpt.configs import CheckpointConfig
 
     found = [
         policy for text in keep or () for policy in _policy(CheckpointConfig, text)
     ]
-    if config is not None:
-        found += CheckpointConfig.from_file(config, group=group).keep
-    return tuple(found)
+    if config is None:
+        return tuple(found), ()
+    settings = CheckpointConfig.from_file(config, group=group)
+    return (*found, *settings.keep), settings.keep_dataset
 
 
 def _policy(config: type[Any], text: str) -> tuple[PreservationPolicy, ...]:

@@ -17,6 +17,7 @@ def explain(
     """Says why each step stays, and which would go.
 
     A run directory does not record its policies: give them by --keep or --config.
+    It exits with 1 if a step is known to be damaged.
 
     Example:
       flaxckpt explain runs/7 --keep latest:3 --keep every:1000
@@ -25,10 +26,12 @@ def explain(
 
     policies = _keep.policies(keep, config, group)
     root = _storage.resolve(path)
-    found = _keeping.explain(root, _keeping.survey(root), policies)
+    steps = _keeping.survey(root)
+    found = _keeping.explain(root, steps, policies)
+    code = _app.FOUND if _keeping.has_damage(steps) else _app.FINE
     if json:
         _print.document(found)
-        return _app.FINE
+        return code
     rows: list[list[str | Cell]] = [
         [str(step), ", ".join(why) if why else Cell("goes: nothing keeps it", "yellow")]
         for step, why in found.items()
@@ -36,4 +39,4 @@ def explain(
     _print.table([Column("step", is_number=True), Column("stays for")], rows)
     if not found:
         _print.line(f"{_print.short(str(root))} has no steps yet")
-    return _app.FINE
+    return code

@@ -36,14 +36,16 @@ def prune(
     """
     from flaxckpt import _keeping
 
-    policies = _keep.policies(keep, config, group)
+    policies, of_datasets = _keep.both(keep, config, group)
     if not policies:
         raise errors.OptionError(
             "prune wants to know what to keep, which no run directory records: pass"
             " --keep latest:3, --keep best:1:eval/loss:min, --keep every:1000, or the"
             " settings of the run as --config FILE"
         )
-    found = _keeping.prune(path, keep=policies, dry_run=not yes)
+    found = _keeping.prune(
+        path, keep=policies, keep_dataset=of_datasets, dry_run=not yes
+    )
     if json:
         _print.document(found)
         return _app.FINE

@@ -1,9 +1,12 @@
 """Verbs that change something: as text, as JSON, and what their exit codes say."""
 
+import json
+
 import numpy as np
 
 import flaxckpt
 from flaxckpt import _steps
+from flaxckpt.datasets import StepIndexed
 
 
 def steps(path):
@@ -25,6 +28,12 @@ def test_explain_says_why_each_step_stays(here, command):
     assert command.json("explain", "run")["100"] == ["no policy"]
     assert command.text("explain", "empty") == ["empty has no steps yet"]
     assert "is one checkpoint" in command.refuses("explain", "w.msgpack")
+
+
+def test_explain_exits_with_1_if_a_step_is_known_to_be_damaged(here, command):
+    _steps.mark_damaged(here / "run" / "200", "w: its checksum is another")
+    found = command.json("explain", "run", code=1)
+    assert found["200"] == ["damaged: w: its checksum is another"]
 
 
 def test_prune_wants_policies(here, command):
@@ -60,6 +69,19 @@ def test_prune_takes_the_settings_of_a_run(here, command):
     (here / "run.json").write_text('{"keep": [{"on_steps": [100]}]}')
     command("prune", "run", "--config", "run.json", "--yes")
     assert steps("run") == [100, 300]
+
+
+def test_prune_lets_the_states_of_datasets_go_as_the_settings_say(here, command):
+    with flaxckpt.Checkpointer("with data") as run:
+        for step in (1, 2, 3):
+            run.save(step, {"n": step}, dataset=StepIndexed(lambda i: i, start=step))
+    settings = {"keep": [{"latest": 3}], "keep_dataset": [{"latest": 1}]}
+    (here / "run.json").write_text(json.dumps(settings))
+    command("prune", "with data", "--config", "run.json")
+    assert flaxckpt.metadata("with data", step=1).has_dataset
+    command("prune", "with data", "--config", "run.json", "--yes")
+    found = [flaxckpt.metadata("with data", step=s).has_dataset for s in (1, 2, 3)]
+    assert found == [False, False, True]
 
 
 def test_prune_refuses_a_metric_that_no_step_has(here, command):
