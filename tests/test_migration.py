@@ -525,6 +525,94 @@ def test_what_a_crash_of_orbax_left_is_no_step_and_stays(tmp_path):
     assert left.is_dir()
 
 
+def test_metrics_and_metadata_of_orbax_are_read_and_ranked(tmp_path):
+    options = ocp.CheckpointManagerOptions(**BEST)
+    with ocp.CheckpointManager(
+        tmp_path, options=options, metadata={"model": "tiny"}
+    ) as manager:
+        for step in (2, 3, 4):
+            manager.save(
+                step,
+                args=ocp.args.StandardSave(STATE),
+                metrics=loss_of(step),
+                custom_metadata={"note": step},
+            )
+
+    with flaxckpt.Checkpointer(tmp_path, keep=[BestN(1, "loss", "min")]) as ours:
+        assert ours.run_metadata == {"model": "tiny"}
+        assert ours.metadata(3).custom == {"note": 3}
+        ours.save(5, STATE, metrics=loss_of(5))
+    assert ours.best_step("loss", "min") == 3
+    assert ours.steps() == [3, 5]
+
+    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+        assert manager.best_step() == 3
+        assert manager.metrics(5) == loss_of(5)
+
+
+def test_an_item_of_any_name_is_restored_with_its_iterator(tmp_path):
+    grain = pytest.importorskip("grain")
+
+    def batches():
+        return iter(grain.MapDataset.range(20).to_iter_dataset())
+
+    saved, ours = batches(), batches()
+    seen = [next(saved), next(saved)]
+    with ocp.CheckpointManager(tmp_path) as manager:
+        items = ocp.args.StandardSave(STATE)
+        dataset = grain.checkpoint.CheckpointSave(saved)
+        manager.save(1, args=ocp.args.Composite(items=items, iter=dataset))
+
+    restored = flaxckpt.Checkpointer(tmp_path).restore(STATE, dataset=ours)
+    assert jnp.array_equal(restored["w"], STATE["w"])
+    assert [*seen, next(ours)] == [0, 1, 2]
+
+
+def test_several_items_are_named_and_may_be_merged(tmp_path):
+    with ocp.CheckpointManager(tmp_path / "old") as manager:
+        item = ocp.args.StandardSave(STATE)
+        manager.save(1, args=ocp.args.Composite(params=item, ema=item))
+    with pytest.raises(flaxckpt.errors.CheckpointFormatError, match="ema, params"):
+        flaxckpt.Checkpointer(tmp_path / "old").restore(STATE)
+
+    def below(name):
+        return [transforms.rename("(.*)", rf"{name}/\1")]
+
+    with flaxckpt.Checkpointer(tmp_path / "new") as checkpointer:
+        on_step = flaxckpt.CheckpointCallback(checkpointer)
+        ema = transforms.merge(tmp_path / "old/1/ema", transforms=below("ema"))
+        both, start = on_step.restore_or_init(
+            {"params": {"w": jnp.zeros(2)}, "ema": {"w": jnp.zeros(2)}},
+            source=tmp_path / "old/1/params",
+            source_transforms=[*below("params"), ema],
+        )
+    assert start == 0
+    assert jnp.array_equal(both["ema"]["w"], STATE["w"])
+    assert jnp.array_equal(both["params"]["w"], STATE["w"])
+
+
+def test_pad_and_slice_do_what_a_restore_of_orbax_does_that_is_not_strict(tmp_path):
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        state = {"w": jnp.arange(6.0).reshape(2, 3)}
+        checkpointer.save(tmp_path / "old", args=ocp.args.StandardSave(state))
+        target = {"w": jnp.zeros((3, 2))}
+        args = ocp.args.StandardRestore(target, strict=False)
+        before = checkpointer.restore(tmp_path / "old", args=args)
+    changes = [transforms.pad("w", (3, None)), transforms.slice("w", (None, 2))]
+    after = flaxckpt.load(tmp_path / "old", target, transforms=changes)
+    assert before["w"].tolist() == after["w"].tolist() == [[0, 1], [3, 4], [0, 0]]
+
+
+def test_flax_deletes_newer_steps_when_it_replaces_one_and_we_do_not(tmp_path):
+    for step in (1, 2, 3):
+        checkpoints.save_checkpoint(tmp_path, STATE, step, keep=9)
+    with flaxckpt.Checkpointer(tmp_path, step_format="checkpoint_{step}") as ours:
+        ours.save(2, STATE, on_exists="overwrite").wait()
+        assert ours.steps() == [1, 2, 3]
+    checkpoints.save_checkpoint(tmp_path, STATE, 2, keep=9, overwrite=True)
+    assert checkpoints.available_steps(tmp_path) == [1, 2]
+
+
 def create() -> TrainState:
     params = {"w": jnp.ones(2)}
     return TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1))
