@@ -631,6 +631,7 @@ def test_a_run_of_orbax_that_counts_from_0_is_told_of_at_the_first_save(tmp_path
         on_step(start + 1, state, force=True)
     assert on_step(int(state.step), state, force=True)
     on_step.close()
+    assert on_step.checkpointer.steps() == [0, 2]
 
 
 def test_what_the_orbax_manager_of_t5x_writes_is_a_source(tmp_path):
