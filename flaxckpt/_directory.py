@@ -213,12 +213,12 @@ class RunDirectory:
         others = _steps.find(self.directory, formats.recognises)
         if others:
             newest = others[max(others)]
-            name = newest.name.removesuffix(str(max(others))) + "{step}"
+            fitting = _steps_called_like(newest.name, max(others))
             raise errors.CheckpointFormatError(
                 f"{self.directory} holds steps that are not called like"
                 f" {self._format.template!r}, such as {newest.name}: go on with"
-                f" step_format={name!r} if they are directories, or begin another run"
-                " from them with source="
+                f" step_format={fitting!r} if they are directories, or begin another"
+                " run from them with source="
             )
 
     def reload(self) -> None:
@@ -381,3 +381,10 @@ class RunDirectory:
         if _multihost.is_first():
             with self._changing(step, _steps.PIN) as path:
                 self._retention.unpin(path)
+
+
+def _steps_called_like(name: str, step: int) -> str:
+    """The step format of which `name` is the directory of `step`."""
+    before = name.rstrip("0123456789")
+    digits = name.removeprefix(before)
+    return before + ("{step}" if digits == str(step) else f"{{step:0{len(digits)}d}}")

@@ -41,7 +41,7 @@ def python_blocks(text: str) -> Iterator[str]:
 
 DOCUMENTS = [
     file
-    for file in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+    for file in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
     if any(python_blocks(file.read_text(encoding="utf-8")))
 ]
 
