@@ -151,3 +151,25 @@ def test_what_is_printed_otherwise_is_found():
     assert is_printed(wanted, "step 2000\na\nb\n1 steps, 7 kB\n")
     assert not is_printed(wanted, "step 2000\na\nb\n1 step, 7 kB\n")
     assert not is_printed(wanted, "a step 1\n1 steps, 7 kB\n")
+
+
+def test_figures_of_the_readme_are_those_that_were_measured():
+    measured = compared("docs/benchmarks.md") | compared("docs/reliability.md")
+    told = compared("README.md")
+    assert len(told) >= 10
+    assert told.items() <= measured.items()
+
+
+def compared(document):
+    """What stands beside a label for flaxckpt and for Orbax, in tables with both."""
+    found, header = {}, []
+    for line in (ROOT / document).read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|"):
+            header = []
+        elif not header:
+            header = cells
+        elif {"flaxckpt", "Orbax"} <= set(header):
+            row = dict(zip(header, cells, strict=True))
+            found[cells[0]] = (row["flaxckpt"], row["Orbax"])
+    return found
