@@ -138,5 +138,23 @@ def test_every_public_name_is_in_the_reference(pages, public):
     assert [n.path for n in public if n.canonical_path not in explained] == []
 
 
+def test_every_method_is_in_the_reference(pages, public):
+    """Those of base classes, too; fields are told of by their class.
+
+    What implements a protocol, and has no docstring, is told of there.
+    """
+    ids = set().union(*(page.ids for page in pages.values()))
+    methods = [
+        f"{name.path}.{method}"
+        for name in public
+        if name.is_class and name.path in ids
+        for method, found in name.all_members.items()
+        if method[0] != "_" and found.has_docstring
+        if found.is_function or "property" in found.labels
+    ]
+    assert "flaxckpt.Checkpointer.best_step" in methods
+    assert [method for method in methods if method not in ids] == []
+
+
 def test_every_public_name_has_a_docstring(public):
     assert [name.path for name in public if not name.has_docstring] == []
