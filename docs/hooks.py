@@ -1,4 +1,4 @@
-"""Makes pages of the files at the top of the repository, and mends links to them.
+"""Makes pages of the files at the top of the repository, and mends links.
 
 In the repository a link leads to a file beside the page. In the site README.md is the
 home page, docs/ is the root, and programs that pages link to are files of the site.
@@ -17,6 +17,8 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "FORMAT.md", "ARCHITECTURE.md", "SECURITY.md", "CHANGELOG.md"]
 PROGRAMS = "examples"
+ERRORS = "reference/errors.md"
+ERROR = re.compile(r"<code>(\w+Error)</code>")
 LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)(?=[)#])")
 
 
@@ -41,6 +43,22 @@ def on_page_markdown(
         return posixpath.relpath(target, here or ".")
 
     return LINK.sub(mended, markdown)
+
+
+def on_page_content(
+    html: str, *, page: Page, config: MkDocsConfig, files: Files
+) -> str:
+    """Links the errors that docstrings name to where they are explained."""
+    if not page.file.src_uri.startswith(posixpath.dirname(ERRORS)):
+        return html
+    explained = (ROOT / "docs" / ERRORS).read_text(encoding="utf-8").split()
+
+    def linked(error: re.Match[str]) -> str:
+        name = f"flaxckpt.errors.{error[1]}"
+        is_there = name in explained
+        return f'<a href="errors.html#{name}">{error[0]}</a>' if is_there else error[0]
+
+    return ERROR.sub(linked, html)
 
 
 def in_site(path: str) -> str:

@@ -93,6 +93,11 @@ def leads_somewhere(file: Path, link: str, pages: dict[Path, Page]) -> bool:
     return target.is_file() and (not anchor or anchor in pages[target].ids)
 
 
+def test_errors_that_are_raised_are_links_to_what_they_mean(site, pages):
+    links = pages[site / "reference/saving.html"].links
+    assert "errors.html#flaxckpt.errors.RestoreMismatchError" in links
+
+
 def test_links_of_the_documents_lead_to_files_of_the_repository_too():
     broken = [
         f"{file.relative_to(ROOT)}: {link}"
