@@ -80,6 +80,14 @@ def test_every_block_runs(document, tmp_path, monkeypatch):
             printed = "".join(run(command) for command in commands(block.code))
 
 
+def test_the_files_in_the_document_of_the_command_are_those_it_is_run_with(tmp_path):
+    documented_runs.make(tmp_path)
+    shown = blocks((ROOT / "docs/cli.md").read_text(encoding="utf-8"))
+    files = {block.language: block.code.strip() for block in shown}
+    assert files["toml"] == (tmp_path / "run.toml").read_text().strip()
+    assert files["json"] == (tmp_path / "wanted.json").read_text()
+
+
 def run(command):
     """What a shell line prints; nothing, if it is run elsewhere."""
     if command.line in RUN_ELSEWHERE:
