@@ -18,7 +18,7 @@ from flaxckpt.cli import app
 LANGUAGES = {"python", "sh", "text", "toml", "yaml", "json"}
 
 # What is in the directory of a document before its first line.
-PREPARED = {"cli.md": documented_runs.make}
+PREPARED = dict.fromkeys(("cli.md", "report.md"), documented_runs.make)
 
 # Shell lines that take long, or change the machine -> the file that runs the same, and
 # what it says there.
