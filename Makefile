@@ -6,6 +6,7 @@
 #   make test-frameworks
 #                tests with torch, Hugging Face datasets, TensorFlow and keras, which
 #                are large: in an environment of their own, .venv-frameworks
+#   make docs    builds the site of README and docs/ into site/
 #   make fuzz    gives each parser changed files, for FUZZ_SECS seconds each: in an
 #                environment of its own, .venv-fuzz; what is found is in fuzz-findings
 #   make clean   removes all that these targets made
@@ -24,7 +25,7 @@ FRAMEWORKS_INSTALLED := $(FRAMEWORKS_VENV)/.installed
 FUZZ_VENV := .venv-fuzz
 FUZZ_INSTALLED := $(FUZZ_VENV)/.installed
 
-.PHONY: demo test test-frameworks fuzz check bench clean
+.PHONY: demo test test-frameworks fuzz check bench docs clean
 
 demo: $(INSTALLED)
 	@$(BIN)/python -m examples.demo
@@ -52,6 +53,9 @@ check: $(INSTALLED)
 bench: $(BENCH_INSTALLED)
 	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
+docs: $(INSTALLED)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("flaxckpt wants Python 3.11 or newer, found " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'
 	@echo "==> Installing flaxckpt with its test and example dependencies into $(VENV)"
@@ -78,5 +82,5 @@ $(FUZZ_INSTALLED): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS_VENV) $(FUZZ_VENV) demo-run fuzz-findings bench-results .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(FRAMEWORKS_VENV) $(FUZZ_VENV) demo-run fuzz-findings bench-results .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

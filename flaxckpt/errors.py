@@ -26,6 +26,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+__all__ = [
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointFormatError",
+    "CheckpointNotFoundError",
+    "CheckpointTimeoutError",
+    "DamagedCheckpointError",
+    "DatasetStateError",
+    "LeafNameError",
+    "Mismatch",
+    "OptionError",
+    "PartitionError",
+    "ReadOnlyError",
+    "RestoreMismatchError",
+    "ResumeMismatchError",
+    "SaveFailedError",
+    "StoreError",
+    "UnsupportedLeafError",
+]
+
 ROWS_SHOWN = 8
 _LONGEST_ROW = 2000
 

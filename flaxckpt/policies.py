@@ -18,6 +18,17 @@ from typing import Literal, Protocol
 
 from flaxckpt import errors
 
+__all__ = [
+    "BestN",
+    "EveryNSecs",
+    "EveryNSteps",
+    "LatestN",
+    "OnSteps",
+    "PreservationPolicy",
+    "Ranked",
+    "decide",
+]
+
 
 class Ranked(Protocol):
     """What a policy may know of a checkpoint."""

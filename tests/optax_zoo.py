@@ -125,10 +125,14 @@ MESH = AbstractMesh((2, 4), ("data", "model"))
 
 HEADER = f"""# How the spec of each optimizer leaf is found
 
-With optax {optax.__version__}. The parameters are those of `tests/optax_zoo.py`:
-matrices (one of them square), a 3-D kernel, a bias and a scalar, all but the last
-split over a mesh of 2 by 4 devices. The numbers are leaves of the optimizer state
-whose spec was found
+`abstract_state` splits an optimizer's leaves as it splits their parameters; see
+[sharding](sharding.md#the-optimizer). This page says by which rule it finds the spec of
+each, transform by transform, with optax {optax.__version__}. You need it only if the
+warning about replicated leaves names one of yours.
+
+The parameters are those of `tests/optax_zoo.py`: matrices (one of them square), a 3-D
+kernel, a bias and a scalar, all but the last split over a mesh of 2 by 4 devices. The
+numbers are leaves of the optimizer state whose spec was found
 
 * by **types**: jax has carried the parameters' shardings through the transform's
   `init`;

@@ -20,6 +20,8 @@ except ImportError as error:
         f"there is no Keras here ({error}):\n  pip install 'flaxckpt[keras]'"
     ) from error
 
+__all__ = ["EpochBatches", "KerasCheckpoint"]
+
 
 class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     """Saves a model while `fit` trains it, and goes on where the last `fit` was lost.

@@ -26,6 +26,8 @@ except ImportError as error:
         " needed:\n  pip install 'flaxckpt[tensorboard]'"
     ) from error
 
+__all__ = ["EventFiles"]
+
 _log = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("<QI")  # length of the event, checksum of the length

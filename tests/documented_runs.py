@@ -1,4 +1,4 @@
-"""The directory in which the examples of docs/cli.md are run."""
+"""The directories in which the shell lines of documents are run."""
 
 import jax.numpy as jnp
 import numpy as np

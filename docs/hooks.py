@@ -1,0 +1,75 @@
+"""Makes pages of the files at the top of the repository, and mends links.
+
+In the repository a link leads to a file beside the page. In the site README.md is the
+home page, docs/ is the root, and programs that pages link to are files of the site.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", "FORMAT.md", "ARCHITECTURE.md", "SECURITY.md", "CHANGELOG.md"]
+PROGRAMS = "examples"
+ERRORS = "reference/errors.md"
+ERROR = re.compile(r"<code>(\w+Error)</code>")
+LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)(?=[)#])")
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Adds the files that are not below docs/."""
+    programs = (file.relative_to(ROOT) for file in ROOT.glob(f"{PROGRAMS}/**/*.py"))
+    for path in [*PAGES, *sorted(map(Path.as_posix, programs))]:
+        source = str(ROOT / path)
+        files.append(File.generated(config, in_site(path), abs_src_path=source))
+    return files
+
+
+def on_page_markdown(
+    markdown: str, *, page: Page, config: MkDocsConfig, files: Files
+) -> str:
+    """Makes links through the repository those through the site."""
+    here = posixpath.dirname(page.file.src_uri)
+    there = posixpath.dirname(in_repository(page.file.src_uri))
+
+    def mended(link: re.Match[str]) -> str:
+        target = in_site(posixpath.normpath(posixpath.join(there, link[1])))
+        return posixpath.relpath(target, here or ".")
+
+    return LINK.sub(mended, markdown)
+
+
+def on_page_content(
+    html: str, *, page: Page, config: MkDocsConfig, files: Files
+) -> str:
+    """Links the errors that docstrings name to where they are explained."""
+    if not page.file.src_uri.startswith(posixpath.dirname(ERRORS)):
+        return html
+    explained = (ROOT / "docs" / ERRORS).read_text(encoding="utf-8").split()
+
+    def linked(error: re.Match[str]) -> str:
+        name = f"flaxckpt.errors.{error[1]}"
+        is_there = name in explained
+        return f'<a href="errors.html#{name}">{error[0]}</a>' if is_there else error[0]
+
+    return ERROR.sub(linked, html)
+
+
+def in_site(path: str) -> str:
+    """Where a file, or a directory of programs, is in the site."""
+    if path == "README.md":
+        return "index.md"
+    if path.startswith(PROGRAMS) and not path.endswith(".py"):
+        return "examples.md"
+    return path.removeprefix("docs/")
+
+
+def in_repository(page: str) -> str:
+    """Where a page of the site is in the repository."""
+    return next((path for path in PAGES if in_site(path) == page), f"docs/{page}")
