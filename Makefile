@@ -6,6 +6,12 @@
 #   make test-frameworks
 #                tests with torch, Hugging Face datasets, TensorFlow and keras, which
 #                are large: in an environment of their own, .venv-frameworks
+#   make test-lowest
+#                most tests with the lowest versions that pyproject.toml allows, in
+#                .venv-lowest
+#   make test-newest
+#                the same tests with the newest versions there are for PYTHON, in
+#                .venv-newest; the newest jax wants a newer Python than flaxckpt does
 #   make docs    builds the site of README and docs/ into site/
 #   make fuzz    gives each parser changed files, for FUZZ_SECS seconds each: in an
 #                environment of its own, .venv-fuzz; what is found is in fuzz-findings
@@ -14,6 +20,10 @@
 PYTHON ?= python3
 PYTEST_ARGS ?= -n 2
 FUZZ_SECS ?= 300
+# Of these the versions of jax, Flax and TensorStore make no difference, or they are slow.
+NOT_OF_VERSIONS := $(addprefix --ignore=tests/,faults fuzz stores test_benchmarks.py \
+	test_benchmarks_reliability.py test_docs.py test_fuzz.py test_kills.py test_site.py \
+	test_wheel.py)
 BENCH_ARGS ?= --json bench-results/results.json --picture bench-results/results.svg
 
 VENV := .venv
@@ -22,10 +32,14 @@ INSTALLED := $(VENV)/.installed
 BENCH_INSTALLED := $(VENV)/.bench-installed
 FRAMEWORKS_VENV := .venv-frameworks
 FRAMEWORKS_INSTALLED := $(FRAMEWORKS_VENV)/.installed
+LOWEST_VENV := .venv-lowest
+LOWEST_INSTALLED := $(LOWEST_VENV)/.installed
+NEWEST_VENV := .venv-newest
+NEWEST_INSTALLED := $(NEWEST_VENV)/.installed
 FUZZ_VENV := .venv-fuzz
 FUZZ_INSTALLED := $(FUZZ_VENV)/.installed
 
-.PHONY: demo test test-frameworks fuzz check bench docs clean
+.PHONY: demo test test-frameworks test-lowest test-newest fuzz check bench docs clean
 
 demo: $(INSTALLED)
 	@$(BIN)/python -m examples.demo
@@ -37,6 +51,15 @@ test: check
 test-frameworks: $(FRAMEWORKS_INSTALLED)
 	@echo "==> pytest tests/frameworks"
 	@$(FRAMEWORKS_VENV)/bin/python -m pytest tests/frameworks
+
+# Old versions warn of each other, which is nothing that flaxckpt could mend.
+test-lowest: $(LOWEST_INSTALLED)
+	@echo "==> pytest with the lowest versions"
+	@$(LOWEST_VENV)/bin/python -m pytest $(PYTEST_ARGS) -W ignore::DeprecationWarning $(NOT_OF_VERSIONS)
+
+test-newest: $(NEWEST_INSTALLED)
+	@echo "==> pytest with the newest versions"
+	@$(NEWEST_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(NOT_OF_VERSIONS)
 
 fuzz: $(FUZZ_INSTALLED)
 	@echo "==> fuzz, $(FUZZ_SECS) s for each target"
@@ -75,6 +98,19 @@ $(FRAMEWORKS_INSTALLED): pyproject.toml
 	@$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,frameworks]'
 	@touch $@
 
+$(LOWEST_INSTALLED): pyproject.toml .ci/lowest.py
+	@echo "==> Installing flaxckpt with the lowest versions into $(LOWEST_VENV)"
+	@$(PYTHON) -m venv $(LOWEST_VENV)
+	@$(PYTHON) .ci/lowest.py > $(LOWEST_VENV)/lowest.txt
+	@$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(LOWEST_VENV)/lowest.txt --editable '.[test,examples]'
+	@touch $@
+
+$(NEWEST_INSTALLED): pyproject.toml
+	@echo "==> Installing flaxckpt with the newest versions into $(NEWEST_VENV)"
+	@$(PYTHON) -m venv $(NEWEST_VENV)
+	@$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[test,examples]'
+	@touch $@
+
 $(FUZZ_INSTALLED): pyproject.toml
 	@echo "==> Installing flaxckpt with atheris into $(FUZZ_VENV)"
 	@$(PYTHON) -m venv $(FUZZ_VENV)
@@ -82,5 +118,5 @@ $(FUZZ_INSTALLED): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS_VENV) $(FUZZ_VENV) demo-run fuzz-findings bench-results .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
+	rm -rf $(VENV) $(FRAMEWORKS_VENV) $(LOWEST_VENV) $(NEWEST_VENV) $(FUZZ_VENV) demo-run fuzz-findings bench-results .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
