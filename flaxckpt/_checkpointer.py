@@ -16,10 +16,12 @@ from typing import Any, Literal, Protocol, Self
 from flaxckpt import (
     _collector,
     _commit,
+    _deletion,
     _directory,
     _events,
     _joint,
     _locate,
+    _marks,
     _measured,
     _multihost,
     _plan,
@@ -276,7 +278,7 @@ class Checkpointer(_directory.RunDirectory):
             if not temporary:
                 self.make_permanent(number)
             return self._skipped(number, final, start)
-        overwrite = on_exists == "overwrite" or _steps.is_damaged(final)
+        overwrite = on_exists == "overwrite" or _marks.is_damaged(final)
         tell = functools.partial(self.events.emit, step=number, path=final)
         counter = _progress.Counter(f"saving step {number}")
         tier = self._tier(final)
@@ -346,7 +348,7 @@ class Checkpointer(_directory.RunDirectory):
         """What says of a new step that it is still to be uploaded."""
         if self._tiers is None:
             return {}
-        return {_steps.NOT_UPLOADED: _steps.Waiting(overwrite).content()}
+        return {_marks.NOT_UPLOADED: _marks.Waiting(overwrite).content()}
 
     def _replacing(self, path: Path) -> contextlib.AbstractContextManager[None]:
         if self._tiers is None:
@@ -433,7 +435,7 @@ class Checkpointer(_directory.RunDirectory):
         others = _steps.listed(path.parent, self._format).values()
         for other in [other for other in others if other != path]:
             try:
-                _steps.delete(other)
+                _deletion.delete(other)
             except OSError as error:
                 _log.warning("%s stays for now: %s", other, error)
 
@@ -467,13 +469,13 @@ class Checkpointer(_directory.RunDirectory):
     def _tidy(self) -> None:
         """Removes what crashes have left."""
         with _remote.looking(self.directory):
-            _steps.tidy(self.saves_in, self._format, (_orbax.METRICS, "metadata"))
+            _deletion.tidy(self.saves_in, self._format, (_orbax.METRICS, "metadata"))
             if self._tiers is not None and not self._tiers.uploads.open():
                 return
             aside = self.directory / _PARAMS_ONLY
             with contextlib.suppress(OSError):  # another time
                 if aside.is_dir() and not aside.is_symlink():
-                    _steps.tidy(aside, self._format, ())
+                    _deletion.tidy(aside, self._format, ())
 
     def sibling(self, directory: PathLike) -> Checkpointer:
         """Another directory, whose steps are written as these are, and all kept."""
@@ -872,14 +874,14 @@ class Checkpointer(_directory.RunDirectory):
         if self.read_only or not _multihost.is_first():
             return
         try:
-            if _steps.is_damaged(path) and _verify.verify(path, number).ok:
-                _steps.unmark_damaged(path)
+            if _marks.is_damaged(path) and _verify.verify(path, number).ok:
+                _marks.unmark_damaged(path)
                 _log.warning("step %d is good, and marked as damaged no more", number)
             for worse, there in left_out:
                 if (reason := _verify.damage(there, worse)) is None:
                     _log.warning("step %d may be good: it is not marked", worse)
                     continue
-                _steps.mark_damaged(there, reason)
+                _marks.mark_damaged(there, reason)
                 _log.warning(
                     "step %d is marked as damaged: it is not counted as a step any"
                     " more, and replaced when the run gets there",

@@ -30,9 +30,9 @@ from flaxckpt import (
     _read,
     _remote,
     _staging,
-    _steps,
     _storage,
     _structure,
+    _survey,
     _targets,
     _threads,
     _tree,
@@ -140,7 +140,7 @@ def run(source: Path, step: int | None, final: Path, options: Options) -> SaveRe
     files = _belongings.stamps(found)
     stored = _locate.read_stored(found, number)
     # Under a number of its own, it is no step of the run that it comes from.
-    is_other = _steps.number(final.name) not in (number, None)
+    is_other = _survey.number(final.name) not in (number, None)
     state = _state(stored, None if is_other else number, options)
     roots = _roots(state)
     files += tuple([f for r in roots if r != found for f in _belongings.stamps(r)])

@@ -12,10 +12,12 @@ from flaxckpt import (
     _events,
     _follow,
     _locate,
+    _marks,
     _multihost,
     _retention,
     _steps,
     _storage,
+    _survey,
     _tiers,
     _verify,
     errors,
@@ -154,7 +156,7 @@ class RunDirectory:
         counts or deletes it. A later save of the same step replaces it, `delete`
         deletes it, and `restore(step=…)` tries it all the same.
         """
-        return {s: _steps.why_damaged(p) for s, p in self._damaged().items()}
+        return {s: _marks.why_damaged(p) for s, p in self._damaged().items()}
 
     def verify(self, step: int) -> VerifyReport:
         """Reads all of a step, and compares it with its checksums.
@@ -210,7 +212,7 @@ class RunDirectory:
         """
         if self._listed() or not self.directory.is_dir():
             return
-        others = _steps.find(self.directory, formats.recognises)
+        others = _survey.find(self.directory, formats.recognises)
         if others:
             newest = others[max(others)]
             name = newest.name.removesuffix(str(max(others))) + "{step}"
@@ -361,7 +363,7 @@ class RunDirectory:
         """
         self.check_writable("keep a step")
         if _multihost.is_first():
-            with self._changing(step, _steps.UNTIL_NEXT) as path:
+            with self._changing(step, _marks.UNTIL_NEXT) as path:
                 self._retention.make_permanent(path)
 
     def pin(self, step: int) -> None:
@@ -379,5 +381,5 @@ class RunDirectory:
         """Leaves a step to the policies again; raises as `pin` does."""
         self.check_writable("unpin")
         if _multihost.is_first():
-            with self._changing(step, _steps.PIN) as path:
+            with self._changing(step, _marks.PIN) as path:
                 self._retention.unpin(path)

@@ -15,10 +15,13 @@ from typing import Any, NamedTuple
 from flaxckpt import (
     _access,
     _audit,
+    _deletion,
+    _marks,
     _measured,
     _remote,
     _steps,
     _storage,
+    _survey,
     _verify,
     errors,
     formats,
@@ -79,7 +82,7 @@ class _Found(NamedTuple):
     """
 
     path: Path
-    marks: _steps.Marks
+    marks: _marks.Marks
     ranked: _measured.Ranked
 
 
@@ -184,7 +187,7 @@ class Retention:
         for step, path in listed.items():
             if not is_step(path):
                 continue
-            marks = _steps.marks(path, dataset=_orbax.DATASET)
+            marks = _marks.of(path, dataset=_orbax.DATASET)
             ranked = _measured.Ranked(
                 step,
                 temporary=marks.temporary,
@@ -267,7 +270,7 @@ class Retention:
         deleted = tuple(self._delete(judged, just_saved, is_over))
         what = "what deletions before have left"
         if not is_over():
-            self._attempt(what, _steps.sweep, self._directory, self._format)
+            self._attempt(what, _deletion.sweep, self._directory, self._format)
         return deleted
 
     def _judge(self, just_saved: int | None) -> _Judged:
@@ -298,14 +301,14 @@ class Retention:
             is_new = False
             tried.add(step)
             path = judged.found[step].path
-            if self._attempt(f"step {step}", _steps.delete, path):
+            if self._attempt(f"step {step}", _deletion.delete, path):
                 yield step
         for step in judged.datasets:
             if is_over():
                 return
             what = f"the dataset state of step {step}"
             path = judged.found[step].path
-            self._attempt(what, _steps.delete_dataset, path, _orbax.DATASET)
+            self._attempt(what, _deletion.delete_dataset, path, _orbax.DATASET)
 
     def _are_measured_anew(self, judged: _Judged, step: int) -> bool:
         """Whether metrics have changed of a step that is to go, or of one that stays.
@@ -324,7 +327,7 @@ class Retention:
         if self.rules.keep or self.rules.keep_dataset:
             return True
         with _access.explained(self._directory):
-            return any(_steps.is_temporary(path) for path in self.listed().values())
+            return any(_marks.is_temporary(path) for path in self.listed().values())
 
     def _check_whole(self, step: int, check: Callable[[Path], None]) -> None:
         path = self._directory / self._format.name(step)
@@ -388,22 +391,22 @@ class Retention:
     def pin(self, path: Path) -> None:
         """Keeps the step `path`, whatever the policies say."""
         with _writing(path, "it cannot be pinned"):
-            _steps.pin(path)
+            _marks.pin(path)
 
     def unpin(self, path: Path) -> None:
         """Leaves the step `path` to the policies again."""
         with _writing(path, "it cannot be unpinned"):
-            _steps.unpin(path)
+            _marks.unpin(path)
 
     def make_permanent(self, path: Path) -> None:
         """Has the step `path` stay as long as the policies say."""
         with _writing(path, "it cannot be made permanent"):
-            _steps.make_permanent(path)
+            _marks.make_permanent(path)
 
     def delete(self, path: Path) -> None:
         """Deletes the step `path`, unless somebody reads it."""
         with _writing(path, "it cannot be deleted"):
-            _steps.delete(path, even_pinned=True)
+            _deletion.delete(path, even_pinned=True)
 
 
 def _out_of_time(is_awaited: Callable[[], bool]) -> Callable[[], bool]:
@@ -443,7 +446,7 @@ def _writing(path: Path, what: str) -> Iterator[None]:
 def _was_step(path: Path) -> bool:
     """Whether a checkpoint is, or was, at `path`: a damaged one is to be told of."""
     try:
-        return _steps.has_mark(path) is not None or bool(formats.recognises(path))
+        return _survey.sign(path) is not None or bool(formats.recognises(path))
     except (errors.CheckpointError, OSError):
         return True
 

@@ -20,11 +20,11 @@ from flaxckpt import (
     _joint,
     _layout,
     _marked,
+    _marks,
     _optax,
     _progress,
     _remote,
     _snapshot,
-    _steps,
     _storage,
     _tree,
     _write,
@@ -266,7 +266,7 @@ def _check_free(final: Path, *, overwrite: bool) -> None:
             f"{final} exists: choose another path, or pass overwrite=True (to a"
             " Checkpointer: on_exists='overwrite')"
         )
-    is_ours = _steps.is_damaged(final) or _orbax.is_whole(final)
+    is_ours = _marks.is_damaged(final) or _orbax.is_whole(final)
     if final.is_symlink() or not is_ours:
         raise errors.CheckpointExistsError(
             f"{final} exists and is no checkpoint, so it is not overwritten:"

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from flaxckpt import (
     _events,
+    _marks,
     _multihost,
     _remote,
     _retention,
@@ -181,7 +182,7 @@ class Tiers:
         if self.tier(path) == "directory":
             return [(step, path)]
         far = self._directory / path.name
-        has_both = step in self.uploads.known or not _steps.is_waiting(path)
+        has_both = step in self.uploads.known or not _marks.is_waiting(path)
         return [(step, path), *([(step, far)] if has_both else [])]
 
     def _wherever(self, step: int) -> list[Path]:
@@ -239,7 +240,7 @@ class Tiers:
             return
         with self.uploads.changing:
             try:
-                _steps.wait_for_upload(path, removed)
+                _marks.wait_for_upload(path, removed)
             except OSError as error:
                 raise errors.SaveFailedError(
                     f"{path} cannot be changed: {error}; see that the step is still"

@@ -20,8 +20,10 @@ from pathlib import Path
 from flaxckpt import (
     _audit,
     _commit,
+    _deletion,
     _events,
     _marked,
+    _marks,
     _measured,
     _remote,
     _retention,
@@ -98,7 +100,7 @@ class Uploads:
     def waiting(self) -> dict[int, Path]:
         """The steps that are still to be uploaded."""
         listed = self._near.listed().items()
-        return {step: path for step, path in listed if _steps.is_waiting(path)}
+        return {step: path for step, path in listed if _marks.is_waiting(path)}
 
     def look(self) -> dict[int, Path]:
         """The steps of the directory."""
@@ -141,7 +143,7 @@ class Uploads:
         _storage.make_directory(self._directory)
         self.look()
         if not self._is_tidy:
-            _steps.tidy(self._directory, self._format, (_orbax.METRICS, "metadata"))
+            _deletion.tidy(self._directory, self._format, (_orbax.METRICS, "metadata"))
             self._is_tidy = True
 
     def start(self) -> None:
@@ -280,14 +282,14 @@ class Uploads:
             self.retire(step)
         except errors.SaveFailedError:  # the copy is not whole: it is made anew
             with self.changing, contextlib.suppress(FileNotFoundError):
-                _steps.wait_for_upload(path)
+                _marks.wait_for_upload(path)
             raise
 
-    def _mark(self, path: Path) -> _steps.Waiting | None:
+    def _mark(self, path: Path) -> _marks.Waiting | None:
         with self.changing:  # nobody is in the middle of a change
-            return _steps.waiting(path)
+            return _marks.waiting(path)
 
-    def _skip(self, step: int, path: Path, mark: _steps.Waiting) -> None:
+    def _skip(self, step: int, path: Path, mark: _marks.Waiting) -> None:
         """Leaves a step to staging that the directory would not keep."""
         if self._unmark(path, mark) is None:
             reason = f"no policy would keep it in {self._directory}"
@@ -295,35 +297,35 @@ class Uploads:
             _log.info("step %d is not uploaded: %s", step, reason)
 
     def _settle(
-        self, path: Path, final: Path, mark: _steps.Waiting, *, is_new: bool
+        self, path: Path, final: Path, mark: _marks.Waiting, *, is_new: bool
     ) -> None:
         """Brings over what has changed since, until the mark can go."""
-        now: _steps.Waiting | None = mark
+        now: _marks.Waiting | None = mark
         if is_new:
             now = self._unmark(path, mark)
         while now is not None:
             self._bring(path, final, now)
             now = self._unmark(path, now)
 
-    def _unmark(self, path: Path, mark: _steps.Waiting) -> _steps.Waiting | None:
+    def _unmark(self, path: Path, mark: _marks.Waiting) -> _marks.Waiting | None:
         """Takes the mark away, if it is still this one; else what it is now."""
         with self.changing:
-            now = _steps.waiting(path)
+            now = _marks.waiting(path)
             if now != mark:
                 return now
-            _steps.uploaded(path)
+            _marks.uploaded(path)
             return None
 
-    def _bring(self, path: Path, final: Path, mark: _steps.Waiting) -> None:
+    def _bring(self, path: Path, final: Path, mark: _marks.Waiting) -> None:
         """Writes metrics and marks that have changed."""
         metrics = _measured.read_metrics(path)
         if metrics and not metrics.items() <= self._far.metrics(final).items():
             self._far.add_metrics(final, metrics)
-        if _steps.is_pinned(path) and not _steps.is_pinned(final):
+        if _marks.is_pinned(path) and not _marks.is_pinned(final):
             self._far.pin(final)
-        if _steps.PIN in mark.removed and not _steps.is_pinned(path):
+        if _marks.PIN in mark.removed and not _marks.is_pinned(path):
             self._far.unpin(final)
-        if _steps.UNTIL_NEXT in mark.removed and not _steps.is_temporary(path):
+        if _marks.UNTIL_NEXT in mark.removed and not _marks.is_temporary(path):
             self._far.make_permanent(final)
 
     def _pass_on(self) -> None:
@@ -355,16 +357,16 @@ def _is_whole(final: Path) -> bool:
         _audit.check(final)
     except (errors.DamagedCheckpointError, errors.CheckpointFormatError):
         return False
-    return not _steps.is_damaged(final)
+    return not _marks.is_damaged(final)
 
 
 def _copy(path: Path, final: Path, *, overwrite: bool) -> int:
     """Makes a step of the directory of one in staging; returns its size in bytes."""
-    overwrite = overwrite or _steps.is_damaged(final)
-    is_temporary = _steps.is_temporary(path)
-    marks = _steps.marks_of_new(final, temporary=is_temporary)
-    if _steps.is_pinned(path):
-        marks |= _steps.marks_of_new(path, temporary=is_temporary)
+    overwrite = overwrite or _marks.is_damaged(final)
+    is_temporary = _marks.is_temporary(path)
+    marks = _marks.of_new(final, temporary=is_temporary)
+    if _marks.is_pinned(path):
+        marks |= _marks.of_new(path, temporary=is_temporary)
     files = [
         file for file in path.rglob("*") if file.is_file() and _belongs(path, file)
     ]
@@ -375,7 +377,7 @@ def _copy(path: Path, final: Path, *, overwrite: bool) -> int:
             overwrite=overwrite,
             files=files,
             marks=marks,
-            keep=lambda name: name == _steps.PIN,
+            keep=lambda name: name == _marks.PIN,
         )
     with _unfinished.made(final) as temporary:
         for directory in sorted({file.parent for file in files}):
@@ -396,5 +398,5 @@ def _belongs(path: Path, file: Path) -> bool:
     name = file.relative_to(path).as_posix()
     where = name.rpartition("/")[0]
     is_leftover = where in ("", _orbax.METRICS) and _storage.is_replacing(file.name)
-    is_mark = not where and _steps.is_mark(name) and not _steps.goes_along(name)
+    is_mark = not where and _marks.is_mark(name) and not _marks.goes_along(name)
     return not (is_leftover or is_mark)

@@ -23,12 +23,13 @@ from flaxckpt import (
     _findings,
     _layout,
     _locate,
+    _marks,
     _ocdbt,
     _pieces,
     _progress,
     _read,
     _remote,
-    _steps,
+    _survey,
     _zarr,
     errors,
 )
@@ -108,7 +109,7 @@ def damage(path: Path, step: int | None) -> str | None:
         if _access.is_unread(error):
             return None
         # It was a checkpoint, and is none any more.
-        is_ours = _steps.has_mark(path) or (path / _orbax.STATE).is_dir()
+        is_ours = _survey.sign(path) or (path / _orbax.STATE).is_dir()
         if is_ours and _findings.unreadable(path) is None:
             return str(error).splitlines()[0]
         return None
@@ -161,7 +162,7 @@ def _verify_own(path: Path, stored: Stored, found: _findings.Findings) -> list[s
             checks += [(leaf_path, check) for check in made]
             if not encoding.checksum and not files <= digests.keys():
                 undigested[leaf_path] = leaf
-    is_digested = manifest.get("metrics") is True or _steps.is_measured(path)
+    is_digested = manifest.get("metrics") is True or _marks.is_measured(path)
     checks += _metrics_checks(path, found, is_digested=is_digested)
     checks.append((_orbax.COMMITTED, functools.partial(_check_committed, path)))
     found.counter.total = _findings.size_of(path)
@@ -181,7 +182,7 @@ def _is_array(leaf: Leaf) -> bool:
 
 
 def _is_mark(name: str) -> bool:
-    return "/" not in name and _steps.is_mark(name)
+    return "/" not in name and _marks.is_mark(name)
 
 
 def _has_database(digests: Mapping[str, str]) -> bool:

@@ -3,7 +3,7 @@
 import numpy as np
 
 import flaxckpt
-from flaxckpt import _steps
+from flaxckpt import _marks
 
 
 def steps(path):
@@ -97,7 +97,7 @@ def test_prune_takes_no_files(here, command):
 
 def test_pin_keeps_steps_and_unpin_lets_them_go(here, command):
     assert command.text("pin", "run", 100, 200) == ["pinned steps 100, 200 of run"]
-    assert _steps.is_pinned(here / "run" / "100")
+    assert _marks.is_pinned(here / "run" / "100")
     command("prune", "run", "-k", "latest:1", "--yes")
     assert steps("run") == [100, 200, 300]
     found = command.json("unpin", "run", 100)
@@ -108,7 +108,7 @@ def test_pin_keeps_steps_and_unpin_lets_them_go(here, command):
 
 def test_pin_of_several_pins_none_if_one_is_missing(here, command):
     assert "has no step 7" in command.refuses("pin", "run", 100, 7)
-    assert not _steps.is_pinned(here / "run" / "100")
+    assert not _marks.is_pinned(here / "run" / "100")
     assert "does not exist" in command.refuses("pin", "nowhere", 1)
     assert not (here / "nowhere").exists()
 
