@@ -16,11 +16,11 @@ import jax
 from flaxckpt import (
     _beginning,
     _counters,
-    _events,
     _measured,
     _multihost,
     _preflight,
     _resume,
+    _sinks,
     datasets,
     errors,
 )
@@ -179,7 +179,7 @@ class CheckpointCallback:
         self._has_stopped = False
         self._consumption = _counters.Consumption()
         for sink in self._sinks:
-            _events.check_sink(sink)
+            _sinks.check(sink)
         if self._watch is not None:
             weakref.finalize(self, self._watch.end)
 

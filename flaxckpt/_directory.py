@@ -9,7 +9,7 @@ from typing import Literal
 
 from flaxckpt import (
     _access,
-    _events,
+    _event_journal,
     _follow,
     _locate,
     _marks,
@@ -17,6 +17,7 @@ from flaxckpt import (
     _retention,
     _steps,
     _storage,
+    _stream,
     _survey,
     _tiers,
     _verify,
@@ -71,8 +72,8 @@ class RunDirectory:
             self.saves_in = _tiers.resolve(staging, self.directory)
         elif keep != _tiers.KEEP:
             raise errors.OptionError("keep_staging is for a staging directory: set it")
-        journal = None if read_only else self.saves_in / _events.JOURNAL
-        self.events = _events.Stream(self.directory, journal)
+        journal = None if read_only else self.saves_in / _event_journal.NAME
+        self.events = _stream.Stream(self.directory, journal)
         self._tiers = None if staging is None else self._two_tiers(keep)
 
     def _two_tiers(self, keep: tuple[PreservationPolicy, ...]) -> _tiers.Tiers:

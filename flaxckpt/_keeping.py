@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flaxckpt import (
     _access,
-    _events,
+    _event_journal,
     _marks,
     _measured,
     _sizes,
@@ -68,7 +68,7 @@ def _has_only_begun(root: Path) -> bool:
     )
 
 
-_BEFORE_STEPS = (_events.JOURNAL, "metadata", "params_only")
+_BEFORE_STEPS = (_event_journal.NAME, "metadata", "params_only")
 
 
 def all_steps(found: _survey.Found) -> dict[int, Path]:

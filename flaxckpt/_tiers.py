@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from flaxckpt import (
-    _events,
     _marks,
     _multihost,
     _remote,
     _retention,
     _steps,
     _storage,
+    _stream,
     _uploads,
     errors,
     policies,
@@ -134,7 +134,7 @@ class Tiers:
         step_format: _steps.StepFormat,
         near: _retention.Retention,
         far: _retention.Retention,
-        events: _events.Stream,
+        events: _stream.Stream,
     ) -> None:
         self._staging = staging
         self._directory = directory

@@ -21,6 +21,7 @@ from flaxckpt import (
     _audit,
     _commit,
     _deletion,
+    _event_journal,
     _events,
     _marked,
     _marks,
@@ -30,6 +31,7 @@ from flaxckpt import (
     _staging,
     _steps,
     _storage,
+    _stream,
     _threads,
     _unfinished,
     errors,
@@ -81,7 +83,7 @@ class Uploads:
         step_format: _steps.StepFormat,
         near: _retention.Retention,
         far: _retention.Retention,
-        events: _events.Stream,
+        events: _stream.Stream,
     ) -> None:
         self._staging = staging
         self._directory = directory
@@ -331,8 +333,8 @@ class Uploads:
     def _pass_on(self) -> None:
         """Writes the journal, and the metadata of the run, to the directory."""
         try:
-            there = self._directory / _events.JOURNAL
-            _events.pass_on(self._staging / _events.JOURNAL, there)
+            there = self._directory / _event_journal.NAME
+            _event_journal.pass_on(self._staging / _event_journal.NAME, there)
             custom = _orbax.read_run_metadata(self._staging)
             if custom and custom != _orbax.read_run_metadata(self._directory):
                 _orbax.write_run_metadata(self._directory, custom)

@@ -23,7 +23,7 @@ import numpy as np
 from golden_cases import GOLDEN
 
 import flaxckpt
-from flaxckpt import _events, _flax, _steps, _storage, _survey, errors, formats
+from flaxckpt import _event_journal, _flax, _steps, _storage, _survey, errors, formats
 from flaxckpt.datasets import _codec
 
 TESTS: Final = Path(__file__).parents[1]
@@ -362,8 +362,8 @@ def codec(data: bytes) -> None:
 def journal(data: bytes) -> None:
     path = room() / "events.jsonl"
     path.write_bytes(data)
-    for event in _events.read_journal(path):
-        _events._line(event)
+    for event in _event_journal.read(path):
+        _event_journal._line(event)
 
 
 @target()

@@ -18,7 +18,15 @@ import store_servers
 import strategies
 
 import flaxckpt
-from flaxckpt import _events, _marks, _multihost, _staging, _storage, _store, errors
+from flaxckpt import (
+    _event_journal,
+    _marks,
+    _multihost,
+    _staging,
+    _storage,
+    _store,
+    errors,
+)
 from flaxckpt.configs import CheckpointConfig
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
@@ -51,7 +59,7 @@ def steps_in(directory):
 
 def kinds(directory):
     return collections.Counter(
-        event.kind for event in _events.read_journal(directory / "events.jsonl")
+        event.kind for event in _event_journal.read(directory / "events.jsonl")
     )
 
 
