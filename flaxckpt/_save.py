@@ -18,6 +18,7 @@ from flaxckpt import (
     _derive,
     _flax,
     _joint,
+    _joint_save,
     _layout,
     _marked,
     _marks,
@@ -176,7 +177,7 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     places = {}
     if together is not None:
         places = _snapshot.places(arrays, together.count)
-        arrays = _joint.own(together, infos, arrays)
+        arrays = _joint_save.own(together, infos, arrays)
     return Snapshot(
         final,
         infos,
@@ -313,4 +314,4 @@ def execute(snapshot: Snapshot, previous: _write.Previous | None = None) -> Writ
     """
     if snapshot.options.together is None:
         return _commit.execute(snapshot, previous)
-    return _joint.execute(snapshot, previous, snapshot.options.together)
+    return _joint_save.execute(snapshot, previous, snapshot.options.together)
