@@ -495,7 +495,8 @@ class Checkpointer(_directory.RunDirectory):
         if _remote.is_remote(self.saves_in):  # where there are no links
             return None
         try:
-            listed = self._retention.listed()  # in staging: links lead nowhere else
+            # In staging, too: links lead nowhere else.
+            listed = self._retention.steps.listed()
         except OSError:
             return None
         if not listed:

@@ -9,8 +9,10 @@ from typing import Literal
 
 from flaxckpt import (
     _access,
+    _changes,
     _event_journal,
     _follow,
+    _inventory,
     _locate,
     _marks,
     _multihost,
@@ -94,7 +96,7 @@ class RunDirectory:
             if self._tiers is None:
                 _storage.make_directory(self.directory)
             else:
-                listed = self._retention.listed()
+                listed = self._retention.steps.listed()
                 _tiers.make(self.saves_in, self.directory, listed)
         except OSError as error:
             raise errors.SaveFailedError(
@@ -119,14 +121,19 @@ class RunDirectory:
 
     # ---- finding ----------------------------------------------------------------
 
+    @property
+    def _all(self) -> _inventory.Inventory | _tiers.Tiers:
+        """The steps wherever they are."""
+        return self._retention.steps if self._tiers is None else self._tiers
+
     def _listed(self) -> dict[int, Path]:
-        if self._tiers is not None:
-            return self._tiers.listed()
-        return self._retention.listed()
+        return self._all.listed()
 
     def _seen(self) -> dict[int, Path]:
         """The same, without a look at a directory behind staging."""
-        return self._retention.listed() if self._tiers is None else self._tiers.seen()
+        if self._tiers is not None:
+            return self._tiers.seen()
+        return self._retention.steps.listed()
 
     def _damaged(self) -> dict[int, Path]:
         if self._tiers is not None:
@@ -176,8 +183,7 @@ class RunDirectory:
 
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
         """The step with the best finite `metric`, the newer of equals; None if none."""
-        ranking = self._retention if self._tiers is None else self._tiers
-        best = ranking.best(policies.BestN(1, metric, mode))
+        best = self._all.best(policies.BestN(1, metric, mode))
         return next(iter(best), None)
 
     def metadata(self, step: int) -> CheckpointMetadata:
@@ -190,8 +196,7 @@ class RunDirectory:
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """What was measured at a step and is stored with it."""
-        known = self._retention if self._tiers is None else self._tiers
-        return dict(known.metrics(self._path(step)))
+        return dict(self._all.metrics(self._path(step)))
 
     @property
     def run_metadata(self) -> Mapping[str, JSON]:
@@ -226,7 +231,7 @@ class RunDirectory:
 
     def reload(self) -> None:
         """Forgets what was read of steps, so that changes by others are seen."""
-        self._retention.forget()
+        self._all.forget()
 
     def new_steps(
         self, *, timeout_secs: float | None = None, poll_secs: float = 1.0
@@ -243,7 +248,7 @@ class RunDirectory:
         """
         return _follow.new_steps(
             self._listed,
-            _retention.is_step,
+            _inventory.is_step,
             timeout_secs=timeout_secs,
             poll_secs=poll_secs,
         )
@@ -263,7 +268,7 @@ class RunDirectory:
     @property
     def steps_here(self) -> list[int]:
         """The steps that are there."""
-        return list(self._retention.listed())
+        return list(self._retention.steps.listed())
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds metrics to a committed step, as of an evaluation after its save.
@@ -275,7 +280,7 @@ class RunDirectory:
         self.wait()
         if _multihost.is_first():
             with self._changing(step) as path:
-                self._retention.add_metrics(path, metrics)
+                _changes.add_metrics(path, metrics)
 
     @contextlib.contextmanager
     def _changing(self, step: int, *removed: str) -> Iterator[Path]:
@@ -351,7 +356,7 @@ class RunDirectory:
             return
         path = self._path(step)
         if self._tiers is None:
-            self._retention.delete(path)
+            _changes.delete(path)
         else:
             self._tiers.delete(step)
         self.events.emit("deleted", step, path=path, reason="it was asked for")
@@ -365,7 +370,7 @@ class RunDirectory:
         self.check_writable("keep a step")
         if _multihost.is_first():
             with self._changing(step, _marks.UNTIL_NEXT) as path:
-                self._retention.make_permanent(path)
+                _changes.make_permanent(path)
 
     def pin(self, step: int) -> None:
         """Keeps a step, whatever the policies say.
@@ -376,11 +381,11 @@ class RunDirectory:
         self.check_writable("pin")
         if _multihost.is_first():
             with self._changing(step) as path:
-                self._retention.pin(path)
+                _changes.pin(path)
 
     def unpin(self, step: int) -> None:
         """Leaves a step to the policies again; raises as `pin` does."""
         self.check_writable("unpin")
         if _multihost.is_first():
             with self._changing(step, _marks.PIN) as path:
-                self._retention.unpin(path)
+                _changes.unpin(path)

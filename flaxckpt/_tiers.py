@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from flaxckpt import (
+    _changes,
     _marks,
     _multihost,
     _remote,
@@ -149,12 +150,12 @@ class Tiers:
 
     def listed(self) -> dict[int, Path]:
         """The steps of both; where both have one, it is that of staging."""
-        near = self._near.listed()  # first: what leaves it then is in the other
+        near = self._near.steps.listed()  # first: what leaves it then is in the other
         return dict(sorted((self.uploads.look() | near).items()))
 
     def seen(self) -> dict[int, Path]:
         """The same as far as is known, without a look at the directory."""
-        return dict(sorted((self.uploads.known | self._near.listed()).items()))
+        return dict(sorted((self.uploads.known | self._near.steps.listed()).items()))
 
     def damaged(self) -> dict[int, Path]:
         """The steps that are marked as damaged wherever they are, ascending."""
@@ -165,7 +166,7 @@ class Tiers:
 
     def candidates(self) -> list[tuple[int, Path]]:
         """What to restore, the newest step first, and staging before the directory."""
-        near, far = self._near.listed(), self.uploads.look()
+        near, far = self._near.steps.listed(), self.uploads.look()
         return [
             (step, found[step])
             for step in sorted(near.keys() | far.keys(), reverse=True)
@@ -175,7 +176,7 @@ class Tiers:
 
     def path(self, step: int) -> Path | None:
         """Where a step is in staging; None if it is not."""
-        return self._near.listed().get(step)
+        return self._near.steps.listed().get(step)
 
     def copies(self, step: int, path: Path) -> list[tuple[int, Path]]:
         """What to restore of a step that is at `path`, without a look elsewhere."""
@@ -192,7 +193,7 @@ class Tiers:
             (self._staging, self._near),
             (self._directory, self._far),
         ):
-            there = _steps.damaged(root, self._format) | retention.listed()
+            there = _steps.damaged(root, self._format) | retention.steps.listed()
             found += [there[step]] if step in there else []
         return found
 
@@ -203,11 +204,16 @@ class Tiers:
     def metrics(self, path: Path) -> dict[str, float]:
         """What is stored of a step, in both."""
         far = self._directory / path.name
-        return {**self._far.metrics(far), **self._near.metrics(path)}
+        return {**self._far.steps.metrics(far), **self._near.steps.metrics(path)}
+
+    def forget(self) -> None:
+        """Reads everything anew from here on."""
+        self._near.steps.forget()
+        self._far.steps.forget()
 
     def best(self, policy: policies.BestN) -> set[int]:
         """The steps of both that `policy` names."""
-        near, far = self._near.ranked(), self._far.ranked()
+        near, far = self._near.steps.ranked(), self._far.steps.ranked()
         ranked: dict[int, policies.Ranked] = {**far, **near}
         for step in near.keys() & far.keys():
             both = {**far[step].metrics, **near[step].metrics}
@@ -276,8 +282,7 @@ class Tiers:
         with self.uploads.busy:
             found = self._wherever(step)
             for path in found:
-                owner = self._near if self.tier(path) == "staging" else self._far
-                owner.delete(path)
+                _changes.delete(path)
             self.uploads.known.pop(step, None)
         return found
 

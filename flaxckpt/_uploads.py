@@ -11,7 +11,6 @@ import contextlib
 import functools
 import logging
 import os
-import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -19,29 +18,23 @@ from pathlib import Path
 
 from flaxckpt import (
     _audit,
-    _commit,
+    _changes,
+    _copies,
     _deletion,
     _event_journal,
     _events,
-    _marked,
     _marks,
     _measured,
-    _remote,
     _retention,
-    _staging,
     _steps,
     _storage,
     _stream,
-    _threads,
     _unfinished,
     errors,
 )
 from flaxckpt.formats import _orbax
 
 _log = logging.getLogger(__name__)
-
-_COPYING_THREADS = 8
-_MAX_MARKER_BYTES = 2**16
 
 
 class _Turn:
@@ -101,12 +94,12 @@ class Uploads:
 
     def waiting(self) -> dict[int, Path]:
         """The steps that are still to be uploaded."""
-        listed = self._near.listed().items()
+        listed = self._near.steps.listed().items()
         return {step: path for step, path in listed if _marks.is_waiting(path)}
 
     def look(self) -> dict[int, Path]:
         """The steps of the directory."""
-        self.known = found = self._far.listed()
+        self.known = found = self._far.steps.listed()
         return found
 
     def retire(self, just_saved: int | None = None) -> tuple[int, ...]:
@@ -262,14 +255,14 @@ class Uploads:
             if is_begin:
                 self._reach()
             final = self._directory / path.name
-            is_known = _is_same(path, final)
-            is_there = is_known and _is_whole(final)
+            is_known = _copies.is_same(path, final)
+            is_there = is_known and _copies.is_whole(final)
             if not is_there:
                 _audit.check(path)
                 if not self._far.would_keep(step, self._near):
                     self._skip(step, path, mark)
                     return
-                size = _copy(path, final, overwrite=mark.overwrite or is_known)
+                size = _copies.make(path, final, overwrite=mark.overwrite or is_known)
                 self.known[step] = final
             self._settle(path, final, mark, is_new=not is_there)
             secs = time.monotonic() - begun
@@ -321,14 +314,14 @@ class Uploads:
     def _bring(self, path: Path, final: Path, mark: _marks.Waiting) -> None:
         """Writes metrics and marks that have changed."""
         metrics = _measured.read_metrics(path)
-        if metrics and not metrics.items() <= self._far.metrics(final).items():
-            self._far.add_metrics(final, metrics)
+        if metrics and not metrics.items() <= self._far.steps.metrics(final).items():
+            _changes.add_metrics(final, metrics)
         if _marks.is_pinned(path) and not _marks.is_pinned(final):
-            self._far.pin(final)
+            _changes.pin(final)
         if _marks.PIN in mark.removed and not _marks.is_pinned(path):
-            self._far.unpin(final)
+            _changes.unpin(final)
         if _marks.UNTIL_NEXT in mark.removed and not _marks.is_temporary(path):
-            self._far.make_permanent(final)
+            _changes.make_permanent(final)
 
     def _pass_on(self) -> None:
         """Writes the journal, and the metadata of the run, to the directory."""
@@ -340,65 +333,3 @@ class Uploads:
                 _orbax.write_run_metadata(self._directory, custom)
         except OSError as error:
             _log.warning("%s does not get the journal: %s", self._directory, error)
-
-
-# ---- one step ----------------------------------------------------------------------
-
-
-def _is_same(path: Path, final: Path) -> bool:
-    """Whether the directory has exactly this step, whole or not."""
-    try:
-        there = _storage.read(final / _marked.MARKER, max_bytes=_MAX_MARKER_BYTES)
-    except (FileNotFoundError, errors.DamagedCheckpointError):
-        return False
-    return there == (path / _marked.MARKER).read_bytes()
-
-
-def _is_whole(final: Path) -> bool:
-    try:
-        _audit.check(final)
-    except (errors.DamagedCheckpointError, errors.CheckpointFormatError):
-        return False
-    return not _marks.is_damaged(final)
-
-
-def _copy(path: Path, final: Path, *, overwrite: bool) -> int:
-    """Makes a step of the directory of one in staging; returns its size in bytes."""
-    overwrite = overwrite or _marks.is_damaged(final)
-    is_temporary = _marks.is_temporary(path)
-    marks = _marks.of_new(final, temporary=is_temporary)
-    if _marks.is_pinned(path):
-        marks |= _marks.of_new(path, temporary=is_temporary)
-    files = [
-        file for file in path.rglob("*") if file.is_file() and _belongs(path, file)
-    ]
-    if _remote.is_remote(final):
-        return _staging.upload(
-            path,
-            final,
-            overwrite=overwrite,
-            files=files,
-            marks=marks,
-            keep=lambda name: name == _marks.PIN,
-        )
-    with _unfinished.made(final) as temporary:
-        for directory in sorted({file.parent for file in files}):
-            (temporary / directory.relative_to(path)).mkdir(parents=True, exist_ok=True)
-
-        def copy(file: Path) -> None:
-            shutil.copyfile(file, temporary / file.relative_to(path))
-
-        _threads.each(copy, files, threads=_COPYING_THREADS)
-        _commit.write_new(temporary, marks)
-        size = _storage.sync_tree(temporary)
-        _commit.name(temporary, final, overwrite=overwrite)
-        return size
-
-
-def _belongs(path: Path, file: Path) -> bool:
-    """Whether a file is of the step itself, and neither a mark nor a leftover."""
-    name = file.relative_to(path).as_posix()
-    where = name.rpartition("/")[0]
-    is_leftover = where in ("", _orbax.METRICS) and _storage.is_replacing(file.name)
-    is_mark = not where and _marks.is_mark(name) and not _marks.goes_along(name)
-    return not (is_leftover or is_mark)

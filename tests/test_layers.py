@@ -62,7 +62,7 @@ LAYERS = (
     {"_joint_save"},
     {"_save", "_restore", "_verify"},
     {"_targets", "_belongings", "_measured"},
-    {"_conversion"},
+    {"_changes", "_conversion", "_copies", "_inventory"},
     {"_convert", "_retention"},
     {"_uploads"},
     {"_tiers"},
