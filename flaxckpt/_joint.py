@@ -43,6 +43,24 @@ def begin(
     return group.begin(kind, directory, what, timeout_secs=timeout_secs)
 
 
+class Processes:
+    """Those that work with one directory; perhaps this one alone.
+
+    Args:
+        directory: All that they do together is about it.
+        timeout_secs: How long one waits for others that are behind.
+    """
+
+    def __init__(self, directory: Path, timeout_secs: float) -> None:
+        self._directory = directory
+        self._timeout_secs = timeout_secs
+
+    def begin(self, kind: str, what: str) -> Operation | None:
+        """Begins what all of them do; see `begin`."""
+        text = f"{what} of {self._directory}"
+        return begin(kind, self._directory, text, self._timeout_secs)
+
+
 @contextlib.contextmanager
 def telling(together: Operation | None, *, saving: bool = True) -> Iterator[None]:
     """Tells the others if this process fails within, and goes no further.

@@ -265,7 +265,7 @@ def test_what_changes_while_a_step_is_uploaded_follows(tmp_path, monkeypatch):
         ckpt.save(1, state(1), metrics={"loss": 1.0}, temporary=True).wait()
         ckpt.wait_for_uploads()
         monkeypatch.undo()
-        assert not ckpt._tiers.uploads.waiting()
+        assert not ckpt._run.tiers.uploads.waiting()
         assert flaxckpt.Checkpointer(path).metrics(1) == {"loss": 1.0, "late": 2.0}
         assert _marks.is_pinned(path / "1")
         assert not _marks.is_temporary(path / "1")
@@ -277,7 +277,7 @@ def test_a_step_is_not_replaced_while_it_is_uploaded(tmp_path):
     path = faulty.new_path("tiers-replaced")
     with flaxckpt.Checkpointer(path, staging=tmp_path / "ssd") as ckpt:
         ckpt.save(1, state(1)).wait()
-        with ckpt._tiers.uploads.busy:
+        with ckpt._run.tiers.uploads.busy:
             replacing = ckpt.save(1, state(1, "b"), on_exists="overwrite")
             with pytest.raises(errors.CheckpointTimeoutError):
                 replacing.wait(timeout_secs=0.2)
@@ -477,7 +477,7 @@ def test_a_dead_endpoint_holds_nothing_up(tmp_path, monkeypatch, how):
         assert time.monotonic() - begun < 30
         assert len(str(info.value).splitlines()) < 15
     flaxckpt.set_store_options("s3://dead", None)
-    assert ckpt._retention.explain()[1] == ["not uploaded"]
+    assert ckpt._run.retention.explain()[1] == ["not uploaded"]
 
 
 def test_a_step_of_another_run_is_not_replaced(tmp_path):
@@ -501,7 +501,7 @@ def test_waiting_for_uploads_has_an_end(tmp_path, monkeypatch):
     path = faulty.new_path("tiers-slow")
     ckpt = flaxckpt.Checkpointer(path, staging=tmp_path / "ssd")
     ckpt.save(1, state(1)).wait()
-    with ckpt._tiers.uploads.busy:
+    with ckpt._run.tiers.uploads.busy:
         ckpt.save(2, state(2)).wait()
         with pytest.raises(errors.CheckpointTimeoutError, match=r"0\.01 s"):
             ckpt.wait_for_uploads(timeout_secs=0.01)
