@@ -260,8 +260,8 @@ class Hook:
 
     def before_close(self) -> None:
         """What the checkpointer calls first when it is closed: saves the last step."""
-        last, self._last = self._last, None
-        if not self._save_last or last is None or last.step == 0:
+        last, self._last = self._to_be_saved(), None
+        if last is None:
             return
         if self._checkpointer.has_saved(last.step):
             if self._temporary:
@@ -274,6 +274,12 @@ class Hook:
             return
         self._consumption.check_end(last.step, datasets.position(last.get("dataset")))
         self._save(last)
+
+    def _to_be_saved(self) -> Completed | None:
+        """The last step, if it is to be saved at the end."""
+        last = self._last
+        is_due = self._save_last and last is not None and last.step > 0
+        return last if is_due else None
 
     def after_close(self) -> None:
         """What the checkpointer calls when all is durable: signals are put back."""
@@ -304,10 +310,8 @@ class Hook:
 
     def tell_if_lost(self) -> None:
         """Says at the program's end that the last step is not saved."""
-        last = self._last
-        if not self._save_last or last is None or last.step == 0:
-            return
-        if not self._checkpointer.has_saved(last.step):
+        last = self._to_be_saved()
+        if last is not None and not self._checkpointer.has_saved(last.step):
             _log.warning(
                 "the program ends, and step %d is not saved: close the Checkpointer or"
                 " the CheckpointCallback, best by a with block",

@@ -289,13 +289,7 @@ class RunSaver(_directory.RunDirectory):
         together = self._processes.begin("look", "the steps")
         with _joint.ending(together, saving=False):
             self._saves.end()
-            return bool(
-                _joint.first_says(
-                    together,
-                    "there",
-                    lambda: bool(self._run.listed() or self._run.damaged()),
-                )
-            )
+            return bool(_joint.first_says(together, "there", self._run.has_any))
 
     # ---- lifetime ---------------------------------------------------------------
 
