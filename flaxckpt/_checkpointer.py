@@ -13,7 +13,7 @@ from flaxckpt import (
     _restore,
     _restores,
     _retention,
-    _saver,
+    _run_saver,
     _sinks,
     _storage,
     _tiers,
@@ -28,7 +28,7 @@ from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _table as _transforms
 
 
-class Checkpointer(_saver.RunSaver):
+class Checkpointer(_run_saver.RunSaver):
     """Saves, finds, restores and retires the steps under one directory.
 
     One save is under way at a time. Steps are always listed from the directory

@@ -29,18 +29,14 @@ from flaxckpt.transforms import _table as _transforms
 
 DEFAULT_CONCURRENT_BYTES = 2**30
 
-
 _BATCH_BYTES = 256 * 2**20
 """What is read, and then written and made durable, together."""
-
 
 _LARGE = 2**30
 """What has fewer bytes is planned, read and written soon enough."""
 
-
 _SUFFIXES = {".safetensors": "safetensors", ".msgpack": "msgpack"}
 """How paths end that are of one format only."""
-
 
 Progress: TypeAlias = Literal["auto"] | bool | Callable[[int, int], object]
 

@@ -37,7 +37,6 @@ from flaxckpt.formats import _orbax, _orbax_json
 Named = tuple[str, Shape, Leaf]
 """A leaf with its name on disk and its chunk shape."""
 
-
 _SYNCING_THREADS = 8
 
 

@@ -14,7 +14,6 @@ _T5X_TEMPORARY = re.compile(r"\.tmp-[0-9]+")
 
 _ANY_NAME = re.compile(r"(?:.*(?<![0-9]\.)(?<![0-9]))?([0-9]{1,18})", re.DOTALL)
 
-
 _SIGNS = ("flaxckpt.json", "_CHECKPOINT_METADATA", "commit_success.txt")
 """Files of which each is in steps and nowhere else."""
 

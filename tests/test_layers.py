@@ -69,7 +69,7 @@ LAYERS = (
     {"_run_steps"},
     {"_aside", "_directory", "_restores"},
     {"_saves"},
-    {"_saver"},
+    {"_run_saver"},
     {"_checkpointer"},
     {"_beginning", "_completed", "_preflight", "_resume", "_stopping"},
     {"_hook"},
