@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flaxckpt import (
+    _marks,
     _remote,
-    _steps,
     _storage,
     errors,
     formats,
@@ -115,7 +115,7 @@ def _foreign(directory: Path) -> list[str] | None:
 
 
 def _is_own(name: str) -> bool:
-    return name in _OWN or _steps.is_mark(name)
+    return name in _OWN or _marks.is_mark(name)
 
 
 def _is_of_orbax(path: Path) -> bool:
@@ -125,13 +125,13 @@ def _is_of_orbax(path: Path) -> bool:
             or path.name.startswith("ocdbt.process_")
             or any(map(_MARKS_OF_ORBAX.fullmatch, _storage.names(path)))
         )
-    return path.name in _FILES_OF_ORBAX or _steps.is_mark(path.name)
+    return path.name in _FILES_OF_ORBAX or _marks.is_mark(path.name)
 
 
 def _is_of_t5x(path: Path) -> bool:
     if path.is_dir():
         return (path / ".zarray").is_file() and not path.is_symlink()
-    return path.name in (_orbax_disk.AGGREGATE, _steps.PIN)
+    return path.name in (_orbax_disk.AGGREGATE, _marks.PIN)
 
 
 def _of_safetensors(directory: Path, names: Iterable[str]) -> set[str]:
@@ -165,7 +165,7 @@ def stamps(source: Path) -> tuple[_storage.Stamp, ...]:
     for path in _files(source):
         if len(found) == _MAX_FILES:
             break
-        if not _steps.is_mark(path.name):
+        if not _marks.is_mark(path.name):
             found.append(_storage.stamp(path))
     return tuple(found)
 

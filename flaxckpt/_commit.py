@@ -20,10 +20,10 @@ from flaxckpt import (
     _collector,
     _layout,
     _marked,
+    _marks,
     _progress,
     _remote,
     _snapshot,
-    _steps,
     _storage,
     _threads,
     _together,
@@ -199,7 +199,7 @@ def made(snapshot: Snapshot) -> Iterator[Path]:
     with _unfinished.made(
         final,
         overwrite=snapshot.options.overwrite,
-        keep=lambda name: name == _steps.PIN,
+        keep=lambda name: name == _marks.PIN,
     ) as temporary:
         (temporary / _orbax.STATE).mkdir()
         yield temporary
@@ -274,7 +274,7 @@ def finish(
     else:
         write_new(temporary, sealed)
     is_temporary = snapshot.options.temporary
-    marks = _steps.marks_of_new(snapshot.final, temporary=is_temporary)
+    marks = _marks.of_new(snapshot.final, temporary=is_temporary)
     write_new(temporary, {**marks, **snapshot.options.marks})
     size = _storage.sync_tree(temporary)
     manifest = _storage.stamp(temporary / _orbax_json.MANIFEST)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from flaxckpt import (
     _access,
-    _events,
+    _changes,
     _follow,
+    _inventory,
     _locate,
+    _marks,
     _multihost,
     _retention,
-    _steps,
-    _storage,
+    _run_steps,
+    _survey,
     _tiers,
     _verify,
     errors,
@@ -59,45 +59,19 @@ class RunDirectory:
         staging: PathLike | None = None,
         keep_staging: Sequence[PreservationPolicy] = _tiers.KEEP,
     ) -> None:
-        self.directory = self.saves_in = _storage.resolve(directory)
+        self._run = _run_steps.RunSteps(
+            directory,
+            rules,
+            step_format=step_format,
+            read_only=read_only,
+            staging=staging,
+            keep_staging=keep_staging,
+        )
+        self.directory = self._run.directory
+        self.saves_in = self._run.saves_in
+        self.events = self._run.events
         self.read_only = read_only
         self._rules = rules
-        self._format = _steps.StepFormat(step_format)
-        self._retention = _retention.Retention(self.directory, self._format, rules)
-        keep = policies.checked(keep_staging, "keep_staging")
-        if staging is not None:
-            self.saves_in = _tiers.resolve(staging, self.directory)
-        elif keep != _tiers.KEEP:
-            raise errors.OptionError("keep_staging is for a staging directory: set it")
-        journal = None if read_only else self.saves_in / _events.JOURNAL
-        self.events = _events.Stream(self.directory, journal)
-        self._tiers = None if staging is None else self._two_tiers(keep)
-
-    def _two_tiers(self, keep: tuple[PreservationPolicy, ...]) -> _tiers.Tiers:
-        """Keeps other steps in staging than in the directory."""
-        far, rules = self._retention, self._rules._replace(keep=keep, keep_dataset=())
-        self._retention = _retention.Retention(self.saves_in, self._format, rules)
-        return _tiers.Tiers(
-            self.saves_in,
-            self.directory,
-            self._format,
-            self._retention,
-            far,
-            self.events,
-        )
-
-    def _make_directory(self) -> None:
-        try:
-            if self._tiers is None:
-                _storage.make_directory(self.directory)
-            else:
-                listed = self._retention.listed()
-                _tiers.make(self.saves_in, self.directory, listed)
-        except OSError as error:
-            raise errors.SaveFailedError(
-                f"{self.saves_in} cannot be made: {error}; choose another directory,"
-                " or pass read_only=True to look at one that is there"
-            ) from error
 
     def check_writable(self, what: str) -> None:
         """Refuses to do `what` if it was opened to be read only.
@@ -116,36 +90,9 @@ class RunDirectory:
 
     # ---- finding ----------------------------------------------------------------
 
-    def _listed(self) -> dict[int, Path]:
-        if self._tiers is not None:
-            return self._tiers.listed()
-        return self._retention.listed()
-
-    def _seen(self) -> dict[int, Path]:
-        """The same, without a look at a directory behind staging."""
-        return self._retention.listed() if self._tiers is None else self._tiers.seen()
-
-    def _damaged(self) -> dict[int, Path]:
-        if self._tiers is not None:
-            return self._tiers.damaged()
-        return _steps.damaged(self.directory, self._format)
-
-    def _path(self, step: int) -> Path:
-        if self._tiers is not None and (near := self._tiers.path(step)) is not None:
-            return near
-        listed = self._listed()
-        if step not in listed:
-            listed |= self._damaged()
-        if step not in listed:
-            raise errors.CheckpointNotFoundError(
-                f"{self.directory} has no step {step}:"
-                f" it has {_locate.summary(list(listed))}"
-            )
-        return listed[step]
-
     def steps(self) -> list[int]:
         """The committed steps that are not marked as damaged, ascending."""
-        return list(self._listed())
+        return list(self._run.listed())
 
     def damaged(self) -> dict[int, str]:
         """Step -> reason, of those that are marked as damaged, ascending.
@@ -154,7 +101,7 @@ class RunDirectory:
         counts or deletes it. A later save of the same step replaces it, `delete`
         deletes it, and `restore(step=…)` tries it all the same.
         """
-        return {s: _steps.why_damaged(p) for s, p in self._damaged().items()}
+        return self._run.reasons()
 
     def verify(self, step: int) -> VerifyReport:
         """Reads all of a step, and compares it with its checksums.
@@ -165,30 +112,28 @@ class RunDirectory:
             CheckpointNotFoundError: There is no such step.
         """
         self.wait()
-        return _verify.verify(self._path(step), step)
+        return _verify.verify(self._run.path(step), step)
 
     def latest_step(self) -> int | None:
         """The newest of `steps()`; None if there is none."""
-        return max(self._listed(), default=None)
+        return max(self._run.listed(), default=None)
 
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
         """The step with the best finite `metric`, the newer of equals; None if none."""
-        ranking = self._retention if self._tiers is None else self._tiers
-        best = ranking.best(policies.BestN(1, metric, mode))
+        best = self._run.all.best(policies.BestN(1, metric, mode))
         return next(iter(best), None)
 
     def metadata(self, step: int) -> CheckpointMetadata:
         """Describes a step without reading any array."""
-        return _locate.read_stored(self._path(step), step).metadata
+        return _locate.read_stored(self._run.path(step), step).metadata
 
     def has_dataset(self, step: int) -> bool:
         """Whether the state of a dataset is there, by a look into the directory."""
-        return (self._path(step) / _orbax.DATASET).is_dir()
+        return (self._run.path(step) / _orbax.DATASET).is_dir()
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """What was measured at a step and is stored with it."""
-        known = self._retention if self._tiers is None else self._tiers
-        return dict(known.metrics(self._path(step)))
+        return dict(self._run.all.metrics(self._run.path(step)))
 
     @property
     def run_metadata(self) -> Mapping[str, JSON]:
@@ -208,22 +153,22 @@ class RunDirectory:
             CheckpointFormatError: There are steps, and none is called as `step_format`
                 says.
         """
-        if self._listed() or not self.directory.is_dir():
+        if self._run.listed() or not self.directory.is_dir():
             return
-        others = _steps.find(self.directory, formats.recognises)
+        others = _survey.find(self.directory, formats.recognises)
         if others:
             newest = others[max(others)]
             fitting = _steps_called_like(newest.name, max(others))
             raise errors.CheckpointFormatError(
                 f"{self.directory} holds steps that are not called like"
-                f" {self._format.template!r}, such as {newest.name}: go on with"
+                f" {self._run.format.template!r}, such as {newest.name}: go on with"
                 f" step_format={fitting!r} if they are directories, or begin another"
                 " run from them with source="
             )
 
     def reload(self) -> None:
         """Forgets what was read of steps, so that changes by others are seen."""
-        self._retention.forget()
+        self._run.all.forget()
 
     def new_steps(
         self, *, timeout_secs: float | None = None, poll_secs: float = 1.0
@@ -239,8 +184,8 @@ class RunDirectory:
             poll_secs: How often the directory is looked at.
         """
         return _follow.new_steps(
-            self._listed,
-            _retention.is_step,
+            self._run.listed,
+            _inventory.is_step,
             timeout_secs=timeout_secs,
             poll_secs=poll_secs,
         )
@@ -255,12 +200,12 @@ class RunDirectory:
     @property
     def keep_here(self) -> tuple[PreservationPolicy, ...]:
         """The policies that keep steps in `saves_in`."""
-        return self._retention.rules.keep
+        return self._run.retention.rules.keep
 
     @property
     def steps_here(self) -> list[int]:
         """The steps that are there."""
-        return list(self._retention.listed())
+        return list(self._run.retention.steps.listed())
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds metrics to a committed step, as of an evaluation after its save.
@@ -271,18 +216,8 @@ class RunDirectory:
         self.check_writable("add metrics")
         self.wait()
         if _multihost.is_first():
-            with self._changing(step) as path:
-                self._retention.add_metrics(path, metrics)
-
-    @contextlib.contextmanager
-    def _changing(self, step: int, *removed: str) -> Iterator[Path]:
-        """Where a step is, to be changed in the `with` block."""
-        path = self._path(step)
-        if self._tiers is None:
-            yield path
-            return
-        with self._tiers.changing(path, *removed):
-            yield path
+            with self._run.changing(step) as path:
+                _changes.add_metrics(path, metrics)
 
     def explain(self) -> dict[int, list[str]]:
         """Why each step stays, oldest first; a step without a reason would go.
@@ -293,7 +228,7 @@ class RunDirectory:
         counts, see `damaged`. With a staging directory, "staging: …" says why it stays
         there, and "staging: not uploaded" that it is still to be uploaded.
         """
-        known = self._retention if self._tiers is None else self._tiers
+        known = self._run.retention if self._run.tiers is None else self._run.tiers
         found = known.explain()
         found |= {step: [f"damaged: {why}"] for step, why in self.damaged().items()}
         return dict(sorted(found.items()))
@@ -317,23 +252,11 @@ class RunDirectory:
         if dry_run:
             return tuple(step for step, why in self.explain().items() if not why)
         self.check_writable("prune")
-        deleted = self._retire() if _multihost.is_first() else ()
-        if self._tiers is None:
+        deleted = self._run.retire() if _multihost.is_first() else ()
+        if self._run.tiers is None:
             return deleted
-        gone = {*deleted, *self._tiers.prune()} - self._listed().keys()
+        gone = {*deleted, *self._run.tiers.prune()} - self._run.listed().keys()
         return tuple(sorted(gone))
-
-    def _retire(
-        self,
-        *,
-        just_saved: int | None = None,
-        is_awaited: Callable[[], bool] = lambda: False,
-    ) -> tuple[int, ...]:
-        deleted = self._retention.apply(just_saved=just_saved, is_awaited=is_awaited)
-        for step in deleted:
-            path = self.saves_in / self._format.name(step)
-            self.events.emit("deleted", step, path=path, reason="no policy keeps it")
-        return deleted
 
     def delete(self, step: int) -> None:
         """Deletes a step, even a pinned one.
@@ -344,14 +267,8 @@ class RunDirectory:
         """
         self.check_writable("delete")
         self.wait()
-        if not _multihost.is_first():
-            return
-        path = self._path(step)
-        if self._tiers is None:
-            self._retention.delete(path)
-        else:
-            self._tiers.delete(step)
-        self.events.emit("deleted", step, path=path, reason="it was asked for")
+        if _multihost.is_first():
+            self._run.delete(step)
 
     def make_permanent(self, step: int) -> None:
         """Has a temporary step stay as long as the policies say.
@@ -360,9 +277,7 @@ class RunDirectory:
             SaveFailedError: That could not be written down.
         """
         self.check_writable("keep a step")
-        if _multihost.is_first():
-            with self._changing(step, _steps.UNTIL_NEXT) as path:
-                self._retention.make_permanent(path)
+        self._run.make_permanent(step)
 
     def pin(self, step: int) -> None:
         """Keeps a step, whatever the policies say.
@@ -372,15 +287,15 @@ class RunDirectory:
         """
         self.check_writable("pin")
         if _multihost.is_first():
-            with self._changing(step) as path:
-                self._retention.pin(path)
+            with self._run.changing(step) as path:
+                _changes.pin(path)
 
     def unpin(self, step: int) -> None:
         """Leaves a step to the policies again; raises as `pin` does."""
         self.check_writable("unpin")
         if _multihost.is_first():
-            with self._changing(step, _steps.PIN) as path:
-                self._retention.unpin(path)
+            with self._run.changing(step, _marks.PIN) as path:
+                _changes.unpin(path)
 
 
 def _steps_called_like(name: str, step: int) -> str:

@@ -1,46 +1,25 @@
-"""What several processes of a job save and restore together.
+"""What several processes do together succeeds for all of them, or fails for all.
 
-Each writes the chunks that its devices hold; process 0 makes the directory, describes
-the whole, and commits it when all have told that theirs is durable. Nothing here goes
-through a device: see `_together`.
+Nothing here goes through a device: see `_together`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jax
-from jax.sharding import NamedSharding
-
 from flaxckpt import (
-    _commit,
-    _remote,
-    _snapshot,
-    _storage,
-    _threads,
+    _notes,
     _together,
-    _write,
-    datasets,
     errors,
 )
-from flaxckpt._commit import Snapshot, Written
-from flaxckpt._info import Leaf, LeafInfo
-from flaxckpt._together import ApartError, Failure, Operation
-from flaxckpt._types import Shape
-from flaxckpt.formats import _orbax, _orbax_json
+from flaxckpt._notes import ApartError, Failure
+from flaxckpt._together import Operation
 
 T = TypeVar("T")
-Named = tuple[str, Shape, Leaf]
-"""A leaf with its name on disk and its chunk shape."""
-
-_SYNCING_THREADS = 8
 
 
 def begin(
@@ -64,6 +43,24 @@ def begin(
     return group.begin(kind, directory, what, timeout_secs=timeout_secs)
 
 
+class Processes:
+    """Those that work with one directory; perhaps this one alone.
+
+    Args:
+        directory: All that they do together is about it.
+        timeout_secs: How long one waits for others that are behind.
+    """
+
+    def __init__(self, directory: Path, timeout_secs: float) -> None:
+        self._directory = directory
+        self._timeout_secs = timeout_secs
+
+    def begin(self, kind: str, what: str) -> Operation | None:
+        """Begins what all of them do; see `begin`."""
+        text = f"{what} of {self._directory}"
+        return begin(kind, self._directory, text, self._timeout_secs)
+
+
 @contextlib.contextmanager
 def telling(together: Operation | None, *, saving: bool = True) -> Iterator[None]:
     """Tells the others if this process fails within, and goes no further.
@@ -76,7 +73,7 @@ def telling(together: Operation | None, *, saving: bool = True) -> Iterator[None
     except ApartError as apart:
         assert together is not None
         _give_up(together, apart)
-        failed = _not_saved if saving else _not_restored
+        failed = not_saved if saving else _not_restored
         raise failed(together, apart) from None
     except BaseException as error:
         if together is not None:
@@ -98,209 +95,8 @@ def ending(together: Operation | None, *, saving: bool = True) -> Iterator[None]
         together.close()
 
 
-# ---- saving ------------------------------------------------------------------------
-
-
-def own(
-    together: Operation, infos: Sequence[LeafInfo], arrays: Sequence[Named]
-) -> list[Named]:
-    """The arrays of which this process may write something.
-
-    Process 0 writes what every process has for itself: numpy arrays, numbers, and jax
-    arrays on each one's own devices. So it tells which arrays it has nothing of. It
-    also tells what it saves, which must be what the others save.
-
-    Raises:
-        SaveFailedError: This process saves another step, or another tree.
-    """
-    mine = [leaf for leaf in arrays if together.is_first or _is_on_devices(leaf)]
-    marks = [_mark(info) for info in infos]
-
-    def begun() -> str:
-        elsewhere = [leaf[0] for leaf in mine if not _is_here(leaf)]
-        each = marks if len(marks) <= _MARKS_TOLD else None
-        return json.dumps([together.what, elsewhere, _all_of(marks), each])
-
-    what, elsewhere, whole, each = json.loads(together.first("begun", begun))
-    if together.is_first:
-        return mine
-    if what != together.what:
-        raise errors.SaveFailedError(
-            f"process {together.index} saves {together.what}, and process 0 {what}: all"
-            " processes must save the same steps, in the same order"
-        )
-    if whole != _all_of(marks):
-        raise _other_tree(together, infos, marks, each)
-    absent = set(elsewhere)
-    return [
-        leaf
-        for leaf in mine
-        if _is_here(leaf) and (leaf[0] in absent or _is_of_several(leaf))
-    ]
-
-
-_MARKS_TOLD = 10_000
-"""Leaves up to which each is told of, so that those that differ can be named."""
-
-
-def _mark(info: LeafInfo) -> int:
-    """What must be the same of a leaf in all processes, in a number."""
-    is_shared = info.sharding is not None and _snapshot.is_of_several(info.sharding)
-    spec = info.sharding.spec if isinstance(info.sharding, NamedSharding) else None
-    text = (
-        f"{info.path} {info.kind} {info.shape} {info.dtype} {info.chunk_shape}"
-        f" {is_shared} {spec if is_shared else None}"
-    )
-    return zlib.crc32(text.encode(errors="surrogateescape"))
-
-
-def _all_of(marks: Sequence[int]) -> str:
-    return hashlib.sha256(json.dumps(marks).encode()).hexdigest()
-
-
-def _other_tree(
-    together: Operation,
-    infos: Sequence[LeafInfo],
-    marks: Sequence[int],
-    theirs: Sequence[int] | None,
-) -> errors.SaveFailedError:
-    known = set(theirs or ())
-    rows = [
-        f"{info.path}: {info}"
-        for info, mark in zip(infos, marks, strict=True)
-        if theirs is not None and mark not in known
-    ]
-    return errors.SaveFailedError(
-        f"the state of process {together.index} has other leaves, shapes, types or"
-        f" shardings than that of process 0, in {together.what}"
-        + (f"; of process {together.index}:\n{errors.rows(rows)}" if rows else "")
-        + "\nAll processes must save the same tree."
-    )
-
-
-def _is_on_devices(leaf: Named) -> bool:
-    return isinstance(leaf[2].source, jax.Array)
-
-
-def _is_here(leaf: Named) -> bool:
-    """Whether this process has some of a leaf."""
-    value = leaf[2].source
-    return not isinstance(value, jax.Array) or bool(value.sharding.addressable_devices)
-
-
-def _is_of_several(leaf: Named) -> bool:
-    value = leaf[2].source
-    return isinstance(value, jax.Array) and not value.is_fully_addressable
-
-
-def execute(
-    snapshot: Snapshot, previous: _write.Previous | None, together: Operation
-) -> Written:
-    """Writes this process's part of a snapshot; process 0 commits it.
-
-    Returns:
-        What all have written, the same in all processes.
-
-    Raises:
-        SaveFailedError: Somebody could not write, or is gone; nothing is kept.
-    """
-    try:
-        with _commit.alone(snapshot.final):
-            if together.is_first:
-                return _lead(snapshot, previous, together)
-            return _follow(snapshot, previous, together)
-    except ApartError as apart:
-        raise _not_saved(together, apart) from apart.__cause__
-
-
-def _lead(
-    snapshot: Snapshot, previous: _write.Previous | None, together: Operation
-) -> Written:
-    with _commit.made(snapshot) as temporary:
-        try:
-            together.first("made", lambda: temporary.name)
-            contents, files = _commit.fill(snapshot, temporary, previous)
-            told = together.gather("written")
-        except BaseException as error:
-            # The others write there: it is removed when they have stopped.
-            together.fail(error, stage="written")
-            if isinstance(error, Exception):
-                raise together.outcome() from error
-            raise
-        if snapshot.ocdbt:
-            _write.merge(temporary / _orbax.STATE, together.count)
-        digests = {n: d for each in told[1:] for n, d in json.loads(each).items()}
-        written = _commit.finish(snapshot, temporary, contents, files, digests)
-    together.first("committed", lambda: str(written.size))
-    return written
-
-
-def _follow(
-    snapshot: Snapshot, previous: _write.Previous | None, together: Operation
-) -> Written:
-    try:
-        temporary = snapshot.final.parent / together.first("made", str)
-        digests = _write_part(snapshot, temporary, previous, together)
-        together.tell("written", json.dumps(digests))
-    except BaseException as error:
-        together.fail(error)
-        if isinstance(error, Exception):
-            raise together.outcome() from error
-        raise
-    size = int(together.first("committed", str))
-    manifest = _storage.stamp(snapshot.final / _orbax_json.MANIFEST)
-    return Written(size, _commit.for_next(snapshot, manifest))
-
-
-def _write_part(
-    snapshot: Snapshot,
-    temporary: Path,
-    previous: _write.Previous | None,
-    together: Operation,
-) -> dict[str, str]:
-    """Writes what this process has, durably.
-
-    Returns:
-        File -> digest, of the state of its dataset iterators.
-    """
-    root = temporary / _orbax.STATE
-    _commit.write_arrays(snapshot, root, previous, together.check)
-    files = {
-        f"{_orbax.DATASET}/{name}": content
-        for name, content in snapshot.dataset.items()
-        if name != datasets.DESCRIPTION
-    }
-    _commit.write_new(temporary, files)
-    if files:
-        _storage.sync_directory(temporary / _orbax.DATASET)
-    if snapshot.ocdbt:
-        _storage.sync_tree(root / f"{_write.DATABASE_OF}{together.index}")
-    else:
-        _sync(root, snapshot)
-    _storage.sync_directory(root)
-    return {name: _storage.digest(content) for name, content in files.items()}
-
-
-def _sync(root: Path, snapshot: Snapshot) -> None:
-    """Syncs the files of arrays that this process has written; objects are durable."""
-    if _remote.is_remote(root):
-        return
-    paths = [root / array.name for array in snapshot.arrays if array.shards]
-    for array in snapshot.arrays:
-        if _write.is_raw(array, snapshot.encoding):
-            paths += _write.files_of(root, array)
-
-    def sync(path: Path) -> None:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    _threads.each(sync, paths, threads=_SYNCING_THREADS)
-
-
-def _not_saved(together: Operation, apart: ApartError) -> errors.CheckpointError:
+def not_saved(together: Operation, apart: ApartError) -> errors.CheckpointError:
+    """The error of a save that some process has failed in."""
     if (exists := _as(apart, errors.CheckpointExistsError)) is not None:
         return exists
     return errors.SaveFailedError(
@@ -391,7 +187,7 @@ def _not_restored(together: Operation, apart: ApartError) -> errors.CheckpointEr
     damage = errors.DamagedCheckpointError.__name__
     if all(failure.kind == damage for failure in apart.failures):
         return errors.DamagedCheckpointError(f"{text}\nRestore another step.")
-    if any(failure.kind == _together.LATE for failure in apart.failures):
+    if any(failure.kind == _notes.LATE for failure in apart.failures):
         return errors.CheckpointTimeoutError(
             f"{text}\nSee what became of these processes, then start the job again."
         )

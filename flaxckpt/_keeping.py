@@ -13,11 +13,14 @@ from pathlib import Path
 
 from flaxckpt import (
     _access,
-    _events,
+    _event_journal,
+    _marks,
     _measured,
     _sizes,
     _steps,
     _storage,
+    _survey,
+    _unfinished,
     errors,
     formats,
     policies,
@@ -28,7 +31,7 @@ from flaxckpt.formats import _orbax_disk
 from flaxckpt.policies import PreservationPolicy
 
 
-def survey(root: Path) -> _steps.Found:
+def survey(root: Path) -> _survey.Found:
     """The steps under a run directory; none if a run has only begun.
 
     Raises:
@@ -42,9 +45,9 @@ def survey(root: Path) -> _steps.Found:
             f"{root} is one checkpoint, not a directory of steps: pass its parent"
         )
     with _access.explained(root):
-        found = _steps.survey(root, formats.recognises)
+        found = _survey.of(root, formats.recognises)
         doubtful = {s: d for s, d in found.doubtful.items() if not _is_empty(*d)}
-        found = _steps.Found(found.steps, doubtful)
+        found = _survey.Found(found.steps, doubtful)
         if not all_steps(found) and not _has_only_begun(root):
             formats.detect(root)  # raises
     return found
@@ -59,16 +62,16 @@ def _has_only_begun(root: Path) -> bool:
     """Whether a directory has nothing in it but what a run makes before its steps."""
     return all(
         child.name in _BEFORE_STEPS
-        or _steps.TEMPORARY in child.name
+        or _unfinished.TEMPORARY in child.name
         or _is_empty(child, "")
         for child in root.iterdir()
     )
 
 
-_BEFORE_STEPS = (_events.JOURNAL, "metadata", "params_only")
+_BEFORE_STEPS = (_event_journal.NAME, "metadata", "params_only")
 
 
-def all_steps(found: _steps.Found) -> dict[int, Path]:
+def all_steps(found: _survey.Found) -> dict[int, Path]:
     """The steps, and what may be some, ascending."""
     doubtful = {step: path for step, (path, _) in found.doubtful.items()}
     return dict(sorted({**doubtful, **found.steps}.items()))
@@ -89,7 +92,7 @@ def damage(path: Path, doubt: str | None) -> str | None:
     if doubt:
         return doubt
     if doubt is None:
-        return _steps.why_damaged(path) if _steps.is_damaged(path) else None
+        return _marks.why_damaged(path) if _marks.is_damaged(path) else None
     try:
         formats.detect(path)
     except errors.CheckpointError as error:
@@ -97,7 +100,7 @@ def damage(path: Path, doubt: str | None) -> str | None:
     return None
 
 
-def has_damage(found: _steps.Found) -> bool:
+def has_damage(found: _survey.Found) -> bool:
     """Whether any of the steps is known to be damaged."""
     return any(
         damage(path, found.doubtful.get(step, (path, None))[1]) is not None
@@ -119,7 +122,7 @@ def created(path: Path) -> float | None:
 
 
 def explain(
-    root: Path, found: _steps.Found, keep: Sequence[PreservationPolicy]
+    root: Path, found: _survey.Found, keep: Sequence[PreservationPolicy]
 ) -> dict[int, list[str]]:
     """Why each step stays, oldest first; a step without a reason would go.
 
@@ -142,7 +145,7 @@ def explain(
     return dict(sorted(reasons.items()))
 
 
-def step_format(found: _steps.Found) -> str | None:
+def step_format(found: _survey.Found) -> str | None:
     """How the steps are called, as a `Checkpointer` takes it; None if it cannot."""
     if not all(path.is_dir() for path in found.steps.values()):
         return None
@@ -153,7 +156,7 @@ def step_format(found: _steps.Found) -> str | None:
     return None
 
 
-def _templates(found: _steps.Found) -> list[str]:
+def _templates(found: _survey.Found) -> list[str]:
     """What the names of all steps may be made of."""
     if not found.steps:
         return ["{step}"]

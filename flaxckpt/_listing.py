@@ -13,10 +13,10 @@ from typing import NamedTuple, TypeVar
 from flaxckpt import (
     _keeping,
     _locate,
+    _marks,
     _measured,
     _progress,
     _sizes,
-    _steps,
     _storage,
     errors,
     formats,
@@ -141,7 +141,7 @@ def _described(
     doubt: str | None = None,
 ) -> Step:
     is_directory = path.is_dir()
-    found = _marks(path) if is_directory else None
+    found = _marks_of(path) if is_directory else None
     damage = _keeping.damage(path, doubt)
     marks = {
         "best": is_best,
@@ -172,10 +172,10 @@ def _newest_marked(steps: Sequence[Step]) -> tuple[Step, ...]:
     )
 
 
-def _marks(path: Path) -> _steps.Marks | None:
+def _marks_of(path: Path) -> _marks.Marks | None:
     """What is said in a step of how long it stays; None if that may not be read."""
     try:
-        return _steps.marks(path, dataset=_orbax.DATASET)
+        return _marks.of(path, dataset=_orbax.DATASET)
     except PermissionError:
         return None
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from flaxckpt import _access, _flax, _remote, _steps, errors, formats
+from flaxckpt import _access, _flax, _marks, _remote, _steps, _survey, errors, formats
 from flaxckpt._info import Stored
 
 _log = logging.getLogger(__name__)
@@ -25,24 +25,28 @@ def locate(path: Path, step: int | None) -> tuple[Path, int | None]:
         return _locate(path, None if step is None else _steps.check(step))
 
 
+def _holds(path: Path, step: int | None) -> bool:
+    return path.is_dir() and step in _survey.find(path, formats.recognises)
+
+
 def _locate(path: Path, step: int | None) -> tuple[Path, int | None]:
     is_one = path.exists() and formats.recognises(path)
     if step is None and is_one:
         return path, None
-    if is_one and not (path.is_dir() and step in _steps.find(path, formats.recognises)):
+    if is_one and not _holds(path, step):
         raise errors.OptionError(
             f"{path} is one checkpoint, not a directory of steps: leave step out, or"
             " pass its parent"
         )
     if not path.is_dir():
         formats.detect(path)  # raises
-    found = _steps.survey(path, formats.recognises)
+    found = _survey.of(path, formats.recognises)
     if step is None:
         return _newest(path, found)
     if step in found.doubtful:
         raise _damaged(*found.doubtful[step])
     if step not in found.steps:
-        if other := _steps.called(path, step):
+        if other := _survey.called(path, step):
             raise _damaged(other, "")
         raise errors.CheckpointNotFoundError(
             f"{path} has no step {step}: it has {summary(list(found.steps))}"
@@ -50,9 +54,9 @@ def _locate(path: Path, step: int | None) -> tuple[Path, int | None]:
     return found.steps[step], step
 
 
-def _newest(root: Path, found: _steps.Found) -> tuple[Path, int]:
+def _newest(root: Path, found: _survey.Found) -> tuple[Path, int]:
     """The newest good step; newer ones that are not good are logged."""
-    marked = {s: p for s, p in found.steps.items() if _steps.is_damaged(p)}
+    marked = {s: p for s, p in found.steps.items() if _marks.is_damaged(p)}
     steps = {s: p for s, p in found.steps.items() if s not in marked}
     newest = max(steps, default=-1)
     damaged = [
@@ -73,7 +77,7 @@ def _newest(root: Path, found: _steps.Found) -> tuple[Path, int]:
 def _marked(path: Path) -> errors.DamagedCheckpointError:
     """The error for a step that was found damaged before."""
     return errors.DamagedCheckpointError(
-        f"{path} is marked as damaged: {_steps.why_damaged(path)}; pass its number as"
+        f"{path} is marked as damaged: {_marks.why_damaged(path)}; pass its number as"
         " step= to try it all the same"
     )
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,16 +12,17 @@ from typing import Any, NamedTuple
 from flaxckpt import (
     _access,
     _audit,
+    _deletion,
+    _inventory,
+    _marks,
     _measured,
     _remote,
     _steps,
-    _storage,
     _verify,
     errors,
-    formats,
     policies,
 )
-from flaxckpt.formats import _orbax, _orbax_disk
+from flaxckpt.formats import _orbax
 from flaxckpt.policies import PreservationPolicy
 
 _log = logging.getLogger(__name__)
@@ -69,20 +67,6 @@ class Rules(NamedTuple):
         )
 
 
-class _Found(NamedTuple):
-    """A step that is there.
-
-    Attributes:
-        path: Its directory.
-        marks: What is said there of how long it stays.
-        ranked: It, as policies see it.
-    """
-
-    path: Path
-    marks: _steps.Marks
-    ranked: _measured.Ranked
-
-
 class _Judged(NamedTuple):
     """What is to go.
 
@@ -92,7 +76,7 @@ class _Judged(NamedTuple):
         datasets: Those of which the dataset's state is to be deleted.
     """
 
-    found: Mapping[int, _Found]
+    found: Mapping[int, _inventory.Found]
     going: Sequence[int]
     datasets: Sequence[int]
 
@@ -104,6 +88,10 @@ class Retention:
         directory: Of the run.
         step_format: How its steps are called.
         rules: What is to stay.
+
+    Attributes:
+        rules: The same.
+        steps: Those that are there.
     """
 
     def __init__(
@@ -112,47 +100,9 @@ class Retention:
         self.rules = rules
         self._directory = directory
         self._format = step_format
-        self._known: dict[Path, _storage.Stamp] = {}  # steps, as of when
-        self._metrics = _measured.Remembered(
-            _measured.METRICS_FILE, _measured.read_metrics
-        )
-        self._created = _measured.Remembered(
-            _orbax_disk.CHECKPOINT, _orbax.read_created
-        )
+        self.steps = _inventory.Inventory(directory, step_format, rules.metrics_from)
 
-    # ---- what is there --------------------------------------------------------------
-
-    def listed(self) -> dict[int, Path]:
-        """The committed steps, ascending, without what is merely called like one."""
-        if _remote.is_remote(self._directory):  # where a look costs less than a stamp
-            with _remote.looking(self._directory):
-                listed = _steps.listed(self._directory, self._format)
-                return {s: path for s, path in listed.items() if _was_step(path)}
-        known: dict[Path, _storage.Stamp] = {}
-        found = {}
-        for step, path in _steps.listed(self._directory, self._format).items():
-            stamp = _storage.stamp(path)
-            if self._known.get(path) == stamp or _was_step(path):
-                known[path], found[step] = stamp, path
-        self._known = known
-        return found
-
-    def metrics(self, path: Path) -> Mapping[str, float]:
-        """What is stored of the step `path`; nothing if it cannot be read."""
-        return self._metrics(path) or {}
-
-    def forget(self) -> None:
-        """Reads everything anew from here on."""
-        self._metrics.forget()
-        self._created.forget()
-
-    def best(self, policy: policies.BestN) -> set[int]:
-        """The steps that `policy` names."""
-        return policy.preserved(list(self.ranked().values()))
-
-    def ranked(self) -> dict[int, _measured.Ranked]:
-        """The steps as policies see them."""
-        return {step: found.ranked for step, found in self._found().items()}
+    # ---- what stays -----------------------------------------------------------------
 
     def would_keep(self, step: int, coming: Retention) -> bool:
         """Whether a step of another directory would stay here.
@@ -161,42 +111,16 @@ class Retention:
             step: It is one of those.
             coming: The other directory, of which all that waits comes here.
         """
-        others = {s: f for s, f in coming._found().items() if f.marks.waiting}
-        return bool(self._decided(self.rules.keep, self._found() | others).get(step))
+        others = {s: f for s, f in coming.steps.found().items() if f.marks.waiting}
+        both = self.steps.found() | others
+        return bool(self._decided(self.rules.keep, both).get(step))
 
     def explain(self) -> dict[int, list[str]]:
         """Why each step stays, oldest first; a step without a reason would go."""
-        return self._explained(self._found())
-
-    def _found(self) -> dict[int, _Found]:
-        """The steps as they are now, without those that cannot be recognised."""
-        with _access.explained(self._directory), _remote.looking(self._directory):
-            return self._looked_at()
-
-    def _looked_at(self) -> dict[int, _Found]:
-        elsewhere: _measured.MetricsByStep = {}
-        if self.rules.metrics_from is not None:
-            elsewhere = _measured.by_step(self.rules.metrics_from())
-        found = {}
-        listed = self.listed()
-        for remembered in (self._metrics, self._created):
-            remembered.forget(all_but=set(listed.values()))
-        for step, path in listed.items():
-            if not is_step(path):
-                continue
-            marks = _steps.marks(path, dataset=_orbax.DATASET)
-            ranked = _measured.Ranked(
-                step,
-                temporary=marks.temporary,
-                elsewhere=elsewhere.get(step, {}),
-                metrics=functools.partial(self._metrics, path),
-                created=functools.partial(self._created, path),
-            )
-            found[step] = _Found(path, marks, ranked)
-        return found
+        return self._explained(self.steps.found())
 
     def _decided(
-        self, keep: Sequence[PreservationPolicy], found: Mapping[int, _Found]
+        self, keep: Sequence[PreservationPolicy], found: Mapping[int, _inventory.Found]
     ) -> dict[int, list[str]]:
         """Why each step stays that is among `found`."""
         reasons = policies.decide(
@@ -210,7 +134,7 @@ class Retention:
                 why.append("metrics damaged")
         return reasons
 
-    def _explained(self, found: Mapping[int, _Found]) -> dict[int, list[str]]:
+    def _explained(self, found: Mapping[int, _inventory.Found]) -> dict[int, list[str]]:
         reasons = self._decided(self.rules.keep, found)
         for step, why in reasons.items():
             if found[step].marks.waiting:
@@ -267,12 +191,12 @@ class Retention:
         deleted = tuple(self._delete(judged, just_saved, is_over))
         what = "what deletions before have left"
         if not is_over():
-            self._attempt(what, _steps.sweep, self._directory, self._format)
+            self._attempt(what, _deletion.sweep, self._directory, self._format)
         return deleted
 
     def _judge(self, just_saved: int | None) -> _Judged:
         """Says what is to go, as of now."""
-        found = self._found() if self._anything_may_go() else {}
+        found = self.steps.found() if self._anything_may_go() else {}
         reasons = self._explained(found)
         going = [s for s, why in reasons.items() if not why and s != just_saved]
         staying = {s: each for s, each in found.items() if s not in going}
@@ -298,14 +222,14 @@ class Retention:
             is_new = False
             tried.add(step)
             path = judged.found[step].path
-            if self._attempt(f"step {step}", _steps.delete, path):
+            if self._attempt(f"step {step}", _deletion.delete, path):
                 yield step
         for step in judged.datasets:
             if is_over():
                 return
             what = f"the dataset state of step {step}"
             path = judged.found[step].path
-            self._attempt(what, _steps.delete_dataset, path, _orbax.DATASET)
+            self._attempt(what, _deletion.delete_dataset, path, _orbax.DATASET)
 
     def _are_measured_anew(self, judged: _Judged, step: int) -> bool:
         """Whether metrics have changed of a step that is to go, or of one that stays.
@@ -314,7 +238,7 @@ class Retention:
         """
         going = set(judged.going)
         return any(
-            self._metrics.has_changed(each.path)
+            self.steps.has_changed(each.path)
             for other, each in judged.found.items()
             if other == step or other not in going
         )
@@ -324,7 +248,7 @@ class Retention:
         if self.rules.keep or self.rules.keep_dataset:
             return True
         with _access.explained(self._directory):
-            return any(_steps.is_temporary(path) for path in self.listed().values())
+            return any(map(_marks.is_temporary, self.steps.listed().values()))
 
     def _check_whole(self, step: int, check: Callable[[Path], None]) -> None:
         path = self._directory / self._format.name(step)
@@ -338,7 +262,7 @@ class Retention:
             ) from error
 
     def _datasets(
-        self, staying: Mapping[int, _Found], just_saved: int | None
+        self, staying: Mapping[int, _inventory.Found], just_saved: int | None
     ) -> list[int]:
         """The steps whose dataset state goes."""
         states = {s: each for s, each in staying.items() if each.marks.has_dataset}
@@ -364,47 +288,6 @@ class Retention:
             return False
         return True
 
-    # ---- what a user asks for -------------------------------------------------------
-
-    def add_metrics(self, path: Path, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to the step `path`, one process after another."""
-        added = _measured.as_metrics(metrics)
-        with (
-            _writing(path, "metrics cannot be added to it"),
-            _storage.locked(_orbax.file_to_lock(path)),
-        ):
-            try:
-                found = _orbax.metrics_in(path)
-            except errors.DamagedCheckpointError as error:
-                if os.path.lexists(path / _measured.METRICS_FILE):
-                    raise errors.SaveFailedError(
-                        f"{path / _measured.METRICS_FILE} is damaged, so nothing can be"
-                        " added to it: delete it, and add all metrics of the step anew"
-                    ) from None
-                _log.warning("only the metrics added now are there: %s", error)
-                found = {}
-            _orbax.write_metrics(path, {**found, **added})
-
-    def pin(self, path: Path) -> None:
-        """Keeps the step `path`, whatever the policies say."""
-        with _writing(path, "it cannot be pinned"):
-            _steps.pin(path)
-
-    def unpin(self, path: Path) -> None:
-        """Leaves the step `path` to the policies again."""
-        with _writing(path, "it cannot be unpinned"):
-            _steps.unpin(path)
-
-    def make_permanent(self, path: Path) -> None:
-        """Has the step `path` stay as long as the policies say."""
-        with _writing(path, "it cannot be made permanent"):
-            _steps.make_permanent(path)
-
-    def delete(self, path: Path) -> None:
-        """Deletes the step `path`, unless somebody reads it."""
-        with _writing(path, "it cannot be deleted"):
-            _steps.delete(path, even_pinned=True)
-
 
 def _out_of_time(is_awaited: Callable[[], bool]) -> Callable[[], bool]:
     """A function that says whether to stop deleting; it is asked before each deletion.
@@ -420,42 +303,3 @@ def _out_of_time(is_awaited: Callable[[], bool]) -> Callable[[], bool]:
         )
 
     return is_over
-
-
-@contextlib.contextmanager
-def _writing(path: Path, what: str) -> Iterator[None]:
-    """Explains errors of the system, and links, met while a step is changed.
-
-    Raises:
-        SaveFailedError: There was one.
-    """
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        if isinstance(error, errors.CheckpointError):
-            raise
-        raise errors.SaveFailedError(
-            f"{path}: {what}: {error}; see that the step is still there, and that its"
-            " directory is writable and has space, then try again"
-        ) from error
-
-
-def _was_step(path: Path) -> bool:
-    """Whether a checkpoint is, or was, at `path`: a damaged one is to be told of."""
-    try:
-        return _steps.has_mark(path) is not None or bool(formats.recognises(path))
-    except (errors.CheckpointError, OSError):
-        return True
-
-
-def is_step(path: Path) -> bool:
-    """Whether `path` is a checkpoint, and not merely called like one.
-
-    One that must be loaded item by item is one, too; one that cannot be read is not.
-    """
-    try:
-        return formats.recognises(path)
-    except errors.CheckpointFormatError:
-        return True
-    except errors.DamagedCheckpointError:
-        return False

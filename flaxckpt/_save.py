@@ -18,13 +18,14 @@ from flaxckpt import (
     _derive,
     _flax,
     _joint,
+    _joint_save,
     _layout,
     _marked,
+    _marks,
     _optax,
     _progress,
     _remote,
     _snapshot,
-    _steps,
     _storage,
     _tree,
     _write,
@@ -176,7 +177,7 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     places = {}
     if together is not None:
         places = _snapshot.places(arrays, together.count)
-        arrays = _joint.own(together, infos, arrays)
+        arrays = _joint_save.own(together, infos, arrays)
     return Snapshot(
         final,
         infos,
@@ -266,7 +267,7 @@ def _check_free(final: Path, *, overwrite: bool) -> None:
             f"{final} exists: choose another path, or pass overwrite=True (to a"
             " Checkpointer: on_exists='overwrite')"
         )
-    is_ours = _steps.is_damaged(final) or _orbax.is_whole(final)
+    is_ours = _marks.is_damaged(final) or _orbax.is_whole(final)
     if final.is_symlink() or not is_ours:
         raise errors.CheckpointExistsError(
             f"{final} exists and is no checkpoint, so it is not overwritten:"
@@ -313,4 +314,4 @@ def execute(snapshot: Snapshot, previous: _write.Previous | None = None) -> Writ
     """
     if snapshot.options.together is None:
         return _commit.execute(snapshot, previous)
-    return _joint.execute(snapshot, previous, snapshot.options.together)
+    return _joint_save.execute(snapshot, previous, snapshot.options.together)

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from flaxckpt import (
-    _events,
+    _changes,
+    _marks,
     _multihost,
     _remote,
     _retention,
     _steps,
     _storage,
+    _stream,
     _uploads,
     errors,
     policies,
@@ -133,7 +135,7 @@ class Tiers:
         step_format: _steps.StepFormat,
         near: _retention.Retention,
         far: _retention.Retention,
-        events: _events.Stream,
+        events: _stream.Stream,
     ) -> None:
         self._staging = staging
         self._directory = directory
@@ -148,12 +150,12 @@ class Tiers:
 
     def listed(self) -> dict[int, Path]:
         """The steps of both; where both have one, it is that of staging."""
-        near = self._near.listed()  # first: what leaves it then is in the other
+        near = self._near.steps.listed()  # first: what leaves it then is in the other
         return dict(sorted((self.uploads.look() | near).items()))
 
     def seen(self) -> dict[int, Path]:
         """The same as far as is known, without a look at the directory."""
-        return dict(sorted((self.uploads.known | self._near.listed()).items()))
+        return dict(sorted((self.uploads.known | self._near.steps.listed()).items()))
 
     def damaged(self) -> dict[int, Path]:
         """The steps that are marked as damaged wherever they are, ascending."""
@@ -164,7 +166,7 @@ class Tiers:
 
     def candidates(self) -> list[tuple[int, Path]]:
         """What to restore, the newest step first, and staging before the directory."""
-        near, far = self._near.listed(), self.uploads.look()
+        near, far = self._near.steps.listed(), self.uploads.look()
         return [
             (step, found[step])
             for step in sorted(near.keys() | far.keys(), reverse=True)
@@ -174,14 +176,14 @@ class Tiers:
 
     def path(self, step: int) -> Path | None:
         """Where a step is in staging; None if it is not."""
-        return self._near.listed().get(step)
+        return self._near.steps.listed().get(step)
 
     def copies(self, step: int, path: Path) -> list[tuple[int, Path]]:
         """What to restore of a step that is at `path`, without a look elsewhere."""
         if self.tier(path) == "directory":
             return [(step, path)]
         far = self._directory / path.name
-        has_both = step in self.uploads.known or not _steps.is_waiting(path)
+        has_both = step in self.uploads.known or not _marks.is_waiting(path)
         return [(step, path), *([(step, far)] if has_both else [])]
 
     def _wherever(self, step: int) -> list[Path]:
@@ -191,7 +193,7 @@ class Tiers:
             (self._staging, self._near),
             (self._directory, self._far),
         ):
-            there = _steps.damaged(root, self._format) | retention.listed()
+            there = _steps.damaged(root, self._format) | retention.steps.listed()
             found += [there[step]] if step in there else []
         return found
 
@@ -202,11 +204,16 @@ class Tiers:
     def metrics(self, path: Path) -> dict[str, float]:
         """What is stored of a step, in both."""
         far = self._directory / path.name
-        return {**self._far.metrics(far), **self._near.metrics(path)}
+        return {**self._far.steps.metrics(far), **self._near.steps.metrics(path)}
+
+    def forget(self) -> None:
+        """Reads everything anew from here on."""
+        self._near.steps.forget()
+        self._far.steps.forget()
 
     def best(self, policy: policies.BestN) -> set[int]:
         """The steps of both that `policy` names."""
-        near, far = self._near.ranked(), self._far.ranked()
+        near, far = self._near.steps.ranked(), self._far.steps.ranked()
         ranked: dict[int, policies.Ranked] = {**far, **near}
         for step in near.keys() & far.keys():
             both = {**far[step].metrics, **near[step].metrics}
@@ -239,7 +246,7 @@ class Tiers:
             return
         with self.uploads.changing:
             try:
-                _steps.wait_for_upload(path, removed)
+                _marks.wait_for_upload(path, removed)
             except OSError as error:
                 raise errors.SaveFailedError(
                     f"{path} cannot be changed: {error}; see that the step is still"
@@ -275,8 +282,7 @@ class Tiers:
         with self.uploads.busy:
             found = self._wherever(step)
             for path in found:
-                owner = self._near if self.tier(path) == "staging" else self._far
-                owner.delete(path)
+                _changes.delete(path)
             self.uploads.known.pop(step, None)
         return found
 

@@ -18,12 +18,13 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 from flaxckpt import _beats, _multihost, _remote, _texts, errors
+from flaxckpt._notes import LATE, STOPPED, ApartError, Failure, Notes, failed_in
 
 _log = logging.getLogger(__name__)
 
@@ -40,50 +41,8 @@ _GRACE_SECS = 30.0
 _MARGIN = 2
 """Process 0 may itself wait for somebody: the others wait so many times longer."""
 
-_HEARD_SECS = 5.0
-"""For those that wait to hear that one has failed."""
 
 _LONGEST_TEXT = 1000
-LATE = "late"
-"""The kind of failure of a process that did not come."""
-
-_STOPPED = "stopped"
-"""The kind of failure of one that has stopped because of another's."""
-
-
-class Failure(NamedTuple):
-    """How it ended for one process.
-
-    Attributes:
-        process: Its number.
-        kind: The class of its error, or `late`.
-        text: What it says.
-    """
-
-    process: int
-    kind: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"process {self.process}: {self.text}"
-
-
-class ApartError(Exception):
-    """Not all processes have come so far.
-
-    Attributes:
-        failures: Of those that have not, as far as is known.
-    """
-
-    def __init__(self, failures: Sequence[Failure]) -> None:
-        told = [each for each in failures if each.kind != _STOPPED]
-        self.failures = tuple(sorted(told or failures))
-        super().__init__("\n".join(map(str, self.failures)))
-
-
-def failed_in(failures: Iterable[Failure]) -> set[int]:
-    """The processes that have failed."""
-    return {failure.process for failure in failures}
 
 
 # ---- who is there ------------------------------------------------------------------
@@ -173,7 +132,7 @@ class Operation:
         self.what = what
         self.is_first = group.index == 0
         self._group = group
-        self._texts = group.texts
+        self._notes = Notes(group.texts, name, group.index)
         self._timeout_secs = timeout_secs
         self._seen: tuple[Failure, ...] = ()
         self._is_over = False
@@ -217,14 +176,14 @@ class Operation:
         """
         if self.is_first:
             text = mine()
-            self._texts.set(f"{self.name}/{stage}", text)
+            self._notes.say(stage, text)
             return text
         return self._await(stage)
 
     def tell(self, stage: str, mine: str = "") -> None:
         """Tells process 0 that this one has come so far."""
         if not self.is_first:
-            self._texts.set(f"{self.name}/{stage}-of/{self.index}", mine)
+            self._notes.tell(stage, mine)
 
     def gather(self, stage: str, mine: str = "") -> list[str]:
         """Waits, as process 0, until all have told that they have come so far.
@@ -238,10 +197,11 @@ class Operation:
         late: dict[int, Failure] = {}
         waiting = collections.deque(range(1, self.count))
         while waiting:
-            if self._heard(stage, waiting[0], found):
-                waiting.popleft()
+            told = self._notes.told(stage, waiting[0], _SLICE_SECS)
+            if told is not None:
+                found[waiting.popleft()] = told
                 continue
-            failed = failed_in(self._failed())
+            failed = failed_in(self._notes.failures())
             if failed or late:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECS)
             for process in list(waiting):
@@ -250,12 +210,12 @@ class Operation:
                 elif why := self._is_late(process, stage, begun, deadline):
                     waiting.remove(process)
                     late[process] = Failure(process, LATE, why)
-                    self._say(late[process])
-        failures = self._failed()
+                    self._notes.fail(late[process])
+        failures = self._notes.failures()
         self._all_came = not late
         if failures:
             apart = self._end(failures)
-            self._wait_until_heard(found.keys() - {0, *failed_in(failures)})
+            self._notes.wait_until_heard(found.keys() - {0, *failed_in(failures)})
             raise apart
         return [found[process] for process in range(self.count)]
 
@@ -274,7 +234,7 @@ class Operation:
     def look(self) -> None:
         """Looks whether somebody has failed; called again and again."""
         if not self._seen:
-            self._seen = self._failed()
+            self._seen = self._notes.failures()
 
     def check(self) -> None:
         """Ends what this process is at, if another one has failed.
@@ -299,11 +259,11 @@ class Operation:
             return
         self._is_over = True
         try:
-            self._say(self._own(error))
+            self._notes.fail(self._own(error))
             if self.is_first:
                 if stage:
                     self._settle(stage)
-                self._end(self._failed())
+                self._end(self._notes.failures())
         except OSError as lost:
             _log.debug("%s: nobody could be told: %s", self.what, lost)
 
@@ -318,16 +278,16 @@ class Operation:
         raise AssertionError(self.name)
 
     def _own(self, error: BaseException) -> Failure:
-        kind = _STOPPED if isinstance(error, ApartError) else type(error).__name__
+        kind = STOPPED if isinstance(error, ApartError) else type(error).__name__
         text = " ".join(str(error).split())[:_LONGEST_TEXT]
         return Failure(self.index, kind, text or kind)
 
     def _settle(self, stage: str) -> None:
         deadline = time.monotonic() + _GRACE_SECS
         for process in range(1, self.count):
-            while not self._heard(stage, process, {}):
+            while self._notes.told(stage, process, _SLICE_SECS) is None:
                 gone = self._group.silent_secs(process) > _beats.SILENT_SECS
-                stopped = any(f.process == process for f in self._failed())
+                stopped = process in failed_in(self._notes.failures())
                 if gone or stopped or time.monotonic() > deadline:
                     break
 
@@ -335,33 +295,8 @@ class Operation:
         """Tells all that it has ended, and how."""
         self._is_over = True
         self._apart = ApartError(failures)
-        over = json.dumps(self._apart.failures)
-        self._texts.set(f"{self.name}/over", over)
+        self._notes.end(self._apart)
         return self._apart
-
-    def _wait_until_heard(self, processes: Iterable[int]) -> None:
-        """Gives those that wait the time to hear it: the service may end with us."""
-        deadline = time.monotonic() + _HEARD_SECS
-        for process in processes:
-            with contextlib.suppress(OSError):
-                left = max(0.0, deadline - time.monotonic())
-                self._texts.get(f"{self.name}/heard/{process}", left)
-
-    def _say(self, failure: Failure) -> None:
-        key = f"{self.name}/failed/{failure.process}"
-        self._texts.set(key, json.dumps(failure))
-
-    def _failed(self) -> tuple[Failure, ...]:
-        found = self._texts.list(f"{self.name}/failed")
-        return tuple(sorted(Failure(*json.loads(text)) for text in found.values()))
-
-    def _heard(self, stage: str, process: int, found: dict[int, str]) -> bool:
-        key = f"{self.name}/{stage}-of/{process}"
-        try:
-            found[process] = self._texts.get(key, _SLICE_SECS)
-        except TimeoutError:
-            return False
-        return True
 
     def _is_late(
         self, process: int, stage: str, begun: float, deadline: float
@@ -385,12 +320,10 @@ class Operation:
         while True:
             try:
                 with contextlib.suppress(TimeoutError):
-                    return self._texts.get(f"{self.name}/{stage}", _SLICE_SECS)
-                with contextlib.suppress(TimeoutError):
-                    over = self._texts.get(f"{self.name}/over", 0.001)
+                    return self._notes.said(stage, _SLICE_SECS)
+                if (apart := self._notes.ended()) is not None:
                     self._is_over = True
-                    self._texts.set(f"{self.name}/heard/{self.index}", "")
-                    raise ApartError([Failure(*row) for row in json.loads(over)])
+                    raise apart
             except OSError as error:
                 lost = f"its coordination service is gone: {error}"
                 raise ApartError([Failure(0, LATE, lost)]) from None

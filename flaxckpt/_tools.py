@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from flaxckpt import _convert, _locate, _storage, _verify, errors
+from flaxckpt import _conversion, _convert, _locate, _storage, _verify, errors
 from flaxckpt._findings import VerifyReport
 from flaxckpt._info import ArrayLayout, SaveResult
 from flaxckpt._types import PathLike
@@ -52,7 +52,7 @@ def convert(
     step: int | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = 5 * 10**9,
-    max_concurrent_bytes: int = _convert.DEFAULT_CONCURRENT_BYTES,
+    max_concurrent_bytes: int = _conversion.DEFAULT_CONCURRENT_BYTES,
     progress: Literal["auto"] | bool | Callable[[int, int], object] = "auto",
 ) -> SaveResult:
     """Makes a checkpoint in another format, or in another layout, of one that is read.
@@ -104,8 +104,8 @@ def convert(
         SaveFailedError: The bytes could not be written.
     """
     final = _storage.resolve(dst)
-    options = _convert.Options(
-        _convert.format_of(final, format),
+    options = _conversion.Options(
+        _conversion.format_of(final, format),
         transforms,
         ArrayLayout() if layout is None else layout,
         overwrite,

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import logging
 import os
-import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -19,25 +18,23 @@ from pathlib import Path
 
 from flaxckpt import (
     _audit,
-    _commit,
+    _changes,
+    _copies,
+    _deletion,
+    _event_journal,
     _events,
-    _marked,
+    _marks,
     _measured,
-    _remote,
     _retention,
-    _staging,
     _steps,
     _storage,
-    _threads,
+    _stream,
     _unfinished,
     errors,
 )
 from flaxckpt.formats import _orbax
 
 _log = logging.getLogger(__name__)
-
-_COPYING_THREADS = 8
-_MAX_MARKER_BYTES = 2**16
 
 
 class _Turn:
@@ -79,7 +76,7 @@ class Uploads:
         step_format: _steps.StepFormat,
         near: _retention.Retention,
         far: _retention.Retention,
-        events: _events.Stream,
+        events: _stream.Stream,
     ) -> None:
         self._staging = staging
         self._directory = directory
@@ -97,12 +94,12 @@ class Uploads:
 
     def waiting(self) -> dict[int, Path]:
         """The steps that are still to be uploaded."""
-        listed = self._near.listed().items()
-        return {step: path for step, path in listed if _steps.is_waiting(path)}
+        listed = self._near.steps.listed().items()
+        return {step: path for step, path in listed if _marks.is_waiting(path)}
 
     def look(self) -> dict[int, Path]:
         """The steps of the directory."""
-        self.known = found = self._far.listed()
+        self.known = found = self._far.steps.listed()
         return found
 
     def retire(self, just_saved: int | None = None) -> tuple[int, ...]:
@@ -141,7 +138,7 @@ class Uploads:
         _storage.make_directory(self._directory)
         self.look()
         if not self._is_tidy:
-            _steps.tidy(self._directory, self._format, (_orbax.METRICS, "metadata"))
+            _deletion.tidy(self._directory, self._format, (_orbax.METRICS, "metadata"))
             self._is_tidy = True
 
     def start(self) -> None:
@@ -258,14 +255,14 @@ class Uploads:
             if is_begin:
                 self._reach()
             final = self._directory / path.name
-            is_known = _is_same(path, final)
-            is_there = is_known and _is_whole(final)
+            is_known = _copies.is_same(path, final)
+            is_there = is_known and _copies.is_whole(final)
             if not is_there:
                 _audit.check(path)
                 if not self._far.would_keep(step, self._near):
                     self._skip(step, path, mark)
                     return
-                size = _copy(path, final, overwrite=mark.overwrite or is_known)
+                size = _copies.make(path, final, overwrite=mark.overwrite or is_known)
                 self.known[step] = final
             self._settle(path, final, mark, is_new=not is_there)
             secs = time.monotonic() - begun
@@ -280,14 +277,14 @@ class Uploads:
             self.retire(step)
         except errors.SaveFailedError:  # the copy is not whole: it is made anew
             with self.changing, contextlib.suppress(FileNotFoundError):
-                _steps.wait_for_upload(path)
+                _marks.wait_for_upload(path)
             raise
 
-    def _mark(self, path: Path) -> _steps.Waiting | None:
+    def _mark(self, path: Path) -> _marks.Waiting | None:
         with self.changing:  # nobody is in the middle of a change
-            return _steps.waiting(path)
+            return _marks.waiting(path)
 
-    def _skip(self, step: int, path: Path, mark: _steps.Waiting) -> None:
+    def _skip(self, step: int, path: Path, mark: _marks.Waiting) -> None:
         """Leaves a step to staging that the directory would not keep."""
         if self._unmark(path, mark) is None:
             reason = f"no policy would keep it in {self._directory}"
@@ -295,106 +292,44 @@ class Uploads:
             _log.info("step %d is not uploaded: %s", step, reason)
 
     def _settle(
-        self, path: Path, final: Path, mark: _steps.Waiting, *, is_new: bool
+        self, path: Path, final: Path, mark: _marks.Waiting, *, is_new: bool
     ) -> None:
         """Brings over what has changed since, until the mark can go."""
-        now: _steps.Waiting | None = mark
+        now: _marks.Waiting | None = mark
         if is_new:
             now = self._unmark(path, mark)
         while now is not None:
             self._bring(path, final, now)
             now = self._unmark(path, now)
 
-    def _unmark(self, path: Path, mark: _steps.Waiting) -> _steps.Waiting | None:
+    def _unmark(self, path: Path, mark: _marks.Waiting) -> _marks.Waiting | None:
         """Takes the mark away, if it is still this one; else what it is now."""
         with self.changing:
-            now = _steps.waiting(path)
+            now = _marks.waiting(path)
             if now != mark:
                 return now
-            _steps.uploaded(path)
+            _marks.uploaded(path)
             return None
 
-    def _bring(self, path: Path, final: Path, mark: _steps.Waiting) -> None:
+    def _bring(self, path: Path, final: Path, mark: _marks.Waiting) -> None:
         """Writes metrics and marks that have changed."""
         metrics = _measured.read_metrics(path)
-        if metrics and not metrics.items() <= self._far.metrics(final).items():
-            self._far.add_metrics(final, metrics)
-        if _steps.is_pinned(path) and not _steps.is_pinned(final):
-            self._far.pin(final)
-        if _steps.PIN in mark.removed and not _steps.is_pinned(path):
-            self._far.unpin(final)
-        if _steps.UNTIL_NEXT in mark.removed and not _steps.is_temporary(path):
-            self._far.make_permanent(final)
+        if metrics and not metrics.items() <= self._far.steps.metrics(final).items():
+            _changes.add_metrics(final, metrics)
+        if _marks.is_pinned(path) and not _marks.is_pinned(final):
+            _changes.pin(final)
+        if _marks.PIN in mark.removed and not _marks.is_pinned(path):
+            _changes.unpin(final)
+        if _marks.UNTIL_NEXT in mark.removed and not _marks.is_temporary(path):
+            _changes.make_permanent(final)
 
     def _pass_on(self) -> None:
         """Writes the journal, and the metadata of the run, to the directory."""
         try:
-            there = self._directory / _events.JOURNAL
-            _events.pass_on(self._staging / _events.JOURNAL, there)
+            there = self._directory / _event_journal.NAME
+            _event_journal.pass_on(self._staging / _event_journal.NAME, there)
             custom = _orbax.read_run_metadata(self._staging)
             if custom and custom != _orbax.read_run_metadata(self._directory):
                 _orbax.write_run_metadata(self._directory, custom)
         except OSError as error:
             _log.warning("%s does not get the journal: %s", self._directory, error)
-
-
-# ---- one step ----------------------------------------------------------------------
-
-
-def _is_same(path: Path, final: Path) -> bool:
-    """Whether the directory has exactly this step, whole or not."""
-    try:
-        there = _storage.read(final / _marked.MARKER, max_bytes=_MAX_MARKER_BYTES)
-    except (FileNotFoundError, errors.DamagedCheckpointError):
-        return False
-    return there == (path / _marked.MARKER).read_bytes()
-
-
-def _is_whole(final: Path) -> bool:
-    try:
-        _audit.check(final)
-    except (errors.DamagedCheckpointError, errors.CheckpointFormatError):
-        return False
-    return not _steps.is_damaged(final)
-
-
-def _copy(path: Path, final: Path, *, overwrite: bool) -> int:
-    """Makes a step of the directory of one in staging; returns its size in bytes."""
-    overwrite = overwrite or _steps.is_damaged(final)
-    is_temporary = _steps.is_temporary(path)
-    marks = _steps.marks_of_new(final, temporary=is_temporary)
-    if _steps.is_pinned(path):
-        marks |= _steps.marks_of_new(path, temporary=is_temporary)
-    files = [
-        file for file in path.rglob("*") if file.is_file() and _belongs(path, file)
-    ]
-    if _remote.is_remote(final):
-        return _staging.upload(
-            path,
-            final,
-            overwrite=overwrite,
-            files=files,
-            marks=marks,
-            keep=lambda name: name == _steps.PIN,
-        )
-    with _unfinished.made(final) as temporary:
-        for directory in sorted({file.parent for file in files}):
-            (temporary / directory.relative_to(path)).mkdir(parents=True, exist_ok=True)
-
-        def copy(file: Path) -> None:
-            shutil.copyfile(file, temporary / file.relative_to(path))
-
-        _threads.each(copy, files, threads=_COPYING_THREADS)
-        _commit.write_new(temporary, marks)
-        size = _storage.sync_tree(temporary)
-        _commit.name(temporary, final, overwrite=overwrite)
-        return size
-
-
-def _belongs(path: Path, file: Path) -> bool:
-    """Whether a file is of the step itself, and neither a mark nor a leftover."""
-    name = file.relative_to(path).as_posix()
-    where = name.rpartition("/")[0]
-    is_leftover = where in ("", _orbax.METRICS) and _storage.is_replacing(file.name)
-    is_mark = not where and _steps.is_mark(name) and not _steps.goes_along(name)
-    return not (is_leftover or is_mark)

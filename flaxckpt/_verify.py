@@ -6,33 +6,27 @@ Files are read in small parts, several at a time, and nothing is kept.
 from __future__ import annotations
 
 import functools
-import hashlib
-import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
-
-import crc32c
 
 from flaxckpt import (
     _access,
     _audit,
-    _blocks,
-    _dtypes,
+    _file_checks,
     _findings,
     _layout,
     _locate,
-    _ocdbt,
+    _marks,
     _pieces,
     _progress,
     _read,
     _remote,
-    _steps,
-    _zarr,
+    _survey,
     errors,
 )
-from flaxckpt._info import Leaf, LeafInfo, Stored, StoredLeaf
+from flaxckpt._file_checks import check_committed, check_digest, check_keys
+from flaxckpt._info import Leaf, Stored, StoredLeaf
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _orbax, _orbax_disk, _orbax_json
 
@@ -108,7 +102,7 @@ def damage(path: Path, step: int | None) -> str | None:
         if _access.is_unread(error):
             return None
         # It was a checkpoint, and is none any more.
-        is_ours = _steps.has_mark(path) or (path / _orbax.STATE).is_dir()
+        is_ours = _survey.sign(path) or (path / _orbax.STATE).is_dir()
         if is_ours and _findings.unreadable(path) is None:
             return str(error).splitlines()[0]
         return None
@@ -144,7 +138,10 @@ def _verify_own(path: Path, stored: Stored, found: _findings.Findings) -> list[s
     encoding = _orbax_json.encoding(manifest)
     digests = _audit.digests(path, stored)
     checks: list[tuple[str, Callable[[], object]]] = [
-        (name, functools.partial(_check_digest, path, name, digest, found.counter.add))
+        (
+            name,
+            functools.partial(check_digest, path, name, digest, found.counter.add),
+        )
         for name, digest in digests.items()
     ]
     known = {*digests, *_orbax.UNDIGESTED}
@@ -156,18 +153,20 @@ def _verify_own(path: Path, stored: Stored, found: _findings.Findings) -> list[s
     else:
         undigested = {}
         for leaf_path, leaf in leaves.items():
-            files, made = _chunk_checks(path, encoding, leaf.info, digests, found)
+            files, made = _file_checks.of_array(
+                path, encoding, leaf.info, digests, found
+            )
             known |= files
             checks += [(leaf_path, check) for check in made]
             if not encoding.checksum and not files <= digests.keys():
                 undigested[leaf_path] = leaf
-    is_digested = manifest.get("metrics") is True or _steps.is_measured(path)
-    checks += _metrics_checks(path, found, is_digested=is_digested)
-    checks.append((_orbax.COMMITTED, functools.partial(_check_committed, path)))
+    is_digested = manifest.get("metrics") is True or _marks.is_measured(path)
+    checks += _file_checks.of_metrics(path, found, is_digested=is_digested)
+    checks.append((_orbax.COMMITTED, functools.partial(check_committed, path)))
     found.counter.total = _findings.size_of(path)
     found.run(checks)
     if encoding is not None and manifest["ocdbt"] and leaves:
-        _check_keys(path, encoding, leaves, found)
+        check_keys(path, encoding, leaves, found)
     if encoding is None or not encoding.checksum:
         for leaf_path in undigested:
             found.unchecked[leaf_path] = "it was saved without checksums; it is there"
@@ -181,175 +180,11 @@ def _is_array(leaf: Leaf) -> bool:
 
 
 def _is_mark(name: str) -> bool:
-    return "/" not in name and _steps.is_mark(name)
+    return "/" not in name and _marks.is_mark(name)
 
 
 def _has_database(digests: Mapping[str, str]) -> bool:
     return f"{_orbax.STATE}/manifest.ocdbt" in digests
-
-
-def _check_keys(
-    path: Path,
-    encoding: _zarr.Encoding,
-    leaves: Mapping[LeafPath, Leaf],
-    found: _findings.Findings,
-) -> None:
-    """Looks for all that arrays must have in a database, which is sound without."""
-    if any(_orbax.is_of_arrays(name) for name in found.problems):
-        return  # it has changed, and may not be readable
-    there: set[str] = set()
-    manifest = f"{_orbax.STATE}/{_ocdbt.MANIFEST}"
-    found.attempt(manifest, lambda: there.update(_ocdbt.keys(path / _orbax.STATE)))
-    if manifest in found.problems or manifest in found.unread:
-        return
-    for leaf_path, leaf in leaves.items():
-        name = _orbax_json.param_name(leaf.info.keys)
-        shape, _ = _layout.stored_form(leaf.info)
-        chunks = _audit.keys(encoding, shape, leaf.info.chunk_shape or ())
-        missing = [
-            key
-            for key in (_audit.metadata_name(encoding), *chunks)
-            if _zarr.database_key(name, key) not in there
-        ]
-        if missing:
-            rest = f" and {len(missing) - 1} more are" if missing[1:] else " is"
-            why = f"{missing[0]}{rest} missing in the database"
-            found.add(found.problems, leaf_path, why)
-
-
-def _chunk_checks(
-    path: Path,
-    encoding: _zarr.Encoding,
-    info: LeafInfo,
-    digests: Mapping[str, str],
-    found: _findings.Findings,
-) -> tuple[set[str], list[Callable[[], object]]]:
-    """The files of an array, and what is to be done with those without a digest."""
-    name = _orbax_json.param_name(info.keys)
-    directory = f"{_orbax.STATE}/{name}" if name else _orbax.STATE
-    shape, dtype = _layout.stored_form(info)
-    chunk_shape = info.chunk_shape or ()
-    metadata = f"{directory}/{_audit.metadata_name(encoding)}"
-    files = {metadata}
-    checks: list[Callable[[], object]] = []
-    if metadata not in digests:
-
-        def check_metadata() -> None:
-            text = _blocks.small(path / metadata)
-            _zarr.check_metadata(text, encoding, shape, dtype, chunk_shape)
-            _zarr.check_compact(text)
-
-        checks.append(check_metadata)
-    size = _audit.chunk_bytes(encoding, info)
-    most = size or math.prod(chunk_shape) * _dtypes.item_bits(dtype) // 8
-    for key in _audit.keys(encoding, shape, chunk_shape):
-        file = f"{directory}/{key}"
-        files.add(file)
-        if file not in digests:
-            check = _check_chunk if encoding.checksum else _check_size
-            chunk = _Chunk(path / file, path, size, most)
-            checks.append(functools.partial(check, chunk, found.counter.add))
-    return files, checks
-
-
-def _check_digest(
-    path: Path, name: str, recorded: str, count: Callable[[int], object]
-) -> None:
-    digest = hashlib.sha256()
-    most = _findings.LARGE if _orbax.is_of_arrays(name) else 0
-    _findings.stream(path / name, path, count, digest.update, most)
-    if f"sha256:{digest.hexdigest()}" != recorded:
-        raise ValueError("it has changed since it was saved: its SHA-256 is another")
-
-
-class _Chunk(NamedTuple):
-    """What is known of a chunk's file.
-
-    Attributes:
-        file: Where it is.
-        root: The checkpoint.
-        size: What it must have, in bytes; 0 if that varies.
-        most: What it has without compression.
-    """
-
-    file: Path
-    root: Path
-    size: int
-    most: int
-
-    def check_size(self, found: int) -> None:
-        if found != (self.size or found) or not found:
-            wanted = self.size or "some"
-            raise ValueError(f"{self.file.name} has {found} bytes instead of {wanted}")
-
-
-def _check_size(chunk: _Chunk, count: Callable[[int], object]) -> None:
-    """Compares the size of a chunk with what it must be."""
-    if not _remote.is_remote(chunk.file):
-        with _findings.opened(chunk.file, chunk.root) as (_, found):
-            chunk.check_size(found)
-        return
-    sizes: list[int] = []
-    _findings.stream(
-        chunk.file, chunk.root, count, lambda part: sizes.append(len(part)), chunk.most
-    )
-    chunk.check_size(sum(sizes))
-
-
-def _check_chunk(chunk: _Chunk, count: Callable[[int], object]) -> None:
-    """Compares a chunk with the checksum at its end."""
-    if not _remote.is_remote(chunk.file):
-        _check_size(chunk, count)  # before all of it is read
-    value, found, tail = 0, 0, b""
-
-    def take(part: memoryview) -> None:
-        nonlocal value, found, tail
-        found += len(part)
-        if len(part) < _blocks.CHECKSUM_BYTES:
-            part, tail = memoryview(tail + bytes(part)), b""
-        value = crc32c.crc32c(tail, value)
-        value = crc32c.crc32c(part[: -_blocks.CHECKSUM_BYTES], value)
-        tail = bytes(part[-_blocks.CHECKSUM_BYTES :])  # of the file, for all we know
-
-    _findings.stream(chunk.file, chunk.root, count, take, chunk.most)
-    chunk.check_size(found)
-    if tail != value.to_bytes(_blocks.CHECKSUM_BYTES, "little"):
-        raise ValueError(
-            f"{chunk.file.name} has changed since it was written: its CRC-32C is"
-            " another"
-        )
-
-
-def _check_committed(path: Path) -> None:
-    manifest = _orbax_disk.read_file(path / _orbax_json.MANIFEST, path)
-    found = _orbax_disk.read_file(path / _orbax.COMMITTED, path)
-    if found != _orbax.seal_of(manifest):
-        raise ValueError("it is not what was written there")
-
-
-def _metrics_checks(
-    path: Path, found: _findings.Findings, *, is_digested: bool
-) -> list[tuple[str, Callable[[], object]]]:
-    """What is to be done with metrics, if there are or were some."""
-    name = f"{_orbax.METRICS}/{_orbax.METRICS}"
-    digests = path / _orbax_disk.METRICS_DIGESTS
-
-    def check() -> None:
-        if (path / _orbax.METRICS).exists():
-            (path / name).stat()  # or there would be none
-        _orbax.metrics_in(path)
-
-    def check_digests() -> None:
-        text = _orbax_disk.read_file(digests, path)
-        if not _orbax.are_digests_of_metrics(text, digests):
-            raise ValueError("it is not what was written there")
-
-    checks: list[tuple[str, Callable[[], object]]] = [(name, check)]
-    if is_digested or digests.exists():
-        checks.append((_orbax_disk.METRICS_DIGESTS, check_digests))
-    elif (path / name).exists():
-        found.unchecked[name] = "they were written without a digest"
-    return checks
 
 
 # ---- other formats ----------------------------------------------------------------

@@ -22,7 +22,7 @@ from flax import nnx
 from flax.training import train_state
 
 import flaxckpt
-from flaxckpt import _counters, _events, _storage, errors
+from flaxckpt import _counters, _event_journal, _storage, errors
 from flaxckpt.datasets import StepIndexed
 
 
@@ -40,7 +40,7 @@ def drive(callback, steps):
 def skipped(callback):
     """The steps that were due but not saved, each with the reason."""
     journal = callback.checkpointer.directory / "events.jsonl"
-    events = _events.read_journal(journal)
+    events = _event_journal.read(journal)
     return {e.step: e.details["reason"] for e in events if e.kind == "skipped"}
 
 

@@ -13,7 +13,7 @@ import store_servers
 import strategies
 
 import flaxckpt
-from flaxckpt import _save, _steps, errors
+from flaxckpt import _deletion, _save, errors
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
 
 
@@ -288,7 +288,7 @@ def test_a_step_that_cannot_be_deleted_does_not_fail_the_save(
 
     with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
         ckpt.save(1, state(1)).wait()
-        monkeypatch.setattr(_steps, "delete", fail)
+        monkeypatch.setattr(_deletion, "delete", fail)
         assert ckpt.save(2, state(2)).wait().deleted_steps == ()
     assert "step 1 could not be deleted" in caplog.text
     assert ckpt.steps() == [1, 2]

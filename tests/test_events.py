@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flaxckpt
-from flaxckpt import _events, _locate, _save, errors
+from flaxckpt import _event_journal, _locate, _save, _stream, errors
 from flaxckpt.policies import LatestN
 
 
@@ -26,7 +26,7 @@ def state(step):
 
 
 def journal(directory):
-    return _events.read_journal(directory / "events.jsonl")
+    return _event_journal.read(directory / "events.jsonl")
 
 
 def told(events):
@@ -35,7 +35,7 @@ def told(events):
 
 @pytest.fixture
 def stream(tmp_path):
-    return _events.Stream(tmp_path, tmp_path / "events.jsonl")
+    return _stream.Stream(tmp_path, tmp_path / "events.jsonl")
 
 
 # ---- what is told ------------------------------------------------------------------
@@ -337,8 +337,8 @@ from pathlib import Path
 import jax
 rank, port, directory = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
-from flaxckpt import _events
-stream = _events.Stream(directory, directory / "events.jsonl")
+from flaxckpt import _stream
+stream = _stream.Stream(directory, directory / "events.jsonl")
 seen = []
 stream.subscribe(seen.append)
 stream.emit("failed", rank)
@@ -454,7 +454,7 @@ def test_what_is_no_json_is_told_as_text(stream, tmp_path):
 )
 def test_details_come_back_from_the_journal(tmp_path_factory, details):
     directory = tmp_path_factory.mktemp("run")
-    stream = _events.Stream(directory, directory / "events.jsonl")
+    stream = _stream.Stream(directory, directory / "events.jsonl")
     seen = []
     stream.subscribe(seen.append)
     stream.emit("preflight", **details)

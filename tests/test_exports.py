@@ -108,13 +108,19 @@ def own_members(module: ModuleType) -> Iterator[tuple[str, object]]:
 def methods(where: str, cls: type) -> Iterator[tuple[str, object]]:
     """Public methods and properties, but those that a protocol documents."""
     fields = {f.name for f in dataclasses.fields(cls)} if is_record(cls) else set()
-    for name, found in vars(cls).items():
+    for name, found in members(cls).items():
         if name.startswith("_") or name in fields:
             continue
         if not inspect.isroutine(found) and not isinstance(found, property):
             continue
         if is_protocol(cls) or name not in protocol_methods(cls.__module__):
             yield f"{where}.{name}", getattr(cls, name)
+
+
+def members(cls: type) -> dict[str, object]:
+    """What a class has, with what it has from our own classes below it."""
+    ours = [c for c in reversed(cls.__mro__) if c.__module__.startswith("flaxckpt.")]
+    return {name: found for one in ours for name, found in vars(one).items()}
 
 
 def is_record(cls: type) -> bool:

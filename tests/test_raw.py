@@ -1,5 +1,6 @@
 """Raw arrays: what we write, TensorStore reads, and the other way round."""
 
+import dataclasses
 import threading
 from pathlib import Path
 
@@ -583,7 +584,8 @@ def test_the_same_array_saved_as_another_type_is_written(tmp_path):
         layout = flaxckpt.ArrayLayout(store="files")
         if step == 0:
             ckpt = flaxckpt.Checkpointer(tmp_path, layout=layout)
-        ckpt._transforms = (cast,)
+        saves = ckpt._saves
+        saves._shared = dataclasses.replace(saves._shared, transforms=(cast,))
         ckpt.save(step, {"w": array}).wait()
     np.testing.assert_array_equal(ckpt.restore()["w"].astype(int), [0, 1, 3, 2])
     ckpt.close()

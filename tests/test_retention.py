@@ -20,7 +20,7 @@ import pytest
 import strategies
 
 import flaxckpt
-from flaxckpt import _retention, _save, _steps, _storage, errors
+from flaxckpt import _deletion, _retention, _save, _storage, errors
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, EveryNSecs, EveryNSteps, LatestN, OnSteps
 
@@ -441,7 +441,7 @@ def test_a_state_is_let_go_entirely_or_not_at_all(tmp_path, monkeypatch, caplog,
             raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_steps._storage, call, fail)
+        patch.setattr(_storage, call, fail)
         assert ckpt.prune() == ()
     said = "is left" if call == "remove_tree" else "the dataset state of step 1 could"
     assert said in caplog.text
@@ -736,7 +736,7 @@ def test_what_a_cut_off_deletion_leaves_is_deleted_later(tmp_path, monkeypatch, 
             raise OSError(16, "Device or resource busy")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_steps._storage, cut, fail)
+        patch.setattr(_storage, cut, fail)
         assert ckpt.prune() == (() if cut == "withdraw" else (1,))
     assert len(names(tmp_path)) == 2
     assert ckpt.steps() == ([1, 2] if cut == "withdraw" else [2])
@@ -900,7 +900,7 @@ def test_metrics_appear_with_their_directory(tmp_path, monkeypatch):
 def during(monkeypatch, act, *, before):
     """Has `act(path)` happen whenever a directory is withdrawn, or begins to be."""
     name = "delete" if before == "deletion" else "withdraw"
-    module = _steps if before == "deletion" else _steps._storage
+    module = _deletion if before == "deletion" else _storage
     real = getattr(module, name)
 
     def act_first(path, *rest):
@@ -964,7 +964,7 @@ def test_without_space_for_one_more_file_steps_are_deleted(tmp_path, monkeypatch
         patch.setattr(os, "open", full)
         patch.setattr(Path, "touch", touch)
         ckpt.delete(1)
-        assert ckpt._retention.apply() == (2,)
+        assert ckpt._run.retention.apply() == (2,)
     assert names(tmp_path) == ["3"]
 
 

@@ -4,7 +4,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from flaxckpt import _steps, errors
+from flaxckpt import _deletion, _steps, _storage, _survey, errors
 
 TEMPLATES = ["{step}", "step_{step}", "{step:08d}", "ckpt-{step:05d}", "{step}.done"]
 
@@ -75,14 +75,14 @@ def test_steps_are_found_however_they_are_called(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
     (tmp_path / "plots_12").mkdir()  # called like a step, and none
-    assert {n: p.name for n, p in _steps.find(tmp_path, _has_files).items()} == {
+    assert {n: p.name for n, p in _survey.find(tmp_path, _has_files).items()} == {
         3: "step_3",
         12: "00000012",
     }
     (tmp_path / "12").mkdir()
     (tmp_path / "12" / "file").touch()
     with pytest.raises(errors.CheckpointFormatError, match="step 12 twice"):
-        _steps.find(tmp_path, _has_files)
+        _survey.find(tmp_path, _has_files)
 
 
 def test_delete_takes_the_name_away_first(tmp_path, monkeypatch, caplog):
@@ -94,8 +94,8 @@ def test_delete_takes_the_name_away_first(tmp_path, monkeypatch, caplog):
         if path.exists():
             raise OSError("interrupted")
 
-    monkeypatch.setattr(_steps._storage, "remove_tree", fail)
-    _steps.delete(step)
+    monkeypatch.setattr(_storage, "remove_tree", fail)
+    _deletion.delete(step)
     assert "interrupted" in caplog.text
     assert not _steps.listed(tmp_path, _steps.StepFormat())
-    assert not _steps.find(tmp_path, _has_files)
+    assert not _survey.find(tmp_path, _has_files)

@@ -14,7 +14,7 @@ import strategies
 import tensorstore as ts
 
 import flaxckpt
-from flaxckpt import _blocks, _steps, _storage, errors
+from flaxckpt import _blocks, _marks, _storage, errors
 from flaxckpt.formats import _orbax
 from flaxckpt.policies import LatestN
 
@@ -397,7 +397,7 @@ def test_a_marked_step_is_replaced_when_the_run_gets_there(tmp_path):
     ckpt.save(2, state(2)).wait()
     assert (ckpt.steps(), ckpt.damaged()) == ([1, 2], {})
     assert ckpt.verify(2).ok
-    assert _steps.is_pinned(tmp_path / "2")
+    assert _marks.is_pinned(tmp_path / "2")
 
 
 @pytest.mark.parametrize("on_exists", ["error", "skip", "overwrite"])

@@ -24,15 +24,16 @@ import flaxckpt  # noqa: E402
 now = 0.0
 ckpt = flaxckpt.Checkpointer(directory)
 on_step = flaxckpt.CheckpointCallback(ckpt, every_secs=5, clock=lambda: now)
-on_step._start()
+hook = on_step._hook
+hook.start()
 time_is_up = []
 stop = None
 for step in range(1, 1000):
     now += 1.0 if rank == 0 else 0.1
-    is_up, notice = on_step._agreed()
+    is_up, notice = hook._stopping.agreed(hook._triggers)
     if is_up:
         time_is_up.append(step)
-        on_step._triggers.restart_clock()
+        hook._triggers.restart_clock()
     if notice is not None:
         stop = [step, notice.name]
         break

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _access, _marked, _remote, _steps, _storage, errors
+from flaxckpt import _access, _marked, _remote, _storage, _survey, errors
 from flaxckpt._info import Reader
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _msgpack, _orbax, _safetensors, _scan, _streaming, _t5x
@@ -83,12 +83,12 @@ def _detect(path: Path) -> Detected:
     for name, reader in _readers(path).items():
         if why := reader.recognises(path):
             return Detected(name, why, reader)
-    if path.is_dir() and (steps := _steps.find(path, recognises)):
+    if path.is_dir() and (steps := _survey.find(path, recognises)):
         raise errors.CheckpointFormatError(
             f"{path} is no checkpoint but a directory of {len(steps)} steps: pass one"
             f" of them, as {steps[max(steps)]}"
         )
-    mark = _steps.has_mark(path) if path.is_dir() else None
+    mark = _survey.sign(path) if path.is_dir() else None
     if mark and _remote.is_remote(path) and not _marked.is_committed(path):
         raise errors.DamagedCheckpointError(
             f"{path} has {mark}, but no {_marked.MARKER}, without which nothing in a"

@@ -15,8 +15,8 @@ from typing import Any
 from flaxckpt import (
     _links,
     _marked,
+    _marks,
     _remote,
-    _steps,
     _storage,
     _structure,
     _tree,
@@ -384,7 +384,7 @@ def write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
     """
     _links.check_file(path / METRICS / METRICS, path)
     _write_metrics(path, metrics)
-    _steps.mark_measured(path)
+    _marks.mark_measured(path)
 
 
 def _write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _layout, _links, _marked, _remote, _steps, _storage, errors
+from flaxckpt import _layout, _links, _marked, _marks, _remote, _storage, errors
 from flaxckpt._info import CheckpointMetadata, LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _orbax_json, _scan
@@ -184,8 +184,8 @@ def metrics_in(path: Path) -> dict[str, Any]:
 
 def _has_had_metrics(path: Path) -> str | None:
     """The file that says of a checkpoint of ours that metrics were saved, or added."""
-    if _steps.is_measured(path):
-        return _steps.MEASURED
+    if _marks.is_measured(path):
+        return _marks.MEASURED
     if not (path / _orbax_json.MANIFEST).is_file():  # no digest tells if this is so
         return None
     items = json_file(path / CHECKPOINT, path).get("item_handlers")
@@ -250,7 +250,7 @@ def checkpoint_info(
 
 def has_let_go_dataset(path: Path) -> bool:
     """Whether the dataset's state of the checkpoint `path` was deleted on purpose."""
-    return (path / _steps.WITHOUT_DATASET).is_file()
+    return (path / _marks.WITHOUT_DATASET).is_file()
 
 
 def read_created(path: Path) -> float:

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from flaxckpt import _layout, _spans, _steps, _storage, _structure, errors
+from flaxckpt import _layout, _spans, _storage, _structure, _survey, errors
 from flaxckpt._info import CheckpointMetadata, Leaf, LeafTable, Stored, StoredLeaf
 from flaxckpt._storage import Stamp
 from flaxckpt._types import JSON
@@ -138,12 +138,12 @@ def _is_beside(path: Path) -> bool:
         if any((path / name).exists() for name in _IN_STEPS):
             return True
         return (
-            _steps.is_usual_name(path.name)
+            _survey.is_usual_name(path.name)
             and path.is_file()
             and (_scan.first_keys(path) is not None or _scan.begins_with_record(path))
         )
     except PermissionError:
-        return _steps.is_usual_name(path.name)
+        return _survey.is_usual_name(path.name)
 
 
 def read(path: Path, *, step: int | None, resolve: _structure.Resolve) -> Stored:

@@ -350,11 +350,6 @@ def _assembled(
     return new
 
 
-def _some(paths: Sequence[LeafPath]) -> str:
-    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    return ", ".join(paths[:3]) + more
-
-
 def moved(leaf: Leaf, path: LeafPath) -> Leaf:
     """`leaf` under another path."""
     info = leaf.info

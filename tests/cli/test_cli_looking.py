@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import _steps
+from flaxckpt import _marks
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -98,7 +98,7 @@ def test_ls_lists_files_that_are_steps(here, command):
 
 
 def test_ls_exits_with_1_if_a_step_is_known_to_be_damaged(here, command):
-    _steps.mark_damaged(here / "run" / "300", "w: its checksum\nis another")
+    _marks.mark_damaged(here / "run" / "300", "w: its checksum\nis another")
     (here / "run" / "200" / "flaxckpt.json").unlink()
     (here / "run" / "200" / "state" / "_METADATA").unlink()
     lines = command.text("ls", "run", code=1)

@@ -23,7 +23,7 @@ import numpy as np
 from golden_cases import GOLDEN
 
 import flaxckpt
-from flaxckpt import _events, _flax, _steps, _storage, errors, formats
+from flaxckpt import _event_journal, _flax, _steps, _storage, _survey, errors, formats
 from flaxckpt.datasets import _codec
 
 TESTS: Final = Path(__file__).parents[1]
@@ -362,8 +362,8 @@ def codec(data: bytes) -> None:
 def journal(data: bytes) -> None:
     path = room() / "events.jsonl"
     path.write_bytes(data)
-    for event in _events.read_journal(path):
-        _events._line(event)
+    for event in _event_journal.read(path):
+        _event_journal._line(event)
 
 
 @target()
@@ -375,13 +375,13 @@ def step_names(data: bytes) -> None:
         assert step is None or step_format.name(step) == name
     if name in ("", ".", "..") or len(data) > 200:
         return
-    _steps.is_usual_name(name)
+    _survey.is_usual_name(name)
     path = room() / "steps"
     path.mkdir(exist_ok=True)
     (path / name).mkdir()
     try:
         with only_ours():
-            found = _steps.find(path, lambda _: True)
+            found = _survey.find(path, lambda _: True)
             assert all(0 <= step < 10**18 for step in found)
     finally:
         (path / name).rmdir()

@@ -37,7 +37,7 @@ if COUNT > 1:
 import states  # noqa: E402
 
 import flaxckpt  # noqa: E402
-from flaxckpt import _beats, _joint, _texts, _together, errors  # noqa: E402
+from flaxckpt import _beats, _joint_save, _texts, _together, errors  # noqa: E402
 from flaxckpt.policies import LatestN  # noqa: E402
 
 _together.USES_FILES = GIVEN.get("files", False)
@@ -140,14 +140,14 @@ def train():
     The last process writes only when all have trained on, and they train on only while
     it has not written.
     """
-    real, may_write = _joint._write_part, threading.Event()
+    real, may_write = _joint_save._write_part, threading.Event()
 
     def write_later(*args):
         assert may_write.wait(60)
         return real(*args)
 
     if RANK == COUNT - 1:
-        _joint._write_part = write_later
+        _joint_save._write_part = write_later
 
     @jax.jit
     def step(state):

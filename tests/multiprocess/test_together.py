@@ -6,7 +6,7 @@ import time
 import exercise_together
 import pytest
 
-from flaxckpt import _beats, _texts, _together
+from flaxckpt import _beats, _notes, _texts, _together
 
 
 def test_files_have_texts_by_key_and_nothing_of_others(tmp_path):
@@ -51,9 +51,9 @@ def test_who_beats_no_more_is_gone(tmp_path, monkeypatch):
     files = _texts.Files(tmp_path)
     files.set("flaxckpt/beat/1", "7")  # the last that was heard of it
     operation = exercise_together.begin(_together.Group(files, 0, 2), timeout_secs=60)
-    with pytest.raises(_together.ApartError) as raised:
+    with pytest.raises(_notes.ApartError) as raised:
         operation.gather("one")
     operation.close()
     [failure] = raised.value.failures
-    assert (failure.process, failure.kind) == (1, _together.LATE)
+    assert (failure.process, failure.kind) == (1, _notes.LATE)
     assert "has not been heard of for" in failure.text

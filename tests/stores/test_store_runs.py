@@ -11,7 +11,7 @@ import pytest
 import strategies
 
 import flaxckpt
-from flaxckpt import _events, _marked, _storage, errors
+from flaxckpt import _event_journal, _marked, _storage, errors
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
 
@@ -41,7 +41,7 @@ def test_a_resumed_run_equals_the_run_it_would_have_been(store_path, kind):
     assert start == 5
     strategies.assert_same(whole, parts)
     assert ckpt.steps() == [8, 9]
-    kinds = [event.kind for event in _events.read_journal(path / "parts/events.jsonl")]
+    kinds = [event.kind for event in _event_journal.read(path / "parts/events.jsonl")]
     assert kinds.count("restored") == 1
     assert kinds.count("committed") >= 5
 

@@ -18,7 +18,15 @@ import store_servers
 import strategies
 
 import flaxckpt
-from flaxckpt import _events, _multihost, _staging, _steps, _storage, _store, errors
+from flaxckpt import (
+    _event_journal,
+    _marks,
+    _multihost,
+    _staging,
+    _storage,
+    _store,
+    errors,
+)
 from flaxckpt.configs import CheckpointConfig
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
@@ -51,7 +59,7 @@ def steps_in(directory):
 
 def kinds(directory):
     return collections.Counter(
-        event.kind for event in _events.read_journal(directory / "events.jsonl")
+        event.kind for event in _event_journal.read(directory / "events.jsonl")
     )
 
 
@@ -81,7 +89,7 @@ def test_each_tier_keeps_what_its_policies_say(store_path, tmp_path, kind, layou
     for step in (3, 4, 5):
         strategies.assert_same(state(step), flaxckpt.load(path, step=step))
         assert flaxckpt.verify(path / str(step)).ok
-    assert not list(staging.rglob(_steps.NOT_UPLOADED))
+    assert not list(staging.rglob(_marks.NOT_UPLOADED))
     there = {p.name for p in path.iterdir()}
     assert there == {"3", "4", "5", "events.jsonl"}
 
@@ -138,7 +146,7 @@ def test_without_staging_all_is_durable_in_the_directory(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
         assert ckpt.save(1, state(1)).wait().tier == "directory"
         ckpt.wait_for_uploads()
-        assert not (tmp_path / "run/1" / _steps.NOT_UPLOADED).exists()
+        assert not (tmp_path / "run/1" / _marks.NOT_UPLOADED).exists()
 
 
 # ---- what changes later -----------------------------------------------------------
@@ -160,11 +168,11 @@ def test_metrics_and_marks_follow_wherever_a_step_is(store_path, tmp_path, kind)
         for step in (1, 2):
             wanted = {"a": step, "b": 1.0, "loss": 1 / step}
             assert ckpt.metrics(step) == ckpt.metadata(step).metrics == wanted
-            assert _steps.is_pinned(path / str(step))
+            assert _marks.is_pinned(path / str(step))
             assert flaxckpt.Checkpointer(path).metrics(step) == wanted
             ckpt.unpin(step)
         ckpt.wait_for_uploads()
-        assert not any(_steps.is_pinned(path / str(step)) for step in (1, 2))
+        assert not any(_marks.is_pinned(path / str(step)) for step in (1, 2))
         # What somebody else has measured counts, too.
         flaxckpt.Checkpointer(path).add_metrics(2, {"elsewhere": 3.0})
         ckpt.reload()
@@ -205,10 +213,10 @@ def test_temporary_steps_can_be_made_permanent_on_both_tiers(
     with flaxckpt.Checkpointer(path, staging=staging, keep=[LatestN(3)]) as ckpt:
         ckpt.save(1, state(1), temporary=True).wait()
         ckpt.wait_for_uploads()
-        assert _steps.is_temporary(path / "1")
+        assert _marks.is_temporary(path / "1")
         ckpt.save(1, state(1), on_exists="skip").wait()
         ckpt.wait_for_uploads()
-        assert not _steps.is_temporary(path / "1")
+        assert not _marks.is_temporary(path / "1")
         ckpt.save(2, state(2), temporary=True)
         ckpt.save(3, state(3))
     assert steps_in(path) == {1, 3}
@@ -232,7 +240,7 @@ def test_a_step_is_deleted_from_both_and_replaced_on_both(store_path, tmp_path, 
             ckpt.save(step, state(step, "b"), on_exists="overwrite").wait()
             ckpt.wait_for_uploads()
             strategies.assert_same(state(step, "b"), flaxckpt.load(path, step=step))
-        assert _steps.is_pinned(path / "1")
+        assert _marks.is_pinned(path / "1")
         ckpt.delete(3)
         ckpt.delete(2)
         assert ckpt.steps() == [1]
@@ -257,10 +265,10 @@ def test_what_changes_while_a_step_is_uploaded_follows(tmp_path, monkeypatch):
         ckpt.save(1, state(1), metrics={"loss": 1.0}, temporary=True).wait()
         ckpt.wait_for_uploads()
         monkeypatch.undo()
-        assert not ckpt._tiers.uploads.waiting()
+        assert not ckpt._run.tiers.uploads.waiting()
         assert flaxckpt.Checkpointer(path).metrics(1) == {"loss": 1.0, "late": 2.0}
-        assert _steps.is_pinned(path / "1")
-        assert not _steps.is_temporary(path / "1")
+        assert _marks.is_pinned(path / "1")
+        assert not _marks.is_temporary(path / "1")
         assert ckpt.verify(1).ok
         assert flaxckpt.verify(path / "1").ok
 
@@ -269,7 +277,7 @@ def test_a_step_is_not_replaced_while_it_is_uploaded(tmp_path):
     path = faulty.new_path("tiers-replaced")
     with flaxckpt.Checkpointer(path, staging=tmp_path / "ssd") as ckpt:
         ckpt.save(1, state(1)).wait()
-        with ckpt._tiers.uploads.busy:
+        with ckpt._run.tiers.uploads.busy:
             replacing = ckpt.save(1, state(1, "b"), on_exists="overwrite")
             with pytest.raises(errors.CheckpointTimeoutError):
                 replacing.wait(timeout_secs=0.2)
@@ -469,7 +477,7 @@ def test_a_dead_endpoint_holds_nothing_up(tmp_path, monkeypatch, how):
         assert time.monotonic() - begun < 30
         assert len(str(info.value).splitlines()) < 15
     flaxckpt.set_store_options("s3://dead", None)
-    assert ckpt._retention.explain()[1] == ["not uploaded"]
+    assert ckpt._run.retention.explain()[1] == ["not uploaded"]
 
 
 def test_a_step_of_another_run_is_not_replaced(tmp_path):
@@ -493,7 +501,7 @@ def test_waiting_for_uploads_has_an_end(tmp_path, monkeypatch):
     path = faulty.new_path("tiers-slow")
     ckpt = flaxckpt.Checkpointer(path, staging=tmp_path / "ssd")
     ckpt.save(1, state(1)).wait()
-    with ckpt._tiers.uploads.busy:
+    with ckpt._run.tiers.uploads.busy:
         ckpt.save(2, state(2)).wait()
         with pytest.raises(errors.CheckpointTimeoutError, match=r"0\.01 s"):
             ckpt.wait_for_uploads(timeout_secs=0.01)
@@ -539,7 +547,7 @@ def test_a_program_ends_though_its_directory_is_dead(tmp_path, monkeypatch):
         process = run_apart(save_and_end, "s3://nowhere/run", str(staging), quick)
         process.join(60)
         assert process.exitcode == 0
-    assert _steps.is_waiting(staging / "1")
+    assert _marks.is_waiting(staging / "1")
     (staging / "STAGING_OF").write_text(f"{tmp_path / 'run'}\n")  # it has moved
     with flaxckpt.Checkpointer(tmp_path / "run", staging=staging) as ckpt:
         ckpt.wait_for_uploads()

@@ -1,0 +1,76 @@
+"""What a user changes of a step: its metrics, its marks, or whether it is there."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from flaxckpt import _deletion, _marks, _measured, _storage, errors
+from flaxckpt.formats import _orbax
+
+_log = logging.getLogger(__name__)
+
+
+def add_metrics(path: Path, metrics: Mapping[str, float]) -> None:
+    """Adds metrics to the step `path`, one process after another."""
+    added = _measured.as_metrics(metrics)
+    with (
+        _writing(path, "metrics cannot be added to it"),
+        _storage.locked(_orbax.file_to_lock(path)),
+    ):
+        try:
+            found = _orbax.metrics_in(path)
+        except errors.DamagedCheckpointError as error:
+            if os.path.lexists(path / _measured.METRICS_FILE):
+                raise errors.SaveFailedError(
+                    f"{path / _measured.METRICS_FILE} is damaged, so nothing can be"
+                    " added to it: delete it, and add all metrics of the step anew"
+                ) from None
+            _log.warning("only the metrics added now are there: %s", error)
+            found = {}
+        _orbax.write_metrics(path, {**found, **added})
+
+
+def pin(path: Path) -> None:
+    """Keeps the step `path`, whatever the policies say."""
+    with _writing(path, "it cannot be pinned"):
+        _marks.pin(path)
+
+
+def unpin(path: Path) -> None:
+    """Leaves the step `path` to the policies again."""
+    with _writing(path, "it cannot be unpinned"):
+        _marks.unpin(path)
+
+
+def make_permanent(path: Path) -> None:
+    """Has the step `path` stay as long as the policies say."""
+    with _writing(path, "it cannot be made permanent"):
+        _marks.make_permanent(path)
+
+
+def delete(path: Path) -> None:
+    """Deletes the step `path`, unless somebody reads it."""
+    with _writing(path, "it cannot be deleted"):
+        _deletion.delete(path, even_pinned=True)
+
+
+@contextlib.contextmanager
+def _writing(path: Path, what: str) -> Iterator[None]:
+    """Explains errors of the system, and links, met while a step is changed.
+
+    Raises:
+        SaveFailedError: There was one.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, errors.CheckpointError):
+            raise
+        raise errors.SaveFailedError(
+            f"{path}: {what}: {error}; see that the step is still there, and that its"
+            " directory is writable and has space, then try again"
+        ) from error

@@ -1,0 +1,128 @@
+"""The end of a step, its name first; and of what crashes have left."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from flaxckpt import (
+    _leases,
+    _locks,
+    _marked,
+    _marks,
+    _remote,
+    _steps,
+    _storage,
+    _unfinished,
+    errors,
+)
+
+_log = logging.getLogger(__name__)
+
+
+def delete(path: Path, *, even_pinned: bool = False) -> None:
+    """Removes a step: first its name, durably, then its files.
+
+    Files that cannot be removed are swept another time.
+
+    Raises:
+        SaveFailedError: Somebody reads it, or has pinned it.
+        OSError: It has its name still, or that it has not may not last.
+    """
+    if _remote.is_remote(path):
+        _delete_in_store(path, even_pinned=even_pinned)
+        return
+    aside = _unfinished.beside(path, _unfinished.DELETED)
+    with _unfinished.claimed(path):
+        with _leases.deletion(path):
+            if not even_pinned:
+                _check_not_pinned(path, path)
+            _storage.withdraw(path, aside)
+            try:
+                # Only what has no name any more is sure to be neither read nor pinned.
+                if late := _leases.readers(aside):
+                    raise _leases.in_use(path, late)
+                if not even_pinned:
+                    _check_not_pinned(path, aside)
+            except errors.SaveFailedError:
+                aside.rename(path)
+                _storage.sync_directory(path.parent)
+                raise
+        _unfinished.discard(aside)
+    _log.info("deleted %s", path)
+
+
+def _delete_in_store(path: _remote.RemotePath, *, even_pinned: bool) -> None:
+    with _locks.held(path) as lock, _leases.deletion(path):
+        if not even_pinned:
+            _check_not_pinned(path, path)
+        marker = _marked.withdraw(path)
+        try:
+            # Whoever came before it counted no more is seen now.
+            if late := _leases.readers(path):
+                raise _leases.in_use(path, late)
+            if not even_pinned:
+                _check_not_pinned(path, path)
+        except errors.SaveFailedError:
+            _marked.put_back(path, marker)
+            raise
+        _marked.remove(lock)
+    _log.info("deleted %s", path)
+
+
+def _check_not_pinned(path: Path, now: Path) -> None:
+    if _marks.is_pinned(now):
+        raise errors.SaveFailedError(f"{path} is not deleted: it is pinned")
+
+
+def delete_dataset(path: Path, dataset: str) -> None:
+    """Removes the dataset's state of a step: first it is marked as let go, durably.
+
+    Args:
+        path: The step.
+        dataset: What the directory of that state is called in it.
+
+    Raises:
+        SaveFailedError: Somebody reads the step.
+    """
+    aside = _unfinished.beside(path, _unfinished.DELETED)
+    with _unfinished.claimed(path / dataset):
+        with _leases.deletion(path):
+            _marks.let_dataset_go(path)
+            if _remote.is_remote(path):
+                _storage.remove_tree(path / dataset)
+                return
+            (path / dataset).rename(aside)
+            _storage.sync_directory(path)
+        _unfinished.discard(aside)
+
+
+def sweep(root: Path, step_format: _steps.StepFormat) -> None:
+    """Removes what saves and deletions that were cut off have left under `root`.
+
+    Raises:
+        OSError: Something could not be removed.
+    """
+    _unfinished.sweep(root, lambda name: step_format.step(name) is not None)
+
+
+def tidy(root: Path, step_format: _steps.StepFormat, items: Sequence[str]) -> None:
+    """Removes all that crashes have left in a run directory; says what it cannot.
+
+    Args:
+        root: The directory.
+        step_format: How its steps are called.
+        items: The directories in it, and in each step, where files are replaced.
+    """
+    try:
+        sweep(root, step_format)
+        inside = () if _remote.is_remote(root) else items  # no leftovers in there
+        directories = [root / name for name in inside]
+        for step in _steps.listed(root, step_format).values():
+            directories += [step, *(step / name for name in inside)]
+        for directory in directories:
+            if not directory.is_symlink():
+                _unfinished.sweep_files(directory)
+    except OSError as error:
+        _log.warning("what a crash has left in %s is there still: %s", root, error)

@@ -1,0 +1,195 @@
+"""What is compared of each file of our own format with what must be in it.
+
+Checks are functions that raise what is wrong; files are read in small parts.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import crc32c
+
+from flaxckpt import (
+    _audit,
+    _blocks,
+    _dtypes,
+    _findings,
+    _layout,
+    _ocdbt,
+    _remote,
+    _zarr,
+)
+from flaxckpt._info import Leaf, LeafInfo
+from flaxckpt._types import LeafPath
+from flaxckpt.formats import _orbax, _orbax_disk, _orbax_json
+
+
+def check_keys(
+    path: Path,
+    encoding: _zarr.Encoding,
+    leaves: Mapping[LeafPath, Leaf],
+    found: _findings.Findings,
+) -> None:
+    """Looks for all that arrays must have in a database, which is sound without."""
+    if any(_orbax.is_of_arrays(name) for name in found.problems):
+        return  # it has changed, and may not be readable
+    there: set[str] = set()
+    manifest = f"{_orbax.STATE}/{_ocdbt.MANIFEST}"
+    found.attempt(manifest, lambda: there.update(_ocdbt.keys(path / _orbax.STATE)))
+    if manifest in found.problems or manifest in found.unread:
+        return
+    for leaf_path, leaf in leaves.items():
+        name = _orbax_json.param_name(leaf.info.keys)
+        shape, _ = _layout.stored_form(leaf.info)
+        chunks = _audit.keys(encoding, shape, leaf.info.chunk_shape or ())
+        missing = [
+            key
+            for key in (_audit.metadata_name(encoding), *chunks)
+            if _zarr.database_key(name, key) not in there
+        ]
+        if missing:
+            rest = f" and {len(missing) - 1} more are" if missing[1:] else " is"
+            why = f"{missing[0]}{rest} missing in the database"
+            found.add(found.problems, leaf_path, why)
+
+
+def of_array(
+    path: Path,
+    encoding: _zarr.Encoding,
+    info: LeafInfo,
+    digests: Mapping[str, str],
+    found: _findings.Findings,
+) -> tuple[set[str], list[Callable[[], object]]]:
+    """The files of an array, and what is to be done with those without a digest."""
+    name = _orbax_json.param_name(info.keys)
+    directory = f"{_orbax.STATE}/{name}" if name else _orbax.STATE
+    shape, dtype = _layout.stored_form(info)
+    chunk_shape = info.chunk_shape or ()
+    metadata = f"{directory}/{_audit.metadata_name(encoding)}"
+    files = {metadata}
+    checks: list[Callable[[], object]] = []
+    if metadata not in digests:
+
+        def check_metadata() -> None:
+            text = _blocks.small(path / metadata)
+            _zarr.check_metadata(text, encoding, shape, dtype, chunk_shape)
+            _zarr.check_compact(text)
+
+        checks.append(check_metadata)
+    size = _audit.chunk_bytes(encoding, info)
+    most = size or math.prod(chunk_shape) * _dtypes.item_bits(dtype) // 8
+    for key in _audit.keys(encoding, shape, chunk_shape):
+        file = f"{directory}/{key}"
+        files.add(file)
+        if file not in digests:
+            check = _check_chunk if encoding.checksum else _check_size
+            chunk = _Chunk(path / file, path, size, most)
+            checks.append(functools.partial(check, chunk, found.counter.add))
+    return files, checks
+
+
+def check_digest(
+    path: Path, name: str, recorded: str, count: Callable[[int], object]
+) -> None:
+    """Compares a file with its SHA-256."""
+    digest = hashlib.sha256()
+    most = _findings.LARGE if _orbax.is_of_arrays(name) else 0
+    _findings.stream(path / name, path, count, digest.update, most)
+    if f"sha256:{digest.hexdigest()}" != recorded:
+        raise ValueError("it has changed since it was saved: its SHA-256 is another")
+
+
+class _Chunk(NamedTuple):
+    """What is known of a chunk's file.
+
+    Attributes:
+        file: Where it is.
+        root: The checkpoint.
+        size: What it must have, in bytes; 0 if that varies.
+        most: What it has without compression.
+    """
+
+    file: Path
+    root: Path
+    size: int
+    most: int
+
+    def check_size(self, found: int) -> None:
+        if found != (self.size or found) or not found:
+            wanted = self.size or "some"
+            raise ValueError(f"{self.file.name} has {found} bytes instead of {wanted}")
+
+
+def _check_size(chunk: _Chunk, count: Callable[[int], object]) -> None:
+    """Compares the size of a chunk with what it must be."""
+    if not _remote.is_remote(chunk.file):
+        with _findings.opened(chunk.file, chunk.root) as (_, found):
+            chunk.check_size(found)
+        return
+    sizes: list[int] = []
+    _findings.stream(
+        chunk.file, chunk.root, count, lambda part: sizes.append(len(part)), chunk.most
+    )
+    chunk.check_size(sum(sizes))
+
+
+def _check_chunk(chunk: _Chunk, count: Callable[[int], object]) -> None:
+    """Compares a chunk with the checksum at its end."""
+    if not _remote.is_remote(chunk.file):
+        _check_size(chunk, count)  # before all of it is read
+    value, found, tail = 0, 0, b""
+
+    def take(part: memoryview) -> None:
+        nonlocal value, found, tail
+        found += len(part)
+        if len(part) < _blocks.CHECKSUM_BYTES:
+            part, tail = memoryview(tail + bytes(part)), b""
+        value = crc32c.crc32c(tail, value)
+        value = crc32c.crc32c(part[: -_blocks.CHECKSUM_BYTES], value)
+        tail = bytes(part[-_blocks.CHECKSUM_BYTES :])  # of the file, for all we know
+
+    _findings.stream(chunk.file, chunk.root, count, take, chunk.most)
+    chunk.check_size(found)
+    if tail != value.to_bytes(_blocks.CHECKSUM_BYTES, "little"):
+        raise ValueError(
+            f"{chunk.file.name} has changed since it was written: its CRC-32C is"
+            " another"
+        )
+
+
+def check_committed(path: Path) -> None:
+    """Compares the seal with the manifest."""
+    manifest = _orbax_disk.read_file(path / _orbax_json.MANIFEST, path)
+    found = _orbax_disk.read_file(path / _orbax.COMMITTED, path)
+    if found != _orbax.seal_of(manifest):
+        raise ValueError("it is not what was written there")
+
+
+def of_metrics(
+    path: Path, found: _findings.Findings, *, is_digested: bool
+) -> list[tuple[str, Callable[[], object]]]:
+    """What is to be done with metrics, if there are or were some."""
+    name = f"{_orbax.METRICS}/{_orbax.METRICS}"
+    digests = path / _orbax_disk.METRICS_DIGESTS
+
+    def check() -> None:
+        if (path / _orbax.METRICS).exists():
+            (path / name).stat()  # or there would be none
+        _orbax.metrics_in(path)
+
+    def check_digests() -> None:
+        text = _orbax_disk.read_file(digests, path)
+        if not _orbax.are_digests_of_metrics(text, digests):
+            raise ValueError("it is not what was written there")
+
+    checks: list[tuple[str, Callable[[], object]]] = [(name, check)]
+    if is_digested or digests.exists():
+        checks.append((_orbax_disk.METRICS_DIGESTS, check_digests))
+    elif (path / name).exists():
+        found.unchecked[name] = "they were written without a digest"
+    return checks

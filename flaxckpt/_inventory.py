@@ -1,0 +1,147 @@
+"""The steps that are there, with what says how long they stay."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from flaxckpt import (
+    _access,
+    _marks,
+    _measured,
+    _remote,
+    _steps,
+    _storage,
+    _survey,
+    errors,
+    formats,
+    policies,
+)
+from flaxckpt.formats import _orbax, _orbax_disk
+
+
+class Found(NamedTuple):
+    """A step that is there.
+
+    Attributes:
+        path: Its directory.
+        marks: What is said there of how long it stays.
+        ranked: It, as policies see it.
+    """
+
+    path: Path
+    marks: _marks.Marks
+    ranked: _measured.Ranked
+
+
+class Inventory:
+    """The steps of one directory, and what is remembered of them.
+
+    Args:
+        directory: Of the run.
+        step_format: How its steps are called.
+        metrics_from: Gives metrics of steps that were measured elsewhere.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        step_format: _steps.StepFormat,
+        metrics_from: Callable[[], _measured.MetricsByStep] | None,
+    ) -> None:
+        self._directory = directory
+        self._format = step_format
+        self._metrics_from = metrics_from
+        self._known: dict[Path, _storage.Stamp] = {}  # steps, as of when
+        self._metrics = _measured.Remembered(
+            _measured.METRICS_FILE, _measured.read_metrics
+        )
+        self._created = _measured.Remembered(
+            _orbax_disk.CHECKPOINT, _orbax.read_created
+        )
+
+    def listed(self) -> dict[int, Path]:
+        """The committed steps, ascending, without what is merely called like one."""
+        if _remote.is_remote(self._directory):  # where a look costs less than a stamp
+            with _remote.looking(self._directory):
+                listed = _steps.listed(self._directory, self._format)
+                return {s: path for s, path in listed.items() if _was_step(path)}
+        known: dict[Path, _storage.Stamp] = {}
+        found = {}
+        for step, path in _steps.listed(self._directory, self._format).items():
+            stamp = _storage.stamp(path)
+            if self._known.get(path) == stamp or _was_step(path):
+                known[path], found[step] = stamp, path
+        self._known = known
+        return found
+
+    def metrics(self, path: Path) -> Mapping[str, float]:
+        """What is stored of the step `path`; nothing if it cannot be read."""
+        return self._metrics(path) or {}
+
+    def forget(self) -> None:
+        """Reads everything anew from here on."""
+        self._metrics.forget()
+        self._created.forget()
+
+    def best(self, policy: policies.BestN) -> set[int]:
+        """The steps that `policy` names."""
+        return policy.preserved(list(self.ranked().values()))
+
+    def ranked(self) -> dict[int, _measured.Ranked]:
+        """The steps as policies see them."""
+        return {step: found.ranked for step, found in self.found().items()}
+
+    def has_changed(self, path: Path) -> bool:
+        """Whether the metrics of the step `path` are others than were read of it."""
+        return self._metrics.has_changed(path)
+
+    def found(self) -> dict[int, Found]:
+        """The steps as they are now, without those that cannot be recognised."""
+        with _access.explained(self._directory), _remote.looking(self._directory):
+            return self._looked_at()
+
+    def _looked_at(self) -> dict[int, Found]:
+        elsewhere: _measured.MetricsByStep = {}
+        if self._metrics_from is not None:
+            elsewhere = _measured.by_step(self._metrics_from())
+        found = {}
+        listed = self.listed()
+        for remembered in (self._metrics, self._created):
+            remembered.forget(all_but=set(listed.values()))
+        for step, path in listed.items():
+            if not is_step(path):
+                continue
+            marks = _marks.of(path, dataset=_orbax.DATASET)
+            ranked = _measured.Ranked(
+                step,
+                temporary=marks.temporary,
+                elsewhere=elsewhere.get(step, {}),
+                metrics=functools.partial(self._metrics, path),
+                created=functools.partial(self._created, path),
+            )
+            found[step] = Found(path, marks, ranked)
+        return found
+
+
+def _was_step(path: Path) -> bool:
+    """Whether a checkpoint is, or was, at `path`: a damaged one is to be told of."""
+    try:
+        return _survey.sign(path) is not None or bool(formats.recognises(path))
+    except (errors.CheckpointError, OSError):
+        return True
+
+
+def is_step(path: Path) -> bool:
+    """Whether `path` is a checkpoint, and not merely called like one.
+
+    One that must be loaded item by item is one, too; one that cannot be read is not.
+    """
+    try:
+        return formats.recognises(path)
+    except errors.CheckpointFormatError:
+        return True
+    except errors.DamagedCheckpointError:
+        return False

@@ -1,0 +1,260 @@
+"""The steps of a run wherever they are: in its directory, or in a staging one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from flaxckpt import (
+    _changes,
+    _event_journal,
+    _inventory,
+    _locate,
+    _marks,
+    _multihost,
+    _retention,
+    _steps,
+    _storage,
+    _stream,
+    _tiers,
+    errors,
+    policies,
+)
+from flaxckpt._types import PathLike
+from flaxckpt.policies import PreservationPolicy
+
+
+class RunSteps:
+    """Finds, keeps and deletes the steps of a run.
+
+    Args:
+        directory: Of the run.
+        rules: What is to stay.
+        step_format: Names of steps.
+        read_only: Whether no journal is written.
+        staging: Where steps are saved first; None: in the directory.
+        keep_staging: What stays there.
+
+    Attributes:
+        directory: Of the run.
+        saves_in: Where steps are saved.
+        format: Names of steps.
+        retention: What stays where steps are saved.
+        tiers: Staging and the directory as one; None without staging.
+        events: What happens to the steps.
+    """
+
+    def __init__(
+        self,
+        directory: PathLike,
+        rules: _retention.Rules,
+        *,
+        step_format: str,
+        read_only: bool,
+        staging: PathLike | None,
+        keep_staging: Sequence[PreservationPolicy],
+    ) -> None:
+        self.directory = self.saves_in = _storage.resolve(directory)
+        self.format = _steps.StepFormat(step_format)
+        self.retention = _retention.Retention(self.directory, self.format, rules)
+        keep = policies.checked(keep_staging, "keep_staging")
+        if staging is not None:
+            self.saves_in = _tiers.resolve(staging, self.directory)
+        elif keep != _tiers.KEEP:
+            raise errors.OptionError("keep_staging is for a staging directory: set it")
+        journal = None if read_only else self.saves_in / _event_journal.NAME
+        self.events = _stream.Stream(self.directory, journal)
+        self.tiers = None if staging is None else self._two_tiers(rules, keep)
+
+    def _two_tiers(
+        self, rules: _retention.Rules, keep: tuple[PreservationPolicy, ...]
+    ) -> _tiers.Tiers:
+        """Keeps other steps in staging than in the directory."""
+        far, near = self.retention, rules._replace(keep=keep, keep_dataset=())
+        self.retention = _retention.Retention(self.saves_in, self.format, near)
+        return _tiers.Tiers(
+            self.saves_in, self.directory, self.format, self.retention, far, self.events
+        )
+
+    def make_directory(self) -> None:
+        """Makes where steps are saved, if it is missing.
+
+        Raises:
+            SaveFailedError: It cannot be made.
+        """
+        try:
+            if self.tiers is None:
+                _storage.make_directory(self.directory)
+            else:
+                listed = self.retention.steps.listed()
+                _tiers.make(self.saves_in, self.directory, listed)
+        except OSError as error:
+            raise errors.SaveFailedError(
+                f"{self.saves_in} cannot be made: {error}; choose another directory,"
+                " or pass read_only=True to look at one that is there"
+            ) from error
+
+    # ---- finding ----------------------------------------------------------------
+
+    @property
+    def all(self) -> _inventory.Inventory | _tiers.Tiers:
+        """The steps of both."""
+        return self.retention.steps if self.tiers is None else self.tiers
+
+    def listed(self) -> dict[int, Path]:
+        """The steps that are not marked as damaged, ascending."""
+        return self.all.listed()
+
+    def seen(self) -> dict[int, Path]:
+        """The same, without a look at a directory behind staging."""
+        if self.tiers is not None:
+            return self.tiers.seen()
+        return self.retention.steps.listed()
+
+    def damaged(self) -> dict[int, Path]:
+        """The steps that are marked as damaged, ascending."""
+        if self.tiers is not None:
+            return self.tiers.damaged()
+        return _steps.damaged(self.directory, self.format)
+
+    def has_any(self) -> bool:
+        """Whether there are steps, good or damaged."""
+        return bool(self.listed() or self.damaged())
+
+    def reasons(self) -> dict[int, str]:
+        """Step -> why it is marked as damaged."""
+        return {step: _marks.why_damaged(p) for step, p in self.damaged().items()}
+
+    def path(self, step: int) -> Path:
+        """Where a step is, good or damaged.
+
+        Raises:
+            CheckpointNotFoundError: It is nowhere.
+        """
+        if self.tiers is not None and (near := self.tiers.path(step)) is not None:
+            return near
+        listed = self.listed()
+        if step not in listed:
+            listed |= self.damaged()
+        if step not in listed:
+            raise errors.CheckpointNotFoundError(
+                f"{self.directory} has no step {step}:"
+                f" it has {_locate.summary(list(listed))}"
+            )
+        return listed[step]
+
+    def candidates(self, step: int | None) -> list[tuple[int, Path]]:
+        """The steps to restore, the best first: this one, or all from the newest.
+
+        Raises:
+            CheckpointNotFoundError: There is no step, or not this one.
+            DamagedCheckpointError: There are damaged ones only.
+        """
+        if step is not None:
+            path = self.path(step)
+            if self.tiers is not None:
+                return self.tiers.copies(step, path)
+            return [(step, path)]
+        if self.tiers is not None:
+            candidates = self.tiers.candidates()
+        else:
+            candidates = sorted(self.listed().items(), reverse=True)
+        if not candidates and (damaged := self.reasons()):
+            raise errors.DamagedCheckpointError(
+                f"{self.directory} has damaged steps only:\n"
+                + errors.rows(f"{step}: {why}" for step, why in damaged.items())
+                + "\nrestore(step=…) tries one of them; delete(step) removes it, and"
+                " without steps a run begins anew."
+            )
+        if not candidates:
+            raise errors.CheckpointNotFoundError(
+                f"{self.directory} has no steps called like {self.format.template!r}:"
+                " save one first, or see that directory and step_format are right"
+            )
+        return candidates
+
+    # ---- saving -----------------------------------------------------------------
+
+    def tier(self, path: Path) -> _tiers.Tier:
+        """In which of both a step is."""
+        return "directory" if self.tiers is None else self.tiers.tier(path)
+
+    def check_free(self, step: int) -> None:
+        """Refuses a new step that a directory behind staging is known to have.
+
+        Raises:
+            CheckpointExistsError: It has.
+        """
+        if self.tiers is not None:
+            self.tiers.check_free(step)
+
+    def marks_of_new(self, *, overwrite: bool) -> dict[str, bytes]:
+        """What says of a new step that it is still to be uploaded."""
+        if self.tiers is None:
+            return {}
+        return {_marks.NOT_UPLOADED: _marks.Waiting(overwrite).content()}
+
+    def replacing(self, path: Path) -> contextlib.AbstractContextManager[None]:
+        """Lets no upload read a step in the `with` block."""
+        if self.tiers is None:
+            return contextlib.nullcontext()
+        return self.tiers.replacing(path)
+
+    def upload(self) -> None:
+        """Has what is new be uploaded from staging, behind the caller."""
+        if self.tiers is not None:
+            self.tiers.uploads.start()
+
+    # ---- keeping and deleting ---------------------------------------------------
+
+    @contextlib.contextmanager
+    def changing(self, step: int, *removed: str) -> Iterator[Path]:
+        """Where a step is, to be changed in the `with` block.
+
+        Args:
+            step: It.
+            *removed: Marks that are taken from it.
+        """
+        path = self.path(step)
+        if self.tiers is None:
+            yield path
+            return
+        with self.tiers.changing(path, *removed):
+            yield path
+
+    def make_permanent(self, step: int) -> None:
+        """Has a temporary step stay as long as the policies say.
+
+        Raises:
+            SaveFailedError: That could not be written down.
+        """
+        if _multihost.is_first():
+            with self.changing(step, _marks.UNTIL_NEXT) as path:
+                _changes.make_permanent(path)
+
+    def retire(
+        self,
+        *,
+        just_saved: int | None = None,
+        is_awaited: Callable[[], bool] = lambda: False,
+    ) -> tuple[int, ...]:
+        """Deletes what nothing keeps where steps are saved; see `Retention.apply`."""
+        deleted = self.retention.apply(just_saved=just_saved, is_awaited=is_awaited)
+        for step in deleted:
+            path = self.saves_in / self.format.name(step)
+            self.events.emit("deleted", step, path=path, reason="no policy keeps it")
+        return deleted
+
+    def delete(self, step: int) -> None:
+        """Deletes a step wherever it is.
+
+        Raises:
+            SaveFailedError: It could not be deleted.
+        """
+        path = self.path(step)
+        if self.tiers is None:
+            _changes.delete(path)
+        else:
+            self.tiers.delete(step)
+        self.events.emit("deleted", step, path=path, reason="it was asked for")
