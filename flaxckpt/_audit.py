@@ -27,7 +27,7 @@ from flaxckpt import (
 )
 from flaxckpt._info import LeafInfo, Stored
 from flaxckpt._types import Shape
-from flaxckpt.formats import _orbax, _orbax_disk, _orbax_json
+from flaxckpt.formats import _manifest, _orbax, _orbax_disk, _orbax_json
 
 _CRC_BYTES = 4
 
@@ -56,7 +56,7 @@ def _check(path: Path) -> None:
         )
     with _access.explained(path):
         manifest = _orbax_disk.json_file(path / _orbax_json.MANIFEST, path)
-        encoding = _orbax_json.encoding(manifest)
+        encoding = _manifest.encoding(manifest)
         for name, digest in digests(path, stored).items():
             # Zarr 2 has one for every file, which would be as much to read as all.
             is_much = encoding and (encoding.version == 2 or _remote.is_remote(path))

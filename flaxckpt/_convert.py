@@ -43,6 +43,7 @@ from flaxckpt._pieces import Piece
 from flaxckpt._types import JSON
 from flaxckpt._zarr import Array
 from flaxckpt.formats import (
+    _manifest,
     _orbax,
     _orbax_json,
 )
@@ -299,7 +300,7 @@ def _work(
     """What is made of what: equal only if what is done already can be kept."""
     rows: list[JSON] = [
         [
-            _orbax_json.leaf_row(leaf.info),
+            _manifest.leaf_row(leaf.info),
             [
                 [str(source.root), source.info.path, str(source.info)]
                 for source in _stored(leaf)

@@ -32,6 +32,7 @@ from flaxckpt.formats import (
     _msgpack_write,
     _orbax,
     _orbax_json,
+    _orbax_names,
     _safetensors_json,
     _safetensors_write,
 )
@@ -220,7 +221,7 @@ class _OrbaxTarget:
         names = [_orbax_json.param_name(info.keys) for info in infos]
         self._names = {i.path: name for i, name in zip(infos, names, strict=True)}
         self._ocdbt = _save.uses_ocdbt(infos, names, state.layout)
-        _orbax.check_names(infos, names, ocdbt=self._ocdbt)
+        _orbax_names.check(infos, names, ocdbt=self._ocdbt)
         self.pieces = state.pieces(by_chunk=True)
         self.files = ["ocdbt" if self._ocdbt else "files"]
         self.result = ""

@@ -23,6 +23,11 @@ AGGREGATE = "checkpoint"
 """The tree in msgpack, in Orbax until 0.6: values, and names of arrays beside it."""
 
 STRINGS = "_strings.json"
+SHARDING = "_sharding"
+ARRAYS = "array_metadatas/process_0"
+DESCRIPTIONS = frozenset((TREE, SHARDING, STRINGS, ARRAYS))
+"""Files of the state that are no arrays."""
+
 METRICS_DIGESTS = f"{METRICS}/digests"
 """Of the metrics, which are written anew when the rest of a checkpoint stays."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _dtypes, _storage, _tree, errors
+from flaxckpt import _dtypes, _layout, _storage, _tree, errors
 from flaxckpt._info import Leaf, LeafInfo, Stored, StoredLeaf
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import (
@@ -319,7 +319,7 @@ def _info(
     impl = impls.get(row.name)
     try:
         if impl:
-            _orbax_json.check_keys(impl, shape, dtype)
+            _layout.check_keys(impl, shape, dtype)
     except ValueError as error:
         raise errors.DamagedCheckpointError(f"{item}: {path}: {error}") from None
     is_scalar = python_type not in ("jax.Array", "numpy.ndarray")

@@ -27,7 +27,7 @@ from flax.training import dynamic_scale, train_state
 
 import flaxckpt
 from flaxckpt.datasets import StepIndexed
-from flaxckpt.formats import _orbax_json
+from flaxckpt.formats import _manifest
 
 STEP: Final = 7
 METRICS: Final = {"eval/loss": 0.25}
@@ -71,7 +71,7 @@ def state() -> dict[str, Any]:
 
 def main() -> None:
     """Writes a run with one step for each store."""
-    version = _orbax_json.MANIFEST_VERSION
+    version = _manifest.VERSION
     folder = Path(__file__).parent / f"flaxckpt-{version}"
     folder.mkdir()
     for store in STORES:
