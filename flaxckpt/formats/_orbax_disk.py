@@ -12,7 +12,7 @@ from typing import Any
 from flaxckpt import _layout, _links, _marked, _remote, _steps, _storage, errors
 from flaxckpt._info import CheckpointMetadata, LeafInfo
 from flaxckpt._types import LeafPath
-from flaxckpt.formats import _orbax_json, _scan
+from flaxckpt.formats import _orbax_json, _signatures
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def warn_of_others(path: Path, taken: Path) -> None:
 
 
 def _is_item(path: Path) -> bool:
-    return (path / TREE).is_file() or bool(_scan.first_keys(path / AGGREGATE))
+    return (path / TREE).is_file() or bool(_signatures.first_keys(path / AGGREGATE))
 
 
 def read_file(
