@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import tensorstore as ts
 
-from flaxckpt import _remote, _store, _zarr
+from flaxckpt import _connection, _remote, _zarr
 
 MANIFEST = "manifest.ocdbt"
 _MAX_MANIFEST_BYTES = 64 * 2**20
@@ -90,7 +90,7 @@ def keys(root: Path) -> set[str]:
     """
     check(root)
     opening = ts.KvStore.open(
-        _zarr.kvstore(root, "", ocdbt=True), context=_store.context()
+        _zarr.kvstore(root, "", ocdbt=True), context=_connection.context()
     )
     found = _remote.result(_remote.result(opening, root).list(), root)
     return {key.decode(errors="surrogateescape") for key in found}
@@ -166,7 +166,7 @@ class _Tree:
     def _dump(self, node: str | None) -> Any:
         if self._store is None:
             spec = _zarr.kvstore(self._root, "", ocdbt=False)
-            opening = ts.KvStore.open(spec, context=_store.context())
+            opening = ts.KvStore.open(spec, context=_connection.context())
             self._store = _remote.result(opening, self._root)
         return _remote.result(ts.ocdbt.dump(self._store, node), self._root)
 

@@ -18,12 +18,12 @@ import tensorstore as ts
 
 from flaxckpt import (
     _blocks,
+    _connection,
     _derive,
     _dtypes,
     _layout,
     _read,
     _remote,
-    _store,
     _zarr,
     errors,
 )
@@ -228,7 +228,7 @@ def _as_numpy(info: LeafInfo, path: LeafPath) -> LeafInfo:
 
 
 def _parts(pieces: Sequence[Piece]) -> list[Array]:
-    context = _store.context()
+    context = _connection.context()
     opened: dict[LeafPath, Any] = {}
     faults: dict[LeafPath, str] = {}
     started: list[Any] = []

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import tensorstore as ts
 
 from flaxckpt import (
+    _connection,
     _dtypes,
     _layout,
     _links,
@@ -23,7 +24,6 @@ from flaxckpt import (
     _progress,
     _raw,
     _remote,
-    _store,
     _zarr,
     errors,
 )
@@ -81,7 +81,7 @@ def open_one(stored: StoredLeaf) -> ts.TensorStore:
         DamagedCheckpointError: It is not there, or is not what was recorded.
     """
     try:
-        store = _remote.result(_open(stored, _store.context()), stored.root)
+        store = _remote.result(_open(stored, _connection.context()), stored.root)
         _check_form(stored.info, store)
     except (ValueError, OSError) as error:
         raise _damaged(stored.root, {stored.info.path: _first_words(error)}) from None
@@ -110,7 +110,9 @@ def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
     values: dict[LeafPath, Any] = {}
     faults: dict[LeafPath, str] = {}
     too_large: list[errors.Mismatch] = []
-    databases = _raw.Databases(_store.context({"file_io_concurrency": {"limit": 32}}))
+    databases = _raw.Databases(
+        _connection.context({"file_io_concurrency": {"limit": 32}})
+    )
     for batch in _batches(jobs, options.max_concurrent_bytes):
         blocks = _read_batch(batch, options, databases, faults)
         while blocks:  # what has become an array is let go

@@ -20,11 +20,11 @@ import tensorstore as ts
 
 from flaxckpt import (
     _blocks,
+    _connection,
     _dtypes,
     _progress,
     _remote,
     _staging,
-    _store,
     _threads,
     _zarr,
 )
@@ -111,7 +111,7 @@ def write(
     Raises:
         OSError, ValueError: Something could not be written.
     """
-    context = _store.context()
+    context = _connection.context()
     if ocdbt and writer is not None:
         root = root / f"{DATABASE_OF}{writer}"
         root.mkdir()
@@ -161,7 +161,7 @@ def merge(root: Path, writers: int) -> None:
 
     Their values stay where they are, and are to be found by the whole only.
     """
-    context = _store.context()  # the same for all, or nothing is taken over
+    context = _connection.context()  # the same for all, or nothing is taken over
     whole = _opened(root, context)
     transaction = ts.Transaction(atomic=True)
     taken = [
@@ -216,7 +216,13 @@ def write_parts(
     transaction = ts.Transaction(atomic=True) if ocdbt else None
     at_once = min(max_concurrent_bytes, _ENCODED_AT_ONCE)
     _write_encoded(
-        root, arrays, encoding, _store.context(), at_once, transaction, may_exist=True
+        root,
+        arrays,
+        encoding,
+        _connection.context(),
+        at_once,
+        transaction,
+        may_exist=True,
     )
     if transaction is not None:
         transaction.commit_async().result()

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "flaxckpt"
 # not listed, may import all.
 LAYERS = (
     {"errors", "_types"},
+    {"_connection"},
     {"_store"},
     {"_stores"},
     {"_remote"},
@@ -114,6 +115,7 @@ FREE_PACKAGES = {"cli"}
 # Types need no door: under `if TYPE_CHECKING:` anything may be imported.
 DOORS: dict[str, set[str]] = {
     "tensorstore": {
+        "_connection",
         "_store",
         "_storage",
         "_ocdbt",

@@ -21,6 +21,7 @@ import tensorstore as ts
 
 from flaxckpt import (
     _blocks,
+    _connection,
     _dtypes,
     _json,
     _layout,
@@ -30,7 +31,6 @@ from flaxckpt import (
     _read,
     _remote,
     _storage,
-    _store,
     _zarr,
     errors,
 )
@@ -126,7 +126,7 @@ def texts(
         }
     _check_database(root, checkpoint)
     opening = ts.KvStore.open(
-        _zarr.kvstore(root, "", ocdbt=True), context=_store.context()
+        _zarr.kvstore(root, "", ocdbt=True), context=_connection.context()
     )
     store = _remote.result(opening, root)
     reads = {name: store.read(_zarr.database_key(name, file)) for name in names}
