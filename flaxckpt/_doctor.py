@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from flaxckpt import _blocks, _remote, _storage, errors
+from flaxckpt import _blocks, _remote, _renames, _storage, errors
 from flaxckpt._types import PathLike
 
 _PACKAGES = (
@@ -240,4 +240,4 @@ def _link(scratch: Path) -> bool:
 def _exchange(scratch: Path) -> bool:
     (scratch / "one").mkdir()
     (scratch / "other").mkdir()
-    return _storage.exchanged_at_once(scratch / "one", scratch / "other")
+    return _renames.exchanged_at_once(scratch / "one", scratch / "other")

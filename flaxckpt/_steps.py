@@ -21,6 +21,7 @@ from flaxckpt import (
     _locks,
     _marked,
     _remote,
+    _renames,
     _storage,
     _unfinished,
     errors,
@@ -523,7 +524,7 @@ def delete(path: Path, *, even_pinned: bool = False) -> None:
         with _leases.deletion(path):
             if not even_pinned:
                 _check_not_pinned(path, path)
-            _storage.withdraw(path, aside)
+            _renames.withdraw(path, aside)
             try:
                 # Only what has no name any more is sure to be neither read nor pinned.
                 if late := _leases.readers(aside):

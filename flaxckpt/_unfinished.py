@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from flaxckpt import _blocks, _leases, _marked, _remote, _storage
+from flaxckpt import _blocks, _leases, _marked, _remote, _renames, _storage
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def made(
                 continue
             try:
                 yield path
-            except _storage.NotDurableError:
+            except _renames.NotDurableError:
                 raise  # it may be all that there is after a power cut
             except BaseException:
                 discard(path)

@@ -47,7 +47,7 @@ LAYERS = (
         "_tree",
         "_zarr",
     },
-    {"_ocdbt", "_structure"},
+    {"_ocdbt", "_renames", "_structure"},
     {"_info", "_events", "_journal", "_leases", "_together"},
     {"_layout", "_containers", "_handle", "_unfinished"},
     {"_snapshot", "_raw", "_spans", "_place"},
@@ -117,7 +117,6 @@ DOORS: dict[str, set[str]] = {
     "tensorstore": {
         "_connection",
         "_store",
-        "_storage",
         "_ocdbt",
         "_raw",
         "_spans",
