@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 
 from flaxckpt import (
     _commit,
+    _raw_chunks,
     _remote,
     _snapshot,
     _storage,
@@ -287,8 +288,8 @@ def _sync(root: Path, snapshot: Snapshot) -> None:
         return
     paths = [root / array.name for array in snapshot.arrays if array.shards]
     for array in snapshot.arrays:
-        if _write.is_raw(array, snapshot.encoding):
-            paths += _write.files_of(root, array)
+        if _raw_chunks.is_raw(array, snapshot.encoding):
+            paths += _raw_chunks.files_of(root, array)
 
     def sync(path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY)

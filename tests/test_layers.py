@@ -51,6 +51,7 @@ LAYERS = (
     {"_info", "_events", "_journal", "_leases", "_together"},
     {"_layout", "_containers", "_handle", "_unfinished"},
     {"_snapshot", "_raw", "_spans", "_place"},
+    {"_raw_chunks"},
     {"_read", "_write", "_flax", "_optax", "policies", "_steps", "datasets"},
     {"_derive", "formats"},
     {"_pieces"},
