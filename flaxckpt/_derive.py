@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from flaxckpt import _dtypes, _info, _layout, _place, _read, _tree, errors
+from flaxckpt import _dtypes, _info, _layout, _memory, _place, _read, _tree, errors
 from flaxckpt._info import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath
 from flaxckpt._zarr import Array
@@ -286,21 +286,17 @@ def read(leaves: Sequence[Leaf], options: _read.Options) -> dict[LeafPath, Any]:
 
 
 def _batches(leaves: Sequence[Leaf], max_bytes: int) -> Iterator[list[Leaf]]:
-    batch: list[Leaf] = []
-    total = 0
-    for group in _groups(leaves):
-        sources = {id(s): s for leaf in group for s in leaf.sources}.values()
-        size = sum(
-            _layout.stored_bytes(s.info) for s in sources if isinstance(s, StoredLeaf)
-        )
-        size += sum(_layout.stored_bytes(leaf.info) for leaf in group)
-        if batch and total + size > max_bytes:
-            yield batch
-            batch, total = [], 0
-        batch += group
-        total += size
-    if batch:
-        yield batch
+    sized = ((group, _bytes_of(group)) for group in _groups(leaves))
+    for groups in _memory.batches(sized, max_bytes):
+        yield [leaf for group in groups for leaf in group]
+
+
+def _bytes_of(group: Sequence[Leaf]) -> int:
+    """Bytes of leaves and of what they are made of."""
+    infos = [leaf.info for leaf in group]
+    sources = {id(s): s for leaf in group for s in leaf.sources}.values()
+    infos += [s.info for s in sources if isinstance(s, StoredLeaf)]
+    return sum(map(_layout.stored_bytes, infos))
 
 
 def _groups(leaves: Sequence[Leaf]) -> Iterator[list[Leaf]]:

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 
 from flaxckpt import (
     _commit,
+    _ocdbt,
     _raw_chunks,
     _remote,
     _snapshot,
@@ -229,7 +230,7 @@ def _lead(
                 raise together.outcome() from error
             raise
         if snapshot.ocdbt:
-            _write.merge(temporary / _orbax.STATE, together.count)
+            _ocdbt.merge(temporary / _orbax.STATE, together.count)
         digests = {n: d for each in told[1:] for n, d in json.loads(each).items()}
         written = _commit.finish(snapshot, temporary, contents, files, digests)
     together.first("committed", lambda: str(written.size))
@@ -275,7 +276,7 @@ def _write_part(
     if files:
         _storage.sync_directory(temporary / _orbax.DATASET)
     if snapshot.ocdbt:
-        _storage.sync_tree(root / f"{_write.DATABASE_OF}{together.index}")
+        _storage.sync_tree(root / f"{_ocdbt.PART}{together.index}")
     else:
         _sync(root, snapshot)
     _storage.sync_directory(root)

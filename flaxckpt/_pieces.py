@@ -22,6 +22,7 @@ from flaxckpt import (
     _derive,
     _dtypes,
     _layout,
+    _memory,
     _read,
     _remote,
     _zarr,
@@ -160,17 +161,9 @@ def batches(pieces: Iterable[Piece], max_bytes: int) -> Iterator[list[Piece]]:
         sources = tuple([id(source) for source in piece.leaf.sources])
         alone = piece.leaf.fn is None or not sources
         groups.setdefault(n if alone else sources, []).append(piece)
-    batch: list[Piece] = []
-    total = 0
-    for group in groups.values():
-        size = sum(piece.nbytes for piece in group)
-        if batch and total + size > max_bytes:
-            yield batch
-            batch, total = [], 0
-        batch += group
-        total += size
-    if batch:
-        yield batch
+    sized = ((group, sum(piece.nbytes for piece in group)) for group in groups.values())
+    for together in _memory.batches(sized, max_bytes):
+        yield [piece for group in together for piece in group]
 
 
 def read(pieces: Sequence[Piece], *, max_bytes: int) -> list[Array]:

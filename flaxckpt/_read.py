@@ -223,20 +223,16 @@ def _batches(jobs: Sequence[ReadJob], max_bytes: int) -> Iterator[list[_Work]]:
     """What is read together: raw arrays, and then those that have to be decoded."""
     for is_raw in (True, False):
         at_once = max_bytes if is_raw else min(max_bytes, _DECODED_AT_ONCE)
-        batch: list[_Work] = []
-        total = 0
-        for job in jobs:
-            if (job.stored.raw is not None) != is_raw:
-                continue
-            work = _Work(job, _reads(job))
-            size = _bytes_of(work.reads, _layout.stored_form(job.found)[1])
-            if batch and total + size > at_once:
-                yield batch
-                batch, total = [], 0
-            batch.append(work)
-            total += size
-        if batch:
-            yield batch
+        works = (
+            _Work(job, _reads(job))
+            for job in jobs
+            if (job.stored.raw is not None) == is_raw
+        )
+        sized = (
+            (work, _bytes_of(work.reads, _layout.stored_form(work.job.found)[1]))
+            for work in works
+        )
+        yield from _memory.batches(sized, at_once)
 
 
 def _bytes_of(reads: Iterable[Region], dtype: str) -> int:

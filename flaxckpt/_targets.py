@@ -15,6 +15,7 @@ import numpy as np
 from flaxckpt import (
     _commit,
     _layout,
+    _ocdbt,
     _pieces,
     _runs,
     _save,
@@ -231,7 +232,7 @@ class _OrbaxTarget:
         self._root = output / _orbax.STATE
         self._root.mkdir(exist_ok=True)
         if self._ocdbt:
-            return done if (self._root / "manifest.ocdbt").is_file() else ()
+            return done if (self._root / _ocdbt.MANIFEST).is_file() else ()
         kept = {piece.path for piece in self.pieces if piece.name in done}
         kept = {path for path in kept if (self._root / self._names[path]).is_dir()}
         for path, name in self._names.items():

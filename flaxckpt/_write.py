@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,6 +21,8 @@ from flaxckpt import (
     _blocks,
     _connection,
     _dtypes,
+    _memory,
+    _ocdbt,
     _progress,
     _raw_chunks,
     _remote,
@@ -31,9 +33,6 @@ from flaxckpt import (
 from flaxckpt._snapshot import HostArray, HostShard
 from flaxckpt._storage import Stamp
 from flaxckpt._zarr import Encoding
-
-DATABASE_OF = "ocdbt.process_"
-"""How the database of one process is called, for Orbax as for us."""
 
 DEFAULT_CONCURRENT_BYTES = 2 * 2**30
 """Bytes that may be between memory and storage at one time."""
@@ -105,14 +104,14 @@ def write(
         count: Called with bytes of values, in memory, whenever some are through.
         writer: Which process this is, if others write other chunks of these arrays, or
             other arrays, to the same `root`. Process 0 describes all of them. Each
-            has a database of its own, for `merge`.
+            has a database of its own, for `_ocdbt.merge`.
 
     Raises:
         OSError, ValueError: Something could not be written.
     """
     context = _connection.context()
     if ocdbt and writer is not None:
-        root = root / f"{DATABASE_OF}{writer}"
+        root = root / f"{_ocdbt.PART}{writer}"
         root.mkdir()
     if ocdbt and _staging.is_needed(root):
         # One database is made of all batches, which takes memory for all of it.
@@ -129,7 +128,8 @@ def write(
     if _remote.is_remote(root):
         previous = None  # stores have no links
     if ocdbt:
-        for batch in _batches(arrays, max_concurrent_bytes):
+        sized = ((array, array.nbytes) for array in arrays)
+        for batch in _memory.batches(sized, max_concurrent_bytes):
             _write_database(root, batch, encoding, context, max_concurrent_bytes, count)
     else:
         _write_directories(
@@ -164,7 +164,8 @@ def _write_directories(
     at_once = min(max_concurrent_bytes, _ENCODED_AT_ONCE)
     if encoded and _staging.is_needed(root):
         at_once = min(at_once, max_concurrent_bytes // (1 + _COPIES_IN_REQUESTS))
-        for batch in _batches(encoded, at_once):
+        sized = ((array, array.nbytes) for array in encoded)
+        for batch in _memory.batches(sized, at_once):
             with _staging.staged(root) as memory:
                 _write_encoded(memory, batch, encoding, context, at_once, count=count)
         return
@@ -176,32 +177,6 @@ def _write_directories(
     if previous is not None and not is_shared:
         for array in encoded:
             _link_files(previous.root / array.name, root / array.name)
-
-
-def merge(root: Path, writers: int) -> None:
-    """Makes one database of those that single processes have written, in one step.
-
-    Their values stay where they are, and are to be found by the whole only.
-    """
-    context = _connection.context()  # the same for all, or nothing is taken over
-    whole = _opened(root, context)
-    transaction = ts.Transaction(atomic=True)
-    taken = [
-        _opened(root / f"{DATABASE_OF}{writer}", context).experimental_copy_range_to(
-            whole.with_transaction(transaction)
-        )
-        for writer in range(writers)
-    ]
-    for future in taken:
-        _remote.result(future, root)
-    _remote.result(transaction.commit_async(), root)
-    for writer in range(writers):
-        (root / f"{DATABASE_OF}{writer}" / "manifest.ocdbt").unlink(missing_ok=True)
-
-
-def _opened(root: Path, context: ts.Context) -> ts.KvStore:
-    spec = _zarr.kvstore(root, "", ocdbt=True)
-    return _remote.result(ts.KvStore.open(spec, context=context), root)
 
 
 def write_parts(
@@ -237,19 +212,6 @@ def write_parts(
     )
     if transaction is not None:
         transaction.commit_async().result()
-
-
-def _batches(arrays: Iterable[HostArray], max_bytes: int) -> Iterator[list[HostArray]]:
-    batch: list[HostArray] = []
-    total = 0
-    for array in arrays:
-        if batch and total + array.nbytes > max_bytes:
-            yield batch
-            batch, total = [], 0
-        batch.append(array)
-        total += array.nbytes
-    if batch:
-        yield batch
 
 
 # ---- raw chunks -----------------------------------------------------------------
@@ -348,7 +310,7 @@ def _write_database(
 ) -> None:
     """Writes arrays into one database, in one transaction: one data file for all."""
     transaction = ts.Transaction(atomic=True)
-    values = _opened(root, context).with_transaction(transaction)
+    values = _ocdbt.opened(root, context).with_transaction(transaction)
     large = []
     for array in arrays:
         if array.nbytes > _DATABASE_VALUE_BYTES or not _raw_chunks.is_raw(

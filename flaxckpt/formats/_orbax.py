@@ -13,10 +13,10 @@ from typing import Any
 from flaxckpt import (
     _links,
     _marked,
+    _ocdbt,
     _storage,
     _structure,
     _tree,
-    _write,
     _zarr,
     datasets,
     errors,
@@ -48,7 +48,7 @@ UNDIGESTED = frozenset(
 """Files of a checkpoint that are no arrays, and whose digests are not in it."""
 
 _DATABASE = re.compile(
-    rf"{STATE}/(?:manifest\.ocdbt|(?:{re.escape(_write.DATABASE_OF)}\d+/)?d/.+)",
+    rf"{STATE}/(?:manifest\.ocdbt|(?:{re.escape(_ocdbt.PART)}\d+/)?d/.+)",
     re.DOTALL,
 )
 """A file of the database, or of one that a single process has written."""
@@ -151,8 +151,8 @@ def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
     is_bare = contents.encoding.version == 2
     if contents.ocdbt:
         state = root / STATE
-        found = [state / "manifest.ocdbt", *state.glob("d/*")]
-        found += state.glob(f"{_write.DATABASE_OF}*/d/*")
+        found = [state / _ocdbt.MANIFEST, *state.glob("d/*")]
+        found += state.glob(f"{_ocdbt.PART}*/d/*")
     elif is_bare:
         names = {_orbax_json.param_name(info.keys) for info in contents.infos}
         found = [file for name in names for file in (root / STATE / name).glob("*")]

@@ -125,10 +125,7 @@ def texts(
             for name in names
         }
     _check_database(root, checkpoint)
-    opening = ts.KvStore.open(
-        _zarr.kvstore(root, "", ocdbt=True), context=_connection.context()
-    )
-    store = _remote.result(opening, root)
+    store = _ocdbt.opened(root, _connection.context())
     reads = {name: store.read(_zarr.database_key(name, file)) for name in names}
     return {
         name: functools.partial(_text_of_value, read, root, file)

@@ -18,7 +18,15 @@ import store_servers
 import strategies
 
 import flaxckpt
-from flaxckpt import _events, _multihost, _staging, _steps, _storage, _store, errors
+from flaxckpt import (
+    _connection,
+    _events,
+    _multihost,
+    _staging,
+    _steps,
+    _storage,
+    errors,
+)
 from flaxckpt.configs import CheckpointConfig
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
@@ -29,8 +37,8 @@ LAYOUTS = [flaxckpt.ArrayLayout(store=store) for store in ("files", "ocdbt")]
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(_store, "_FIRST_PAUSE_SECS", 1e-4)
-    monkeypatch.setattr(_store, "_LONGEST_PAUSE_SECS", 1e-4)
+    monkeypatch.setattr(_connection, "_FIRST_PAUSE_SECS", 1e-4)
+    monkeypatch.setattr(_connection, "_LONGEST_PAUSE_SECS", 1e-4)
 
 
 def state(step, text="a"):
