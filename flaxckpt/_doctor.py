@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from flaxckpt import _blocks, _remote, _renames, _storage, errors
+from flaxckpt import _file_systems, _remote, _renames, _storage, errors
 from flaxckpt._types import PathLike
 
 _PACKAGES = (
@@ -124,7 +124,7 @@ def _free_bytes(root: Path) -> int | None:
 def _file_system(root: Path) -> str:
     if _remote.is_remote(root):
         return "object store"
-    return _blocks.file_system(os.fspath(root))
+    return _file_systems.kind(os.fspath(root))
 
 
 @contextlib.contextmanager
@@ -212,7 +212,7 @@ def _features(scratch: Path) -> dict[str, bool]:
         "file locks": _works(lambda: _lock(scratch)),
         "hard links": _works(lambda: _link(scratch)),
         "exchange of directories": _works(lambda: _exchange(scratch)),
-        "memory maps": _blocks.is_local(scratch),
+        "memory maps": _file_systems.is_local(scratch),
     }
 
 

@@ -17,10 +17,10 @@ import numpy as np
 import tensorstore as ts
 
 from flaxckpt import (
-    _blocks,
+    _computed,
     _connection,
-    _derive,
     _dtypes,
+    _file_systems,
     _layout,
     _memory,
     _read,
@@ -182,7 +182,7 @@ def read(pieces: Sequence[Piece], *, max_bytes: int) -> list[Array]:
     found = {p.name: v for p, v in zip(whole, _whole(whole, max_bytes), strict=True)}
     found |= {p.name: v for p, v in zip(parts, _parts(parts), strict=True)}
     computed = [p for p in pieces if p.leaf.fn is not None]
-    values = _computed([piece.leaf for piece in computed], max_bytes)
+    values = _made([piece.leaf for piece in computed], max_bytes)
     found |= {p.name: v for p, v in zip(computed, values, strict=True)}
     return [found[piece.name] for piece in pieces]
 
@@ -196,7 +196,7 @@ def _whole(pieces: Sequence[Piece], max_bytes: int) -> list[Array]:
     if not jobs:
         return [_given(piece.leaf) for piece in pieces]
     root = next(iter(jobs.values())).stored.root
-    options = _read.Options(_blocks.is_local(str(root)), True, max_bytes)
+    options = _read.Options(_file_systems.is_local(str(root)), True, max_bytes)
     values = _read.read(tuple(jobs.values()), options)
     return [
         _converted(values[piece.path], piece.leaf.info)
@@ -293,7 +293,7 @@ def _converted(array: Array, info: LeafInfo) -> Array:
     )
 
 
-def _computed(leaves: Sequence[Leaf], max_bytes: int) -> list[Array]:
+def _made(leaves: Sequence[Leaf], max_bytes: int) -> list[Array]:
     """The values of leaves that are made of others."""
     if not leaves:
         return []
@@ -306,7 +306,7 @@ def _computed(leaves: Sequence[Leaf], max_bytes: int) -> list[Array]:
         )
         for leaf in leaves
     ]
-    values = _derive.read(wanted, _read.Options(False, True, max_bytes))
+    values = _computed.read(wanted, _read.Options(False, True, max_bytes))
     return [_as_array(values[leaf.info.path], leaf.info) for leaf in leaves]
 
 

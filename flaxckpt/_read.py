@@ -92,8 +92,7 @@ def bytes_here(job: ReadJob) -> int:
     """Uncompressed bytes that this process reads for a leaf."""
     if job.found.dtype is None or job.wanted.sharding is None:
         return _layout.stored_bytes(job.found)
-    _, dtype = _layout.stored_form(job.found)
-    return _bytes_of(_reads(job), dtype)
+    return _bytes_of(_reads(job), _layout.stored_form(job.found)[1])
 
 
 def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
@@ -110,9 +109,8 @@ def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
     values: dict[LeafPath, Any] = {}
     faults: dict[LeafPath, str] = {}
     too_large: list[errors.Mismatch] = []
-    databases = _raw.Databases(
-        _connection.context({"file_io_concurrency": {"limit": 32}})
-    )
+    context = _connection.context({"file_io_concurrency": {"limit": 32}})
+    databases = _raw.Databases(context)
     for batch in _batches(jobs, options.max_concurrent_bytes):
         blocks = _read_batch(batch, options, databases, faults)
         while blocks:  # what has become an array is let go
@@ -122,7 +120,9 @@ def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
             except (ValueError, MemoryError) as error:
                 faults[job.wanted.path] = _first_words(error)
             except OverflowError as error:
-                too_large.append(_too_large(job.wanted, error))
+                found = f"the number {error}"
+                wanted = job.wanted
+                too_large.append(errors.Mismatch(wanted.path, str(wanted), found))
     if too_large:
         raise errors.RestoreMismatchError(str(jobs[0].stored.root), too_large)
     if faults:
@@ -181,10 +181,6 @@ def _reported(
 ) -> None:
     task()
     report(size)
-
-
-def _too_large(wanted: LeafInfo, error: OverflowError) -> errors.Mismatch:
-    return errors.Mismatch(wanted.path, str(wanted), f"the number {error}")
 
 
 def _damaged(root: Path, faults: dict[LeafPath, str]) -> errors.DamagedCheckpointError:

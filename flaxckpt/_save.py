@@ -14,8 +14,8 @@ from flaxckpt import (
     _access,
     _collector,
     _commit,
+    _computed,
     _containers,
-    _derive,
     _flax,
     _joint,
     _layout,
@@ -221,7 +221,7 @@ def planned(
         table = _optax.with_roles(
             table, roles
         )  # so that moments go with their parameters
-        table = _derive.computed(_transforms.apply(options.transforms, table))
+        table = _computed.of_state(_transforms.apply(options.transforms, table))
         structure = _containers.of(structure, flat.table, table)
         table = _with_keys(table, dict(_tree.key_paths(structure)))
         roles = {}

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import flaxckpt
 from flaxckpt import (
+    _classes,
     _collector,
     _commit,
     _flax,
@@ -87,7 +88,7 @@ def manifest(make, n):
 def read(make, n, *, with_roles=True):
     """The checkpoint of a state, without a disk."""
     data = manifest(make, n)
-    structure = _structure.from_json(data["structure"], _flax.resolve, set())
+    structure = _structure.from_json(data["structure"], _classes.resolve, set())
     keys = dict(_tree.key_paths(structure))
     table = {}
     for row in data["leaves"]:

@@ -350,11 +350,6 @@ def _assembled(
     return new
 
 
-def _some(paths: Sequence[LeafPath]) -> str:
-    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-    return ", ".join(paths[:3]) + more
-
-
 def moved(leaf: Leaf, path: LeafPath) -> Leaf:
     """`leaf` under another path."""
     info = leaf.info
@@ -389,21 +384,16 @@ def keys(path: LeafPath, info: LeafInfo) -> tuple[_tree.Key, ...]:
             f"{path!r} is no leaf path: no part may be empty, and % is written as %25"
         )
     old = info.keys
+    old_names = [str(key.name) for key in old]
+    most = min(len(names), len(old))
     leading = 0
-    while leading < min(len(names), len(old)) and _is(names[leading], old[leading]):
+    while leading < most and names[leading] == old_names[leading]:
         leading += 1
     trailing = 0
-    while trailing < min(len(names), len(old)) - leading and _is(
-        names[-1 - trailing], old[-1 - trailing]
-    ):
+    while trailing < most - leading and names[~trailing] == old_names[~trailing]:
         trailing += 1
-    middle = names[leading : len(names) - trailing]
     return (
         *old[:leading],
-        *(_tree.Key(name, "key") for name in middle),
-        *(old[len(old) - trailing :] if trailing else ()),
+        *(_tree.Key(name, "key") for name in names[leading : len(names) - trailing]),
+        *old[len(old) - trailing :],
     )
-
-
-def _is(name: str, key: _tree.Key) -> bool:
-    return str(key.name) == name

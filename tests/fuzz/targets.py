@@ -23,7 +23,7 @@ import numpy as np
 from golden_cases import GOLDEN
 
 import flaxckpt
-from flaxckpt import _events, _flax, _steps, _storage, errors, formats
+from flaxckpt import _classes, _events, _steps, _storage, errors, formats
 from flaxckpt.datasets import _codec
 
 TESTS: Final = Path(__file__).parents[1]
@@ -90,7 +90,7 @@ def only_ours() -> Iterator[None]:
         assert len(outcome) < 20_000, outcome[:1000]
 
 
-RESOLVE: Final = _flax.resolver()
+RESOLVE: Final = _classes.resolver()
 LARGE: Final = 2**24
 
 
