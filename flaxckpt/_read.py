@@ -7,8 +7,7 @@ mapped, or read straight into their place; all others come through TensorStore.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,13 +22,14 @@ from flaxckpt import (
     _place,
     _progress,
     _raw,
+    _regions,
     _remote,
     _zarr,
     errors,
 )
 from flaxckpt._info import LeafInfo, StoredLeaf
 from flaxckpt._raw import Reading
-from flaxckpt._types import JSON, LeafPath, Shape
+from flaxckpt._types import JSON, LeafPath
 from flaxckpt._zarr import Array, Region
 
 _DECODED_AT_ONCE = 128 * 2**20
@@ -92,7 +92,9 @@ def bytes_here(job: ReadJob) -> int:
     """Uncompressed bytes that this process reads for a leaf."""
     if job.found.dtype is None or job.wanted.sharding is None:
         return _layout.stored_bytes(job.found)
-    return _bytes_of(_reads(job), _layout.stored_form(job.found)[1])
+    return _regions.nbytes(
+        _regions.to_read(job.found, job.wanted), _layout.stored_form(job.found)[1]
+    )
 
 
 def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
@@ -155,7 +157,7 @@ def _read_batch(
             options.report(unreported)
             for array in arrays.values():
                 _dtypes.check_bools(array)
-            blocks.append((work.job, _cut(work.reads, arrays)))
+            blocks.append((work.job, _regions.cut(work.reads, arrays)))
         except errors.StoreError:
             raise  # nothing is wrong with the leaf
         except (ValueError, OSError, MemoryError) as error:
@@ -165,7 +167,7 @@ def _read_batch(
 
 def _reporting(work: _Work, begun: Reading, report: Callable[[int], object]) -> int:
     """Has the tasks report what they read; returns what is left to be reported."""
-    size = _bytes_of(work.reads, _layout.stored_form(work.job.found)[1])
+    size = _regions.nbytes(work.reads, _layout.stored_form(work.job.found)[1])
     raw = work.job.stored.raw
     if raw is None or raw.ocdbt or not begun.tasks:
         return size  # TensorStore reads behind its tasks
@@ -220,71 +222,15 @@ def _batches(jobs: Sequence[ReadJob], max_bytes: int) -> Iterator[list[_Work]]:
     for is_raw in (True, False):
         at_once = max_bytes if is_raw else min(max_bytes, _DECODED_AT_ONCE)
         works = (
-            _Work(job, _reads(job))
+            _Work(job, _regions.to_read(job.found, job.wanted))
             for job in jobs
             if (job.stored.raw is not None) == is_raw
         )
         sized = (
-            (work, _bytes_of(work.reads, _layout.stored_form(work.job.found)[1]))
+            (work, _regions.nbytes(work.reads, _layout.stored_form(work.job.found)[1]))
             for work in works
         )
         yield from _memory.batches(sized, at_once)
-
-
-def _bytes_of(reads: Iterable[Region], dtype: str) -> int:
-    elements = sum(math.prod(b - a for a, b in region) for region in reads)
-    return elements * _dtypes.item_bits(dtype) // 8
-
-
-def _reads(job: ReadJob) -> dict[Region, list[Region]]:
-    """What to read of a leaf -> the regions that devices need of it.
-
-    Each region is read by itself if no chunk reaches into two of them. Otherwise that
-    chunk would be read once for each, so what encloses them all is read instead.
-    """
-    shape, _ = _layout.stored_form(job.found)
-    sharding = job.wanted.sharding
-    if (
-        sharding is None
-        or job.wanted.kind != "array"
-        or (len(sharding.device_set) == 1 and sharding.is_fully_addressable)
-    ):
-        whole = _zarr.whole(shape)
-        return {whole: [whole]}
-    indices = sharding.addressable_devices_indices_map(shape).values()
-    if not indices:
-        return {}  # other processes have it all
-    regions = list(
-        dict.fromkeys(_zarr.region_of(index or (), shape) for index in indices)
-    )
-    chunk = job.found.chunk_shape
-    if len(regions) == 1 or (
-        chunk and all(_fits_chunks(r, chunk, shape) for r in regions)
-    ):
-        return {region: [region] for region in regions}
-    box = tuple(
-        (min(start for start, _ in bounds), max(stop for _, stop in bounds))
-        for bounds in zip(*regions, strict=True)
-    )
-    return {box: regions}
-
-
-def _fits_chunks(region: Region, chunk: Shape, shape: Shape) -> bool:
-    return all(
-        start % part == 0 and (stop % part == 0 or stop == size)
-        for (start, stop), part, size in zip(region, chunk, shape, strict=True)
-    )
-
-
-def _cut(
-    reads: Mapping[Region, list[Region]], arrays: Mapping[Region, Array]
-) -> dict[Region, Array]:
-    """What each device needs -> its values."""
-    return {
-        region: arrays[read][_zarr.within(region, read)]
-        for read, regions in reads.items()
-        for region in regions
-    }
 
 
 # ---- reading --------------------------------------------------------------------
@@ -332,7 +278,7 @@ def _from_store(
         if _is_cast_by_tensorstore(job):
             store = ts.cast(store, job.wanted.dtype or "")
         dtype = store.dtype.numpy_dtype
-        _memory.check(_bytes_of(regions, _layout.stored_form(job.found)[1]))
+        _memory.check(_regions.nbytes(regions, _layout.stored_form(job.found)[1]))
         for region in regions:
             # Into memory that jax takes over as it is; TensorStore's own it copies.
             target = _raw.empty(_zarr.extent(region), dtype)

@@ -52,7 +52,7 @@ LAYERS = (
     {"_info", "_events", "_journal", "_leases", "_together"},
     {"_description", "_layout", "_containers", "_handle", "_unfinished"},
     {"_snapshot", "_raw", "_spans", "_place"},
-    {"_raw_chunks"},
+    {"_raw_chunks", "_regions"},
     {"_read", "_write", "_flax", "_optax", "policies", "_steps", "datasets"},
     {"_classes", "_derive", "formats"},
     {"_computed"},
