@@ -8,7 +8,6 @@ import importlib.metadata
 import os
 import platform
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -82,7 +81,7 @@ def examine(
     root = _storage.resolve(directory)
     if not (root.is_dir() or _remote.is_remote(root)):
         raise errors.OptionError(f"{root} is no directory: pass one that is there")
-    free, kind, problems = _free_bytes(root), _file_system(root), []
+    free, kind, problems = _file_systems.free_bytes(root), _file_system(root), []
     if free is not None:
         max_bytes = min(max_bytes, free // 10)
     sync_secs = write_rate = read_rate = None
@@ -115,10 +114,6 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = _NOT_INSTALLED
     return found
-
-
-def _free_bytes(root: Path) -> int | None:
-    return None if _remote.is_remote(root) else shutil.disk_usage(root).free
 
 
 def _file_system(root: Path) -> str:

@@ -1,8 +1,9 @@
-"""Which file system holds a path, and whether it is one of this machine."""
+"""Which file system holds a path, whether it is of this machine, how much is free."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 from flaxckpt import _remote
@@ -49,6 +50,11 @@ def kind(path: str) -> str:
             if path.startswith(mount):
                 holding[mount] = kind.split(" ")[0]  # the last one hides the others
     return holding[max(holding, key=len)] if holding else ""
+
+
+def free_bytes(path: Path) -> int | None:
+    """Bytes that may be written where `path` is; None in a bucket, which has no end."""
+    return None if _remote.is_remote(path) else shutil.disk_usage(path).free
 
 
 def _unescaped(mount: str) -> str:

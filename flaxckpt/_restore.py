@@ -389,5 +389,5 @@ def _tell(planned: RestorePlan, recipe: _plan.Recipe, options: _plan.Options) ->
 
 
 def _warn(path: str, what: str, leaves: list[LeafPath]) -> None:
-    listed = ", ".join(leaves[:5]) + (", …" if len(leaves) > 5 else "")
+    listed = errors.first_few(leaves)
     _log.warning("%d leaves of %s %s: %s", len(leaves), path, what, listed)

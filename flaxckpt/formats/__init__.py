@@ -136,7 +136,7 @@ def _refused(path: Path) -> str | None:
     if path.suffix == ".index" or ".data-" in path.suffix:
         return _OF_TENSORFLOW
     if first.startswith(_signatures.LFS):
-        return "a pointer of Git LFS, not the file itself: run git lfs pull there"
+        return _signatures.OF_LFS
     if (first[:1] == b"\x80" and b"\x02" <= first[1:2] <= b"\x05") or (
         first.startswith(b"PK\x03\x04")
     ):
@@ -182,5 +182,6 @@ def _content(path: Path) -> str:
     if not path.is_dir():
         return "no plain file"
     names = sorted(child.name for child in path.iterdir())
-    listed = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-    return f"a directory with {listed}" if names else "an empty directory"
+    return (
+        f"a directory with {errors.first_few(names)}" if names else "an empty directory"
+    )

@@ -63,10 +63,9 @@ def refusal(directory: Path) -> str | None:
     if len(names) < 2:
         return None
     kind = "indices" if names[0].endswith(INDEX_SUFFIX) else "files"
-    shown = ", ".join(names[:_MANY]) + (", …" if len(names) > _MANY else "")
     return (
-        f"a directory that holds several safetensors {kind} ({shown}): pass the path"
-        " of one"
+        f"a directory that holds several safetensors {kind}"
+        f" ({errors.first_few(names, _MANY)}): pass the path of one"
     )
 
 

@@ -13,7 +13,7 @@ from flaxckpt._storage import Stamp
 from flaxckpt._types import JSON
 from flaxckpt.formats import _safetensors_json
 from flaxckpt.formats._safetensors_json import Header, Index, Tensor
-from flaxckpt.formats._signatures import LFS
+from flaxckpt.formats._signatures import LFS, OF_LFS
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def _header_text(path: Path) -> tuple[bytes, int]:
         status = os.fstat(file.fileno())
         start = file.read(8)
         if start == LFS[:8] and start + file.read(len(LFS) - 8) == LFS:
-            raise _pointer(path)
+            raise errors.CheckpointFormatError(f"{path} is {OF_LFS}")
         length = int.from_bytes(start, "little")
         if len(start) < 8 or length > status.st_size - 8:
             raise ValueError(
@@ -112,7 +112,7 @@ def _read_index(index_file: Path) -> Index:
             raise ValueError("it is no plain file")
         text = _storage.read(index_file, max_bytes=_safetensors_json.MAX_HEADER_BYTES)
         if text.startswith(LFS):
-            raise _pointer(index_file)
+            raise errors.CheckpointFormatError(f"{index_file} is {OF_LFS}")
         return _safetensors_json.parse_index(text)
     except errors.CheckpointFormatError:
         raise
@@ -149,12 +149,6 @@ def damaged(path: Path, error: object) -> errors.DamagedCheckpointError:
     return errors.DamagedCheckpointError(
         f"{path} is no intact safetensors checkpoint: {str(error)[:300]};"
         " get it again from where it came"
-    )
-
-
-def _pointer(path: Path) -> errors.CheckpointFormatError:
-    return errors.CheckpointFormatError(
-        f"{path} is a pointer of Git LFS, not the file itself: run git lfs pull there"
     )
 
 

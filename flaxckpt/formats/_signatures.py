@@ -11,6 +11,8 @@ from flaxckpt.formats import _scan
 LFS = b"version https://git-lfs"
 """What stands in the place of a file that Git LFS has not brought."""
 
+OF_LFS = "a pointer of Git LFS, not the file itself: run git lfs pull there"
+
 _FIRST_BYTES = 512
 """What is read of a file to see what it is."""
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flaxckpt import errors
+from flaxckpt.transforms._functions import from_function
 from flaxckpt.transforms._fusions import fuse, split
-from flaxckpt.transforms._merge import from_function, merge
+from flaxckpt.transforms._merge import merge
 from flaxckpt.transforms._names import assign, copy, drop, keep, rename
 from flaxckpt.transforms._stacks import stack, unstack
 from flaxckpt.transforms._table import TableTransform, Transform, describe

@@ -299,7 +299,7 @@ def _tell_of_lost(mirrored: Mirrors, chosen: Mapping[LeafPath, LeafPath]) -> Non
             "%d leaves of an optimizer may mirror what is changed, and stay as they"
             " are, as nobody knows of which parameters they are: %s",
             len(left),
-            ", ".join(left[:5]) + (", …" if len(left) > 5 else ""),
+            errors.first_few(left),
         )
 
 
