@@ -159,7 +159,7 @@ class _Tree:
         Raises:
             ValueError: It is too much.
         """
-        size = decoded_bytes(name, content)
+        size = _decoded_bytes(name, content)
         self._nodes += 1
         self._stored += len(content)
         self._decoded += size
@@ -190,7 +190,7 @@ class _Tree:
         self.count(place.file, content)
         if height == 0:
             return
-        if (size := decoded_bytes(place.file, content)) > _MAX_INNER_BYTES:
+        if (size := _decoded_bytes(place.file, content)) > _MAX_INNER_BYTES:
             raise ValueError(f"{place.file} has {size} bytes of nodes below one")
         for entry in self._dump(place.text)["entries"]:
             # Of a node without others below it, these are values.
@@ -230,7 +230,7 @@ def _content(path: Path, offset: int, size: int) -> bytes:
         os.close(descriptor)
 
 
-def decoded_bytes(name: str, content: bytes) -> int:
+def _decoded_bytes(name: str, content: bytes) -> int:
     """How many bytes a manifest or a node has at most, decoded.
 
     Raises:

@@ -222,32 +222,8 @@ def _as_numpy(info: LeafInfo, path: LeafPath) -> LeafInfo:
 
 def _parts(pieces: Sequence[Piece]) -> list[Array]:
     context = _connection.context()
-    opened: dict[LeafPath, Any] = {}
     faults: dict[LeafPath, str] = {}
-    started: list[Any] = []
-    root = None
-    for piece in pieces:
-        source = piece.leaf.source
-        if not isinstance(source, StoredLeaf):
-            started.append(_given_part(piece))
-            continue
-        root = source.root
-        try:
-            if piece.path not in opened:
-                assert source.open is not None, piece.path
-                if source.check is not None:
-                    source.check()
-                opened[piece.path] = _remote.result(source.open(context), root)
-            store = opened[piece.path]
-            if (store.shape, store.dtype.name) != _layout.stored_form(source.info):
-                raise ValueError(f"recorded as {source.info}, stored as another")
-            region = tuple(slice(*bounds) for bounds in piece.region)
-            started.append(store[region].read())
-        except errors.StoreError:
-            raise
-        except (ValueError, OSError) as error:
-            faults[piece.path] = _first_words(error)
-            started.append(None)
+    started = _begun(pieces, context, faults)
     values = []
     for piece, future in zip(pieces, started, strict=True):
         try:
@@ -264,12 +240,43 @@ def _parts(pieces: Sequence[Piece]) -> list[Array]:
         except (ValueError, OSError) as error:
             faults[piece.path] = _first_words(error)
     if faults:
+        roots = [s.root for p in pieces if isinstance(s := p.leaf.source, StoredLeaf)]
         raise errors.DamagedCheckpointError(
-            f"{len(faults)} of the leaves of {root} cannot be read:\n"
+            f"{len(faults)} of the leaves of {roots[-1]} cannot be read:\n"
             + errors.rows(f"{path}: {reason}" for path, reason in faults.items())
             + "\nConvert another step, or save the checkpoint again."
         )
     return values
+
+
+def _begun(
+    pieces: Sequence[Piece], context: ts.Context, faults: dict[LeafPath, str]
+) -> list[Any]:
+    """For each piece its values, the future of these, or None, with a fault noted."""
+    opened: dict[LeafPath, ts.TensorStore] = {}
+    begun: list[Any] = []
+    for piece in pieces:
+        source = piece.leaf.source
+        if not isinstance(source, StoredLeaf):
+            begun.append(_given_part(piece))
+            continue
+        try:
+            if piece.path not in opened:
+                assert source.open is not None, piece.path
+                if source.check is not None:
+                    source.check()
+                opened[piece.path] = _remote.result(source.open(context), source.root)
+            store = opened[piece.path]
+            if (store.shape, store.dtype.name) != _layout.stored_form(source.info):
+                raise ValueError(f"recorded as {source.info}, stored as another")
+            region = tuple(slice(*bounds) for bounds in piece.region)
+            begun.append(store[region].read())
+        except errors.StoreError:
+            raise
+        except (ValueError, OSError) as error:
+            faults[piece.path] = _first_words(error)
+            begun.append(None)
+    return begun
 
 
 def _first_words(error: Exception) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -25,8 +24,6 @@ from flaxckpt.transforms import _table as _transforms
 
 if TYPE_CHECKING:
     import rich.table
-
-_log = logging.getLogger(__name__)
 
 _ROWS_PRINTED = 60
 

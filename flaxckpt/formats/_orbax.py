@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,8 +30,6 @@ from flaxckpt.formats import (
     _orbax_json,
     _orbax_metrics,
 )
-
-_log = logging.getLogger(__name__)
 
 COMMITTED = _marked.MARKER
 _ROOT_METADATA = "metadata/_ROOT_METADATA"

@@ -251,7 +251,7 @@ def replace(
                 new_paths.setdefault(at, []).append(new)
             else:
                 name = known[where].renamed(new)
-                leaf = with_role_of(leaf, name)
+                leaf = _with_role_of(leaf, name)
                 new = slot.path(name)
             rows.setdefault(where, []).append(Row(where, new, leaf))
     for path in direct.keys() & known.keys():
@@ -308,11 +308,11 @@ def _retargeted(row: Row, names: Sequence[LeafPath]) -> Row:
     bare = row.path.removesuffix("/value")
     for name in names:
         if bare.endswith(f"/{name}"):
-            return row._replace(leaf=with_role_of(row.leaf, name))
+            return row._replace(leaf=_with_role_of(row.leaf, name))
     return row
 
 
-def with_role_of(leaf: Leaf, param: LeafPath) -> Leaf:
+def _with_role_of(leaf: Leaf, param: LeafPath) -> Leaf:
     """A moment of another parameter."""
     role = leaf.info.role
     if role is None or role.param == param:
