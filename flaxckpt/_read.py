@@ -221,14 +221,11 @@ def _batches(jobs: Sequence[ReadJob], max_bytes: int) -> Iterator[list[_Work]]:
     """What is read together: raw arrays, and then those that have to be decoded."""
     for is_raw in (True, False):
         at_once = max_bytes if is_raw else min(max_bytes, _DECODED_AT_ONCE)
-        works = (
-            _Work(job, _regions.to_read(job.found, job.wanted))
+        sized = (
+            (work, _regions.nbytes(work.reads, _layout.stored_form(job.found)[1]))
             for job in jobs
             if (job.stored.raw is not None) == is_raw
-        )
-        sized = (
-            (work, _regions.nbytes(work.reads, _layout.stored_form(work.job.found)[1]))
-            for work in works
+            for work in [_Work(job, _regions.to_read(job.found, job.wanted))]
         )
         yield from _memory.batches(sized, at_once)
 

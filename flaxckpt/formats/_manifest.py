@@ -12,7 +12,7 @@ from flaxckpt import _chunks, _dtypes, _layout, _structure, _tree, _zarr
 from flaxckpt._info import LeafInfo, Lineage, Role
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _orbax_json
-from flaxckpt.formats._orbax_json import sizes
+from flaxckpt.formats._orbax_json import EMPTIES, sizes
 
 VERSION = 1
 _MAX_CHUNKS = 2**20  # of one array; beyond that, their names take gigabytes
@@ -101,7 +101,7 @@ def leaf_info(row: Any, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]) -> LeafI
     """
     path, python_type = row["path"], row["type"]
     impl = row.get("prng_impl")
-    if python_type in _orbax_json.EMPTIES:
+    if python_type in EMPTIES:
         return LeafInfo(path, keys[path], "empty", python_type)
     if python_type == "str":
         return LeafInfo(path, keys[path], "string", "str")
