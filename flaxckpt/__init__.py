@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     )
     from flaxckpt._callback import CheckpointCallback
     from flaxckpt._checkpointer import Checkpointer
+    from flaxckpt._connection import StoreOptions
     from flaxckpt._diff import CheckpointDiff, LeafDiff, diff
     from flaxckpt._events import Event
     from flaxckpt._findings import VerifyReport
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from flaxckpt._restore import load, metadata, open_leaf, plan
     from flaxckpt._save import save, save_async
     from flaxckpt._simulation import Simulation, simulate
-    from flaxckpt._store import StoreOptions
     from flaxckpt._stores import set_store_options
     from flaxckpt._tools import convert, verify
     from flaxckpt.partition import abstract_state, parameter_infos
@@ -85,7 +85,7 @@ _HOMES = {
     "SaveHandle": "_handle",
     "SaveResult": "_info",
     "Simulation": "_simulation",
-    "StoreOptions": "_store",
+    "StoreOptions": "_connection",
     "VerifyReport": "_findings",
     "abstract_state": "partition",
     "convert": "_tools",

@@ -19,15 +19,15 @@ from flaxckpt import (
     _dtypes,
     _layout,
     _locate,
+    _ocdbt,
     _remote,
     _storage,
-    _write,
     _zarr,
     errors,
 )
 from flaxckpt._info import LeafInfo, Stored
 from flaxckpt._types import Shape
-from flaxckpt.formats import _orbax, _orbax_disk, _orbax_json
+from flaxckpt.formats import _manifest, _orbax, _orbax_disk, _orbax_json
 
 _CRC_BYTES = 4
 
@@ -56,7 +56,7 @@ def _check(path: Path) -> None:
         )
     with _access.explained(path):
         manifest = _orbax_disk.json_file(path / _orbax_json.MANIFEST, path)
-        encoding = _orbax_json.encoding(manifest)
+        encoding = _manifest.encoding(manifest)
         for name, digest in digests(path, stored).items():
             # Zarr 2 has one for every file, which would be as much to read as all.
             is_much = encoding and (encoding.version == 2 or _remote.is_remote(path))
@@ -95,7 +95,7 @@ def _check_objects(
                 for name in (*names, metadata_name(encoding))
             }
     elif encoding is not None and any(i.dtype for i in stored.metadata.leaves.values()):
-        wanted.add(f"{_orbax.STATE}/manifest.ocdbt")
+        wanted.add(f"{_orbax.STATE}/{_ocdbt.MANIFEST}")
     if missing := sorted(wanted.difference(path.keys())):
         raise errors.DamagedCheckpointError(
             f"{path} is not all there; restore another step:\n"
@@ -134,9 +134,9 @@ def _check_database(
         for info in arrays
         if chunk_bytes(encoding, info) >= _OUTSIDE_NODES_BYTES
     )
-    values = [root / "d", *root.glob(f"{_write.DATABASE_OF}*/d")]
+    values = [root / "d", *root.glob(f"{_ocdbt.PART}*/d")]
     found = sum(sum(_sizes(directory).values()) for directory in values)
-    if not _sizes(root).get("manifest.ocdbt") or found < max(1, least):
+    if not _sizes(root).get(_ocdbt.MANIFEST) or found < max(1, least):
         raise errors.DamagedCheckpointError(
             f"{root} is not all there: wanted a database of at least {least} bytes,"
             f" found {found}; restore another step"

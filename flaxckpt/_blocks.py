@@ -23,7 +23,6 @@ import crc32c
 import numpy as np
 
 from flaxckpt import _links, _marked, _remote
-from flaxckpt._types import PathLike
 
 Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 
@@ -35,23 +34,6 @@ _PAGE = mmap.PAGESIZE
 _COMPARED_AT_ONCE = 2**20
 _SYNCED_AT_ONCE = 2**20
 _AT_MOST = 2**30  # what one system call reads or writes
-
-# File systems of this machine. Elsewhere another machine may cut a file short, which
-# kills whoever has it mapped, and pages may be old.
-_LOCAL = frozenset(
-    (
-        "bcachefs",
-        "btrfs",
-        "ext2",
-        "ext3",
-        "ext4",
-        "f2fs",
-        "overlay",
-        "tmpfs",
-        "xfs",
-        "zfs",
-    )
-)
 
 
 class Block(NamedTuple):
@@ -389,35 +371,3 @@ def _map_function() -> Any:
         ctypes.c_long,
     )
     return function
-
-
-def is_local(path: PathLike) -> bool:
-    """Whether `path` is on a file system of this machine, where mapping is safe."""
-    if _remote.is_remote(path):
-        return False
-    return file_system(os.fspath(path)) in _LOCAL
-
-
-def file_system(path: str) -> str:
-    """The kind of file system that holds `path`; empty if that is not known."""
-    path = os.path.realpath(path) + "/"
-    try:
-        mounts = Path("/proc/self/mountinfo").read_bytes().split(b"\n")
-    except OSError:
-        return ""
-    holding: dict[str, str] = {}
-    for line in mounts:
-        where, _, kind = os.fsdecode(line).partition(" - ")
-        fields = where.split(" ")
-        if len(fields) > 4 and kind:
-            mount = _unescaped(fields[4]).rstrip("/") + "/"
-            if path.startswith(mount):
-                holding[mount] = kind.split(" ")[0]  # the last one hides the others
-    return holding[max(holding, key=len)] if holding else ""
-
-
-def _unescaped(mount: str) -> str:
-    """A mount point, in which mountinfo writes blanks as octal numbers."""
-    for char in " \t\n\\":
-        mount = mount.replace(f"\\{ord(char):03o}", char)
-    return mount

@@ -23,6 +23,7 @@ from flaxckpt import (
     _marks,
     _progress,
     _remote,
+    _renames,
     _snapshot,
     _storage,
     _threads,
@@ -159,7 +160,7 @@ def alone(final: Path) -> Iterator[None]:
             "Nothing of it counts, unless it was its marker that could not be written;"
             " see that the store can be reached, then save again."
         ) from error
-    except _storage.NotDurableError as error:
+    except _renames.NotDurableError as error:
         raise errors.SaveFailedError(
             f"{final} was written, but the disk did not confirm its name: {error}\n"
             "Whether it stays, or what was there before, is not known; see that the"
@@ -291,9 +292,9 @@ def name(temporary: Path, final: Path, *, overwrite: bool) -> None:
     if overwrite and final.exists():
         aside = _unfinished.beside(final, _unfinished.REPLACED)
         with _unfinished.claimed(final):
-            _storage.exchange(temporary, final, aside)
+            _renames.exchange(temporary, final, aside)
     else:
-        _storage.publish(temporary, final)
+        _renames.publish(temporary, final)
 
 
 def for_next(snapshot: Snapshot, stamp: _storage.Stamp) -> _write.Previous:

@@ -23,7 +23,7 @@ from flaxckpt import (
 )
 from flaxckpt._info import ArrayLayout, Leaf, Stored, StoredLeaf
 from flaxckpt._types import JSON
-from flaxckpt.formats import _orbax, _orbax_json
+from flaxckpt.formats import _manifest, _orbax, _orbax_json
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _table as _transforms
 
@@ -196,7 +196,7 @@ def work(
     """What is made of what: equal only if what is done already can be kept."""
     rows: list[JSON] = [
         [
-            _orbax_json.leaf_row(leaf.info),
+            _manifest.leaf_row(leaf.info),
             [
                 [str(source.root), source.info.path, str(source.info)]
                 for source in _stored(leaf)

@@ -22,6 +22,7 @@ from flaxckpt import (
     _pieces,
     _progress,
     _remote,
+    _renames,
     _staging,
     _storage,
     _survey,
@@ -207,9 +208,9 @@ def _publish(made: Path, final: Path, *, overwrite: bool) -> None:
     """Moves what was made to its place, in one step."""
     _belongings.check_free(final, overwrite=overwrite)
     if made.is_dir() and overwrite and final.is_dir():
-        _storage.exchange(made, final)
+        _renames.exchange(made, final)
     elif made.is_dir() and not (overwrite and final.exists()):
-        _storage.publish(made, final)
+        _renames.publish(made, final)
     else:
         if made.is_dir() or final.is_dir():
             aside = made.with_name("replaced")

@@ -12,6 +12,7 @@ from flaxckpt import (
     _marked,
     _marks,
     _remote,
+    _renames,
     _steps,
     _storage,
     _unfinished,
@@ -38,7 +39,7 @@ def delete(path: Path, *, even_pinned: bool = False) -> None:
         with _leases.deletion(path):
             if not even_pinned:
                 _check_not_pinned(path, path)
-            _storage.withdraw(path, aside)
+            _renames.withdraw(path, aside)
             try:
                 # Only what has no name any more is sure to be neither read nor pinned.
                 if late := _leases.readers(aside):

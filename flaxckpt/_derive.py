@@ -1,4 +1,4 @@
-"""Leaves that are computed, of those of a checkpoint or of a state.
+"""Leaves that are to be computed, of those of a checkpoint or of a state.
 
 What is computed is said by a function that jax traces: its result's shape is known
 before anything is read, and it runs where the result shall be.
@@ -8,31 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from flaxckpt import _dtypes, _info, _layout, _place, _read, _tree, errors
-from flaxckpt._info import Leaf, LeafInfo, LeafTable, StoredLeaf
-from flaxckpt._types import LeafPath
-from flaxckpt._zarr import Array
+from flaxckpt import (
+    _description,
+    _dtypes,
+    _tree,
+    errors,
+)
+from flaxckpt._info import Leaf, LeafInfo
 
 Fn: TypeAlias = Callable[..., jax.Array]
 
 _WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
 """Types that jax makes narrower, unless it is told otherwise."""
-
-_AT_ONCE = 256 * 2**20
-"""Bytes that are computed at one time; what they are made of is in memory as well."""
-
-# ---- saying what is computed --------------------------------------------------------
 
 
 class Deriver:
@@ -75,7 +69,7 @@ class Deriver:
         infos = [leaf.info for leaf in leaves]
         if is_wide is None:
             is_wide = any(map(needs_64_bits, infos)) or any(
-                _has_wide_fn(leaf) for leaf in leaves
+                has_wide_fn(leaf) for leaf in leaves
             )
         try:
             made = self._shape(fn, infos, is_wide)
@@ -115,7 +109,7 @@ class _Computation:
 
     def __init__(self, leaves: Sequence[Leaf], fn: Fn, is_wide: bool) -> None:
         self.is_wide = is_wide
-        self._parts = [(_value_fn(leaf), len(leaf.sources)) for leaf in leaves]
+        self._parts = [(value_fn(leaf), len(leaf.sources)) for leaf in leaves]
         self._fn = fn
 
     def __call__(self, *args: jax.Array) -> jax.Array:
@@ -126,7 +120,7 @@ class _Computation:
         return self._fn(*values)
 
 
-def _has_wide_fn(leaf: Leaf) -> bool:
+def has_wide_fn(leaf: Leaf) -> bool:
     return isinstance(leaf.fn, _Computation) and leaf.fn.is_wide
 
 
@@ -139,7 +133,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n", maxsplit=1)[0][:200]
 
 
-def _value_fn(leaf: Leaf) -> Fn:
+def value_fn(leaf: Leaf) -> Fn:
     """From the sources of a leaf to its value, in the type that it says."""
     fn, info = leaf.fn, leaf.info
 
@@ -165,7 +159,7 @@ def abstract(info: LeafInfo) -> jax.ShapeDtypeStruct:
 def _derived_info(base: LeafInfo, made: Any, what: str) -> LeafInfo:
     found = made
     if isinstance(made, jax.ShapeDtypeStruct):
-        found = _info.describe(base.path, _tree.Entry(base.keys, made, False))
+        found = _description.of(base.path, _tree.Entry(base.keys, made, False))
     if not isinstance(found, LeafInfo):
         raise errors.OptionError(
             f"{what} must give one array for {base.path}, got {str(found)[:80]}"
@@ -182,267 +176,3 @@ def _derived_info(base: LeafInfo, made: Any, what: str) -> LeafInfo:
 def wide(is_wide: bool) -> AbstractContextManager[Any]:
     """Lets jax compute in 64 bits."""
     return jax.enable_x64(True) if is_wide else contextlib.nullcontext()
-
-
-# ---- before a save ------------------------------------------------------------------
-
-
-def computed(table: LeafTable) -> LeafTable:
-    """The table of a state with all that has to be computed for it, computed.
-
-    Not under jit: a training loop saves again and again, and every table brings new
-    functions, while jax has the operations in them compiled already.
-    """
-    for leaf in table.values():
-        _check_given(leaf)
-    return {
-        path: leaf if leaf.fn is None else _computed(leaf)
-        for path, leaf in table.items()
-    }
-
-
-def _check_given(leaf: Leaf) -> None:
-    stored = [s for s in leaf.sources if isinstance(s, StoredLeaf)]
-    if stored:
-        raise errors.OptionError(
-            f"{leaf.info.path} is to come from {stored[0].root}: a save has only the"
-            " state; load the other checkpoint first, or convert"
-        )
-
-
-def _computed(leaf: Leaf) -> Leaf:
-    info = leaf.info
-    is_wide = _has_wide_fn(leaf)
-    with wide(is_wide):
-        args = _together([_as_array(s, is_wide, info.path) for s in leaf.sources])
-        value: Any = _value_fn(leaf)(*args)
-    if info.python_type != "jax.Array":
-        value = np.asarray(value)
-        if info.kind == "scalar":
-            value = value[()] if info.python_type == "numpy.generic" else value.item()
-    described = _info.describe(info.path, _tree.Entry(info.keys, value, False))
-    assert isinstance(described, LeafInfo), described
-    return Leaf(dataclasses.replace(described, role=info.role), (value,))
-
-
-def _as_array(value: Any, is_wide: bool, path: LeafPath) -> jax.Array:
-    if isinstance(value, jax.Array):
-        sharding = _automatic(value.sharding)
-        same = sharding is value.sharding or sharding is None
-        return value if same else jax.device_put(value, sharding)
-    _check_width(np.asarray(value), is_wide, path)
-    return jnp.asarray(value)
-
-
-def _check_width(array: Array, is_wide: bool, path: LeafPath) -> None:
-    """Refuses a number that 32 bits do not hold, where jax has no more."""
-    if is_wide or array.dtype.name not in ("int64", "uint64") or not array.size:
-        return
-    if int(array.max()) >= 2**31 or int(array.min()) < -(2**31):
-        raise errors.OptionError(
-            f"{path} is computed of the number {array.max()}, which needs 64 bits: pass"
-            " it as a numpy array, or set jax_enable_x64"
-        )
-
-
-def _together(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Arrays on the same devices; those that are not come by way of the host."""
-    committed = {frozenset(x.sharding.device_set) for x in arrays if x.committed}
-    if len(committed) <= 1:
-        return arrays
-    return [
-        x
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        else jnp.asarray(np.asarray(x))
-        for x in arrays
-    ]
-
-
-# ---- while a checkpoint is read -----------------------------------------------------
-
-
-def read(leaves: Sequence[Leaf], options: _read.Options) -> dict[LeafPath, Any]:
-    """Reads what leaves are made of, and makes them.
-
-    Each source is read once, and leaves that share some are made together; others, as
-    many as the byte budget allows.
-
-    Args:
-        leaves: Leaves with the infos that the caller wants.
-        options: How to read.
-
-    Returns:
-        Leaf path -> value.
-
-    Raises:
-        DamagedCheckpointError: Values are missing or fail their checksum.
-    """
-    values: dict[LeafPath, Any] = {}
-    for batch in _batches(leaves, min(options.max_concurrent_bytes, _AT_ONCE)):
-        values |= _read_batch(batch, options)
-        # jax lets go of memory that is not its own only when garbage is collected.
-        gc.collect(0)
-    return values
-
-
-def _batches(leaves: Sequence[Leaf], max_bytes: int) -> Iterator[list[Leaf]]:
-    batch: list[Leaf] = []
-    total = 0
-    for group in _groups(leaves):
-        sources = {id(s): s for leaf in group for s in leaf.sources}.values()
-        size = sum(
-            _layout.stored_bytes(s.info) for s in sources if isinstance(s, StoredLeaf)
-        )
-        size += sum(_layout.stored_bytes(leaf.info) for leaf in group)
-        if batch and total + size > max_bytes:
-            yield batch
-            batch, total = [], 0
-        batch += group
-        total += size
-    if batch:
-        yield batch
-
-
-def _groups(leaves: Sequence[Leaf]) -> Iterator[list[Leaf]]:
-    """Leaves that have a source in common, directly or through others."""
-    parent = list(range(len(leaves)))
-
-    def root(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = parent[parent[i]]
-            i = parent[i]
-        return i
-
-    owner: dict[int, int] = {}
-    for i, leaf in enumerate(leaves):
-        for source in leaf.sources:
-            parent[root(i)] = root(owner.setdefault(id(source), i))
-    groups: dict[int, list[Leaf]] = {}
-    for i, leaf in enumerate(leaves):
-        groups.setdefault(root(i), []).append(leaf)
-    yield from groups.values()
-
-
-def _read_batch(leaves: Sequence[Leaf], options: _read.Options) -> dict[LeafPath, Any]:
-    """Reads and makes leaves; those for the same devices in one computation."""
-    alike: dict[Any, list[Leaf]] = {}
-    for leaf in leaves:
-        sharding = leaf.info.sharding
-        devices = None if sharding is None else frozenset(sharding.device_set)
-        alike.setdefault((devices, _has_wide_fn(leaf)), []).append(leaf)
-    values: dict[LeafPath, Any] = {}
-    for some in alike.values():
-        values |= _make(some, options)
-    return values
-
-
-def _make(leaves: Sequence[Leaf], options: _read.Options) -> dict[LeafPath, Any]:
-    is_wide = _has_wide_fn(leaves[0])
-    users = {id(s): (s, leaf) for leaf in reversed(leaves) for s in leaf.sources}
-    jobs: dict[int, _read.ReadJob] = {}
-    given: dict[int, Any] = {}
-    names: set[str] = set()
-    for key, (source, user) in users.items():
-        if isinstance(source, StoredLeaf):
-            name = source.info.path
-            if name in names:  # in another of several checkpoints
-                name = f"{name} of {source.root}"
-            names.add(name)
-            wanted = _wanted_of_source(source, user.info, name)
-            jobs[key] = _read.ReadJob(source, wanted)
-        else:
-            given[key] = _given(source, user.info)
-    found = _read.read(tuple(jobs.values()), options)
-    arrays = given | {key: found[job.wanted.path] for key, job in jobs.items()}
-    for key, array in arrays.items():
-        if isinstance(array, np.ndarray):
-            _check_width(array, is_wide, users[key][1].info.path)
-    order = {key: i for i, key in enumerate(arrays)}
-
-    def make(args: Sequence[jax.Array]) -> list[jax.Array]:
-        return [
-            _value_fn(leaf)(*(args[order[id(source)]] for source in leaf.sources))
-            for leaf in leaves
-        ]
-
-    shardings = [_automatic(leaf.info.sharding) for leaf in leaves]
-    split: dict[str, Any] = {"out_shardings": shardings} if any(shardings) else {}
-    with wide(is_wide):
-        made = jax.jit(make, **split)(list(arrays.values()))
-        # Else the next sources are read while these are still in memory.
-        jax.block_until_ready(made)
-    for value, leaf in zip(made, leaves, strict=True):
-        assert value.shape == leaf.info.shape, (leaf.info.path, value.shape)
-    return {
-        leaf.info.path: _place.place(value, leaf.info)
-        for leaf, value in zip(leaves, made, strict=True)
-    }
-
-
-def _given(value: Any, user: LeafInfo) -> Any:
-    """A source that is a value already, where it can be computed with."""
-    if not isinstance(value, jax.Array) or not value.committed:
-        return value
-    devices = None if user.sharding is None else user.sharding.device_set
-    if devices != value.sharding.device_set and not jnp.issubdtype(
-        value.dtype, jax.dtypes.prng_key
-    ):
-        return np.asarray(value)
-    sharding = _automatic(value.sharding)
-    return value if sharding is value.sharding else jax.device_put(value, sharding)
-
-
-def _wanted_of_source(source: StoredLeaf, user: LeafInfo, name: str) -> LeafInfo:
-    """How to read a source of the leaf `user`: split as that, where it is alike."""
-    info = source.info
-    is_wide = info.dtype in _WIDE  # jax would make it narrower outside of a computation
-    python_type = "numpy.ndarray" if is_wide else "jax.Array"
-    sharding = None if is_wide else _alike(user.sharding, user.shape, info.shape)
-    return dataclasses.replace(
-        info,
-        path=name,
-        kind="prng_key" if info.kind == "prng_key" else "array",
-        python_type=python_type,
-        sharding=sharding,
-        weak_type=False,
-    )
-
-
-def _alike(
-    sharding: Sharding | None, shape: tuple[int, ...], other: tuple[int, ...]
-) -> Sharding | None:
-    """The sharding of an array of another shape that is split along equal axes."""
-    sharding = _automatic(sharding)
-    if not isinstance(sharding, NamedSharding) or shape == other:
-        return sharding
-    parts = list(sharding.spec) + [None] * (len(shape) - len(sharding.spec))
-    if len(shape) != len(other):
-        parts, shape = [None] * len(other), other
-    # Else whichever axis all devices can share, so that none holds it all.
-    if not any(a == b and part for part, a, b in zip(parts, shape, other, strict=True)):
-        count = math.prod(sharding.mesh.shape.values())
-        axis = next((i for i, n in enumerate(other) if n and n % count == 0), None)
-        if axis is not None:
-            whole = PartitionSpec(*[None] * axis, tuple(sharding.mesh.axis_names))
-            kind = sharding.memory_kind
-            return NamedSharding(sharding.mesh, whole, memory_kind=kind)
-    spec = PartitionSpec(
-        *(
-            part if a == b else None
-            for part, a, b in zip(parts, shape, other, strict=True)
-        )
-    )
-    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-
-
-def _automatic(sharding: Sharding | None) -> Sharding | None:
-    """The same sharding, left to the compiler: no types of intermediate arrays."""
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    mesh = sharding.mesh
-    if not isinstance(mesh, Mesh) or AxisType.Explicit not in mesh.axis_types:
-        return sharding
-    plain = Mesh(
-        mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim
-    )
-    return NamedSharding(plain, sharding.spec, memory_kind=sharding.memory_kind)

@@ -8,14 +8,13 @@ import importlib.metadata
 import os
 import platform
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from flaxckpt import _blocks, _remote, _storage, errors
+from flaxckpt import _file_systems, _remote, _renames, _storage, errors
 from flaxckpt._types import PathLike
 
 _PACKAGES = (
@@ -82,7 +81,7 @@ def examine(
     root = _storage.resolve(directory)
     if not (root.is_dir() or _remote.is_remote(root)):
         raise errors.OptionError(f"{root} is no directory: pass one that is there")
-    free, kind, problems = _free_bytes(root), _file_system(root), []
+    free, kind, problems = _file_systems.free_bytes(root), _file_system(root), []
     if free is not None:
         max_bytes = min(max_bytes, free // 10)
     sync_secs = write_rate = read_rate = None
@@ -117,14 +116,10 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _free_bytes(root: Path) -> int | None:
-    return None if _remote.is_remote(root) else shutil.disk_usage(root).free
-
-
 def _file_system(root: Path) -> str:
     if _remote.is_remote(root):
         return "object store"
-    return _blocks.file_system(os.fspath(root))
+    return _file_systems.kind(os.fspath(root))
 
 
 @contextlib.contextmanager
@@ -212,7 +207,7 @@ def _features(scratch: Path) -> dict[str, bool]:
         "file locks": _works(lambda: _lock(scratch)),
         "hard links": _works(lambda: _link(scratch)),
         "exchange of directories": _works(lambda: _exchange(scratch)),
-        "memory maps": _blocks.is_local(scratch),
+        "memory maps": _file_systems.is_local(scratch),
     }
 
 
@@ -240,4 +235,4 @@ def _link(scratch: Path) -> bool:
 def _exchange(scratch: Path) -> bool:
     (scratch / "one").mkdir()
     (scratch / "other").mkdir()
-    return _storage.exchanged_at_once(scratch / "one", scratch / "other")
+    return _renames.exchanged_at_once(scratch / "one", scratch / "other")

@@ -132,7 +132,7 @@ def item_bits(dtype_name: str) -> int:
 
 
 @functools.cache
-def value_bits(dtype_name: str) -> int:
+def _value_bits(dtype_name: str) -> int:
     """Bits that tell an element's value: 4 of int4, though numpy takes a byte."""
     if kind(dtype_name) in ("int", "uint"):
         return int(ml_dtypes.iinfo(to_numpy(dtype_name)).bits)  # type: ignore[no-untyped-call]
@@ -165,4 +165,4 @@ def restores_as(found: str, wanted: str) -> bool:
         return False
     if kind(found) == "float":
         return True
-    return value_bits(wanted) > value_bits(found)
+    return _value_bits(wanted) > _value_bits(found)

@@ -9,9 +9,6 @@ leaf's path.
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import logging
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -21,20 +18,14 @@ from flax.core import meta
 from flax.linen import spmd
 from jax.sharding import PartitionSpec
 
-from flaxckpt import _info, _structure, _tree, errors
+from flaxckpt import _description, _tree, errors
 from flaxckpt._info import Leaf, LeafTable
-from flaxckpt._types import JSON, LeafPath, PyTree
-
-_log = logging.getLogger(__name__)
+from flaxckpt._types import LeafPath, PyTree
 
 Keys: TypeAlias = tuple[_tree.Key, ...]
 
-_TRUSTED_PACKAGES = ("flax", "optax")
-_NO_STATE = re.compile(r"_test$|\.testing(\.|$)")
-"""Modules that define no state, and may do something when they are imported."""
 
-
-def _nnx() -> Any:
+def loaded_nnx() -> Any:
     """The module `flax.nnx`, if anybody has imported it; else there are no objects.
 
     It takes a tenth of a second to import, which not every user of linen wants to wait.
@@ -44,7 +35,7 @@ def _nnx() -> Any:
 
 def boxes() -> tuple[type, ...]:
     """Classes of wrappers around single values, which add nothing to a leaf path."""
-    nnx = _nnx()
+    nnx = loaded_nnx()
     return (meta.AxisMetadata, nnx.Variable) if nnx else (meta.AxisMetadata,)
 
 
@@ -79,7 +70,7 @@ def flatten(state: PyTree) -> FlatState:
     faults: dict[LeafPath, str] = {}
 
     def enter(path: LeafPath, entry: _tree.Entry) -> None:
-        info = _info.describe(path, entry)
+        info = _description.of(path, entry)
         if isinstance(info, str):
             faults[path] = info
         else:
@@ -123,7 +114,7 @@ def _nodes(state: PyTree, wanted: Callable[[Any], bool]) -> list[tuple[Keys, Any
 
 
 def _is_nnx_optimizer(node: object) -> bool:
-    nnx = _nnx()
+    nnx = loaded_nnx()
     return nnx is not None and isinstance(node, nnx.Optimizer)
 
 
@@ -140,7 +131,7 @@ def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     places = [i for i, node in enumerate(nodes) if is_object(node)]
     if not places:
         return state, lambda tree: tree
-    nnx = _nnx()
+    nnx = loaded_nnx()
     # Split together, so that what two objects share is stored once.
     graph, states = nnx.split([nodes[i] for i in places])
     for n, i in enumerate(places):
@@ -159,12 +150,12 @@ def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
 
 def is_object(node: object) -> bool:
     """Whether `node` is an NNX object: a module, an optimizer, streams of keys."""
-    nnx = _nnx()
+    nnx = loaded_nnx()
     return nnx is not None and isinstance(node, nnx.Pytree)
 
 
 def _is_module(node: object) -> bool:
-    nnx = _nnx()
+    nnx = loaded_nnx()
     return nnx is not None and isinstance(node, nnx.Module)
 
 
@@ -206,15 +197,15 @@ def _collect_axis_names(
             rules = static.get("rules") or static.get("sharding_rules") or ()
             if isinstance(names, list | tuple):
                 found[child] = AxisNames(
-                    _tuples(names),
-                    _tuples(rules),
+                    tuples(names),
+                    tuples(rules),
                     node.type.endswith(":LogicallyPartitioned") or bool(rules),
                 )
 
 
-def _tuples(value: Any) -> Any:
+def tuples(value: Any) -> Any:
     """JSON's lists as the tuples that they were."""
-    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+    return tuple(map(tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def mesh_spec(axes: AxisNames, rules: Sequence[tuple[str, Any]]) -> PartitionSpec:
@@ -285,7 +276,7 @@ def optimizers(state: PyTree) -> list[OptimizerPart]:
         fitting = [
             OptimizerPart((*keys, _OPT_STATE), optimizer.tx.init, module_keys, params)
             for module_keys, module in modules
-            if _fits(params := _nnx().state(module, optimizer.wrt), optimizer)
+            if _fits(params := loaded_nnx().state(module, optimizer.wrt), optimizer)
         ]
         if len(fitting) > 1 and len(modules) == len(optimizers):
             # Networks of one class: the n-th optimizer is the n-th network's.
@@ -318,102 +309,3 @@ def _is_train_state(node: object) -> bool:
     return not is_object(node) and all(
         hasattr(node, name) for name in ("tx", "params", "opt_state")
     )
-
-
-# ---- classes named in a file ----------------------------------------------------
-
-Build = Callable[[dict[str | int, Any], Mapping[str, JSON]], Any]
-
-
-def resolver(types: Sequence[type] = ()) -> _structure.Resolve:
-    """Finds the builders of classes that a checkpoint names.
-
-    Args:
-        types: The caller's own classes that may be built.
-    """
-    own = {f"{cls.__module__}:{cls.__qualname__}": cls for cls in types}
-
-    def find(type_name: str) -> Build | None:
-        if type_name in own:
-            return _builder(own[type_name])
-        return resolve(type_name)
-
-    return find
-
-
-def resolve(type_name: str) -> Build | None:
-    """Finds the builder of a class that a checkpoint names.
-
-    Only containers defined by flax, optax or the standard library's `collections`
-    are found; nothing else is imported or called, whatever the file says.
-    """
-    module_name, _, qualname = type_name.partition(":")
-    package = module_name.split(".")[0]
-    if package not in _TRUSTED_PACKAGES and module_name != "collections":
-        return None
-    if _NO_STATE.search(module_name):
-        return None
-    try:
-        found: Any = sys.modules.get(module_name) or importlib.import_module(
-            module_name
-        )
-        for part in qualname.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError):
-        return None
-    if not isinstance(found, type) or found.__module__.split(".")[0] != package:
-        return None  # what such a module has merely imported
-    return _builder(found)
-
-
-def _builder(cls: Any) -> Build | None:
-    """How to make a `cls`, or a dict where its fields are no longer those saved."""
-    build = _exact_builder(cls)
-
-    def forgiving(children: dict[str | int, Any], static: Mapping[str, JSON]) -> Any:
-        assert build is not None
-        try:
-            return build(children, static)
-        except (TypeError, ValueError) as error:
-            _log.warning("%s cannot be made (%s): it becomes a dict", cls, error)
-            return children
-
-    return None if build is None else forgiving
-
-
-def _exact_builder(cls: Any) -> Build | None:
-    nnx = _nnx()
-    if nnx is not None and issubclass(cls, nnx.Variable):
-        return lambda children, static: _variable(cls, children["value"], static)
-    if issubclass(cls, tuple) and hasattr(cls, "_fields"):
-        return lambda children, _: cls(**_named(children))
-    if dataclasses.is_dataclass(cls):
-        return lambda children, static: _dataclass(cls, _named(children), static)
-    if issubclass(cls, Mapping):
-        return lambda children, _: cls(children)
-    return None
-
-
-def _named(children: Mapping[str | int, Any]) -> dict[str, Any]:
-    return {str(name): child for name, child in children.items()}
-
-
-def _variable(cls: Any, value: Any, metadata: Mapping[str, JSON]) -> Any:
-    # Built without its mesh, which this process may not have.
-    variable = cls(value, **{**metadata, "eager_sharding": False})
-    variable.set_metadata(eager_sharding=metadata.get("eager_sharding", False))
-    return variable
-
-
-def _dataclass(
-    cls: Any, children: Mapping[str, Any], static: Mapping[str, JSON]
-) -> Any:
-    """An instance with the fields known; None for unsaved ones such as `tx`."""
-    known = {**{name: _tuples(value) for name, value in static.items()}, **children}
-    required = [
-        field.name
-        for field in dataclasses.fields(cls)
-        if field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    ]
-    return cls(**{**dict.fromkeys(required), **known})

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import PartitionSpec, Sharding
 
-from flaxckpt import _dtypes, _storage, _structure, _tree, _zarr, errors
+from flaxckpt import _storage, _structure, _tree, _zarr, errors
 from flaxckpt._types import JSON, LeafPath, Shape
 
 if TYPE_CHECKING:
@@ -314,110 +312,6 @@ class Stored:
     digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stamp: _storage.Stamp | None = None
     recorded_step: int | None = None
-
-
-def describe(path: LeafPath, entry: _tree.Entry) -> LeafInfo | str:
-    """What is known of a leaf of a state, abstract or concrete.
-
-    Returns:
-        The info, or a few words on what was found if it cannot be stored.
-    """
-    keys, value, is_empty = entry
-    if is_empty:
-        return LeafInfo(path, keys, "empty", _empty_type(value))
-    if isinstance(value, jax.core.Tracer):
-        return "a traced value, which exists only inside a jax transformation"
-    if isinstance(value, _JAX_TYPES):
-        return _describe_jax(path, keys, value)
-    if isinstance(value, np.ndarray | np.generic):
-        dtype = _dtypes.name(value.dtype)
-        if _dtypes.stored_name(dtype) is None:
-            return f"a numpy array of dtype {dtype}"
-        is_array = isinstance(value, np.ndarray)
-        return LeafInfo(
-            path,
-            keys,
-            "array" if is_array else "scalar",
-            "numpy.ndarray" if is_array else "numpy.generic",
-            value.shape,
-            dtype,
-        )
-    if type(value) is str:
-        return LeafInfo(path, keys, "string", "str")
-    if type(value) is int and not -(2**63) <= value < 2**63:
-        return f"the int {value}, which needs more than 64 bits"
-    if number := _PYTHON_NUMBERS.get(type(value)):
-        return LeafInfo(
-            path, keys, "scalar", type(value).__name__, (), number, weak_type=True
-        )
-    return f"a {type(value).__module__}.{type(value).__qualname__}"
-
-
-_JAX_TYPES = (jax.Array, jax.ShapeDtypeStruct)
-
-_PYTHON_NUMBERS: dict[type, str] = {
-    bool: "bool",
-    int: "int64",
-    float: "float64",
-    complex: "complex128",
-}
-
-
-def _describe_jax(
-    path: LeafPath,
-    keys: tuple[_tree.Key, ...],
-    value: jax.Array | jax.ShapeDtypeStruct,
-) -> LeafInfo | str:
-    sharding = value.sharding
-    if isinstance(value, jax.Array) and not value.committed:
-        sharding = None
-    shape = value.shape
-    is_key, dtype, is_stored = _element_type(value.dtype)
-    if not is_stored:
-        return f"a jax array of dtype {dtype}"
-    return LeafInfo(
-        path,
-        keys,
-        "prng_key" if is_key else "array",
-        "jax.Array",
-        shape,
-        dtype,
-        sharding,
-        None,
-        not is_key and bool(value.weak_type),
-        _prng_impl(value) if is_key else None,
-        sharding.spec if isinstance(sharding, NamedSharding) else None,
-        None if sharding is None else _shard_shape(sharding, shape),
-    )
-
-
-@functools.cache
-def _element_type(dtype: Any) -> tuple[bool, str, bool]:
-    """Whether values of `dtype` are PRNG keys, their type's name, is it stored."""
-    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    name = "uint32" if is_key else _dtypes.name(dtype)
-    return is_key, name, _dtypes.stored_name(name) is not None
-
-
-def _shard_shape(sharding: Sharding, shape: Shape) -> Shape | None:
-    """The shape of a shard; None if it is the whole, or if the sharding cannot be."""
-    try:
-        shard = sharding.shard_shape(shape)
-    except ValueError:
-        return None
-    return None if shard == shape else shard
-
-
-def _prng_impl(value: jax.Array | jax.ShapeDtypeStruct) -> str:
-    if isinstance(value, jax.ShapeDtypeStruct):
-        # jax.random.key_impl takes no abstract keys; their dtype knows the name.
-        return str(value.dtype._impl.name)
-    return str(jax.random.key_impl(value))
-
-
-def _empty_type(value: object) -> str:
-    """What stock Orbax calls this empty container, in lower case."""
-    return type(value).__name__ if type(value) in (dict, list, tuple) else "None"
 
 
 class Reader(Protocol):

@@ -19,6 +19,8 @@ from jax.sharding import NamedSharding
 from flaxckpt import (
     _commit,
     _joint,
+    _ocdbt,
+    _raw_chunks,
     _remote,
     _snapshot,
     _storage,
@@ -167,7 +169,7 @@ def _lead(
                 raise together.outcome() from error
             raise
         if snapshot.ocdbt:
-            _write.merge(temporary / _orbax.STATE, together.count)
+            _ocdbt.merge(temporary / _orbax.STATE, together.count)
         digests = {n: d for each in told[1:] for n, d in json.loads(each).items()}
         written = _commit.finish(snapshot, temporary, contents, files, digests)
     together.first("committed", lambda: str(written.size))
@@ -213,7 +215,7 @@ def _write_part(
     if files:
         _storage.sync_directory(temporary / _orbax.DATASET)
     if snapshot.ocdbt:
-        _storage.sync_tree(root / f"{_write.DATABASE_OF}{together.index}")
+        _storage.sync_tree(root / f"{_ocdbt.PART}{together.index}")
     else:
         _sync(root, snapshot)
     _storage.sync_directory(root)
@@ -226,8 +228,8 @@ def _sync(root: Path, snapshot: Snapshot) -> None:
         return
     paths = [root / array.name for array in snapshot.arrays if array.shards]
     for array in snapshot.arrays:
-        if _write.is_raw(array, snapshot.encoding):
-            paths += _write.files_of(root, array)
+        if _raw_chunks.is_raw(array, snapshot.encoding):
+            paths += _raw_chunks.files_of(root, array)
 
     def sync(path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY)

@@ -102,6 +102,17 @@ def key_words(impl: str) -> int:
     return int(words.shape[0])
 
 
+def check_keys(impl: str, shape: Shape, dtype: str) -> None:
+    """Asserts that an array can be PRNG keys of the implementation `impl`.
+
+    Raises:
+        ValueError: It cannot, or there is no such implementation.
+    """
+    words = key_words(impl)
+    if dtype != "uint32" or shape[-1:] != (words,):
+        raise ValueError(f"{dtype}{list(shape)} is no array of {impl[:40]} keys")
+
+
 def write_shape(info: LeafInfo, shape: Shape) -> Shape:
     """What one device writes of an array, at least 1 along each axis.
 

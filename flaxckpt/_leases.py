@@ -15,7 +15,6 @@ import atexit
 import contextlib
 import errno
 import json
-import logging
 import os
 import re
 import secrets
@@ -28,8 +27,6 @@ from pathlib import Path
 
 from flaxckpt import _access, _remote, errors
 from flaxckpt._remote import RemotePath
-
-_log = logging.getLogger(__name__)
 
 READING = "READING-"
 """How the name of a reader's file begins: `READING-<host>-<pid>-<random>`."""

@@ -6,7 +6,16 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from flaxckpt import _access, _flax, _marks, _remote, _steps, _survey, errors, formats
+from flaxckpt import (
+    _access,
+    _classes,
+    _marks,
+    _remote,
+    _steps,
+    _survey,
+    errors,
+    formats,
+)
 from flaxckpt._info import Stored
 
 _log = logging.getLogger(__name__)
@@ -113,7 +122,7 @@ def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Sto
     """Reads everything of a checkpoint but its arrays."""
     with _access.explained(path), _remote.looking(path):
         reader = formats.detect(path).reader
-        return reader.read(path, step=step, resolve=_flax.resolver(types))
+        return reader.read(path, step=step, resolve=_classes.resolver(types))
 
 
 def read_step(path: Path, step: int, types: Sequence[type] = ()) -> Stored:

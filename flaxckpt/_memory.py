@@ -1,9 +1,13 @@
-"""How much memory an array may take."""
+"""How much memory an array may take, and what is taken into it together."""
 
 from __future__ import annotations
 
 import resource
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 _ASKED_FROM = 2**30
 """Smaller arrays are not worth the question."""
@@ -53,3 +57,22 @@ def _of_process() -> int | None:
     except OSError:
         return None
     return max(limit - pages * resource.getpagesize(), 0)
+
+
+def batches(sized: Iterable[tuple[_T, int]], max_bytes: int) -> Iterator[list[_T]]:
+    """Divides things, in their order, into batches of at most `max_bytes`.
+
+    Args:
+        sized: Each thing, and its size in bytes; one that is larger comes alone.
+        max_bytes: Of a batch.
+    """
+    batch: list[_T] = []
+    total = 0
+    for thing, size in sized:
+        if batch and total + size > max_bytes:
+            yield batch
+            batch, total = [], 0
+        batch.append(thing)
+        total += size
+    if batch:
+        yield batch

@@ -1,4 +1,4 @@
-"""Databases of TensorStore, looked through before it opens them.
+"""Databases of TensorStore: opened, merged, and looked through before they are read.
 
 The manifest and the nodes of the tree are mostly compressed: some kilobytes may expand
 to gigabytes, and TensorStore takes memory for whatever comes of them. So how much that
@@ -21,9 +21,12 @@ from typing import Any, NamedTuple
 
 import tensorstore as ts
 
-from flaxckpt import _remote, _store, _zarr
+from flaxckpt import _connection, _remote, _zarr
 
 MANIFEST = "manifest.ocdbt"
+PART = "ocdbt.process_"
+"""How the database of one process is called, for Orbax as for us."""
+
 _MAX_MANIFEST_BYTES = 64 * 2**20
 _MAX_NODE_BYTES = 128 * 2**20
 """Orbax makes nodes of at most 100 MB."""
@@ -78,6 +81,38 @@ def _checked(root: Path, inode: int, modified: int, size: int) -> None:
         tree.walk(place, height)
 
 
+def opened(root: Path, context: ts.Context) -> ts.KvStore:
+    """A database, to be read or written.
+
+    Args:
+        root: Its directory.
+        context: Shared by databases that take values over from each other.
+    """
+    spec = _zarr.kvstore(root, "", ocdbt=True)
+    return _remote.result(ts.KvStore.open(spec, context=context), root)
+
+
+def merge(root: Path, writers: int) -> None:
+    """Makes one database of those that single processes have written, in one step.
+
+    Their values stay where they are, and are to be found by the whole only.
+    """
+    context = _connection.context()  # the same for all, or nothing is taken over
+    whole = opened(root, context)
+    transaction = ts.Transaction(atomic=True)
+    taken = [
+        opened(root / f"{PART}{writer}", context).experimental_copy_range_to(
+            whole.with_transaction(transaction)
+        )
+        for writer in range(writers)
+    ]
+    for future in taken:
+        _remote.result(future, root)
+    _remote.result(transaction.commit_async(), root)
+    for writer in range(writers):
+        (root / f"{PART}{writer}" / MANIFEST).unlink(missing_ok=True)
+
+
 def keys(root: Path) -> set[str]:
     """All keys of a database.
 
@@ -89,10 +124,8 @@ def keys(root: Path) -> set[str]:
         OSError: It is missing, or cannot be read.
     """
     check(root)
-    opening = ts.KvStore.open(
-        _zarr.kvstore(root, "", ocdbt=True), context=_store.context()
-    )
-    found = _remote.result(_remote.result(opening, root).list(), root)
+    store = opened(root, _connection.context())
+    found = _remote.result(store.list(), root)
     return {key.decode(errors="surrogateescape") for key in found}
 
 
@@ -126,7 +159,7 @@ class _Tree:
         Raises:
             ValueError: It is too much.
         """
-        size = decoded_bytes(name, content)
+        size = _decoded_bytes(name, content)
         self._nodes += 1
         self._stored += len(content)
         self._decoded += size
@@ -157,7 +190,7 @@ class _Tree:
         self.count(place.file, content)
         if height == 0:
             return
-        if (size := decoded_bytes(place.file, content)) > _MAX_INNER_BYTES:
+        if (size := _decoded_bytes(place.file, content)) > _MAX_INNER_BYTES:
             raise ValueError(f"{place.file} has {size} bytes of nodes below one")
         for entry in self._dump(place.text)["entries"]:
             # Of a node without others below it, these are values.
@@ -166,7 +199,7 @@ class _Tree:
     def _dump(self, node: str | None) -> Any:
         if self._store is None:
             spec = _zarr.kvstore(self._root, "", ocdbt=False)
-            opening = ts.KvStore.open(spec, context=_store.context())
+            opening = ts.KvStore.open(spec, context=_connection.context())
             self._store = _remote.result(opening, self._root)
         return _remote.result(ts.ocdbt.dump(self._store, node), self._root)
 
@@ -197,7 +230,7 @@ def _content(path: Path, offset: int, size: int) -> bytes:
         os.close(descriptor)
 
 
-def decoded_bytes(name: str, content: bytes) -> int:
+def _decoded_bytes(name: str, content: bytes) -> int:
     """How many bytes a manifest or a node has at most, decoded.
 
     Raises:

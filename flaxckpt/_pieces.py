@@ -17,13 +17,14 @@ import numpy as np
 import tensorstore as ts
 
 from flaxckpt import (
-    _blocks,
-    _derive,
+    _computed,
+    _connection,
     _dtypes,
+    _file_systems,
     _layout,
+    _memory,
     _read,
     _remote,
-    _store,
     _zarr,
     errors,
 )
@@ -160,17 +161,9 @@ def batches(pieces: Iterable[Piece], max_bytes: int) -> Iterator[list[Piece]]:
         sources = tuple([id(source) for source in piece.leaf.sources])
         alone = piece.leaf.fn is None or not sources
         groups.setdefault(n if alone else sources, []).append(piece)
-    batch: list[Piece] = []
-    total = 0
-    for group in groups.values():
-        size = sum(piece.nbytes for piece in group)
-        if batch and total + size > max_bytes:
-            yield batch
-            batch, total = [], 0
-        batch += group
-        total += size
-    if batch:
-        yield batch
+    sized = ((group, sum(piece.nbytes for piece in group)) for group in groups.values())
+    for together in _memory.batches(sized, max_bytes):
+        yield [piece for group in together for piece in group]
 
 
 def read(pieces: Sequence[Piece], *, max_bytes: int) -> list[Array]:
@@ -189,7 +182,7 @@ def read(pieces: Sequence[Piece], *, max_bytes: int) -> list[Array]:
     found = {p.name: v for p, v in zip(whole, _whole(whole, max_bytes), strict=True)}
     found |= {p.name: v for p, v in zip(parts, _parts(parts), strict=True)}
     computed = [p for p in pieces if p.leaf.fn is not None]
-    values = _computed([piece.leaf for piece in computed], max_bytes)
+    values = _made([piece.leaf for piece in computed], max_bytes)
     found |= {p.name: v for p, v in zip(computed, values, strict=True)}
     return [found[piece.name] for piece in pieces]
 
@@ -203,7 +196,7 @@ def _whole(pieces: Sequence[Piece], max_bytes: int) -> list[Array]:
     if not jobs:
         return [_given(piece.leaf) for piece in pieces]
     root = next(iter(jobs.values())).stored.root
-    options = _read.Options(_blocks.is_local(str(root)), True, max_bytes)
+    options = _read.Options(_file_systems.is_local(str(root)), True, max_bytes)
     values = _read.read(tuple(jobs.values()), options)
     return [
         _converted(values[piece.path], piece.leaf.info)
@@ -228,33 +221,9 @@ def _as_numpy(info: LeafInfo, path: LeafPath) -> LeafInfo:
 
 
 def _parts(pieces: Sequence[Piece]) -> list[Array]:
-    context = _store.context()
-    opened: dict[LeafPath, Any] = {}
+    context = _connection.context()
     faults: dict[LeafPath, str] = {}
-    started: list[Any] = []
-    root = None
-    for piece in pieces:
-        source = piece.leaf.source
-        if not isinstance(source, StoredLeaf):
-            started.append(_given_part(piece))
-            continue
-        root = source.root
-        try:
-            if piece.path not in opened:
-                assert source.open is not None, piece.path
-                if source.check is not None:
-                    source.check()
-                opened[piece.path] = _remote.result(source.open(context), root)
-            store = opened[piece.path]
-            if (store.shape, store.dtype.name) != _layout.stored_form(source.info):
-                raise ValueError(f"recorded as {source.info}, stored as another")
-            region = tuple(slice(*bounds) for bounds in piece.region)
-            started.append(store[region].read())
-        except errors.StoreError:
-            raise
-        except (ValueError, OSError) as error:
-            faults[piece.path] = _first_words(error)
-            started.append(None)
+    started = _begun(pieces, context, faults)
     values = []
     for piece, future in zip(pieces, started, strict=True):
         try:
@@ -271,12 +240,43 @@ def _parts(pieces: Sequence[Piece]) -> list[Array]:
         except (ValueError, OSError) as error:
             faults[piece.path] = _first_words(error)
     if faults:
+        roots = [s.root for p in pieces if isinstance(s := p.leaf.source, StoredLeaf)]
         raise errors.DamagedCheckpointError(
-            f"{len(faults)} of the leaves of {root} cannot be read:\n"
+            f"{len(faults)} of the leaves of {roots[-1]} cannot be read:\n"
             + errors.rows(f"{path}: {reason}" for path, reason in faults.items())
             + "\nConvert another step, or save the checkpoint again."
         )
     return values
+
+
+def _begun(
+    pieces: Sequence[Piece], context: ts.Context, faults: dict[LeafPath, str]
+) -> list[Any]:
+    """For each piece its values, the future of these, or None, with a fault noted."""
+    opened: dict[LeafPath, ts.TensorStore] = {}
+    begun: list[Any] = []
+    for piece in pieces:
+        source = piece.leaf.source
+        if not isinstance(source, StoredLeaf):
+            begun.append(_given_part(piece))
+            continue
+        try:
+            if piece.path not in opened:
+                assert source.open is not None, piece.path
+                if source.check is not None:
+                    source.check()
+                opened[piece.path] = _remote.result(source.open(context), source.root)
+            store = opened[piece.path]
+            if (store.shape, store.dtype.name) != _layout.stored_form(source.info):
+                raise ValueError(f"recorded as {source.info}, stored as another")
+            region = tuple(slice(*bounds) for bounds in piece.region)
+            begun.append(store[region].read())
+        except errors.StoreError:
+            raise
+        except (ValueError, OSError) as error:
+            faults[piece.path] = _first_words(error)
+            begun.append(None)
+    return begun
 
 
 def _first_words(error: Exception) -> str:
@@ -300,7 +300,7 @@ def _converted(array: Array, info: LeafInfo) -> Array:
     )
 
 
-def _computed(leaves: Sequence[Leaf], max_bytes: int) -> list[Array]:
+def _made(leaves: Sequence[Leaf], max_bytes: int) -> list[Array]:
     """The values of leaves that are made of others."""
     if not leaves:
         return []
@@ -313,7 +313,7 @@ def _computed(leaves: Sequence[Leaf], max_bytes: int) -> list[Array]:
         )
         for leaf in leaves
     ]
-    values = _derive.read(wanted, _read.Options(False, True, max_bytes))
+    values = _computed.read(wanted, _read.Options(False, True, max_bytes))
     return [_as_array(values[leaf.info.path], leaf.info) for leaf in leaves]
 
 

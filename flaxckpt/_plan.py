@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from jax.sharding import PartitionSpec
 
 from flaxckpt import (
     _flax,
@@ -15,7 +16,7 @@ from flaxckpt import (
     _write,
     errors,
 )
-from flaxckpt._info import Leaf, LeafInfo
+from flaxckpt._info import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath
 from flaxckpt.errors import Mismatch
 from flaxckpt.transforms import Transform
@@ -23,8 +24,6 @@ from flaxckpt.transforms import _table as _transforms
 
 if TYPE_CHECKING:
     import rich.table
-
-_log = logging.getLogger(__name__)
 
 _ROWS_PRINTED = 60
 
@@ -205,3 +204,45 @@ class Recipe:
     flat: _flax.FlatState | None
     structure: _tree.Node | LeafPath
     as_asked: frozenset[LeafPath] = frozenset()
+
+
+def actions(
+    wanted: LeafInfo, leaf: Leaf, path: LeafPath, source_path: LeafPath
+) -> tuple[Action, ...]:
+    """What is done to `leaf`, which the table has at `source_path`, for `path`."""
+    if not source_paths(leaf):
+        return ("init",)  # made by a transform, of nothing that is stored
+    done: tuple[Action, ...] = ("loaded",)
+    stored = stored_info(leaf)
+    if wanted.kind == "array" and wanted.dtype != stored.dtype:
+        done += ("cast",)
+    if source_path != stored.path:
+        done += ("renamed",)
+    if leaf.fn is not None:
+        done += ("transformed",)
+    if source_path != path and source_path != f"{path}/value":
+        done += ("matched",)
+    if wanted.shard_shape != stored.shard_shape or (
+        wanted.spec is not None and _ways(wanted.spec) != _ways(stored.spec)
+    ):
+        done += ("resharded",)
+    return done
+
+
+def source_paths(leaf: Leaf) -> tuple[LeafPath, ...]:
+    """Where what a leaf is made of is stored."""
+    return tuple(s.info.path for s in leaf.sources if isinstance(s, StoredLeaf))
+
+
+def stored_info(leaf: Leaf) -> LeafInfo:
+    """What is stored for a leaf: of a computed one, the first of its sources."""
+    source = next((s for s in leaf.sources if isinstance(s, StoredLeaf)), None)
+    return leaf.info if source is None else source.info
+
+
+def _ways(spec: PartitionSpec | None) -> tuple[Any, ...]:
+    """What of a spec splits something; trailing Nones say nothing."""
+    parts = list(spec or ())
+    while parts and parts[-1] is None:
+        parts.pop()
+    return tuple(parts)

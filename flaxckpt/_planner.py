@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from flaxckpt import (
     _containers,
@@ -19,6 +18,7 @@ from flaxckpt import (
     _layout,
     _optax,
     _place,
+    _plan,
     _read,
     _tree,
     errors,
@@ -26,7 +26,7 @@ from flaxckpt import (
 from flaxckpt._finder import Finder
 from flaxckpt._fit import misfit, missing
 from flaxckpt._info import Leaf, LeafInfo, LeafTable, Stored, StoredLeaf
-from flaxckpt._plan import Action, LeafPlan, Options, Recipe, RestorePlan
+from flaxckpt._plan import LeafPlan, Options, Recipe, RestorePlan
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
 from flaxckpt.transforms import _table as _transforms
@@ -74,9 +74,9 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
         if problem := _needs_x64(leaf.info, usable_type):
             problems.append(problem)
         size = reading.add(leaf, wanted)
-        sources = _source_paths(leaf)
-        actions = _actions(wanted, leaf, path, path)
-        leaves[path] = LeafPlan(actions, sources, wanted, _found(leaf), size)
+        sources = _plan.source_paths(leaf)
+        actions = _plan.actions(wanted, leaf, path, path)
+        leaves[path] = LeafPlan(actions, sources, wanted, _plan.stored_info(leaf), size)
     structure = _containers.of(stored.structure, stored.table, table)
     total = reading.bytes_to_read
     return (
@@ -148,16 +148,6 @@ class _Reading:
             structure,
             frozenset(as_asked),
         )
-
-
-def _source_paths(leaf: Leaf) -> tuple[LeafPath, ...]:
-    return tuple(s.info.path for s in leaf.sources if isinstance(s, StoredLeaf))
-
-
-def _found(leaf: Leaf) -> LeafInfo:
-    """What is stored for a leaf: of a computed one, the first of its sources."""
-    source = next((s for s in leaf.sources if isinstance(s, StoredLeaf)), None)
-    return leaf.info if source is None else source.info
 
 
 def _needs_x64(info: LeafInfo, usable_type: Callable[[str], str]) -> Mismatch | None:
@@ -319,10 +309,10 @@ class _Planner:
             self._conflict(problem, wanted, found.info, (source_path,))
             return
         self._leaves[path] = LeafPlan(
-            _actions(wanted, found, path, source_path),
-            _source_paths(found),
+            _plan.actions(wanted, found, path, source_path),
+            _plan.source_paths(found),
             wanted,
-            _found(found),
+            _plan.stored_info(found),
             self._reading.add(found, wanted),
         )
 
@@ -379,34 +369,3 @@ def step_counters(roles: Mapping[LeafPath, _optax.Known]) -> set[LeafPath]:
     """Where step counters are, if there are any: beside the optimizers."""
     optimizers = {known.role(path).optimizer for path, known in roles.items()}
     return {"/".join((*path.split("/")[:-1], "step")) for path in optimizers}
-
-
-def _actions(
-    wanted: LeafInfo, leaf: Leaf, path: LeafPath, source_path: LeafPath
-) -> tuple[Action, ...]:
-    """What is done to `leaf`, which the table has at `source_path`, for `path`."""
-    if not _source_paths(leaf):
-        return ("init",)  # made by a transform, of nothing that is stored
-    actions: tuple[Action, ...] = ("loaded",)
-    found = _found(leaf)
-    if wanted.kind == "array" and wanted.dtype != found.dtype:
-        actions += ("cast",)
-    if source_path != found.path:
-        actions += ("renamed",)
-    if leaf.fn is not None:
-        actions += ("transformed",)
-    if source_path != path and source_path != f"{path}/value":
-        actions += ("matched",)
-    if wanted.shard_shape != found.shard_shape or (
-        wanted.spec is not None and _ways(wanted.spec) != _ways(found.spec)
-    ):
-        actions += ("resharded",)
-    return actions
-
-
-def _ways(spec: PartitionSpec | None) -> tuple[Any, ...]:
-    """What of a spec splits something; trailing Nones say nothing."""
-    parts = list(spec or ())
-    while parts and parts[-1] is None:
-        parts.pop()
-    return tuple(parts)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flaxckpt import _remote, _storage, _unfinished, errors, policies
+from flaxckpt import _file_systems, _remote, _storage, _unfinished, errors, policies
 from flaxckpt._checkpointer import Checkpointer
 from flaxckpt._types import PyTree
 from flaxckpt.policies import PreservationPolicy
@@ -81,10 +80,11 @@ def _check(checkpointer: Checkpointer, state: PyTree, dataset: Any) -> Preflight
     rate = checkpointer.by_first("the preflight", probe)
     kept = most_kept(checkpointer.keep_here)
     there = len(checkpointer.steps_here)
+    free = _file_systems.free_bytes(place)
     more = 1 if kept is None else max(1, kept + 1 - there)
     found = Preflight(
         size,
-        _free_bytes(place),
+        sys.maxsize if free is None else free,  # buckets have no end
         more * size,
         kept,
         blocking_secs,
@@ -93,12 +93,6 @@ def _check(checkpointer: Checkpointer, state: PyTree, dataset: Any) -> Preflight
     checkpointer.events.emit("preflight", **found._asdict())
     _tell(place, found)
     return found
-
-
-def _free_bytes(directory: Path) -> int:
-    if _remote.is_remote(directory):
-        return sys.maxsize  # buckets have no end
-    return shutil.disk_usage(directory).free
 
 
 def most_kept(keep: Sequence[PreservationPolicy]) -> int | None:

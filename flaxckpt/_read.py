@@ -7,14 +7,14 @@ mapped, or read straight into their place; all others come through TensorStore.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tensorstore as ts
 
 from flaxckpt import (
+    _connection,
     _dtypes,
     _layout,
     _links,
@@ -22,14 +22,14 @@ from flaxckpt import (
     _place,
     _progress,
     _raw,
+    _regions,
     _remote,
-    _store,
     _zarr,
     errors,
 )
 from flaxckpt._info import LeafInfo, StoredLeaf
 from flaxckpt._raw import Reading
-from flaxckpt._types import JSON, LeafPath, Shape
+from flaxckpt._types import JSON, LeafPath
 from flaxckpt._zarr import Array, Region
 
 _DECODED_AT_ONCE = 128 * 2**20
@@ -81,7 +81,7 @@ def open_one(stored: StoredLeaf) -> ts.TensorStore:
         DamagedCheckpointError: It is not there, or is not what was recorded.
     """
     try:
-        store = _remote.result(_open(stored, _store.context()), stored.root)
+        store = _remote.result(_open(stored, _connection.context()), stored.root)
         _check_form(stored.info, store)
     except (ValueError, OSError) as error:
         raise _damaged(stored.root, {stored.info.path: _first_words(error)}) from None
@@ -92,8 +92,9 @@ def bytes_here(job: ReadJob) -> int:
     """Uncompressed bytes that this process reads for a leaf."""
     if job.found.dtype is None or job.wanted.sharding is None:
         return _layout.stored_bytes(job.found)
-    _, dtype = _layout.stored_form(job.found)
-    return _bytes_of(_reads(job), dtype)
+    return _regions.nbytes(
+        _regions.to_read(job.found, job.wanted), _layout.stored_form(job.found)[1]
+    )
 
 
 def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
@@ -110,7 +111,8 @@ def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
     values: dict[LeafPath, Any] = {}
     faults: dict[LeafPath, str] = {}
     too_large: list[errors.Mismatch] = []
-    databases = _raw.Databases(_store.context({"file_io_concurrency": {"limit": 32}}))
+    context = _connection.context({"file_io_concurrency": {"limit": 32}})
+    databases = _raw.Databases(context)
     for batch in _batches(jobs, options.max_concurrent_bytes):
         blocks = _read_batch(batch, options, databases, faults)
         while blocks:  # what has become an array is let go
@@ -120,7 +122,9 @@ def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
             except (ValueError, MemoryError) as error:
                 faults[job.wanted.path] = _first_words(error)
             except OverflowError as error:
-                too_large.append(_too_large(job.wanted, error))
+                found = f"the number {error}"
+                wanted = job.wanted
+                too_large.append(errors.Mismatch(wanted.path, str(wanted), found))
     if too_large:
         raise errors.RestoreMismatchError(str(jobs[0].stored.root), too_large)
     if faults:
@@ -153,7 +157,7 @@ def _read_batch(
             options.report(unreported)
             for array in arrays.values():
                 _dtypes.check_bools(array)
-            blocks.append((work.job, _cut(work.reads, arrays)))
+            blocks.append((work.job, _regions.cut(work.reads, arrays)))
         except errors.StoreError:
             raise  # nothing is wrong with the leaf
         except (ValueError, OSError, MemoryError) as error:
@@ -163,7 +167,7 @@ def _read_batch(
 
 def _reporting(work: _Work, begun: Reading, report: Callable[[int], object]) -> int:
     """Has the tasks report what they read; returns what is left to be reported."""
-    size = _bytes_of(work.reads, _layout.stored_form(work.job.found)[1])
+    size = _regions.nbytes(work.reads, _layout.stored_form(work.job.found)[1])
     raw = work.job.stored.raw
     if raw is None or raw.ocdbt or not begun.tasks:
         return size  # TensorStore reads behind its tasks
@@ -179,10 +183,6 @@ def _reported(
 ) -> None:
     task()
     report(size)
-
-
-def _too_large(wanted: LeafInfo, error: OverflowError) -> errors.Mismatch:
-    return errors.Mismatch(wanted.path, str(wanted), f"the number {error}")
 
 
 def _damaged(root: Path, faults: dict[LeafPath, str]) -> errors.DamagedCheckpointError:
@@ -221,76 +221,13 @@ def _batches(jobs: Sequence[ReadJob], max_bytes: int) -> Iterator[list[_Work]]:
     """What is read together: raw arrays, and then those that have to be decoded."""
     for is_raw in (True, False):
         at_once = max_bytes if is_raw else min(max_bytes, _DECODED_AT_ONCE)
-        batch: list[_Work] = []
-        total = 0
-        for job in jobs:
-            if (job.stored.raw is not None) != is_raw:
-                continue
-            work = _Work(job, _reads(job))
-            size = _bytes_of(work.reads, _layout.stored_form(job.found)[1])
-            if batch and total + size > at_once:
-                yield batch
-                batch, total = [], 0
-            batch.append(work)
-            total += size
-        if batch:
-            yield batch
-
-
-def _bytes_of(reads: Iterable[Region], dtype: str) -> int:
-    elements = sum(math.prod(b - a for a, b in region) for region in reads)
-    return elements * _dtypes.item_bits(dtype) // 8
-
-
-def _reads(job: ReadJob) -> dict[Region, list[Region]]:
-    """What to read of a leaf -> the regions that devices need of it.
-
-    Each region is read by itself if no chunk reaches into two of them. Otherwise that
-    chunk would be read once for each, so what encloses them all is read instead.
-    """
-    shape, _ = _layout.stored_form(job.found)
-    sharding = job.wanted.sharding
-    if (
-        sharding is None
-        or job.wanted.kind != "array"
-        or (len(sharding.device_set) == 1 and sharding.is_fully_addressable)
-    ):
-        whole = _zarr.whole(shape)
-        return {whole: [whole]}
-    indices = sharding.addressable_devices_indices_map(shape).values()
-    if not indices:
-        return {}  # other processes have it all
-    regions = list(
-        dict.fromkeys(_zarr.region_of(index or (), shape) for index in indices)
-    )
-    chunk = job.found.chunk_shape
-    if len(regions) == 1 or (
-        chunk and all(_fits_chunks(r, chunk, shape) for r in regions)
-    ):
-        return {region: [region] for region in regions}
-    box = tuple(
-        (min(start for start, _ in bounds), max(stop for _, stop in bounds))
-        for bounds in zip(*regions, strict=True)
-    )
-    return {box: regions}
-
-
-def _fits_chunks(region: Region, chunk: Shape, shape: Shape) -> bool:
-    return all(
-        start % part == 0 and (stop % part == 0 or stop == size)
-        for (start, stop), part, size in zip(region, chunk, shape, strict=True)
-    )
-
-
-def _cut(
-    reads: Mapping[Region, list[Region]], arrays: Mapping[Region, Array]
-) -> dict[Region, Array]:
-    """What each device needs -> its values."""
-    return {
-        region: arrays[read][_zarr.within(region, read)]
-        for read, regions in reads.items()
-        for region in regions
-    }
+        sized = (
+            (work, _regions.nbytes(work.reads, _layout.stored_form(job.found)[1]))
+            for job in jobs
+            if (job.stored.raw is not None) == is_raw
+            for work in [_Work(job, _regions.to_read(job.found, job.wanted))]
+        )
+        yield from _memory.batches(sized, at_once)
 
 
 # ---- reading --------------------------------------------------------------------
@@ -338,7 +275,7 @@ def _from_store(
         if _is_cast_by_tensorstore(job):
             store = ts.cast(store, job.wanted.dtype or "")
         dtype = store.dtype.numpy_dtype
-        _memory.check(_bytes_of(regions, _layout.stored_form(job.found)[1]))
+        _memory.check(_regions.nbytes(regions, _layout.stored_form(job.found)[1]))
         for region in regions:
             # Into memory that jax takes over as it is; TensorStore's own it copies.
             target = _raw.empty(_zarr.extent(region), dtype)

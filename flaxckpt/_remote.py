@@ -237,7 +237,7 @@ def result(future: ts.Future[_T], path: Path, size: int = 0) -> _T:
         StoreError: The store took too long.
     """
     if is_remote(path):
-        return path.store.wait(f"read {path}", future, size)
+        return path.store.connection.wait(f"read {path}", future, size)
     return future.result()
 
 

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
 
 from flaxckpt import (
-    _blocks,
+    _afresh,
     _collector,
-    _derive,
+    _computed,
+    _file_systems,
     _fit,
     _flax,
     _locate,
     _multihost,
     _optax,
-    _place,
     _plan,
     _planner,
     _progress,
@@ -292,7 +288,7 @@ def restore(
             if jobs is not recipe.jobs:
                 found = _share.gathered(found, recipe.jobs)
             values = {**recipe.given, **found}
-            values |= _derive.read(recipe.derived, reading)
+            values |= _computed.read(recipe.derived, reading)
             state = _built(recipe, abstract_state, planned.path, values)
     except errors.DamagedCheckpointError:
         _check_current(stored)
@@ -358,38 +354,11 @@ def _built(
     if recipe.flat is None:
         return _tree.unflatten(recipe.structure, values)
     if recipe.fresh:
-        values |= _fresh(recipe, _fresh_optimizer(abstract_state, values), path)
+        fresh, kept = _afresh.values(recipe, abstract_state, values, path)
+        if kept:
+            _warn(path, "are as the state has them", kept)
+        values |= fresh
     return recipe.flat.rebuild(values)
-
-
-def _fresh(
-    recipe: _plan.Recipe, made: Mapping[LeafPath, Any], path: str
-) -> dict[LeafPath, Any]:
-    """Optimizer leaves that start afresh: from `made`, or else as the state has them.
-
-    The state has others than `tx.init` makes if it was made of a part of the params.
-    """
-    assert recipe.flat is not None
-    values = {}
-    own = []
-    for info in recipe.fresh:
-        value = made.get(info.path)
-        if value is not None and np.shape(value) == info.shape:
-            values[info.path] = _place.place(value, info)
-            continue
-        values[info.path] = recipe.flat.table[info.path].source
-        own.append(info)
-    lacking = [i for i in own if isinstance(values[i.path], jax.ShapeDtypeStruct)]
-    if lacking:
-        found = "nothing, and tx.init of all params makes no such leaf"
-        raise errors.RestoreMismatchError(
-            path,
-            [Mismatch(info.path, str(info), found) for info in lacking],
-            "Pass a state with values for them.",
-        )
-    if own:
-        _warn(path, "are as the state has them", [info.path for info in own])
-    return values
 
 
 def _reading(
@@ -397,40 +366,9 @@ def _reading(
 ) -> _read.Options:
     memory_map = options.memory_map
     if memory_map == "auto":
-        memory_map = _blocks.is_local(_remote.from_text(path))
+        memory_map = _file_systems.is_local(_remote.from_text(path))
     at_once = options.max_concurrent_bytes
     return _read.Options(memory_map, options.verify, at_once, report)
-
-
-def _fresh_optimizer(
-    abstract_state: PyTree, values: Mapping[LeafPath, Any]
-) -> dict[LeafPath, Any]:
-    """Optimizer leaves as their transforms' `init` makes them from restored params."""
-    made: dict[LeafPath, Any] = {}
-    for part in _flax.optimizers(abstract_state):
-        flat = _tree.flatten(part.params, boxes=_flax.boxes())
-        params = {
-            path: values[_tree.join((*part.params_keys, *entry.keys))]
-            for path, entry in flat.entries.items()
-            if not entry.is_empty
-        }
-        with _mesh_of(params.values()):
-            state = jax.jit(part.init)(_tree.unflatten(flat.structure, params))
-        for entry in _tree.flatten(state, boxes=_flax.boxes()).entries.values():
-            made[_tree.join((*part.state_keys, *entry.keys))] = entry.value
-    return made
-
-
-def _mesh_of(leaves: Iterable[Any]) -> AbstractContextManager[Any]:
-    """The mesh of sharded `leaves` as jit's, if its axes are explicit: they need it."""
-    for leaf in leaves:
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding):
-            mesh: Any = sharding.mesh
-            if AxisType.Explicit in mesh.axis_types:
-                return jax.set_mesh(mesh)
-            break
-    return contextlib.nullcontext()
 
 
 def _tell(planned: RestorePlan, recipe: _plan.Recipe, options: _plan.Options) -> None:
@@ -451,5 +389,5 @@ def _tell(planned: RestorePlan, recipe: _plan.Recipe, options: _plan.Options) ->
 
 
 def _warn(path: str, what: str, leaves: list[LeafPath]) -> None:
-    listed = ", ".join(leaves[:5]) + (", …" if len(leaves) > 5 else "")
+    listed = errors.first_few(leaves)
     _log.warning("%d leaves of %s %s: %s", len(leaves), path, what, listed)

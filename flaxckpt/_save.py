@@ -14,8 +14,8 @@ from flaxckpt import (
     _access,
     _collector,
     _commit,
+    _computed,
     _containers,
-    _derive,
     _flax,
     _joint,
     _joint_save,
@@ -36,7 +36,7 @@ from flaxckpt._commit import Options, Snapshot, Written
 from flaxckpt._handle import SaveHandle
 from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, LeafTable, SaveResult
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
-from flaxckpt.formats import _orbax, _orbax_json
+from flaxckpt.formats import _orbax, _orbax_json, _orbax_names
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _table as _transforms
 
@@ -161,7 +161,7 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     infos = tuple([leaf.info for leaf in table.values()])
     names = [_orbax_json.param_name(info.keys) for info in infos]
     ocdbt = uses_ocdbt(infos, names, options.layout)
-    _orbax.check_names(infos, names, ocdbt=ocdbt)
+    _orbax_names.check(infos, names, ocdbt=ocdbt)
     if options.planned is not None:
         stored = [info for info in infos if info.chunk_shape is not None]
         options.planned(
@@ -222,7 +222,7 @@ def planned(
         table = _optax.with_roles(
             table, roles
         )  # so that moments go with their parameters
-        table = _derive.computed(_transforms.apply(options.transforms, table))
+        table = _computed.of_state(_transforms.apply(options.transforms, table))
         structure = _containers.of(structure, flat.table, table)
         table = _with_keys(table, dict(_tree.key_paths(structure)))
         roles = {}
@@ -252,7 +252,7 @@ def uses_ocdbt(
     many_small = len(sizes) > _MANY_LEAVES and sum(sizes) < _SMALL_LEAF_BYTES * len(
         sizes
     )
-    return many_small or not _orbax.file_safe(infos, names)
+    return many_small or not _orbax_names.are_file_safe(infos, names)
 
 
 def _check_free(final: Path, *, overwrite: bool) -> None:

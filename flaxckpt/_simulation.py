@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from flaxckpt import _chunks, _commit, _flax, _layout, _save, _writers, errors
 from flaxckpt._info import ArrayLayout, LeafInfo
 from flaxckpt._types import PyTree
-from flaxckpt.formats import _orbax, _orbax_json
+from flaxckpt.formats import _orbax_json, _orbax_names
 
 EXCHANGES = 5
 """How often the processes of a save tell each other how it is; see `_joint`: that it
@@ -134,7 +134,7 @@ def simulate(
     _check_meshes(infos, processes)
     names = [_orbax_json.param_name(info.keys) for info in infos]
     ocdbt = _save.uses_ocdbt(infos, names, options.layout)
-    _orbax.check_names(infos, names, ocdbt=ocdbt)
+    _orbax_names.check(infos, names, ocdbt=ocdbt)
     snapshot = _commit.Snapshot(
         _NOWHERE, infos, structure, (), {}, {}, ocdbt, options, 0.0
     )

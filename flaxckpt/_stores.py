@@ -6,7 +6,8 @@ import dataclasses
 import os
 
 from flaxckpt import errors
-from flaxckpt._store import Store, StoreOptions
+from flaxckpt._connection import StoreOptions
+from flaxckpt._store import Store
 
 SCHEMES = ("s3", "gs", "memory")
 

@@ -15,6 +15,7 @@ import numpy as np
 from flaxckpt import (
     _commit,
     _layout,
+    _ocdbt,
     _pieces,
     _runs,
     _save,
@@ -32,6 +33,7 @@ from flaxckpt.formats import (
     _msgpack_write,
     _orbax,
     _orbax_json,
+    _orbax_names,
     _safetensors_json,
     _safetensors_write,
 )
@@ -220,7 +222,7 @@ class _OrbaxTarget:
         names = [_orbax_json.param_name(info.keys) for info in infos]
         self._names = {i.path: name for i, name in zip(infos, names, strict=True)}
         self._ocdbt = _save.uses_ocdbt(infos, names, state.layout)
-        _orbax.check_names(infos, names, ocdbt=self._ocdbt)
+        _orbax_names.check(infos, names, ocdbt=self._ocdbt)
         self.pieces = state.pieces(by_chunk=True)
         self.files = ["ocdbt" if self._ocdbt else "files"]
         self.result = ""
@@ -230,7 +232,7 @@ class _OrbaxTarget:
         self._root = output / _orbax.STATE
         self._root.mkdir(exist_ok=True)
         if self._ocdbt:
-            return done if (self._root / "manifest.ocdbt").is_file() else ()
+            return done if (self._root / _ocdbt.MANIFEST).is_file() else ()
         kept = {piece.path for piece in self.pieces if piece.name in done}
         kept = {path for path in kept if (self._root / self._names[path]).is_dir()}
         for path, name in self._names.items():

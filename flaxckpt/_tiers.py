@@ -9,7 +9,6 @@ is opened again is uploaded then.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -28,8 +27,6 @@ from flaxckpt import (
     policies,
 )
 from flaxckpt._types import PathLike
-
-_log = logging.getLogger(__name__)
 
 KEEP = (policies.LatestN(1),)
 """What stays in staging, beside what is still to be uploaded."""

@@ -20,7 +20,14 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from flaxckpt import _blocks, _leases, _marked, _remote, _storage
+from flaxckpt import (
+    _file_systems,
+    _leases,
+    _marked,
+    _remote,
+    _renames,
+    _storage,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +101,7 @@ def made(
                 continue
             try:
                 yield path
-            except _storage.NotDurableError:
+            except _renames.NotDurableError:
                 raise  # it may be all that there is after a power cut
             except BaseException:
                 discard(path)
@@ -152,7 +159,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 @contextlib.contextmanager
 def _touching(path: Path, descriptor: int) -> Iterator[None]:
     """Keeps a directory young, where age counts."""
-    if _blocks.is_local(path):
+    if _file_systems.is_local(path):
         yield
         return
     ended = threading.Event()
@@ -224,7 +231,7 @@ def _is_abandoned(path: Path) -> bool:
     """Whether nobody works with a directory that nobody has locked."""
     match = _NAME.fullmatch(path.name)
     if match and match["what"]:
-        if _blocks.is_local(path):
+        if _file_systems.is_local(path):
             return True
         limit = _ABANDONED_SECS
     else:

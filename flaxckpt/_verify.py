@@ -28,7 +28,7 @@ from flaxckpt import (
 from flaxckpt._file_checks import check_committed, check_digest, check_keys
 from flaxckpt._info import Leaf, Stored, StoredLeaf
 from flaxckpt._types import LeafPath
-from flaxckpt.formats import _orbax, _orbax_disk, _orbax_json
+from flaxckpt.formats import _manifest, _orbax, _orbax_disk, _orbax_json
 
 _DECODED_AT_ONCE = 128 * 2**20
 _PIECE_BYTES = 64 * 2**20
@@ -135,7 +135,7 @@ def _description(
 def _verify_own(path: Path, stored: Stored, found: _findings.Findings) -> list[str]:
     """Compares every file with its checksum; returns those that are no part of it."""
     manifest = _orbax_disk.json_file(path / _orbax_json.MANIFEST, path)
-    encoding = _orbax_json.encoding(manifest)
+    encoding = _manifest.encoding(manifest)
     digests = _audit.digests(path, stored)
     checks: list[tuple[str, Callable[[], object]]] = [
         (

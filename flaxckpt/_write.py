@@ -1,16 +1,15 @@
 """Arrays from host memory into storage, within a byte budget.
 
-Raw chunks (see `_zarr`) are written as they lie in memory: into files by several
-threads at once, or as values of a database. All others go through TensorStore.
+Raw chunks are written as they lie in memory: into files by several threads at once, or
+as values of a database. All others go through TensorStore.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
-import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,21 +19,20 @@ import tensorstore as ts
 
 from flaxckpt import (
     _blocks,
+    _connection,
     _dtypes,
+    _memory,
+    _ocdbt,
     _progress,
+    _raw_chunks,
     _remote,
     _staging,
-    _store,
     _threads,
     _zarr,
 )
 from flaxckpt._snapshot import HostArray, HostShard
 from flaxckpt._storage import Stamp
-from flaxckpt._types import JSON
-from flaxckpt._zarr import Array, Encoding, Region
-
-DATABASE_OF = "ocdbt.process_"
-"""How the database of one process is called, for Orbax as for us."""
+from flaxckpt._zarr import Encoding
 
 DEFAULT_CONCURRENT_BYTES = 2 * 2**30
 """Bytes that may be between memory and storage at one time."""
@@ -106,14 +104,14 @@ def write(
         count: Called with bytes of values, in memory, whenever some are through.
         writer: Which process this is, if others write other chunks of these arrays, or
             other arrays, to the same `root`. Process 0 describes all of them. Each
-            has a database of its own, for `merge`.
+            has a database of its own, for `_ocdbt.merge`.
 
     Raises:
         OSError, ValueError: Something could not be written.
     """
-    context = _store.context()
+    context = _connection.context()
     if ocdbt and writer is not None:
-        root = root / f"{DATABASE_OF}{writer}"
+        root = root / f"{_ocdbt.PART}{writer}"
         root.mkdir()
     if ocdbt and _staging.is_needed(root):
         # One database is made of all batches, which takes memory for all of it.
@@ -130,19 +128,44 @@ def write(
     if _remote.is_remote(root):
         previous = None  # stores have no links
     if ocdbt:
-        for batch in _batches(arrays, max_concurrent_bytes):
+        sized = ((array, array.nbytes) for array in arrays)
+        for batch in _memory.batches(sized, max_concurrent_bytes):
             _write_database(root, batch, encoding, context, max_concurrent_bytes, count)
-        return
+    else:
+        _write_directories(
+            root,
+            arrays,
+            encoding,
+            context,
+            previous,
+            max_concurrent_bytes,
+            count,
+            writer,
+        )
+
+
+def _write_directories(
+    root: Path,
+    arrays: Iterable[HostArray],
+    encoding: Encoding,
+    context: ts.Context,
+    previous: Previous | None,
+    max_concurrent_bytes: int,
+    count: Count,
+    writer: int | None,
+) -> None:
+    """Writes a directory for each array."""
     raw: list[HostArray] = []
     encoded: list[HostArray] = []
     for array in arrays:
-        (raw if _is_raw(array, encoding) else encoded).append(array)
+        (raw if _raw_chunks.is_raw(array, encoding) else encoded).append(array)
     budget = _threads.Budget(max_concurrent_bytes)
     _write_files(root, raw, encoding, previous, budget, count, writer)
     at_once = min(max_concurrent_bytes, _ENCODED_AT_ONCE)
     if encoded and _staging.is_needed(root):
         at_once = min(at_once, max_concurrent_bytes // (1 + _COPIES_IN_REQUESTS))
-        for batch in _batches(encoded, at_once):
+        sized = ((array, array.nbytes) for array in encoded)
+        for batch in _memory.batches(sized, at_once):
             with _staging.staged(root) as memory:
                 _write_encoded(memory, batch, encoding, context, at_once, count=count)
         return
@@ -154,43 +177,6 @@ def write(
     if previous is not None and not is_shared:
         for array in encoded:
             _link_files(previous.root / array.name, root / array.name)
-
-
-def merge(root: Path, writers: int) -> None:
-    """Makes one database of those that single processes have written, in one step.
-
-    Their values stay where they are, and are to be found by the whole only.
-    """
-    context = _store.context()  # the same for all, or nothing is taken over
-    whole = _opened(root, context)
-    transaction = ts.Transaction(atomic=True)
-    taken = [
-        _opened(root / f"{DATABASE_OF}{writer}", context).experimental_copy_range_to(
-            whole.with_transaction(transaction)
-        )
-        for writer in range(writers)
-    ]
-    for future in taken:
-        _remote.result(future, root)
-    _remote.result(transaction.commit_async(), root)
-    for writer in range(writers):
-        (root / f"{DATABASE_OF}{writer}" / "manifest.ocdbt").unlink(missing_ok=True)
-
-
-def _opened(root: Path, context: ts.Context) -> ts.KvStore:
-    spec = _zarr.kvstore(root, "", ocdbt=True)
-    return _remote.result(ts.KvStore.open(spec, context=context), root)
-
-
-def is_raw(array: HostArray, encoding: Encoding) -> bool:
-    """Whether an array is written without TensorStore, which would sync it."""
-    return _is_raw(array, encoding)
-
-
-def files_of(root: Path, array: HostArray) -> Iterator[Path]:
-    """The files of chunks that this process writes of a raw array."""
-    for chunk in _chunks(array):
-        yield root / array.name / chunk.key
 
 
 def write_parts(
@@ -216,113 +202,19 @@ def write_parts(
     transaction = ts.Transaction(atomic=True) if ocdbt else None
     at_once = min(max_concurrent_bytes, _ENCODED_AT_ONCE)
     _write_encoded(
-        root, arrays, encoding, _store.context(), at_once, transaction, may_exist=True
+        root,
+        arrays,
+        encoding,
+        _connection.context(),
+        at_once,
+        transaction,
+        may_exist=True,
     )
     if transaction is not None:
         transaction.commit_async().result()
 
 
-def _is_raw(array: HostArray, encoding: Encoding) -> bool:
-    return _zarr.is_raw(encoding, array.shape, _stored_name(array))
-
-
-def _stored_name(array: HostArray) -> str:
-    name = _dtypes.stored_name(array.dtype)
-    assert name is not None, array.name
-    return name
-
-
-def _metadata(array: HostArray, encoding: Encoding) -> dict[str, JSON]:
-    return _zarr.metadata(encoding, array.shape, _stored_name(array), array.chunk_shape)
-
-
-def _metadata_text(array: HostArray, encoding: Encoding) -> bytes:
-    return _zarr.metadata_text(
-        encoding, array.shape, _stored_name(array), array.chunk_shape
-    )
-
-
-def _batches(arrays: Iterable[HostArray], max_bytes: int) -> Iterator[list[HostArray]]:
-    batch: list[HostArray] = []
-    total = 0
-    for array in arrays:
-        if batch and total + array.nbytes > max_bytes:
-            yield batch
-            batch, total = [], 0
-        batch.append(array)
-        total += array.nbytes
-    if batch:
-        yield batch
-
-
 # ---- raw chunks -----------------------------------------------------------------
-
-
-class _Chunk(NamedTuple):
-    """A chunk to write.
-
-    Attributes:
-        array: Whose it is.
-        shard: What has its values.
-        key: Which chunk of the array.
-        bounds: What the shard has of it, in the whole array: all but padding.
-    """
-
-    array: HostArray
-    shard: HostShard
-    key: str
-    bounds: Region
-
-    @property
-    def size(self) -> int:
-        """Bytes of it as stored, less the checksum."""
-        bits = _dtypes.item_bits(self.array.dtype)
-        return math.prod(self.array.chunk_shape) * bits // 8
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its values in memory."""
-        itemsize: int = self.shard.data.dtype.itemsize
-        return math.prod(_zarr.extent(self.bounds)) * itemsize
-
-    def has_to_be_copied(self) -> bool:
-        """Whether its values are not already one run of bytes, as stored."""
-        data = self._data()
-        return not (
-            data.dtype.name == self.array.dtype
-            and data.dtype.isnative
-            and data.flags.c_contiguous
-        )
-
-    def parts(self, encoding: Encoding) -> list[memoryview]:
-        """What is stored: the values, padding, the checksum. Views where possible."""
-        parts = self._content()
-        if encoding.checksum:
-            parts.append(memoryview(_blocks.checksum(parts)))
-        return parts
-
-    def _content(self) -> list[memoryview]:
-        array = self.array
-        data = _dtypes.to_stored(_dtypes.convert(self._data(), array.dtype))
-        missing = self.size - data.nbytes
-        if missing and data.shape[1:] != array.chunk_shape[1:]:
-            # The chunk sticks out of the array along another axis than the first.
-            padded = np.zeros(array.chunk_shape, data.dtype)
-            padded[tuple(slice(size) for size in data.shape)] = data
-            data, missing = padded, 0
-        run = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-        return [run.data, memoryview(bytes(missing))]
-
-    def _data(self) -> Array:
-        values = np.asarray(self.shard.data)
-        data: Array = values[_zarr.within(self.bounds, self.shard.region)]
-        return data
-
-
-def _chunks(array: HostArray) -> Iterator[_Chunk]:
-    for shard in array.shards:
-        for key, bounds in _zarr.chunks(shard.region, array.chunk_shape):
-            yield _Chunk(array, shard, key, bounds)
 
 
 def _write_files(
@@ -341,17 +233,17 @@ def _write_files(
         """Makes the directory; says whether all chunks can be linked unread."""
         directory = root / array.name
         directory.mkdir(exist_ok=not array.name or writer is not None)
-        content = _metadata_text(array, encoding)
+        content = _raw_chunks.metadata_text(array, encoding)
         if not writer:
             _blocks.write(directory / _zarr.METADATA, [memoryview(content)])
         return previous is not None and _is_unchanged(array, content, previous)
 
     def write_array(array: HostArray) -> None:
         is_unchanged = begin(array)
-        for chunk in _chunks(array):
+        for chunk in _raw_chunks.chunks(array):
             write_chunk(chunk, is_unchanged)
 
-    def write_chunk(chunk: _Chunk, is_unchanged: bool) -> None:
+    def write_chunk(chunk: _raw_chunks.Chunk, is_unchanged: bool) -> None:
         name = chunk.array.name
         new = root / name / chunk.key
         old = previous and previous.root / name / chunk.key
@@ -373,7 +265,7 @@ def _write_files(
         is_unchanged = begin(array)
         tasks += [
             functools.partial(write_chunk, chunk, is_unchanged)
-            for chunk in _chunks(array)
+            for chunk in _raw_chunks.chunks(array)
         ]
     threads = _THREADS_OF_STORES if is_remote else _THREADS
     _threads.each(lambda task: task(), tasks, threads=threads)
@@ -418,15 +310,17 @@ def _write_database(
 ) -> None:
     """Writes arrays into one database, in one transaction: one data file for all."""
     transaction = ts.Transaction(atomic=True)
-    values = _opened(root, context).with_transaction(transaction)
+    values = _ocdbt.opened(root, context).with_transaction(transaction)
     large = []
     for array in arrays:
-        if array.nbytes > _DATABASE_VALUE_BYTES or not _is_raw(array, encoding):
+        if array.nbytes > _DATABASE_VALUE_BYTES or not _raw_chunks.is_raw(
+            array, encoding
+        ):
             large.append(array)
             continue
         key = _zarr.database_key(array.name, _zarr.METADATA)
-        values.write(key, _metadata_text(array, encoding))
-        for chunk in _chunks(array):
+        values.write(key, _raw_chunks.metadata_text(array, encoding))
+        for chunk in _raw_chunks.chunks(array):
             content = b"".join(chunk.parts(encoding))
             values.write(_zarr.database_key(array.name, chunk.key), content)
         count(array.nbytes)
@@ -457,7 +351,7 @@ def _write_encoded(
                 ),
                 # Stock Orbax takes a missing chunk for damage: zeros are written too.
                 "store_data_equal_to_fill_value": True,
-                "metadata": _metadata(array, encoding),
+                "metadata": _raw_chunks.metadata(array, encoding),
             },
             create=True,
             open=may_exist,

@@ -272,5 +272,5 @@ def kvstore(root: Path, name: str, *, ocdbt: bool) -> dict[str, JSON]:
 
 def _place(root: Path, below: str) -> dict[str, JSON]:
     if _remote.is_remote(root):
-        return root.store.spec(root.prefix + below)
+        return root.store.connection.spec(root.prefix + below)
     return {"driver": "file", "path": f"{root}/{below}"}

@@ -212,6 +212,11 @@ def rows(lines: object) -> str:
     return "\n".join(shown)
 
 
+def first_few(names: Sequence[str], most: int = 5) -> str:
+    """The first `most` of `names` in one line, and an ellipsis if there are others."""
+    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
+
+
 def printable(text: str) -> str:
     """`text` in one line that no terminal takes for a command, and that has an end.
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flaxckpt import _blocks
+from flaxckpt import _blocks, _file_systems
 from flaxckpt._blocks import Block
 
 PAGE = mmap.PAGESIZE
@@ -181,14 +181,14 @@ def test_no_link_is_made_of_what_is_not_there(tmp_path):
 
 def test_the_file_system_of_a_path_is_known(tmp_path):
     if not Path("/proc/self/mountinfo").exists():
-        assert not _blocks.is_local(tmp_path)
+        assert not _file_systems.is_local(tmp_path)
         pytest.skip("no /proc here")
-    assert _blocks.file_system("/proc/self") == "proc"
-    assert not _blocks.is_local("/proc/self")
+    assert _file_systems.kind("/proc/self") == "proc"
+    assert not _file_systems.is_local("/proc/self")
     if Path("/dev/shm").is_dir() and os.path.ismount("/dev/shm"):
-        assert _blocks.is_local("/dev/shm")
-    assert _blocks.file_system("/nowhere/at/all") == _blocks.file_system("/")
-    assert _blocks._unescaped(r"/a\040b\134c") == "/a b\\c"
+        assert _file_systems.is_local("/dev/shm")
+    assert _file_systems.kind("/nowhere/at/all") == _file_systems.kind("/")
+    assert _file_systems._unescaped(r"/a\040b\134c") == "/a b\\c"
 
 
 @pytest.mark.parametrize("kind", ["short", "symlink", "fifo"])

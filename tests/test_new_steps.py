@@ -13,7 +13,7 @@ import pytest
 import strategies
 
 import flaxckpt
-from flaxckpt import _leases, _storage, errors
+from flaxckpt import _leases, _renames, errors
 from flaxckpt.policies import LatestN
 
 OLD = 3600
@@ -201,7 +201,7 @@ def test_a_reader_that_comes_while_steps_are_judged_keeps_its_step(
     def withdraw(final, aside):
         raise AssertionError("not even for a moment")
 
-    monkeypatch.setattr(_storage, "withdraw", withdraw)
+    monkeypatch.setattr(_renames, "withdraw", withdraw)
     ckpt = flaxckpt.Checkpointer(tmp_path, **{rules: [Late()]})
     reading = ckpt.new_steps()
     assert ckpt.prune() == ()
@@ -213,7 +213,7 @@ def test_a_reader_that_comes_while_steps_are_judged_keeps_its_step(
 
 def test_a_reader_that_is_seen_too_late_gets_its_step_back(tmp_path, monkeypatch):
     save(tmp_path, 1, 2)
-    real = _storage.withdraw
+    real = _renames.withdraw
 
     def withdraw(final, aside):
         (final / f"{_leases.READING}there-7-00").touch()
@@ -221,7 +221,7 @@ def test_a_reader_that_is_seen_too_late_gets_its_step_back(tmp_path, monkeypatch
 
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
     with monkeypatch.context() as patch:
-        patch.setattr(_storage, "withdraw", withdraw)
+        patch.setattr(_renames, "withdraw", withdraw)
         assert ckpt.prune() == ()
     assert ckpt.explain()[1] == ["being read by there:7"]
     strategies.assert_same(state(1), ckpt.restore(step=1))

@@ -18,6 +18,7 @@ import flaxckpt
 from flaxckpt import (
     _blocks,
     _dtypes,
+    _file_systems,
     _progress,
     _raw,
     _read,
@@ -281,8 +282,8 @@ def test_arrays_are_the_mapped_files(saved):
 
 
 def test_auto_maps_local_files_only(saved, monkeypatch):
-    assert is_mapped(flaxckpt.load(saved)["w"], saved) == _blocks.is_local(saved)
-    monkeypatch.setattr(_blocks, "file_system", lambda path: "nfs4")
+    assert is_mapped(flaxckpt.load(saved)["w"], saved) == _file_systems.is_local(saved)
+    monkeypatch.setattr(_file_systems, "kind", lambda path: "nfs4")
     assert not is_mapped(flaxckpt.load(saved)["w"], saved)
     assert is_mapped(flaxckpt.load(saved, memory_map=True)["w"], saved)
 

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import flaxckpt
 from flaxckpt import (
+    _classes,
     _collector,
     _commit,
     _flax,
@@ -29,7 +30,7 @@ from flaxckpt import (
     errors,
     transforms,
 )
-from flaxckpt.formats import _orbax, _orbax_json
+from flaxckpt.formats import _manifest, _orbax, _orbax_json
 
 ADAMW = optax.adamw(1e-3)
 NOWHERE = pathlib.Path("/nonexistent/checkpoint")
@@ -81,19 +82,19 @@ def contents(make, n):
 
 @functools.cache
 def manifest(make, n):
-    return _orbax_json.loads(_orbax._manifest(contents(make, n), {}), "")
+    return _orbax_json.loads(_orbax._manifest_text(contents(make, n), {}), "")
 
 
 def read(make, n, *, with_roles=True):
     """The checkpoint of a state, without a disk."""
     data = manifest(make, n)
-    structure = _structure.from_json(data["structure"], _flax.resolve, set())
+    structure = _structure.from_json(data["structure"], _classes.resolve, set())
     keys = dict(_tree.key_paths(structure))
     table = {}
     for row in data["leaves"]:
         if not with_roles:
             row = {name: value for name, value in row.items() if name != "role"}
-        info = _orbax_json.leaf_info(row, keys)
+        info = _manifest.leaf_info(row, keys)
         table[info.path] = _info.Leaf(info, (_info.StoredLeaf(NOWHERE, info),))
     metadata = _info.CheckpointMetadata(
         *("/nonexistent", "flaxckpt", 1, {}, {}, None, None, {}, False, 0)
@@ -110,7 +111,7 @@ WORK = {
     "a save of NNX": lambda n: snapshot(nnx_like(n)),
     "a save of many optimizers": lambda n: snapshot(several_optimizers(n)),
     "metadata": lambda n: _orbax.files(contents(linen_like, n)),
-    "the manifest": lambda n: _orbax._manifest(contents(linen_like, n), {}),
+    "the manifest": lambda n: _orbax._manifest_text(contents(linen_like, n), {}),
     "reading metadata": lambda n: read(linen_like, n),
     "a restore": lambda n: plan(read(linen_like, n), linen_like(n)),
     "a restore of everything": lambda n: plan(read(linen_like, n), None),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flaxckpt import _storage, errors
+from flaxckpt import _renames, _storage, errors
 
 
 def test_paths_may_be_relative_urls_or_in_the_home(tmp_path, monkeypatch):
@@ -44,18 +44,18 @@ def test_publish_refuses_a_name_that_is_taken(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
     with pytest.raises(errors.CheckpointExistsError):
-        _storage.publish(tmp_path / "new", tmp_path / "old")
+        _renames.publish(tmp_path / "new", tmp_path / "old")
     assert (tmp_path / "old" / "file").read_text() == "old"
 
 
 @pytest.mark.parametrize("has_exchange", [True, False])
 def test_exchange_swaps_two_directories(tmp_path, monkeypatch, has_exchange):
     if not has_exchange:
-        monkeypatch.setattr(_storage.ctypes, "CDLL", lambda *a, **k: object())
+        monkeypatch.setattr(_renames.ctypes, "CDLL", lambda *a, **k: object())
     for name in ("new", "old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
-    _storage.exchange(tmp_path / "new", tmp_path / "old", tmp_path / "aside")
+    _renames.exchange(tmp_path / "new", tmp_path / "old", tmp_path / "aside")
     assert (tmp_path / "old" / "file").read_text() == "new"
     assert (tmp_path / "new" / "file").read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
@@ -81,13 +81,13 @@ def test_what_the_disk_does_not_confirm_is_undone_or_told(
 
     monkeypatch.setattr(_storage, "sync_directory", fail)
     acts = {
-        "publish": lambda: _storage.publish(new, old),
-        "exchange": lambda: _storage.exchange(new, old),
-        "withdraw": lambda: _storage.withdraw(old, tmp_path / "aside"),
+        "publish": lambda: _renames.publish(new, old),
+        "exchange": lambda: _renames.exchange(new, old),
+        "withdraw": lambda: _renames.withdraw(old, tmp_path / "aside"),
     }
     with pytest.raises(OSError, match="Input/output") as info:
         acts[change]()
-    assert isinstance(info.value, _storage.NotDurableError) is (failing == 2)
+    assert isinstance(info.value, _renames.NotDurableError) is (failing == 2)
     assert sorted(tmp_path.rglob("*")) == before
 
 

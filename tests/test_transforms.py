@@ -1303,7 +1303,7 @@ CHANGES = st.lists(
 @given(tree=TREES, changes=CHANGES)
 def test_what_applies_is_undone_by_its_inverse(tree, changes):
     """On tables alone: whatever can be applied at all. Or the inverse is refused."""
-    from flaxckpt import _derive, _flax
+    from flaxckpt import _computed, _flax
     from flaxckpt.transforms import _table
 
     state = {
@@ -1322,12 +1322,12 @@ def test_what_applies_is_undone_by_its_inverse(tree, changes):
         except errors.OptionError:
             continue
         applied.append(change)
-    computed = _derive.computed(undone)
+    computed = _computed.of_state(undone)
     try:
         computed = _table.apply(transforms.inverse(applied), computed)
     except errors.OptionError:
         return  # it was not silent
-    computed = _derive.computed(computed)
+    computed = _computed.of_state(computed)
     if computed.keys() != table.keys():
         return  # an inverse also takes what was under the new name before
     for path, leaf in table.items():

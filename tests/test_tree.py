@@ -9,7 +9,7 @@ import pytest
 import strategies
 from hypothesis import strategies as st
 
-from flaxckpt import _flax, _structure, _tree, errors
+from flaxckpt import _classes, _structure, _tree, errors
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -31,7 +31,7 @@ def test_a_tree_comes_back_from_its_written_description(tree):
     flat = _tree.flatten(tree)
     written = json.loads(json.dumps(_structure.to_json(flat.structure)))
     unknown = set()
-    structure = _structure.from_json(written, _flax.resolve, unknown)
+    structure = _structure.from_json(written, _classes.resolve, unknown)
     assert not unknown
     strategies.assert_same(tree, _tree.unflatten(structure, values(flat)))
     assert [path for path, _ in _tree.key_paths(structure)] == list(flat.entries)
@@ -121,7 +121,7 @@ def test_an_unknown_class_becomes_a_dict_and_is_reported():
 )
 def test_rubbish_is_no_description(description):
     with pytest.raises(ValueError, match=r"."):
-        _structure.from_json(description, _flax.resolve, set())
+        _structure.from_json(description, _classes.resolve, set())
 
 
 def test_a_description_nested_too_deep_is_refused():
@@ -129,4 +129,4 @@ def test_a_description_nested_too_deep_is_refused():
     for _ in range(_tree.MAX_DEPTH + 2):
         description = ["list", [0], [description]]
     with pytest.raises(ValueError, match="nested"):
-        _structure.from_json(description, _flax.resolve, set())
+        _structure.from_json(description, _classes.resolve, set())

@@ -92,10 +92,10 @@ def is_own_json(content: bytes) -> bool:
         found = json.loads(content)
     except (ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and not is_tagged(found)
+    return isinstance(found, dict) and not _is_tagged(found)
 
 
-def is_tagged(found: Any) -> bool:
+def _is_tagged(found: Any) -> bool:
     """Whether a value read from JSON would be taken for something else."""
     return (
         isinstance(found, dict) and len(found) == 1 and not _TAGS[-1].isdisjoint(found)
@@ -130,7 +130,7 @@ def _encode(state: Any, at: str) -> Any:
 def _dict(state: Mapping[Any, Any], at: str) -> Any:
     plain = all(type(key) is str for key in state)
     encoded = [(key, _encode(value, f"{at}[{key!r}]")) for key, value in state.items()]
-    if plain and not is_tagged(made := dict(encoded)):
+    if plain and not _is_tagged(made := dict(encoded)):
         return made
     return {_DICT: [[_encode(key, f"{at}.keys()"), value] for key, value in encoded]}
 

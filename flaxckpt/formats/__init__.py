@@ -8,7 +8,14 @@ from typing import NamedTuple
 from flaxckpt import _access, _marked, _remote, _storage, _survey, errors
 from flaxckpt._info import Reader
 from flaxckpt._types import PathLike
-from flaxckpt.formats import _msgpack, _orbax, _safetensors, _scan, _streaming, _t5x
+from flaxckpt.formats import (
+    _msgpack,
+    _orbax,
+    _safetensors,
+    _signatures,
+    _streaming,
+    _t5x,
+)
 
 __all__ = ["Detected", "detect", "recognises"]
 
@@ -118,18 +125,18 @@ def _detect(path: Path) -> Detected:
 def _refused(path: Path) -> str | None:
     """What a path is, and where to go with it, if it is known and not read."""
     if path.is_dir():
-        if _begins(path / "checkpoint").startswith(_TENSORFLOW) or any(
+        if _signatures.first_bytes(path / "checkpoint").startswith(_TENSORFLOW) or any(
             path.glob("*.ckpt*.index")
         ):
             return _OF_TENSORFLOW
         return _safetensors.refusal(path) or _with_points(path)
-    first = _begins(path)
+    first = _signatures.first_bytes(path)
     if first.startswith(_TENSORFLOW) or path.with_name(path.name + ".index").is_file():
         return _OF_TENSORFLOW
     if path.suffix == ".index" or ".data-" in path.suffix:
         return _OF_TENSORFLOW
-    if first.startswith(b"version https://git-lfs"):
-        return "a pointer of Git LFS, not the file itself: run git lfs pull there"
+    if first.startswith(_signatures.LFS):
+        return _signatures.OF_LFS
     if (first[:1] == b"\x80" and b"\x02" <= first[1:2] <= b"\x05") or (
         first.startswith(b"PK\x03\x04")
     ):
@@ -138,7 +145,7 @@ def _refused(path: Path) -> str | None:
             " when they are opened, so none ever is here; save the arrays in another"
             " format with the program that wrote it"
         )
-    if _scan.begins_with_array(path):
+    if _signatures.begins_with_array(path):
         return (
             "a single array in msgpack, without a name: wanted a map of names and"
             " values. Read it with flax.serialization.msgpack_restore, and save it in"
@@ -166,25 +173,15 @@ _OF_TENSORFLOW = (
 )
 
 
-def _begins(path: Path) -> bytes:
-    """The first bytes of a plain file; none of anything else."""
-    try:
-        with _storage.opened(path) as file:
-            return file.read(64)
-    except PermissionError:
-        raise
-    except OSError:
-        return b""
-
-
 def _content(path: Path) -> str:
     if path.is_file():
-        first = _begins(path)
+        first = _signatures.first_bytes(path)
         if first and not any(first):
             return "a file that begins with zeros, as if never written to the disk"
         return f"a file that begins with {first[:8]!r}" if first else "an empty file"
     if not path.is_dir():
         return "no plain file"
     names = sorted(child.name for child in path.iterdir())
-    listed = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-    return f"a directory with {listed}" if names else "an empty directory"
+    return (
+        f"a directory with {errors.first_few(names)}" if names else "an empty directory"
+    )

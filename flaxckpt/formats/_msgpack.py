@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flaxckpt import _storage, _structure, _tree, errors
 from flaxckpt._info import Stored
-from flaxckpt.formats import _ndarray, _scan
+from flaxckpt.formats import _ndarray, _scan, _signatures
 
 _ELSEWHERE = "//GDAPlaceholder:"
 """How a string begins that stands for an array of several processes."""
@@ -17,7 +17,7 @@ _ELSEWHERE = "//GDAPlaceholder:"
 
 def recognises(path: Path) -> str | None:
     """Why `path` is a file that holds a map in msgpack."""
-    keys = _scan.first_keys(path)
+    keys = _signatures.first_keys(path)
     if keys is None or keys == ["version", "optimizer"]:
         return None
     if not keys:

@@ -37,7 +37,7 @@ class Opened:
     open: Callable[[ts.Context], ts.Future[ts.TensorStore]]
 
 
-def is_sequence(names: Mapping[str, object]) -> bool:
+def _is_sequence(names: Mapping[str, object]) -> bool:
     """Whether the keys of a map are 0, 1, …, as Flax writes lists and tuples."""
     # Sorted as text, 10 comes before 2.
     return bool(names) and all(str(i) in names for i in range(len(names)))
@@ -56,7 +56,7 @@ def _walk(
     value: Value, keys: tuple[_tree.Key, ...]
 ) -> Iterator[tuple[tuple[_tree.Key, ...], Value]]:
     value = _without_name(value)
-    if isinstance(value, dict) and is_sequence(value):
+    if isinstance(value, dict) and _is_sequence(value):
         value = [value[str(i)] for i in range(len(value))]
     if not value or not isinstance(value, dict | list):
         yield keys, value
@@ -74,7 +74,7 @@ def _without_name(value: Value) -> Value:
         return value
     fields, values = value["fields"], value["values"]
     for part in (fields, values):
-        if not isinstance(part, dict) or (part and not is_sequence(part)):
+        if not isinstance(part, dict) or (part and not _is_sequence(part)):
             return value
     names = [fields[str(i)] for i in range(len(fields))]
     if type(value["name"]) is not str or len(values) != len(names):

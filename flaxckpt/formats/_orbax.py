@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import errno
-import logging
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flaxckpt import (
     _links,
     _marked,
-    _marks,
-    _remote,
+    _ocdbt,
     _storage,
     _structure,
     _tree,
-    _unfinished,
-    _write,
     _zarr,
     datasets,
     errors,
 )
-from flaxckpt._info import (
-    LeafInfo,
-    Lineage,
-    Stored,
-)
+from flaxckpt._info import LeafInfo, Lineage, Stored
 from flaxckpt._types import JSON, LeafPath
-from flaxckpt.formats import _orbax_arrays, _orbax_disk, _orbax_foreign, _orbax_json
-
-_log = logging.getLogger(__name__)
+from flaxckpt.formats import (
+    _manifest,
+    _orbax_arrays,
+    _orbax_disk,
+    _orbax_foreign,
+    _orbax_json,
+    _orbax_metrics,
+)
 
 COMMITTED = _marked.MARKER
 _ROOT_METADATA = "metadata/_ROOT_METADATA"
@@ -49,25 +44,12 @@ UNDIGESTED = frozenset(
 )
 """Files of a checkpoint that are no arrays, and whose digests are not in it."""
 
-_SHARDING = "_sharding"
-_ARRAYS = "array_metadatas/process_0"
-_RESERVED = frozenset(
-    (
-        _orbax_disk.TREE,
-        _SHARDING,
-        _orbax_disk.STRINGS,
-        "array_metadatas",
-        "manifest.ocdbt",
-        "d",
-    )
-)
 _DATABASE = re.compile(
-    rf"{STATE}/(?:manifest\.ocdbt|(?:{re.escape(_write.DATABASE_OF)}\d+/)?d/.+)",
+    rf"{STATE}/(?:manifest\.ocdbt|(?:{re.escape(_ocdbt.PART)}\d+/)?d/.+)",
     re.DOTALL,
 )
 """A file of the database, or of one that a single process has written."""
 
-_MAX_NAME_BYTES = 240
 _SMALL_DATABASE_BYTES = 64 * 2**20
 
 
@@ -123,8 +105,8 @@ def files(contents: Contents) -> dict[str, bytes]:
             ocdbt=contents.ocdbt,
             zarr_version=contents.encoding.version,
         ),
-        f"{STATE}/{_SHARDING}": _orbax_json.shardings(contents.infos),
-        f"{STATE}/{_ARRAYS}": _orbax_json.array_metadatas(contents.infos),
+        f"{STATE}/{_orbax_disk.SHARDING}": _orbax_json.shardings(contents.infos),
+        f"{STATE}/{_orbax_disk.ARRAYS}": _orbax_json.array_metadatas(contents.infos),
     }
     if contents.strings:
         made[f"{STATE}/{_orbax_disk.STRINGS}"] = _orbax_json.strings(contents.strings)
@@ -133,7 +115,7 @@ def files(contents: Contents) -> dict[str, bytes]:
     if contents.metrics:
         text = _orbax_json.dumps(dict(contents.metrics))
         made[f"{METRICS}/{METRICS}"] = text
-        made[_orbax_disk.METRICS_DIGESTS] = _digests_of_metrics(text)
+        made[_orbax_disk.METRICS_DIGESTS] = _orbax_metrics.digests_of(text)
     return made
 
 
@@ -157,7 +139,7 @@ def seal(
         if not name.startswith(METRICS)
     }
     digests |= {**(others or {}), **_digests_of_arrays(contents, root)}
-    manifest = _manifest(contents, digests)
+    manifest = _manifest_text(contents, digests)
     return {_orbax_json.MANIFEST: manifest, COMMITTED: seal_of(manifest)}
 
 
@@ -166,8 +148,8 @@ def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
     is_bare = contents.encoding.version == 2
     if contents.ocdbt:
         state = root / STATE
-        found = [state / "manifest.ocdbt", *state.glob("d/*")]
-        found += state.glob(f"{_write.DATABASE_OF}*/d/*")
+        found = [state / _ocdbt.MANIFEST, *state.glob("d/*")]
+        found += state.glob(f"{_ocdbt.PART}*/d/*")
     elif is_bare:
         names = {_orbax_json.param_name(info.keys) for info in contents.infos}
         found = [file for name in names for file in (root / STATE / name).glob("*")]
@@ -182,21 +164,6 @@ def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
         for file in found
         if (digest := _storage.digest_file(file, max_bytes=sys.maxsize))
     }
-
-
-def _digests_of_metrics(*texts: bytes) -> bytes:
-    digests = [_storage.digest(text) for text in texts]
-    return _orbax_json.dumps({METRICS: digests})
-
-
-def are_digests_of_metrics(text: bytes, file: Path) -> bool:
-    """Whether the content of `metrics/digests` is such as is written there.
-
-    Raises:
-        DamagedCheckpointError: It is no JSON.
-    """
-    found = _orbax_json.loads(text, file).get(METRICS)
-    return isinstance(found, list) and text == _orbax_json.dumps({METRICS: found})
 
 
 def seal_of(manifest: bytes) -> bytes:
@@ -222,10 +189,10 @@ def _checkpoint_metadata(contents: Contents) -> bytes:
     )
 
 
-def _manifest(contents: Contents, digests: Mapping[str, str]) -> bytes:
+def _manifest_text(contents: Contents, digests: Mapping[str, str]) -> bytes:
     origin: dict[str, JSON] = {}  # and what else is not always there
     if contents.lineage:
-        origin["lineage"] = [_orbax_json.lineage_row(each) for each in contents.lineage]
+        origin["lineage"] = [_manifest.lineage_row(each) for each in contents.lineage]
     if contents.transforms:
         origin["transforms"] = list(contents.transforms)
     if contents.metrics:
@@ -233,92 +200,16 @@ def _manifest(contents: Contents, digests: Mapping[str, str]) -> bytes:
     return _orbax_json.dumps(
         {
             "format": "flaxckpt",
-            "version": _orbax_json.MANIFEST_VERSION,
+            "version": _manifest.VERSION,
             "step": contents.step,
             "versions": dict(contents.versions),
             "ocdbt": contents.ocdbt,
-            "encoding": _orbax_json.encoding_row(contents.encoding),
-            "leaves": [_orbax_json.leaf_row(info) for info in contents.infos],
+            "encoding": _manifest.encoding_row(contents.encoding),
+            "leaves": [_manifest.leaf_row(info) for info in contents.infos],
             "structure": _structure.to_json(contents.structure),
             "digests": digests,
             **origin,
         }
-    )
-
-
-def check_names(
-    infos: Sequence[LeafInfo], names: Sequence[str], *, ocdbt: bool
-) -> None:
-    """Refuses leaf names that would collide on disk or that readers cannot take.
-
-    Args:
-        infos: The leaves.
-        names: What each is called on disk.
-        ocdbt: Whether the arrays are in one database.
-
-    Raises:
-        LeafNameError: All names at fault.
-    """
-    faults: dict[str, str] = {}
-    seen: dict[str, LeafPath] = {}
-    strings = []
-    for info, name in zip(infos, names, strict=True):
-        if name in seen:
-            faults[info.path] = f"is called {name!r} on disk, as {seen[name]} is"
-        seen[name] = info.path
-        if info.kind == "string":
-            strings.append(name)
-        if "\0" in name:
-            faults[info.path] = "contains a NUL"
-        elif info.kind == "string" and "~" in name:
-            faults[info.path] = "is a string leaf with a '~', which Orbax cannot read"
-        elif _SURROGATES.search(name):
-            faults[info.path] = "is no valid Unicode"
-        elif (
-            not ocdbt
-            and info.chunk_shape is not None
-            and (not _file_safe(name) or (not name and len(infos) > 1))
-        ):
-            faults[info.path] = "is no name of a directory; store='ocdbt' takes it"
-    for name, outer in _nested_names(strings):
-        faults[seen[name]] = f"would stand inside the string {outer!r}"
-    if faults:
-        raise errors.LeafNameError(
-            faults, "Rename these keys; on disk, keys are joined by dots."
-        )
-
-
-def _nested_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Names that continue another one after a `/`, with that one."""
-    known = set(names)
-    for name in known:
-        end = name.find("/")
-        while end >= 0:
-            if name[:end] in known:
-                yield name, name[:end]
-            end = name.find("/", end + 1)
-
-
-def file_safe(infos: Sequence[LeafInfo], names: Sequence[str]) -> bool:
-    """Whether each array can be a directory of its own; `names` are those on disk."""
-    return all(
-        # Without a name, an array lies where the directories of others do.
-        _file_safe(name) and (name or len(infos) == 1)
-        for info, name in zip(infos, names, strict=True)
-        if info.chunk_shape is not None
-    )
-
-
-_SURROGATES = re.compile(r"[\ud800-\udfff]")
-_UNSAFE_CHARACTERS = re.compile(r"[/\\\n\0]")
-
-
-def _file_safe(name: str) -> bool:
-    return (
-        len(name.encode(errors="surrogatepass")) <= _MAX_NAME_BYTES
-        and name not in _RESERVED
-        and name not in (".", "..")
-        and not _UNSAFE_CHARACTERS.search(name)
     )
 
 
@@ -368,59 +259,14 @@ metrics_in = _orbax_disk.metrics_in
 numbers_in = _orbax_disk.numbers_in
 read_created = _orbax_disk.read_created
 has_let_go_dataset = _orbax_disk.has_let_go_dataset
+write_metrics = _orbax_metrics.write
+are_digests_of_metrics = _orbax_metrics.are_digests
 
 
 def file_to_lock(path: Path) -> Path:
     """A file of the checkpoint `path` that is always there and never replaced."""
     names = (_orbax_json.MANIFEST, _orbax_disk.CHECKPOINT)
     return next((path / name for name in names if (path / name).is_file()), path)
-
-
-def write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
-    """Writes the metrics of the committed checkpoint `path` anew, in one step.
-
-    Raises:
-        ValueError: They would be written behind a link out of the checkpoint.
-    """
-    _links.check_file(path / METRICS / METRICS, path)
-    _write_metrics(path, metrics)
-    _marks.mark_measured(path)
-
-
-def _write_metrics(path: Path, metrics: Mapping[str, JSON]) -> None:
-    content = _orbax_json.dumps(dict(metrics))
-    if (path / METRICS).is_dir():
-        _replace_metrics(path, content)
-        return
-    if _remote.is_remote(path):  # the second is not asked for while it is not there
-        _storage.replace(path / METRICS / METRICS, content)
-        digests = _digests_of_metrics(content)
-        _storage.replace(path / _orbax_disk.METRICS_DIGESTS, digests)
-        return
-    # Made beside it: Orbax takes a directory without its file for damage.
-    with _unfinished.made(path) as made:
-        _storage.write(made / METRICS, content)
-        file = made / Path(_orbax_disk.METRICS_DIGESTS).name
-        _storage.write(file, _digests_of_metrics(content))
-        _storage.sync_directory(made)
-        try:
-            made.rename(path / METRICS)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            # Somebody else was first, who knew nothing of these.
-            _replace_metrics(path, content)
-    _storage.sync_directory(path)
-
-
-def _replace_metrics(path: Path, content: bytes) -> None:
-    right = [content]
-    with contextlib.suppress(errors.DamagedCheckpointError):
-        right.append(_orbax_disk.read_file(path / METRICS / METRICS, path))
-    # Both are right until the new ones are there, whenever that is cut off.
-    _storage.replace(path / _orbax_disk.METRICS_DIGESTS, _digests_of_metrics(*right))
-    _storage.replace(path / METRICS / METRICS, content)
-    _storage.replace(path / _orbax_disk.METRICS_DIGESTS, _digests_of_metrics(content))
 
 
 def read_dataset(path: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
@@ -483,54 +329,45 @@ def _read_own(path: Path, step: int | None, resolve: _structure.Resolve) -> Stor
         _orbax_disk.check_digest(path / _orbax_json.MANIFEST, raw, recorded)
     manifest = _orbax_json.loads(raw, path / _orbax_json.MANIFEST)
     version = manifest.get("version")
-    if version != _orbax_json.MANIFEST_VERSION:
+    if version != _manifest.VERSION:
         raise errors.CheckpointFormatError(
             f"{path} has manifest version {repr(version)[:20]}, this flaxckpt reads"
-            f" {_orbax_json.MANIFEST_VERSION}; use the flaxckpt that wrote it"
+            f" {_manifest.VERSION}; use the flaxckpt that wrote it"
             f" ({repr(manifest.get('versions'))[:200]}) or a newer one"
         )
-    unknown: set[str] = set()
     try:
-        structure = _structure.from_json(manifest["structure"], resolve, unknown)
-        keys = _orbax_json.key_paths(structure)
-        infos = [_orbax_json.leaf_info(row, keys) for row in manifest["leaves"]]
-        digests = _orbax_json.digests(manifest["digests"])
-        ocdbt = bool(manifest["ocdbt"])
-        encoding = _orbax_json.encoding(manifest)
-        lineage = _orbax_json.lineage(manifest)
-        transforms = _orbax_json.texts(manifest.get("transforms", []))
-        recorded = _orbax_json.step(manifest)
-        _orbax_json.check_leaves(infos, keys, structure)
+        said = _manifest.parse(manifest, resolve)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise errors.DamagedCheckpointError(
             f"{path / _orbax_json.MANIFEST} is not a manifest:"
             f" {errors.printable(str(error)[:200])}"
         ) from None
-    strings = _orbax_disk.read_strings(path / STATE, path, infos, digests)
+    strings = _orbax_disk.read_strings(path / STATE, path, said.infos, said.digests)
     arrays = _orbax_arrays.Arrays(
         path / STATE,
-        3 if encoding is None else encoding.version,
-        ocdbt,
-        encoding=encoding,
+        3 if said.encoding is None else said.encoding.version,
+        said.ocdbt,
+        encoding=said.encoding,
         digests={
             name.removeprefix(f"{STATE}/"): digest
-            for name, digest in digests.items()
-            if name.startswith(f"{STATE}/") and (not ocdbt or _is_of_database(name))
+            for name, digest in said.digests.items()
+            if name.startswith(f"{STATE}/")
+            and (not said.ocdbt or _DATABASE.fullmatch(name))
         },
     )
     described = dataclasses.replace(
-        _orbax_disk.checkpoint_info(path, "flaxckpt", step, infos, digests),
-        lineage=lineage,
-        transforms=transforms,
+        _orbax_disk.checkpoint_info(path, "flaxckpt", step, said.infos, said.digests),
+        lineage=said.lineage,
+        transforms=said.transforms,
     )
     return Stored(
         described,
-        _orbax_arrays.table(path, infos, arrays, strings),
-        structure,
-        frozenset(unknown),
-        digests,
+        _orbax_arrays.table(path, said.infos, arrays, strings),
+        said.structure,
+        said.unknown_types,
+        said.digests,
         stamp,
-        recorded,
+        said.step,
     )
 
 
@@ -545,9 +382,4 @@ def _committed(path: Path) -> Mapping[str, Any]:
 def is_of_arrays(name: str) -> bool:
     """Whether the file `name` of a checkpoint has nothing but values of arrays."""
     root, _, rest = name.partition("/")
-    described = (_orbax_disk.TREE, _SHARDING, _orbax_disk.STRINGS, _ARRAYS)
-    return root == STATE and rest not in described
-
-
-def _is_of_database(name: str) -> bool:
-    return _DATABASE.fullmatch(name) is not None
+    return root == STATE and rest not in _orbax_disk.DESCRIPTIONS

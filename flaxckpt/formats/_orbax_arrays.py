@@ -21,6 +21,7 @@ import tensorstore as ts
 
 from flaxckpt import (
     _blocks,
+    _connection,
     _dtypes,
     _json,
     _layout,
@@ -30,7 +31,6 @@ from flaxckpt import (
     _read,
     _remote,
     _storage,
-    _store,
     _zarr,
     errors,
 )
@@ -69,7 +69,7 @@ def check_size(form: ArrayForm, stored_bytes: int) -> None:
     _memory.check(math.prod(form.chunk_shape) * itemsize)
 
 
-def check_form(text: bytes, form: ArrayForm) -> None:
+def _check_form(text: bytes, form: ArrayForm) -> None:
     """Compares the metadata of an array with what was recorded of it.
 
     Raises:
@@ -125,10 +125,7 @@ def texts(
             for name in names
         }
     _check_database(root, checkpoint)
-    opening = ts.KvStore.open(
-        _zarr.kvstore(root, "", ocdbt=True), context=_store.context()
-    )
-    store = _remote.result(opening, root)
+    store = _ocdbt.opened(root, _connection.context())
     reads = {name: store.read(_zarr.database_key(name, file)) for name in names}
     return {
         name: functools.partial(_text_of_value, read, root, file)
@@ -255,7 +252,7 @@ class Arrays:
         file = "zarr.json" if self.version == 3 else ".zarray"
         if not self.ocdbt:
             text = _blocks.small(self.root / name / file)
-            check_form(text, form)
+            _check_form(text, form)
             _zarr_chunks.check_files(self.root / name, _zarr_chunks.described(text))
             return opened()
         if self._is_blosc(name):
@@ -273,7 +270,7 @@ class Arrays:
                 found = read.result()
                 if found.state != "value":
                     raise ValueError(f"{file} is missing")
-                check_form(found.value, form)
+                _check_form(found.value, form)
                 if _zarr_chunks.described(found.value).codec == "blosc":
                     raise ValueError("it is compressed by blosc, unlike what was saved")
                 opened().add_done_callback(handed_over)
@@ -303,7 +300,7 @@ class Arrays:
         store = _database(self.root, context)
         read = store.read(_zarr.database_key(name, file))
         text = _text_of_value(read, self.root, file)
-        check_form(text, form)
+        _check_form(text, form)
         chunks = _zarr_chunks.described(text)
         if chunks.codec == "blosc":
             _zarr_chunks.check_values(store, name, chunks)

@@ -12,7 +12,7 @@ from typing import Any
 from flaxckpt import _layout, _links, _marked, _marks, _remote, _storage, errors
 from flaxckpt._info import CheckpointMetadata, LeafInfo
 from flaxckpt._types import LeafPath
-from flaxckpt.formats import _orbax_json, _scan
+from flaxckpt.formats import _orbax_json, _signatures
 
 _log = logging.getLogger(__name__)
 
@@ -23,6 +23,11 @@ AGGREGATE = "checkpoint"
 """The tree in msgpack, in Orbax until 0.6: values, and names of arrays beside it."""
 
 STRINGS = "_strings.json"
+SHARDING = "_sharding"
+ARRAYS = "array_metadatas/process_0"
+DESCRIPTIONS = frozenset((TREE, SHARDING, STRINGS, ARRAYS))
+"""Files of the state that are no arrays."""
+
 METRICS_DIGESTS = f"{METRICS}/digests"
 """Of the metrics, which are written anew when the rest of a checkpoint stays."""
 
@@ -76,7 +81,7 @@ def warn_of_others(path: Path, taken: Path) -> None:
 
 
 def _is_item(path: Path) -> bool:
-    return (path / TREE).is_file() or bool(_scan.first_keys(path / AGGREGATE))
+    return (path / TREE).is_file() or bool(_signatures.first_keys(path / AGGREGATE))
 
 
 def read_file(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _dtypes, _storage, _tree, errors
+from flaxckpt import _dtypes, _layout, _ocdbt, _storage, _tree, errors
 from flaxckpt._info import Leaf, LeafInfo, Stored, StoredLeaf
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import (
@@ -66,7 +66,7 @@ def read(path: Path, step: int | None) -> Stored:
     version = 3 if metadata.get("use_zarr3") else 2
     ocdbt = metadata.get("use_ocdbt")
     if ocdbt is None:
-        ocdbt = (item / "manifest.ocdbt").is_file()
+        ocdbt = (item / _ocdbt.MANIFEST).is_file()
     names = [row.name for row in rows if row.is_array and row.path not in inline]
     arrays, blosc = _arrays(item, path, names, version=version, ocdbt=bool(ocdbt))
     impls = _prng_impls(item)
@@ -112,7 +112,7 @@ def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
     stamp = _storage.stamp(file)
     tree = _aggregate(file)
     names = list(dict.fromkeys(_names(tree)))
-    ocdbt = (item / "manifest.ocdbt").is_file()
+    ocdbt = (item / _ocdbt.MANIFEST).is_file()
     opened: dict[str, _ndarray.Opened] = {}
     if ocdbt:
         # Without the flag that `_METADATA` has, but all chunks were written then.
@@ -319,7 +319,7 @@ def _info(
     impl = impls.get(row.name)
     try:
         if impl:
-            _orbax_json.check_keys(impl, shape, dtype)
+            _layout.check_keys(impl, shape, dtype)
     except ValueError as error:
         raise errors.DamagedCheckpointError(f"{item}: {path}: {error}") from None
     is_scalar = python_type not in ("jax.Array", "numpy.ndarray")

@@ -1,7 +1,4 @@
-"""The JSON files of a checkpoint: Orbax's own, and our manifest.
-
-Pure: leaf infos in, text out, and back. `_orbax` puts them on disk.
-"""
+"""The JSON files of Orbax, pure: leaf infos in, text out; `_orbax` writes them."""
 
 from __future__ import annotations
 
@@ -9,26 +6,23 @@ import base64
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from flaxckpt import _chunks, _dtypes, _json, _layout, _tree, _zarr, errors
-from flaxckpt._info import LeafInfo, Lineage, Role
-from flaxckpt._types import JSON, LeafPath, Shape
+from flaxckpt import _json, _layout, _tree, errors
+from flaxckpt._info import LeafInfo
+from flaxckpt._types import JSON, Shape
 
 MANIFEST = "flaxckpt.json"
-MANIFEST_VERSION = 1
 MAX_BYTES = 64 * 2**20
 """Largest metadata file that is read; 100,000 leaves take about 20 MB."""
 
 UNSAFE = re.compile(r"\0|\\|^/|//|(?:^|/)\.{1,2}(?:/|$)")
 """In the name of a file or an array: what could lead out of a directory."""
-
-_MAX_CHUNKS = 2**20  # of one array; beyond that, their names take gigabytes
 
 _HANDLERS = "orbax.checkpoint._src.handlers."
 STATE_HANDLER = f"{_HANDLERS}standard_checkpoint_handler.StandardCheckpointHandler"
@@ -44,7 +38,7 @@ _VALUE_TYPES = {
     "bool": "scalar",
     "str": "string",
 }
-_EMPTIES = {"dict": "Dict", "list": "List", "tuple": "Tuple", "None": "None"}
+EMPTIES = {"dict": "Dict", "list": "List", "tuple": "Tuple", "None": "None"}
 PYTHON_OF_KIND = {
     "int": "int",
     "uint": "int",
@@ -52,7 +46,6 @@ PYTHON_OF_KIND = {
     "bool": "bool",
     "complex": "complex",
 }
-_SCALARS = frozenset((*PYTHON_OF_KIND.values(), "numpy.generic"))
 
 
 _text = json.JSONEncoder(separators=(",", ":")).encode
@@ -123,7 +116,7 @@ def _key_text(key: _tree.Key) -> str:
 
 def _value_text(info: LeafInfo, shape_text: Callable[[Shape], str]) -> str:
     if info.kind == "empty":
-        value_type = _EMPTIES[info.python_type]
+        value_type = EMPTIES[info.python_type]
         return f'{{"value_type":"{value_type}","skip_deserialize":true}}'
     if info.python_type == "jax.Array":
         shape = _layout.write_shape(info, _layout.stored_form(info)[0])
@@ -225,228 +218,6 @@ def string_at(data: Mapping[str, Any], name: str) -> str:
     if not isinstance(found, str):
         raise KeyError(name)
     return found
-
-
-# ---- written for us -------------------------------------------------------------
-
-
-def leaf_row(info: LeafInfo) -> JSON:
-    """A leaf in the manifest; `leaf_info` is the inverse."""
-    row: dict[str, JSON] = {"path": info.path, "type": info.python_type}
-    if info.kind in ("array", "prng_key", "scalar"):
-        row |= {"dtype": info.dtype, "shape": info.shape, "chunks": info.chunk_shape}
-    if info.weak_type and info.kind == "array":
-        row["weak_type"] = True
-    if info.prng_impl:
-        row["prng_impl"] = info.prng_impl
-    if info.spec is not None:
-        row["spec"] = [
-            list(part) if isinstance(part, tuple) else part for part in info.spec
-        ]
-    if info.shard_shape is not None:
-        row["shard"] = info.shard_shape
-    if info.role is not None:
-        row["role"] = info.role
-    return row
-
-
-def leaf_info(row: Any, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]) -> LeafInfo:
-    """Reads what `leaf_row` wrote.
-
-    Raises:
-        ValueError, KeyError: The row is not one.
-    """
-    path, python_type = row["path"], row["type"]
-    impl = row.get("prng_impl")
-    if python_type in _EMPTIES:
-        return LeafInfo(path, keys[path], "empty", python_type)
-    if python_type == "str":
-        return LeafInfo(path, keys[path], "string", "str")
-    dtype = _dtype(row["dtype"])
-    is_scalar = python_type in _SCALARS
-    if not is_scalar and python_type not in ("jax.Array", "numpy.ndarray"):
-        raise ValueError(f"{path} has the unknown type {python_type!r}")
-    shape, chunk_shape = sizes(row["shape"]), sizes(row["chunks"])
-    if (
-        len(chunk_shape) != len(shape) + bool(impl)
-        or 0 in chunk_shape
-        or _chunks.chunk_count(shape, chunk_shape[: len(shape)]) > _MAX_CHUNKS
-    ):
-        raise ValueError(f"{path} has chunks {chunk_shape} of an array {shape}")
-    if impl:
-        check_keys(impl, (*shape, _layout.key_words(impl)), dtype)
-    return LeafInfo(
-        path,
-        keys[path],
-        "prng_key" if impl else "scalar" if is_scalar else "array",
-        python_type,
-        shape,
-        dtype,
-        chunk_shape=chunk_shape,
-        weak_type=bool(row.get("weak_type", False))
-        or (is_scalar and python_type != "numpy.generic"),
-        prng_impl=impl,
-        spec=_spec(row["spec"]) if "spec" in row else None,
-        shard_shape=sizes(row["shard"]) if "shard" in row else None,
-        role=_role(row["role"]) if "role" in row else None,
-    )
-
-
-def check_keys(impl: str, shape: Shape, dtype: str) -> None:
-    """Asserts that an array can be PRNG keys of the implementation `impl`.
-
-    Raises:
-        ValueError: It cannot, or there is no such implementation.
-    """
-    words = _layout.key_words(impl)
-    if dtype != "uint32" or shape[-1:] != (words,):
-        raise ValueError(f"{dtype}{list(shape)} is no array of {impl[:40]} keys")
-
-
-def encoding(manifest: Mapping[str, Any]) -> _zarr.Encoding | None:
-    """How the chunks of all arrays are encoded; None in manifests that do not say.
-
-    Raises:
-        ValueError, KeyError, TypeError: They say it wrongly.
-    """
-    if "encoding" not in manifest:
-        return None
-    row = manifest["encoding"]
-    version = row.get("zarr_version", 3)
-    if version not in (2, 3):
-        raise ValueError(f"its arrays are of zarr {str(version)[:20]}")
-    if row["codec"] not in _zarr.CODECS or type(row["checksum"]) is not bool:
-        raise ValueError(f"its arrays are encoded as {str(row)[:80]}")
-    return _zarr.Encoding(row["codec"], row["checksum"], int(version))
-
-
-def encoding_row(encoding: _zarr.Encoding) -> JSON:
-    """What `encoding` reads."""
-    row: dict[str, JSON] = {"codec": encoding.codec, "checksum": encoding.checksum}
-    return row if encoding.version == 3 else {**row, "zarr_version": encoding.version}
-
-
-def digests(found: Any) -> dict[str, str]:
-    """File name -> digest, from the manifest.
-
-    Raises:
-        ValueError: They are something else, or of files elsewhere.
-    """
-    if not isinstance(found, dict):
-        raise ValueError(f"{str(found)[:80]} are no digests")
-    for name in found:
-        if UNSAFE.search(name):
-            raise ValueError(f"it has the digest of {name[:80]!r}")
-    return dict(found)
-
-
-def key_paths(
-    structure: _tree.Node | LeafPath,
-) -> dict[LeafPath, tuple[_tree.Key, ...]]:
-    """The leaves of a structure that was read, each with its keys.
-
-    Raises:
-        ValueError: One is there twice, or not where its name says.
-    """
-    places = list(_tree.key_paths(structure))
-    keys = dict(places)
-    names = _names(structure)
-    if len(keys) != len(places) or not all(
-        name in (None, path) for name, (path, _) in zip(names, places, strict=True)
-    ):
-        raise ValueError("its structure has leaves in places that are not theirs")
-    return keys
-
-
-def _names(structure: _tree.Node | LeafPath) -> Iterator[LeafPath | None]:
-    """The names of the leaves in a structure; None for each empty container."""
-    if isinstance(structure, str) or not structure.children:
-        yield structure if isinstance(structure, str) else None
-        return
-    for child in structure.children:
-        yield from _names(child)
-
-
-def check_leaves(
-    infos: Sequence[LeafInfo],
-    keys: Mapping[LeafPath, object],
-    structure: _tree.Node | LeafPath,
-) -> None:
-    """Asserts that leaves are those of a structure, each of them once.
-
-    Raises:
-        ValueError: They are not.
-    """
-    paths = {info.path for info in infos}
-    leaves = {name for name in _names(structure) if name is not None}
-    full = {info.path for info in infos if info.kind != "empty"}
-    if len(paths) != len(infos) or paths != keys.keys() or full != leaves:
-        raise ValueError("its leaves and its structure do not agree")
-
-
-def lineage_row(lineage: Lineage) -> JSON:
-    """One origin in the manifest; `lineage` is the inverse."""
-    return lineage._asdict()
-
-
-def lineage(manifest: Mapping[str, Any]) -> tuple[Lineage, ...]:
-    """What the run began from.
-
-    Raises:
-        ValueError, KeyError, TypeError: The manifest says it wrongly.
-    """
-    found = []
-    for row in manifest.get("lineage", []):
-        path, step, digest = row["path"], row["step"], row["digest"]
-        if type(step) not in (int, type(None)) or type(digest) not in (str, type(None)):
-            raise ValueError(f"{str(row)[:80]} is no lineage")
-        found.append(Lineage(str(path), step, digest, texts(row["transforms"])))
-    return tuple(found)
-
-
-def step(manifest: Mapping[str, Any]) -> int | None:
-    """The number of the step; None of a checkpoint that was none.
-
-    Raises:
-        ValueError: The manifest says something else.
-    """
-    found = manifest.get("step")
-    if type(found) not in (int, type(None)):
-        raise ValueError(f"{str(found)[:80]} is no step")
-    return found
-
-
-def texts(value: Any) -> tuple[str, ...]:
-    """A list of strings.
-
-    Raises:
-        ValueError: It is none.
-    """
-    if not isinstance(value, list) or not all(type(text) is str for text in value):
-        raise ValueError(f"{str(value)[:80]} is no list of texts")
-    return tuple(value)
-
-
-@functools.cache
-def _dtype(name: str) -> str:
-    return _dtypes.name(_dtypes.to_numpy(name))
-
-
-def _spec(parts: Any) -> PartitionSpec:
-    if not isinstance(parts, list):
-        raise ValueError(f"{str(parts)[:80]} is no partition spec")
-    return PartitionSpec(
-        *(tuple(part) if isinstance(part, list) else part for part in parts)
-    )
-
-
-def _role(row: Any) -> Role:
-    is_role = isinstance(row, list) and len(row) == 4
-    for part in row if is_role else ():
-        is_role = is_role and type(part) is str
-    if not is_role:
-        raise ValueError(f"{str(row)[:80]} is no role")
-    return Role(*row)
 
 
 def sizes(value: Any) -> tuple[int, ...]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import re
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,12 +12,16 @@ from flaxckpt import _layout, _spans, _storage, _structure, _survey, errors
 from flaxckpt._info import CheckpointMetadata, Leaf, LeafTable, Stored, StoredLeaf
 from flaxckpt._storage import Stamp
 from flaxckpt._types import JSON
-from flaxckpt.formats import _safetensors_json, _safetensors_leaves, _scan
+from flaxckpt.formats import (
+    _safetensors_files,
+    _safetensors_json,
+    _safetensors_leaves,
+    _signatures,
+)
 from flaxckpt.formats._safetensors_json import (
     INDEX_SUFFIX,
     OURS,
     SUFFIX,
-    Header,
     Tensor,
 )
 from flaxckpt.formats._safetensors_leaves import Described
@@ -32,7 +34,6 @@ _IN_STEPS = ("_CHECKPOINT_METADATA", "_METADATA", "checkpoint")
 
 
 _BEGINNING = re.compile(rb'\s*\{\s*["}]')
-_LFS = b"version https://git-lfs"
 _SHARD = re.compile(r"(.+)-(\d{5,6})-of-(\d{5,6})\.safetensors", re.DOTALL)
 _MANY = 20
 """Files that are named in a message, at most."""
@@ -47,7 +48,7 @@ def recognises(path: Path) -> str | None:
         return f"its name ends in {INDEX_SUFFIX}"
     if not path.is_file():
         return None
-    start = _start(path)
+    start = _signatures.first_bytes(path, 8 + 64)
     length = int.from_bytes(start[:8], "little")
     if _BEGINNING.match(start[8:]) and length <= _safetensors_json.MAX_HEADER_BYTES:
         return "it begins with the header of a safetensors file"
@@ -62,30 +63,16 @@ def refusal(directory: Path) -> str | None:
     if len(names) < 2:
         return None
     kind = "indices" if names[0].endswith(INDEX_SUFFIX) else "files"
-    shown = ", ".join(names[:_MANY]) + (", …" if len(names) > _MANY else "")
     return (
-        f"a directory that holds several safetensors {kind} ({shown}): pass the path"
-        " of one"
+        f"a directory that holds several safetensors {kind}"
+        f" ({errors.first_few(names, _MANY)}): pass the path of one"
     )
-
-
-def _start(path: Path) -> bytes:
-    try:
-        with _storage.opened(path) as file:
-            return file.read(72)
-    except PermissionError:
-        raise
-    except OSError:
-        return b""
 
 
 def _is_something_else(path: Path, start: bytes) -> bool:
     """Whether what is in a file speaks against its name."""
-    return (
-        start.startswith((_LFS, b"PK\x03\x04", b"\x80\x02", b"\x80\x04"))
-        or _scan.first_keys(path) is not None
-        or _scan.begins_with_record(path)
-    )
+    others = (_signatures.LFS, b"PK\x03\x04", b"\x80\x02", b"\x80\x04")
+    return start.startswith(others) or _signatures.is_msgpack(path)
 
 
 def _candidates(directory: Path) -> list[str]:
@@ -140,7 +127,7 @@ def _is_beside(path: Path) -> bool:
         return (
             _survey.is_usual_name(path.name)
             and path.is_file()
-            and (_scan.first_keys(path) is not None or _scan.begins_with_record(path))
+            and _signatures.is_msgpack(path)
         )
     except PermissionError:
         return _survey.is_usual_name(path.name)
@@ -160,15 +147,15 @@ def read(path: Path, *, step: int | None, resolve: _structure.Resolve) -> Stored
                 f"{path} holds no single safetensors file or index any more"
             )
         _check_shards(path, _candidates(path))
-        main = _inside(path, found.name)
+        main = _safetensors_files.inside(path, found.name)
     stamp = _storage.stamp(main)
     files: dict[str, Stamp] = {}
     tensors: dict[str, Tensor] = {}
     metadata: Mapping[str, JSON]
     if main.name.endswith(INDEX_SUFFIX):
-        metadata = _read_shards(main, tensors, files)
+        metadata = _safetensors_files.read_shards(main, tensors, files)
     else:
-        header = _read_header(main)
+        header = _safetensors_files.read_header(main)
         if _missing([main.name]):
             _log.warning("%s is one of several shards, the others are not read", main)
         tensors.update(header.tensors)
@@ -224,7 +211,7 @@ def _describe(
         try:
             return _safetensors_leaves.describe_own(ours, tensors, resolve, unknown)
         except ValueError as error:
-            raise _damaged(path, error) from None
+            raise _safetensors_files.damaged(path, error) from None
     described, is_split = _safetensors_leaves.describe_foreign(tensors, metadata)
     if not is_split:
         _log.warning(
@@ -258,143 +245,3 @@ def _table(
             stored = StoredLeaf(path, info, functools.partial(_spans.opened, (span,)))
         table[info.path] = Leaf(info, (stored,))
     return table
-
-
-def _damaged(path: Path, error: object) -> errors.DamagedCheckpointError:
-    return errors.DamagedCheckpointError(
-        f"{path} is no intact safetensors checkpoint: {str(error)[:300]};"
-        " get it again from where it came"
-    )
-
-
-# ---- files ----------------------------------------------------------------------
-
-
-def _read_header(path: Path) -> Header:
-    """Reads the header of one file, limits first.
-
-    Raises:
-        DamagedCheckpointError: It is missing, malformed, or the file is cut short.
-    """
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe would block
-            raise ValueError("it is no plain file")
-        with _storage.opened(path) as file:
-            status = os.fstat(file.fileno())
-            start = file.read(8)
-            if start == _LFS[:8] and start + file.read(len(_LFS) - 8) == _LFS:
-                raise _pointer(path)
-            length = int.from_bytes(start, "little")
-            if len(start) < 8 or length > status.st_size - 8:
-                raise ValueError(
-                    f"its header is said to have {length} bytes, the file has"
-                    f" {status.st_size}"
-                )
-            if length > _safetensors_json.MAX_HEADER_BYTES:
-                raise ValueError(
-                    f"its header has {length} bytes, and at most"
-                    f" {_safetensors_json.MAX_HEADER_BYTES} are read"
-                )
-            text = file.read(length)
-        if len(text) != length:
-            raise ValueError("it was cut short while it was read")
-        return _safetensors_json.parse_header(text, file_size=status.st_size)
-    except errors.CheckpointFormatError:
-        raise
-    except _safetensors_json.NotReadError as error:
-        rows = [
-            f"{_safetensors_json.short(name)}: {dtype}"
-            for name, dtype in error.tensors.items()
-        ]
-        raise errors.CheckpointFormatError(
-            f"{path} has {len(rows)} tensors of element types that are not read here:\n"
-            f"{errors.rows(rows)}\nDequantize them with the program that wrote them,"
-            " and save them again."
-        ) from None
-    except PermissionError:
-        raise
-    except (ValueError, OSError) as error:
-        raise _damaged(path, _words(error)) from None
-
-
-def _read_shards(
-    index_file: Path, tensors: dict[str, Tensor], files: dict[str, Stamp]
-) -> Mapping[str, JSON]:
-    """Reads an index and the headers of its files, and tells the index's metadata."""
-    try:
-        if not stat.S_ISREG(index_file.stat().st_mode):
-            raise ValueError("it is no plain file")
-        text = _storage.read(index_file, max_bytes=_safetensors_json.MAX_HEADER_BYTES)
-        if text.startswith(_LFS):
-            raise _pointer(index_file)
-        index = _safetensors_json.parse_index(text)
-    except errors.CheckpointFormatError:
-        raise
-    except (ValueError, FileNotFoundError) as error:
-        raise _damaged(index_file, _words(error)) from None
-    faults = []
-    unlisted = 0
-    headers: dict[str, Header] = {}
-    stamps: dict[str, Stamp] = {}
-    for name in sorted(set(index.files.values())):
-        shard = _inside(index_file.parent, name)
-        stamps[name] = _storage.stamp(shard)
-        headers[name] = _read_header(shard)
-        listed = [index.files.get(tensor) == name for tensor in headers[name].tensors]
-        unlisted += listed.count(False)
-        try:
-            _safetensors_json.check_count(len(index.files) + unlisted)
-        except ValueError as error:
-            raise _damaged(index_file, error) from None
-    for tensor, name in index.files.items():
-        if tensor not in headers[name].tensors:
-            faults.append(f"{tensor[:80]}: wanted in {name}, found nothing there")
-            continue
-        tensors[tensor] = headers[name].tensors[tensor]
-        files[tensor] = stamps[name]
-    if faults:
-        raise errors.DamagedCheckpointError(
-            f"{index_file} does not fit the files beside it:\n"
-            f"{errors.rows(faults)}\nGet all of them again from where they came."
-        )
-    if unlisted:
-        _log.warning("%d tensors beside %s are not in it", unlisted, index_file)
-    return index.metadata
-
-
-def _inside(directory: Path, name: str) -> Path:
-    """The file `name` in `directory`.
-
-    Raises:
-        DamagedCheckpointError: It is a link to what lies outside, unless that is where
-            the cache of Hugging Face's hub has the files of the directory.
-    """
-    path = directory / name
-    try:
-        real = path.resolve(strict=True)
-    except PermissionError:
-        raise
-    except (OSError, RuntimeError) as error:
-        raise _damaged(path, _words(error)) from None
-    home = directory.resolve()
-    snapshots = next((each for each in home.parents if each.name == "snapshots"), None)
-    blobs = None if snapshots is None else snapshots.parent / "blobs"
-    if real.parent not in (home, blobs):
-        raise errors.DamagedCheckpointError(
-            f"{path} is a link to {real}, outside of its directory: copy that file here"
-        )
-    return path
-
-
-def _pointer(path: Path) -> errors.CheckpointFormatError:
-    return errors.CheckpointFormatError(
-        f"{path} is a pointer of Git LFS, not the file itself: run git lfs pull there"
-    )
-
-
-def _words(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "it is missing"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error)

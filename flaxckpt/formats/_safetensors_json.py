@@ -231,7 +231,7 @@ def parse_index(text: bytes) -> Index:
     _check_names(text, files)
     names = set()
     for tensor, name in files.items():
-        if type(name) is not str or not is_plain_name(name):
+        if type(name) is not str or not _is_plain_name(name):
             raise ValueError(
                 f"{short(tensor)} is said to be in {reprlib.repr(name)}, which is no"
                 f" name of a {SUFFIX} file beside the index"
@@ -242,7 +242,7 @@ def parse_index(text: bytes) -> Index:
     return Index(files, metadata)
 
 
-def is_plain_name(name: str) -> bool:
+def _is_plain_name(name: str) -> bool:
     """Whether `name` is that of a file in the same directory, not a hidden one."""
     return (
         len(name) <= 255

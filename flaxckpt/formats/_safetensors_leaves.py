@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from flaxckpt import _layout, _structure, _tree
 from flaxckpt._info import CheckpointMetadata, LeafInfo, Lineage
 from flaxckpt._types import JSON, LeafPath, Shape
-from flaxckpt.formats import _orbax_json, _safetensors_json
+from flaxckpt.formats import _manifest, _orbax_json, _safetensors_json
 from flaxckpt.formats._safetensors_json import Tensor
 
 _VERSION = 1
@@ -108,10 +108,10 @@ def describe_own(
         if version != str(_VERSION):
             raise ValueError(f"it has version {version}, and {_VERSION} is read")
         structure = _structure.from_json(data["structure"], resolve, unknown)
-        keys = _orbax_json.key_paths(structure)
+        keys = _manifest.key_paths(structure)
         infos = tuple([_own_info(row, keys) for row in data["leaves"]])
         strings, metrics, custom = data["strings"], data["metrics"], data["custom"]
-        _orbax_json.check_leaves(infos, keys, structure)
+        _manifest.check_leaves(infos, keys, structure)
         _check_own(infos, strings, metrics)
         if not isinstance(custom, dict):
             raise ValueError(f"it has the metadata {reprlib.repr(custom)}")
@@ -121,8 +121,8 @@ def describe_own(
             if info.dtype is not None
         }
         _check_tensors(infos, names, tensors)
-        lineage = _orbax_json.lineage(data)
-        changes = _orbax_json.texts(data.get("transforms", []))
+        lineage = _manifest.lineage(data)
+        changes = _manifest.texts(data.get("transforms", []))
         numbers = {name: float(value) for name, value in metrics.items()}
     except (
         *(ValueError, KeyError, TypeError, AttributeError),
@@ -138,7 +138,7 @@ def describe_own(
 
 
 def _own_info(row: Any, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]) -> LeafInfo:
-    info = _orbax_json.leaf_info(row, keys)
+    info = _manifest.leaf_info(row, keys)
     if info.chunk_shape is None:
         return info
     return dataclasses.replace(info, chunk_shape=_each(info.chunk_shape))
@@ -188,14 +188,14 @@ def own_metadata(
     """What `describe_own` reads."""
     data: dict[str, JSON] = {
         "version": _VERSION,
-        "leaves": [_orbax_json.leaf_row(_whole(info)) for info in infos],
+        "leaves": [_manifest.leaf_row(_whole(info)) for info in infos],
         "structure": _structure.to_json(structure),
         "strings": dict(strings),
         "metrics": dict(metadata.metrics),
         "custom": dict(metadata.custom),
     }
     if metadata.lineage:
-        rows = [_orbax_json.lineage_row(origin) for origin in metadata.lineage]
+        rows = [_manifest.lineage_row(origin) for origin in metadata.lineage]
         data["lineage"] = rows
     if metadata.transforms:
         data["transforms"] = list(metadata.transforms)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
@@ -28,7 +28,7 @@ _MAX_RANK = 32
 _PARTS = "__msgpack_chunked_array__"
 
 # Extension types: those of Flax, tuples of Orbax, and one of msgpack itself.
-_NDARRAY, _COMPLEX, _NUMPY_SCALAR, _TUPLE, _TIMESTAMP = 1, 2, 3, 4, -1
+NDARRAY, _COMPLEX, _NUMPY_SCALAR, _TUPLE, _TIMESTAMP = 1, 2, 3, 4, -1
 
 # First byte -> what it begins, and how its size or its value follows.
 _HEADS: dict[int, tuple[str, str]] = {
@@ -240,7 +240,7 @@ class Scanner:
         end = self._end
         self.enter(Run(self.position, size))
         value: Value
-        if code in (_NDARRAY, _NUMPY_SCALAR):
+        if code in (NDARRAY, _NUMPY_SCALAR):
             value = self._array(is_scalar=code == _NUMPY_SCALAR)
         elif code == _COMPLEX:
             value = self._complex()
@@ -360,65 +360,3 @@ class Scanner:
 
 def _a(kind: str) -> str:
     return f"an {kind}" if kind[0] in "ae" else f"a {kind}"
-
-
-# ---- what a file begins with ------------------------------------------------------
-
-
-_FIRST_BYTES = 512
-"""What is read of a file to see what it is."""
-
-
-def first_keys(path: Path) -> Sequence[str] | None:
-    """The keys of the map that the file `path` begins with, as far as they are cheap.
-
-    None: it is no plain file, or begins with no map of strings. Only numbers and
-    strings are passed over on the way to the next key. Keys that are refused when the
-    file is read are told all the same. An empty map has none, and nothing behind it.
-    """
-    found: list[str] = []
-    try:
-        with scanner(path, buffer_bytes=_FIRST_BYTES) as scan:
-            kind, size = scan.head()
-            if kind != "map":
-                return None
-            if size == 0:
-                return [] if scan.size == 1 else None
-            for _ in range(min(size, 2)):
-                found.append(scan.text(*scan.head()))
-                kind, length = scan.head()
-                if kind == "str":
-                    scan.text(kind, length)
-                elif kind != "number":
-                    break
-    except errors.DamagedCheckpointError:
-        return found or None
-    return found or None
-
-
-def begins_with_array(path: Path) -> bool:
-    """Whether the file `path` begins with an array, as Flax has it in msgpack."""
-    try:
-        with scanner(path, buffer_bytes=_FIRST_BYTES) as scan:
-            kind, _ = scan.head()
-            return kind == "ext" and scan.value_type() == _NDARRAY
-    except errors.DamagedCheckpointError:
-        return False
-
-
-def begins_with_record(path: Path) -> bool:
-    """Whether the file `path` begins with a list of two, the first a list of strings.
-
-    So do streams of records `[key, value]`.
-    """
-    try:
-        with scanner(path, buffer_bytes=_FIRST_BYTES) as scan:
-            if scan.head() != ("array", 2):
-                return False
-            kind, size = scan.head()
-            if kind != "array" or size == 0:
-                return False
-            scan.text(*scan.head())  # one that is refused is refused when it is read
-            return True
-    except errors.DamagedCheckpointError:
-        return False

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from flaxckpt import _storage, _structure, _tree
 from flaxckpt._info import Stored
-from flaxckpt.formats import _ndarray, _scan
+from flaxckpt.formats import _ndarray, _scan, _signatures
 from flaxckpt.formats._scan import Run, Scanner, Value
 
 
 def recognises(path: Path) -> str | None:
     """Why `path` is a stream of records."""
-    if not _scan.begins_with_record(path):
+    if not _signatures.begins_with_record(path):
         return None
     return "it begins with a msgpack record of keys and a value"
 

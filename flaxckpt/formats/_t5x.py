@@ -15,7 +15,7 @@ from typing import Any
 from flaxckpt import _storage, _structure, _tree, errors
 from flaxckpt._info import Stored
 from flaxckpt._types import LeafPath
-from flaxckpt.formats import _ndarray, _orbax_json, _scan, _zarr2
+from flaxckpt.formats import _ndarray, _orbax_json, _scan, _signatures, _zarr2
 
 _FILE = "checkpoint"
 _VERSIONS = (2, 3)
@@ -52,7 +52,7 @@ def recognises(path: Path) -> str | None:
 
 
 def _is_ours(file: Path) -> bool:
-    keys = _scan.first_keys(file)
+    keys = _signatures.first_keys(file)
     if not keys or keys[0] not in _KEYS:
         return False
     if set(keys) == _KEYS:

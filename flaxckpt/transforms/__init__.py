@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flaxckpt import errors
-from flaxckpt.transforms._merge import from_function, merge
+from flaxckpt.transforms._functions import from_function
+from flaxckpt.transforms._fusions import fuse, split
+from flaxckpt.transforms._merge import merge
 from flaxckpt.transforms._names import assign, copy, drop, keep, rename
-from flaxckpt.transforms._stacks import fuse, split, stack, unstack
+from flaxckpt.transforms._stacks import stack, unstack
 from flaxckpt.transforms._table import TableTransform, Transform, describe
 from flaxckpt.transforms._values import cast, grow, map_leaf, pad, slice, transpose
 

@@ -59,7 +59,9 @@ class Mirror(NamedTuple):
     def renamed(self, param: LeafPath) -> LeafPath:
         """The new name if the parameter gets the path `param`."""
         root = self.param.removesuffix(self.name)
-        return param.removeprefix(root) if param.startswith(root) else below_root(param)
+        if param.startswith(root):
+            return param.removeprefix(root)
+        return _below_root(param)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class Mirrors:
     lost: Sequence[LeafPath]
 
 
-def below_root(path: LeafPath) -> LeafPath:
+def _below_root(path: LeafPath) -> LeafPath:
     """A path below the root of all parameters: `params`, or whatever comes first."""
     parts = path.split("/")
     for i, part in enumerate(parts[:_DEEPEST_ROOT]):

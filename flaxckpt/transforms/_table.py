@@ -251,7 +251,7 @@ def replace(
                 new_paths.setdefault(at, []).append(new)
             else:
                 name = known[where].renamed(new)
-                leaf = with_role_of(leaf, name)
+                leaf = _with_role_of(leaf, name)
                 new = slot.path(name)
             rows.setdefault(where, []).append(Row(where, new, leaf))
     for path in direct.keys() & known.keys():
@@ -299,7 +299,7 @@ def _tell_of_lost(mirrored: Mirrors, chosen: Mapping[LeafPath, LeafPath]) -> Non
             "%d leaves of an optimizer may mirror what is changed, and stay as they"
             " are, as nobody knows of which parameters they are: %s",
             len(left),
-            ", ".join(left[:5]) + (", …" if len(left) > 5 else ""),
+            errors.first_few(left),
         )
 
 
@@ -308,11 +308,11 @@ def _retargeted(row: Row, names: Sequence[LeafPath]) -> Row:
     bare = row.path.removesuffix("/value")
     for name in names:
         if bare.endswith(f"/{name}"):
-            return row._replace(leaf=with_role_of(row.leaf, name))
+            return row._replace(leaf=_with_role_of(row.leaf, name))
     return row
 
 
-def with_role_of(leaf: Leaf, param: LeafPath) -> Leaf:
+def _with_role_of(leaf: Leaf, param: LeafPath) -> Leaf:
     """A moment of another parameter."""
     role = leaf.info.role
     if role is None or role.param == param:
@@ -384,21 +384,16 @@ def keys(path: LeafPath, info: LeafInfo) -> tuple[_tree.Key, ...]:
             f"{path!r} is no leaf path: no part may be empty, and % is written as %25"
         )
     old = info.keys
+    old_names = [str(key.name) for key in old]
+    most = min(len(names), len(old))
     leading = 0
-    while leading < min(len(names), len(old)) and _is(names[leading], old[leading]):
+    while leading < most and names[leading] == old_names[leading]:
         leading += 1
     trailing = 0
-    while trailing < min(len(names), len(old)) - leading and _is(
-        names[-1 - trailing], old[-1 - trailing]
-    ):
+    while trailing < most - leading and names[~trailing] == old_names[~trailing]:
         trailing += 1
-    middle = names[leading : len(names) - trailing]
     return (
         *old[:leading],
-        *(_tree.Key(name, "key") for name in middle),
-        *(old[len(old) - trailing :] if trailing else ()),
+        *(_tree.Key(name, "key") for name in names[leading : len(names) - trailing]),
+        *old[len(old) - trailing :],
     )
-
-
-def _is(name: str, key: _tree.Key) -> bool:
-    return str(key.name) == name

@@ -104,16 +104,16 @@ def test_a_failed_save_is_an_exit_code_whatever_can_be_printed(run, tmp_path, wa
 
 
 INTERRUPTED = """
-from flaxckpt import _storage
+from flaxckpt import _renames
 
-publish = _storage.publish
+publish = _renames.publish
 
 def slow(*args):
     print("under way", flush=True)
     sys.stdin.readline()
     publish(*args)
 
-_storage.publish = slow
+_renames.publish = slow
 save(directory)
 """
 

@@ -136,7 +136,7 @@ def test_what_is_worked_with_stays(tmp_path):
 
 def test_where_others_may_write_age_counts(tmp_path, monkeypatch):
     left = leave(tmp_path, LEFT)
-    monkeypatch.setattr(_unfinished._blocks, "is_local", lambda path: False)
+    monkeypatch.setattr(_unfinished._file_systems, "is_local", lambda path: False)
     flaxckpt.Checkpointer(tmp_path)
     assert left.exists(), "a process of another machine may write it"
     grow_old(left, 700)

@@ -23,7 +23,15 @@ import numpy as np
 from golden_cases import GOLDEN
 
 import flaxckpt
-from flaxckpt import _event_journal, _flax, _steps, _storage, _survey, errors, formats
+from flaxckpt import (
+    _classes,
+    _event_journal,
+    _steps,
+    _storage,
+    _survey,
+    errors,
+    formats,
+)
 from flaxckpt.datasets import _codec
 
 TESTS: Final = Path(__file__).parents[1]
@@ -90,7 +98,7 @@ def only_ours() -> Iterator[None]:
         assert len(outcome) < 20_000, outcome[:1000]
 
 
-RESOLVE: Final = _flax.resolver()
+RESOLVE: Final = _classes.resolver()
 LARGE: Final = 2**24
 
 

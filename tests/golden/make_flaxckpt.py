@@ -30,7 +30,7 @@ from flax.training import dynamic_scale, train_state
 
 import flaxckpt
 from flaxckpt.datasets import StepIndexed
-from flaxckpt.formats import _orbax_json
+from flaxckpt.formats import _manifest
 
 STEP: Final = 7
 METRICS: Final = {"eval/loss": 0.25}
@@ -93,7 +93,7 @@ def write(folder: Path) -> None:
 
 def main() -> None:
     """Adds the folder of this release."""
-    name = f"flaxckpt-{_orbax_json.MANIFEST_VERSION}-{version('flaxckpt')}"
+    name = f"flaxckpt-{_manifest.VERSION}-{version('flaxckpt')}"
     folder = Path(__file__).parent / name
     folder.mkdir()
     write(folder)

@@ -4,7 +4,8 @@ import contextlib
 import random
 import threading
 
-from flaxckpt import _locks, _remote, _storage, _store, _stores
+from flaxckpt import _locks, _remote, _storage, _stores
+from flaxckpt._connection import StoreOptions
 
 FAULTS = ("refused", "unanswered", "late", "twice", "torn")
 
@@ -79,13 +80,13 @@ class Faulty:
 @contextlib.contextmanager
 def faulty(path, **given):
     """Has the store of a path be faulty while the `with` block lasts."""
-    store = path.store
-    real = store._kv()
-    kv = store._opened = Faulty(real, **given)
+    connection = path.store.connection
+    real = connection.kv()
+    kv = connection._opened = Faulty(real, **given)
     try:
         yield kv
     finally:
-        store._opened = real
+        connection._opened = real
         kv._last = None
         kv.let_in()
 
@@ -93,7 +94,7 @@ def faulty(path, **given):
 def new_path(name):
     """A bucket of its own in memory, whose requests are repeated at once."""
     url = f"memory://{name}"
-    _stores.set_store_options(url, _store.StoreOptions(retries=6))
+    _stores.set_store_options(url, StoreOptions(retries=6))
     path = _storage.resolve(f"{url}/run")
     assert _remote.is_remote(path)
     path.store.delete_under("")

@@ -6,14 +6,14 @@ import pytest
 import strategies
 
 import flaxckpt
-from flaxckpt import _locks, _marked, _steps, _store, errors
+from flaxckpt import _connection, _locks, _marked, _steps, errors
 from flaxckpt.policies import LatestN
 
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(_store, "_FIRST_PAUSE_SECS", 1e-4)
-    monkeypatch.setattr(_store, "_LONGEST_PAUSE_SECS", 1e-4)
+    monkeypatch.setattr(_connection, "_FIRST_PAUSE_SECS", 1e-4)
+    monkeypatch.setattr(_connection, "_LONGEST_PAUSE_SECS", 1e-4)
 
 
 def state(step, text="a"):

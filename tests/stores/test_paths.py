@@ -5,9 +5,11 @@ import pickle
 
 import faulty
 import pytest
+import tensorstore as ts
 
 import flaxckpt
-from flaxckpt import _remote, _storage, _store, _stores, errors
+from flaxckpt import _connection, _remote, _storage, _stores, errors
+from flaxckpt._connection import Connection
 
 
 @pytest.fixture
@@ -102,28 +104,37 @@ def test_options_that_make_no_sense_are_refused():
 def test_each_store_is_described_by_what_was_passed(monkeypatch):
     for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_REGION", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
-    given = _store.StoreOptions(region="eu-west-1", profile="work", concurrency=4)
+    given = flaxckpt.StoreOptions(region="eu-west-1", profile="work", concurrency=4)
 
     def had(spec, name):
         """What a name in a specification means."""
-        return _store._shared[spec[name]]
+        return _connection._shared[spec[name]]
 
-    spec = _store.Store("s3", "bucket", given).spec("run/")
+    spec = Connection("s3", "bucket", given).spec("run/")
     assert spec["aws_region"] == "eu-west-1"
     assert had(spec, "aws_credentials") == {"type": "profile", "profile": "work"}
     assert spec["use_conditional_write"]
     assert had(spec, "s3_request_concurrency") == {"limit": 4}
     assert "endpoint" not in spec
-    public = _store.Store("s3", "bucket", _store.StoreOptions(anonymous=True))
+    public = Connection("s3", "bucket", flaxckpt.StoreOptions(anonymous=True))
     assert had(public.spec(""), "aws_credentials") == {"type": "anonymous"}
-    spec = _store.Store("gs", "bucket").spec("run/")
+    spec = Connection("gs", "bucket", flaxckpt.StoreOptions()).spec("run/")
     assert (spec["driver"], spec["bucket"], spec["path"]) == ("gcs", "bucket", "run/")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9/")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
-    found = _stores.of("s3", "bucket").spec("")
+    found = _stores.of("s3", "bucket").connection.spec("")
     assert found["endpoint"] == "http://127.0.0.1:9"
     assert found["aws_region"] == "us-east-1"
     assert had(found, "aws_credentials") == {"type": "environment"}
+
+
+def test_a_bucket_that_is_not_opened_in_time_is_an_error(monkeypatch):
+    promise, never = ts.Promise.new()
+    monkeypatch.setattr(ts.KvStore, "open", lambda *_, **__: never)
+    options = flaxckpt.StoreOptions(deadline_secs=0.1, retries=0)
+    with pytest.raises(errors.StoreError, match=r"cannot open memory://late"):
+        Connection("memory", "late", options).kv()
+    promise.set_result(None)
 
 
 def test_what_is_called_like_a_pattern_is_found_at_any_depth():

@@ -19,12 +19,12 @@ import strategies
 
 import flaxckpt
 from flaxckpt import (
+    _connection,
     _event_journal,
     _marks,
     _multihost,
     _staging,
     _storage,
-    _store,
     errors,
 )
 from flaxckpt.configs import CheckpointConfig
@@ -37,8 +37,8 @@ LAYOUTS = [flaxckpt.ArrayLayout(store=store) for store in ("files", "ocdbt")]
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(_store, "_FIRST_PAUSE_SECS", 1e-4)
-    monkeypatch.setattr(_store, "_LONGEST_PAUSE_SECS", 1e-4)
+    monkeypatch.setattr(_connection, "_FIRST_PAUSE_SECS", 1e-4)
+    monkeypatch.setattr(_connection, "_LONGEST_PAUSE_SECS", 1e-4)
 
 
 def state(step, text="a"):

@@ -1,0 +1,91 @@
+"""Optimizer leaves that no checkpoint has: made anew from the restored parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+
+from flaxckpt import _flax, _place, _plan, _tree, errors
+from flaxckpt._types import LeafPath, PyTree
+from flaxckpt.errors import Mismatch
+
+
+def values(
+    recipe: _plan.Recipe,
+    abstract_state: PyTree,
+    restored: Mapping[LeafPath, Any],
+    path: str,
+) -> tuple[dict[LeafPath, Any], list[LeafPath]]:
+    """The leaves of a recipe that start afresh, and which of them the state has.
+
+    The state has others than `tx.init` makes if it was made of a part of the params.
+
+    Args:
+        recipe: What the restore does.
+        abstract_state: The wanted state, with its optimizers.
+        restored: Leaf path -> value of those that do not.
+        path: The checkpoint, for messages.
+
+    Returns:
+        Leaf path -> value, and the paths of those that are as the state has them.
+
+    Raises:
+        RestoreMismatchError: The state has no values for some that are not made.
+    """
+    assert recipe.flat is not None
+    made = _made(abstract_state, restored)
+    found = {}
+    own = []
+    for info in recipe.fresh:
+        value = made.get(info.path)
+        if value is not None and np.shape(value) == info.shape:
+            found[info.path] = _place.place(value, info)
+            continue
+        found[info.path] = recipe.flat.table[info.path].source
+        own.append(info)
+    lacking = [i for i in own if isinstance(found[i.path], jax.ShapeDtypeStruct)]
+    if lacking:
+        nothing = "nothing, and tx.init of all params makes no such leaf"
+        raise errors.RestoreMismatchError(
+            path,
+            [Mismatch(info.path, str(info), nothing) for info in lacking],
+            "Pass a state with values for them.",
+        )
+    return found, [info.path for info in own]
+
+
+def _made(
+    abstract_state: PyTree, values: Mapping[LeafPath, Any]
+) -> dict[LeafPath, Any]:
+    """Optimizer leaves as their transforms' `init` makes them from restored params."""
+    made: dict[LeafPath, Any] = {}
+    for part in _flax.optimizers(abstract_state):
+        flat = _tree.flatten(part.params, boxes=_flax.boxes())
+        params = {
+            path: values[_tree.join((*part.params_keys, *entry.keys))]
+            for path, entry in flat.entries.items()
+            if not entry.is_empty
+        }
+        with _mesh_of(params.values()):
+            state = jax.jit(part.init)(_tree.unflatten(flat.structure, params))
+        for entry in _tree.flatten(state, boxes=_flax.boxes()).entries.values():
+            made[_tree.join((*part.state_keys, *entry.keys))] = entry.value
+    return made
+
+
+def _mesh_of(leaves: Iterable[Any]) -> AbstractContextManager[Any]:
+    """The mesh of sharded `leaves` as jit's, if its axes are explicit: they need it."""
+    for leaf in leaves:
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            mesh: Any = sharding.mesh
+            if AxisType.Explicit in mesh.axis_types:
+                return jax.set_mesh(mesh)
+            break
+    return contextlib.nullcontext()

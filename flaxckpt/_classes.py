@@ -1,0 +1,119 @@
+"""Classes that a checkpoint names: which of them are made again, and how."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from flaxckpt import _flax, _structure
+from flaxckpt._types import JSON
+
+_log = logging.getLogger(__name__)
+
+_TRUSTED_PACKAGES = ("flax", "optax")
+_NO_STATE = re.compile(r"_test$|\.testing(\.|$)")
+"""Modules that define no state, and may do something when they are imported."""
+
+Build = Callable[[dict[str | int, Any], Mapping[str, JSON]], Any]
+
+
+def resolver(types: Sequence[type] = ()) -> _structure.Resolve:
+    """Finds the builders of classes that a checkpoint names.
+
+    Args:
+        types: The caller's own classes that may be built.
+    """
+    own = {f"{cls.__module__}:{cls.__qualname__}": cls for cls in types}
+
+    def find(type_name: str) -> Build | None:
+        if type_name in own:
+            return _builder(own[type_name])
+        return resolve(type_name)
+
+    return find
+
+
+def resolve(type_name: str) -> Build | None:
+    """Finds the builder of a class that a checkpoint names.
+
+    Only containers defined by flax, optax or the standard library's `collections`
+    are found; nothing else is imported or called, whatever the file says.
+    """
+    module_name, _, qualname = type_name.partition(":")
+    package = module_name.split(".")[0]
+    if package not in _TRUSTED_PACKAGES and module_name != "collections":
+        return None
+    if _NO_STATE.search(module_name):
+        return None
+    try:
+        found: Any = sys.modules.get(module_name) or importlib.import_module(
+            module_name
+        )
+        for part in qualname.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError):
+        return None
+    if not isinstance(found, type) or found.__module__.split(".")[0] != package:
+        return None  # what such a module has merely imported
+    return _builder(found)
+
+
+def _builder(cls: Any) -> Build | None:
+    """How to make a `cls`, or a dict where its fields are no longer those saved."""
+    build = _exact_builder(cls)
+
+    def forgiving(children: dict[str | int, Any], static: Mapping[str, JSON]) -> Any:
+        assert build is not None
+        try:
+            return build(children, static)
+        except (TypeError, ValueError) as error:
+            _log.warning("%s cannot be made (%s): it becomes a dict", cls, error)
+            return children
+
+    return None if build is None else forgiving
+
+
+def _exact_builder(cls: Any) -> Build | None:
+    nnx = _flax.loaded_nnx()
+    if nnx is not None and issubclass(cls, nnx.Variable):
+        return lambda children, static: _variable(cls, children["value"], static)
+    if issubclass(cls, tuple) and hasattr(cls, "_fields"):
+        return lambda children, _: cls(**_named(children))
+    if dataclasses.is_dataclass(cls):
+        return lambda children, static: _dataclass(cls, _named(children), static)
+    if issubclass(cls, Mapping):
+        return lambda children, _: cls(children)
+    return None
+
+
+def _named(children: Mapping[str | int, Any]) -> dict[str, Any]:
+    return {str(name): child for name, child in children.items()}
+
+
+def _variable(cls: Any, value: Any, metadata: Mapping[str, JSON]) -> Any:
+    # Built without its mesh, which this process may not have.
+    variable = cls(value, **{**metadata, "eager_sharding": False})
+    variable.set_metadata(eager_sharding=metadata.get("eager_sharding", False))
+    return variable
+
+
+def _dataclass(
+    cls: Any, children: Mapping[str, Any], static: Mapping[str, JSON]
+) -> Any:
+    """An instance with the fields known; None for unsaved ones such as `tx`."""
+    known = {
+        **{name: _flax.tuples(value) for name, value in static.items()},
+        **children,
+    }
+    required = [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    return cls(**{**dict.fromkeys(required), **known})

@@ -1,0 +1,253 @@
+"""How a bucket is reached: every request has a deadline, and fails in words.
+
+TensorStore waits for a dead endpoint for minutes. Here what may pass is tried again,
+in time, and whatever fails says what was asked of whom.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
+
+import tensorstore as ts
+
+from flaxckpt import errors
+from flaxckpt._types import JSON
+
+_T = TypeVar("_T")
+
+_SLOWEST_BYTES_PER_SEC = 2**18
+"""What a request may take longer than the deadline: as if its bytes came so slowly."""
+
+_FIRST_PAUSE_SECS = 0.1
+_LONGEST_PAUSE_SECS = 2.0
+_OWN_RETRIES: dict[str, JSON] = {
+    "max_retries": 3,
+    "initial_delay": "100ms",
+    "max_delay": "1s",
+}
+"""Of TensorStore, within one try of ours."""
+
+_LASTING = re.compile(
+    "PERMISSION_DENIED|UNAUTHENTICATED|NOT_FOUND|INVALID_ARGUMENT|OUT_OF_RANGE"
+    "|UNIMPLEMENTED|InvalidAccessKey|SignatureDoesNotMatch"
+)
+"""In what a store says that will not change its mind."""
+
+_PASSING = re.compile("ABORTED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|CURL")
+"""In what TensorStore says if it is not the value that is wrong."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """How object stores are reached.
+
+    What is None comes from the environment: `AWS_ENDPOINT_URL_S3` or
+    `AWS_ENDPOINT_URL`, `AWS_REGION` or `AWS_DEFAULT_REGION`, `AWS_PROFILE`, and the
+    credentials as the AWS and Google tools find them.
+
+    Attributes:
+        endpoint: URL of a server that speaks S3; None is Amazon's.
+        region: Of the bucket.
+        profile: Section of the AWS credentials file.
+        credentials_file: Another one than `~/.aws/credentials`.
+        anonymous: Whether to sign nothing, as for public buckets.
+        deadline_secs: How long one request may take in all, retries included; large
+            objects get more time, a second for each 256 KiB.
+        retries: How often a request that failed, but may not fail again, is repeated.
+        concurrency: How many requests run at one time.
+
+    Raises:
+        OptionError: A number makes no sense.
+    """
+
+    endpoint: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    credentials_file: str | None = None
+    anonymous: bool = False
+    deadline_secs: float = 60.0
+    retries: int = 4
+    concurrency: int = 32
+
+    def __post_init__(self) -> None:
+        if not self.deadline_secs > 0 or self.retries < 0 or self.concurrency < 1:
+            raise errors.OptionError(
+                "deadline_secs and concurrency must be positive and retries 0 or more,"
+                f" got {self.deadline_secs}, {self.concurrency} and {self.retries}"
+            )
+
+
+_MEMORY = ts.Context({"memory_key_value_store": {}})
+"""Where `memory://` is, for all of this process."""
+
+_shared: dict[str, JSON] = {}
+"""What specifications of buckets name: of one context, TensorStore knows them as one
+store, and can copy between the databases in it."""
+
+_numbers = itertools.count()
+
+
+def context(spec: Mapping[str, JSON] | None = None) -> ts.Context:
+    """A new context that has the memory of this process in it, and how stores are had.
+
+    Whatever opens something in a store does so with such a context.
+    """
+    return ts.Context({**_shared, **(spec or {})}, _MEMORY)
+
+
+class Connection:
+    """What asks a bucket.
+
+    Args:
+        scheme: `s3`, `gs` or `memory`.
+        bucket: Its name.
+        options: How it is reached.
+
+    Attributes:
+        url: `s3://bucket`.
+        options: As given.
+    """
+
+    def __init__(self, scheme: str, bucket: str, options: StoreOptions) -> None:
+        self.url = f"{scheme}://{bucket}"
+        self.options = options
+        self._scheme = scheme
+        self._bucket = bucket
+        self._opened: ts.KvStore | None = None
+        self._resources = self._named()
+        _shared.update(self._resources)
+
+    def spec(self, prefix: str) -> dict[str, JSON]:
+        """TensorStore's description of what lies under `prefix`."""
+        if self._scheme == "memory":
+            return {"driver": "memory", "path": f"{self._bucket}/{prefix}"}
+        spec: dict[str, JSON] = {
+            "driver": "gcs" if self._scheme == "gs" else "s3",
+            "bucket": self._bucket,
+            "path": prefix,
+            **{name.partition("#")[0]: name for name in self._resources},
+        }
+        if self._scheme == "gs":
+            return spec
+        spec["use_conditional_write"] = True
+        if self.options.endpoint:
+            spec["endpoint"] = self.options.endpoint
+        if self.options.region:
+            spec["aws_region"] = self.options.region
+        return spec
+
+    def _named(self) -> dict[str, JSON]:
+        """How its requests are made, under names that no other store has."""
+        if self._scheme == "memory":
+            return {}
+        driver = "gcs" if self._scheme == "gs" else "s3"
+        found: dict[str, JSON] = {
+            f"{driver}_request_retries": _OWN_RETRIES,
+            f"{driver}_request_concurrency": {"limit": self.options.concurrency},
+        }
+        if driver == "s3":
+            found["aws_credentials"] = self._credentials()
+        number = next(_numbers)
+        return {f"{name}#{number}": value for name, value in found.items()}
+
+    def _credentials(self) -> JSON:
+        options = self.options
+        if options.anonymous:
+            return {"type": "anonymous"}
+        if options.profile or options.credentials_file:
+            found: dict[str, JSON] = {"type": "profile"}
+            if options.profile:
+                found["profile"] = options.profile
+            if options.credentials_file:
+                found["credentials_file"] = options.credentials_file
+            return found
+        if os.environ.get("AWS_ACCESS_KEY_ID"):
+            return {"type": "environment"}
+        return {"type": "default"}
+
+    def kv(self) -> ts.KvStore:
+        """The bucket, opened; anew if an answer of it was late."""
+        opened = self._opened
+        if opened is None:  # several threads may open it: each has one that works
+            spec = self.spec("")
+            future = ts.KvStore.open(spec, context=context())
+            opened = self._opened = self.wait(f"open {self.url}", future)
+        return opened
+
+    # ---- waiting ------------------------------------------------------------------
+
+    def ask(self, what: str, begin: Callable[[], ts.Future[_T]], size: int = 0) -> _T:
+        """Has a request done, with retries, in time.
+
+        Args:
+            what: It, in words.
+            begin: Begins it; called again for each try.
+            size: Bytes that it moves.
+
+        Raises:
+            StoreError: It failed, or took too long.
+        """
+        until = time.monotonic() + self._allowed(size)
+        for pause in [*self._pauses(), None]:
+            try:
+                future = begin()
+                return future.result(timeout=max(0.0, until - time.monotonic()))
+            except TimeoutError:
+                raise self._late(what, size) from None
+            except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
+                left = until - time.monotonic()
+                if pause is None or left <= pause or _LASTING.search(str(error)):
+                    raise self._failed(what, error) from None
+            time.sleep(pause)
+        raise AssertionError
+
+    def wait(self, what: str, future: ts.Future[_T], size: int = 0) -> _T:
+        """Waits for what was begun, once, in time.
+
+        Raises:
+            StoreError: It took too long, or the store was out of reach. What else went
+                wrong is raised as it is.
+        """
+        try:
+            return future.result(timeout=self._allowed(size))
+        except TimeoutError:
+            raise self._late(what, size) from None
+        except (ValueError, RuntimeError) as error:
+            if _PASSING.search(str(error)):
+                raise self._failed(what, error) from None
+            raise
+
+    def _allowed(self, size: int) -> float:
+        return self.options.deadline_secs + size / _SLOWEST_BYTES_PER_SEC
+
+    def _pauses(self) -> Iterator[float]:
+        pause = _FIRST_PAUSE_SECS
+        for _ in range(self.options.retries):
+            yield pause
+            pause = min(2 * pause, _LONGEST_PAUSE_SECS)
+
+    def _late(self, what: str, size: int) -> errors.StoreError:
+        # What is under way still may hold up all that comes after it, for long.
+        self._opened = None
+        return errors.StoreError(
+            f"cannot {what}{self._where()}: wanted an answer within"
+            f" {self._allowed(size):g} s, found none; see that the store can be"
+            " reached, or set a longer StoreOptions.deadline_secs"
+        )
+
+    def _failed(self, what: str, error: Exception) -> errors.StoreError:
+        said = " ".join(str(error).split(" [")[0].split())[:200]
+        return errors.StoreError(
+            f"cannot {what}{self._where()}: {said}; see that bucket, region, endpoint"
+            " and credentials are right, and that the store can be reached"
+        )
+
+    def _where(self) -> str:
+        endpoint = self.options.endpoint
+        return f" at {endpoint}" if endpoint and self._scheme == "s3" else ""

@@ -1,0 +1,64 @@
+"""Which file system holds a path, whether it is of this machine, how much is free."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from flaxckpt import _remote
+from flaxckpt._types import PathLike
+
+# File systems of this machine. Elsewhere another machine may cut a file short, which
+# kills whoever has it mapped, and pages may be old.
+_LOCAL = frozenset(
+    (
+        "bcachefs",
+        "btrfs",
+        "ext2",
+        "ext3",
+        "ext4",
+        "f2fs",
+        "overlay",
+        "tmpfs",
+        "xfs",
+        "zfs",
+    )
+)
+
+
+def is_local(path: PathLike) -> bool:
+    """Whether `path` is on a file system of this machine, where mapping is safe."""
+    if _remote.is_remote(path):
+        return False
+    return kind(os.fspath(path)) in _LOCAL
+
+
+def kind(path: str) -> str:
+    """The kind of file system that holds `path`; empty if that is not known."""
+    path = os.path.realpath(path) + "/"
+    try:
+        mounts = Path("/proc/self/mountinfo").read_bytes().split(b"\n")
+    except OSError:
+        return ""
+    holding: dict[str, str] = {}
+    for line in mounts:
+        where, _, kind = os.fsdecode(line).partition(" - ")
+        fields = where.split(" ")
+        if len(fields) > 4 and kind:
+            mount = _unescaped(fields[4]).rstrip("/") + "/"
+            if path.startswith(mount):
+                holding[mount] = kind.split(" ")[0]  # the last one hides the others
+    return holding[max(holding, key=len)] if holding else ""
+
+
+def free_bytes(path: Path) -> int | None:
+    """Bytes that may be written where `path` is; None in a bucket, which has no end."""
+    return None if _remote.is_remote(path) else shutil.disk_usage(path).free
+
+
+def _unescaped(mount: str) -> str:
+    """A mount point, in which mountinfo writes blanks as octal numbers."""
+    for char in " \t\n\\":
+        mount = mount.replace(f"\\{ord(char):03o}", char)
+    return mount

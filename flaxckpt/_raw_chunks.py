@@ -1,0 +1,118 @@
+"""What zarr stores of an array on the host: its metadata, and its raw chunks.
+
+Raw chunks (see `_zarr`) are stored as they lie in memory, without a copy if possible.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from flaxckpt import _blocks, _dtypes, _zarr
+from flaxckpt._snapshot import HostArray, HostShard
+from flaxckpt._types import JSON
+from flaxckpt._zarr import Array, Encoding, Region
+
+
+def is_raw(array: HostArray, encoding: Encoding) -> bool:
+    """Whether an array is written without TensorStore, which would sync it."""
+    return _zarr.is_raw(encoding, array.shape, _stored_name(array))
+
+
+def metadata(array: HostArray, encoding: Encoding) -> dict[str, JSON]:
+    """What zarr says of an array, for TensorStore."""
+    return _zarr.metadata(encoding, array.shape, _stored_name(array), array.chunk_shape)
+
+
+def metadata_text(array: HostArray, encoding: Encoding) -> bytes:
+    """The same, as the content of its file."""
+    return _zarr.metadata_text(
+        encoding, array.shape, _stored_name(array), array.chunk_shape
+    )
+
+
+def _stored_name(array: HostArray) -> str:
+    name = _dtypes.stored_name(array.dtype)
+    assert name is not None, array.name
+    return name
+
+
+# ---- chunks -------------------------------------------------------------------------
+
+
+class Chunk(NamedTuple):
+    """A chunk to write.
+
+    Attributes:
+        array: Whose it is.
+        shard: What has its values.
+        key: Which chunk of the array.
+        bounds: What the shard has of it, in the whole array: all but padding.
+    """
+
+    array: HostArray
+    shard: HostShard
+    key: str
+    bounds: Region
+
+    @property
+    def size(self) -> int:
+        """Bytes of it as stored, less the checksum."""
+        bits = _dtypes.item_bits(self.array.dtype)
+        return math.prod(self.array.chunk_shape) * bits // 8
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values in memory."""
+        itemsize: int = self.shard.data.dtype.itemsize
+        return math.prod(_zarr.extent(self.bounds)) * itemsize
+
+    def has_to_be_copied(self) -> bool:
+        """Whether its values are not already one run of bytes, as stored."""
+        data = self._data()
+        return not (
+            data.dtype.name == self.array.dtype
+            and data.dtype.isnative
+            and data.flags.c_contiguous
+        )
+
+    def parts(self, encoding: Encoding) -> list[memoryview]:
+        """What is stored: the values, padding, the checksum. Views where possible."""
+        parts = self._content()
+        if encoding.checksum:
+            parts.append(memoryview(_blocks.checksum(parts)))
+        return parts
+
+    def _content(self) -> list[memoryview]:
+        array = self.array
+        data = _dtypes.to_stored(_dtypes.convert(self._data(), array.dtype))
+        missing = self.size - data.nbytes
+        if missing and data.shape[1:] != array.chunk_shape[1:]:
+            # The chunk sticks out of the array along another axis than the first.
+            padded = np.zeros(array.chunk_shape, data.dtype)
+            padded[tuple(slice(size) for size in data.shape)] = data
+            data, missing = padded, 0
+        run = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        return [run.data, memoryview(bytes(missing))]
+
+    def _data(self) -> Array:
+        values = np.asarray(self.shard.data)
+        data: Array = values[_zarr.within(self.bounds, self.shard.region)]
+        return data
+
+
+def chunks(array: HostArray) -> Iterator[Chunk]:
+    """The chunks that this process writes of an array."""
+    for shard in array.shards:
+        for key, bounds in _zarr.chunks(shard.region, array.chunk_shape):
+            yield Chunk(array, shard, key, bounds)
+
+
+def files_of(root: Path, array: HostArray) -> Iterator[Path]:
+    """The files of chunks that this process writes of a raw array."""
+    for chunk in chunks(array):
+        yield root / array.name / chunk.key

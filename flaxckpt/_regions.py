@@ -1,0 +1,72 @@
+"""Which regions of a stored array are read for the devices of this process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from flaxckpt import _dtypes, _layout, _zarr
+from flaxckpt._info import LeafInfo
+from flaxckpt._types import Shape
+from flaxckpt._zarr import Array, Region
+
+
+def to_read(found: LeafInfo, wanted: LeafInfo) -> dict[Region, list[Region]]:
+    """What to read of a leaf -> the regions that devices need of it.
+
+    Each region is read by itself if no chunk reaches into two of them. Otherwise that
+    chunk would be read once for each, so what encloses them all is read instead.
+
+    Args:
+        found: The leaf as it is stored.
+        wanted: The same with the sharding that it gets.
+    """
+    shape, _ = _layout.stored_form(found)
+    sharding = wanted.sharding
+    if (
+        sharding is None
+        or wanted.kind != "array"
+        or (len(sharding.device_set) == 1 and sharding.is_fully_addressable)
+    ):
+        whole = _zarr.whole(shape)
+        return {whole: [whole]}
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    if not indices:
+        return {}  # other processes have it all
+    regions = list(
+        dict.fromkeys(_zarr.region_of(index or (), shape) for index in indices)
+    )
+    chunk = found.chunk_shape
+    if len(regions) == 1 or (
+        chunk and all(_fits_chunks(r, chunk, shape) for r in regions)
+    ):
+        return {region: [region] for region in regions}
+    box = tuple(
+        (min(start for start, _ in bounds), max(stop for _, stop in bounds))
+        for bounds in zip(*regions, strict=True)
+    )
+    return {box: regions}
+
+
+def _fits_chunks(region: Region, chunk: Shape, shape: Shape) -> bool:
+    return all(
+        start % part == 0 and (stop % part == 0 or stop == size)
+        for (start, stop), part, size in zip(region, chunk, shape, strict=True)
+    )
+
+
+def cut(
+    reads: Mapping[Region, list[Region]], arrays: Mapping[Region, Array]
+) -> dict[Region, Array]:
+    """What each device needs -> its values."""
+    return {
+        region: arrays[read][_zarr.within(region, read)]
+        for read, regions in reads.items()
+        for region in regions
+    }
+
+
+def nbytes(regions: Iterable[Region], dtype: str) -> int:
+    """Uncompressed size of regions of an array, in bytes."""
+    elements = sum(math.prod(b - a for a, b in region) for region in regions)
+    return elements * _dtypes.item_bits(dtype) // 8

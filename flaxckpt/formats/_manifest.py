@@ -1,0 +1,287 @@
+"""Our manifest, pure: what is known of a checkpoint as JSON, and back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from flaxckpt import _chunks, _dtypes, _layout, _structure, _tree, _zarr
+from flaxckpt._info import LeafInfo, Lineage, Role
+from flaxckpt._types import JSON, LeafPath
+from flaxckpt.formats import _orbax_json
+from flaxckpt.formats._orbax_json import EMPTIES, sizes
+
+VERSION = 1
+_MAX_CHUNKS = 2**20  # of one array; beyond that, their names take gigabytes
+_SCALARS = frozenset((*_orbax_json.PYTHON_OF_KIND.values(), "numpy.generic"))
+
+
+class Manifest(NamedTuple):
+    """What a manifest says.
+
+    Attributes:
+        infos: The leaves, in order.
+        structure: Their containers.
+        unknown_types: Classes in `structure` that become plain dicts or lists.
+        digests: File name -> digest.
+        ocdbt: Whether the arrays are in one database.
+        encoding: How their chunks are encoded; None if it does not say.
+        lineage: What the run began from.
+        transforms: What was changed on the way, as text.
+        step: The number of the step; None of a checkpoint that was none.
+    """
+
+    infos: Sequence[LeafInfo]
+    structure: _tree.Node | LeafPath
+    unknown_types: frozenset[str]
+    digests: Mapping[str, str]
+    ocdbt: bool
+    encoding: _zarr.Encoding | None
+    lineage: tuple[Lineage, ...]
+    transforms: tuple[str, ...]
+    step: int | None
+
+
+def parse(data: Mapping[str, Any], resolve: _structure.Resolve) -> Manifest:
+    """Reads a manifest of this version.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: It is none.
+    """
+    unknown: set[str] = set()
+    structure = _structure.from_json(data["structure"], resolve, unknown)
+    keys = key_paths(structure)
+    infos = [leaf_info(row, keys) for row in data["leaves"]]
+    found = Manifest(
+        infos,
+        structure,
+        frozenset(unknown),
+        digests(data["digests"]),
+        bool(data["ocdbt"]),
+        encoding(data),
+        lineage(data),
+        texts(data.get("transforms", [])),
+        _step(data),
+    )
+    check_leaves(infos, keys, structure)
+    return found
+
+
+# ---- leaves -----------------------------------------------------------------------
+
+
+def leaf_row(info: LeafInfo) -> JSON:
+    """A leaf in the manifest; `leaf_info` is the inverse."""
+    row: dict[str, JSON] = {"path": info.path, "type": info.python_type}
+    if info.kind in ("array", "prng_key", "scalar"):
+        row |= {"dtype": info.dtype, "shape": info.shape, "chunks": info.chunk_shape}
+    if info.weak_type and info.kind == "array":
+        row["weak_type"] = True
+    if info.prng_impl:
+        row["prng_impl"] = info.prng_impl
+    if info.spec is not None:
+        row["spec"] = [
+            list(part) if isinstance(part, tuple) else part for part in info.spec
+        ]
+    if info.shard_shape is not None:
+        row["shard"] = info.shard_shape
+    if info.role is not None:
+        row["role"] = info.role
+    return row
+
+
+def leaf_info(row: Any, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]) -> LeafInfo:
+    """Reads what `leaf_row` wrote.
+
+    Raises:
+        ValueError, KeyError: The row is not one.
+    """
+    path, python_type = row["path"], row["type"]
+    impl = row.get("prng_impl")
+    if python_type in EMPTIES:
+        return LeafInfo(path, keys[path], "empty", python_type)
+    if python_type == "str":
+        return LeafInfo(path, keys[path], "string", "str")
+    dtype = _dtype(row["dtype"])
+    is_scalar = python_type in _SCALARS
+    if not is_scalar and python_type not in ("jax.Array", "numpy.ndarray"):
+        raise ValueError(f"{path} has the unknown type {python_type!r}")
+    shape, chunk_shape = sizes(row["shape"]), sizes(row["chunks"])
+    if (
+        len(chunk_shape) != len(shape) + bool(impl)
+        or 0 in chunk_shape
+        or _chunks.chunk_count(shape, chunk_shape[: len(shape)]) > _MAX_CHUNKS
+    ):
+        raise ValueError(f"{path} has chunks {chunk_shape} of an array {shape}")
+    if impl:
+        _layout.check_keys(impl, (*shape, _layout.key_words(impl)), dtype)
+    return LeafInfo(
+        path,
+        keys[path],
+        "prng_key" if impl else "scalar" if is_scalar else "array",
+        python_type,
+        shape,
+        dtype,
+        chunk_shape=chunk_shape,
+        weak_type=bool(row.get("weak_type", False))
+        or (is_scalar and python_type != "numpy.generic"),
+        prng_impl=impl,
+        spec=_spec(row["spec"]) if "spec" in row else None,
+        shard_shape=sizes(row["shard"]) if "shard" in row else None,
+        role=_role(row["role"]) if "role" in row else None,
+    )
+
+
+@functools.cache
+def _dtype(name: str) -> str:
+    return _dtypes.name(_dtypes.to_numpy(name))
+
+
+def _spec(parts: Any) -> PartitionSpec:
+    if not isinstance(parts, list):
+        raise ValueError(f"{str(parts)[:80]} is no partition spec")
+    return PartitionSpec(
+        *(tuple(part) if isinstance(part, list) else part for part in parts)
+    )
+
+
+def _role(row: Any) -> Role:
+    is_role = isinstance(row, list) and len(row) == 4
+    for part in row if is_role else ():
+        is_role = is_role and type(part) is str
+    if not is_role:
+        raise ValueError(f"{str(row)[:80]} is no role")
+    return Role(*row)
+
+
+# ---- containers ---------------------------------------------------------------------
+
+
+def key_paths(
+    structure: _tree.Node | LeafPath,
+) -> dict[LeafPath, tuple[_tree.Key, ...]]:
+    """The leaves of a structure that was read, each with its keys.
+
+    Raises:
+        ValueError: One is there twice, or not where its name says.
+    """
+    places = list(_tree.key_paths(structure))
+    keys = dict(places)
+    names = _names(structure)
+    if len(keys) != len(places) or not all(
+        name in (None, path) for name, (path, _) in zip(names, places, strict=True)
+    ):
+        raise ValueError("its structure has leaves in places that are not theirs")
+    return keys
+
+
+def check_leaves(
+    infos: Sequence[LeafInfo],
+    keys: Mapping[LeafPath, object],
+    structure: _tree.Node | LeafPath,
+) -> None:
+    """Asserts that leaves are those of a structure, each of them once.
+
+    Raises:
+        ValueError: They are not.
+    """
+    paths = {info.path for info in infos}
+    leaves = {name for name in _names(structure) if name is not None}
+    full = {info.path for info in infos if info.kind != "empty"}
+    if len(paths) != len(infos) or paths != keys.keys() or full != leaves:
+        raise ValueError("its leaves and its structure do not agree")
+
+
+def _names(structure: _tree.Node | LeafPath) -> Iterator[LeafPath | None]:
+    """The names of the leaves in a structure; None for each empty container."""
+    if isinstance(structure, str) or not structure.children:
+        yield structure if isinstance(structure, str) else None
+        return
+    for child in structure.children:
+        yield from _names(child)
+
+
+# ---- all the rest -------------------------------------------------------------------
+
+
+def encoding(manifest: Mapping[str, Any]) -> _zarr.Encoding | None:
+    """How the chunks of all arrays are encoded; None in manifests that do not say.
+
+    Raises:
+        ValueError, KeyError, TypeError: They say it wrongly.
+    """
+    if "encoding" not in manifest:
+        return None
+    row = manifest["encoding"]
+    version = row.get("zarr_version", 3)
+    if version not in (2, 3):
+        raise ValueError(f"its arrays are of zarr {str(version)[:20]}")
+    if row["codec"] not in _zarr.CODECS or type(row["checksum"]) is not bool:
+        raise ValueError(f"its arrays are encoded as {str(row)[:80]}")
+    return _zarr.Encoding(row["codec"], row["checksum"], int(version))
+
+
+def encoding_row(encoding: _zarr.Encoding) -> JSON:
+    """What `encoding` reads."""
+    row: dict[str, JSON] = {"codec": encoding.codec, "checksum": encoding.checksum}
+    return row if encoding.version == 3 else {**row, "zarr_version": encoding.version}
+
+
+def digests(found: Any) -> dict[str, str]:
+    """File name -> digest, from the manifest.
+
+    Raises:
+        ValueError: They are something else, or of files elsewhere.
+    """
+    if not isinstance(found, dict):
+        raise ValueError(f"{str(found)[:80]} are no digests")
+    for name in found:
+        if _orbax_json.UNSAFE.search(name):
+            raise ValueError(f"it has the digest of {name[:80]!r}")
+    return dict(found)
+
+
+def lineage_row(lineage: Lineage) -> JSON:
+    """One origin in the manifest; `lineage` is the inverse."""
+    return lineage._asdict()
+
+
+def lineage(manifest: Mapping[str, Any]) -> tuple[Lineage, ...]:
+    """What the run began from.
+
+    Raises:
+        ValueError, KeyError, TypeError: The manifest says it wrongly.
+    """
+    found = []
+    for row in manifest.get("lineage", []):
+        path, step, digest = row["path"], row["step"], row["digest"]
+        if type(step) not in (int, type(None)) or type(digest) not in (str, type(None)):
+            raise ValueError(f"{str(row)[:80]} is no lineage")
+        found.append(Lineage(str(path), step, digest, texts(row["transforms"])))
+    return tuple(found)
+
+
+def _step(manifest: Mapping[str, Any]) -> int | None:
+    """The number of the step; None of a checkpoint that was none.
+
+    Raises:
+        ValueError: The manifest says something else.
+    """
+    found = manifest.get("step")
+    if type(found) not in (int, type(None)):
+        raise ValueError(f"{str(found)[:80]} is no step")
+    return found
+
+
+def texts(value: Any) -> tuple[str, ...]:
+    """A list of strings.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not isinstance(value, list) or not all(type(text) is str for text in value):
+        raise ValueError(f"{str(value)[:80]} is no list of texts")
+    return tuple(value)

@@ -1,0 +1,75 @@
+"""The metrics of a checkpoint, which are written anew when the rest of it stays."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Mapping
+from pathlib import Path
+
+from flaxckpt import _links, _marks, _remote, _storage, _unfinished, errors
+from flaxckpt._types import JSON
+from flaxckpt.formats import _orbax_disk, _orbax_json
+from flaxckpt.formats._orbax_disk import METRICS, METRICS_DIGESTS
+
+
+def digests_of(*texts: bytes) -> bytes:
+    """The content of `metrics/digests`, if one of `texts` is that of the metrics."""
+    digests = [_storage.digest(text) for text in texts]
+    return _orbax_json.dumps({METRICS: digests})
+
+
+def are_digests(text: bytes, file: Path) -> bool:
+    """Whether the content of `metrics/digests` is such as is written there.
+
+    Raises:
+        DamagedCheckpointError: It is no JSON.
+    """
+    found = _orbax_json.loads(text, file).get(METRICS)
+    return isinstance(found, list) and text == _orbax_json.dumps({METRICS: found})
+
+
+def write(path: Path, metrics: Mapping[str, JSON]) -> None:
+    """Writes the metrics of the committed checkpoint `path` anew, in one step.
+
+    Raises:
+        ValueError: They would be written behind a link out of the checkpoint.
+    """
+    _links.check_file(path / METRICS / METRICS, path)
+    _write(path, metrics)
+    _marks.mark_measured(path)
+
+
+def _write(path: Path, metrics: Mapping[str, JSON]) -> None:
+    content = _orbax_json.dumps(dict(metrics))
+    if (path / METRICS).is_dir():
+        _replace(path, content)
+        return
+    if _remote.is_remote(path):  # the second is not asked for while it is not there
+        _storage.replace(path / METRICS / METRICS, content)
+        _storage.replace(path / METRICS_DIGESTS, digests_of(content))
+        return
+    # Made beside it: Orbax takes a directory without its file for damage.
+    with _unfinished.made(path) as made:
+        _storage.write(made / METRICS, content)
+        file = made / Path(METRICS_DIGESTS).name
+        _storage.write(file, digests_of(content))
+        _storage.sync_directory(made)
+        try:
+            made.rename(path / METRICS)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            # Somebody else was first, who knew nothing of these.
+            _replace(path, content)
+    _storage.sync_directory(path)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    right = [content]
+    with contextlib.suppress(errors.DamagedCheckpointError):
+        right.append(_orbax_disk.read_file(path / METRICS / METRICS, path))
+    # Both are right until the new ones are there, whenever that is cut off.
+    _storage.replace(path / METRICS_DIGESTS, digests_of(*right))
+    _storage.replace(path / METRICS / METRICS, content)
+    _storage.replace(path / METRICS_DIGESTS, digests_of(content))

@@ -1,0 +1,160 @@
+"""Files of safetensors, of which only what describes the tensors is read."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from flaxckpt import _storage, errors
+from flaxckpt._storage import Stamp
+from flaxckpt._types import JSON
+from flaxckpt.formats import _safetensors_json
+from flaxckpt.formats._safetensors_json import Header, Index, Tensor
+from flaxckpt.formats._signatures import LFS, OF_LFS
+
+_log = logging.getLogger(__name__)
+
+
+def read_header(path: Path) -> Header:
+    """Reads the header of one file, limits first.
+
+    Raises:
+        DamagedCheckpointError: It is missing, malformed, or the file is cut short.
+    """
+    try:
+        text, size = _header_text(path)
+        return _safetensors_json.parse_header(text, file_size=size)
+    except errors.CheckpointFormatError:
+        raise
+    except _safetensors_json.NotReadError as error:
+        rows = [
+            f"{_safetensors_json.short(name)}: {dtype}"
+            for name, dtype in error.tensors.items()
+        ]
+        raise errors.CheckpointFormatError(
+            f"{path} has {len(rows)} tensors of element types that are not read here:\n"
+            f"{errors.rows(rows)}\nDequantize them with the program that wrote them,"
+            " and save them again."
+        ) from None
+    except PermissionError:
+        raise
+    except (ValueError, OSError) as error:
+        raise damaged(path, _words(error)) from None
+
+
+def _header_text(path: Path) -> tuple[bytes, int]:
+    """The header of a file, and the size of the file in bytes."""
+    if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe would block
+        raise ValueError("it is no plain file")
+    with _storage.opened(path) as file:
+        status = os.fstat(file.fileno())
+        start = file.read(8)
+        if start == LFS[:8] and start + file.read(len(LFS) - 8) == LFS:
+            raise errors.CheckpointFormatError(f"{path} is {OF_LFS}")
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > status.st_size - 8:
+            raise ValueError(
+                f"its header is said to have {length} bytes, the file has"
+                f" {status.st_size}"
+            )
+        if length > _safetensors_json.MAX_HEADER_BYTES:
+            raise ValueError(
+                f"its header has {length} bytes, and at most"
+                f" {_safetensors_json.MAX_HEADER_BYTES} are read"
+            )
+        text = file.read(length)
+    if len(text) != length:
+        raise ValueError("it was cut short while it was read")
+    return text, status.st_size
+
+
+def read_shards(
+    index_file: Path, tensors: dict[str, Tensor], files: dict[str, Stamp]
+) -> Mapping[str, JSON]:
+    """Reads an index and the headers of its files, and tells the index's metadata."""
+    index = _read_index(index_file)
+    faults = []
+    unlisted = 0
+    headers: dict[str, Header] = {}
+    stamps: dict[str, Stamp] = {}
+    for name in sorted(set(index.files.values())):
+        shard = inside(index_file.parent, name)
+        stamps[name] = _storage.stamp(shard)
+        headers[name] = read_header(shard)
+        listed = [index.files.get(tensor) == name for tensor in headers[name].tensors]
+        unlisted += listed.count(False)
+        try:
+            _safetensors_json.check_count(len(index.files) + unlisted)
+        except ValueError as error:
+            raise damaged(index_file, error) from None
+    for tensor, name in index.files.items():
+        if tensor not in headers[name].tensors:
+            faults.append(f"{tensor[:80]}: wanted in {name}, found nothing there")
+            continue
+        tensors[tensor] = headers[name].tensors[tensor]
+        files[tensor] = stamps[name]
+    if faults:
+        raise errors.DamagedCheckpointError(
+            f"{index_file} does not fit the files beside it:\n"
+            f"{errors.rows(faults)}\nGet all of them again from where they came."
+        )
+    if unlisted:
+        _log.warning("%d tensors beside %s are not in it", unlisted, index_file)
+    return index.metadata
+
+
+def _read_index(index_file: Path) -> Index:
+    try:
+        if not stat.S_ISREG(index_file.stat().st_mode):
+            raise ValueError("it is no plain file")
+        text = _storage.read(index_file, max_bytes=_safetensors_json.MAX_HEADER_BYTES)
+        if text.startswith(LFS):
+            raise errors.CheckpointFormatError(f"{index_file} is {OF_LFS}")
+        return _safetensors_json.parse_index(text)
+    except errors.CheckpointFormatError:
+        raise
+    except (ValueError, FileNotFoundError) as error:
+        raise damaged(index_file, _words(error)) from None
+
+
+def inside(directory: Path, name: str) -> Path:
+    """The file `name` in `directory`.
+
+    Raises:
+        DamagedCheckpointError: It is a link to what lies outside, unless that is where
+            the cache of Hugging Face's hub has the files of the directory.
+    """
+    path = directory / name
+    try:
+        real = path.resolve(strict=True)
+    except PermissionError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise damaged(path, _words(error)) from None
+    home = directory.resolve()
+    snapshots = next((each for each in home.parents if each.name == "snapshots"), None)
+    blobs = None if snapshots is None else snapshots.parent / "blobs"
+    if real.parent not in (home, blobs):
+        raise errors.DamagedCheckpointError(
+            f"{path} is a link to {real}, outside of its directory: copy that file here"
+        )
+    return path
+
+
+def damaged(path: Path, error: object) -> errors.DamagedCheckpointError:
+    """The error that says of a file, or of all of them, what is wrong."""
+    return errors.DamagedCheckpointError(
+        f"{path} is no intact safetensors checkpoint: {str(error)[:300]};"
+        " get it again from where it came"
+    )
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "it is missing"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)

@@ -1,0 +1,334 @@
+"""Functions over whole trees of leaves, which are traced and then taken to pieces."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from flaxckpt import _derive, _tree, errors
+from flaxckpt._info import Leaf, LeafInfo, LeafTable
+from flaxckpt._types import LeafPath
+from flaxckpt.transforms import _table
+from flaxckpt.transforms._table import TableTransform, Transform
+
+Tree: TypeAlias = dict[str, Any]
+"""Nested dicts with `str` keys."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Function(TableTransform):
+    """See `from_function`."""
+
+    fn: Callable[..., Any]
+    style: Literal["tree", "save", "restore"]
+    is_resuming: bool
+    wanted: LeafTable | None = None
+    _runs: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+
+    def with_wanted(self, wanted: LeafTable | None) -> Transform:
+        return dataclasses.replace(self, wanted=wanted)
+
+    def __call__(self, table: LeafTable) -> LeafTable:
+        target: LeafTable = {}
+        if self.style == "restore":
+            if self.wanted is None:
+                raise errors.OptionError(
+                    f"{self} asks for the target's leaves: pass an abstract state"
+                )
+            target = self.wanted
+        leaves = [*table.values(), *target.values()]
+        traced = [leaf for leaf in leaves if _is_traced(leaf)]
+        constants = [_Constant(leaf) for leaf in leaves if not _is_traced(leaf)]
+        order = {id(leaf): i for i, leaf in enumerate(traced)}
+        fixed = {id(c.leaf): c for c in constants}
+        shape: list[tuple[LeafPath, _Constant | None]] = []
+
+        def flat(values: Sequence[jax.Array]) -> list[jax.Array]:
+            def value(leaf: Leaf) -> Any:
+                i = order.get(id(leaf))
+                return fixed[id(leaf)] if i is None else values[i]
+
+            result = self._call(
+                _nested({path: value(leaf) for path, leaf in table.items()}),
+                _nested({path: value(leaf) for path, leaf in target.items()}),
+                table,
+            )
+            found = list(_flat(result))
+            shape[:] = [
+                (path, item if isinstance(item, _Constant) else None)
+                for path, item in found
+            ]
+            return [item for _, item in found if not isinstance(item, _Constant)]
+
+        # Python numbers need no more than 32 bits, as if they were jax's.
+        is_wide = any(
+            leaf.info.kind == "array" and _derive.needs_64_bits(leaf.info)
+            for leaf in traced
+        )
+        try:
+            with _derive.wide(is_wide):
+                closed = jax.make_jaxpr(flat)(
+                    [_derive.abstract(leaf.info) for leaf in traced]
+                )
+        except jax.errors.JAXTypeError as error:
+            raise errors.OptionError(
+                f"{self} cannot be traced: use jax.numpy, which works on arrays before"
+                f" they are read ({str(error).splitlines()[0][:160]})"
+            ) from None
+        part_of = _Parts(closed, traced, is_wide, self._runs, str(self))
+        return _assembled(table, shape, part_of)
+
+    def _call(self, tree: Tree, target: Tree, table: LeafTable) -> Any:
+        if self.style == "restore":
+            return self.fn(tree, target, is_resuming=self.is_resuming)
+        if self.style == "tree":
+            return self.fn(tree)
+        infos = _nested({path: leaf.info for path, leaf in table.items()})
+        result = self.fn(tree, infos)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise errors.OptionError(
+                f"{self} must return the state and its infos, got"
+                f" {type(result).__name__}; a function of a checkpoint and a target has"
+                " a parameter is_resuming"
+            )
+        return result[0]
+
+    def __str__(self) -> str:
+        name = getattr(self.fn, "__qualname__", type(self.fn).__qualname__)
+        resuming = True if self.is_resuming else None
+        return f"from_function({name}{', is_resuming=True' if resuming else ''})"
+
+
+def from_function(
+    fn: Callable[..., Any], *, is_resuming: bool = False
+) -> TableTransform:
+    """Makes a transform of a function over nested dicts, as T5X has them.
+
+    What the function does with arrays is traced, so that what it leaves out is never
+    read: it sees shapes and types, and uses `jax.numpy`. Leaves without values
+    (strings, empty containers) it may only move.
+
+    Args:
+        fn: One of three, told apart by its parameters: `fn(checkpoint, target, *,
+            is_resuming)` returns the new checkpoint, and may take arrays of the target;
+            `fn(state, infos)` returns both, where infos are a `LeafInfo` a leaf, and
+            the new ones are not looked at; `fn(state)` returns the new one.
+        is_resuming: What the first of these is told. `restore_or_init` never transforms
+            a run's own checkpoints, so it is False there.
+
+    Raises:
+        OptionError: `fn` takes something else. When applied: it cannot be traced, or
+            returns something else.
+
+    Source: state transformations of T5X, on save and on restore.
+    """
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        raise errors.OptionError(
+            f"from_function wants a function, got {fn!r}"
+        ) from None
+    positional = [
+        p
+        for p in parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        and p.name != "is_resuming"
+        and p.default is p.empty
+    ]
+    style: Literal["tree", "save", "restore"]
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+    if ("is_resuming" in parameters or takes_all) and len(positional) == 2:
+        style = "restore"
+    elif len(positional) == 2:
+        style = "save"
+    elif len(positional) == 1:
+        style = "tree"
+    else:
+        raise errors.OptionError(
+            "from_function wants fn(checkpoint, target, *, is_resuming),"
+            f" fn(state, infos) or fn(state), got fn{inspect.signature(fn)}"
+        )
+    return _Function(fn, style, is_resuming)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Constant:
+    """What a function sees of a leaf that has no values to compute with."""
+
+    leaf: Leaf
+
+    def __repr__(self) -> str:
+        return f"<{self.leaf.info} at {self.leaf.info.path}>"
+
+
+def _is_traced(leaf: Leaf) -> bool:
+    return leaf.info.kind not in ("string", "empty")
+
+
+def _nested(leaves: Mapping[LeafPath, Any]) -> Tree:
+    tree: Tree = {}
+    for path, value in leaves.items():
+        *parents, last = (_tree.unescape(part) for part in path.split("/"))
+        inner = tree
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        empty = isinstance(value, _Constant) and value.leaf.info.kind == "empty"
+        is_dict = empty and value.leaf.info.python_type != "None"
+        inner[last] = {} if is_dict else None if empty else value
+    return tree
+
+
+def _flat(tree: Any) -> list[tuple[LeafPath, Any]]:
+    """Leaf path -> a traced array or a constant, of what a function returned."""
+    found: list[tuple[LeafPath, Any]] = []
+
+    def visit(value: Any, keys: tuple[_tree.Key, ...]) -> None:
+        path = _tree.join(keys)
+        if isinstance(value, Mapping) and value:
+            for name, child in value.items():
+                visit(child, (*keys, _tree.Key(name, "key")))
+        elif isinstance(value, tuple | list) and value:
+            for i, child in enumerate(value):
+                visit(child, (*keys, _tree.Key(i, "index")))
+        elif value is None or isinstance(value, Mapping | tuple | list):
+            kind = "None" if value is None else "dict"
+            empty = Leaf(LeafInfo(path, keys, "empty", kind), (None,))
+            found.append((path, _Constant(empty)))
+        elif isinstance(value, str):
+            info = LeafInfo(path, keys, "string", "str")
+            found.append((path, _Constant(Leaf(info, (value,)))))
+        elif isinstance(value, _Constant) or hasattr(value, "dtype"):
+            found.append((path, value))
+        elif isinstance(value, bool | int | float | complex):
+            found.append((path, jnp.asarray(value)))
+        else:
+            raise errors.OptionError(
+                f"a function gave {type(value).__name__} at {path or '(root)'}: wanted"
+                " nested dicts of arrays"
+            )
+
+    visit(tree, ())
+    return found
+
+
+def _assembled(
+    table: LeafTable,
+    shape: Sequence[tuple[LeafPath, _Constant | None]],
+    part_of: _Parts,
+) -> LeafTable:
+    """The table of what a function returned.
+
+    Args:
+        table: What it was given.
+        shape: Path of each leaf of the result, and the leaf if nothing is computed.
+        part_of: Makes the others of their numbers.
+    """
+    numbers = itertools.count()
+    new: LeafTable = {}
+    for path, constant in shape:
+        if constant is None:
+            if (leaf := part_of(next(numbers), path)) is not None:
+                new[path] = leaf
+            continue
+        found, old = constant.leaf, table.get(path)
+        if old and found.info.kind == old.info.kind == "empty":
+            found = old  # which knows what kind of container it is
+        new[path] = _table.moved(found, path)
+    return new
+
+
+class _Parts:
+    """The results of a traced function, each as a leaf of what it needs.
+
+    Args:
+        closed: The function, traced.
+        traced: Its arguments.
+        is_wide: Whether it was traced with 64 bits.
+        runs: What was compiled before, by what it does.
+        what: The transform, for messages.
+    """
+
+    def __init__(
+        self,
+        closed: core.ClosedJaxpr,
+        traced: Sequence[Leaf],
+        is_wide: bool,
+        runs: dict[str, Any],
+        what: str,
+    ) -> None:
+        self._closed = closed
+        self._inputs = dict(zip(closed.jaxpr.invars, traced, strict=True))
+        self._is_wide = is_wide
+        self._runs = runs
+        self._derive = _derive.Deriver(what)
+        self._made_by = {
+            var: i for i, eqn in enumerate(closed.jaxpr.eqns) for var in eqn.outvars
+        }
+
+    def __call__(self, number: int, path: LeafPath) -> Leaf | None:
+        """One result as a leaf; None if it needs an abstract leaf of a target."""
+        out = self._closed.jaxpr.outvars[number]
+        if not isinstance(out, core.Literal) and out in self._inputs:
+            leaf = self._inputs[out]
+            return None if _is_abstract(leaf) else _table.moved(leaf, path)
+        equations, used = self._needed(out)
+        leaves = [self._inputs[var] for var in used]
+        if any(_is_abstract(leaf) for leaf in leaves):
+            return None
+        jaxpr = self._closed.jaxpr
+        part = jaxpr.replace(
+            invars=used,
+            outvars=[out],
+            eqns=[jaxpr.eqns[i] for i in equations],
+            debug_info=jaxpr.debug_info.with_unknown_names(),
+        )
+        run = core.jaxpr_as_fun(core.ClosedJaxpr(part, self._closed.consts))
+        if not self._closed.consts and any(map(_has_body, part.eqns)):
+            # Loops are compiled; what is saved again and again, only once.
+            run = self._runs.setdefault(str(part), jax.jit(run))
+        info = LeafInfo(path, _tree_keys(path), "array", "jax.Array")
+        if leaves:
+            info = _table.moved(leaves[0], path).info
+        return self._derive(
+            leaves, lambda *values: run(*values)[0], base=info, is_wide=self._is_wide
+        )
+
+    def _needed(self, out: Any) -> tuple[list[int], list[Any]]:
+        """The equations that a result needs, in order, and the arguments."""
+        equations: set[int] = set()
+        used: dict[Any, None] = {}
+        waiting = [out]
+        while waiting:
+            var = waiting.pop()
+            if isinstance(var, core.Literal):
+                continue
+            if var in self._inputs:
+                used[var] = None
+            elif var in self._made_by and self._made_by[var] not in equations:
+                equations.add(self._made_by[var])
+                waiting += self._closed.jaxpr.eqns[self._made_by[var]].invars
+        return sorted(equations), [var for var in self._inputs if var in used]
+
+
+def _has_body(equation: Any) -> bool:
+    bodies = (core.Jaxpr, core.ClosedJaxpr)
+    return any(
+        isinstance(value, bodies)
+        or (isinstance(value, tuple) and value and isinstance(value[0], bodies))
+        for value in equation.params.values()
+    )
+
+
+def _tree_keys(path: LeafPath) -> tuple[_tree.Key, ...]:
+    return _table.keys(path, LeafInfo("", (), "array", "jax.Array"))
+
+
+def _is_abstract(leaf: Leaf) -> bool:
+    return any(isinstance(source, jax.ShapeDtypeStruct) for source in leaf.sources)

@@ -1,0 +1,186 @@
+"""Leaves concatenated along an axis they have, and cut into parts again."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from flaxckpt import errors
+from flaxckpt._info import LeafTable
+from flaxckpt.transforms import _parts, _table
+from flaxckpt.transforms._patterns import compile_pattern, expand, invert
+from flaxckpt.transforms._table import TableTransform, Transform
+from flaxckpt.transforms._values import arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fuse(TableTransform):
+    """See `fuse`.
+
+    Attributes:
+        parts: For each part its pattern and the path of the whole.
+        axis: Along which axis.
+        sizes: Extents of the parts.
+    """
+
+    parts: tuple[tuple[re.Pattern[str], str], ...]
+    axis: int
+    sizes: tuple[int, ...] | None
+
+    def __call__(self, table: LeafTable) -> LeafTable:
+        groups: _parts.Groups = {}
+        for number, (pattern, replacement) in enumerate(self.parts):
+            matches = _table.matches(pattern, table)
+            for path in arrays(matches, table, str(self)):
+                _parts.add(
+                    groups, expand(matches[path], replacement), number, path, str(self)
+                )
+
+        def join(values: Sequence[jax.Array]) -> jax.Array:
+            for value in values:
+                _check_axis(value, self.axis)
+            found = tuple(value.shape[self.axis] for value in values)
+            if self.sizes is None and len(set(found)) > 1:
+                raise ValueError(f"its parts differ: pass sizes={list(found)}")
+            if self.sizes is not None and found != self.sizes:
+                raise ValueError(f"its parts have the sizes {list(found)}")
+            return jnp.concatenate(values, self.axis)
+
+        return _parts.joined(table, groups, join, count=len(self.parts), what=str(self))
+
+    def __str__(self) -> str:
+        patterns = [pattern.pattern for pattern, _ in self.parts]
+        whole = {replacement for _, replacement in self.parts}
+        shown = whole.pop() if len(whole) == 1 else [r for _, r in self.parts]
+        return _table.call("fuse", patterns, shown, axis=self.axis, sizes=self.sizes)
+
+    def inverse(self) -> Transform:
+        inverted = [invert(p.pattern, replacement) for p, replacement in self.parts]
+        whole = {pattern for pattern, _ in inverted}
+        if len(whole) > 1:
+            raise errors.OptionError(
+                f"{self} cannot be inverted: its parts are matched differently"
+            )
+        parts = [part for _, part in inverted]
+        return split(whole.pop(), parts, axis=self.axis, sizes=self.sizes)
+
+
+def fuse(
+    patterns: Sequence[str],
+    replacement: str,
+    *,
+    axis: int = -1,
+    sizes: Sequence[int] | None = None,
+) -> TableTransform:
+    r"""Concatenates leaves, such as query, key and value, and their moments likewise.
+
+    ```python
+    fuse([r"(.*)/query/kernel", r"(.*)/key/kernel", r"(.*)/value/kernel"],
+         r"\1/qkv/kernel")
+    ```
+
+    Args:
+        patterns: For each part a regular expression on the whole leaf path, in order.
+        replacement: Path of the whole; `\1` stands for a group.
+        axis: Along which axis.
+        sizes: Extents of the parts; needed only if they differ.
+
+    Raises:
+        OptionError: A pattern is no regular expression. When applied: one matches
+            nothing, parts are missing, or they do not go together.
+    """
+    if isinstance(patterns, str) or len(patterns) < 2:
+        raise errors.OptionError(f"fuse needs a list of patterns, got {patterns!r}")
+    parts = tuple((compile_pattern(pattern), replacement) for pattern in patterns)
+    return _Fuse(parts, axis, None if sizes is None else tuple(sizes))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split(TableTransform):
+    """See `split`."""
+
+    pattern: re.Pattern[str]
+    replacements: tuple[str, ...]
+    axis: int
+    sizes: tuple[int, ...] | None
+
+    def __call__(self, table: LeafTable) -> LeafTable:
+        matches = _table.matches(self.pattern, table)
+        names = {
+            path: [expand(matches[path], part) for part in self.replacements]
+            for path in arrays(matches, table, str(self))
+        }
+
+        def part(number: int, whole: jax.Array) -> jax.Array:
+            _check_axis(whole, self.axis)
+            sizes = self._sizes(whole.shape[self.axis])
+            start = sum(sizes[:number])
+            return jax.lax.slice_in_dim(
+                whole, start, start + sizes[number], axis=self.axis
+            )
+
+        return _parts.parted(table, names, part, lambda a, b: a == b, str(self))
+
+    def _sizes(self, total: int) -> tuple[int, ...]:
+        count = len(self.replacements)
+        if self.sizes is None and total % count == 0:
+            return (total // count,) * count
+        if self.sizes is None or sum(self.sizes) != total:
+            raise ValueError(f"its axis {self.axis} has {total} rows: pass their sizes")
+        return self.sizes
+
+    def __str__(self) -> str:
+        pattern, parts = self.pattern.pattern, list(self.replacements)
+        return _table.call("split", pattern, parts, axis=self.axis, sizes=self.sizes)
+
+    def inverse(self) -> Transform:
+        inverted = [invert(self.pattern.pattern, r) for r in self.replacements]
+        parts = tuple((compile_pattern(p), whole) for p, whole in inverted)
+        return _Fuse(parts, self.axis, self.sizes)
+
+
+def split(
+    pattern: str,
+    replacements: Sequence[str],
+    *,
+    axis: int = -1,
+    sizes: Sequence[int] | None = None,
+) -> TableTransform:
+    r"""Cuts leaves into parts, such as a fused query, key and value, and their moments.
+
+    ```python
+    split(r"(.*)/qkv/kernel",
+          [r"\1/query/kernel", r"\1/key/kernel", r"\1/value/kernel"])
+    ```
+
+    Args:
+        pattern: Regular expression on the whole leaf path.
+        replacements: Paths of the parts, in order; `\1` stands for a group.
+        axis: Along which axis.
+        sizes: Extents of the parts; without, they are equal.
+
+    Raises:
+        OptionError: `pattern` is no regular expression. When applied: nothing matches,
+            or a leaf cannot be cut so.
+    """
+    if isinstance(replacements, str) or len(replacements) < 2:
+        raise errors.OptionError(f"split needs a list of parts, got {replacements!r}")
+    if sizes is not None and len(sizes) != len(replacements):
+        raise errors.OptionError(
+            f"split needs a size for each of {len(replacements)} parts, got {sizes}"
+        )
+    return _Split(
+        compile_pattern(pattern),
+        tuple(replacements),
+        axis,
+        None if sizes is None else tuple(sizes),
+    )
+
+
+def _check_axis(x: jax.Array, axis: int) -> None:
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"it has no axis {axis}")

@@ -1,0 +1,134 @@
+"""Leaves of the table joined to one, or taken apart, and their mirrors likewise."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+import jax
+
+from flaxckpt import _derive, errors
+from flaxckpt._info import Leaf, LeafTable
+from flaxckpt._types import LeafPath, Shape
+from flaxckpt.transforms import _table
+from flaxckpt.transforms._table import Row
+
+Join: TypeAlias = Callable[[Sequence[jax.Array]], jax.Array]
+Groups: TypeAlias = dict[LeafPath, dict[int, LeafPath]]
+"""New path -> number of a part -> its old path."""
+
+
+def add(groups: Groups, new: LeafPath, number: int, path: LeafPath, what: str) -> None:
+    """Notes that the leaf at `path` is a part of a new one.
+
+    Raises:
+        OptionError: Another one is, by the same number.
+    """
+    taken = groups.setdefault(new, {}).setdefault(number, path)
+    if taken != path:
+        raise errors.OptionError(
+            f"{what}: {taken} and {path} would both be part {number} of {new}"
+        )
+
+
+def joined(
+    table: LeafTable, groups: Groups, join: Join, *, count: int | None, what: str
+) -> LeafTable:
+    """The table with each group of leaves joined to one.
+
+    Args:
+        table: Old table.
+        groups: Which leaves become which.
+        join: From the values of the parts, in order, to the new value.
+        count: How many parts a group has; None: as many as there are, without gaps.
+        what: Who asks, for messages.
+    """
+
+    def whole(*values: jax.Array) -> jax.Array:
+        return join(values)
+
+    derive = _derive.Deriver(what)
+    for new, parts in groups.items():
+        _check_complete(new, parts, count or max(parts) + 1, what)
+
+    def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[Row]:
+        for new, parts in groups.items():
+            present = [parts[i] for i in sorted(parts) if parts[i] in leaves]
+            some = [leaves[path] for path in present]
+            if is_mirror and (
+                len(present) < len(parts) or not _are_like(some, table, present)
+            ):
+                continue  # such moments cannot be joined: they start afresh
+            if some[0].info.kind == "empty":
+                yield Row(present[0], new, some[0])
+                continue
+            types = {leaf.info.dtype for leaf in some}
+            if len(types) > 1:
+                raise errors.OptionError(
+                    f"{what}: the parts of {new} are of different types,"
+                    f" {', '.join(sorted(map(str, types)))}: cast them first"
+                )
+            yield Row(present[0], new, derive(some, whole))
+
+    return _table.replace(
+        table, itertools.chain(*map(dict.values, groups.values())), act
+    )
+
+
+def _are_like(
+    mirrors: Sequence[Leaf], table: LeafTable, params: Sequence[LeafPath]
+) -> bool:
+    """Whether mirrors are arrays of their parameters' shapes, or all are empty."""
+    return all(
+        leaf.info.kind == mirrors[0].info.kind
+        and (leaf.info.kind == "empty" or leaf.info.shape == table[path].info.shape)
+        for leaf, path in zip(mirrors, params, strict=True)
+    )
+
+
+def _check_complete(
+    new: LeafPath, parts: Mapping[int, LeafPath], count: int, what: str
+) -> None:
+    if len(parts) < count:
+        missing = (str(i) for i in range(count) if i not in parts)
+        some = ", ".join(itertools.islice(missing, 8))
+        raise errors.OptionError(
+            f"{what}: {new} lacks its parts {some}; it would be made of"
+            f" {', '.join(list(parts.values())[:3])}"
+        )
+
+
+def parted(
+    table: LeafTable,
+    names: Mapping[LeafPath, Sequence[LeafPath]],
+    part: Callable[[int, jax.Array], jax.Array],
+    fits: Callable[[Shape, Shape], bool],
+    what: str,
+) -> LeafTable:
+    """The table with leaves taken apart.
+
+    Args:
+        table: Old table.
+        names: Path -> the paths of its parts.
+        part: From the number of a part and the whole to the part's value.
+        fits: Whether a mirror of this shape, of a parameter of that one, can be taken
+            apart likewise.
+        what: Who asks, for messages.
+    """
+    derive = _derive.Deriver(what)
+    part_fn = functools.cache(functools.partial(functools.partial, part))
+
+    def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[Row]:
+        for path, leaf in leaves.items():
+            is_empty = leaf.info.kind == "empty"
+            if not is_empty and not fits(leaf.info.shape, table[path].info.shape):
+                continue  # factored moments: they start afresh
+            for number, new in enumerate(names[path]):
+                made = leaf
+                if not is_empty:
+                    made = derive([leaf], part_fn(number))
+                yield Row(path, new, made)
+
+    return _table.replace(table, names, act)
