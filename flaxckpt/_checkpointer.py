@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
 from flaxckpt import (
+    _card,
     _collector,
     _commit,
     _directory,
@@ -966,3 +967,7 @@ class Checkpointer(_directory.RunDirectory):
             error.add_note(f"The save under way failed, too: {failure}")
         for trainer in self.trainers:
             trainer.abandon(error)
+
+    def _repr_html_(self) -> str:
+        """A card for notebooks, of what is there now; no array is read."""
+        return _card.of_run(self, self._path)

@@ -31,9 +31,10 @@ LAYERS = (
         "_texts",
         "_threads",
         "_triggers",
+        "_wording",
         "_writers",
     },
-    {"_marked"},
+    {"_marked", "_drawing"},
     {"_staging"},
     {
         "_beats",
@@ -63,13 +64,14 @@ LAYERS = (
     {"_convert", "_retention"},
     {"_uploads"},
     {"_tiers"},
-    {"_directory"},
+    {"_directory", "_sizes"},
+    {"_card"},
     {"_checkpointer"},
     {"_beginning", "_preflight", "_resume"},
-    {"_callback", "_diff", "_report", "_simulation", "_tools"},
-    {"_sizes"},
+    {"_callback", "_diff", "_simulation", "_tools"},
     {"_keeping"},
     {"_listing", "_leaf_statistics", "_doctor", "_wanted"},
+    {"_report"},
     {"configs"},
     {"cli", "integrations"},
     {"__main__"},
@@ -103,7 +105,7 @@ SHARED_SIBLINGS = {
     "transforms._table",
     "transforms._values",
 }
-FREE_PACKAGES = {"cli"}
+FREE_PACKAGES = {"_drawing", "_report", "cli"}
 
 # Third-party package -> the only modules that may import it; none: nobody may.
 # Types need no door: under `if TYPE_CHECKING:` anything may be imported.
