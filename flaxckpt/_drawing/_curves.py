@@ -19,6 +19,10 @@ _MARKERS = 150
 BEST = ("best", "among the best")
 
 
+_PLACES = 400
+"""As many points as a line can show."""
+
+
 class Point(NamedTuple):
     """What was measured at a step.
 
@@ -88,7 +92,7 @@ def _axes(x: _scales.Scale, y: _scales.Scale) -> list[Markup]:
 def _lines(points: Sequence[Point], x: _scales.Scale, y: _scales.Scale) -> list[Markup]:
     """The line, which has gaps where a value is not finite."""
     pieces: list[list[str]] = [[]]
-    for point in points:
+    for point in _thinned(points):
         if math.isfinite(point.value):
             pieces[-1].append(f"{x(point.step):.1f},{y(point.value):.1f}")
         elif pieces[-1]:
@@ -100,10 +104,23 @@ def _lines(points: Sequence[Point], x: _scales.Scale, y: _scales.Scale) -> list[
     ]
 
 
+def _thinned(points: Sequence[Point]) -> Sequence[Point]:
+    """Of many points, the lowest and the highest of each few, which look the same."""
+    size = 2 * -(-len(points) // _PLACES)
+    if size <= 2:
+        return points
+    found: list[Point] = []
+    for n in range(0, len(points), size):
+        few = points[n : n + size]
+        ends = {min(few, key=lambda p: p.value), max(few, key=lambda p: p.value)}
+        found += [point for point in few if point in ends]
+    return found
+
+
 def _with_markers(drawn: Sequence[Point]) -> Sequence[Point]:
     if len(drawn) <= _MARKERS:
         return drawn
-    return [p for p in drawn if p.best or p in (drawn[0], drawn[-1])]
+    return [p for p in drawn if p.best or p in (drawn[0], drawn[-1])][-_MARKERS:]
 
 
 def _marker(name: str, point: Point, x: _scales.Scale, y: _scales.Scale) -> Markup:

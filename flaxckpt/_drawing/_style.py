@@ -89,7 +89,7 @@ thead th { color: var(--soft); font-weight: 500; border-bottom-color: var(--line
   white-space: nowrap; }
 tbody th { font-weight: 600; }
 tbody th:not(.number) { font-weight: 500; overflow-wrap: anywhere; min-width: 11em; }
-td:not(.number) { max-width: 30em; overflow-wrap: anywhere; }
+td:not(.number) { max-width: 30em; overflow-wrap: break-word; }
 th.number, td.number { text-align: right; white-space: nowrap; }
 td time { white-space: nowrap; }
 tr.bad th, tr.bad td { background: var(--bad-back); }
@@ -102,7 +102,8 @@ summary { cursor: pointer; color: var(--link); font-size: .9rem; }
 .mark.damaged, .state.damaged, .state.unread { color: var(--bad); font-weight: 600; }
 .state.verified, .state.whole { color: var(--good); font-weight: 600; }
 .state { white-space: nowrap; }
-.inline-bar { width: 130px; height: 10px; vertical-align: middle; }
+.with-bar { display: flex; align-items: center; justify-content: flex-end; gap: 12px; }
+.inline-bar { width: 130px; height: 10px; }
 .inline-bar .track { fill: var(--faint); }
 """
 

@@ -9,8 +9,10 @@ from flaxckpt import _wording
 from flaxckpt._drawing import _markup, _scales
 from flaxckpt._drawing._markup import Markup
 
-_BARS = 240
-"""More saves than this share bars."""
+_LEAST_PITCH = 3.5
+"""From a bar to the next; where there are more saves, several share one."""
+
+_MOST_HAPPENINGS = 200
 
 _LEFT, _RIGHT = 58, 10
 _PANEL, _GAP, _TOP = 92, 40, 24
@@ -53,7 +55,7 @@ def timeline(
         happenings: What is shown on the line besides.
         width: Of the picture; text is as large in a narrow one.
     """
-    groups = _grouped(bars)
+    groups = _grouped(bars, int((width - _LEFT - _RIGHT) / _LEAST_PITCH))
     height = _TOP + 2 * _PANEL + 2 * _GAP + _LANE + 22
     place = _Place(_LEFT, width - _RIGHT, len(groups))
     blocked = [max(bar.blocked for bar in group) for group in groups]
@@ -104,8 +106,8 @@ class _Place(NamedTuple):
         return max(self.pitch * 0.72, min(self.pitch, 1.2))
 
 
-def _grouped(bars: Sequence[Bar]) -> list[Sequence[Bar]]:
-    size = -(-len(bars) // _BARS)
+def _grouped(bars: Sequence[Bar], most: int) -> list[Sequence[Bar]]:
+    size = -(-len(bars) // most)
     return [bars[n : n + size] for n in range(0, len(bars), size)]
 
 
@@ -195,7 +197,7 @@ def _lane(
         _markup.element("line", x1=x, x2=x, y1=y + 5, y2=y + _LANE - 5, class_="save")
         for x in sorted(ticks, key=float)
     ]
-    for each in happenings[-_BARS:]:
+    for each in happenings[-_MOST_HAPPENINGS:]:
         mark = _MARKS.get(each.kind, "•")
         told = _markup.element("title", f"{each.kind}: {each.text}")
         parts.append(

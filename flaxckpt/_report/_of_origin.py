@@ -21,7 +21,8 @@ def dataset(report: Report) -> Section | None:
     note = report.notes.get("dataset", "")
     if not report.positions:
         return Section("dataset", "Dataset", note) if note else None
-    kinds = dict.fromkeys(each.type for each in report.positions if each.type)
+    types = [each.type for each in report.positions if each.type]
+    kinds = dict.fromkeys(name.rpartition(".")[2] for name in types)
     said = (
         f"{_wording.count(len(report.positions), 'step')} can go on where the data was"
     )

@@ -102,7 +102,6 @@ def change(report: Report) -> Section | None:
     columns = [
         Column("leaf"),
         Column("relative change", is_number=True),
-        Column(""),
         Column("at most", is_number=True),
         Column("elements", is_number=True),
         Column("type"),
@@ -116,7 +115,7 @@ def _change_row(leaf: Changed, largest: float) -> Row:
     data: dict[str, object] = {"data_path": leaf.path, "data_what": leaf.what}
     if not leaf.different:
         what = leaf.shown if leaf.what in ("kind", "shape") else leaf.what
-        return Row([leaf.path, "", "", "", "", what], data)
+        return Row([leaf.path, "", "", "", what], data)
     part = min(leaf.rel_norm / largest, 1.0) if largest else 0.0
     if not math.isfinite(leaf.rel_norm):
         part = 1.0
@@ -143,8 +142,7 @@ def _change_row(leaf: Changed, largest: float) -> Row:
     }
     cells = [
         leaf.path,
-        f"{leaf.rel_norm:.3g}",
-        bar,
+        _markup.element("div", f"{leaf.rel_norm:.3g}", bar, class_="with-bar"),
         f"{leaf.max_abs:.3g}",
         f"{leaf.different:,}",
         leaf.shown,
