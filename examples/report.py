@@ -146,15 +146,15 @@ def train(
             on_step(step, state, metrics={k: float(v) for k, v in metrics.items()})
 
 
-def make(workdir: Path) -> Path:
-    """Makes both runs, and returns the second."""
+def make(workdir: Path, first_steps: int = 120, second_steps: int = 300) -> Path:
+    """Makes both runs, of that many steps, and returns the second."""
     first, second = workdir / "pretrained", workdir / "finetuned"
     changes = [drop("params/head/.*")]
-    train(first, classes=24, steps=120)
+    train(first, classes=24, steps=first_steps)
     fine_tune = functools.partial(
-        train, second, classes=10, steps=300, source=first, changes=changes
+        train, second, classes=10, steps=second_steps, source=first, changes=changes
     )
-    fine_tune(stop_at=170)
+    fine_tune(stop_at=second_steps * 17 // 30)
     fine_tune()
     return second
 

@@ -17,8 +17,8 @@ _MOST_METRICS = 3
 
 # Notebooks have their own style sheets, and are light or dark by their own switches.
 _FRAME = (
-    "display:inline-block;box-sizing:border-box;max-width:100%;overflow-x:auto;padding:10px 14px;"
-    "border:1px solid rgba(128,128,128,.4);border-radius:8px;"
+    "display:inline-block;box-sizing:border-box;max-width:100%;overflow-x:auto;"
+    "padding:10px 14px;border:1px solid rgba(128,128,128,.4);border-radius:8px;"
     "font:13px/1.45 system-ui,sans-serif"
 )
 _SOFT = "opacity:.7;font-size:12px"

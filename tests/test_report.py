@@ -21,6 +21,7 @@ from report_runs import (
 )
 
 import flaxckpt
+from examples import report as examples_report
 from flaxckpt import _events, _report, _sizes, errors
 from flaxckpt._drawing import _markup, _scales, _treemap
 from flaxckpt._report import _parts, _saves
@@ -463,6 +464,19 @@ def test_ten_thousand_leaves_are_few_parts(tmp_path):
     assert len(found) <= 60
     assert sum(part.leaves for part in found) == 10_000
     assert sum(part.bytes for part in found) == 55_000
+
+
+def test_the_page_of_the_example_has_every_section(tmp_path):
+    run = examples_report.make(tmp_path, first_steps=10, second_steps=30)
+    found = gather(run, keep=examples_report.KEEP)
+    assert found.notes == {}
+    assert found.lineage[0].path == str(tmp_path / "pretrained" / "10")
+    assert [e.step for e in found.happened if e.kind == "restored"][-1] == 17
+    titles = Elements(_report.page(found)).with_data("aria-labelledby")
+    assert [given["id"] for given in titles] == [
+        *("saves", "metrics", "retention", "sizes", "change"),
+        *("dataset", "lineage", "integrity"),
+    ]
 
 
 # ---- in notebooks -------------------------------------------------------------------

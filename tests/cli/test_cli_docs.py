@@ -1,4 +1,4 @@
-"""Every example in docs/cli.md runs, and prints what stands there."""
+"""Every example in docs/cli.md and docs/report.md runs, and prints what is there."""
 
 import re
 import shlex
@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import documented
+import pytest
 from test_cli_process import VERBS
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "cli.md"
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENT = DOCS / "cli.md"
 BLOCKS = re.compile(r"```sh\n(.*?)```\n\n```text\n(.*?)```", re.DOTALL)
 CODE = re.compile(r"# exits with (\d)")
 ANYTHING = "…"
@@ -44,10 +46,13 @@ def _measured(line: str) -> str:
     return " ".join(re.sub("█+", "█", line).split())
 
 
-def test_every_example_runs_and_prints_what_is_said(tmp_path, monkeypatch, command):
+@pytest.mark.parametrize("name", ["cli.md", "report.md"])
+def test_every_example_runs_and_prints_what_is_said(
+    tmp_path, monkeypatch, command, name
+):
     documented.make(tmp_path)
     monkeypatch.chdir(tmp_path)
-    for example in examples(DOCUMENT.read_text(encoding="utf-8")):
+    for example in examples((DOCS / name).read_text(encoding="utf-8")):
         printed = ""
         for line in example.commands:
             code = CODE.search(line)
