@@ -4,6 +4,8 @@ Skipped where there is no Chromium. FLAXCKPT_CHROMIUM names one; pictures of the
 go to FLAXCKPT_ARTIFACTS, if that is set.
 """
 
+import dataclasses
+import math
 import os
 import shutil
 from pathlib import Path
@@ -117,6 +119,32 @@ def test_the_page_is_quiet_loads_nothing_and_fits(
     widest = opened.page.evaluate("document.documentElement.scrollWidth")
     assert widest <= width
     assert picture(opened, tmp_path, f"{scheme}-{width}").stat().st_size > 10_000
+
+
+def test_the_page_of_a_long_run_is_quiet_and_fits_too(show, report):
+    measured = report.metrics["eval/loss"][0]
+    many = range(0, 100_000, 100)
+    long = dataclasses.replace(
+        report,
+        steps=tuple(dataclasses.replace(report.steps[0], step=n) for n in many),
+        saves=tuple(report.saves[0]._replace(step=n) for n in many),
+        metrics={
+            f"metric_{m}": tuple(
+                measured._replace(step=n, value=math.sin(n / 999 + m), best=None)
+                for n in many
+            )
+            for m in range(14)
+        },
+    )
+    for width in WIDTHS:
+        opened = show(long, width=width)
+        assert opened.said == []
+        assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+    lines = opened.page.eval_on_selector_all(
+        "polyline", "found => found.map(each => each.points.numberOfItems)"
+    )
+    assert len(lines) == 12
+    assert min(lines) > 300
 
 
 def luminance(colour):

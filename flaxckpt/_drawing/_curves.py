@@ -98,7 +98,7 @@ def _lines(points: Sequence[Point], x: _scales.Scale, y: _scales.Scale) -> list[
         elif pieces[-1]:
             pieces.append([])
     return [
-        _markup.element("polyline", points=" ".join(piece), class_="curve")
+        _markup.element("polyline", points=Markup(" ".join(piece)), class_="curve")
         for piece in pieces
         if len(piece) > 1
     ]

@@ -47,7 +47,7 @@ def join(parts: Iterable[object]) -> Markup:
 
 
 def text(value: object) -> Markup:
-    """A value as text of HTML, in one line; markup is what it is."""
+    """A value as text of HTML, in one line that has an end; markup is what it is."""
     if isinstance(value, Markup):
         return value
     return Markup(html.escape(errors.printable(str(value))))

@@ -140,7 +140,7 @@ svg .group-name { font-weight: 650; }
 svg .tile-size { fill: var(--ink); opacity: .82; font-size: 11px; }
 .narrow { display: none; }
 .figures { display: grid; gap: 22px 28px;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 280px), 1fr)); }
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 280px), 1fr)); }
 figure { margin: 0; min-width: 0; max-width: 420px; }
 figcaption { font-weight: 600; font-size: .92rem; margin-bottom: 2px;
   overflow-wrap: anywhere; }

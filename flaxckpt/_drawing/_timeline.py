@@ -12,6 +12,9 @@ from flaxckpt._drawing._markup import Markup
 _LEAST_PITCH = 3.5
 """From a bar to the next; where there are more saves, several share one."""
 
+_LEAST_LABELLED = 20.0
+"""The number of a narrower first bar would reach into the name of the axis."""
+
 _MOST_HAPPENINGS = 200
 
 _LEFT, _RIGHT = 58, 10
@@ -176,8 +179,10 @@ def _step_labels(
     for n in range(0, len(groups), every):
         step = groups[n][-1].step
         if step is not None:
-            x = place.left(n) + place.width / 2
-            parts.append(_markup.label(x, y, _scales.short(step), class_="tick middle"))
+            is_tight = n == 0 and place.pitch < _LEAST_LABELLED
+            x = place.left(n) + (0 if is_tight else place.width / 2)
+            class_ = "tick" if is_tight else "tick middle"
+            parts.append(_markup.label(x, y, _scales.short(step), class_=class_))
     return parts
 
 

@@ -76,21 +76,24 @@ class Measured(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a state, or several small ones together.
+    """A part of a state, or several small ones of one container together.
 
     Attributes:
         group: The part of the whole state that it is in.
-        path: Its leaf path, or what those of its leaves begin with.
+        path: Its leaf path, or what those of its leaves begin with; that of the first,
+            if it is several.
+        until: The same of the last; None if it is one.
+        subtrees: How many these are.
         leaves: How many leaves it has.
         bytes: The size of their values, uncompressed.
-        others: How many subtrees of `path` these are; 0 if it is all of it.
     """
 
     group: str
     path: str
+    until: str | None
+    subtrees: int
     leaves: int
     bytes: int
-    others: int
 
 
 class Changed(NamedTuple):

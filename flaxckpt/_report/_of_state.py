@@ -55,16 +55,16 @@ def sizes(report: Report) -> Section:
 
 
 def _named(part: Part) -> str:
-    if part.others:
-        return f"{part.path or '(all)'}: {part.others:,} more"
-    return part.path or "(all)"
+    if part.until is None:
+        return part.path or "(all)"
+    return f"{part.path} … {part.until.rpartition('/')[2]}"
 
 
 def _tile(part: Part) -> _treemap.Tile:
-    inside = part.path.removeprefix(f"{part.group}/") if part.group else part.path
-    name = f"{part.others:,} more" if part.others else inside or "(all)"
-    told = f"{_named(part)}, {_wording.count(part.leaves, 'leaf', 'leaves')}"
-    return _treemap.Tile(name, told, _named(part), part.bytes)
+    name = _named(part)
+    told = f"{name}, {_wording.count(part.leaves, 'leaf', 'leaves')}"
+    inside = name.removeprefix(f"{part.group}/")
+    return _treemap.Tile(inside, told, name, part.bytes)
 
 
 def _part_row(part: Part, total: int) -> Row:

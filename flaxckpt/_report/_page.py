@@ -206,7 +206,7 @@ def _integrity(report: Report) -> Markup | None:
     elif count["verified"] == total:
         value, kind = "verified", "good"
     elif count["whole"]:
-        value, kind = "no damage seen", "good"
+        value, kind = "no damage", "good"
     else:
         value, kind = "not checked", "plain"
     told = ", ".join(

@@ -11,7 +11,7 @@ from flaxckpt._sizes import Subtree
 
 _MOST_PARTS = 60
 _MOST_INNER = 14
-"""Of one container; the others are one part together."""
+"""Of one container; several of the others are one part together."""
 
 _LEAST_SHARE = 0.08
 """What has less of the whole is not divided."""
@@ -46,14 +46,14 @@ def parts(trees: Sequence[Subtree]) -> tuple[Part, ...]:
         size, number, group = heapq.heappop(waiting)
         inner, rest = _divided(nodes, number)
         room = _MOST_PARTS - len(whole) - len(others)
-        if not inner or len(inner) > room or -size < least:
+        count = len(inner) + len(rest)
+        if not count or count > room or -size < least:
             continue
         whole.remove((group, number))
         for child in inner:
             whole.append((group, child))
             heapq.heappush(waiting, (-nodes[child].tree.bytes, child, group))
-        if rest:
-            others.append(_together(nodes, number, rest, group))
+        others += [_together(nodes, some, group) for some in rest]
     found = [_whole(nodes[number].tree, group) for group, number in whole] + others
     return tuple(sorted(found, key=lambda part: (part.group, -part.bytes)))
 
@@ -76,7 +76,7 @@ def _groups(nodes: Sequence[_Node]) -> tuple[list[int], list[Part]]:
         groups += large
         small = [n for n in nodes[number].inner if n not in large]
         if small:
-            others.append(_together(nodes, number, small, tree.path))
+            others.append(_together(nodes, small, tree.path))
         groups[groups.index(number)] = _GONE
     return [number for number in groups if number != _GONE], others
 
@@ -97,26 +97,37 @@ def _nodes(trees: Sequence[Subtree]) -> list[_Node]:
     return [_Node(tree, found) for tree, found in zip(trees, inner, strict=True)]
 
 
-def _divided(nodes: Sequence[_Node], number: int) -> tuple[list[int], list[int]]:
-    """The largest subtrees of a container, and the others."""
-    inner = sorted(nodes[number].inner, key=lambda n: -nodes[n].tree.bytes)
+def _divided(
+    nodes: Sequence[_Node], number: int
+) -> tuple[list[int], list[Sequence[int]]]:
+    """The large subtrees of a container, and the others, several together."""
+    inner = nodes[number].inner
     if len(inner) <= _MOST_INNER:
-        return inner, []
-    return inner[: _MOST_INNER - 1], inner[_MOST_INNER - 1 :]
+        return list(inner), []
+    size = nodes[number].tree.bytes
+    ordered = sorted(inner, key=lambda n: -nodes[n].tree.bytes)[: _MOST_INNER // 2]
+    large = [n for n in ordered if nodes[n].tree.bytes * _MOST_INNER >= size]
+    rest = [n for n in inner if n not in large]
+    room = _MOST_INNER - len(large)
+    if sum(nodes[n].tree.bytes for n in rest) * room < size:
+        room = 1
+    count = -(-len(rest) // room)
+    return large, [rest[n : n + count] for n in range(0, len(rest), count)]
 
 
 def _whole(tree: Subtree, group: str) -> Part:
-    return Part(group, tree.path, tree.leaves, tree.bytes, 0)
+    return Part(group, tree.path, None, 1, tree.leaves, tree.bytes)
 
 
-def _together(
-    nodes: Sequence[_Node], number: int, rest: Sequence[int], group: str
-) -> Part:
-    trees = [nodes[n].tree for n in rest]
+def _together(nodes: Sequence[_Node], numbers: Sequence[int], group: str) -> Part:
+    trees = [nodes[n].tree for n in numbers]
+    if len(trees) == 1:
+        return _whole(trees[0], group)
     return Part(
         group,
-        nodes[number].tree.path,
+        trees[0].path,
+        trees[-1].path,
+        len(trees),
         sum(tree.leaves for tree in trees),
         sum(tree.bytes for tree in trees),
-        len(trees),
     )
