@@ -23,7 +23,10 @@ _FRAME = (
 )
 _SOFT = "opacity:.7;font-size:12px"
 _LEFT = "text-align:left;padding:2px 18px 2px 0"
-_RIGHT = "text-align:right;padding:2px 18px 2px 0;font-variant-numeric:tabular-nums"
+_RIGHT = (
+    "text-align:right;white-space:nowrap;padding:2px 18px 2px 0;"
+    "font-variant-numeric:tabular-nums"
+)
 
 
 def of_run(run: _directory.RunDirectory, path_of: Callable[[int], Path]) -> str:
@@ -70,7 +73,7 @@ def _card(run: _directory.RunDirectory, path_of: Callable[[int], Path]) -> str:
     if found:
         told.append(f"best {', '.join(map(str, found))}")
     if len(reasons) > len(shown):
-        told.append(f"the {len(shown)} newest of them")
+        told.append(f"the newest {len(shown)} are shown")
     table = _markup.element("table", *rows, style="border-collapse:collapse;margin:0")
     said = _markup.element("div", ", ".join(told), style=_SOFT)
     return _framed(run, said, *([table] if shown else []))
