@@ -1,7 +1,7 @@
 """Pre-trains and fine-tunes a small model, and draws a report on the second run.
 
     python -m examples.report                   # in ./report-run, half a minute
-    python -m examples.report --workdir=/tmp/report
+    python -m examples.report --workdir=other-run
 
 The second run begins from the first, with another head; it is stopped halfway, and goes
 on where it was. Old steps go as its policies say. `report.html` shows all of that: how

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import shutil
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +25,7 @@ import flaxckpt
 from examples import report as examples_report
 from flaxckpt import _events, _report, _sizes, errors
 from flaxckpt._drawing import _markup, _scales, _treemap
+from flaxckpt._info import LeafInfo
 from flaxckpt._report import _parts, _saves
 from flaxckpt.policies import LatestN
 
@@ -168,8 +170,6 @@ def test_lineage_is_what_the_steps_record(run):
 def _original(run):
     """Where the run was made, which the steps record."""
     [origin] = flaxckpt.metadata(run).lineage
-    from pathlib import Path
-
     return Path(origin.path).parent
 
 
@@ -358,8 +358,6 @@ def test_parts_add_up_whatever_the_tree(sizes):
 
 
 def _info(path, size):
-    from flaxckpt._info import LeafInfo
-
     return LeafInfo(path, tuple(path.split("/")), "array", "x", (size,), "int8")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from flaxckpt import _wording
@@ -70,9 +70,7 @@ def timeline(
         " training waited for each; in the middle, how long was written behind it;"
         " below, when they were.",
         (width, height),
-        *_panel(
-            "training waited", "blocked", groups, blocked, place, _TOP, _wording.secs
-        ),
+        *_panel("training waited", "blocked", groups, blocked, place, _TOP),
         *_panel(
             "written behind training",
             "behind",
@@ -80,7 +78,6 @@ def timeline(
             behind,
             place,
             second,
-            _wording.secs,
         ),
         *_step_labels(groups, place, second + _PANEL + 15),
         *_lane(bars, happenings, width, second + _PANEL + _GAP),
@@ -121,7 +118,6 @@ def _panel(
     values: Sequence[float],
     place: _Place,
     y: float,
-    said: Callable[[float], str],
 ) -> list[Markup]:
     """A row of bars with its axis; `values` are their heights."""
     top = _scales.top(max(values))
@@ -140,7 +136,7 @@ def _panel(
         parts.append(
             _markup.element(
                 "rect",
-                _markup.element("title", _told(group, title, said(value))),
+                _markup.element("title", _told(group, title, _wording.secs(value))),
                 x=_markup.px(place.left(n)),
                 y=_markup.px(min(at, y + _PANEL - 0.8)),
                 width=_markup.px(place.width),

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flaxckpt import (
     _diff,
@@ -116,7 +116,9 @@ def _described(
     try:
         return _locate.read_stored(*_locate.locate(root, None)).metadata
     except _UNREADABLE as error:
-        notes["sizes"] = f"The newest step cannot be read: {_first_line(error)}"
+        notes["sizes"] = (
+            f"The newest step cannot be read: {_events.first_lines(error, 1)}"
+        )
         return None
 
 
@@ -207,7 +209,9 @@ def _change(
         is_damaged = isinstance(error, errors.DamagedCheckpointError)
         if is_asked_for and not is_damaged:
             raise
-        notes["change"] = f"The steps could not be compared: {_first_line(error)}"
+        notes["change"] = (
+            f"The steps could not be compared: {_events.first_lines(error, 1)}"
+        )
         return None
 
 
@@ -269,9 +273,7 @@ def _dataset_positions(
             found.append(_positions.position(path, step.step))
         except _UNREADABLE as error:
             told = "" if step.step is None else f" of step {step.step}"
-            notes["dataset"] = f"The state{told} cannot be read: {_first_line(error)}"
+            notes["dataset"] = (
+                f"The state{told} cannot be read: {_events.first_lines(error, 1)}"
+            )
     return tuple(position for position in found if position is not None)
-
-
-def _first_line(error: BaseException) -> Any:
-    return (str(error).splitlines() or [type(error).__name__])[0]

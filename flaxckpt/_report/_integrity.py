@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from flaxckpt import _access, _audit, _remote, _storage, _tools, _wording, errors
+from flaxckpt import (
+    _access,
+    _audit,
+    _events,
+    _remote,
+    _storage,
+    _tools,
+    _wording,
+    errors,
+)
 from flaxckpt._findings import VerifyReport
 from flaxckpt._listing import Step
-from flaxckpt._report._data import Integrity
+from flaxckpt._report._data import Integrity, State
 
 LOOKED_AT = 10
 """So many of the newest steps are looked at without being asked for."""
@@ -52,12 +61,8 @@ def _of_error(step: Step, error: Exception) -> Integrity:
     is_gone = not _storage.lexists(_remote.from_text(step.path))
     if is_gone:
         return Integrity(step.step, "unknown", "deleted meanwhile", 0)
-    state = "unread" if _access.is_unread(error) else "damaged"
-    return Integrity(step.step, state, _first_line(error), 0)  # type: ignore[arg-type]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    state: State = "unread" if _access.is_unread(error) else "damaged"
+    return Integrity(step.step, state, _events.first_lines(error, 1), 0)
 
 
 def _verified(root: Path, step: Step) -> Integrity:
@@ -67,11 +72,11 @@ def _verified(root: Path, step: Step) -> Integrity:
         return _of_error(step, error)
     told = {**found.problems, **found.unread}
     if not found.ok:
-        state = "damaged" if found.problems else "unread"
+        state: State = "damaged" if found.problems else "unread"
         where, why = next(iter(told.items()))
         more = f", and {len(told) - 1} more" if len(told) > 1 else ""
         detail = f"{where}: {why}{more}"
-        return Integrity(step.step, state, detail, found.bytes_checked)  # type: ignore[arg-type]
+        return Integrity(step.step, state, detail, found.bytes_checked)
     return Integrity(step.step, "verified", _good(found), found.bytes_checked)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _json, datasets, errors
+from flaxckpt import _json, datasets
 from flaxckpt._report._data import Position
 from flaxckpt.formats import _orbax
 
@@ -79,7 +79,3 @@ def _in(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, list):
         return [(str(n), inner) for n, inner in enumerate(value)]
     return []
-
-
-READ_ERRORS = (errors.CheckpointError, OSError)
-"""What reading a position raises."""
