@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from flaxckpt import (
+    _card,
     _commit,
     _locate,
     _measured,
@@ -288,3 +289,7 @@ class Checkpointer(_run_saver.RunSaver):
             raise errors.CheckpointNotFoundError(f"{self.directory} has no steps")
         path = self._run.path(number)
         _restore.restore_dataset(_locate.read_step(path, number), dataset)
+
+    def _repr_html_(self) -> str:
+        """A card for notebooks, of what is there now; no array is read."""
+        return _card.of_run(self, self._run.path)

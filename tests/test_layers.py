@@ -34,9 +34,10 @@ LAYERS = (
         "_texts",
         "_threads",
         "_triggers",
+        "_wording",
         "_writers",
     },
-    {"_marked"},
+    {"_marked", "_drawing"},
     {"_staging"},
     {
         "_beats",
@@ -79,16 +80,16 @@ LAYERS = (
     {"_uploads"},
     {"_tiers"},
     {"_run_steps"},
-    {"_aside", "_directory", "_restores"},
+    {"_aside", "_directory", "_restores", "_sizes"},
     {"_saves"},
-    {"_run_saver"},
+    {"_run_saver", "_card"},
     {"_checkpointer"},
     {"_beginning", "_completed", "_preflight", "_resume", "_stopping"},
     {"_hook"},
-    {"_callback", "_diff", "_report", "_simulation", "_tools"},
-    {"_sizes"},
+    {"_callback", "_diff", "_simulation", "_tools"},
     {"_keeping"},
     {"_listing", "_leaf_statistics", "_doctor", "_wanted"},
+    {"_report"},
     {"configs"},
     {"cli", "integrations"},
     {"__main__"},
@@ -128,7 +129,7 @@ SHARED_SIBLINGS = {
     "transforms._table",
     "transforms._values",
 }
-FREE_PACKAGES = {"cli"}
+FREE_PACKAGES = {"_drawing", "_report", "cli"}
 
 # Third-party package -> the only modules that may import it; none: nobody may.
 # Types need no door: under `if TYPE_CHECKING:` anything may be imported.

@@ -19,6 +19,7 @@ from flaxckpt.cli import (
     pin,
     plan,
     prune,
+    report,
     show,
     verify,
 )
@@ -38,6 +39,7 @@ for _verb in (
     pin.pin,
     pin.unpin,
     du.du,
+    report.report,
     doctor.doctor,
 ):
     app.command()(_verb)

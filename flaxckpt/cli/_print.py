@@ -11,12 +11,15 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flaxckpt import errors
+from flaxckpt._wording import number as number
+from flaxckpt._wording import secs as secs
+from flaxckpt._wording import size as size
+from flaxckpt._wording import when as when
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -208,42 +211,7 @@ def is_terminal() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
-# ---- numbers for people -----------------------------------------------------------
-
-
-def size(count: float | None) -> str:
-    """Bytes, as in `1.49 GB`; a dash if they are not known."""
-    if count is None:
-        return "-"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 999.5 or unit == "TB":
-            break
-        count /= 1000
-    return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
-
-
-def secs(seconds: float) -> str:
-    """A short time, as in `1.5 ms`."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} µs"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def when(seconds: float | None) -> str:
-    """A time since 1970 by the clock of this place; empty if it is not known."""
-    if seconds is None:
-        return ""
-    try:
-        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
-    except (OverflowError, ValueError, OSError):
-        return ""
-
-
-def number(value: object) -> str:
-    """A number in a few digits; a dash if there is none."""
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return "-" if value is None else str(value)
+# ---- words for people -------------------------------------------------------------
 
 
 def metrics(found: Mapping[str, float]) -> str:

@@ -1,0 +1,110 @@
+"""A run as a notebook shows it: its newest steps in a small table."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from flaxckpt import _directory, _remote, _sizes, _wording, policies
+from flaxckpt._drawing import _markup
+from flaxckpt._drawing._markup import Markup
+
+_log = logging.getLogger(__name__)
+
+_ROWS = 8
+_MOST_METRICS = 3
+
+# Notebooks have their own style sheets, and are light or dark by their own switches.
+_FRAME = (
+    "display:inline-block;box-sizing:border-box;max-width:100%;overflow-x:auto;"
+    "padding:10px 14px;border:1px solid rgba(128,128,128,.4);border-radius:8px;"
+    "font:13px/1.45 system-ui,sans-serif"
+)
+_SOFT = "opacity:.7;font-size:12px"
+_LEFT = "text-align:left;padding:2px 18px 2px 0"
+_RIGHT = (
+    "text-align:right;white-space:nowrap;padding:2px 18px 2px 0;"
+    "font-variant-numeric:tabular-nums"
+)
+
+
+def of_run(run: _directory.RunDirectory, path_of: Callable[[int], Path]) -> str:
+    """A card of what is in its directory now; never raises.
+
+    Args:
+        run: Whose it is.
+        path_of: Where a step is.
+    """
+    try:
+        with _remote.looking(run.directory):
+            return _card(run, path_of)
+    except Exception as error:  # a notebook would show a traceback in its place
+        _log.warning("%s cannot be shown: %s", run.directory, error)
+        told = _markup.element("div", f"cannot be looked at: {error}", style=_SOFT)
+        return _framed(run, told)
+
+
+def _card(run: _directory.RunDirectory, path_of: Callable[[int], Path]) -> str:
+    steps = run.steps()
+    reasons = run.explain()
+    shown = sorted(reasons)[-_ROWS:]
+    metrics = {step: run.metrics(step) for step in shown}
+    names = list(dict.fromkeys(n for found in metrics.values() for n in found))
+    names = names[:_MOST_METRICS]
+    sizes = {step: _sizes.on_disk(path_of(step), set()) for step in shown}
+    best = {str(policy) for policy in run.keep if isinstance(policy, policies.BestN)}
+    titles = ["step", *names, "size", "stays for"]
+    rows = [_row("th", titles, len(names) + 2, None)]
+    for step in reversed(shown):
+        usage = sizes[step]
+        cells = [
+            str(step),
+            *[_number(metrics[step], name) for name in names],
+            "" if usage is None else _wording.size(usage.bytes),
+            ", ".join(reasons[step]) or "nothing: it goes",
+        ]
+        is_best = not best.isdisjoint(reasons[step])
+        rows.append(_row("td", cells, len(names) + 2, step, is_best=is_best))
+    told = [_wording.count(len(steps), "step")]
+    if steps:
+        told.append(f"newest {max(steps)}")
+    found = [step for step, why in reasons.items() if not best.isdisjoint(why)]
+    if found:
+        told.append(f"best {', '.join(map(str, found))}")
+    if len(reasons) > len(shown):
+        told.append(f"the newest {len(shown)} are shown")
+    table = _markup.element("table", *rows, style="border-collapse:collapse;margin:0")
+    said = _markup.element("div", ", ".join(told), style=_SOFT)
+    return _framed(run, said, *([table] if shown else []))
+
+
+def _framed(run: _directory.RunDirectory, *parts: Markup) -> str:
+    name = run.directory.name or str(run.directory)
+    return _markup.element(
+        "div",
+        _markup.element("strong", f"Checkpointer {name}"),
+        _markup.element("div", str(run.directory), style=_SOFT),
+        *parts,
+        style=_FRAME,
+    )
+
+
+def _row(
+    tag: str,
+    cells: list[str],
+    numbers: int,
+    step: int | None,
+    *,
+    is_best: bool = False,
+) -> Markup:
+    weight = ";font-weight:600" if is_best else ""
+    made = [
+        _markup.element(tag, cell, style=(_RIGHT if n < numbers else _LEFT) + weight)
+        for n, cell in enumerate(cells)
+    ]
+    return _markup.element("tr", *made, data_step=step)
+
+
+def _number(metrics: Mapping[str, float], name: str) -> str:
+    return f"{metrics[name]:.4g}" if name in metrics else ""

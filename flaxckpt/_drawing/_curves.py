@@ -1,0 +1,179 @@
+"""A metric over the steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from flaxckpt import _wording
+from flaxckpt._drawing import _markup, _scales
+from flaxckpt._drawing._markup import Markup
+
+_WIDTH, _HEIGHT = 320, 206
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 14, 14, 34
+_MARKERS = 150
+"""Of more points, only those have markers that are the best, or an end."""
+
+
+BEST = ("best", "among the best")
+
+
+_PLACES = 400
+"""As many points as a line can show."""
+
+
+class Point(NamedTuple):
+    """What was measured at a step.
+
+    Attributes:
+        step: Its number.
+        value: The metric.
+        is_kept: Whether the step stays.
+        best: `best` or `among the best` by a policy; else `lowest` or `highest`; None
+            if it is neither.
+    """
+
+    step: int
+    value: float
+    is_kept: bool
+    best: str | None
+
+
+def curve(name: str, points: Sequence[Point]) -> Markup:
+    """A metric as a line through its finite values, of which there is one at least."""
+    drawn = [point for point in points if math.isfinite(point.value)]
+    steps = [point.step for point in drawn]
+    values = [point.value for point in drawn]
+    low, high = _range(values)
+    x = _scales.Scale(min(steps), max(steps), _LEFT + 6, _WIDTH - _RIGHT)
+    y = _scales.Scale(low, high, _HEIGHT - _BOTTOM, _TOP)
+    said = (
+        f"{_wording.count(len(drawn), 'value')} from step {min(steps)} to"
+        f" {max(steps)}, from {min(values):.6g} to {max(values):.6g}."
+    )
+    return _markup.picture(
+        f"{name} over steps",
+        said,
+        (_WIDTH, _HEIGHT),
+        *_axes(x, y),
+        *_lines(points, x, y),
+        *[_marker(name, point, x, y) for point in _with_markers(drawn)],
+        *_best_labels(drawn, x, y),
+    )
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    if low == high:
+        wider = abs(low) / 10 or 1.0
+        return low - wider, high + wider
+    room = high / 6 - low / 6  # for what is written beside the extremes
+    return low - room, high + room
+
+
+def _axes(x: _scales.Scale, y: _scales.Scale) -> list[Markup]:
+    parts = []
+    for tick in _scales.ticks(y.low, y.high, 5):
+        at = y(tick)
+        parts.append(_markup.line(_LEFT, at, _WIDTH - _RIGHT, at, "grid"))
+        shown = f"{tick:.4g}" if abs(tick) > 1e-12 * (y.high - y.low) else "0"
+        parts.append(_markup.label(_LEFT - 6, at + 4, shown, class_="tick end"))
+    bottom = _HEIGHT - _BOTTOM
+    parts.append(_markup.line(_LEFT, bottom, _WIDTH - _RIGHT, bottom, "baseline"))
+    for step in _scales.whole_ticks(x.low, x.high, 5):
+        shown = _scales.short(step)
+        parts.append(_markup.label(x(step), bottom + 16, shown, class_="tick middle"))
+    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+    parts.append(_markup.label(middle, _HEIGHT - 3, "step", class_="tick middle"))
+    return parts
+
+
+def _lines(points: Sequence[Point], x: _scales.Scale, y: _scales.Scale) -> list[Markup]:
+    """The line, which has gaps where a value is not finite."""
+    pieces: list[list[str]] = [[]]
+    for point in _thinned(points):
+        if math.isfinite(point.value):
+            pieces[-1].append(f"{x(point.step):.1f},{y(point.value):.1f}")
+        elif pieces[-1]:
+            pieces.append([])
+    return [
+        _markup.element("polyline", points=Markup(" ".join(piece)), class_="curve")
+        for piece in pieces
+        if len(piece) > 1
+    ]
+
+
+def _thinned(points: Sequence[Point]) -> Sequence[Point]:
+    """Of many points, the lowest and the highest of each few, which look the same."""
+    size = 2 * -(-len(points) // _PLACES)
+    if size <= 2:
+        return points
+    found: list[Point] = []
+    for n in range(0, len(points), size):
+        few = points[n : n + size]
+        ends = {min(few, key=lambda p: p.value), max(few, key=lambda p: p.value)}
+        found += [point for point in few if point in ends]
+    return found
+
+
+def _with_markers(drawn: Sequence[Point]) -> Sequence[Point]:
+    if len(drawn) <= _MARKERS:
+        return drawn
+    return [p for p in drawn if p.best or p in (drawn[0], drawn[-1])][-_MARKERS:]
+
+
+def _marker(name: str, point: Point, x: _scales.Scale, y: _scales.Scale) -> Markup:
+    stays = "stays" if point.is_kept else "would go"
+    best = f", {point.best}" if point.best else ""
+    told = _markup.element(
+        "title", f"step {point.step}: {name} {point.value:.6g} ({stays}{best})"
+    )
+    across, down = x(point.step), y(point.value)
+    given = {
+        "data_step": point.step,
+        "data_value": point.value,
+        "data_kept": "yes" if point.is_kept else "no",
+        "data_best": point.best,
+    }
+    if point.best in BEST:
+        size = 6.5
+        corners = [(0, -size), (size, 0), (0, size), (-size, 0)]
+        places = " ".join(f"{across + dx:.1f},{down + dy:.1f}" for dx, dy in corners)
+        return _markup.element(
+            "polygon", told, points=places, class_="point best", **given
+        )
+    kind = "kept" if point.is_kept else "goes"
+    return _markup.element(
+        "circle",
+        told,
+        cx=_markup.px(across),
+        cy=_markup.px(down),
+        r=3.5,
+        class_=f"point {kind}",
+        **given,
+    )
+
+
+def _best_labels(
+    drawn: Sequence[Point], x: _scales.Scale, y: _scales.Scale
+) -> list[Markup]:
+    """What is the best, or an extreme, beside it, where there is room."""
+    parts = []
+    for point in drawn:
+        if point.best in (None, "among the best"):
+            continue
+        across = x(point.step)
+        is_right = across > _WIDTH * 0.6
+        is_low = y(point.value) > (_TOP + _HEIGHT - _BOTTOM) / 2
+        down = y(point.value) + (18 if is_low else -10)
+        parts.append(
+            _markup.label(
+                across + (4 if is_right else -4),
+                down,
+                f"{point.best} {point.value:.4g}",
+                class_=f"{'best' if point.best == 'best' else 'extreme'}-label"
+                f"{' end' if is_right else ''}",
+            )
+        )
+    return parts

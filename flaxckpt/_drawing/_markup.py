@@ -1,0 +1,174 @@
+"""HTML and SVG as text in which no name, whoever's it is, can be anything but text."""
+
+from __future__ import annotations
+
+import datetime
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from flaxckpt import _wording, errors
+
+
+class Markup(str):
+    """A text that is HTML already. Any other is escaped where it is put in."""
+
+    __slots__ = ()
+
+
+NOTHING = Markup("")
+
+
+def element(name: str, *children: object, **attributes: object) -> Markup:
+    """An element, and what is in it.
+
+    Args:
+        name: Its tag.
+        *children: Markup; all else is text.
+        **attributes: By name, of which a trailing `_` is dropped, and any other stands
+            for a `-`. None leaves one out.
+    """
+    given = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{text(value)}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    if name in _VOID:
+        return Markup(f"<{name}{given}>")
+    return Markup(f"<{name}{given}>{join(children)}</{name}>")
+
+
+_VOID = frozenset(("meta", "link", "br"))
+
+
+def join(parts: Iterable[object]) -> Markup:
+    """Several after each other."""
+    return Markup("".join(text(part) for part in parts))
+
+
+def text(value: object) -> Markup:
+    """A value as text of HTML, in one line that has an end; markup is what it is."""
+    if isinstance(value, Markup):
+        return value
+    return Markup(html.escape(errors.printable(str(value))))
+
+
+_MINUTES = "%Y-%m-%d %H:%M"
+
+
+def px(value: float) -> str:
+    """A coordinate."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def moment(seconds: float | None, form: str = _MINUTES) -> Markup:
+    """A time since 1970."""
+    shown = _wording.when(seconds, form)
+    if seconds is None or not shown:
+        return NOTHING
+    exact = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    return element("time", shown, datetime=exact.isoformat(timespec="seconds"))
+
+
+# ---- tables -----------------------------------------------------------------------
+
+
+class Column(NamedTuple):
+    """A column of a table.
+
+    Attributes:
+        title: Its heading.
+        is_number: Whether it is aligned to the right.
+    """
+
+    title: str
+    is_number: bool = False
+
+
+class Row(NamedTuple):
+    """A row of a table.
+
+    Attributes:
+        cells: The first one is its heading.
+        data: Attributes of the row, for whoever reads the page by a program.
+        kind: A class.
+    """
+
+    cells: Sequence[object]
+    data: Mapping[str, object]
+    kind: str | None = None
+
+
+def table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> Markup:
+    """A table in a box of its own, in which it scrolls if it is too wide."""
+    used = [n for n in range(len(columns)) if any(str(row.cells[n]) for row in rows)]
+    heads = [
+        element("th", columns[n].title, scope="col", class_=_class(columns[n]))
+        for n in used
+    ]
+    body = []
+    for row in rows:
+        cells = [
+            element(
+                "td" if n else "th",
+                row.cells[n],
+                scope=None if n else "row",
+                class_=_class(columns[n]),
+            )
+            for n in used
+        ]
+        body.append(element("tr", *cells, class_=row.kind, **row.data))
+    made = element(
+        "table",
+        element("caption", title),
+        element("thead", element("tr", *heads)),
+        element("tbody", *body),
+    )
+    return element(
+        "div", made, class_="scroll", tabindex=0, role="region", aria_label=title
+    )
+
+
+def _class(column: Column) -> str | None:
+    return "number" if column.is_number else None
+
+
+# ---- pictures ---------------------------------------------------------------------
+
+
+def picture(
+    title: str,
+    description: str,
+    size: tuple[float, float],
+    *parts: object,
+    class_: str | None = None,
+) -> Markup:
+    """An SVG with what a screen reader says of it."""
+    width, height = size
+    return element(
+        "svg",
+        element("title", title),
+        element("desc", description),
+        *parts,
+        viewBox=f"0 0 {px(width)} {px(height)}",
+        role="img",
+        aria_label=f"{title}. {description}",
+        class_=class_,
+    )
+
+
+def label(x: float, y: float, value: object, **attributes: object) -> Markup:
+    """A text in a picture."""
+    return element("text", value, x=px(x), y=px(y), **attributes)
+
+
+def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
+    """A straight line."""
+    return element("line", x1=px(x1), y1=px(y1), x2=px(x2), y2=px(y2), class_=class_)
+
+
+def both(wide: Markup, narrow: Markup) -> Markup:
+    """A picture for screens, and one for phones: only one of them is shown."""
+    return join(
+        (element("div", wide, class_="wide"), element("div", narrow, class_="narrow"))
+    )

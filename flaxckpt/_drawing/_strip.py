@@ -1,0 +1,80 @@
+"""Which steps are there, and which ones were: a mark for each on a line."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from flaxckpt import _wording
+from flaxckpt._drawing import _markup, _scales
+from flaxckpt._drawing._markup import Markup
+
+_HEIGHT, _MIDDLE, _LEFT, _RIGHT = 62, 22, 14, 14
+_MOST_GONE = 400
+_LEAST_APART = 2.5
+
+
+def strip(
+    kept: Mapping[int, str], gone: Sequence[int], best: Collection[int], width: float
+) -> Markup:
+    """A line with a mark for each step.
+
+    Args:
+        kept: Step -> what is said of it, of those that are there; at least one.
+        gone: Those that were deleted.
+        best: Those that are the best of something.
+        width: Of the picture.
+    """
+    steps = [*kept, *gone]
+    x = _scales.Scale(min(steps), max(steps), _LEFT, width - _RIGHT)
+    parts = [_markup.line(_LEFT, _MIDDLE, width - _RIGHT, _MIDDLE, "baseline")]
+    places = {_markup.px(x(step)) for step in sorted(gone)[-_MOST_GONE:]}
+    parts += [
+        _markup.element(
+            "line", x1=at, x2=at, y1=_MIDDLE - 5, y2=_MIDDLE + 5, class_="gone"
+        )
+        for at in sorted(places, key=float)
+    ]
+    for step in _apart(kept, best, x):
+        said = kept[step]
+        told = _markup.element("title", f"step {step}: {said}")
+        parts.append(_mark(step, x(step), step in best, told))
+    for step in _scales.whole_ticks(x.low, x.high, max(2, int(width / 90))):
+        shown = _scales.short(step)
+        parts.append(_markup.label(x(step), _MIDDLE + 28, shown, class_="tick middle"))
+    return _markup.picture(
+        "Steps that stay",
+        f"{_wording.count(len(kept), 'step')} there, {len(gone)} deleted, from step"
+        f" {min(steps)} to {max(steps)}.",
+        (width, _HEIGHT),
+        *parts,
+    )
+
+
+def _apart(
+    kept: Mapping[int, str], best: Collection[int], x: _scales.Scale
+) -> list[int]:
+    """One step for each place, ascending: the best there, else the newest."""
+    places: dict[int, int] = {}
+    for step in sorted(kept):
+        place = round(x(step) / _LEAST_APART)
+        if step in best or places.get(place) not in best:
+            places[place] = step
+    return sorted(places.values())
+
+
+def _mark(step: int, x: float, is_best: bool, told: Markup) -> Markup:
+    if is_best:
+        around = [(0, -8), (8, 0), (0, 8), (-8, 0)]
+        places = " ".join(f"{x + dx:.1f},{_MIDDLE + dy}" for dx, dy in around)
+        return _markup.element(
+            "polygon", told, points=places, class_="point best", data_step=step
+        )
+    return _markup.element(
+        "circle",
+        told,
+        cx=_markup.px(x),
+        cy=_MIDDLE,
+        r=5,
+        class_="point kept",
+        data_step=step,
+    )

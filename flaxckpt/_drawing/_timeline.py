@@ -1,0 +1,222 @@
+"""How long training waited for each save, and how long was written behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from flaxckpt import _wording
+from flaxckpt._drawing import _markup, _scales
+from flaxckpt._drawing._markup import Markup
+
+_LEAST_PITCH = 3.5
+"""From a bar to the next; where there are more saves, several share one."""
+
+_LEAST_LABELLED = 20.0
+"""The number of a narrower first bar would reach into the name of the axis."""
+
+_MOST_HAPPENINGS = 200
+
+_LEFT, _RIGHT = 58, 10
+_PANEL, _GAP, _TOP = 92, 40, 24
+_LANE = 26
+
+
+class Bar(NamedTuple):
+    """A save.
+
+    Attributes:
+        step: Its number; None if it has none.
+        began: When, in seconds since 1970.
+        blocked: How long its caller waited, in seconds.
+        behind: How long was written while the caller went on; None if it never ended.
+        trouble: Why it failed, or that it never ended; None if it is durable.
+    """
+
+    step: int | None
+    began: float
+    blocked: float
+    behind: float | None
+    trouble: str | None
+
+
+class Happening(NamedTuple):
+    """Something else, at a time: `restored`, `failed`."""
+
+    time: float
+    kind: str
+    text: str
+
+
+def timeline(
+    bars: Sequence[Bar], happenings: Sequence[Happening], width: float
+) -> Markup:
+    """Two rows of bars, one for each save, above a line of when they were.
+
+    Args:
+        bars: In their order; at least one.
+        happenings: What is shown on the line besides.
+        width: Of the picture; text is as large in a narrow one.
+    """
+    groups = _grouped(bars, int((width - _LEFT - _RIGHT) / _LEAST_PITCH))
+    height = _TOP + 2 * _PANEL + 2 * _GAP + _LANE + 22
+    place = _Place(_LEFT, width - _RIGHT, len(groups))
+    blocked = [max(bar.blocked for bar in group) for group in groups]
+    behind = [max(bar.behind or 0.0 for bar in group) for group in groups]
+    second = _TOP + _PANEL + _GAP
+    return _markup.picture(
+        "Timeline of saves",
+        f"{_wording.count(len(bars), 'save')}, the oldest first: above, how long"
+        " training waited for each; in the middle, how long was written behind it;"
+        " below, when they were.",
+        (width, height),
+        *_panel("training waited", "blocked", groups, blocked, place, _TOP),
+        *_panel(
+            "written behind training",
+            "behind",
+            groups,
+            behind,
+            place,
+            second,
+        ),
+        *_step_labels(groups, place, second + _PANEL + 15),
+        *_lane(bars, happenings, width, second + _PANEL + _GAP),
+    )
+
+
+class _Place(NamedTuple):
+    """Where bars are, from `start` to `stop`."""
+
+    start: float
+    stop: float
+    bars: int
+
+    @property
+    def pitch(self) -> float:
+        """From one bar to the next; few bars are not spread over all of it."""
+        return min((self.stop - self.start) / self.bars, 44.0)
+
+    def left(self, n: int) -> float:
+        """Where that of the `n`th begins."""
+        return self.start + n * self.pitch
+
+    @property
+    def width(self) -> float:
+        """Of a bar."""
+        return max(self.pitch * 0.72, min(self.pitch, 1.2))
+
+
+def _grouped(bars: Sequence[Bar], most: int) -> list[Sequence[Bar]]:
+    size = -(-len(bars) // most)
+    return [bars[n : n + size] for n in range(0, len(bars), size)]
+
+
+def _panel(
+    title: str,
+    name: str,
+    groups: Sequence[Sequence[Bar]],
+    values: Sequence[float],
+    place: _Place,
+    y: float,
+) -> list[Markup]:
+    """A row of bars with its axis; `values` are their heights."""
+    top = _scales.top(max(values))
+    unit, write = _scales.seconds(top)
+    scale = _scales.Scale(0.0, top, y + _PANEL, y)
+    parts = [_markup.label(place.start, y - 8, f"{title}, {unit}", class_="axis-title")]
+    for tick in _scales.ticks(0.0, top, 4):
+        at = scale(tick)
+        parts.append(_markup.line(place.start, at, place.stop, at, "grid"))
+        parts.append(
+            _markup.label(place.start - 6, at + 4, write(tick), class_="tick end")
+        )
+    for n, (group, value) in enumerate(zip(groups, values, strict=True)):
+        at = scale(value)
+        has_failed = any(bar.trouble for bar in group)
+        parts.append(
+            _markup.element(
+                "rect",
+                _markup.element("title", _told(group, title, _wording.secs(value))),
+                x=_markup.px(place.left(n)),
+                y=_markup.px(min(at, y + _PANEL - 0.8)),
+                width=_markup.px(place.width),
+                height=_markup.px(max(y + _PANEL - at, 0.8)),
+                class_=f"bar {name}{' failed' if has_failed else ''}",
+                data_step=group[-1].step,
+                data_count=len(group),
+                data_secs=value,
+            )
+        )
+        if has_failed and name == "behind":
+            x = place.left(n) + place.width / 2
+            parts.append(_markup.label(x, y + _PANEL - 5, "×", class_="cross"))  # noqa: RUF001
+    parts.append(
+        _markup.line(place.start, y + _PANEL, place.stop, y + _PANEL, "baseline")
+    )
+    return parts
+
+
+def _told(group: Sequence[Bar], what: str, value: str) -> str:
+    first, last = group[0], group[-1]
+    if first is last:
+        trouble = f"; {last.trouble}" if last.trouble else ""
+        return f"step {last.step}: {what} {value}{trouble}"
+    return (
+        f"steps {first.step} to {last.step}, {len(group)} saves: {what} {value} at most"
+    )
+
+
+def _step_labels(
+    groups: Sequence[Sequence[Bar]], place: _Place, y: float
+) -> list[Markup]:
+    most = max(2, int((place.stop - place.start) / 70))
+    every = max(1, -(-len(groups) // most))
+    parts = [_markup.label(place.start - 6, y, "step", class_="tick end")]
+    for n in range(0, len(groups), every):
+        step = groups[n][-1].step
+        if step is not None:
+            is_tight = n == 0 and place.pitch < _LEAST_LABELLED
+            x = place.left(n) + (0 if is_tight else place.width / 2)
+            class_ = "tick" if is_tight else "tick middle"
+            parts.append(_markup.label(x, y, _scales.short(step), class_=class_))
+    return parts
+
+
+def _lane(
+    bars: Sequence[Bar], happenings: Sequence[Happening], width: float, y: float
+) -> list[Markup]:
+    """The line of when each save was."""
+    times = [bar.began for bar in bars] + [each.time for each in happenings]
+    scale = _scales.Scale(min(times), max(times), _LEFT + 4, width - _RIGHT - 4)
+    middle = y + _LANE / 2
+    parts = [
+        _markup.label(_LEFT - 6, middle + 4, "when", class_="tick end"),
+        _markup.line(_LEFT, middle, width - _RIGHT, middle, "baseline"),
+    ]
+    ticks = {_markup.px(scale(bar.began)) for bar in bars}
+    parts += [
+        _markup.element("line", x1=x, x2=x, y1=y + 5, y2=y + _LANE - 5, class_="save")
+        for x in sorted(ticks, key=float)
+    ]
+    for each in happenings[-_MOST_HAPPENINGS:]:
+        mark = _MARKS.get(each.kind, "•")
+        told = _markup.element("title", f"{each.kind}: {each.text}")
+        parts.append(
+            _markup.element(
+                "g",
+                told,
+                _markup.label(scale(each.time), middle + 5, mark, class_="happening"),
+                class_=each.kind,
+            )
+        )
+    bottom = y + _LANE + 14
+    first, last = (
+        _wording.when(time, _wording.TO_THE_SECOND) for time in (min(times), max(times))
+    )
+    parts.append(_markup.label(_LEFT, bottom, first, class_="tick"))
+    if last != first:
+        parts.append(_markup.label(width - _RIGHT, bottom, last, class_="tick end"))
+    return parts
+
+
+_MARKS = {"restored": "▲", "preempted": "■", "fell_back": "◆", "failed": "×"}  # noqa: RUF001

@@ -1,0 +1,203 @@
+"""Sizes as areas: a rectangle for each subtree, grouped by what they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from flaxckpt import _wording
+from flaxckpt._drawing import _markup
+from flaxckpt._drawing._markup import Markup
+
+_HEAD = 20.0
+_PAD = 3.0
+_LETTER = 6.6
+"""How wide a letter is, about."""
+
+COLOURS = 6
+
+
+class Tile(NamedTuple):
+    """A rectangle to be.
+
+    Attributes:
+        name: What is written on it.
+        told: What it is, in a sentence.
+        path: Of the subtree.
+        bytes: Its size; at least 0.
+    """
+
+    name: str
+    told: str
+    path: str
+    bytes: int
+
+
+class Group(NamedTuple):
+    """Tiles in one frame."""
+
+    name: str
+    tiles: Sequence[Tile]
+
+    @property
+    def bytes(self) -> int:
+        """Of all of them."""
+        return sum(tile.bytes for tile in self.tiles)
+
+
+class Box(NamedTuple):
+    """A rectangle in a picture."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+def treemap(groups: Sequence[Group], width: float, height: float) -> Markup:
+    """A picture of all tiles whose size is not 0."""
+    total = sum(group.bytes for group in groups)
+    order = sorted(range(len(groups)), key=lambda n: -groups[n].bytes)
+    boxes = squarified([groups[n].bytes for n in order], Box(0, 0, width, height))
+    parts: list[Markup] = []
+    for colour, (n, box) in enumerate(zip(order, boxes, strict=True)):
+        if groups[n].bytes:
+            parts += _group(groups[n], box, min(colour, COLOURS - 1), total)
+    named = ", ".join(
+        f"{groups[n].name} {_wording.size(groups[n].bytes)}" for n in order[:6]
+    )
+    return _markup.picture(
+        "Sizes by subtree",
+        f"Areas are bytes of arrays: {named}.",
+        (width, height),
+        *parts,
+        class_="treemap",
+    )
+
+
+def _group(group: Group, box: Box, colour: int, total: int) -> list[Markup]:
+    inner = Box(box.x + _PAD / 2, box.y + _PAD / 2, box.width - _PAD, box.height - _PAD)
+    parts = []
+    has_head = inner.height > 2.4 * _HEAD and inner.width > 50
+    if has_head:
+        share = f"{_wording.size(group.bytes)}, {group.bytes / total:.0%}"
+        head = _fitting(f"{group.name}  {share}", inner.width) or _fitting(
+            group.name, inner.width
+        )
+        parts.append(
+            _markup.label(inner.x + 2, inner.y + 14, head or "…", class_="group-name")
+        )
+        inner = Box(inner.x, inner.y + _HEAD, inner.width, inner.height - _HEAD)
+    tiles = sorted(group.tiles, key=lambda tile: -tile.bytes)
+    boxes = squarified([tile.bytes for tile in tiles], inner)
+    parts += [
+        _tile(tile, place, colour, total)
+        for tile, place in zip(tiles, boxes, strict=True)
+        if tile.bytes
+    ]
+    return parts
+
+
+def _tile(tile: Tile, box: Box, colour: int, total: int) -> Markup:
+    share = f"{_wording.size(tile.bytes)}, {tile.bytes / total:.1%}"
+    rectangle = _markup.element(
+        "rect",
+        x=_markup.px(box.x + 0.8),
+        y=_markup.px(box.y + 0.8),
+        width=_markup.px(max(box.width - 1.6, 0.4)),
+        height=_markup.px(max(box.height - 1.6, 0.4)),
+        rx=2.5,
+        class_=f"tile c{colour}",
+    )
+    texts = []
+    name = _tail(tile.name, box.width - 8)
+    if name and box.height > 20:
+        texts.append(_markup.label(box.x + 6, box.y + 16, name, class_="tile-name"))
+        size = _fitting(_wording.size(tile.bytes), box.width - 8)
+        if size and box.height > 36:
+            texts.append(_markup.label(box.x + 6, box.y + 31, size, class_="tile-size"))
+    return _markup.element(
+        "g",
+        _markup.element("title", f"{tile.told}: {share}"),
+        rectangle,
+        *texts,
+        data_path=tile.path,
+        data_bytes=tile.bytes,
+    )
+
+
+def _tail(path: str, width: float) -> str:
+    """As many of the last keys of a path as fit, or the beginning of the last one."""
+    keys = path.split("/")
+    for n in range(len(keys)):
+        shown = "/".join(keys[n:])
+        if len(shown) * _LETTER <= width:
+            return shown
+    return _fitting(keys[-1], width)
+
+
+def _fitting(text: str, width: float) -> str:
+    """As much of a text as fits; nothing if that is next to nothing."""
+    letters = int(width / _LETTER)
+    if len(text) <= letters:
+        return text
+    return f"{text[: letters - 1]}…" if letters >= 5 else ""
+
+
+# ---- where they are ---------------------------------------------------------------
+
+
+def squarified(sizes: Sequence[float], box: Box) -> list[Box]:
+    """Rectangles of these areas, relative to each other, that fill `box`.
+
+    They are as near to squares as rows of them allow (Bruls, Huizing and van Wijk).
+
+    Args:
+        sizes: At least 0 each, the largest first.
+        box: To be filled.
+    """
+    total = sum(sizes)
+    if not total or box.width <= 0 or box.height <= 0:
+        return [Box(box.x, box.y, 0, 0) for _ in sizes]
+    areas = [size / total * box.width * box.height for size in sizes]
+    found: list[Box] = []
+    while len(found) < len(areas):
+        rest = areas[len(found) :]
+        side = min(box.width, box.height)
+        count = 1
+        while count < len(rest) and _worst(rest[: count + 1], side) <= _worst(
+            rest[:count], side
+        ):
+            count += 1
+        row, box = _row(rest[:count], box)
+        found += row
+    return found
+
+
+def _worst(areas: Sequence[float], side: float) -> float:
+    """How far from a square the worst rectangle of a row is."""
+    total = sum(areas)
+    if not total or not side or not areas[-1]:
+        return 0.0 if not total else float("inf")
+    square = (total / side) ** 2
+    return max(areas[0] / square, square / areas[-1])
+
+
+def _row(areas: Sequence[float], box: Box) -> tuple[list[Box], Box]:
+    """Rectangles along the shorter side, and what is left of the box."""
+    total = sum(areas)
+    if box.width >= box.height:
+        width = min(total / box.height, box.width) if box.height else 0.0
+        y, row = box.y, []
+        for area in areas:
+            height = area / total * box.height if total else 0.0
+            row.append(Box(box.x, y, width, height))
+            y += height
+        return row, Box(box.x + width, box.y, box.width - width, box.height)
+    height = min(total / box.width, box.height) if box.width else 0.0
+    x, row = box.x, []
+    for area in areas:
+        width = area / total * box.width if total else 0.0
+        row.append(Box(x, box.y, width, height))
+        x += width
+    return row, Box(box.x, box.y + height, box.width, box.height - height)

@@ -1,0 +1,280 @@
+"""Gathers what a report says, and changes nothing.
+
+What cannot be read is left out, and a note says why: a report is asked for when
+something is wrong, too.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from flaxckpt import (
+    _diff,
+    _event_journal,
+    _events,
+    _listing,
+    _locate,
+    _remote,
+    _sizes,
+    _storage,
+    _wording,
+    errors,
+)
+from flaxckpt._diff import CheckpointDiff
+from flaxckpt._info import CheckpointMetadata
+from flaxckpt._listing import Listing, Step
+from flaxckpt._report import _integrity, _parts, _positions, _saves
+from flaxckpt._report._data import Change, Changed, Measured, Position, Report
+from flaxckpt._types import PathLike
+from flaxckpt.policies import BestN, PreservationPolicy
+
+_COMPARED_BYTES = 2**31
+"""Larger steps are compared only if that is asked for."""
+
+_MOST_POSITIONS = 200
+_MOST_POSITIONS_IN_STORES = 10
+
+_UNREADABLE = (errors.CheckpointError, OSError)
+
+
+class Options(NamedTuple):
+    """What is asked for.
+
+    Attributes:
+        keep: The policies of the run.
+        step_a: Which step is compared; None: the one before `step_b`.
+        step_b: With which; None: the newest.
+        diff: Whether values are compared; None: unless they are large.
+        verify: Whether every byte of all steps is read.
+    """
+
+    keep: Sequence[PreservationPolicy] = ()
+    step_a: int | None = None
+    step_b: int | None = None
+    diff: bool | None = None
+    verify: bool = False
+
+
+def gather(path: PathLike, options: Options) -> Report:
+    """Reads what there is to be told of a run, or of one checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is there, or not a step that is asked for.
+        CheckpointFormatError: What is there is neither, or has several kinds of steps.
+        OptionError: The options do not fit.
+    """
+    root = _storage.resolve(path)
+    if options.diff is False and (options.step_a, options.step_b) != (None, None):
+        raise errors.OptionError(
+            "--no-diff compares nothing: leave out --step-a and --step-b, or that"
+        )
+    with _remote.looking(root):
+        found = _listing.listing(root, keep=options.keep)
+    notes: dict[str, str] = {}
+    described = _described(root, found, notes)
+    change = _change(root, found, options, notes)
+    events = _event_journal.read(root / _event_journal.NAME) if found.is_run else []
+    if not events:
+        notes["saves"] = _why_no_journal(found)
+    trees = [] if described is None else _sizes.subtrees(described.leaves)
+    return Report(
+        path=found.path,
+        is_run=found.is_run,
+        made=time.time(),
+        version=importlib.metadata.version("flaxckpt"),
+        formats=tuple(sorted({step.format for step in found.steps} - {"unknown"})),
+        bytes=found.bytes,
+        policies=tuple(str(policy) for policy in options.keep),
+        steps=found.steps,
+        saves=_saves.saves(events),
+        happened=_saves.happened(events),
+        metrics=_metrics(found.steps, options.keep),
+        shown=None if described is None else described.path,
+        total_bytes=0 if described is None else described.total_bytes,
+        leaves=0 if described is None else len(described.leaves),
+        parts=_parts.parts(trees) if trees else (),
+        change=change,
+        positions=_dataset_positions(root, found.steps, notes),
+        lineage=() if described is None else described.lineage,
+        integrity=_integrity.integrity(root, found.steps, every=options.verify),
+        notes=notes,
+    )
+
+
+def _described(
+    root: Path, found: Listing, notes: dict[str, str]
+) -> CheckpointMetadata | None:
+    """The newest good checkpoint; None if there is none."""
+    if not found.steps:
+        notes["sizes"] = "There are no steps yet."
+        return None
+    try:
+        return _locate.read_stored(*_locate.locate(root, None)).metadata
+    except _UNREADABLE as error:
+        notes["sizes"] = (
+            f"The newest step cannot be read: {_events.first_lines(error, 1)}"
+        )
+        return None
+
+
+def _why_no_journal(found: Listing) -> str:
+    if not found.is_run:
+        return "This is one checkpoint, which has no journal of saves."
+    return f"There is no {_event_journal.NAME} beside the steps, which tells of saves."
+
+
+# ---- metrics ----------------------------------------------------------------------
+
+
+def _metrics(
+    steps: Sequence[Step], keep: Sequence[PreservationPolicy]
+) -> Mapping[str, tuple[Measured, ...]]:
+    """Name -> what was measured, of those steps that have a number."""
+    bests = [policy for policy in keep if isinstance(policy, BestN)]
+    names = dict.fromkeys(itertools.chain.from_iterable(s.metrics for s in steps))
+    found = {}
+    for name in names:
+        values = {
+            step.step: step.metrics[name]
+            for step in steps
+            if step.step is not None and name in step.metrics
+        }
+        if not values:
+            continue
+        of_this = [policy for policy in bests if policy.metric == name]
+        marks = _best(steps, values, of_this) if of_this else _extremes(values)
+        found[name] = tuple(
+            Measured(step.step, values[step.step], bool(step.why), marks.get(step.step))
+            for step in steps
+            if step.step in values and step.step is not None
+        )
+    return found
+
+
+def _best(
+    steps: Sequence[Step], values: Mapping[int, float], keep: Sequence[BestN]
+) -> Mapping[int, str]:
+    """The steps that policies name as the best, and which is the best of each."""
+    found: dict[int, str] = {}
+    for policy in keep:
+        named = [s.step for s in steps if s.step in values and str(policy) in s.why]
+        found = (
+            dict.fromkeys((s for s in named if s is not None), "among the best") | found
+        )
+        if named:
+            sign = 1 if policy.mode == "max" else -1
+            found[max(found, key=lambda s: (sign * values[s], s))] = "best"
+    return found
+
+
+def _extremes(values: Mapping[int, float]) -> Mapping[int, str]:
+    """The least and the largest: which of them is the best, only a policy says."""
+    finite = {step: value for step, value in values.items() if math.isfinite(value)}
+    if len(set(finite.values())) < 2:
+        return {}
+    low, high = min(finite, key=finite.__getitem__), max(finite, key=finite.__getitem__)
+    return {low: "lowest", high: "highest"}
+
+
+# ---- what has changed -------------------------------------------------------------
+
+
+def _change(
+    root: Path, found: Listing, options: Options, notes: dict[str, str]
+) -> Change | None:
+    """What differs between two steps; None if they are not compared."""
+    is_asked_for = options.diff or (options.step_a, options.step_b) != (None, None)
+    if options.diff is False:
+        notes["change"] = "It was asked for without a comparison (--no-diff)."
+        return None
+    try:
+        pair = _pair(found, options)
+        if pair is None:
+            notes["change"] = "There are no two good steps to compare."
+            return None
+        size = _locate.read_stored(*_locate.locate(root, pair[1])).metadata.total_bytes
+        if size > _COMPARED_BYTES and not is_asked_for:
+            notes["change"] = (
+                f"To compare two steps takes reading both, {_wording.size(size)} each:"
+                " --diff does so."
+            )
+            return None
+        return _compared(root, *pair)
+    except _UNREADABLE as error:
+        is_damaged = isinstance(error, errors.DamagedCheckpointError)
+        if is_asked_for and not is_damaged:
+            raise
+        notes["change"] = (
+            f"The steps could not be compared: {_events.first_lines(error, 1)}"
+        )
+        return None
+
+
+def _pair(found: Listing, options: Options) -> tuple[int, int] | None:
+    """Which two steps are compared.
+
+    Raises:
+        OptionError: They are the same.
+    """
+    if not found.is_run and (options.step_a, options.step_b) != (None, None):
+        raise errors.OptionError(
+            f"{found.path} is one checkpoint, without steps: flaxckpt diff compares it"
+            " with another"
+        )
+    good = [s.step for s in found.steps if s.step is not None and s.damage is None]
+    b = options.step_b
+    if b is None:
+        b = max(good, default=None)
+    if b is None:
+        return None
+    a = options.step_a
+    if a is None:
+        a = max((step for step in good if step < b), default=None)
+    if a == b:
+        raise errors.OptionError(f"step {a} is compared with itself: pass two steps")
+    return None if a is None else (a, b)
+
+
+def _compared(root: Path, a: int, b: int) -> Change:
+    found = _diff.diff(root, root, step_a=a, step_b=b)
+    return Change(a, b, _changed(found, a, b), len(found.same), found.bytes_compared)
+
+
+def _changed(found: CheckpointDiff, a: int, b: int) -> tuple[Changed, ...]:
+    rows = []
+    for path, leaf in found.changed.items():
+        shown = str(leaf.b) if str(leaf.a) == str(leaf.b) else f"{leaf.a} → {leaf.b}"
+        rows.append(
+            Changed(path, leaf.kind, shown, leaf.different, leaf.max_abs, leaf.rel_norm)
+        )
+    for step, paths in ((a, found.only_in_a), (b, found.only_in_b)):
+        rows += [Changed(path, f"only in {step}", "", 0, 0.0, 0.0) for path in paths]
+    return tuple(rows)
+
+
+# ---- the dataset ------------------------------------------------------------------
+
+
+def _dataset_positions(
+    root: Path, steps: Sequence[Step], notes: dict[str, str]
+) -> tuple[Position, ...]:
+    most = _MOST_POSITIONS_IN_STORES if _remote.is_remote(root) else _MOST_POSITIONS
+    if len(steps) > most:
+        notes["dataset"] = f"Only the {most} newest steps were looked at."
+    found = []
+    for step in steps[-most:]:
+        path = _remote.from_text(step.path)
+        try:
+            found.append(_positions.position(path, step.step))
+        except _UNREADABLE as error:
+            told = "" if step.step is None else f" of step {step.step}"
+            notes["dataset"] = (
+                f"The state{told} cannot be read: {_events.first_lines(error, 1)}"
+            )
+    return tuple(position for position in found if position is not None)

@@ -1,0 +1,88 @@
+"""What is known of each step's integrity: by its marks, its files, or every byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from flaxckpt import (
+    _access,
+    _audit,
+    _events,
+    _remote,
+    _storage,
+    _tools,
+    _wording,
+    errors,
+)
+from flaxckpt._findings import VerifyReport
+from flaxckpt._listing import Step
+from flaxckpt._report._data import Integrity, State
+
+LOOKED_AT = 10
+"""So many of the newest steps are looked at without being asked for."""
+
+_LOOKED_AT_IN_STORES = 1
+"""There each look at a file is a request."""
+
+
+def integrity(
+    root: Path, steps: Sequence[Step], *, every: bool
+) -> tuple[Integrity, ...]:
+    """What is known of each of `steps`, the newest of which come last.
+
+    Args:
+        root: What they are in.
+        steps: As they are listed.
+        every: Whether every byte of them is read.
+    """
+    if every:
+        return tuple(_verified(root, step) for step in steps)
+    count = _LOOKED_AT_IN_STORES if _remote.is_remote(root) else LOOKED_AT
+    newest = {step.path for step in steps[-count:]}
+    return tuple(_looked_at(step, step.path in newest) for step in steps)
+
+
+def _looked_at(step: Step, is_new: bool) -> Integrity:
+    if step.damage is not None:
+        return Integrity(step.step, "damaged", step.damage, 0)
+    if step.format != "flaxckpt":
+        return Integrity(step.step, "unknown", "has no list of its files", 0)
+    if not is_new:
+        return Integrity(step.step, "unknown", "not looked at", 0)
+    try:
+        _audit.check(_remote.from_text(step.path))
+    except (errors.CheckpointError, OSError) as error:
+        return _of_error(step, error)
+    return Integrity(step.step, "whole", "files and sizes are as recorded", 0)
+
+
+def _of_error(step: Step, error: Exception) -> Integrity:
+    is_gone = not _storage.lexists(_remote.from_text(step.path))
+    if is_gone:
+        return Integrity(step.step, "unknown", "deleted meanwhile", 0)
+    state: State = "unread" if _access.is_unread(error) else "damaged"
+    return Integrity(step.step, state, _events.first_lines(error, 1), 0)
+
+
+def _verified(root: Path, step: Step) -> Integrity:
+    try:
+        found = _tools.verify(root, step=step.step)
+    except (errors.CheckpointError, OSError) as error:
+        return _of_error(step, error)
+    told = {**found.problems, **found.unread}
+    if not found.ok:
+        state: State = "damaged" if found.problems else "unread"
+        where, why = next(iter(told.items()))
+        more = f", and {len(told) - 1} more" if len(told) > 1 else ""
+        detail = f"{where}: {why}{more}"
+        return Integrity(step.step, state, detail, found.bytes_checked)
+    return Integrity(step.step, "verified", _good(found), found.bytes_checked)
+
+
+def _good(found: VerifyReport) -> str:
+    told = f"{_wording.size(found.bytes_checked)} read"
+    if found.unchecked:
+        leaves = _wording.count(len(found.unchecked), "leaf", "leaves")
+        told += f"; {leaves} without checksums"
+    return told

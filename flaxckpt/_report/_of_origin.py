@@ -1,0 +1,137 @@
+"""The sections on what a step can be trusted for: its data, origin and integrity."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+
+from flaxckpt import _wording
+from flaxckpt._drawing import _markup
+from flaxckpt._drawing._markup import Column, Markup, Row
+from flaxckpt._info import Lineage
+from flaxckpt._report import _section
+from flaxckpt._report._data import Report
+from flaxckpt._report._section import Section
+
+# ---- the dataset ------------------------------------------------------------------
+
+
+def dataset(report: Report) -> Section | None:
+    """Where the dataset iterators stood at each step."""
+    note = report.notes.get("dataset", "")
+    if not report.positions:
+        return Section("dataset", "Dataset", note) if note else None
+    types = [each.type for each in report.positions if each.type]
+    kinds = dict.fromkeys(name.rpartition(".")[2] for name in types)
+    said = (
+        f"{_wording.count(len(report.positions), 'step')} can go on where the data was"
+    )
+    said += f": {', '.join(kinds)}." if kinds else "."
+    names = list(
+        dict.fromkeys(name for each in report.positions for name in each.values)
+    )[:4]
+    columns = [
+        Column("step", is_number=True),
+        *[Column(name, is_number=True) for name in names],
+        Column("processes", is_number=True),
+        Column("size", is_number=True),
+    ]
+    rows = []
+    for each in report.positions[::-1]:
+        values = ["" if n not in each.values else str(each.values[n]) for n in names]
+        size = "" if each.bytes is None else _wording.size(each.bytes)
+        step = "" if each.step is None else str(each.step)
+        data: dict[str, object] = {
+            "data_step": each.step,
+            "data_values": "; ".join(f"{k}={v}" for k, v in each.values.items()),
+        }
+        processes = str(each.processes) if each.processes else ""
+        rows.append(Row([step, *values, processes, size], data))
+    return Section(
+        "dataset",
+        "Dataset",
+        f"{said} {note}".strip(),
+        _section.table("Positions, the newest first", columns, rows),
+    )
+
+
+# ---- lineage ----------------------------------------------------------------------
+
+
+def lineage(report: Report) -> Section | None:
+    """What the run began from."""
+    if not report.lineage:
+        return None
+    said = "This run began from another checkpoint; each step records it."
+    here = _markup.element(
+        "li",
+        _markup.element("strong", _section.last(report.path) or report.path),
+        _markup.element("p", "this run" if report.is_run else "this checkpoint"),
+        class_="here",
+    )
+    items = [_origin(each) for each in reversed(report.lineage)]
+    return Section(
+        "lineage",
+        "Lineage",
+        said,
+        [_markup.element("ol", *items, here, class_="lineage")],
+    )
+
+
+def _origin(found: Lineage) -> Markup:
+    parts: list[object] = [_markup.element("strong", found.path)]
+    told = [] if found.step is None else [f"step {found.step}"]
+    if found.digest is not None:
+        told.append(found.digest)
+    if told:
+        parts.append(_markup.element("p", ", ".join(told), class_="digest"))
+    if found.transforms:
+        changes = [
+            _markup.element("li", _markup.element("code", each))
+            for each in found.transforms
+        ]
+        parts.append(_markup.element("ul", *changes, aria_label="Changes"))
+    return _markup.element("li", *parts, data_path=found.path, data_step=found.step)
+
+
+# ---- integrity --------------------------------------------------------------------
+
+
+def integrity(report: Report) -> Section | None:
+    """What is known to be wrong, and what was looked at."""
+    if not report.integrity:
+        return None
+    counts = collections.Counter(each.state for each in report.integrity)
+    told = [f"{n} {_SAID[state]}" for state, n in counts.items()]
+    said = f"{', '.join(told).capitalize()}."
+    if not counts["verified"]:
+        said += " Arrays were not read: --verify reads every byte."
+    columns = [
+        Column("step", is_number=True),
+        Column("state"),
+        Column("what was found"),
+    ]
+    rows = []
+    for each in report.integrity[::-1]:
+        state = _markup.element("span", _SAID[each.state], class_=f"state {each.state}")
+        step = "" if each.step is None else str(each.step)
+        kind = "bad" if each.state in ("damaged", "unread") else None
+        data: dict[str, object] = {
+            "data_step": each.step,
+            "data_state": each.state,
+            "data_bytes": each.bytes_checked,
+        }
+        rows.append(Row([step, state, each.detail], data, kind))
+    rows.sort(key=lambda row: row.kind is None)  # what is wrong comes first
+    return Section(
+        "integrity", "Integrity", said, _section.table("Each step", columns, rows)
+    )
+
+
+_SAID: Mapping[str, str] = {
+    "verified": "verified",
+    "whole": "whole",
+    "damaged": "damaged",
+    "unread": "could not be read",
+    "unknown": "not looked at",
+}

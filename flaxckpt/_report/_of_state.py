@@ -1,0 +1,150 @@
+"""The sections on what is in a step: its sizes, and what has changed."""
+
+from __future__ import annotations
+
+import collections
+import math
+
+from flaxckpt import _wording
+from flaxckpt._drawing import _markup, _treemap
+from flaxckpt._drawing._markup import Column, Row
+from flaxckpt._report import _section
+from flaxckpt._report._data import Changed, Part, Report
+from flaxckpt._report._section import Section
+
+_MOST_CHANGES = 20
+
+
+# ---- sizes ------------------------------------------------------------------------
+
+
+def sizes(report: Report) -> Section:
+    """What takes the space in the newest step."""
+    if not report.parts:
+        return Section("sizes", "Sizes", report.notes.get("sizes", "There is nothing."))
+    groups: dict[str, list[Part]] = collections.defaultdict(list)
+    for part in report.parts:
+        groups[part.group].append(part)
+    drawn = [
+        _treemap.Group(name, [_tile(part) for part in found])
+        for name, found in groups.items()
+    ]
+    pictures = [
+        _treemap.treemap(drawn, _section.WIDE, 400),
+        _treemap.treemap(drawn, _section.NARROW, 420),
+    ]
+    ordered = sorted(report.parts, key=lambda part: -part.bytes)
+    rows = [_part_row(part, report.total_bytes) for part in ordered]
+    leaves = _wording.count(report.leaves, "leaf", "leaves")
+    said = (
+        f"{_wording.size(report.total_bytes)} of arrays, uncompressed, in {leaves} of"
+        f" {_section.last(report.shown)}."
+    )
+    columns = [
+        Column("subtree"),
+        Column("leaves", is_number=True),
+        Column("size", is_number=True),
+        Column("share", is_number=True),
+    ]
+    opened = _markup.element(
+        "details",
+        _markup.element("summary", "The same as a table"),
+        _markup.table("Sizes by subtree", columns, rows),
+    )
+    return Section("sizes", "Sizes", said, [_markup.both(*pictures), opened])
+
+
+def _named(part: Part) -> str:
+    if part.until is None:
+        return part.path or "(all)"
+    return f"{part.path} … {part.until.rpartition('/')[2]}"
+
+
+def _tile(part: Part) -> _treemap.Tile:
+    name = _named(part)
+    told = f"{name}, {_wording.count(part.leaves, 'leaf', 'leaves')}"
+    inside = name.removeprefix(f"{part.group}/")
+    return _treemap.Tile(inside, told, name, part.bytes)
+
+
+def _part_row(part: Part, total: int) -> Row:
+    share = part.bytes / total if total else 0.0
+    cells = [
+        _named(part),
+        f"{part.leaves:,}",
+        _wording.size(part.bytes),
+        f"{share:.1%}",
+    ]
+    return Row(cells, {"data_path": _named(part), "data_bytes": part.bytes})
+
+
+# ---- what has changed -------------------------------------------------------------
+
+
+def change(report: Report) -> Section | None:
+    """Which leaves differ between two steps, and how much."""
+    found = report.change
+    title = "Change"
+    if found is None:
+        if not report.is_run:
+            return None
+        return Section("change", title, report.notes.get("change", "Not compared."))
+    between = f"From step {found.step_a} to step {found.step_b}"
+    if not found.leaves:
+        return Section("change", title, f"{between}, nothing has changed.")
+    count = _wording.count(len(found.leaves), "leaf", "leaves")
+    said = f"{between}, {count} changed and {found.equal:,} did not."
+    shown = found.leaves[:_MOST_CHANGES]
+    if len(found.leaves) > len(shown):
+        said += f" The {len(shown)} that changed most; --json lists all."
+    finite = [leaf.rel_norm for leaf in shown if math.isfinite(leaf.rel_norm)]
+    largest = max(finite, default=0.0)
+    columns = [
+        Column("leaf"),
+        Column("relative change", is_number=True),
+        Column("at most", is_number=True),
+        Column("elements", is_number=True),
+        Column("type"),
+    ]
+    rows = [_change_row(leaf, largest) for leaf in shown]
+    caption = "Largest relative changes first: norm of the change / norm before"
+    return Section("change", title, said, [_markup.table(caption, columns, rows)])
+
+
+def _change_row(leaf: Changed, largest: float) -> Row:
+    data: dict[str, object] = {"data_path": leaf.path, "data_what": leaf.what}
+    if not leaf.different:
+        what = leaf.shown if leaf.what in ("kind", "shape") else leaf.what
+        return Row([leaf.path, "", "", "", what], data)
+    part = min(leaf.rel_norm / largest, 1.0) if largest else 0.0
+    if not math.isfinite(leaf.rel_norm):
+        part = 1.0
+    bar = _markup.element(
+        "svg",
+        _markup.element("rect", x=0, y=1, width=100, height=8, class_="track"),
+        _markup.element(
+            "rect",
+            x=0,
+            y=1,
+            width=_markup.px(100 * part),
+            height=8,
+            class_="bar behind",
+        ),
+        viewBox="0 0 100 10",
+        preserveAspectRatio="none",
+        class_="inline-bar",
+        aria_hidden="true",
+    )
+    data |= {
+        "data_rel": leaf.rel_norm,
+        "data_abs": leaf.max_abs,
+        "data_different": leaf.different,
+    }
+    cells = [
+        leaf.path,
+        _markup.element("div", f"{leaf.rel_norm:.3g}", bar, class_="with-bar"),
+        f"{leaf.max_abs:.3g}",
+        f"{leaf.different:,}",
+        leaf.shown,
+    ]
+    return Row(cells, data)

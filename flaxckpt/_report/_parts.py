@@ -1,0 +1,133 @@
+"""What takes the space in a checkpoint, in as few parts as a picture can show."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from flaxckpt._report._data import Part
+from flaxckpt._sizes import Subtree
+
+_MOST_PARTS = 60
+_MOST_INNER = 14
+"""Of one container; several of the others are one part together."""
+
+_LEAST_SHARE = 0.08
+"""What has less of the whole is not divided."""
+
+_SPLIT_SHARE, _LARGE_SHARE, _MOST_SPLIT = 0.4, 0.1, 4
+"""A group with more than the one share becomes several, if so many are large in it."""
+
+_GONE = -1
+
+
+class _Node(NamedTuple):
+    """A subtree, and where those in it are."""
+
+    tree: Subtree
+    inner: Sequence[int]
+
+
+def parts(trees: Sequence[Subtree]) -> tuple[Part, ...]:
+    """Parts whose leaves and sizes add up to those of the whole, group by group.
+
+    Args:
+        trees: Those of a whole checkpoint, each container before what it contains.
+    """
+    nodes = _nodes(trees)
+    groups, others = _groups(nodes)
+    name = {number: nodes[number].tree.path or "(all)" for number in groups}
+    whole: list[tuple[str, int]] = [(name[number], number) for number in groups]
+    waiting = [(-nodes[n].tree.bytes, n, group) for group, n in whole]
+    heapq.heapify(waiting)
+    least = nodes[0].tree.bytes * _LEAST_SHARE
+    while waiting:
+        size, number, group = heapq.heappop(waiting)
+        inner, rest = _divided(nodes, number)
+        room = _MOST_PARTS - len(whole) - len(others)
+        count = len(inner) + len(rest)
+        if not count or count > room or -size < least:
+            continue
+        whole.remove((group, number))
+        for child in inner:
+            whole.append((group, child))
+            heapq.heappush(waiting, (-nodes[child].tree.bytes, child, group))
+        others += [_together(nodes, some, group) for some in rest]
+    found = [_whole(nodes[number].tree, group) for group, number in whole] + others
+    return tuple(sorted(found, key=lambda part: (part.group, -part.bytes)))
+
+
+def _groups(nodes: Sequence[_Node]) -> tuple[list[int], list[Part]]:
+    """The few large parts of a whole, and what is beside these, in parts."""
+    base = 0
+    while len(nodes[base].inner) == 1:
+        base = nodes[base].inner[0]
+    groups = list(nodes[base].inner)
+    if not 0 < len(groups) <= _MOST_INNER:  # so many that none of them is a group
+        return [base], []
+    total = nodes[0].tree.bytes
+    others: list[Part] = []
+    for number in groups:  # which grows
+        tree = nodes[number].tree
+        large = [n for n in nodes[number].inner if _is_large(nodes[n].tree, total)]
+        if tree.bytes <= total * _SPLIT_SHARE or not 0 < len(large) <= _MOST_SPLIT:
+            continue
+        groups += large
+        small = [n for n in nodes[number].inner if n not in large]
+        if small:
+            others.append(_together(nodes, small, tree.path))
+        groups[groups.index(number)] = _GONE
+    return [number for number in groups if number != _GONE], others
+
+
+def _is_large(tree: Subtree, total: int) -> bool:
+    return tree.bytes >= total * _LARGE_SHARE
+
+
+def _nodes(trees: Sequence[Subtree]) -> list[_Node]:
+    inner: list[list[int]] = [[] for _ in trees]
+    above: list[int] = []
+    for number, tree in enumerate(trees):
+        while above and trees[above[-1]].depth >= tree.depth:
+            above.pop()
+        if above:
+            inner[above[-1]].append(number)
+        above.append(number)
+    return [_Node(tree, found) for tree, found in zip(trees, inner, strict=True)]
+
+
+def _divided(
+    nodes: Sequence[_Node], number: int
+) -> tuple[list[int], list[Sequence[int]]]:
+    """The large subtrees of a container, and the others, several together."""
+    inner = nodes[number].inner
+    if len(inner) <= _MOST_INNER:
+        return list(inner), []
+    size = nodes[number].tree.bytes
+    ordered = sorted(inner, key=lambda n: -nodes[n].tree.bytes)[: _MOST_INNER // 2]
+    large = [n for n in ordered if nodes[n].tree.bytes * _MOST_INNER >= size]
+    rest = [n for n in inner if n not in large]
+    room = _MOST_INNER - len(large)
+    if sum(nodes[n].tree.bytes for n in rest) * room < size:
+        room = 1
+    count = -(-len(rest) // room)
+    return large, [rest[n : n + count] for n in range(0, len(rest), count)]
+
+
+def _whole(tree: Subtree, group: str) -> Part:
+    return Part(group, tree.path, None, 1, tree.leaves, tree.bytes)
+
+
+def _together(nodes: Sequence[_Node], numbers: Sequence[int], group: str) -> Part:
+    trees = [nodes[n].tree for n in numbers]
+    if len(trees) == 1:
+        return _whole(trees[0], group)
+    return Part(
+        group,
+        trees[0].path,
+        trees[-1].path,
+        len(trees),
+        sum(tree.leaves for tree in trees),
+        sum(tree.bytes for tree in trees),
+    )

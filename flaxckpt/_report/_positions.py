@@ -1,0 +1,81 @@
+"""Where dataset iterators stood, as far as numbers in their states tell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flaxckpt import _json, datasets
+from flaxckpt._report._data import Position
+from flaxckpt.formats import _orbax
+
+_MAX_BYTES = 2**20
+"""Of all states of a step: larger ones are not read, only their size is told."""
+
+_MOST_VALUES = 4
+_MOST_LOOKED_AT = 10_000
+
+
+def position(path: Path, step: int | None) -> Position | None:
+    """What is stored of the dataset in the step `path`; None if nothing is.
+
+    Raises:
+        DamagedCheckpointError: It cannot be read.
+        OSError: Nor can it be for now.
+    """
+    sizes = [file.stat().st_size for file in _files(path)]
+    if not sizes:
+        return None
+    if sum(sizes) > _MAX_BYTES:
+        return Position(step, "", 0, sum(sizes), {})
+    files = _orbax.read_dataset(path, {})
+    described = _parsed(files.pop(datasets.DESCRIPTION, b"{}"))
+    states = sorted(name for name in files if name.startswith("process_"))
+    values = dict(_numbers(_parsed(files[states[0]]))) if states else {}
+    named = described.get("type") if isinstance(described, Mapping) else None
+    return Position(
+        step,
+        named if isinstance(named, str) else "",
+        len(states),
+        sum(sizes),
+        values,
+    )
+
+
+def _files(path: Path) -> list[Path]:
+    item = path / _orbax.DATASET
+    if not path.is_dir() or not item.is_dir():
+        return []
+    return [file for file in item.iterdir() if file.is_file()]
+
+
+def _parsed(content: bytes) -> Any:
+    try:
+        _json.check(content)
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _numbers(state: Any) -> Iterator[tuple[str, int]]:
+    """The first whole numbers in a state, those nearest to its root first."""
+    waiting: list[tuple[str, Any]] = [("", state)]
+    found = 0
+    for name, value in waiting:  # which grows
+        if type(value) is int:
+            yield name or "state", value
+            found += 1
+            if found == _MOST_VALUES:
+                return
+        elif len(waiting) < _MOST_LOOKED_AT:
+            waiting += [(f"{name}.{key}" if name else key, v) for key, v in _in(value)]
+
+
+def _in(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [(str(key), inner) for key, inner in value.items()]
+    if isinstance(value, list):
+        return [(str(n), inner) for n, inner in enumerate(value)]
+    return []

@@ -1,0 +1,108 @@
+"""What all sections of a report are made of: a sentence that says it, and its proof."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from flaxckpt import _wording
+from flaxckpt._drawing import _markup
+from flaxckpt._drawing._markup import Column, Markup, Row
+
+WIDE, NARROW = 960, 340
+"""How wide pictures are, on screens and on phones."""
+
+_SHOWN = 8
+"""Rows of a table that are seen at once; the others open."""
+
+_MOST_ROWS = 250
+"""Of one table: the page stays small however long the run was."""
+
+
+class Section(NamedTuple):
+    """A part of the page.
+
+    Attributes:
+        name: For links.
+        title: Its heading.
+        said: What it says, in a sentence or two.
+        body: Pictures and tables.
+    """
+
+    name: str
+    title: str
+    said: object
+    body: Sequence[Markup] = ()
+
+    def markup(self) -> Markup:
+        """It as HTML."""
+        return _markup.element(
+            "section",
+            _markup.element("h2", self.title, id=f"{self.name}-title"),
+            _markup.element("p", _with_options(self.said), class_="said"),
+            *self.body,
+            id=self.name,
+            aria_labelledby=f"{self.name}-title",
+        )
+
+
+def _with_options(said: object) -> Markup:
+    """A sentence in which options of the command are not cut in two."""
+    if isinstance(said, Markup):
+        return said
+    parts = _OPTION.split(str(said))
+    return _markup.join(
+        _markup.element("code", part) if n % 2 else part for n, part in enumerate(parts)
+    )
+
+
+_OPTION = re.compile(r"(--[a-z][a-z-]*)")
+
+
+def table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> list[Markup]:
+    """A table whose rows beyond the first few are opened by the reader."""
+    parts = [_markup.table(title, columns, rows[:_SHOWN])]
+    more = rows[_SHOWN:_MOST_ROWS]
+    if more:
+        told = f"{_wording.count(len(more), 'more row')}"
+        parts.append(
+            _markup.element(
+                "details",
+                _markup.element("summary", told),
+                _markup.table(f"{title}, continued", columns, more),
+            )
+        )
+    if len(rows) > _MOST_ROWS:
+        told = f"… and {len(rows) - _MOST_ROWS:,} more: --json lists them all."
+        parts.append(_markup.element("p", told, class_="note"))
+    return parts
+
+
+def legend(items: Sequence[tuple[str, str]]) -> Markup:
+    """A key to a picture: the class of a mark, or nothing; and what it means."""
+    found = []
+    for class_, name in items:
+        swatch = _markup.NOTHING
+        if class_:  # drawn as it is in the picture
+            square = _markup.element(
+                "rect", x=1, y=1, width=10, height=10, rx=2, class_=class_
+            )
+            if class_ == "point best":
+                places = "6,0.5 11.5,6 6,11.5 0.5,6"
+                square = _markup.element("polygon", points=places, class_=class_)
+            elif class_.startswith("point"):
+                square = _markup.element("circle", cx=6, cy=6, r=4.2, class_=class_)
+            elif class_ == "gone":
+                square = _markup.element("line", x1=6, x2=6, y1=0, y2=12, class_=class_)
+            swatch = _markup.element(
+                "svg", square, viewBox="0 0 12 12", class_="swatch", aria_hidden="true"
+            )
+        found.append(_markup.element("li", swatch, name))
+    return _markup.element("ul", *found, class_="legend", aria_label="Key")
+
+
+def last(path: str | None) -> str:
+    """What a checkpoint is called."""
+    name = (path or "").rstrip("/").rpartition("/")[2]
+    return f"step {int(name)}" if name.isascii() and name.isdigit() else name
