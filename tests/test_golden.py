@@ -7,6 +7,7 @@ from pathlib import Path
 
 import flax
 import jax
+import numpy as np
 import pytest
 import strategies
 from golden import make_flaxckpt
@@ -133,3 +134,15 @@ def test_entries_that_a_later_release_adds_are_read_over(tmp_path):
     found = flaxckpt.load(step)
     strategies.assert_same_state(make_flaxckpt.state()["numbers"], found["numbers"])
     assert flaxckpt.verify(step).ok
+
+
+def test_safetensors_of_a_later_version_are_refused_with_what_to_do(tmp_path):
+    flaxckpt.save(tmp_path / "m", {"w": np.ones(2, np.float32)})
+    flaxckpt.convert(tmp_path / "m", tmp_path / "m.safetensors")
+    content = (tmp_path / "m.safetensors").read_bytes()
+    (tmp_path / "later.safetensors").write_bytes(
+        content.replace(rb"{\"version\":1,", rb"{\"version\":2,")
+    )
+    with pytest.raises(errors.CheckpointFormatError) as info:
+        flaxckpt.load(tmp_path / "later.safetensors")
+    assert "has version 2, this flaxckpt reads 1; use a newer one" in str(info.value)

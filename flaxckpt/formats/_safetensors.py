@@ -210,6 +210,8 @@ def _describe(
     if isinstance(ours, str):
         try:
             return _safetensors_leaves.describe_own(ours, tensors, resolve, unknown)
+        except _safetensors_leaves.LaterVersionError as error:
+            raise errors.CheckpointFormatError(f"{path}: {error}") from None
         except ValueError as error:
             raise _safetensors_files.damaged(path, error) from None
     described, is_split = _safetensors_leaves.describe_foreign(tensors, metadata)

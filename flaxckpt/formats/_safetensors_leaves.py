@@ -85,6 +85,10 @@ def _foreign_info(
     )
 
 
+class LaterVersionError(ValueError):
+    """A later flaxckpt has written it."""
+
+
 def describe_own(
     text: str,
     tensors: Mapping[str, Tensor],
@@ -100,13 +104,12 @@ def describe_own(
         unknown: Gets the names of classes that `resolve` does not know.
 
     Raises:
+        LaterVersionError: It has a version that is not known yet.
         ValueError: The text is something else, or does not fit the tensors.
     """
     try:
         data = _safetensors_json.load(text.encode(errors="surrogatepass"))
-        version = reprlib.repr(data["version"])
-        if version != str(_VERSION):
-            raise ValueError(f"it has version {version}, and {_VERSION} is read")
+        _check_version(data["version"])
         structure = _structure.from_json(data["structure"], resolve, unknown)
         keys = _manifest.key_paths(structure)
         infos = tuple([_own_info(row, keys) for row in data["leaves"]])
@@ -124,6 +127,8 @@ def describe_own(
         lineage = _manifest.lineage(data)
         changes = _manifest.texts(data.get("transforms", []))
         numbers = {name: float(value) for name, value in metrics.items()}
+    except LaterVersionError:
+        raise
     except (
         *(ValueError, KeyError, TypeError, AttributeError),
         *(OverflowError, RecursionError),
@@ -135,6 +140,17 @@ def describe_own(
     return Described(
         infos, names, structure, strings, numbers, custom, lineage, changes
     )
+
+
+def _check_version(version: Any) -> None:
+    told = reprlib.repr(version)
+    if type(version) is int and version > _VERSION:
+        raise LaterVersionError(
+            f"its {_safetensors_json.OURS!r} metadata has version {told}, this flaxckpt"
+            f" reads {_VERSION}; use a newer one"
+        )
+    if told != str(_VERSION):
+        raise ValueError(f"it has version {told}, and {_VERSION} is read")
 
 
 def _own_info(row: Any, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]) -> LeafInfo:
