@@ -122,7 +122,9 @@ class Server:
             try:
                 with contextlib.suppress(client.exceptions.ClientError):
                     client.create_bucket(Bucket=self.bucket)
-                client.put_object(Bucket=self.bucket, Key="up", Body=b"")
+                client.put_object(Bucket=self.bucket, Key="up", Body=b"up")
+                # What has a body is on a volume, which may come up later than the rest.
+                client.get_object(Bucket=self.bucket, Key="up")["Body"].read()
             except Exception:  # whatever it says while it comes up
                 return False
             finally:
