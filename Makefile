@@ -118,5 +118,5 @@ $(FUZZ_INSTALLED): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS_VENV) $(LOWEST_VENV) $(NEWEST_VENV) $(FUZZ_VENV) demo-run report-run fuzz-findings bench-results .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
+	rm -rf $(VENV) $(FRAMEWORKS_VENV) $(LOWEST_VENV) $(NEWEST_VENV) $(FUZZ_VENV) demo-run report-run fuzz-findings bench-results artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
