@@ -27,7 +27,7 @@ from flaxckpt import _events, _report, _sizes, errors
 from flaxckpt._drawing import _markup, _scales, _treemap
 from flaxckpt._info import LeafInfo
 from flaxckpt._report import _parts, _saves
-from flaxckpt.policies import LatestN
+from flaxckpt.policies import BestN, LatestN
 
 
 @pytest.fixture(scope="session")
@@ -72,6 +72,16 @@ def test_metrics_are_those_that_were_saved_and_the_best_is_marked(run):
         20: "among the best",
     }
     assert all(m.stays for m in found)
+
+
+def test_the_metric_of_a_policy_comes_before_all_others(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "run") as saved:
+        metrics = {f"m{n}": 1.0 for n in range(20)} | {"loss": 0.5}
+        saved.save(1, {"w": np.ones(2)}, metrics=metrics)
+    found = gather(tmp_path / "run", keep=[BestN(1, "loss", "min")])
+    assert list(found.metrics) == ["loss", *metrics][:-1]
+    figures = Elements(_report.page(found)).with_data("data-metric")
+    assert [figure["data-metric"] for figure in figures][:2] == ["loss", "m0"]
 
 
 def test_what_no_policy_keeps_would_go(run):
