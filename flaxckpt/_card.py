@@ -50,10 +50,12 @@ def _card(run: _directory.RunDirectory, path_of: Callable[[int], Path]) -> str:
     reasons = run.explain()
     shown = sorted(reasons)[-_ROWS:]
     metrics = {step: run.metrics(step) for step in shown}
-    names = list(dict.fromkeys(n for found in metrics.values() for n in found))
-    names = names[:_MOST_METRICS]
+    bests = [policy for policy in run.keep if isinstance(policy, policies.BestN)]
+    there = dict.fromkeys(n for found in metrics.values() for n in found)
+    asked_for = dict.fromkeys(p.metric for p in bests if p.metric in there)
+    names = list(asked_for | there)[:_MOST_METRICS]
     sizes = {step: _sizes.on_disk(path_of(step), set()) for step in shown}
-    best = {str(policy) for policy in run.keep if isinstance(policy, policies.BestN)}
+    best = {str(policy) for policy in bests}
     titles = ["step", *names, "size", "stays for"]
     rows = [_row("th", titles, len(names) + 2, None)]
     for step in reversed(shown):

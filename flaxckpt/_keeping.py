@@ -222,6 +222,7 @@ class Pruned:
         path: The run directory.
         dry_run: Whether nothing was done.
         deleted: The steps.
+        left: Those that were to go and could not be deleted; the log says why.
         bytes: The size of the files that only these have; None in object stores.
         reasons: Step -> why it stays, of all that were there.
     """
@@ -229,6 +230,7 @@ class Pruned:
     path: str
     dry_run: bool
     deleted: tuple[int, ...]
+    left: tuple[int, ...]
     bytes: int | None
     reasons: Mapping[int, Sequence[str]]
 
@@ -259,7 +261,8 @@ def prune(
         sizes = _own_sizes(survey(run.directory).steps, reasons)
         deleted = run.prune(dry_run=dry_run)
         freed = None if sizes is None else sum(sizes.get(s, 0) for s in deleted)
-        return Pruned(str(run.directory), dry_run, deleted, freed, reasons)
+        left = tuple(s for s, why in reasons.items() if not why and s not in deleted)
+        return Pruned(str(run.directory), dry_run, deleted, left, freed, reasons)
 
 
 def _check_metrics(run: Checkpointer, reasons: Mapping[int, Sequence[str]]) -> None:

@@ -36,7 +36,7 @@ def resolve(path: PathLike) -> Path:
     """The absolute path that `path` means, local or in an object store.
 
     Raises:
-        OptionError: It is a URL of a kind that is not supported.
+        OptionError: It is a URL of a kind that is not supported, or has a backslash.
     """
     if isinstance(path, _remote.RemotePath):
         return path
@@ -56,7 +56,13 @@ def resolve(path: PathLike) -> Path:
             f"{text!r} was a URL before it was a Path, which takes one '/' away: pass"
             " it as a str"
         )
-    return Path(os.path.abspath(os.path.expanduser(text)))  # noqa: PTH100, PTH111
+    found = os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
+    if "\\" in found:  # TensorStore would write to another directory
+        raise errors.OptionError(
+            f"{found!r}: wanted a path without backslashes, which TensorStore takes for"
+            " '/': rename that directory, or use another"
+        )
+    return Path(found)
 
 
 def read(path: Path, *, max_bytes: int) -> bytes:

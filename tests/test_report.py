@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from flaxckpt import _events, _report, _sizes, errors
 from flaxckpt._drawing import _markup, _scales, _treemap
 from flaxckpt._info import LeafInfo
 from flaxckpt._report import _parts, _saves
-from flaxckpt.policies import LatestN
+from flaxckpt.policies import BestN, LatestN
 
 
 @pytest.fixture(scope="session")
@@ -72,6 +73,33 @@ def test_metrics_are_those_that_were_saved_and_the_best_is_marked(run):
         20: "among the best",
     }
     assert all(m.stays for m in found)
+
+
+@pytest.mark.parametrize("name", ["flaxckpt.json", "state/_METADATA"])
+def test_a_step_whose_description_is_gone_is_damaged(run, name):
+    (run / "80" / name).unlink()
+    found = gather(run)
+    assert {i.step: i.state for i in found.integrity}[80] == "damaged"
+    assert not found.is_good
+    assert "flaxckpt.json" in found.integrity[-1].detail
+
+
+def test_the_metric_of_a_policy_comes_before_all_others(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "run") as saved:
+        metrics = {f"m{n}": 1.0 for n in range(20)} | {"loss": 0.5}
+        saved.save(1, {"w": np.ones(2)}, metrics=metrics)
+    found = gather(tmp_path / "run", keep=[BestN(1, "loss", "min")])
+    assert list(found.metrics) == ["loss", *metrics][:-1]
+    with flaxckpt.Checkpointer(
+        tmp_path / "run", keep=[BestN(1, "loss", "min")], read_only=True
+    ) as opened:
+        assert re.findall(r">(loss|m\d+)<", opened._repr_html_()) == [
+            "loss",
+            "m0",
+            "m1",
+        ]
+    figures = Elements(_report.page(found)).with_data("data-metric")
+    assert [figure["data-metric"] for figure in figures][:2] == ["loss", "m0"]
 
 
 def test_what_no_policy_keeps_would_go(run):

@@ -3,8 +3,10 @@
 import os
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
+import flaxckpt
 from flaxckpt import _renames, _storage, errors
 
 
@@ -20,6 +22,25 @@ def test_paths_may_be_relative_urls_or_in_the_home(tmp_path, monkeypatch):
 def test_other_urls_are_refused():
     with pytest.raises(errors.OptionError, match="ftp://"):
         _storage.resolve("ftp://host/run")
+
+
+def test_a_path_that_tensorstore_would_misread_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(errors.OptionError, match="without backslashes"):
+        flaxckpt.save(tmp_path / "a\\b", {"w": jnp.ones(3)})
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "c\\d").mkdir()
+    monkeypatch.chdir(tmp_path / "c\\d")
+    with pytest.raises(errors.OptionError, match="without backslashes"):
+        flaxckpt.save("run", {"w": jnp.ones(3)})
+
+
+@pytest.mark.parametrize(
+    "name", ["a b", "a%2fb", "a#b?c", "<a>", "a'\"b", "a\nb", "ß", "*"]
+)
+def test_other_names_of_directories_are_taken_as_they_are(tmp_path, name):
+    flaxckpt.save(tmp_path / name, {"w": jnp.ones(3)})
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert flaxckpt.verify(tmp_path / name).ok
 
 
 def test_replace_leaves_the_old_content_if_it_fails(tmp_path, monkeypatch):

@@ -79,7 +79,7 @@ def timeline(
             place,
             second,
         ),
-        *_step_labels(groups, place, second + _PANEL + 15),
+        *_step_labels(groups, place, second + _PANEL + 18),
         *_lane(bars, happenings, width, second + _PANEL + _GAP),
     )
 

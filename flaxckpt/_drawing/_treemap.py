@@ -11,8 +11,8 @@ from flaxckpt._drawing._markup import Markup
 
 _HEAD = 20.0
 _PAD = 3.0
-_LETTER = 6.6
-"""How wide a letter is, about."""
+_LETTER, _BOLD = 7.2, 8.2
+"""How wide a letter is, about, in the widest of the usual fonts."""
 
 COLOURS = 6
 
@@ -81,9 +81,7 @@ def _group(group: Group, box: Box, colour: int, total: int) -> list[Markup]:
     has_head = inner.height > 2.4 * _HEAD and inner.width > 50
     if has_head:
         share = f"{_wording.size(group.bytes)}, {group.bytes / total:.0%}"
-        head = _fitting(f"{group.name}  {share}", inner.width) or _fitting(
-            group.name, inner.width
-        )
+        head = _fitting(f"{group.name}  {share}", inner.width - 2, _BOLD)
         parts.append(
             _markup.label(inner.x + 2, inner.y + 14, head or "…", class_="group-name")
         )
@@ -136,9 +134,9 @@ def _tail(path: str, width: float) -> str:
     return _fitting(keys[-1], width)
 
 
-def _fitting(text: str, width: float) -> str:
+def _fitting(text: str, width: float, letter: float = _LETTER) -> str:
     """As much of a text as fits; nothing if that is next to nothing."""
-    letters = int(width / _LETTER)
+    letters = int(width / letter)
     if len(text) <= letters:
         return text
     return f"{text[: letters - 1]}…" if letters >= 5 else ""

@@ -135,11 +135,15 @@ def _why_no_journal(found: Listing) -> str:
 def _metrics(
     steps: Sequence[Step], keep: Sequence[PreservationPolicy]
 ) -> Mapping[str, tuple[Measured, ...]]:
-    """Name -> what was measured, of those steps that have a number."""
+    """Name -> what was measured, of those steps that have a number.
+
+    Those come first that policies ask for: of many, pages show the first.
+    """
     bests = [policy for policy in keep if isinstance(policy, BestN)]
     names = dict.fromkeys(itertools.chain.from_iterable(s.metrics for s in steps))
+    asked_for = dict.fromkeys(p.metric for p in bests if p.metric in names)
     found = {}
-    for name in names:
+    for name in asked_for | names:
         values = {
             step.step: step.metrics[name]
             for step in steps

@@ -9,6 +9,7 @@ from flaxckpt import (
     _access,
     _audit,
     _events,
+    _locate,
     _remote,
     _storage,
     _tools,
@@ -21,6 +22,8 @@ from flaxckpt._report._data import Integrity, State
 
 LOOKED_AT = 10
 """So many of the newest steps are looked at without being asked for."""
+
+_NO_LIST = "has no list of its files"
 
 _LOOKED_AT_IN_STORES = 1
 """There each look at a file is a request."""
@@ -46,15 +49,23 @@ def integrity(
 def _looked_at(step: Step, is_new: bool) -> Integrity:
     if step.damage is not None:
         return Integrity(step.step, "damaged", step.damage, 0)
-    if step.format != "flaxckpt":
-        return Integrity(step.step, "unknown", "has no list of its files", 0)
+    is_ours = step.format == "flaxckpt"
     if not is_new:
-        return Integrity(step.step, "unknown", "not looked at", 0)
+        told = "not looked at" if is_ours else _NO_LIST
+        return Integrity(step.step, "unknown", told, 0)
+    path = _remote.from_text(step.path)
     try:
-        _audit.check(_remote.from_text(step.path))
+        if is_ours:
+            _audit.check(path)
+        else:  # perhaps it was ours, and lacks the manifest
+            _locate.read_stored(path, None)
     except (errors.CheckpointError, OSError) as error:
-        return _of_error(step, error)
-    return Integrity(step.step, "whole", "files and sizes are as recorded", 0)
+        if is_ours or isinstance(error, errors.DamagedCheckpointError | OSError):
+            return _of_error(step, error)
+        return Integrity(step.step, "unknown", _events.first_lines(error, 1), 0)
+    if is_ours:
+        return Integrity(step.step, "whole", "files and sizes are as recorded", 0)
+    return Integrity(step.step, "unknown", _NO_LIST, 0)
 
 
 def _of_error(step: Step, error: Exception) -> Integrity:

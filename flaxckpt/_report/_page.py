@@ -183,6 +183,8 @@ def _disk(report: Report) -> Markup:
     told = f"a step has {_wording.size(report.total_bytes)} of arrays"
     if not report.is_run:
         told = "all files"
+    elif report.shown is None:
+        told = "no step can be read" if report.steps else "no steps yet"
     return _card(
         "bytes",
         "On the disk",

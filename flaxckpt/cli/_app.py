@@ -86,7 +86,8 @@ def _command(
     Reads those of flaxckpt, Orbax, T5X, Flax, EasyLM and safetensors. It needs neither
     an accelerator nor the code of the model.
 
-    Exit codes: 0 all is fine, 1 a difference or damage was found, 2 bad use.
+    Exit codes: 0 all is fine, 1 a difference or damage was found, or something could
+    not be read or written, 2 bad use.
 
     Example:
       flaxckpt ls runs/7

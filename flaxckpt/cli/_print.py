@@ -214,9 +214,15 @@ def is_terminal() -> bool:
 # ---- words for people -------------------------------------------------------------
 
 
-def metrics(found: Mapping[str, float]) -> str:
-    """Metrics by name, in one line."""
-    return ", ".join(f"{name}={value:.4g}" for name, value in found.items())
+def metrics(
+    found: Mapping[str, float], most: int | None = None, first: Sequence[str] = ()
+) -> str:
+    """Metrics by name, in one line; `most` of them, and of these those in `first`."""
+    names = list(dict.fromkeys([*(n for n in first if n in found), *found]))
+    texts = [f"{name}={found[name]:.4g}" for name in names[:most]]
+    if len(texts) < len(names):
+        texts.append(f"… {len(names) - len(texts)} more")
+    return ", ".join(texts)
 
 
 def spec(found: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flaxckpt.cli import _app, _keep, _print
@@ -9,8 +10,11 @@ from flaxckpt.cli._print import Cell, Column
 
 if TYPE_CHECKING:
     from flaxckpt._listing import Listing, Step
+    from flaxckpt.policies import PreservationPolicy
 
 _STYLES = {"damaged": "red", "latest": "green", "best": "green", "pinned": "cyan"}
+_MOST_METRICS = 4
+"""Of each step: runs with fifty of them are told in lines, too."""
 
 
 @_app.verb
@@ -23,7 +27,7 @@ def ls(
 ) -> int:
     """Lists the steps of a run, and why they stay.
 
-    Each with its size, its metrics and its marks.
+    Each with its size, its metrics (of many, the first) and its marks.
     With --keep or --config it says which steps are the best, and why each one stays.
     It exits with 1 if a step is known to be damaged; verify finds out.
 
@@ -37,11 +41,11 @@ def ls(
     if json:
         _print.document(found)
     else:
-        _show(found, bool(policies))
+        _show(found, policies)
     return _app.FOUND if found.has_damage else _app.FINE
 
 
-def _show(found: Listing, with_reasons: bool) -> None:
+def _show(found: Listing, policies: Sequence[PreservationPolicy]) -> None:
     if not found.steps:
         _print.line(f"{_print.short(found.path)} has no steps yet")
         return
@@ -55,10 +59,7 @@ def _show(found: Listing, with_reasons: bool) -> None:
         Column("marks"),
         Column("stays for"),
     ]
-    rows = [
-        _row(step, len(formats) > 1, with_reasons and step.damage is None)
-        for step in found.steps
-    ]
+    rows = [_row(step, len(formats) > 1, policies) for step in found.steps]
     _print.table(columns, rows)
     for step in found.steps:
         if step.damage is not None:
@@ -75,7 +76,12 @@ def _show(found: Listing, with_reasons: bool) -> None:
     _print.line(", ".join(told))
 
 
-def _row(step: Step, with_format: bool, with_reasons: bool) -> list[str | Cell]:
+def _row(
+    step: Step, with_format: bool, policies: Sequence[PreservationPolicy]
+) -> list[str | Cell]:
+    from flaxckpt.policies import BestN
+
+    asked_for = [policy.metric for policy in policies if isinstance(policy, BestN)]
     style = next((s for mark, s in _STYLES.items() if mark in step.marks), "")
     why = ", ".join(step.why) or "nothing"
     return [
@@ -83,7 +89,7 @@ def _row(step: Step, with_format: bool, with_reasons: bool) -> list[str | Cell]:
         _print.when(step.created),
         _print.size(step.bytes) if step.bytes is not None else "",
         step.format if with_format else "",
-        _print.metrics(step.metrics),
+        _print.metrics(step.metrics, _MOST_METRICS, asked_for),
         Cell(", ".join(step.marks), style),
-        why if with_reasons else "",
+        why if policies and step.damage is None else "",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,7 +30,8 @@ def prune(
 
     Without --yes it only says which.
     The newest step, pinned ones and those being read stay in any case. Nothing is
-    deleted before the newest step is found whole.
+    deleted before the newest step is found whole. It exits with 1 if a step that was to
+    go could not be deleted.
 
     Example:
       flaxckpt prune runs/7 --keep latest:3 --keep best:1:eval/loss:min --yes
@@ -46,29 +48,35 @@ def prune(
     found = _keeping.prune(
         path, keep=policies, keep_dataset=of_datasets, dry_run=not yes
     )
+    code = _app.FOUND if found.left else _app.FINE
     if json:
         _print.document(found)
-        return _app.FINE
+        return code
     columns = [Column("step", is_number=True), Column("stays for")]
     _print.table(columns, [_row(found, step) for step in found.reasons])
     _print.line(_summary(found))
-    return _app.FINE
+    return code
 
 
 def _row(found: Pruned, step: int) -> list[str | Cell]:
     if step in found.deleted:
         return [str(step), Cell("goes" if found.dry_run else "deleted", "yellow")]
     why = ", ".join(found.reasons[step])
-    return [str(step), why or Cell("could not be deleted for now", "red")]
+    return [str(step), why or Cell("could not be deleted", "red")]
 
 
 def _summary(found: Pruned) -> str:
+    if found.left:
+        return f"deleted {len(found.deleted)} of {_steps(found.deleted + found.left)}"
     if not found.deleted:
         return "nothing to delete"
-    count = len(found.deleted)
-    what = f"{count} {'step' if count == 1 else 'steps'}"
+    what = _steps(found.deleted)
     if found.bytes is not None:
         what += f", {_print.size(found.bytes)}"
     if found.dry_run:
         return f"would delete {what}: pass --yes to do so"
     return f"deleted {what}"
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"{len(steps)} {'step' if len(steps) == 1 else 'steps'}"

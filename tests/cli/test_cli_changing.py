@@ -1,6 +1,8 @@
 """Verbs that change something: as text, as JSON, and what their exit codes say."""
 
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 
@@ -89,6 +91,23 @@ def test_prune_refuses_a_metric_that_no_step_has(here, command):
     assert "no step of" in told
     assert told.endswith("there are loss\n")
     assert steps("run") == [100, 200, 300]
+
+
+def test_prune_that_cannot_delete_a_step_is_1(here, command, monkeypatch):
+    real = os.rename
+
+    def rename(source, target, **given):
+        if Path(source).name == "100":
+            raise PermissionError(13, "Permission denied", str(source))
+        return real(source, target, **given)
+
+    monkeypatch.setattr(os, "rename", rename)
+    lines = command.text("prune", "run", "-k", "latest:1", "--yes", code=1)
+    assert lines[1].split(maxsplit=1) == ["100", "could not be deleted"]
+    assert lines[-1] == "deleted 1 of 2 steps"
+    found = command.json("prune", "run", "-k", "latest:1", "--yes", code=1)
+    assert (found["deleted"], found["left"]) == ([], [100])
+    assert (here / "run" / "100").is_dir()
 
 
 def test_prune_of_a_run_whose_newest_step_is_not_whole_is_1(here, command):

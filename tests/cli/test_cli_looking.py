@@ -35,6 +35,16 @@ def test_ls_lists_steps_with_sizes_metrics_and_marks(here, command):
     assert last.startswith("3 steps, flaxckpt, ")
 
 
+def test_ls_shows_few_of_many_metrics_and_first_those_that_policies_name(here, command):
+    with flaxckpt.Checkpointer(here / "many") as run:
+        metrics = {f"m{n}": float(n) for n in range(50)} | {"loss": 0.5}
+        run.save(1, {"w": np.ones(2)}, metrics=metrics).wait()
+    assert "m0=0, m1=1, m2=2, m3=3, … 47 more" in command.text("ls", "many")[1]
+    row = command.text("ls", "many", "-k", "best:1:loss:min")[1]
+    assert "loss=0.5, m0=0, m1=1, m2=2, … 47 more" in row
+    assert command.json("ls", "many")["steps"][0]["metrics"] == metrics
+
+
 def test_ls_tells_the_same_in_json(here, command):
     found = command.json("ls", "run")
     assert found["is_run"]
