@@ -20,7 +20,7 @@ import pytest
 import strategies
 
 import flaxckpt
-from flaxckpt import _deletion, _retention, _save, _storage, errors
+from flaxckpt import _deletion, _renames, _retention, _save, _storage, errors
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, EveryNSecs, EveryNSteps, LatestN, OnSteps
 
@@ -770,7 +770,7 @@ def test_what_a_cut_off_deletion_leaves_is_deleted_later(tmp_path, monkeypatch, 
             raise OSError(16, "Device or resource busy")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_storage, cut, fail)
+        patch.setattr(_renames if cut == "withdraw" else _storage, cut, fail)
         assert ckpt.prune() == (() if cut == "withdraw" else (1,))
     assert len(names(tmp_path)) == 2
     assert ckpt.steps() == ([1, 2] if cut == "withdraw" else [2])
@@ -934,7 +934,7 @@ def test_metrics_appear_with_their_directory(tmp_path, monkeypatch):
 def during(monkeypatch, act, *, before):
     """Has `act(path)` happen whenever a directory is withdrawn, or begins to be."""
     name = "delete" if before == "deletion" else "withdraw"
-    module = _deletion if before == "deletion" else _storage
+    module = _deletion if before == "deletion" else _renames
     real = getattr(module, name)
 
     def act_first(path, *rest):
