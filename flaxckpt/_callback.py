@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
@@ -100,6 +101,11 @@ class CheckpointCallback:
         sinks: Sequence[Any] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if isinstance(checkpointer, str | os.PathLike):
+            raise errors.OptionError(
+                f"wanted a Checkpointer, got the path {str(checkpointer)!r}: write"
+                f" CheckpointCallback(Checkpointer({str(checkpointer)!r}), …)"
+            )
         if step_is not in ("completed", "index"):
             raise errors.OptionError(
                 f"step_is must be 'completed' or 'index', got {step_is!r}"

@@ -290,6 +290,9 @@ class Checkpointer(_run_saver.RunSaver):
         path = self._run.path(number)
         _restore.restore_dataset(_locate.read_step(path, number), dataset)
 
+    def __repr__(self) -> str:
+        return f"Checkpointer({str(self.directory)!r})"
+
     def _repr_html_(self) -> str:
         """A card for notebooks, of what is there now; no array is read."""
         return _card.of_run(self, self._run.path)

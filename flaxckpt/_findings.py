@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from flaxckpt import _access, _links, _progress, _remote, _threads, errors
+from flaxckpt import _access, _links, _progress, _remote, _threads, _wording, errors
 
 _THREADS = 8
 _READ_AT_ONCE = 2**20
@@ -64,7 +64,8 @@ class VerifyReport:
         return not self.problems and not self.unread
 
     def __str__(self) -> str:
-        size = f"{self.bytes_checked / 1e6:.1f} MB checked in {self.secs:.1f} s"
+        size = _wording.size(self.bytes_checked)
+        size = f"{size} checked in {_wording.secs(self.secs)}"
         if self.problems:
             verdict = "is damaged"
         else:

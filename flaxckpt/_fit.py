@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jax.sharding import Mesh, NamedSharding
 
@@ -12,7 +12,7 @@ from flaxckpt import (
     _layout,
 )
 from flaxckpt._info import LeafInfo, LeafTable
-from flaxckpt._types import PyTree
+from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
 
 _NEAREST_AMONG = 5_000
@@ -75,8 +75,10 @@ def _sharding_misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
     return None
 
 
-def advice(problems: Iterable[Mismatch], abstract_state: PyTree) -> str:
-    """What to do about a plan that has `problems`."""
+def advice(
+    problems: Iterable[Mismatch], abstract_state: PyTree, table: LeafTable
+) -> str:
+    """What to do about a plan that has `problems` with the leaves of `table`."""
     found = list(problems)
     if abstract_state is None:
         return "Set jax_enable_x64, or pass an abstract state with numpy leaves."
@@ -87,6 +89,11 @@ def advice(problems: Iterable[Mismatch], abstract_state: PyTree) -> str:
             'Load into the old optimizer first, or start it afresh: optimizer="reinit".'
         )
     if all(m.found.startswith("nothing") for m in found):
+        if above := _all_below([m.leaf for m in found], table):
+            return (
+                f"The checkpoint has all of them below {above}/: ask for them"
+                f" there{_within(above)}."
+            )
         return (
             "Ask only for leaves that the checkpoint has, or pass a state with values"
             ' and missing="init" to keep them.'
@@ -96,3 +103,18 @@ def advice(problems: Iterable[Mismatch], abstract_state: PyTree) -> str:
         " rename, drop, grow, slice and map leaves. Floating types are cast, integers"
         " only widened."
     )
+
+
+def _all_below(leaves: Sequence[LeafPath], table: LeafTable) -> LeafPath | None:
+    """The highest container of `table` with all of these leaves; None if none has."""
+    ends = (path for path in table if path.endswith("/" + leaves[0]))
+    above = [path.removesuffix("/" + leaves[0]) for path in ends]
+    fits = (a for a in above if all(f"{a}/{leaf}" in table for leaf in leaves))
+    return min(fits, key=lambda path: path.count("/"), default=None)
+
+
+def _within(above: LeafPath) -> str:
+    """How to write a state that stands below `above`, where that is short."""
+    if above == "0":
+        return ", as (state,)"
+    return f', as {{"{above}": state}}' if above.isidentifier() else ""

@@ -50,6 +50,11 @@ class SaveHandle:
         if _is_ending.is_set():
             _exit_if_failed()
 
+    def __repr__(self) -> str:
+        if not self.done():
+            return f"<{self._name}: under way>"
+        return f"<{self._name}: {'durable' if self._error is None else 'failed'}>"
+
     def _run(self, work: Callable[[], SaveResult]) -> None:
         try:
             self._result = work()

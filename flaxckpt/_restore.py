@@ -272,7 +272,7 @@ def restore(
         raise errors.RestoreMismatchError(
             planned.path,
             planned.problems,
-            _fit.advice(planned.problems, abstract_state),
+            _fit.advice(planned.problems, abstract_state, stored.table),
         )
     jobs: Sequence[_read.ReadJob] = recipe.jobs
     if options.read_once and _multihost.process_count() > 1:
@@ -338,9 +338,16 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
         )
     files = _orbax.read_dataset(path, stored.digests)
     if not files:
+        if isinstance(iterator, datasets.Restarting):
+            _log.warning(
+                "the data starts from the beginning: %s was saved without it", path
+            )
+            return
         raise errors.DatasetStateError(
             f"{path} was saved without a dataset iterator, so the data cannot go on"
-            " where it stood; pass dataset=None to start it from the beginning"
+            " where it stood; to start it from the beginning, pass"
+            " dataset=flaxckpt.datasets.Restarting(iterator), which later saves take"
+            " along, or dataset=None"
         )
     datasets.set_state(iterator, files, path=path)
 

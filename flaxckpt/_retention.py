@@ -101,6 +101,7 @@ class Retention:
         self._directory = directory
         self._format = step_format
         self.steps = _inventory.Inventory(directory, step_format, rules.metrics_from)
+        self._told: set[PreservationPolicy] = set()
 
     # ---- what stays -----------------------------------------------------------------
 
@@ -182,6 +183,8 @@ class Retention:
                 raise
             _log.error("nothing is deleted after step %d: %s", just_saved, error)
             return ()
+        if judged.going:
+            self._tell_of_unmeasured([f.ranked for f in judged.found.values()])
         if judged.going or judged.datasets:
             if just_saved is None:
                 self._check_whole(max(judged.found), _verify.check)
@@ -230,6 +233,24 @@ class Retention:
             what = f"the dataset state of step {step}"
             path = judged.found[step].path
             self._attempt(what, _deletion.delete_dataset, path, _orbax.DATASET)
+
+    def _tell_of_unmeasured(self, checkpoints: Sequence[policies.Ranked]) -> None:
+        """Logs, once for each, of a metric to keep the best of that no step has."""
+        for policy in self.rules.keep:
+            if not isinstance(policy, policies.BestN) or policy in self._told:
+                continue
+            if policy.preserved(checkpoints):
+                continue
+            self._told.add(policy)
+            known = sorted({name for each in checkpoints for name in each.metrics})
+            _log.warning(
+                "no step of %s has a finite metric %r, so %s keeps nothing, and steps"
+                " go of which one may be the best; there are %s",
+                self._directory,
+                policy.metric,
+                policy,
+                ", ".join(known) or "no metrics at all",
+            )
 
     def _are_measured_anew(self, judged: _Judged, step: int) -> bool:
         """Whether metrics have changed of a step that is to go, or of one that stays.

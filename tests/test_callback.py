@@ -44,6 +44,19 @@ def skipped(callback):
     return {e.step: e.details["reason"] for e in events if e.kind == "skipped"}
 
 
+def test_a_path_is_no_checkpointer(tmp_path):
+    for path in (str(tmp_path), tmp_path):
+        with pytest.raises(errors.OptionError, match=r"write .*\(Checkpointer\('/"):
+            flaxckpt.CheckpointCallback(path, every_steps=3)
+
+
+def test_a_run_and_a_save_say_what_they_are_at_a_prompt(tmp_path, ckpt):
+    assert repr(ckpt) == f"Checkpointer('{tmp_path / 'run'}')"
+    save = ckpt.save(1, {"n": 1})
+    save.wait()
+    assert repr(save) == f"<save of {tmp_path / 'run' / '1'}: durable>"
+
+
 # ---- when ------------------------------------------------------------------------
 
 

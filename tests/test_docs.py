@@ -13,6 +13,7 @@ import pytest
 from documents import NOT_RUN, README_AND_GUIDES, ROOT, blocks, commands, is_printed
 from typer.testing import CliRunner
 
+import flaxckpt
 from flaxckpt.cli import app
 
 LANGUAGES = {"python", "sh", "text", "toml", "yaml", "json"}
@@ -78,6 +79,18 @@ def test_every_block_runs(document, tmp_path, monkeypatch):
             exec(compile(block.code, str(document), "exec"), module.__dict__)
         elif block.is_run and block.language == "sh":
             printed = "".join(run(command) for command in commands(block.code))
+
+
+def test_the_recipes_of_the_readme_run_again_as_one_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    python = [block.code for block in blocks(text) if block.language == "python"]
+    code = compile("\n".join(map(str.strip, python)), "train.py", "exec")
+    for _ in range(2):
+        module = ModuleType("doc_recipes")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(code, module.__dict__)
+    assert flaxckpt.Checkpointer("finetuned").steps() == [1, 2]  # it went on
 
 
 def test_the_files_in_the_document_of_the_command_are_those_it_is_run_with(tmp_path):

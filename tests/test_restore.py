@@ -139,6 +139,22 @@ def test_errors_stay_short_however_many_leaves_are_at_fault(tmp_path):
     assert len(str(info.value).splitlines()) < 15
 
 
+def test_a_state_that_stands_higher_in_the_checkpoint_is_told_where(tmp_path):
+    params = {"dense": {"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)}}
+    moments = ({"mu": params, "nu": params},)
+    flaxckpt.save(tmp_path / "keys", {"opt_state": moments, "params": params})
+    with pytest.raises(errors.RestoreMismatchError, match=r'as \{"params": state\}'):
+        flaxckpt.load(tmp_path / "keys", params)
+    with pytest.raises(errors.RestoreMismatchError, match="below opt_state/0/: ask"):
+        flaxckpt.load(tmp_path / "keys", moments[0])
+    with pytest.raises(errors.RestoreMismatchError, match='missing="init"'):
+        flaxckpt.load(tmp_path / "keys", {**params, "head": jnp.ones(3)})
+    flaxckpt.save(tmp_path / "pair", (params, 1))
+    with pytest.raises(errors.RestoreMismatchError, match=r"as \(state,\)"):
+        flaxckpt.load(tmp_path / "pair", params)
+    strategies.assert_same((params,), flaxckpt.load(tmp_path / "pair", (params,)))
+
+
 def test_missing_leaves_may_keep_their_values(path):
     wanted = {**STATE, "head": jnp.full(3, 9.0), "label": "new"}
     with pytest.raises(errors.RestoreMismatchError, match="head"):

@@ -20,7 +20,7 @@ import pytest
 import strategies
 
 import flaxckpt
-from flaxckpt import _deletion, _retention, _save, _storage, errors
+from flaxckpt import _deletion, _renames, _retention, _save, _storage, errors
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, EveryNSecs, EveryNSteps, LatestN, OnSteps
 
@@ -90,6 +90,29 @@ def test_t5x_keeps_the_best_and_the_latest_whatever_is_measured_later(tmp_path):
     assert save(tmp_path, 46) == [42, 43, 45, 46]
     put_metrics(tmp_path, s46=0.99)
     assert save(tmp_path, 47, keep=keep) == [42, 43, 47]
+
+
+def test_a_metric_that_no_step_has_is_told_of_once_as_steps_go(tmp_path, caplog):
+    keep = [LatestN(1), BestN(1, "los", "min")]
+    with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
+        ckpt.save(1, state(1), metrics={"loss": 0.5}).wait()
+        assert not caplog.records  # nothing goes
+        for step in (2, 3):
+            ckpt.save(step, state(step), metrics={"loss": 0.5}).wait()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1
+    assert "has a finite metric 'los'" in told[0]
+    assert "there are loss" in told[0]
+
+
+def test_a_metric_that_one_step_has_is_enough(tmp_path, caplog):
+    keep = [LatestN(1), BestN(1, "loss", "min")]
+    with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
+        ckpt.save(1, state(1), metrics={"loss": 0.5})
+        for step in (2, 3):
+            ckpt.save(step, state(step))
+    assert ckpt.steps() == [1, 3]
+    assert not caplog.records
 
 
 def test_t5x_keeps_the_best_of_a_period_beside_the_latest(tmp_path):
@@ -403,6 +426,17 @@ def test_data_that_may_restart_does_so_where_its_state_was_let_go(tmp_path, capl
     assert ckpt.restored_step == 1
     assert next(iterator) == 0
     assert "the data starts from the beginning" in caplog.text
+
+
+def test_data_may_begin_in_a_run_that_was_saved_without_any(tmp_path, caplog):
+    save(tmp_path, 1)
+    iterator = batches()
+    ckpt = flaxckpt.Checkpointer(tmp_path)
+    with pytest.raises(errors.DatasetStateError, match="Restarting"):
+        ckpt.restore(dataset=iterator)
+    ckpt.restore(dataset=flaxckpt.datasets.Restarting(iterator))
+    assert next(iterator) == 0
+    assert "was saved without it" in caplog.text
 
 
 def test_states_stay_with_the_newest_and_the_pinned(tmp_path):
@@ -736,7 +770,7 @@ def test_what_a_cut_off_deletion_leaves_is_deleted_later(tmp_path, monkeypatch, 
             raise OSError(16, "Device or resource busy")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_storage, cut, fail)
+        patch.setattr(_renames if cut == "withdraw" else _storage, cut, fail)
         assert ckpt.prune() == (() if cut == "withdraw" else (1,))
     assert len(names(tmp_path)) == 2
     assert ckpt.steps() == ([1, 2] if cut == "withdraw" else [2])
@@ -900,7 +934,7 @@ def test_metrics_appear_with_their_directory(tmp_path, monkeypatch):
 def during(monkeypatch, act, *, before):
     """Has `act(path)` happen whenever a directory is withdrawn, or begins to be."""
     name = "delete" if before == "deletion" else "withdraw"
-    module = _deletion if before == "deletion" else _storage
+    module = _deletion if before == "deletion" else _renames
     real = getattr(module, name)
 
     def act_first(path, *rest):

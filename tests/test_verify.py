@@ -92,6 +92,7 @@ def test_a_good_checkpoint_is_good_to_the_last_byte(tmp_path, layout):
     compared = [f for f in files(tmp_path / "1") if f.suffix != ".json"]
     assert report.bytes_checked > 0.5 * sum(f.stat().st_size for f in compared)
     assert f"{tmp_path / '1'} is good" in str(report)
+    assert " kB checked in " in str(report)  # not 0.0 MB
 
 
 def test_every_flipped_byte_is_found(tmp_path, layout):

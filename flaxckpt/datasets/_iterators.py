@@ -74,9 +74,10 @@ class Restarting:
     CheckpointCallback(checkpointer, dataset=Restarting(batches))
     ```
 
-    Where the number of processes has changed and the saved states do not fit it, or the
-    state was let go by `keep_dataset`, the iterator is left as it is, which for a new
-    one is at its beginning, and a warning is logged. Without this, that is an error.
+    Where the number of processes has changed and the saved states do not fit it, the
+    state was let go by `keep_dataset`, or the step was saved without any, the iterator
+    is left as it is, which for a new one is at its beginning, and a warning is logged.
+    Without this, that is an error.
 
     Attributes:
         iterator: What `dataset=` takes otherwise.
