@@ -19,6 +19,7 @@ from flaxckpt import (
     _stream,
     _tiers,
     errors,
+    formats,
     policies,
 )
 from flaxckpt._types import PathLike
@@ -188,6 +189,19 @@ class RunSteps:
         """
         if self.tiers is not None:
             self.tiers.check_free(step)
+
+    def check_no_checkpoint(self) -> None:
+        """Refuses a directory that is a checkpoint: who replaces that deletes the run.
+
+        Raises:
+            OptionError: It is.
+        """
+        if formats.recognises(self.saves_in):
+            raise errors.OptionError(
+                f"{self.saves_in} is one checkpoint, and steps saved into it would go"
+                " with it: choose another directory for the run; source= has it begin"
+                " from this checkpoint"
+            )
 
     def marks_of_new(self, *, overwrite: bool) -> dict[str, bytes]:
         """What says of a new step that it is still to be uploaded."""

@@ -129,6 +129,8 @@ class Saves:
         counter: _progress.Counter,
         together: _together.Operation | None,
     ) -> _commit.Snapshot:
+        if not self._own:
+            self._run.check_no_checkpoint()
         overwrite = asked.on_exists == "overwrite" or _marks.is_damaged(final)
         if not overwrite:
             self._run.check_free(asked.step)

@@ -57,6 +57,16 @@ def test_step_0_alone_is_the_latest(tmp_path):
         strategies.assert_same(state(0), ckpt.restore())
 
 
+def test_no_steps_are_saved_into_a_checkpoint(tmp_path):
+    flaxckpt.save(tmp_path / "one", state(1))
+    with flaxckpt.Checkpointer(tmp_path / "one") as ckpt:
+        with pytest.raises(errors.OptionError, match="choose another directory"):
+            ckpt.save(1, state(2))
+        assert ckpt.steps() == []
+    strategies.assert_same(state(1), flaxckpt.load(tmp_path / "one"))
+    assert flaxckpt.verify(tmp_path / "one").ok
+
+
 def test_a_handle_tells_what_the_save_did(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
         ckpt.save(1, state(1))
