@@ -21,9 +21,10 @@ PYTHON ?= python3
 PYTEST_ARGS ?= -n 2
 FUZZ_SECS ?= 300
 # Of these the versions of jax, Flax and TensorStore make no difference, or they are slow.
-NOT_OF_VERSIONS := $(addprefix --ignore=tests/,faults fuzz stores test_benchmarks.py \
-	test_benchmarks_reliability.py test_docs.py test_fuzz.py test_kills.py test_site.py \
-	test_wheel.py)
+NOT_OF_VERSIONS := $(addprefix --ignore=tests/,cli faults fuzz hostile stores \
+	test_benchmarks.py test_benchmarks_reliability.py test_docs.py test_fuzz.py \
+	test_hostile_files.py test_kills.py test_report.py test_report_browser.py \
+	test_security.py test_site.py test_wheel.py)
 BENCH_ARGS ?= --json bench-results/results.json --picture bench-results/results.svg
 
 VENV := .venv

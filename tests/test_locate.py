@@ -210,6 +210,13 @@ def test_one_checkpoint_has_no_steps(flax_steps, orbax_steps):
 # ---- what lies beside steps -------------------------------------------------------
 
 
+def test_a_directory_of_checkpoints_says_to_pass_one_of_them(tmp_path):
+    flaxckpt.save(tmp_path / "runs" / "first", {"step": 1})
+    with pytest.raises(errors.CheckpointFormatError, match="pass the path of") as info:
+        flaxckpt.load(tmp_path / "runs")
+    assert str(tmp_path / "runs" / "first") in str(info.value)
+
+
 def test_files_that_end_in_a_number_are_no_steps(flax_steps):
     for name in ("vocab_32000", "notes2024"):
         flax_file(flax_steps / name, 0)

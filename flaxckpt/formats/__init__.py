@@ -129,7 +129,7 @@ def _refused(path: Path) -> str | None:
             path.glob("*.ckpt*.index")
         ):
             return _OF_TENSORFLOW
-        return _safetensors.refusal(path) or _with_points(path)
+        return _safetensors.refusal(path) or _with_points(path) or _above(path)
     first = _signatures.first_bytes(path)
     if first.startswith(_TENSORFLOW) or path.with_name(path.name + ".index").is_file():
         return _OF_TENSORFLOW
@@ -161,6 +161,17 @@ def _with_points(directory: Path) -> str | None:
         return (
             "a directory of steps whose numbers have a point, which no step= can mean:"
             f" pass the path of one, such as {step}"
+        )
+    return None
+
+
+def _above(directory: Path) -> str | None:
+    """What a directory is that has checkpoints in it which are no steps."""
+    children = sorted(child for child in directory.iterdir() if child.is_dir())
+    if found := next(filter(recognises, children[:_MAX_TRIED]), None):
+        return (
+            "a directory with checkpoints in it that are not called like steps: pass"
+            f" the path of one, such as {found}"
         )
     return None
 
