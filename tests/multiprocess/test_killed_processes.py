@@ -67,7 +67,10 @@ def check_ends(victim, said, ends):
             assert code == -signal.SIGKILL, err[-1500:]
         elif victim == 0:
             # Its coordination service was there: jax ends whoever used it.
-            assert code in (-signal.SIGABRT, TOLD), err[-1500:]
+            assert code in (-signal.SIGABRT, TOLD) or (
+                # jax 0.8 exits instead
+                code == 1 and "Terminating process" in err
+            ), err[-1500:]
         else:
             assert code == TOLD, err[-1500:]
             assert f"process {victim}: has not" in said[rank][-1]["told"]
