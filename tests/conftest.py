@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+import signal
 import sys
 
 import hypothesis
@@ -14,6 +15,10 @@ _flags = re.sub(
 )
 os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# A shell that starts the tests behind it (&) has Ctrl-C ignored in all that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("dev", deadline=None)
 hypothesis.settings.register_profile(
