@@ -42,7 +42,7 @@ def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) 
         return _keys(data, wanted)
     dtype = wanted.dtype or ""
     # A Python number has no width: whether it fits is seen only now.
-    is_number = "scalar" in (wanted.kind, found.kind)
+    is_number = wanted.is_python_number or found.is_python_number
     typed = {
         region: _as_dtype(_values(block, found.dtype or "", dtype), dtype, is_number)
         for region, block in blocks.items()
@@ -86,7 +86,11 @@ def _as_dtype(array: Array, dtype_name: str, is_number: bool) -> Array:
         low, high = _dtypes.bounds(dtype_name)
         if not low <= array.item() <= high:
             raise OverflowError(str(array))
-    return _dtypes.convert(array, dtype_name)
+    converted = _dtypes.convert(array, dtype_name)
+    is_float = _dtypes.kind(dtype_name) in ("float", "complex")
+    if is_number and is_float and np.isfinite(array) and not np.isfinite(converted):
+        raise OverflowError(str(array))
+    return converted
 
 
 def _to_devices(blocks: Mapping[Region, Array], wanted: LeafInfo) -> jax.Array:
@@ -120,7 +124,8 @@ def _to_devices(blocks: Mapping[Region, Array], wanted: LeafInfo) -> jax.Array:
 def place(value: Any, wanted: LeafInfo) -> Any:
     """A computed leaf, where and as the caller wants it."""
     if wanted.python_type != "jax.Array":
-        array = np.array(value)  # a view of jax's could not be written to
+        # A copy, because a view of jax's could not be written to.
+        array = _dtypes.convert(np.array(value), wanted.dtype or "")
         if wanted.python_type == "numpy.generic":
             return array[()]
         return array if wanted.kind == "array" else array.item()
