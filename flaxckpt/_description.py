@@ -15,6 +15,9 @@ from flaxckpt._info import LeafInfo
 from flaxckpt._types import LeafPath, Shape
 
 _JAX_TYPES = (jax.Array, jax.ShapeDtypeStruct)
+_ARRAYS = (np.ndarray, np.memmap)
+"""Classes of numpy arrays that are no more than their values."""
+
 _PYTHON_NUMBERS: dict[type, str] = {
     bool: "bool",
     int: "int64",
@@ -37,6 +40,8 @@ def of(path: LeafPath, entry: _tree.Entry) -> LeafInfo | str:
     if isinstance(value, _JAX_TYPES):
         return _describe_jax(path, keys, value)
     if isinstance(value, np.ndarray | np.generic):
+        if type(value) not in _ARRAYS and type(value) is not value.dtype.type:
+            return _describe_subclass(value)
         dtype = _dtypes.name(value.dtype)
         if _dtypes.stored_name(dtype) is None:
             return f"a numpy array of dtype {dtype}"
@@ -58,6 +63,22 @@ def of(path: LeafPath, entry: _tree.Entry) -> LeafInfo | str:
             path, keys, "scalar", type(value).__name__, (), number, weak_type=True
         )
     return f"a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _describe_subclass(value: np.ndarray[Any, Any] | np.generic) -> str:
+    """Says why an instance of a subclass of numpy's arrays or scalars is refused.
+
+    What it has beyond its values would be lost.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        return (
+            "a masked array, whose mask would be lost: save x.data and"
+            " np.ma.getmaskarray(x) as two leaves, or x.filled()"
+        )
+    cls = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, np.generic):
+        return f"a {cls}, which would come back as a plain numpy {value.dtype}"
+    return f"a {cls}, which would come back as a plain array: save np.asarray(x)"
 
 
 def _describe_jax(

@@ -442,6 +442,66 @@ def test_traced_values_cannot_be_saved(tmp_path):
         train(jnp.ones(3))
 
 
+class Sub(np.ndarray):
+    """A user's own array with a unit."""
+
+    unit = "m"
+
+
+class SubFloat(np.float64):
+    """A user's own number."""
+
+
+REFUSED = {
+    "masked": np.ma.masked_array([1, 2, 3], [0, 1, 0]),
+    "nothing masked": np.ma.masked_array([1.0, 2.0]),
+    "masked constant": np.ma.masked,
+    "matrix": np.ones((1, 2)).view(np.matrix),
+    "records of one type": np.rec.fromarrays([[1.0], [2.0]], names="a,b"),
+    "plain records": np.zeros(3).view(np.recarray),
+    "own": np.arange(3).view(Sub),
+    "own number": SubFloat(1.5),
+    "structured": np.zeros(2, [("a", "f4")]),
+    "date": np.array(["2020-01-01"], "M8[D]"),
+    "duration": np.timedelta64(3, "s"),
+    "text": np.array(["a"]),
+    "bytes": np.bytes_(b"a"),
+    "void": np.void(b"abc"),
+    "objects": np.array([1, None], object),
+    "long": np.zeros(2, np.longdouble),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_numpy_values_that_would_not_come_back_are_refused(tmp_path, name):
+    value = REFUSED[name]
+    for state in ({"a": {"b": value}, "c": 1}, FrozenDict(a=[value], c=1)):
+        with pytest.raises(errors.UnsupportedLeafError) as info:
+            flaxckpt.save(tmp_path / "c", state)
+        [path] = info.value.leaves
+        assert path in ("a/b", "a/0")
+        assert ("mask" in info.value.leaves[path]) == ("mask" in name)
+        with pytest.raises(errors.UnsupportedLeafError):
+            flaxckpt.save_async(tmp_path / "c", state)
+    assert not (tmp_path / "c").exists()
+
+
+def test_the_advice_on_a_masked_array_works(tmp_path):
+    array = np.ma.masked_array([1, 2, 3], [0, 1, 0])
+    with pytest.raises(errors.UnsupportedLeafError, match="getmaskarray"):
+        flaxckpt.save(tmp_path / "c", {"x": array})
+    state = {"x": array.data, "mask": np.ma.getmaskarray(array)}
+    flaxckpt.save(tmp_path / "c", state)
+    strategies.assert_same(state, flaxckpt.load(tmp_path / "c"))
+
+
+def test_a_memory_map_is_saved_as_the_array_that_it_is(tmp_path):
+    array = np.memmap(tmp_path / "file", np.float32, "w+", shape=(3,))
+    array[:] = 1, 2, 3
+    flaxckpt.save(tmp_path / "c", {"x": array})
+    strategies.assert_same({"x": np.array(array)}, flaxckpt.load(tmp_path / "c"))
+
+
 @pytest.mark.parametrize(
     ("state", "store"),
     [
