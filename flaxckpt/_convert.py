@@ -70,6 +70,7 @@ def run(source: Path, step: int | None, final: Path, options: Options) -> SaveRe
             target.finish(done.output)
             size = _storage.sync_tree(done.output)
             _check_current(stored, files)
+            _check_readable(done, target, number)
             done.forget()
             _publish(done.output / target.result, final, overwrite=options.overwrite)
             done.remove()
@@ -202,6 +203,25 @@ def _check_current(stored: Stored, files: Sequence[_storage.Stamp]) -> None:
             f"{len(names)} files were changed or deleted while they were read:\n"
             f"{errors.rows(names)}\nConvert {stored.metadata.path} again."
         )
+
+
+def _check_readable(
+    done: _journal.Journal, target: _targets.Target, step: int | None
+) -> None:
+    """Reads what was made, but its arrays, as whoever loads it will.
+
+    Raises:
+        SaveFailedError: It cannot be read, and is removed.
+    """
+    try:
+        _locate.read_stored(done.output / target.result, step)
+    except (errors.DamagedCheckpointError, errors.CheckpointFormatError) as error:
+        done.forget()
+        done.remove()
+        raise errors.SaveFailedError(
+            f"what was made cannot be read, so it is not kept: {error}\n"
+            "Leave leaves out by transforms, or convert to another format."
+        ) from error
 
 
 def _publish(made: Path, final: Path, *, overwrite: bool) -> None:

@@ -121,8 +121,11 @@ def _is_nnx_optimizer(node: object) -> bool:
 def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """Puts an `nnx.State` in the place of every NNX object, and tells the way back."""
     try:
+        _tree.check_nesting(state, is_object)
         treedef: Any  # jax declares no attributes of it
         nodes, treedef = jax.tree.flatten(state, is_leaf=is_object)
+    except errors.LeafNameError:
+        raise
     except (TypeError, ValueError) as error:
         raise errors.LeafNameError(
             {"the state": f"jax cannot flatten it ({error})"},
@@ -133,7 +136,14 @@ def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
         return state, lambda tree: tree
     nnx = loaded_nnx()
     # Split together, so that what two objects share is stored once.
-    graph, states = nnx.split([nodes[i] for i in places])
+    try:
+        graph, states = nnx.split([nodes[i] for i in places])
+    except RecursionError:
+        _check_objects({str(i): nodes[i] for i in places})
+        raise errors.LeafNameError(
+            {"the state": "nnx cannot split it: its objects are nested too deep"},
+            "Flatten the modules.",
+        ) from None
     for n, i in enumerate(places):
         nodes[i] = states[n] if n in states else nnx.State({})
 
@@ -146,6 +156,24 @@ def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
         return treedef.unflatten(leaves)
 
     return treedef.unflatten(nodes), restore
+
+
+def _check_objects(objects: Mapping[str, Any]) -> None:
+    """Refuses NNX objects with containers that contain themselves; objects may.
+
+    Raises:
+        LeafNameError: Where they do.
+    """
+    seen: set[int] = set()
+    waiting = list(objects.values())
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        fields = {type(node).__name__: dict(vars(node))}
+        _tree.check_nesting(fields, is_object)
+        waiting += filter(is_object, jax.tree.leaves(fields, is_leaf=is_object))
 
 
 def is_object(node: object) -> bool:

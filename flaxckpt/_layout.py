@@ -22,6 +22,15 @@ _MIN_REPLICA_BYTES = 2**20
 _MIN_GROUP_BYTES = 16 * 2**20
 """The same, if some replicas have no part. Much less than a process has to write."""
 
+MAX_AXES = 32
+"""Of an array as it is stored: TensorStore's limit."""
+
+MAX_SIZE = 2**48
+"""Elements along an axis are fewer."""
+
+MAX_CHUNKS = 2**20
+"""Of one array; beyond that, their names take gigabytes."""
+
 
 class Writing(NamedTuple):
     """How the devices that hold the same shard divide the writing of it.
@@ -168,6 +177,24 @@ def _chunk_shape(written: Shape, dtype: str, max_bytes: int, ragged: bool) -> Sh
         max_bytes=max_bytes,
         ragged=ragged,
     )
+
+
+def fault(info: LeafInfo) -> str | None:
+    """Why readers refuse the array of a leaf with chunks; None if they take it."""
+    return _fault(info.shape, info.chunk_shape or ())
+
+
+@functools.lru_cache(maxsize=4096)
+def _fault(shape: Shape, chunk_shape: Shape) -> str | None:
+    axes = len(chunk_shape)  # a PRNG key has one more than its shape
+    if axes > MAX_AXES:
+        return f"{axes} axes, and readers take {MAX_AXES}"
+    if max(shape, default=0) >= MAX_SIZE:
+        return f"{max(shape)} elements along an axis, and readers take {MAX_SIZE - 1}"
+    chunks = _chunks.chunk_count(shape, chunk_shape[: len(shape)])
+    if chunks > MAX_CHUNKS:
+        return f"{chunks} chunks, and readers take {MAX_CHUNKS}"
+    return None
 
 
 def stored_bytes(info: LeafInfo) -> int:

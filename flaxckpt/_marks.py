@@ -159,7 +159,7 @@ def is_damaged(path: Path) -> bool:
 
 def mark_damaged(path: Path, reason: str) -> None:
     """Takes the step at `path` out of the list of steps, durably."""
-    told = {"reason": reason, "time": time.time()}
+    told = {"reason": reason[:_MAX_REASON], "time": time.time()}
     _storage.replace(path / DAMAGED, json.dumps(told).encode())
 
 

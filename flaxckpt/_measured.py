@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from flaxckpt import _storage, errors
-from flaxckpt.formats import _orbax
+from flaxckpt import _json, _storage, errors
+from flaxckpt.formats import _orbax, _orbax_json
 
 _log = logging.getLogger(__name__)
 
@@ -118,23 +118,52 @@ def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """Numbers by name, nested names joined by `/`.
 
     Raises:
-        OptionError: They are no mapping, or a metric is no single number.
+        OptionError: They are no mapping, a metric is no single number, two have one
+            name, or they are more than readers take.
     """
     if not isinstance(metrics, Mapping | None):
         raise errors.OptionError(
             f"metrics must be numbers by name, as {{'loss': 0.5}}, got {metrics!r:.80}"
         )
     flat: dict[str, float] = {}
-    for name, value in (metrics or {}).items():
+    try:
+        _add_metrics(flat, metrics or {}, "", 0)
+        _orbax_json.check_size(_orbax_json.dumps(flat))
+    except errors.OptionError:
+        raise
+    except ValueError as error:
+        raise errors.OptionError(
+            f"the metrics cannot be saved: {errors.printable(str(error))}"
+        ) from None
+    return flat
+
+
+def _add_metrics(
+    flat: dict[str, float], metrics: Mapping[Any, Any], prefix: str, depth: int
+) -> None:
+    if depth > _json.MAX_DEPTH:
+        raise errors.OptionError(
+            f"the metrics {prefix[:80]!r} are nested more than {_json.MAX_DEPTH} deep,"
+            " or hold themselves"
+        )
+    for key, value in metrics.items():
+        if not isinstance(key, str):
+            raise errors.OptionError(
+                f"names of metrics must be str, got {key!r:.80}: write str({key!r:.80})"
+            )
+        name = f"{prefix}{_json.text(key, 'a name')}"
         if isinstance(value, Mapping):
-            flat |= {f"{name}/{inner}": n for inner, n in as_metrics(value).items()}
+            _add_metrics(flat, value, f"{name}/", depth + 1)
             continue
+        if name in flat:
+            raise errors.OptionError(
+                f"two metrics are called {name!r:.80}, one of them nested; rename one"
+            )
         try:
             if isinstance(value, str | bytes | bytearray):  # float() reads these, too
                 raise TypeError
             flat[name] = float(value)
         except (TypeError, ValueError, OverflowError):
             raise errors.OptionError(
-                f"the metric {name!r} must be one number, got {value!r:.80}"
+                f"the metric {name!r:.80} must be one number, got {value!r:.80}"
             ) from None
-    return flat

@@ -105,9 +105,9 @@ class RunSaver(_directory.RunDirectory):
                 self._tidy()
         if metadata is not None:
             self.check_writable("keep metadata")
-            _save.check_json(metadata)
+            taken = _save.json_of(metadata)
             if _multihost.is_first():
-                self._write_metadata(metadata)
+                self._write_metadata(taken)
         _together.attend(self.directory)
 
     def _tidy(self) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from flaxckpt import (
     _access,
@@ -19,6 +17,7 @@ from flaxckpt import (
     _flax,
     _joint,
     _joint_save,
+    _json,
     _layout,
     _marked,
     _marks,
@@ -36,7 +35,7 @@ from flaxckpt._commit import Options, Snapshot, Written
 from flaxckpt._handle import SaveHandle
 from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, LeafTable, SaveResult
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
-from flaxckpt.formats import _orbax, _orbax_json, _orbax_names
+from flaxckpt.formats import _manifest, _orbax, _orbax_json, _orbax_names
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _table as _transforms
 
@@ -146,7 +145,7 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
 
     Raises:
         CheckpointExistsError: `final` is taken and may not be replaced.
-        OptionError: The metadata is no JSON.
+        OptionError: The metadata is no JSON, or too large.
         UnsupportedLeafError, LeafNameError, DatasetStateError: As `save` says.
     """
     created = time.time()
@@ -155,13 +154,24 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     if together is None or together.is_first:
         with _access.explained(final), _remote.looking(final):
             _check_free(final, overwrite=options.overwrite)
-    check_json(options.metadata)
+    options = dataclasses.replace(
+        options,
+        metadata=json_of(options.metadata),
+        transforms=tuple(options.transforms),
+    )
     flat = _flax.flatten(state)
     table, structure = planned(flat, options)
     infos = tuple([leaf.info for leaf in table.values()])
     names = [_orbax_json.param_name(info.keys) for info in infos]
     ocdbt = uses_ocdbt(infos, names, options.layout)
     _orbax_names.check(infos, names, ocdbt=ocdbt)
+    _manifest.check_arrays(infos)
+    strings = {
+        name: str(leaf.source)
+        for name, leaf in zip(names, table.values(), strict=True)
+        if leaf.info.kind == "string"
+    }
+    _check_strings(infos, strings)
     if options.planned is not None:
         stored = [info for info in infos if info.chunk_shape is not None]
         options.planned(
@@ -178,21 +188,59 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     if together is not None:
         places = _snapshot.places(arrays, together.count)
         arrays = _joint_save.own(together, infos, arrays)
-    return Snapshot(
-        final,
-        infos,
-        structure,
-        tuple(_snapshot.to_host(arrays, places)),
-        {
-            name: str(leaf.source)
-            for name, leaf in zip(names, table.values(), strict=True)
-            if leaf.info.kind == "string"
-        },
-        {} if options.dataset is None else datasets.state_files(options.dataset),
-        ocdbt,
-        options,
-        created,
+    dataset = {} if options.dataset is None else datasets.state_files(options.dataset)
+    snapshot = Snapshot(
+        final, infos, structure, (), strings, dataset, ocdbt, options, created
     )
+    if _may_be_too_large(infos):
+        _commit.metadata_files(snapshot)  # raises, before anything is written
+    values = tuple(_snapshot.to_host(arrays, places))
+    return dataclasses.replace(snapshot, arrays=values)
+
+
+_STRINGS_OF_A_LEAF = 24
+"""More than the manifest has for one, keys included."""
+
+_BYTES_OF_A_LEAF = 400
+"""The same, without the names in them."""
+
+
+def _may_be_too_large(infos: Sequence[LeafInfo]) -> bool:
+    """Whether a manifest of these leaves may be more than readers take."""
+    names = sum([len(info.path) for info in infos])
+    return (
+        _STRINGS_OF_A_LEAF * len(infos) > _json.MAX_STRINGS
+        or _BYTES_OF_A_LEAF * len(infos) + 3 * names > _orbax_json.MAX_BYTES
+    )
+
+
+_FEW_CHARACTERS = 2**18
+"""Even if each takes 12 bytes as JSON, so many are within every limit."""
+
+
+def _check_strings(infos: Sequence[LeafInfo], strings: Mapping[str, str]) -> None:
+    """Refuses string leaves that readers refuse.
+
+    Raises:
+        UnsupportedLeafError: The largest of them.
+    """
+    if sum(map(len, strings.values())) <= _FEW_CHARACTERS:
+        return
+    try:
+        _orbax_json.check_size(_orbax_json.strings(strings))
+    except ValueError as error:
+        sizes = {
+            info.path: len(text)
+            for info, text in zip(
+                (i for i in infos if i.kind == "string"), strings.values(), strict=True
+            )
+        }
+        large = sorted(sizes, key=lambda path: -sizes[path])[: errors.ROWS_SHOWN]
+        raise errors.UnsupportedLeafError(
+            {path: f"a str of {sizes[path]} characters" for path in large},
+            f"All strings of a state are one JSON file, and {error}. Keep long ones as"
+            " arrays: np.frombuffer(text.encode(), np.uint8).",
+        ) from None
 
 
 def without_optimizer(table: LeafTable) -> LeafTable:
@@ -275,27 +323,22 @@ def _check_free(final: Path, *, overwrite: bool) -> None:
         )
 
 
-def check_json(metadata: Mapping[str, JSON]) -> None:
-    """Refuses metadata that would not come back equal.
+def json_of(metadata: Mapping[str, JSON]) -> dict[str, JSON]:
+    """A deep copy of a user's metadata, as it is now and as it will come back.
 
     Raises:
-        OptionError: It is no dict of JSON values, or has keys that are no strings.
+        OptionError: It is no dict of JSON values, or is larger than readers take.
     """
     try:
-        read = json.loads(json.dumps(dict(metadata)))
-    except (TypeError, ValueError) as error:
+        if not isinstance(metadata, Mapping):
+            raise ValueError(f"metadata is a {type(metadata).__name__}")
+        copy = _json.copied(metadata, "metadata")
+        _orbax_json.check_size(_orbax_json.dumps(copy))
+    except ValueError as error:
         raise errors.OptionError(
-            f"metadata must be a dict of JSON values: {error}"
+            f"metadata must be a dict of JSON values: {errors.printable(str(error))}"
         ) from None
-    if _keys(read) != _keys(dict(metadata)):
-        raise errors.OptionError("metadata must have str keys only, as JSON has")
-
-
-def _keys(data: Any) -> Any:
-    """The keys of nested dicts, to compare."""
-    if isinstance(data, Mapping):
-        return {key: _keys(value) for key, value in data.items()}
-    return [_keys(item) for item in data] if isinstance(data, list | tuple) else None
+    return copy
 
 
 # ---- behind it ------------------------------------------------------------------

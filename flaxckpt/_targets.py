@@ -30,6 +30,7 @@ from flaxckpt._snapshot import HostArray, HostShard
 from flaxckpt._types import LeafPath
 from flaxckpt._zarr import Array
 from flaxckpt.formats import (
+    _manifest,
     _msgpack_write,
     _orbax,
     _orbax_json,
@@ -223,6 +224,7 @@ class _OrbaxTarget:
         self._names = {i.path: name for i, name in zip(infos, names, strict=True)}
         self._ocdbt = _save.uses_ocdbt(infos, names, state.layout)
         _orbax_names.check(infos, names, ocdbt=self._ocdbt)
+        _manifest.check_arrays(infos)
         self.pieces = state.pieces(by_chunk=True)
         self.files = ["ocdbt" if self._ocdbt else "files"]
         self.result = ""

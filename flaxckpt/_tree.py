@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -19,7 +20,13 @@ from flaxckpt import errors
 from flaxckpt._types import JSON, LeafPath, PyTree
 
 MAX_DEPTH = 64
-"""Deepest nesting that is read from a file; real states stay below 20."""
+"""Deepest nesting of containers that is saved or read; real states stay below 20."""
+
+_MAX_KEYS = 32
+"""Most keys on the way to a leaf of a state."""
+
+_MAX_STATIC_BYTES = 32 * 2**20
+"""Most text in the static fields of a state: half of what a manifest may have."""
 
 
 class Key(NamedTuple):
@@ -106,6 +113,105 @@ def keys(path: Sequence[Any]) -> tuple[Key, ...]:
     return tuple(_key(key, i) for i, key in enumerate(path))
 
 
+def check_nesting(tree: PyTree, is_leaf: Callable[[object], bool]) -> None:
+    """Refuses a tree that contains itself, or is nested too deep.
+
+    To be called before jax flattens a tree of a user: a `RecursionError` in there
+    leaves Python with less stack for the rest of the program.
+
+    Args:
+        tree: Any pytree.
+        is_leaf: Whether a node is taken for a leaf.
+
+    Raises:
+        LeafNameError: Where it contains itself, or which leaf is too deep.
+    """
+    leaf_types: set[type] = set()
+    level = {id(tree): tree}
+    for _ in range(MAX_DEPTH + 1):
+        # Shared containers are looked at once a level, so that nothing grows without
+        # end; leaves are left out by their class, as most of them are of few classes.
+        level = {
+            id(child): child
+            for node in level.values()
+            for child in _children(node, is_leaf, leaf_types)
+            if type(child) not in leaf_types
+        }
+        if not level:
+            return
+    raise errors.LeafNameError(
+        dict([_too_deep(tree, is_leaf, leaf_types)]),
+        "Take the reference out, or flatten the state.",
+    )
+
+
+def _children(
+    node: Any, is_leaf: Callable[[object], bool], leaf_types: set[type]
+) -> Iterable[Any]:
+    cls = type(node)
+    if cls is dict:
+        return cast("Iterable[Any]", node.values())
+    if cls is list or cls is tuple:
+        return cast("Iterable[Any]", node)
+    if is_leaf(node):
+        return ()
+    parts = _decompose(node, (), Key)
+    if parts is None:
+        leaf_types.add(cls)
+    return () if parts is None else parts.children
+
+
+def _too_deep(
+    tree: PyTree, is_leaf: Callable[[object], bool], leaf_types: set[type]
+) -> tuple[LeafPath, str]:
+    """Where a tree contains itself, or which of its leaves is too deep; and why."""
+    found = _find_fault(tree, (), {}, set(), is_leaf, leaf_types)
+    keys, first = found or ((), None)
+    if first is None:
+        name = f"{join(keys)[:60]} …" if keys else "the state"
+        return name, f"is nested more than {MAX_DEPTH} deep"
+    outer = join(first) if first else "the state"
+    return join(keys), f"is {outer} itself: the state contains itself"
+
+
+def _find_fault(
+    node: Any,
+    keys: tuple[Key, ...],
+    above: dict[int, tuple[Key, ...]],
+    done: set[int],
+    is_leaf: Callable[[object], bool],
+    leaf_types: set[type],
+) -> tuple[tuple[Key, ...], tuple[Key, ...] | None] | None:
+    """The keys of a node that is one of those above it, and the keys of that one.
+
+    Or the keys of a node that is too deep, and None.
+
+    Args:
+        node: Where to look.
+        keys: The way to it.
+        above: The containers above it: `id` -> keys.
+        done: Containers that are known to be in no cycle.
+        is_leaf: Whether a node is taken for a leaf.
+        leaf_types: Classes of leaves.
+    """
+    if type(node) in leaf_types or id(node) in done:
+        return None
+    if id(node) in above:
+        return keys, above[id(node)]
+    if is_leaf(node) or (parts := _decompose(node, (), Key)) is None:
+        return None
+    if len(keys) > MAX_DEPTH:
+        return keys, None
+    above[id(node)] = keys
+    for key, child in zip(parts.keys, parts.children, strict=True):
+        inner = (*keys, key)
+        if found := _find_fault(child, inner, above, done, is_leaf, leaf_types):
+            return found
+    del above[id(node)]
+    done.add(id(node))
+    return None
+
+
 def flatten(tree: PyTree, *, boxes: tuple[type, ...] = ()) -> FlatTree:
     """Splits `tree` into named leaves and a description of its containers.
 
@@ -114,7 +220,9 @@ def flatten(tree: PyTree, *, boxes: tuple[type, ...] = ()) -> FlatTree:
         boxes: Classes that wrap one value and add nothing to its leaf path.
 
     Raises:
-        LeafNameError: Two leaves have one path, or a key is neither str nor int.
+        LeafNameError: Two leaves have one path, a key is neither str nor int, or
+            containers are nested too deep.
+        UnsupportedLeafError: Static fields take too much text.
     """
     entries: dict[LeafPath, Entry] = {}
     return FlatTree(entries, walk(tree, entries.__setitem__, boxes=boxes))
@@ -129,12 +237,13 @@ def walk(
     """Like `flatten`, but hands each leaf to `enter` and returns the structure only.
 
     Raises:
-        LeafNameError: As for `flatten`; not all leaves have been entered then.
+        LeafNameError, UnsupportedLeafError: As for `flatten`; not all leaves have been
+            entered then.
     """
     # Most names recur, in a parameter and its moments: let their keys be one object.
     make_key = functools.lru_cache(maxsize=None, typed=True)(Key)
-    walker = _Walker(enter, boxes, make_key, set(), set(), {})
-    structure = _visit(walker, tree, (), "")
+    walker = _Walker(enter, boxes, make_key, set(), set(), {}, [0])
+    structure = _visit(walker, tree, (), "", 0)
     if walker.faults:
         raise errors.LeafNameError(
             walker.faults,
@@ -156,14 +265,17 @@ class _Walker(NamedTuple):
     leaf_types: set[type]
     seen: set[LeafPath]
     faults: dict[str, str]
+    static_bytes: list[int]  # one number, of all static fields so far
 
 
 def _visit(
-    walker: _Walker, value: Any, keys: tuple[Key, ...], path: LeafPath
+    walker: _Walker, value: Any, keys: tuple[Key, ...], path: LeafPath, depth: int
 ) -> Node | LeafPath:
-    if len(keys) >= MAX_DEPTH // 2:
+    if len(keys) >= _MAX_KEYS or depth > MAX_DEPTH:
         raise errors.LeafNameError(
-            {f"{path[:60]} …": f"is nested {len(keys)} deep"}, "Flatten the state."
+            {f"{path[:60]} …": f"is nested {max(len(keys), depth)} deep"},
+            f"Flatten the state: readers take {_MAX_KEYS - 1} keys, and {MAX_DEPTH}"
+            " containers with boxes and modules.",
         )
     # Whether a value is a leaf is decided by its class alone, in jax too.
     is_leaf = type(value) in walker.leaf_types
@@ -176,8 +288,12 @@ def _visit(
         if parts is None:
             walker.leaf_types.add(type(value))
             return path
+    if parts.static:
+        _count_static(walker, path, parts.static)
     if parts.is_box:
-        children = [_visit(walker, child, keys, path) for child in parts.children]
+        children = [
+            _visit(walker, child, keys, path, depth + 1) for child in parts.children
+        ]
     else:
         children = []
         for key, child in zip(parts.keys, parts.children, strict=True):
@@ -186,9 +302,13 @@ def _visit(
                 fault = f"has the key {name!r} of type {type(name).__name__}"
                 walker.faults[path or "(root)"] = fault
                 continue
+            if type(name) is int and not -(2**63) <= name < 2**63:
+                fault = "has an int key of more than 64 bits"
+                walker.faults[path or "(root)"] = fault
+                continue
             name = _escape(str(name))
             inner = f"{path}/{name}" if keys else name
-            children.append(_visit(walker, child, (*keys, key), inner))
+            children.append(_visit(walker, child, (*keys, key), inner, depth + 1))
     return Node(
         parts.type,
         parts.keys,
@@ -197,6 +317,38 @@ def _visit(
         parts.static,
         parts.is_box,
     )
+
+
+def _count_static(walker: _Walker, path: LeafPath, static: Mapping[str, JSON]) -> None:
+    """Refuses static fields that take more text than all of a state may have.
+
+    Raises:
+        UnsupportedLeafError: The field that is too much.
+    """
+    [total] = walker.static_bytes
+    for name, field in static.items():
+        total += _static_bytes(field)
+        if total > _MAX_STATIC_BYTES:
+            raise errors.UnsupportedLeafError(
+                {path: f"the static field {name!r} of {_static_bytes(field)} bytes"},
+                "All static fields of a state may take"
+                f" {_MAX_STATIC_BYTES} bytes as JSON. Keep large ones elsewhere, or as"
+                " arrays: np.frombuffer(text.encode(), np.uint8).",
+            )
+    walker.static_bytes[0] = total
+
+
+_SHORT = 1000
+"""Characters up to which an estimate of their JSON is good enough."""
+
+
+def _static_bytes(field: JSON) -> int:
+    """About how many bytes a static field takes as JSON; exact if it is long."""
+    if isinstance(field, str):
+        return len(field) if len(field) < _SHORT else len(json.dumps(field))
+    if isinstance(field, list):
+        return 2 + sum([1 + _static_bytes(item) for item in field])
+    return 8
 
 
 def unflatten(structure: Node | LeafPath, values: Mapping[LeafPath, Any]) -> PyTree:
@@ -324,8 +476,10 @@ MAKERS: dict[str, Rebuild] = {
 
 def _decompose_registered(value: Any, boxes: tuple[type, ...]) -> _Parts | None:
     treedef: Any  # jax declares no attributes of it
+    # All but the first node are leaves, even if a child is `value` itself.
+    seen = iter((False,))
     found, treedef = jax.tree_util.tree_flatten_with_path(
-        value, is_leaf=lambda x: x is not value
+        value, is_leaf=lambda _: next(seen, True)
     )
     if len(found) == 1 and not found[0][0]:
         return None
@@ -379,14 +533,27 @@ def _static_fields(
 
 _NOT_JSON: Any = object()
 
+_MAX_INT_BITS = 2**13
+"""Of which Python parses all; 4,300 digits are its limit."""
 
-def _as_json(value: Any) -> Any:
-    """`value` as JSON holds it, tuples as lists; `_NOT_JSON` if it has no such form."""
+
+def _as_json(value: Any, depth: int = 0) -> Any:
+    """`value` as JSON holds it, tuples as lists; `_NOT_JSON` if it has no such form.
+
+    Nor have an int of more digits than Python parses, and a list that is nested too
+    deep, or contains itself.
+    """
     if isinstance(value, np.generic):
         value = value.item()
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value if value.bit_length() <= _MAX_INT_BITS else _NOT_JSON
+    if value is None or isinstance(value, bool | float | str):
         return value
-    if isinstance(value, tuple | list):
-        items = [_as_json(item) for item in value]
-        return _NOT_JSON if any(item is _NOT_JSON for item in items) else items
+    if isinstance(value, tuple | list) and depth < _MAX_KEYS:
+        items = []
+        for item in value:
+            items.append(_as_json(item, depth + 1))
+            if items[-1] is _NOT_JSON:  # at once: a list may hold itself twice
+                return _NOT_JSON
+        return items
     return _NOT_JSON

@@ -10,7 +10,7 @@ import base64
 import functools
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,9 +42,10 @@ def dumps(state: Any) -> bytes:
     It is indented as grain does it, unless it is long.
 
     Raises:
-        TypeError: It holds something else than data; the message says where and what.
+        TypeError, ValueError: It holds something else than data, or data that would
+            not come back; the message says where and what.
     """
-    encoded = _encode(state, "state")
+    encoded = _encode(state, "state", 0)
     text = json.dumps(encoded)
     # Indenting takes the slow encoder that is written in Python.
     return (text if len(text) > _LONG else json.dumps(encoded, indent=4)).encode()
@@ -105,10 +106,16 @@ def _is_tagged(found: Any) -> bool:
 # ---- out ------------------------------------------------------------------------
 
 
-def _encode(state: Any, at: str) -> Any:
+def _encode(state: Any, at: str, depth: int) -> Any:
+    if depth > _json.MAX_DEPTH:
+        raise TypeError(
+            f"{at[:80]} … is nested more than {_json.MAX_DEPTH} deep, or holds itself"
+        )
     if isinstance(state, np.generic) and not isinstance(state, str | bytes):
         return {_SCALAR: _array(np.asarray(state), at)}
-    if state is None or isinstance(state, bool | int | float | str):
+    if isinstance(state, str):
+        return _json.text(state, at)
+    if state is None or isinstance(state, bool | int | float):
         return state
     if isinstance(state, bytes):
         return {_BYTES: _text(state)}
@@ -117,22 +124,32 @@ def _encode(state: Any, at: str) -> Any:
     if isinstance(state, np.ndarray):
         return {_ARRAY: _array(state, at)}
     if isinstance(state, Mapping):
-        return _dict(state, at)
+        return _dict(state, at, depth)
     if isinstance(state, list):
-        return [_encode(item, f"{at}[{i}]") for i, item in enumerate(state)]
+        return _items(state, at, depth)
     if isinstance(state, tuple) and not hasattr(state, "_fields"):
-        return {_TUPLE: [_encode(item, f"{at}[{i}]") for i, item in enumerate(state)]}
+        return {_TUPLE: _items(state, at, depth)}
     if _kinds.is_a(state, "torch.Tensor"):
         return {_TENSOR: _tensor(state)}
     raise _refused(state, at)
 
 
-def _dict(state: Mapping[Any, Any], at: str) -> Any:
+def _items(state: Sequence[Any], at: str, depth: int) -> list[Any]:
+    return [_encode(item, f"{at}[{i}]", depth + 1) for i, item in enumerate(state)]
+
+
+def _dict(state: Mapping[Any, Any], at: str, depth: int) -> Any:
     plain = all(type(key) is str for key in state)
-    encoded = [(key, _encode(value, f"{at}[{key!r}]")) for key, value in state.items()]
+    encoded = [
+        (key, _encode(value, f"{at}[{key!r}]", depth + 1))
+        for key, value in state.items()
+    ]
+    for key in state if plain else ():
+        _json.text(key, f"{at}.keys()")
     if plain and not _is_tagged(made := dict(encoded)):
         return made
-    return {_DICT: [[_encode(key, f"{at}.keys()"), value] for key, value in encoded]}
+    rows = [[_encode(key, f"{at}.keys()", depth + 1), value] for key, value in encoded]
+    return {_DICT: rows}
 
 
 def _array(array: np.ndarray[Any, Any], at: str) -> dict[str, Any]:

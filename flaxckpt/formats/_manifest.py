@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from flaxckpt import _chunks, _dtypes, _layout, _structure, _tree, _zarr
+from flaxckpt import _dtypes, _layout, _structure, _tree, _zarr, errors
 from flaxckpt._info import LeafInfo, Lineage, Role
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _orbax_json
 from flaxckpt.formats._orbax_json import EMPTIES, sizes
 
 VERSION = 1
-_MAX_CHUNKS = 2**20  # of one array; beyond that, their names take gigabytes
+_PARSED_LEAVES = 20_000  # of which all rows are parsed anew before a commit
 _SCALARS = frozenset((*_orbax_json.PYTHON_OF_KIND.values(), "numpy.generic"))
 
 
@@ -70,6 +70,53 @@ def parse(data: Mapping[str, Any], resolve: _structure.Resolve) -> Manifest:
     return found
 
 
+def check_arrays(infos: Sequence[LeafInfo]) -> None:
+    """Refuses leaves whose arrays `parse` would refuse.
+
+    Raises:
+        UnsupportedLeafError: All leaves at fault.
+    """
+    faults = {
+        info.path: f"{info}"[:60] + f" with {fault}"
+        for info in infos
+        if info.chunk_shape is not None and (fault := _layout.fault(info))
+    }
+    if faults:
+        raise errors.UnsupportedLeafError(
+            faults,
+            "Give arrays fewer axes, as x.reshape(-1); or cut them into larger chunks,"
+            " as layout=ArrayLayout(chunk_bytes=…).",
+        )
+
+
+def check_readable(data: Mapping[str, Any], infos: Sequence[LeafInfo]) -> None:
+    """Parses a manifest that was made, before it is committed.
+
+    Of very many leaves, one of each kind is parsed, and their containers are not.
+
+    Args:
+        data: The manifest, as JSON has it.
+        infos: Its leaves.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: Readers would refuse it.
+    """
+    if len(infos) <= _PARSED_LEAVES:
+        parse(data, lambda name: None)
+        return
+    kinds = {
+        (i.kind, i.python_type, i.dtype, i.shape, i.chunk_shape, i.spec): n
+        for n, i in enumerate(infos)
+    }
+    for n in kinds.values():
+        leaf_info(data["leaves"][n], {infos[n].path: infos[n].keys})
+    digests(data["digests"])
+    encoding(data)
+    lineage(data)
+    texts(data.get("transforms", []))
+    _step(data)
+
+
 # ---- leaves -----------------------------------------------------------------------
 
 
@@ -110,15 +157,11 @@ def leaf_info(row: Any, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]) -> LeafI
     if not is_scalar and python_type not in ("jax.Array", "numpy.ndarray"):
         raise ValueError(f"{path} has the unknown type {python_type!r}")
     shape, chunk_shape = sizes(row["shape"]), sizes(row["chunks"])
-    if (
-        len(chunk_shape) != len(shape) + bool(impl)
-        or 0 in chunk_shape
-        or _chunks.chunk_count(shape, chunk_shape[: len(shape)]) > _MAX_CHUNKS
-    ):
+    if len(chunk_shape) != len(shape) + bool(impl) or 0 in chunk_shape:
         raise ValueError(f"{path} has chunks {chunk_shape} of an array {shape}")
     if impl:
         _layout.check_keys(impl, (*shape, _layout.key_words(impl)), dtype)
-    return LeafInfo(
+    info = LeafInfo(
         path,
         keys[path],
         "prng_key" if impl else "scalar" if is_scalar else "array",
@@ -133,6 +176,9 @@ def leaf_info(row: Any, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]) -> LeafI
         shard_shape=sizes(row["shard"]) if "shard" in row else None,
         role=_role(row["role"]) if "role" in row else None,
     )
+    if fault := _layout.fault(info):
+        raise ValueError(f"{path} has {fault}")
+    return info
 
 
 @functools.cache

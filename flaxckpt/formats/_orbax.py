@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,9 @@ def files(contents: Contents) -> dict[str, bytes]:
     """The files of a checkpoint: relative path -> content.
 
     All but its arrays, and but those that `seal` makes when everything else is there.
+
+    Raises:
+        SaveFailedError: One is nothing that `read` would take.
     """
     made = {
         _orbax_disk.CHECKPOINT: _checkpoint_metadata(contents),
@@ -116,7 +120,46 @@ def files(contents: Contents) -> dict[str, bytes]:
         text = _orbax_json.dumps(dict(contents.metrics))
         made[f"{METRICS}/{METRICS}"] = text
         made[_orbax_disk.METRICS_DIGESTS] = _orbax_metrics.digests_of(text)
+    for name in _PARSED & made.keys():
+        with _readable(name):
+            _orbax_json.check_size(made[name])
+            found = _orbax_json.loads(made[name], name)
+        if name.endswith(_orbax_disk.STRINGS):
+            with _readable(name):
+                for leaf in contents.strings:
+                    _orbax_json.string_at(found, leaf)
     return made
+
+
+_PARSED = frozenset(
+    (
+        _orbax_disk.CHECKPOINT,
+        f"{STATE}/{_orbax_disk.STRINGS}",
+        f"{METRICS}/{METRICS}",
+    )
+)
+"""Files that readers parse, beside the manifest."""
+
+
+@contextlib.contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Explains why a file that was made cannot be read, before it is committed.
+
+    Raises:
+        SaveFailedError: What happened within, if it is an error of a parser.
+    """
+    try:
+        yield
+    except (
+        *(ValueError, TypeError, KeyError, AttributeError, RecursionError),
+        errors.DamagedCheckpointError,
+    ) as error:
+        raise errors.SaveFailedError(
+            f"no reader would take {name} as it is to be written:"
+            f" {errors.printable(str(error)[:300])}\n"
+            "Nothing is saved, and earlier checkpoints are untouched; leave out or"
+            " shorten what it is about, or save it in several checkpoints."
+        ) from error
 
 
 def seal(
@@ -132,6 +175,9 @@ def seal(
     whole: that is faster than each of its values. Of zarr 2, whose chunks have no
     checksums, it has the digests of all files. `others` are the digests of files that
     other processes have written.
+
+    Raises:
+        SaveFailedError: The manifest is nothing that `read` would take.
     """
     digests = {
         name: _storage.digest(text)
@@ -139,7 +185,11 @@ def seal(
         if not name.startswith(METRICS)
     }
     digests |= {**(others or {}), **_digests_of_arrays(contents, root)}
-    manifest = _manifest_text(contents, digests)
+    with _readable(_orbax_json.MANIFEST):
+        manifest = _manifest_text(contents, digests)
+        _orbax_json.check_size(manifest)
+        data = _orbax_json.loads(manifest, _orbax_json.MANIFEST)
+        _manifest.check_readable(data, contents.infos)
     return {_orbax_json.MANIFEST: manifest, COMMITTED: seal_of(manifest)}
 
 

@@ -81,6 +81,17 @@ def loads(content: bytes, path: object) -> dict[str, Any]:
     return data
 
 
+def check_size(content: bytes) -> None:
+    """Refuses JSON that is too large for `loads`, and for those who read files.
+
+    Raises:
+        ValueError: It is.
+    """
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"it takes {len(content)} bytes, and readers take {MAX_BYTES}")
+    _json.check(content)
+
+
 # ---- written for Orbax ----------------------------------------------------------
 
 
@@ -226,9 +237,9 @@ def sizes(value: Any) -> tuple[int, ...]:
     Raises:
         ValueError: It is none.
     """
-    is_shape = isinstance(value, list) and len(value) <= 32
+    is_shape = isinstance(value, list) and len(value) <= _layout.MAX_AXES
     for size in value if is_shape else ():
-        is_shape = is_shape and type(size) is int and 0 <= size < 2**48
+        is_shape = is_shape and type(size) is int and 0 <= size < _layout.MAX_SIZE
     if not is_shape:
         raise ValueError(f"{str(value)[:80]} is no shape")
     return tuple(value)

@@ -33,7 +33,8 @@ def write(path: Path, metrics: Mapping[str, JSON]) -> None:
     """Writes the metrics of the committed checkpoint `path` anew, in one step.
 
     Raises:
-        ValueError: They would be written behind a link out of the checkpoint.
+        ValueError: They would be written behind a link out of the checkpoint, or are
+            more than readers take.
     """
     _links.check_file(path / METRICS / METRICS, path)
     _write(path, metrics)
@@ -42,6 +43,7 @@ def write(path: Path, metrics: Mapping[str, JSON]) -> None:
 
 def _write(path: Path, metrics: Mapping[str, JSON]) -> None:
     content = _orbax_json.dumps(dict(metrics))
+    _orbax_json.check_size(content)
     if (path / METRICS).is_dir():
         _replace(path, content)
         return

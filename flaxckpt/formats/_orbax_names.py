@@ -21,6 +21,9 @@ _RESERVED = frozenset(
     )
 )
 _MAX_NAME_BYTES = 240
+_MAX_DATABASE_NAME_BYTES = 2**15
+"""Half of what the keys of a database may have, which name chunks, too."""
+
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
 _UNSAFE_CHARACTERS = re.compile(r"[/\\\n\0]")
 
@@ -51,6 +54,9 @@ def check(infos: Sequence[LeafInfo], names: Sequence[str], *, ocdbt: bool) -> No
             faults[info.path] = "is a string leaf with a '~', which Orbax cannot read"
         elif _SURROGATES.search(name):
             faults[info.path] = "is no valid Unicode"
+        elif len(name.encode()) > _MAX_DATABASE_NAME_BYTES:
+            long = f"is longer than {_MAX_DATABASE_NAME_BYTES} bytes on disk"
+            faults[f"{info.path[:60]} …"] = long
         elif (
             not ocdbt
             and info.chunk_shape is not None
