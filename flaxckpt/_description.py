@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from flaxckpt import _dtypes, _tree
+from flaxckpt import _dtypes, _json, _tree
 from flaxckpt._info import LeafInfo
 from flaxckpt._types import LeafPath, Shape
 
@@ -24,6 +24,12 @@ _PYTHON_NUMBERS: dict[type, str] = {
     float: "float64",
     complex: "complex128",
 }
+
+
+_SURROGATES = (
+    "a str with two surrogates that would come back as one character: write that"
+    " character, or keep the text as bytes in a numpy array"
+)
 
 
 def of(path: LeafPath, entry: _tree.Entry) -> LeafInfo | str:
@@ -55,6 +61,10 @@ def of(path: LeafPath, entry: _tree.Entry) -> LeafInfo | str:
             dtype,
         )
     if type(value) is str:
+        try:
+            _json.text(value, "it")
+        except ValueError:
+            return _SURROGATES
         return LeafInfo(path, keys, "string", "str")
     if type(value) is int and not -(2**63) <= value < 2**63:
         return f"the int {value}, which needs more than 64 bits"

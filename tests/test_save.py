@@ -442,6 +442,60 @@ def test_traced_values_cannot_be_saved(tmp_path):
         train(jnp.ones(3))
 
 
+PAIR = "\ud83d\ude00"  # two code units; JSON makes one character of them
+LONE = "a\udc80b"  # of a file name that is no UTF-8, as os.fsdecode gives it
+EMOJI = "\N{GRINNING FACE}"
+
+
+@struct.dataclass
+class Named:
+    x: typing.Any
+    name: typing.Any = struct.field(pytree_node=False, default="")
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("text", [LONE, EMOJI, "a\0b", LONE * 2, "\ude00\ud83d"])
+def test_texts_come_back_exactly(tmp_path, store, text):
+    state = Named({"text": text, "list": [text], "w": jnp.ones(2)}, text)
+    options = {"layout": layout(store), "metadata": {text: [text]}}
+    flaxckpt.save(tmp_path / "c", state, **options)
+    for found in (
+        flaxckpt.load(tmp_path / "c", state),
+        flaxckpt.load(tmp_path / "c", types=[Named]),
+    ):
+        assert found.x["text"] == found.x["list"][0] == found.name == text
+    assert flaxckpt.metadata(tmp_path / "c").custom == {text: [text]}
+
+
+@pytest.mark.parametrize(
+    ("state", "path"),
+    [
+        ({"a": {"text": f"x{PAIR}"}}, "a/text"),
+        ([FrozenDict(text=PAIR)], "0/text"),
+        (Named({"text": PAIR}), "x/text"),
+        ({"a": Named(jnp.ones(2), PAIR)}, "a"),
+        ({"a": Named(jnp.ones(2), (1, (PAIR,)))}, "a"),
+        ({"a": nnx.Param(jnp.ones(2), tag=PAIR)}, "a"),
+        ({"a": linen.Partitioned(jnp.ones(2), names=(PAIR,))}, "a"),
+    ],
+)
+def test_texts_that_would_not_come_back_are_refused(tmp_path, state, path):
+    with pytest.raises(errors.UnsupportedLeafError, match="surrogates") as info:
+        flaxckpt.save(tmp_path / "c", state)
+    assert list(info.value.leaves) == [path]
+    str(info.value).encode()  # it can be printed
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("text", [LONE, PAIR])
+def test_keys_that_are_no_unicode_are_refused(tmp_path, text):
+    for value in (jnp.ones(2), "text", 1, {}):
+        with pytest.raises(errors.LeafNameError, match="no valid Unicode"):
+            flaxckpt.save(tmp_path / "c", {"a": {text: value}})
+    with pytest.raises(errors.OptionError, match="metadata"):
+        flaxckpt.save(tmp_path / "c", {"a": 1}, metadata={"a": PAIR})
+
+
 class Sub(np.ndarray):
     """A user's own array with a unit."""
 
