@@ -10,17 +10,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from flaxckpt import _dtypes, _tree
+from flaxckpt import _dtypes, _json, _tree
 from flaxckpt._info import LeafInfo
 from flaxckpt._types import LeafPath, Shape
 
 _JAX_TYPES = (jax.Array, jax.ShapeDtypeStruct)
+_ARRAYS = (np.ndarray, np.memmap)
+"""Classes of numpy arrays that are no more than their values."""
+
 _PYTHON_NUMBERS: dict[type, str] = {
     bool: "bool",
     int: "int64",
     float: "float64",
     complex: "complex128",
 }
+
+
+_SURROGATES = (
+    "a str with two surrogates that would come back as one character: write that"
+    " character, or keep the text as bytes in a numpy array"
+)
 
 
 def of(path: LeafPath, entry: _tree.Entry) -> LeafInfo | str:
@@ -37,6 +46,8 @@ def of(path: LeafPath, entry: _tree.Entry) -> LeafInfo | str:
     if isinstance(value, _JAX_TYPES):
         return _describe_jax(path, keys, value)
     if isinstance(value, np.ndarray | np.generic):
+        if type(value) not in _ARRAYS and type(value) is not value.dtype.type:
+            return _describe_subclass(value)
         dtype = _dtypes.name(value.dtype)
         if _dtypes.stored_name(dtype) is None:
             return f"a numpy array of dtype {dtype}"
@@ -50,6 +61,10 @@ def of(path: LeafPath, entry: _tree.Entry) -> LeafInfo | str:
             dtype,
         )
     if type(value) is str:
+        try:
+            _json.text(value, "it")
+        except ValueError:
+            return _SURROGATES
         return LeafInfo(path, keys, "string", "str")
     if type(value) is int and not -(2**63) <= value < 2**63:
         return f"the int {value}, which needs more than 64 bits"
@@ -58,6 +73,22 @@ def of(path: LeafPath, entry: _tree.Entry) -> LeafInfo | str:
             path, keys, "scalar", type(value).__name__, (), number, weak_type=True
         )
     return f"a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _describe_subclass(value: np.ndarray[Any, Any] | np.generic) -> str:
+    """Says why an instance of a subclass of numpy's arrays or scalars is refused.
+
+    What it has beyond its values would be lost.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        return (
+            "a masked array, whose mask would be lost: save x.data and"
+            " np.ma.getmaskarray(x) as two leaves, or x.filled()"
+        )
+    cls = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, np.generic):
+        return f"a {cls}, which would come back as a plain numpy {value.dtype}"
+    return f"a {cls}, which would come back as a plain array: save np.asarray(x)"
 
 
 def _describe_jax(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+import jax
 from jax.sharding import Mesh, NamedSharding
 
 from flaxckpt import (
+    _derive,
     _dtypes,
     _layout,
 )
@@ -16,6 +18,7 @@ from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
 
 _NEAREST_AMONG = 5_000
+_X64 = "jax_enable_x64"
 
 
 def missing(wanted: LeafInfo, table: LeafTable, *, nearest: bool = True) -> Mismatch:
@@ -36,6 +39,24 @@ def misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
     return Mismatch(wanted.path, str(wanted), str(found))
 
 
+def too_wide(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
+    """Says that jax, as it is configured now, cannot hold a wanted jax array.
+
+    Without `jax_enable_x64`, jax cuts 64-bit values to 32 bits without an error.
+
+    Args:
+        wanted: The leaf that the caller asks for.
+        found: The leaf that would fill it; None if it is to be made anew.
+    """
+    if wanted.python_type != "jax.Array" or not _derive.needs_64_bits(wanted):
+        return None
+    widest = _dtypes.name(jax.dtypes.canonicalize_dtype(wanted.dtype))
+    if widest == wanted.dtype:
+        return None
+    asked = f"{wanted}, where jax without {_X64} has at most {widest}"
+    return Mismatch(wanted.path, asked, "nothing" if found is None else str(found))
+
+
 def _fits(wanted: LeafInfo, found: LeafInfo) -> bool:
     if wanted.kind == "string" or found.kind == "string":
         return wanted.kind == found.kind
@@ -49,8 +70,8 @@ def _fits(wanted: LeafInfo, found: LeafInfo) -> bool:
         return False
     assert wanted.dtype is not None
     assert found.dtype is not None
-    if wanted.kind == "scalar" or found.kind == "scalar":
-        # A Python number has no width; whether it fits is seen when it is read.
+    if wanted.is_python_number or found.is_python_number:
+        # It has no width; whether it fits is seen when it is read.
         return _number_kind(wanted.dtype) == _number_kind(found.dtype)
     return _dtypes.restores_as(found.dtype, wanted.dtype)
 
@@ -80,8 +101,9 @@ def advice(
 ) -> str:
     """What to do about a plan that has `problems` with the leaves of `table`."""
     found = list(problems)
-    if abstract_state is None:
-        return "Set jax_enable_x64, or pass an abstract state with numpy leaves."
+    wide = [m for m in found if _X64 in m.wanted]
+    if wide:
+        return _advice_on_width(wide, is_alone=abstract_state is None)
     if any(m.wanted == "nothing" for m in found):
         return 'Ask for these leaves too, or pass unused="ignore".'
     if any(m.found.startswith("several") for m in found):
@@ -102,6 +124,26 @@ def advice(
         "Change the state to fit, or the checkpoint on the way: transforms=[...] can"
         " rename, drop, grow, slice and map leaves. Floating types are cast, integers"
         " only widened."
+    )
+
+
+def _advice_on_width(problems: Sequence[Mismatch], *, is_alone: bool) -> str:
+    """How to get 64-bit values, or fewer bits of them."""
+    first: dict[str, LeafPath] = {}
+    for problem in problems:
+        first.setdefault(problem.wanted.rsplit(" ", maxsplit=1)[-1], problem.leaf)
+    casts = ", ".join(
+        f'cast("{path}", "{dtype}"{"" if dtype == "float32" else ", lossy=True"})'
+        for dtype, path in first.items()
+    )
+    if is_alone:
+        return (
+            f"To keep all bits, set {_X64}, or pass a state with numpy arrays there;"
+            f" for 32 bits, pass transforms=[{casts}]."
+        )
+    return (
+        f"To keep all bits, set {_X64}, or put numpy arrays there in the state; for 32"
+        f" bits, ask for {' and '.join(first)} there, and pass transforms=[{casts}]."
     )
 
 

@@ -74,6 +74,11 @@ class LeafInfo:
     shard_shape: Shape | None = None
     role: Role | None = None
 
+    @property
+    def is_python_number(self) -> bool:
+        """Whether it is a Python number, which has no width, unlike numpy's scalars."""
+        return self.kind == "scalar" and self.python_type != "numpy.generic"
+
     def __str__(self) -> str:
         match self.kind:
             case "string":

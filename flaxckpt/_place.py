@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,9 +18,6 @@ from flaxckpt._zarr import Array, Region, region_of, whole
 
 _COPIED_BELOW = 2**16
 """Bytes below which jax copies an array faster than it takes its memory over."""
-
-_WEAK_LIMIT = 4096
-"""Elements up to which a weakly typed array is built anew as one."""
 
 
 def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) -> Any:
@@ -42,7 +39,7 @@ def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) 
         return _keys(data, wanted)
     dtype = wanted.dtype or ""
     # A Python number has no width: whether it fits is seen only now.
-    is_number = "scalar" in (wanted.kind, found.kind)
+    is_number = wanted.is_python_number or found.is_python_number
     typed = {
         region: _as_dtype(_values(block, found.dtype or "", dtype), dtype, is_number)
         for region, block in blocks.items()
@@ -86,52 +83,56 @@ def _as_dtype(array: Array, dtype_name: str, is_number: bool) -> Array:
         low, high = _dtypes.bounds(dtype_name)
         if not low <= array.item() <= high:
             raise OverflowError(str(array))
-    return _dtypes.convert(array, dtype_name)
+    converted = _dtypes.convert(array, dtype_name)
+    is_float = _dtypes.kind(dtype_name) in ("float", "complex")
+    if is_number and is_float and np.isfinite(array) and not np.isfinite(converted):
+        raise OverflowError(str(array))
+    return converted
 
 
 def _to_devices(blocks: Mapping[Region, Array], wanted: LeafInfo) -> jax.Array:
-    if wanted.sharding is None:
-        [array] = blocks.values()
-        return _weak(array) if wanted.weak_type else _put(array, None)
     sharding = wanted.sharding
     entire = blocks.get(whole(wanted.shape))
-    if sharding.is_fully_addressable and entire is not None:
-        if wanted.weak_type:
-            return _put(_weak(entire), sharding)
-        if len(sharding.device_set) == 1:
-            return _put(entire, sharding)
-    elif wanted.weak_type and entire is not None and _can_be_weak(entire):
-        everywhere: jax.Array = _joining(entire.shape, sharding)(
-            entire.ravel().tolist()
+    if sharding is None:
+        [array] = blocks.values()
+        placed = _put(array, None)
+    elif (
+        sharding.is_fully_addressable
+        and entire is not None
+        and len(sharding.device_set) == 1
+    ):
+        placed = _put(entire, sharding)
+    else:
+        indices = sharding.addressable_devices_indices_map(wanted.shape)
+        placed = jax.make_array_from_single_device_arrays(
+            wanted.shape,
+            sharding,
+            [
+                _put(
+                    blocks[region_of(index or (), wanted.shape)],
+                    _single(device, sharding),
+                )
+                for device, index in indices.items()
+            ],
+            dtype=_dtypes.to_numpy(wanted.dtype or ""),
         )
-        return everywhere
-    placed = [
-        _put(blocks[region_of(index or (), wanted.shape)], _single(device, sharding))
-        for device, index in sharding.addressable_devices_indices_map(
-            wanted.shape
-        ).items()
-    ]
-    whole_array: jax.Array = jax.make_array_from_single_device_arrays(
-        wanted.shape, sharding, placed, dtype=_dtypes.to_numpy(wanted.dtype or "")
-    )
-    return whole_array
+    return _weak(placed, sharding) if wanted.weak_type else placed
 
 
 def place(value: Any, wanted: LeafInfo) -> Any:
     """A computed leaf, where and as the caller wants it."""
     if wanted.python_type != "jax.Array":
-        array = np.array(value)  # a view of jax's could not be written to
+        # A copy, because a view of jax's could not be written to.
+        array = _dtypes.convert(np.array(value), wanted.dtype or "")
         if wanted.python_type == "numpy.generic":
             return array[()]
         return array if wanted.kind == "array" else array.item()
-    if wanted.weak_type:
-        value = _weak(np.asarray(value))
     if wanted.sharding is not None:
-        return _put_computed(value, wanted.sharding)
-    if wanted.kind == "array" and value.committed:
+        value = _put_computed(value, wanted.sharding)
+    elif wanted.kind == "array" and value.committed:
         # Tied to a device, unlike what is restored.
-        return _put(np.asarray(value), None)
-    return value
+        value = _put(np.asarray(value), None)
+    return _weak(value, wanted.sharding) if wanted.weak_type else value
 
 
 def _put_computed(value: jax.Array, sharding: Sharding) -> jax.Array:
@@ -153,25 +154,28 @@ def _single(device: jax.Device, sharding: Sharding) -> SingleDeviceSharding:
     return SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
 
 
-def _weak(array: Array) -> jax.Array:
-    """A jax array that promotes like a Python number, as only those can be built."""
-    if not _can_be_weak(array):
-        return _put(array, None)
-    return _weakly(array.ravel().tolist(), array.shape)
+def _weak(array: jax.Array, sharding: Sharding | None) -> jax.Array:
+    """The same values as an array that jax promotes like a Python number."""
+    is_local = sharding is None or sharding.is_fully_addressable
+    if array.shape == () and is_local:
+        # The common case, a step counter, without a compilation.
+        value = np.asarray(array)
+        scalar = jnp.asarray(value.item())
+        if (
+            scalar.dtype == array.dtype
+            and np.asarray(scalar).tobytes() == value.tobytes()
+        ):
+            return scalar if sharding is None else jax.device_put(scalar, sharding)
+    weak: jax.Array = _weakening(array.shape, array.dtype, sharding)(array)
+    return weak
 
 
-def _can_be_weak(array: Array) -> bool:
-    if array.size > _WEAK_LIMIT or array.size == 0:
-        return False
-    return bool(jnp.asarray(array.flat[0].item()).dtype == array.dtype)
+@functools.lru_cache(maxsize=256)
+def _weakening(shape: Shape, dtype: np.dtype[Any], sharding: Sharding | None) -> Any:
+    """A compiled function that returns its argument as a weakly typed array.
 
-
-def _weakly(numbers: Sequence[float], shape: Shape) -> jax.Array:
-    arrays = [jnp.asarray(number) for number in numbers]
-    return arrays[0] if shape == () else jnp.stack(arrays).reshape(shape)
-
-
-@functools.lru_cache(maxsize=64)
-def _joining(shape: Shape, sharding: Sharding) -> Any:
-    """The same on devices of several processes, which all do so."""
-    return jax.jit(functools.partial(_weakly, shape=shape), out_shardings=sharding)
+    A compiled function takes arguments that differ from its own in weakness only. On
+    devices of several processes, all of them call it.
+    """
+    weak = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=True)
+    return jax.jit(lambda array: array, out_shardings=sharding).lower(weak).compile()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from jax.sharding import PartitionSpec
 
@@ -183,6 +183,18 @@ def _row(path: LeafPath, leaf: LeafPlan) -> tuple[str, str, str, str]:
     return path, actions, str(leaf.wanted or "-"), found
 
 
+class ComputedNumber(NamedTuple):
+    """A Python number that is computed, and then becomes a leaf of another type.
+
+    Attributes:
+        found: The number, as it is computed.
+        wanted: The leaf that it becomes.
+    """
+
+    found: LeafInfo
+    wanted: LeafInfo
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recipe:
     """How a plan is carried out.
@@ -195,6 +207,7 @@ class Recipe:
         flat: The wanted state; None to build what the checkpoint describes.
         structure: The containers of the result if `flat` is None.
         as_asked: Leaves that start afresh because the caller said so.
+        numbers: Leaves among `derived` that are computed as Python numbers.
     """
 
     jobs: tuple[_read.ReadJob, ...]
@@ -204,6 +217,7 @@ class Recipe:
     flat: _flax.FlatState | None
     structure: _tree.Node | LeafPath
     as_asked: frozenset[LeafPath] = frozenset()
+    numbers: tuple[ComputedNumber, ...] = ()
 
 
 def actions(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from flaxckpt import (
     _containers,
-    _dtypes,
     _flax,
     _layout,
     _optax,
@@ -24,7 +23,7 @@ from flaxckpt import (
     errors,
 )
 from flaxckpt._finder import Finder
-from flaxckpt._fit import misfit, missing
+from flaxckpt._fit import misfit, missing, too_wide
 from flaxckpt._info import Leaf, LeafInfo, LeafTable, Stored, StoredLeaf
 from flaxckpt._plan import LeafPlan, Options, Recipe, RestorePlan
 from flaxckpt._types import LeafPath, PyTree
@@ -64,14 +63,13 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
     reading = _Reading()
     leaves: dict[LeafPath, LeafPlan] = {}
     problems = []
-    usable_type = functools.cache(_usable_type)
     for path, leaf in table.items():
         if leaf.info.kind == "empty":
             continue
         wanted = leaf.info
         if wanted.sharding is not None:
             wanted = dataclasses.replace(wanted, sharding=None)
-        if problem := _needs_x64(leaf.info, usable_type):
+        if problem := too_wide(leaf.info, leaf.info):
             problems.append(problem)
         size = reading.add(leaf, wanted)
         sources = _plan.source_paths(leaf)
@@ -92,6 +90,7 @@ class _Reading:
         self.given: dict[LeafPath, Any] = {}
         self._jobs: list[_read.ReadJob] = []
         self._derived: list[Leaf] = []
+        self._numbers: list[_plan.ComputedNumber] = []
         self._seen: set[int] = set()  # read for one of them
 
     def add(self, leaf: Leaf, wanted: LeafInfo) -> int:
@@ -103,7 +102,12 @@ class _Reading:
         path = wanted.path
         stored = [s for s in leaf.sources if isinstance(s, StoredLeaf)]
         if leaf.fn is not None:
-            self._derived.append(Leaf(wanted, leaf.sources, leaf.fn))
+            computed = wanted
+            if leaf.info.is_python_number and not wanted.is_python_number:
+                # Whether it fits the wanted type is seen once it is computed.
+                computed = dataclasses.replace(leaf.info, path=path, keys=wanted.keys)
+                self._numbers.append(_plan.ComputedNumber(computed, wanted))
+            self._derived.append(Leaf(computed, leaf.sources, leaf.fn))
             new = {id(source): source for source in stored}
             new = {key: new[key] for key in new.keys() - self._seen}
             self._seen.update(new)
@@ -147,21 +151,8 @@ class _Reading:
             flat,
             structure,
             frozenset(as_asked),
+            tuple(self._numbers),
         )
-
-
-def _needs_x64(info: LeafInfo, usable_type: Callable[[str], str]) -> Mismatch | None:
-    if info.kind != "array" or info.python_type != "jax.Array":
-        return None
-    usable = usable_type(info.dtype or "")
-    if usable == info.dtype:
-        return None
-    return Mismatch(info.path, f"at most {usable}, as jax is configured", str(info))
-
-
-def _usable_type(dtype: str) -> str:
-    """What jax makes of `dtype` as it is configured now."""
-    return str(jax.dtypes.canonicalize_dtype(_dtypes.to_numpy(dtype)).name)
 
 
 class _Planner:
@@ -254,6 +245,9 @@ class _Planner:
             self._used.update(candidates)
             value = leaf.source
             if isinstance(value, jax.ShapeDtypeStruct):
+                if problem := too_wide(leaf.info, None):
+                    self._conflict(problem, leaf.info, None, ())
+                    return
                 value = _place.place(jnp.zeros(value.shape, value.dtype), leaf.info)
             self._reading.given[path] = value
             self._leaves[path] = LeafPlan(("init",), (), leaf.info, None, 0)
@@ -301,6 +295,9 @@ class _Planner:
         wanted, found = leaf.info, self._table[source_path]
         self._used.add(source_path)
         problem = misfit(wanted, found.info)
+        if problem is None and (problem := too_wide(wanted, found.info)):
+            self._conflict(problem, wanted, found.info, (source_path,))
+            return
         if problem and found.fn is not None and path in self._roles:
             # What a transform made of an optimizer's leaf, such as a placeholder.
             self._start_afresh(leaf, self._roles[path])
@@ -322,6 +319,9 @@ class _Planner:
         is_optimizer = known is not None and self._options.optimizer != "exact"
         has_value = not isinstance(leaf.source, jax.ShapeDtypeStruct)
         if is_optimizer and info.path.startswith(self._can_init):
+            if problem := too_wide(info, None):
+                self._conflict(problem, info, None, ())
+                return
             self._fresh.append(info)
         elif (is_optimizer or self._options.missing == "init") and has_value:
             self._reading.given[info.path] = leaf.source

@@ -292,7 +292,9 @@ def _from_store(
 
 
 def _is_cast_by_tensorstore(job: ReadJob) -> bool:
-    """Floats are; an integer that does not fit is noticed only in memory."""
+    """Floats are; a number that does not fit is noticed only in memory."""
+    if job.wanted.is_python_number or job.found.is_python_number:
+        return False
     wanted, found = job.wanted.dtype or "", job.found.dtype or ""
     return (
         wanted != found

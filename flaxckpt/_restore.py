@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +20,7 @@ from flaxckpt import (
     _locate,
     _multihost,
     _optax,
+    _place,
     _plan,
     _planner,
     _progress,
@@ -289,6 +290,7 @@ def restore(
                 found = _share.gathered(found, recipe.jobs)
             values = {**recipe.given, **found}
             values |= _computed.read(recipe.derived, reading)
+            values |= _placed_numbers(planned.path, recipe.numbers, values)
             state = _built(recipe, abstract_state, planned.path, values)
     except errors.DamagedCheckpointError:
         _check_current(stored)
@@ -303,6 +305,30 @@ def restore(
         time.monotonic() - start,
     )
     return state
+
+
+def _placed_numbers(
+    path: str,
+    numbers: Sequence[_plan.ComputedNumber],
+    values: Mapping[LeafPath, Any],
+) -> dict[LeafPath, Any]:
+    """Python numbers that were computed, as the leaves that the state asks for.
+
+    Raises:
+        RestoreMismatchError: Numbers are too large for the wanted types.
+    """
+    placed = {}
+    too_large = []
+    for found, wanted in numbers:
+        number = np.asarray(values[wanted.path], found.dtype)
+        try:
+            placed[wanted.path] = _place.assemble({(): number}, found, wanted)
+        except OverflowError as error:
+            text = f"the number {error}"
+            too_large.append(Mismatch(wanted.path, str(wanted), text))
+    if too_large:
+        raise errors.RestoreMismatchError(path, too_large)
+    return placed
 
 
 def _check_current(stored: Stored) -> None:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from flaxckpt import errors
+from flaxckpt import _json, errors
 from flaxckpt._types import JSON, LeafPath, PyTree
 
 MAX_DEPTH = 64
@@ -322,12 +322,20 @@ def _visit(
 def _count_static(walker: _Walker, path: LeafPath, static: Mapping[str, JSON]) -> None:
     """Refuses static fields that take more text than all of a state may have.
 
+    So are those with text that would not come back.
+
     Raises:
-        UnsupportedLeafError: The field that is too much.
+        UnsupportedLeafError: The field at fault.
     """
     [total] = walker.static_bytes
     for name, field in static.items():
-        total += _static_bytes(field)
+        try:
+            total += _static_bytes(field)
+        except ValueError:
+            raise errors.UnsupportedLeafError(
+                {path: f"the static field {name!r} with two surrogates"},
+                "They would come back as one character: write that character.",
+            ) from None
         if total > _MAX_STATIC_BYTES:
             raise errors.UnsupportedLeafError(
                 {path: f"the static field {name!r} of {_static_bytes(field)} bytes"},
@@ -343,8 +351,13 @@ _SHORT = 1000
 
 
 def _static_bytes(field: JSON) -> int:
-    """About how many bytes a static field takes as JSON; exact if it is long."""
+    """About how many bytes a static field takes as JSON; exact if it is long.
+
+    Raises:
+        ValueError: JSON would give back another text.
+    """
     if isinstance(field, str):
+        _json.text(field, "it")
         return len(field) if len(field) < _SHORT else len(json.dumps(field))
     if isinstance(field, list):
         return 2 + sum([1 + _static_bytes(item) for item in field])

@@ -230,7 +230,7 @@ def _write_files(
     is_remote = _remote.is_remote(root)
 
     def begin(array: HostArray) -> bool:
-        """Makes the directory; says whether all chunks can be linked unread."""
+        """Makes the directory; says whether its chunks should be those of before."""
         directory = root / array.name
         directory.mkdir(exist_ok=not array.name or writer is not None)
         content = _raw_chunks.metadata_text(array, encoding)
@@ -247,13 +247,15 @@ def _write_files(
         name = chunk.array.name
         new = root / name / chunk.key
         old = previous and previous.root / name / chunk.key
-        file_size = chunk.size + _blocks.CHECKSUM_BYTES * encoding.checksum
-        if not (old and is_unchanged and _blocks.link(old, new, file_size)):
-            copies = chunk.has_to_be_copied() + _COPIES_IN_REQUESTS * is_remote
-            with budget.hold(chunk.size * copies):
-                parts = chunk.parts(encoding)
-                if not (old and _blocks.link_equal(old, new, parts)):
-                    _blocks.write(new, parts)
+        # An array of jax's may have the memory of a numpy array, which its owner may
+        # have changed since. jax does not tell, so that the checksums have to.
+        is_same = is_unchanged and encoding.checksum
+        link = _blocks.link_unchanged if is_same else _blocks.link_equal
+        copies = chunk.has_to_be_copied() + _COPIES_IN_REQUESTS * is_remote
+        with budget.hold(chunk.size * copies):
+            parts = chunk.parts(encoding)
+            if not (old and link(old, new, parts)):
+                _blocks.write(new, parts)
         count(chunk.nbytes)
 
     # Large arrays are shared among the threads, chunk by chunk, and come first.

@@ -172,6 +172,21 @@ def test_a_file_that_differs_is_not_linked(tmp_path, place):
     assert not (tmp_path / "new").exists()
 
 
+def test_an_unchanged_file_is_linked_if_its_checksum_is_the_same(tmp_path):
+    content = noise(2**20)
+    old = stored(tmp_path / "old", content).path
+    parts = views(content)
+    assert _blocks.link_unchanged(
+        old, tmp_path / "new", [*parts, memoryview(_blocks.checksum(parts))]
+    )
+    assert (tmp_path / "new").samefile(old)
+    changed = views(content[:-1] + bytes([content[-1] ^ 1]))
+    assert not _blocks.link_unchanged(
+        old, tmp_path / "other", [*changed, memoryview(_blocks.checksum(changed))]
+    )
+    assert not (tmp_path / "other").exists()
+
+
 def test_no_link_is_made_of_what_is_not_there(tmp_path):
     assert not _blocks.link_equal(tmp_path / "old", tmp_path / "new", views(b"x"))
     assert not _blocks.link(tmp_path / "old", tmp_path / "new", 1)

@@ -410,6 +410,49 @@ def test_frozen_leaves_are_stored_once(tmp_path, codec, how):
     ckpt.close()
 
 
+def shared_with_numpy(values):
+    """A numpy array, and a jax array that has the same memory."""
+    memory = np.zeros(values.nbytes + _blocks.ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _blocks.ALIGNMENT
+    owner = memory[start : start + values.nbytes].view(values.dtype)
+    owner = owner.reshape(values.shape)
+    owner[...] = values
+    array = jax.device_put(owner)
+    assert array.unsafe_buffer_pointer() == owner.ctypes.data
+    return owner, array
+
+
+@pytest.mark.parametrize("store", ["files", "ocdbt"])
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("checksum", [True, False])
+def test_memory_that_was_changed_in_place_is_not_linked(
+    tmp_path, store, codec, checksum
+):
+    """jax arrays that share memory with numpy are the same objects, but not equal."""
+    layout = flaxckpt.ArrayLayout(
+        store=store, codec=codec, checksum=checksum, chunk_bytes=2**16
+    )
+    before = np.arange(2**16, dtype=np.float32)
+    owner, array = shared_with_numpy(before)
+    state = {"x": array, "y": jnp.arange(2**16)}
+    with flaxckpt.Checkpointer(tmp_path, layout=layout) as ckpt:
+        ckpt.save(1, state).wait()
+        owner[5] = -1
+        ckpt.save(2, state).wait()
+        owner[2**15] = -2
+        ckpt.save(3, state).wait()
+        third = ckpt.restore(step=3)["x"]
+        np.testing.assert_array_equal(third, owner)
+        owner[2**15] = before[2**15]
+        np.testing.assert_array_equal(ckpt.restore(step=2)["x"], owner)
+        np.testing.assert_array_equal(ckpt.restore(step=1)["x"], before)
+    for step in (1, 2, 3):
+        assert flaxckpt.verify(tmp_path / str(step)).ok
+    if store == "files":  # what did not change is still linked
+        chunk = Path("state/y/c.0")
+        assert (tmp_path / "3" / chunk).samefile(tmp_path / "1" / chunk)
+
+
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_orbax_reads_steps_with_linked_leaves(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint")

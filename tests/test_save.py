@@ -442,6 +442,120 @@ def test_traced_values_cannot_be_saved(tmp_path):
         train(jnp.ones(3))
 
 
+PAIR = "\ud83d\ude00"  # two code units; JSON makes one character of them
+LONE = "a\udc80b"  # of a file name that is no UTF-8, as os.fsdecode gives it
+EMOJI = "\N{GRINNING FACE}"
+
+
+@struct.dataclass
+class Named:
+    x: typing.Any
+    name: typing.Any = struct.field(pytree_node=False, default="")
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("text", [LONE, EMOJI, "a\0b", LONE * 2, "\ude00\ud83d"])
+def test_texts_come_back_exactly(tmp_path, store, text):
+    state = Named({"text": text, "list": [text], "w": jnp.ones(2)}, text)
+    options = {"layout": layout(store), "metadata": {text: [text]}}
+    flaxckpt.save(tmp_path / "c", state, **options)
+    for found in (
+        flaxckpt.load(tmp_path / "c", state),
+        flaxckpt.load(tmp_path / "c", types=[Named]),
+    ):
+        assert found.x["text"] == found.x["list"][0] == found.name == text
+    assert flaxckpt.metadata(tmp_path / "c").custom == {text: [text]}
+
+
+@pytest.mark.parametrize(
+    ("state", "path"),
+    [
+        ({"a": {"text": f"x{PAIR}"}}, "a/text"),
+        ([FrozenDict(text=PAIR)], "0/text"),
+        (Named({"text": PAIR}), "x/text"),
+        ({"a": Named(jnp.ones(2), PAIR)}, "a"),
+        ({"a": Named(jnp.ones(2), (1, (PAIR,)))}, "a"),
+        ({"a": nnx.Param(jnp.ones(2), tag=PAIR)}, "a"),
+        ({"a": linen.Partitioned(jnp.ones(2), names=(PAIR,))}, "a"),
+    ],
+)
+def test_texts_that_would_not_come_back_are_refused(tmp_path, state, path):
+    with pytest.raises(errors.UnsupportedLeafError, match="surrogates") as info:
+        flaxckpt.save(tmp_path / "c", state)
+    assert list(info.value.leaves) == [path]
+    str(info.value).encode()  # it can be printed
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("text", [LONE, PAIR])
+def test_keys_that_are_no_unicode_are_refused(tmp_path, text):
+    for value in (jnp.ones(2), "text", 1, {}):
+        with pytest.raises(errors.LeafNameError, match="no valid Unicode"):
+            flaxckpt.save(tmp_path / "c", {"a": {text: value}})
+    with pytest.raises(errors.OptionError, match="metadata"):
+        flaxckpt.save(tmp_path / "c", {"a": 1}, metadata={"a": PAIR})
+
+
+class Sub(np.ndarray):
+    """A user's own array with a unit."""
+
+    unit = "m"
+
+
+class SubFloat(np.float64):
+    """A user's own number."""
+
+
+REFUSED = {
+    "masked": np.ma.masked_array([1, 2, 3], [0, 1, 0]),
+    "nothing masked": np.ma.masked_array([1.0, 2.0]),
+    "masked constant": np.ma.masked,
+    "matrix": np.ones((1, 2)).view(np.matrix),
+    "records of one type": np.rec.fromarrays([[1.0], [2.0]], names="a,b"),
+    "plain records": np.zeros(3).view(np.recarray),
+    "own": np.arange(3).view(Sub),
+    "own number": SubFloat(1.5),
+    "structured": np.zeros(2, [("a", "f4")]),
+    "date": np.array(["2020-01-01"], "M8[D]"),
+    "duration": np.timedelta64(3, "s"),
+    "text": np.array(["a"]),
+    "bytes": np.bytes_(b"a"),
+    "void": np.void(b"abc"),
+    "objects": np.array([1, None], object),
+    "long": np.zeros(2, np.longdouble),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_numpy_values_that_would_not_come_back_are_refused(tmp_path, name):
+    value = REFUSED[name]
+    for state in ({"a": {"b": value}, "c": 1}, FrozenDict(a=[value], c=1)):
+        with pytest.raises(errors.UnsupportedLeafError) as info:
+            flaxckpt.save(tmp_path / "c", state)
+        [path] = info.value.leaves
+        assert path in ("a/b", "a/0")
+        assert ("mask" in info.value.leaves[path]) == ("mask" in name)
+        with pytest.raises(errors.UnsupportedLeafError):
+            flaxckpt.save_async(tmp_path / "c", state)
+    assert not (tmp_path / "c").exists()
+
+
+def test_the_advice_on_a_masked_array_works(tmp_path):
+    array = np.ma.masked_array([1, 2, 3], [0, 1, 0])
+    with pytest.raises(errors.UnsupportedLeafError, match="getmaskarray"):
+        flaxckpt.save(tmp_path / "c", {"x": array})
+    state = {"x": array.data, "mask": np.ma.getmaskarray(array)}
+    flaxckpt.save(tmp_path / "c", state)
+    strategies.assert_same(state, flaxckpt.load(tmp_path / "c"))
+
+
+def test_a_memory_map_is_saved_as_the_array_that_it_is(tmp_path):
+    array = np.memmap(tmp_path / "file", np.float32, "w+", shape=(3,))
+    array[:] = 1, 2, 3
+    flaxckpt.save(tmp_path / "c", {"x": array})
+    strategies.assert_same({"x": np.array(array)}, flaxckpt.load(tmp_path / "c"))
+
+
 @pytest.mark.parametrize(
     ("state", "store"),
     [
