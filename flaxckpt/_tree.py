@@ -140,7 +140,7 @@ def check_nesting(tree: PyTree, is_leaf: Callable[[object], bool]) -> None:
         if not level:
             return
     raise errors.LeafNameError(
-        dict([_too_deep(tree, is_leaf, leaf_types)]),
+        dict([_too_deep(tree, is_leaf)]),
         "Take the reference out, or flatten the state.",
     )
 
@@ -161,11 +161,9 @@ def _children(
     return () if parts is None else parts.children
 
 
-def _too_deep(
-    tree: PyTree, is_leaf: Callable[[object], bool], leaf_types: set[type]
-) -> tuple[LeafPath, str]:
+def _too_deep(tree: PyTree, is_leaf: Callable[[object], bool]) -> tuple[LeafPath, str]:
     """Where a tree contains itself, or which of its leaves is too deep; and why."""
-    found = _find_fault(tree, (), {}, set(), is_leaf, leaf_types)
+    found = _find_fault(tree, (), {}, set(), is_leaf)
     keys, first = found or ((), None)
     if first is None:
         name = f"{join(keys)[:60]} …" if keys else "the state"
@@ -180,7 +178,6 @@ def _find_fault(
     above: dict[int, tuple[Key, ...]],
     done: set[int],
     is_leaf: Callable[[object], bool],
-    leaf_types: set[type],
 ) -> tuple[tuple[Key, ...], tuple[Key, ...] | None] | None:
     """The keys of a node that is one of those above it, and the keys of that one.
 
@@ -192,20 +189,19 @@ def _find_fault(
         above: The containers above it: `id` -> keys.
         done: Containers that are known to be in no cycle.
         is_leaf: Whether a node is taken for a leaf.
-        leaf_types: Classes of leaves.
     """
-    if type(node) in leaf_types or id(node) in done:
+    if id(node) in done:
         return None
     if id(node) in above:
         return keys, above[id(node)]
-    if is_leaf(node) or (parts := _decompose(node, (), Key)) is None:
-        return None
     if len(keys) > MAX_DEPTH:
         return keys, None
+    if is_leaf(node) or (parts := _decompose(node, (), Key)) is None:
+        return None
     above[id(node)] = keys
     for key, child in zip(parts.keys, parts.children, strict=True):
         inner = (*keys, key)
-        if found := _find_fault(child, inner, above, done, is_leaf, leaf_types):
+        if found := _find_fault(child, inner, above, done, is_leaf):
             return found
     del above[id(node)]
     done.add(id(node))

@@ -20,12 +20,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning"),
 ]
 
-import os
-EXAMPLES=int(os.environ.get("EX","30"))
-PHASES=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
 few_examples = hypothesis.settings(
-    max_examples=EXAMPLES,
-    phases=PHASES,
+    max_examples=40,
     suppress_health_check=[
         hypothesis.HealthCheck.too_slow,
         hypothesis.HealthCheck.data_too_large,
