@@ -66,14 +66,18 @@ def save(
             typed PRNG keys and None.
         layout: How arrays are cut and encoded.
         transforms: What to change on the way, as `transforms.cast`.
-        metadata: JSON of your own, kept where Orbax keeps custom metadata.
+        metadata: JSON of your own, kept where Orbax keeps custom metadata. It is
+            copied at the call.
         overwrite: Whether to replace a checkpoint that is there.
 
     Raises:
         CheckpointExistsError: `path` is taken.
-        UnsupportedLeafError: Leaves that no checkpoint can hold.
-        LeafNameError: Leaf names that collide on disk.
-        SaveFailedError: The bytes could not be written.
+        OptionError: The metadata is no JSON, or more than readers take.
+        UnsupportedLeafError: Leaves that no checkpoint can hold, or no reader takes.
+        LeafNameError: Leaf names that collide on disk, or containers that are nested
+            too deep, or in themselves.
+        SaveFailedError: The bytes could not be written, or all leaves together are
+            more than readers take.
     """
     return save_async(
         path,

@@ -321,6 +321,27 @@ def faults():
     say(told=told)
 
 
+def refused():
+    """What no reader would take is refused in each process, at the call."""
+    held = [jnp.ones(2)]
+    held.append(held)
+    told = []
+    with flaxckpt.Checkpointer(DIRECTORY) as ckpt:
+        for state, metadata in (
+            ({"a": np.zeros((1,) * 33)}, {}),
+            ({"a": held}, {}),
+            ({"a": "," * (9 * 2**20)}, {}),
+            ({"a": jnp.ones(2)}, {"key": object()}),
+        ):
+            try:
+                ckpt.save(1, state, metadata=metadata)
+            except errors.CheckpointError as error:
+                told.append(type(error).__name__)
+        ckpt.save(1, {"a": jnp.ones(2)}).wait()
+        steps = ckpt.steps()
+    say(told=told, steps=steps)
+
+
 def _fail_to_write(layout, culprit):
     directory = DIRECTORY / layout
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

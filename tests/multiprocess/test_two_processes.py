@@ -30,7 +30,7 @@ def job(tmp_path_factory):
 def with_orbax(tmp_path_factory):
     directory = tmp_path_factory.mktemp("orbax")
     return directory, jobs.run(
-        "orbax,faults,disagree,late", 2, directory, layouts=LAYOUTS[::3]
+        "orbax,faults,refused,disagree,late", 2, directory, layouts=LAYOUTS[::3]
     )
 
 
@@ -43,6 +43,12 @@ def test_every_leaf_comes_back_on_other_meshes_from_every_store(job):
 
 def test_training_goes_on_while_another_process_has_not_written(job):
     assert job[1]["train"] == ({"steps": [1, 2, 3]},) * 2
+
+
+def test_each_process_refuses_what_no_reader_would_take(with_orbax):
+    told = ["UnsupportedLeafError", "LeafNameError", "UnsupportedLeafError"]
+    wanted = {"told": [*told, "OptionError"], "steps": [1]}
+    assert with_orbax[1]["refused"] == (wanted, wanted)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
