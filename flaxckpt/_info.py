@@ -235,8 +235,8 @@ class CheckpointMetadata:
 
     Attributes:
         path: The checkpoint, a directory or a file.
-        format: `flaxckpt`, or whose it is else: `orbax`, `t5x`, `msgpack`, `streaming`
-            or `safetensors`.
+        format: `flaxckpt`, or whose it is else: `orbax`, `t5x`, `msgpack`, `streaming`,
+            `safetensors` or `npz`.
         step: Its number under a run directory; None if it stands alone.
         leaves: Leaf path -> what is known of it, in the order of the state.
         metrics: What was measured at this step.

@@ -108,6 +108,7 @@ SHARED_SIBLINGS = {
     "datasets._parts",
     "formats._manifest",
     "formats._ndarray",
+    "formats._npz_members",
     "formats._orbax_arrays",
     "formats._orbax_disk",
     "formats._orbax_foreign",
