@@ -70,9 +70,9 @@ def load(
 ) -> PyTree:
     """Loads a state from a checkpoint, whoever wrote it.
 
-    Read are flaxckpt's own format, Orbax's (new and old), T5X's, safetensors, Flax's
-    msgpack and the streams of EasyLM and fjformer; which it is, is found out
-    (`formats.detect`). Nothing in a file is ever executed.
+    Read are flaxckpt's own format, Orbax's (new and old), T5X's, safetensors, numpy's
+    `.npz`, Flax's msgpack and the streams of EasyLM and fjformer; which it is, is found
+    out (`formats.detect`). Nothing in a file is ever executed.
 
     Args:
         path: A checkpoint, as a directory or a file, or a run directory of steps.

@@ -248,3 +248,10 @@ def test_the_golden_archives_are_what_numpy_reads():
             assert list(infos) == list(wanted)
             for name, info in infos.items():
                 assert info.shape == wanted[name].shape
+
+
+def test_a_directory_with_an_archive_says_which_path_to_pass(tmp_path):
+    np.savez(tmp_path / "weights.npz", w=VALUES)
+    (tmp_path / "notes.txt").write_text("text")
+    with pytest.raises(errors.CheckpointFormatError, match=r"such as .*weights\.npz$"):
+        flaxckpt.load(tmp_path)

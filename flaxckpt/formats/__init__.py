@@ -174,7 +174,9 @@ def _with_points(directory: Path) -> str | None:
 
 def _above(directory: Path) -> str | None:
     """What a directory is that has checkpoints in it which are no steps."""
-    children = sorted(child for child in directory.iterdir() if child.is_dir())
+    children = sorted(
+        directory.iterdir(), key=lambda path: (not path.is_dir(), path.name)
+    )
     if found := next(filter(recognises, children[:_MAX_TRIED]), None):
         return (
             "a directory with checkpoints in it that are not called like steps: pass"
