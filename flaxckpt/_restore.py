@@ -12,6 +12,7 @@ import numpy as np
 
 from flaxckpt import (
     _afresh,
+    _arguments,
     _collector,
     _computed,
     _file_systems,
@@ -238,6 +239,11 @@ def open_leaf(
         RestoreMismatchError: There is no such leaf, or it is no array.
         CheckpointError: As for `load`.
     """
+    if not isinstance(leaf_path, str):
+        raise errors.OptionError(
+            "leaf_path must be a text such as 'params/dense/kernel', got"
+            f" {_arguments.found(leaf_path)}"
+        )
     stored = _locate.read_stored(*_locate.locate(_storage.resolve(path), step))
     found = stored.table.get(leaf_path)
     source = None if found is None else found.source

@@ -16,7 +16,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from flaxckpt import errors
+from flaxckpt import _arguments, errors
 
 __all__ = [
     "BestN",
@@ -227,7 +227,14 @@ def decide(
         the two newest, as long as no step is newer that is not), "pinned", "no policy",
         "being read by …" or a policy, as in "LatestN(3)".
     """
-    ordered = sorted(checkpoints, key=lambda c: c.step)
+    policies = checked(policies, "policies")
+    listed = tuple(checkpoints) if _arguments.is_list(checkpoints) else None
+    if listed is None or not all(hasattr(each, "step") for each in listed):
+        raise errors.OptionError(
+            "checkpoints must be a list of what has a step and metrics, such as"
+            f" flaxckpt.CheckpointMetadata, got {_arguments.found(checkpoints)}"
+        )
+    ordered = sorted(listed, key=lambda c: c.step)
     reasons: dict[int, list[str]] = {c.step: [] for c in ordered}
     if ordered:
         reasons[ordered[-1].step].append("newest")

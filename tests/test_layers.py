@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "flaxckpt"
 # not listed, may import all.
 LAYERS = (
     {"errors", "_types"},
+    {"_arguments"},
     {"_connection"},
     {"_store"},
     {"_stores"},
