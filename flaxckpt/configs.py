@@ -237,7 +237,7 @@ _MORE_OF_BEST: Mapping[str, Parser] = {
 
 
 def _policy(key: str, value: Any) -> PreservationPolicy:
-    if hasattr(value, "preserved"):
+    if hasattr(value, "preserved") and not isinstance(value, type):
         policy: PreservationPolicy = value
         return policy
     found = _parsing.table(key, value, [*_POLICIES, *_MORE_OF_BEST])

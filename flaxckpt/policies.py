@@ -193,15 +193,22 @@ def checked(policies: object, option: str) -> tuple[PreservationPolicy, ...]:
     example = f"write {option}=[LatestN(3)], or pass none to keep everything"
     if not isinstance(policies, Iterable) or isinstance(policies, str | Mapping):
         raise errors.OptionError(
-            f"{option} wants a list of policies, got {policies!r:.80}: {example}"
+            f"{option} must be a list of policies, got {policies!r:.80}: {example}"
         )
     found = tuple(policies)
     for policy in found:
         if isinstance(policy, type) or not callable(getattr(policy, "preserved", None)):
             raise errors.OptionError(
-                f"{option} wants policies, got {policy!r:.80} among them: {example}"
+                f"{option} must be a list of policies, got {_shown(policy)} in it:"
+                f" {example}"
             )
     return found
+
+
+def _shown(policy: object) -> str:
+    if isinstance(policy, type):
+        return f"the class {policy.__name__}, not one of its objects"
+    return f"{policy!r:.80}"
 
 
 def decide(
