@@ -237,7 +237,11 @@ _MORE_OF_BEST: Mapping[str, Parser] = {
 
 
 def _policy(key: str, value: Any) -> PreservationPolicy:
-    if hasattr(value, "preserved") and not isinstance(value, type):
+    if isinstance(value, type):
+        raise errors.OptionError(
+            f"{key} must be a policy, found the class {value.__name__}: make one of it"
+        )
+    if hasattr(value, "preserved"):
         policy: PreservationPolicy = value
         return policy
     found = _parsing.table(key, value, [*_POLICIES, *_MORE_OF_BEST])

@@ -323,7 +323,7 @@ def test_a_function_of_a_tree_returns_one(here, made_of):
     ),
     config=(
         lambda: configs.CheckpointConfig(directory="r", keep=[po.LatestN]),
-        "keep",
+        "keep[0] must be a policy, found the class LatestN",
     ),
 )
 def test_policies_datasets_and_configs(call, says):
