@@ -22,7 +22,7 @@ from flaxckpt import (
     _write,
     errors,
 )
-from flaxckpt._info import ArrayLayout
+from flaxckpt._info import ArrayLayout, checked_layout
 from flaxckpt._types import JSON, PathLike, PyTree
 from flaxckpt.policies import PreservationPolicy
 from flaxckpt.transforms import Transform
@@ -97,7 +97,7 @@ class Checkpointer(_run_saver.RunSaver):
         keep_staging: Sequence[PreservationPolicy] = _tiers.KEEP,
     ) -> None:
         self._options = _commit.Options(
-            layout=layout or ArrayLayout(),
+            layout=checked_layout(layout),
             transforms=_transforms.checked(transforms),
             max_concurrent_bytes=max_concurrent_bytes,
         )

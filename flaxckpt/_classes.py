@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import logging
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flaxckpt import _flax, _structure
+from flaxckpt import _arguments, _flax, _structure, errors
 from flaxckpt._types import JSON
 
 _log = logging.getLogger(__name__)
@@ -27,7 +28,19 @@ def resolver(types: Sequence[type] = ()) -> _structure.Resolve:
 
     Args:
         types: The caller's own classes that may be built.
+
+    Raises:
+        OptionError: `types` is no list of classes.
     """
+    if not _arguments.is_list(types):
+        raise errors.OptionError(
+            f"types must be a list of classes, got {_arguments.found(types)}"
+        )
+    for cls in types:
+        if not inspect.isclass(cls):
+            raise errors.OptionError(
+                f"types must be a list of classes, got {_arguments.found(cls)} in it"
+            )
     own = {f"{cls.__module__}:{cls.__qualname__}": cls for cls in types}
 
     def find(type_name: str) -> Build | None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import tensorstore as ts
 
-from flaxckpt import errors
+from flaxckpt import _arguments, errors
 from flaxckpt._types import JSON
 
 _T = TypeVar("_T")
@@ -76,11 +76,15 @@ class StoreOptions:
     concurrency: int = 32
 
     def __post_init__(self) -> None:
-        if not self.deadline_secs > 0 or self.retries < 0 or self.concurrency < 1:
-            raise errors.OptionError(
-                "deadline_secs and concurrency must be positive and retries 0 or more,"
-                f" got {self.deadline_secs}, {self.concurrency} and {self.retries}"
-            )
+        _arguments.positive("deadline_secs", self.deadline_secs)
+        _arguments.whole("retries", self.retries, least=0)
+        _arguments.whole("concurrency", self.concurrency, least=1)
+        for name in ("endpoint", "region", "profile", "credentials_file"):
+            value = getattr(self, name)
+            if not isinstance(value, str | None):
+                raise errors.OptionError(
+                    f"{name} must be a text or None, got {_arguments.found(value)}"
+                )
 
 
 _MEMORY = ts.Context({"memory_key_value_store": {}})

@@ -21,7 +21,7 @@ from flaxckpt import (
     _tree,
     errors,
 )
-from flaxckpt._info import ArrayLayout, Leaf, Stored, StoredLeaf
+from flaxckpt._info import ArrayLayout, Leaf, Stored, StoredLeaf, checked_layout
 from flaxckpt._types import JSON
 from flaxckpt.formats import _manifest, _orbax, _orbax_json
 from flaxckpt.transforms import Transform
@@ -75,10 +75,8 @@ class Options:
                 raise errors.OptionError(f"{name} must be an int, got {value!r}")
             if value <= 0:
                 raise errors.OptionError(f"{name} must be positive, got {value}")
-        if not isinstance(self.layout, ArrayLayout):
-            raise errors.OptionError(
-                f"layout must be a flaxckpt.ArrayLayout, got {self.layout!r}"
-            )
+        checked_layout(self.layout)
+        _transforms.checked(self.transforms)
         is_known = isinstance(self.progress, bool) or self.progress == "auto"
         if not is_known and not callable(self.progress):
             raise errors.OptionError(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from flaxckpt import _dtypes, _json, _tree
+from flaxckpt import _arguments, _dtypes, _json, _tree
 from flaxckpt._info import LeafInfo
 from flaxckpt._types import LeafPath, Shape
 
@@ -72,6 +72,8 @@ def of(path: LeafPath, entry: _tree.Entry) -> LeafInfo | str:
         return LeafInfo(
             path, keys, "scalar", type(value).__name__, (), number, weak_type=True
         )
+    if callable(value) and (isinstance(value, type) or hasattr(value, "__name__")):
+        return _arguments.found(value)
     return f"a {type(value).__module__}.{type(value).__qualname__}"
 
 

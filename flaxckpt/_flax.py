@@ -78,7 +78,13 @@ def flatten(state: PyTree) -> FlatState:
 
     structure = _tree.walk(tree, enter, boxes=boxes())
     if faults:
-        raise errors.UnsupportedLeafError(faults)
+        advice = ""
+        if "" in faults and callable(state):
+            advice = (
+                "Wanted a state, concrete or abstract: call what makes it, or pass"
+                " jax.eval_shape of it."
+            )
+        raise errors.UnsupportedLeafError(faults, advice)
     # Without objects, none of them is an optimizer.
     optimizers = () if tree is state else _nodes(state, _is_nnx_optimizer)
     return FlatState(

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from flaxckpt import _progress, errors
+from flaxckpt import _arguments, _progress, errors
 from flaxckpt._info import SaveResult
 
 
@@ -96,6 +96,7 @@ class SaveHandle:
             CheckpointTimeoutError: It is still running after `timeout_secs`.
             CheckpointError: The save failed; nothing of it counts as saved.
         """
+        _arguments.seconds("timeout_secs", timeout_secs)
         self._is_awaited = True
         if not self.done():
             with _progress.shown(self._counter):

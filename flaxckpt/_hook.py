@@ -77,7 +77,7 @@ class Hook:
         self._offset = offset
         self._check_step = check_step
         self._preflight = preflight
-        self._sinks = tuple(sinks)
+        self._sinks = _sinks.listed(sinks)
         self._subscribed: list[Any] = []
         self._seen = 0
         self._began_at: int | None = None

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec, Sharding
 
-from flaxckpt import _storage, _structure, _tree, _zarr, errors
+from flaxckpt import _arguments, _storage, _structure, _tree, _zarr, errors
 from flaxckpt._types import JSON, LeafPath, Shape
 
 if TYPE_CHECKING:
@@ -196,10 +196,7 @@ class ArrayLayout:
     zarr_version: Literal[2, 3] = 3
 
     def __post_init__(self) -> None:
-        if self.chunk_bytes <= 0:
-            raise errors.OptionError(
-                f"chunk_bytes must be positive, got {self.chunk_bytes}"
-            )
+        _arguments.whole("chunk_bytes", self.chunk_bytes, least=1)
         for name, allowed in (
             ("store", ("auto", "files", "ocdbt")),
             ("codec", ("none", "compact", "zstd")),
@@ -215,6 +212,22 @@ class ArrayLayout:
         """How the chunks of all arrays are encoded."""
         has_checksums = self.checksum and self.zarr_version == 3
         return _zarr.Encoding(self.codec, has_checksums, self.zarr_version)
+
+
+def checked_layout(layout: ArrayLayout | None) -> ArrayLayout:
+    """The layout that somebody has passed, or the default one.
+
+    Raises:
+        OptionError: It is something else.
+    """
+    if layout is None:
+        return ArrayLayout()
+    if not isinstance(layout, ArrayLayout):
+        raise errors.OptionError(
+            f"layout must be a flaxckpt.ArrayLayout, got {_arguments.found(layout)}:"
+            " pass layout=ArrayLayout(store='files')"
+        )
+    return layout
 
 
 class Lineage(NamedTuple):
@@ -240,8 +253,8 @@ class CheckpointMetadata:
 
     Attributes:
         path: The checkpoint, a directory or a file.
-        format: `flaxckpt`, or whose it is else: `orbax`, `t5x`, `msgpack`, `streaming`
-            or `safetensors`.
+        format: `flaxckpt`, or whose it is else: `orbax`, `t5x`, `msgpack`, `streaming`,
+            `safetensors` or `npz`.
         step: Its number under a run directory; None if it stands alone.
         leaves: Leaf path -> what is known of it, in the order of the state.
         metrics: What was measured at this step.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from jax.sharding import PartitionSpec
 
 from flaxckpt import (
+    _arguments,
     _flax,
     _read,
     _tree,
@@ -79,7 +80,8 @@ class Options:
         ):
             if getattr(self, name) not in allowed:
                 raise errors.OptionError(
-                    f"{name} must be one of {allowed}, got {getattr(self, name)!r}"
+                    f"{name} must be one of {allowed}, got"
+                    f" {_arguments.found(getattr(self, name))}"
                 )
 
 

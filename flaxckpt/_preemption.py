@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 
-from flaxckpt import _multihost, errors
+from flaxckpt import _arguments, _multihost
 
 _log = logging.getLogger(__name__)
 
@@ -192,8 +192,8 @@ class Grace:
     """
 
     def __init__(self, secs: float | None, clock: Callable[[], float]) -> None:
-        if secs is not None and not secs > 0:
-            raise errors.OptionError(f"grace_secs must be positive, got {secs}")
+        if secs is not None:
+            _arguments.positive("grace_secs", secs)
         self.save_secs: float | None = None
         self._secs = secs
         self._clock = clock

@@ -12,6 +12,7 @@ import numpy as np
 
 from flaxckpt import (
     _afresh,
+    _arguments,
     _collector,
     _computed,
     _file_systems,
@@ -71,9 +72,9 @@ def load(
 ) -> PyTree:
     """Loads a state from a checkpoint, whoever wrote it.
 
-    Read are flaxckpt's own format, Orbax's (new and old), T5X's, safetensors, Flax's
-    msgpack and the streams of EasyLM and fjformer; which it is, is found out
-    (`formats.detect`). Nothing in a file is ever executed.
+    Read are flaxckpt's own format, Orbax's (new and old), T5X's, safetensors, numpy's
+    `.npz`, Flax's msgpack and the streams of EasyLM and fjformer; which it is, is found
+    out (`formats.detect`). Nothing in a file is ever executed.
 
     Args:
         path: A checkpoint, as a directory or a file, or a run directory of steps.
@@ -239,6 +240,11 @@ def open_leaf(
         RestoreMismatchError: There is no such leaf, or it is no array.
         CheckpointError: As for `load`.
     """
+    if not isinstance(leaf_path, str):
+        raise errors.OptionError(
+            "leaf_path must be a text such as 'params/dense/kernel', got"
+            f" {_arguments.found(leaf_path)}"
+        )
     stored = _locate.read_stored(*_locate.locate(_storage.resolve(path), step))
     found = stored.table.get(leaf_path)
     source = None if found is None else found.source

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxckpt import _flax, _unfinished, errors
+from flaxckpt import _arguments, _flax, _unfinished, errors
 from flaxckpt._checkpointer import Checkpointer
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
@@ -36,6 +36,11 @@ def check(
     Raises:
         ResumeMismatchError: They differ; all leaves that do are named.
     """
+    if not callable(step_fn):
+        raise errors.OptionError(
+            "step_fn must be a function of a state and a batch, got"
+            f" {_arguments.found(step_fn)}"
+        )
     with _directory(checkpointer) as directory:
         trial = checkpointer.sibling(directory)
         trial.save(_STEP, state, dataset=dataset).wait()

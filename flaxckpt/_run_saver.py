@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
 from flaxckpt import (
+    _arguments,
     _commit,
     _deletion,
     _directory,
@@ -92,12 +93,11 @@ class RunSaver(_directory.RunDirectory):
             ("max_concurrent_bytes", options.max_concurrent_bytes),
             ("peer_timeout_secs", peer_timeout_secs),
         ):
-            if value <= 0:
-                raise errors.OptionError(f"{name} must be positive, got {value}")
+            _arguments.positive(name, value)
         self._processes = _joint.Processes(self.directory, peer_timeout_secs)
         self._saves = _saves.Saves(self._run, options, self._processes)
         self._trainers: list[Trainer] = []
-        for sink in sinks:
+        for sink in _sinks.listed(sinks):
             self.events.subscribe(sink)
         if not read_only:
             self._run.make_directory()

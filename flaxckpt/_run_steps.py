@@ -133,6 +133,7 @@ class RunSteps:
         Raises:
             CheckpointNotFoundError: It is nowhere.
         """
+        step = _steps.check(step)
         if self.tiers is not None and (near := self.tiers.path(step)) is not None:
             return near
         listed = self.listed()

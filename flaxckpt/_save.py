@@ -33,7 +33,14 @@ from flaxckpt import (
 )
 from flaxckpt._commit import Options, Snapshot, Written
 from flaxckpt._handle import SaveHandle
-from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, LeafTable, SaveResult
+from flaxckpt._info import (
+    ArrayLayout,
+    Leaf,
+    LeafInfo,
+    LeafTable,
+    SaveResult,
+    checked_layout,
+)
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
 from flaxckpt.formats import _manifest, _orbax, _orbax_json, _orbax_names
 from flaxckpt.transforms import Transform
@@ -108,7 +115,7 @@ def save_async(
     counter = _progress.Counter(f"saving {final.name}")
     together = _joint.begin("save", final, str(final))
     options = Options(
-        layout=layout or ArrayLayout(),
+        layout=checked_layout(layout),
         transforms=transforms,
         metadata=metadata or {},
         overwrite=overwrite,

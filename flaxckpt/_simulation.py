@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from flaxckpt import _chunks, _commit, _flax, _layout, _save, _writers, errors
-from flaxckpt._info import ArrayLayout, LeafInfo
+from flaxckpt._info import ArrayLayout, LeafInfo, checked_layout
 from flaxckpt._types import PyTree
 from flaxckpt.formats import _orbax_json, _orbax_names
 
@@ -128,7 +128,7 @@ def simulate(
         OptionError: There is no such mesh, or its devices cannot be divided.
         UnsupportedLeafError, LeafNameError: As `save` says.
     """
-    options = _commit.Options(layout=layout or ArrayLayout())
+    options = _commit.Options(layout=checked_layout(layout))
     table, structure = _save.planned(_flax.flatten(abstract_state), options)
     infos = tuple([leaf.info for leaf in table.values()])
     _check_meshes(infos, processes)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import collections
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
-from flaxckpt import errors
+from flaxckpt import _arguments, errors
 from flaxckpt._events import Event
 
 _log = logging.getLogger(__name__)
@@ -57,6 +57,19 @@ class Teller:
                     self.name,
                     exc_info=error,
                 )
+
+
+def listed(sinks: Iterable[Sink]) -> tuple[Sink, ...]:
+    """The sinks that somebody has passed.
+
+    Raises:
+        OptionError: They are no list.
+    """
+    if not _arguments.is_list(sinks):
+        raise errors.OptionError(
+            f"sinks must be a list, got {_arguments.found(sinks)}: write sinks=[sink]"
+        )
+    return tuple(sinks)
 
 
 def check(sink: Sink) -> None:

@@ -24,7 +24,7 @@ _PART_BYTES = 8 * 2**20
 
 
 class Span(NamedTuple):
-    """Where the elements of an array lie, little endian and in C order.
+    """Where the elements of an array lie, in C order.
 
     Attributes:
         file: Which file.
@@ -35,6 +35,8 @@ class Span(NamedTuple):
             several, whose bytes belong one after another; `offset` is then not used.
         identity: Of the file as it was when it was described (see `Stamp`); another
             file of this name, or another content, is then not read.
+        is_big_endian: Whether the bytes of each element are swapped; else they are
+            little endian.
     """
 
     file: Path
@@ -43,6 +45,7 @@ class Span(NamedTuple):
     dtype: str
     pieces: tuple[tuple[int, int], ...] = ()
     identity: tuple[int, ...] | None = None
+    is_big_endian: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -130,6 +133,8 @@ def _read_run(descriptor: int, span: Span, start: Sequence[int], target: Array) 
             _fill(descriptor, span.file, begin + start_byte, view[:count])
             view = view[count:]
         start_byte = max(start_byte - size, 0)
+    if span.is_big_endian:
+        run.byteswap(inplace=True)
     _dtypes.check_bools(run)
     if run is not target:
         target[...] = run

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from flaxckpt import _access, _marked, _marks, _remote, _storage, errors
+from flaxckpt import _access, _arguments, _marked, _marks, _remote, _storage, errors
 
 _FIELD = re.compile(r"\{step(?::0(\d+)d)?\}")
 
@@ -29,6 +29,11 @@ class StepFormat:
     template: str = "{step}"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.template, str):
+            raise errors.OptionError(
+                "step_format must be a text such as 'step_{step}', got"
+                f" {_arguments.found(self.template)}"
+            )
         fields = _FIELD.findall(self.template)
         rest = _FIELD.sub("", self.template)
         if len(fields) != 1 or any(char in rest for char in "{}/\\\0"):

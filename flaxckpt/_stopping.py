@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable
 
-from flaxckpt import _multihost, _stream
+from flaxckpt import _arguments, _multihost, _stream, errors
 from flaxckpt._preemption import Notice, Watch
 from flaxckpt._triggers import Triggers
 
@@ -30,6 +30,12 @@ class Stopping:
     ) -> None:
         self.is_heeded = False
         self._watch = Watch(clock) if watches else None
+        if exit_code is not None and (
+            _arguments.whole("exit_code", exit_code) not in range(256)
+        ):
+            raise errors.OptionError(
+                f"exit_code must be None or from 0 to 255, got {exit_code}"
+            )
         self._exit_code = exit_code
         self._clock = clock
         if self._watch is not None:

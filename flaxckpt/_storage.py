@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 from urllib.parse import unquote, urlsplit
 
-from flaxckpt import _locks, _marked, _remote, _stores, _threads, errors
+from flaxckpt import _arguments, _locks, _marked, _remote, _stores, _threads, errors
 from flaxckpt._types import PathLike
 
 _URL_IN_A_PATH = re.compile(r"(s3|gs|memory|file):/", re.IGNORECASE)
@@ -40,7 +40,16 @@ def resolve(path: PathLike) -> Path:
     """
     if isinstance(path, _remote.RemotePath):
         return path
+    if not _arguments.is_path(path):
+        raise errors.OptionError(
+            "wanted a path, as a str or a pathlib.Path, found"
+            f" {_arguments.found(path)}; the path comes before the state"
+        )
     text = os.fspath(path)
+    if not text:
+        raise errors.OptionError(
+            "wanted a path, found an empty text: '.' is the current directory"
+        )
     if "://" in text:
         url = urlsplit(text)
         if url.scheme in _stores.SCHEMES:

@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from flaxckpt import errors
+from flaxckpt import _arguments, errors
 
 
 class Due(NamedTuple):
@@ -41,8 +41,12 @@ class Triggers:
         save_first: bool,
         clock: Callable[[], float],
     ) -> None:
-        if every_secs is not None and not every_secs > 0:
-            raise errors.OptionError(f"every_secs must be positive, got {every_secs}")
+        if every_secs is not None:
+            _arguments.positive("every_secs", every_secs)
+        if not _arguments.is_list(on_steps):
+            raise errors.OptionError(
+                f"on_steps must be a list of steps, got {_arguments.found(on_steps)}"
+            )
         steps = () if every_steps is None else (every_steps,)
         for name, numbers in (("every_steps", steps), ("on_steps", on_steps)):
             for number in numbers:

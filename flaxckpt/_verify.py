@@ -201,9 +201,11 @@ def _verify_foreign(path: Path, stored: Stored, found: _findings.Findings) -> No
 
 
 def _has_checksums(leaf: Leaf) -> bool:
-    """Whether TensorStore compares the chunks of an array with their checksums."""
+    """Whether an array is compared with checksums when it is read."""
     source = leaf.source
     assert isinstance(source, StoredLeaf), leaf.info.path
+    if source.check is not None:
+        return True
     try:
         codec = _read.open_one(source).codec
     except (errors.CheckpointError, OSError, ValueError):

@@ -237,6 +237,10 @@ _MORE_OF_BEST: Mapping[str, Parser] = {
 
 
 def _policy(key: str, value: Any) -> PreservationPolicy:
+    if isinstance(value, type):
+        raise errors.OptionError(
+            f"{key} must be a policy, found the class {value.__name__}: make one of it"
+        )
     if hasattr(value, "preserved"):
         policy: PreservationPolicy = value
         return policy

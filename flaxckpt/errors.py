@@ -182,7 +182,10 @@ class RestoreMismatchError(CheckpointError, ValueError):
         super().__init__(
             f"{_count(mismatches, 'leaf', 'leaves')} of {path}"
             f" {'does' if len(mismatches) == 1 else 'do'} not fit the state:\n"
-            + rows(f"{m.leaf}: wanted {m.wanted}, found {m.found}" for m in mismatches)
+            + rows(
+                f"{m.leaf or '(root)'}: wanted {m.wanted}, found {m.found}"
+                for m in mismatches
+            )
             + f"\n{advice or 'Change the state that is passed to fit the checkpoint.'}"
         )
 

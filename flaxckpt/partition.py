@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from flaxckpt import _flax, _layout, _optax, _tree, errors
-from flaxckpt._info import ArrayLayout, Leaf, LeafInfo
+from flaxckpt import _arguments, _flax, _layout, _optax, _tree, errors
+from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, checked_layout
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.transforms._patterns import compile_pattern
 
@@ -70,9 +70,21 @@ def abstract_state(
 
     Source: logical axis rules of Flax and T5X, leaf rules of EasyLM and fjformer.
     """
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise errors.OptionError(
+            "mesh must be a jax.sharding.Mesh or AbstractMesh, got"
+            f" {_arguments.found(mesh)}: jax.make_mesh((4, 2), ('data', 'model'))"
+        )
+    if any(isinstance(arg, Mesh | AbstractMesh) for arg in args):
+        raise errors.OptionError("the mesh must be passed by name: mesh=mesh")
     state = init_fn_or_state
     if callable(init_fn_or_state) and not _flax.is_object(init_fn_or_state):
         state = _flax.eval_shape(init_fn_or_state, *args)
+    elif args:
+        raise errors.OptionError(
+            f"{_arguments.found(init_fn_or_state)} takes no arguments, got"
+            f" {len(args)}: pass them with a function that makes the state, or none"
+        )
     flat = _flax.flatten(state)
     specs = {} if mesh is None else _specs(state, flat, mesh, rules, leaf_rules)
     values = {
@@ -106,9 +118,10 @@ def parameter_infos(state: PyTree, *, layout: ArrayLayout | None = None) -> PyTr
         The same tree, NNX objects as their `nnx.State`, with a `LeafInfo` in the place
         of each leaf: name, shape, dtype, partition spec and chunk shape.
     """
+    layout = checked_layout(layout)
     flat = _flax.flatten(state)
     infos = {
-        path: _layout.with_chunk_shape(leaf.info, layout or ArrayLayout())
+        path: _layout.with_chunk_shape(leaf.info, layout)
         for path, leaf in flat.table.items()
     }
     return _tree.unflatten(flat.structure, infos)

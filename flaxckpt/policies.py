@@ -16,7 +16,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from flaxckpt import errors
+from flaxckpt import _arguments, errors
 
 __all__ = [
     "BestN",
@@ -193,15 +193,22 @@ def checked(policies: object, option: str) -> tuple[PreservationPolicy, ...]:
     example = f"write {option}=[LatestN(3)], or pass none to keep everything"
     if not isinstance(policies, Iterable) or isinstance(policies, str | Mapping):
         raise errors.OptionError(
-            f"{option} wants a list of policies, got {policies!r:.80}: {example}"
+            f"{option} must be a list of policies, got {policies!r:.80}: {example}"
         )
     found = tuple(policies)
     for policy in found:
         if isinstance(policy, type) or not callable(getattr(policy, "preserved", None)):
             raise errors.OptionError(
-                f"{option} wants policies, got {policy!r:.80} among them: {example}"
+                f"{option} must be a list of policies, got {_shown(policy)} in it:"
+                f" {example}"
             )
     return found
+
+
+def _shown(policy: object) -> str:
+    if isinstance(policy, type):
+        return f"the class {policy.__name__}, not one of its objects"
+    return f"{policy!r:.80}"
 
 
 def decide(
@@ -227,7 +234,14 @@ def decide(
         the two newest, as long as no step is newer that is not), "pinned", "no policy",
         "being read by …" or a policy, as in "LatestN(3)".
     """
-    ordered = sorted(checkpoints, key=lambda c: c.step)
+    policies = checked(policies, "policies")
+    listed = tuple(checkpoints) if _arguments.is_list(checkpoints) else None
+    if listed is None or not all(hasattr(each, "step") for each in listed):
+        raise errors.OptionError(
+            "checkpoints must be a list of what has a step and metrics, such as"
+            f" flaxckpt.CheckpointMetadata, got {_arguments.found(checkpoints)}"
+        )
+    ordered = sorted(listed, key=lambda c: c.step)
     reasons: dict[int, list[str]] = {c.step: [] for c in ordered}
     if ordered:
         reasons[ordered[-1].step].append("newest")

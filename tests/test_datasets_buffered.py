@@ -207,7 +207,7 @@ def test_errors_come_in_order_and_the_loop_may_go_on(where):
             return fail_at_2(self._next - 1)
 
     if where == "iterator":
-        batches = Buffered(Flaky(None), depth=5)
+        batches = Buffered(Flaky(int), depth=5)
     else:
         batches = counting(depth=5, transform=fail_at_2)
     assert [next(batches), next(batches)] == [0, 1]

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "flaxckpt"
 # not listed, may import all.
 LAYERS = (
     {"errors", "_types"},
+    {"_arguments"},
     {"_connection"},
     {"_store"},
     {"_stores"},
@@ -108,6 +109,7 @@ SHARED_SIBLINGS = {
     "datasets._parts",
     "formats._manifest",
     "formats._ndarray",
+    "formats._npz_members",
     "formats._orbax_arrays",
     "formats._orbax_disk",
     "formats._orbax_foreign",

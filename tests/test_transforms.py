@@ -1158,7 +1158,6 @@ def test_paths_that_cannot_be_are_refused(tmp_path):
         [map_leaf("a", lambda x: x.nothing)],
         [lambda table: None],
         [lambda table: {"b": table["a"]}],
-        [grow("a", "x", 3)],
         [grow("a", 3, 3)],
         [grow("none", 0, 3)],
         [stack(r"(a)", "b")],
@@ -1175,6 +1174,7 @@ def test_mistakes_are_errors_of_ours(tmp_path, transforms):
     "make",
     [
         lambda: drop(["a", "b"]),
+        lambda: grow("a", "x", 3),
         lambda: keep(None),
         lambda: split("a", []),
         lambda: fuse("ab", "c"),

@@ -83,8 +83,8 @@ def _command(
 ) -> None:
     """Looks at checkpoints, compares, checks, converts and prunes them.
 
-    Reads those of flaxckpt, Orbax, T5X, Flax, EasyLM and safetensors. It needs neither
-    an accelerator nor the code of the model.
+    Reads those of flaxckpt, Orbax, T5X, Flax, EasyLM, safetensors and numpy (.npz). It
+    needs neither an accelerator nor the code of the model.
 
     Exit codes: 0 all is fine, 1 a difference or damage was found, or something could
     not be read or written, 2 bad use.

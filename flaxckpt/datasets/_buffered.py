@@ -63,6 +63,10 @@ class Buffered(Generic[Batch]):
         self.iterator = iterator
         self._adapter = _adapters.find(iterator)
         self._depth = _checked_depth(depth)
+        if transform is not None and not callable(transform):
+            raise errors.OptionError(
+                f"transform must be a function of a batch, got {transform!r:.80}"
+            )
         self._transform = transform
         self._state: _State | None = None  # of the beginning, until a batch is taken
         self._batches: Iterator[Any] | None = None

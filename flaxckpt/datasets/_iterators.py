@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+from flaxckpt import _arguments, errors
+
 Batch = TypeVar("Batch")
 
 
@@ -46,8 +48,13 @@ class StepIndexed(Generic[Batch]):
     elastic = True
 
     def __init__(self, fn: Callable[[int], Batch], *, start: int = 0) -> None:
+        if not callable(fn):
+            raise errors.OptionError(
+                "StepIndexed wants a function that makes batch i, got"
+                f" {_arguments.found(fn)}: StepIndexed(lambda i: batches[i])"
+            )
         self._fn = fn
-        self._next = start
+        self._next = _arguments.whole("start", start, least=0)
 
     def __iter__(self) -> Iterator[Batch]:
         return self

@@ -10,6 +10,7 @@ from flaxckpt._info import Reader
 from flaxckpt._types import PathLike
 from flaxckpt.formats import (
     _msgpack,
+    _npz,
     _orbax,
     _safetensors,
     _signatures,
@@ -24,6 +25,7 @@ READERS: dict[str, Reader] = {
     "t5x": _t5x,
     "orbax": _orbax,
     "safetensors": _safetensors,
+    "npz": _npz,
     "streaming": _streaming,
     # After T5X, whose single files are such maps, too.
     "msgpack": _msgpack,
@@ -33,8 +35,8 @@ READERS: dict[str, Reader] = {
 _READ_HERE = (
     "flaxckpt or Orbax (a directory with a _METADATA file in it or in its state/),"
     " T5X (a directory with a file 'checkpoint'), safetensors (a file, or a directory"
-    " with an index), Flax's old msgpack (a file), or a stream of EasyLM or fjformer"
-    " (a file)"
+    " with an index), an .npz of numpy (a file), Flax's old msgpack (a file), or a"
+    " stream of EasyLM or fjformer (a file)"
 )
 
 
@@ -137,13 +139,18 @@ def _refused(path: Path) -> str | None:
         return _OF_TENSORFLOW
     if first.startswith(_signatures.LFS):
         return _signatures.OF_LFS
-    if (first[:1] == b"\x80" and b"\x02" <= first[1:2] <= b"\x05") or (
-        first.startswith(b"PK\x03\x04")
-    ):
+    if first[:1] == b"\x80" and b"\x02" <= first[1:2] <= b"\x05":
+        return f"a pickle. {_OF_PICKLES}"
+    if first.startswith(_signatures.ARCHIVE):
         return (
-            "a pickle, or an archive that may hold one (torch, numpy). Pickles run code"
-            " when they are opened, so none ever is here; save the arrays in another"
-            " format with the program that wrote it"
+            "a zip archive that does not begin with an array of numpy, and may hold"
+            f" pickles, as torch's do. {_OF_PICKLES}"
+        )
+    if first.startswith(_signatures.ARRAY):
+        return (
+            "a single numpy array, without a name: wanted an .npz, which has names."
+            " Read it with numpy.load(path, allow_pickle=False), and save it with"
+            " numpy.savez(new_path, name=array)"
         )
     if _signatures.begins_with_array(path):
         return (
@@ -167,7 +174,9 @@ def _with_points(directory: Path) -> str | None:
 
 def _above(directory: Path) -> str | None:
     """What a directory is that has checkpoints in it which are no steps."""
-    children = sorted(child for child in directory.iterdir() if child.is_dir())
+    children = sorted(
+        directory.iterdir(), key=lambda path: (not path.is_dir(), path.name)
+    )
     if found := next(filter(recognises, children[:_MAX_TRIED]), None):
         return (
             "a directory with checkpoints in it that are not called like steps: pass"
@@ -177,6 +186,11 @@ def _above(directory: Path) -> str | None:
 
 
 _MAX_TRIED = 20
+_OF_PICKLES = (
+    "Pickles run code when they are opened, so none ever is here; save the arrays in"
+    " another format, such as numpy.savez or safetensors, with the program that wrote"
+    " it"
+)
 _TENSORFLOW = b"model_checkpoint_path"
 _OF_TENSORFLOW = (
     "a TensorFlow checkpoint, which is not read here: load it with tf.train or with"

@@ -22,19 +22,21 @@ _MAX_PATH_BYTES = 256 * 2**20  # of all leaf paths together: keys high up recur 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opened:
-    """An array that is kept somewhere else than in the scanned file.
+    """An array that is not simply some runs of bytes in the scanned file.
 
     Attributes:
         shape: In elements.
         dtype: Name of the element type.
         chunk_shape: What is read at once.
         open: Opens it; see `StoredLeaf`.
+        check: Compares it with its checksum, if it has one; see `StoredLeaf`.
     """
 
     shape: Shape
     dtype: str
     chunk_shape: Shape
     open: Callable[[ts.Context], ts.Future[ts.TensorStore]]
+    check: Callable[[], None] | None = None
 
 
 def _is_sequence(names: Mapping[str, object]) -> bool:
@@ -204,7 +206,7 @@ def _leaf(
                 value.dtype,
                 chunk_shape=value.chunk_shape,
             )
-            return StoredLeaf(path, info, value.open)
+            return StoredLeaf(path, info, value.open, check=value.check)
         case _:
             number = np.asarray(value)
             info = LeafInfo(

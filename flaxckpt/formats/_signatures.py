@@ -13,6 +13,12 @@ LFS = b"version https://git-lfs"
 
 OF_LFS = "a pointer of Git LFS, not the file itself: run git lfs pull there"
 
+ARRAY = b"\x93NUMPY"
+"""What a file of one numpy array begins with."""
+
+ARCHIVE = b"PK\x03\x04"
+"""What a zip archive begins with, numpy's and torch's among them."""
+
 _FIRST_BYTES = 512
 """What is read of a file to see what it is."""
 
@@ -26,6 +32,19 @@ def first_bytes(path: Path, count: int = 64) -> bytes:
         raise
     except OSError:
         return b""
+
+
+def is_archive_of_arrays(path: Path) -> bool:
+    """Whether the file `path` is a zip archive whose first member is a numpy array."""
+    head = first_bytes(path, _NAME_OFFSET + _LONGEST_NAME)
+    if not head.startswith(ARCHIVE):
+        return False
+    size = int.from_bytes(head[_NAME_OFFSET - 4 : _NAME_OFFSET - 2], "little")
+    return head[_NAME_OFFSET : _NAME_OFFSET + size].endswith(b".npy")
+
+
+_NAME_OFFSET = 30
+_LONGEST_NAME = 8192
 
 
 # ---- in msgpack ---------------------------------------------------------------------

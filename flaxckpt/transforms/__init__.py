@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flaxckpt import errors
+from flaxckpt.transforms import _table
 from flaxckpt.transforms._functions import from_function
 from flaxckpt.transforms._fusions import fuse, split
 from flaxckpt.transforms._merge import merge
@@ -52,7 +53,7 @@ def inverse(transforms: Sequence[Transform]) -> list[Transform]:
         OptionError: One of them cannot be undone.
     """
     undone: list[Transform] = []
-    for transform in reversed(transforms):
+    for transform in reversed(_table.checked(transforms)):
         if not isinstance(transform, TableTransform):
             [name] = describe([transform])
             raise errors.OptionError(f"{name} cannot be inverted: it is a function")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from flaxckpt import _derive, _tree, errors
+from flaxckpt import _arguments, _derive, _tree, errors
 from flaxckpt._info import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
 from flaxckpt.transforms import _table
@@ -60,6 +60,11 @@ class _Function(TableTransform):
                 _nested({path: value(leaf) for path, leaf in target.items()}),
                 table,
             )
+            if not isinstance(result, Mapping):
+                raise errors.OptionError(
+                    f"{self} must return the state as nested dicts, got"
+                    f" {_arguments.found(result)}"
+                )
             found = list(_flat(result))
             shape[:] = [
                 (path, item if isinstance(item, _Constant) else None)

@@ -9,10 +9,15 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from flaxckpt import errors
+from flaxckpt import _arguments, errors
 from flaxckpt._info import LeafTable
 from flaxckpt.transforms import _parts, _table
-from flaxckpt.transforms._patterns import compile_pattern, expand, invert
+from flaxckpt.transforms._patterns import (
+    check_replacement,
+    compile_pattern,
+    expand,
+    invert,
+)
 from flaxckpt.transforms._table import TableTransform, Transform
 from flaxckpt.transforms._values import arrays
 
@@ -93,10 +98,18 @@ def fuse(
         OptionError: A pattern is no regular expression. When applied: one matches
             nothing, parts are missing, or they do not go together.
     """
-    if isinstance(patterns, str) or len(patterns) < 2:
-        raise errors.OptionError(f"fuse needs a list of patterns, got {patterns!r}")
-    parts = tuple((compile_pattern(pattern), replacement) for pattern in patterns)
-    return _Fuse(parts, axis, None if sizes is None else tuple(sizes))
+    if not isinstance(patterns, list | tuple) or len(patterns) < 2:
+        raise errors.OptionError(f"fuse needs a list of patterns, got {patterns!r:.80}")
+    parts = tuple(
+        (compile_pattern(pattern), check_replacement(pattern, replacement))
+        for pattern in patterns
+    )
+    axis = _arguments.whole("axis", axis)
+    return _Fuse(parts, axis, _checked_sizes(sizes))
+
+
+def _checked_sizes(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if sizes is None else _arguments.wholes("sizes", sizes, least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,17 +180,20 @@ def split(
         OptionError: `pattern` is no regular expression. When applied: nothing matches,
             or a leaf cannot be cut so.
     """
-    if isinstance(replacements, str) or len(replacements) < 2:
-        raise errors.OptionError(f"split needs a list of parts, got {replacements!r}")
-    if sizes is not None and len(sizes) != len(replacements):
+    if not isinstance(replacements, list | tuple) or len(replacements) < 2:
+        raise errors.OptionError(
+            f"split needs a list of parts, got {replacements!r:.80}"
+        )
+    checked = _checked_sizes(sizes)
+    if checked is not None and len(checked) != len(replacements):
         raise errors.OptionError(
             f"split needs a size for each of {len(replacements)} parts, got {sizes}"
         )
     return _Split(
         compile_pattern(pattern),
-        tuple(replacements),
-        axis,
-        None if sizes is None else tuple(sizes),
+        tuple([check_replacement(pattern, part) for part in replacements]),
+        _arguments.whole("axis", axis),
+        checked,
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from flaxckpt import _locate, _storage, errors
+from flaxckpt import _locate, _steps, _storage, errors
 from flaxckpt._info import LeafTable
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt.transforms import _table
@@ -81,4 +81,5 @@ def merge(
             f"on_conflict must be 'error', 'first' or 'second', got {on_conflict!r}"
         )
     resolved = str(_storage.resolve(path))
+    step = None if step is None else _steps.check(step)
     return _Merge(resolved, step, _table.checked(transforms), on_conflict)

@@ -6,13 +6,19 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from flaxckpt import errors
+from flaxckpt import _arguments, errors
 from flaxckpt._info import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
 from flaxckpt.transforms import _table
 from flaxckpt.transforms._mirrors import Mirror
 from flaxckpt.transforms._mirrors import mirrors as find_mirrors
-from flaxckpt.transforms._patterns import compile_pattern, expand, invert, no_match
+from flaxckpt.transforms._patterns import (
+    check_replacement,
+    compile_pattern,
+    expand,
+    invert,
+    no_match,
+)
 from flaxckpt.transforms._table import Row, TableTransform, Transform
 
 
@@ -74,20 +80,20 @@ class _Rename(TableTransform):
 def _rules(
     pairs: Iterable[tuple[str, str]],
 ) -> tuple[tuple[re.Pattern[str], str], ...]:
-    return tuple((compile_pattern(p), r) for p, r in pairs)
+    return tuple((compile_pattern(p), check_replacement(p, r)) for p, r in pairs)
 
 
 def _as_rules(
     pattern: str | Mapping[str, str], replacement: str | None
 ) -> tuple[tuple[re.Pattern[str], str], ...]:
-    if isinstance(pattern, str) == (replacement is None):
+    if isinstance(pattern, Mapping) and replacement is None:
+        return _rules(pattern.items())
+    if not isinstance(pattern, str) or not isinstance(replacement, str):
         raise errors.OptionError(
             "wanted a pattern and its replacement, or a dict of them, got"
-            f" {pattern!r} and {replacement!r}"
+            f" {_arguments.found(pattern)} and {_arguments.found(replacement)}"
         )
-    if isinstance(pattern, str):
-        return _rules([(pattern, replacement or "")])
-    return _rules(pattern.items())
+    return _rules([(pattern, replacement)])
 
 
 def rename(
@@ -335,5 +341,17 @@ def assign(
     Source: `assignment_map` and `require_all_rules_match` of T5X.
     """
     pairs = rules.items() if isinstance(rules, Mapping) else rules
-    compiled = tuple((compile_pattern(p), r) for p, r in pairs)
+    is_list = isinstance(rules, Mapping) or _arguments.is_list(rules)
+    pairs = tuple(pairs) if is_list else ()
+    if not is_list or not all(
+        _arguments.is_list(pair) and len(pair) == 2 for pair in pairs
+    ):
+        raise errors.OptionError(
+            "assign wants a list of pairs or a dict: a pattern on the paths of the"
+            f" state, and a path in the checkpoint or None; got {rules!r:.80}"
+        )
+    compiled = tuple(
+        (compile_pattern(p), None if r is None else check_replacement(p, r))
+        for p, r in pairs
+    )
     return _Assign(compiled, strict)

@@ -7,13 +7,18 @@ import re
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from flaxckpt import errors
+from flaxckpt import _arguments, errors
 from flaxckpt._types import LeafPath
 
 INDEX = "{i}"
 """In a replacement: where the number of a part goes."""
 
 _NEAREST_AMONG = 5_000
+
+
+def _shown(value: object) -> str:
+    is_short = isinstance(value, list | tuple)
+    return f"{value!r:.80}" if is_short else _arguments.found(value)
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
@@ -24,7 +29,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     """
     if not isinstance(pattern, str):
         raise errors.OptionError(
-            f"a pattern must be a regular expression as text, got {pattern!r:.80}"
+            f"a pattern must be a regular expression as text, got {_shown(pattern)}"
         )
     try:
         return re.compile(pattern)
@@ -32,6 +37,20 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
         raise errors.OptionError(
             f"{pattern!r} is no regular expression: {error}"
         ) from None
+
+
+def check_replacement(pattern: str, replacement: str) -> str:
+    """`replacement`, if it can be one.
+
+    Raises:
+        OptionError: It is no text.
+    """
+    if not isinstance(replacement, str):
+        raise errors.OptionError(
+            f"what replaces {pattern!r} must be a path as text, got"
+            f" {_arguments.found(replacement)}"
+        )
+    return replacement
 
 
 def expand(match: re.Match[str], replacement: str) -> LeafPath:

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from flaxckpt import errors
+from flaxckpt import _arguments, errors
 from flaxckpt._info import LeafTable
 from flaxckpt._types import Shape
 from flaxckpt.transforms import _parts, _table
 from flaxckpt.transforms._patterns import (
     INDEX,
+    check_replacement,
     compile_pattern,
     expand,
     invert,
@@ -77,8 +78,10 @@ def stack(pattern: str, replacement: str, *, axis: int = 0) -> TableTransform:
         OptionError: `pattern` is no regular expression. When applied: nothing matches,
             parts are missing, or they do not go together.
     """
+    compile_pattern(pattern)
+    axis = _arguments.whole("axis", axis)
     named = compile_pattern(name_index(pattern))
-    return _Stack(named, replacement, axis, pattern)
+    return _Stack(named, check_replacement(pattern, replacement), axis, pattern)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +143,8 @@ def unstack(pattern: str, replacement: str, *, axis: int = 0) -> TableTransform:
         OptionError: `pattern` is no regular expression, or `{i}` is missing. When
             applied: nothing matches, or a leaf has no such axis.
     """
-    if INDEX not in replacement:
+    axis = _arguments.whole("axis", axis)
+    if INDEX not in check_replacement(pattern, replacement):
         raise errors.OptionError(
             f"unstack needs {INDEX} in the path of a part, got {replacement!r}"
         )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import inspect
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from flaxckpt import _tree, errors
+from flaxckpt import _arguments, _tree, errors
 from flaxckpt._info import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
 from flaxckpt.transforms._mirrors import Mirror, Mirrors, Slot, beginnings
@@ -107,17 +108,33 @@ def checked(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
     Raises:
         OptionError: They are no list of functions.
     """
-    if callable(transforms) or not isinstance(transforms, Iterable):
+    if callable(transforms) or not _arguments.is_list(transforms):
         raise errors.OptionError(
-            f"transforms must be a list of transforms, got {str(transforms)[:80]}"
+            f"transforms must be a list of transforms, got {_shown(transforms)}:"
+            " write transforms=[rename('old/(.*)', 'new/\\1')]"
         )
     listed = tuple(transforms)
     for transform in listed:
-        if not callable(transform):
+        if inspect.isclass(transform) or not callable(transform):
             raise errors.OptionError(
-                f"transforms must be functions of leaf tables, got {transform!r:.80}"
+                "transforms must be a list of transforms, such as"
+                f" drop('opt_state/.*'), got {_shown(transform)} in it"
+            )
+        module = getattr(transform, "__module__", None) or ""
+        if inspect.isfunction(transform) and module.startswith(_PACKAGE):
+            raise errors.OptionError(
+                f"transforms has the function {transform.__name__} in it: call it, as"
+                f" transforms=[{transform.__name__}(…)]"
             )
     return listed
+
+
+_PACKAGE = __name__.rpartition(".")[0]
+
+
+def _shown(transform: object) -> str:
+    is_ours = isinstance(transform, TableTransform)
+    return f"{transform!s:.80}" if is_ours else _arguments.found(transform)
 
 
 def _with_containers(table: LeafTable) -> LeafTable:

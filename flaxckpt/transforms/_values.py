@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from flaxckpt import _derive, _dtypes, errors
+from flaxckpt import _arguments, _derive, _dtypes, errors
 from flaxckpt._info import Leaf, LeafTable
 from flaxckpt._types import LeafPath
 from flaxckpt.transforms import _table
@@ -80,7 +80,18 @@ def cast(pattern: str, dtype: Any, *, lossy: bool = False) -> TableTransform:
 
     Source: `save_dtype` and `restore_dtype` of T5X, `float_dtype` of fjformer.
     """
-    wanted = dtype if isinstance(dtype, str) else _dtypes.name(dtype)
+    wanted = dtype
+    if not isinstance(dtype, str):
+        try:
+            # numpy takes None for float64.
+            wanted = "" if dtype is None else _dtypes.name(dtype)
+        except TypeError:
+            wanted = ""
+    if not wanted:
+        raise errors.OptionError(
+            "cast wants an element type, by name or as jax.numpy.bfloat16, got"
+            f" {_arguments.found(dtype)}"
+        )
     wanted = _dtypes.name(_dtypes.to_numpy(wanted))
     return _Cast(compile_pattern(pattern), wanted, lossy)
 
@@ -248,7 +259,9 @@ def transpose(pattern: str, axes: Sequence[int] | None = None) -> TableTransform
     Raises:
         OptionError: As for `map_leaf`.
     """
-    order = None if axes is None else tuple(axes)
+    order = None if axes is None else _arguments.wholes("axes", axes)
+    if order is not None and len(set(order)) < len(order):
+        raise errors.OptionError(f"axes must be different ones, got {order}")
 
     def undo() -> Transform:
         if order is None:
@@ -279,7 +292,8 @@ def pad(
     Raises:
         OptionError: As for `map_leaf`; or a leaf has other axes, or is larger already.
     """
-    wanted = tuple(shape)
+    wanted = _arguments.wholes("shape", shape, least=0, or_none=True)
+    _arguments.number("value", value)
 
     def padded(x: jax.Array, fill: float) -> jax.Array:
         widths = [(0, new - old) for old, new in _extents(x, wanted)]
@@ -305,7 +319,7 @@ def slice(pattern: str, shape: Sequence[int | None]) -> TableTransform:
     Raises:
         OptionError: As for `map_leaf`; or a leaf has other axes, or is smaller already.
     """
-    wanted = tuple(shape)
+    wanted = _arguments.wholes("shape", shape, least=0, or_none=True)
 
     def cut(x: jax.Array) -> jax.Array:
         extents = list(_extents(x, wanted))
@@ -351,6 +365,8 @@ def grow(
         raise errors.OptionError(
             f"init must be 'mean', 'normal' or 'zeros', got {init!r}"
         )
+    axis, seed = _arguments.whole("axis", axis), _arguments.whole("seed", seed)
+    size = _arguments.whole("size", size, least=0)
 
     def grown(x: jax.Array, how: str, path: LeafPath = "") -> jax.Array:
         if not -x.ndim <= axis < x.ndim:

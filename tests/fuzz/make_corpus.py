@@ -36,6 +36,13 @@ def contents(name: str) -> Iterator[bytes]:
             yield from golden("flax-msgpack" if name == "msgpack" else name)
             files = (msgpack if name == "msgpack" else streaming).FILES
             yield from list(files.values())[::2]
+        case "npz":
+            from hostile import npz
+
+            yield from golden("npz/checkpoint*")
+            yield from [make() for make in list(npz.FILES.values())[::4]]
+        case "npy":
+            yield from headers()
         case "safetensors":
             for file in GOLDEN.glob("safetensors/*/*.safetensors"):
                 content = file.read_bytes()
@@ -100,8 +107,16 @@ def contents(name: str) -> Iterator[bytes]:
 def golden(pattern: str) -> Iterator[bytes]:
     pattern = pattern if "/" in pattern else f"{pattern}/*"
     for file in sorted(GOLDEN.glob(pattern)):
-        if file.is_file() and file.suffix != ".npz":
+        if file.is_file() and file.name != "expected.npz":
             yield file.read_bytes()
+
+
+def headers() -> Iterator[bytes]:
+    for descr in ("<f4", ">f8", "|b1", "<V2", "|O", "<M8[D]", [("x", "<f4")]):
+        for shape in ((), (4,), (2, 8)):
+            header = {"descr": descr, "fortran_order": True, "shape": shape}
+            yield repr(header).encode()
+    yield b"{'descr': '<f4', 'fortran_order': False, 'shape': (2L, 8L), }  \n"
 
 
 def made(module: str, name: str, *, cut: int = 0) -> Iterator[bytes]:

@@ -128,6 +128,19 @@ file_target("msgpack", "msgpack")
 file_target("streaming", "msgpack")
 
 
+file_target("npz", "bytes")
+
+
+@target()
+def npy(data: bytes) -> None:
+    """The text of an array's header, in an archive that is sound otherwise."""
+    from hostile import npz as cases
+
+    path = room() / "header.npz"
+    path.write_bytes(cases.one(cases.header(data, bytes(64))))
+    read(path)
+
+
 @target()
 def safetensors(data: bytes) -> None:
     """A header, whose length is put before it and which 64 bytes follow."""

@@ -1,0 +1,212 @@
+"""numpy's archives of arrays (`.npz`), as big_vision and many programs write them.
+
+An archive has nothing but names and arrays: names are divided at `/`, as big_vision
+joins them. An array that is not compressed is read from where it lies in the archive,
+as far as it is wanted; any other is expanded as a whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tensorstore as ts
+
+from flaxckpt import _dtypes, _spans, _storage, _structure, _tree, errors
+from flaxckpt._info import Stored
+from flaxckpt._types import Shape
+from flaxckpt._zarr import Array
+from flaxckpt.formats import _ndarray, _npz_members, _signatures
+from flaxckpt.formats._npz_members import Header, Member
+
+_log = logging.getLogger(__name__)
+
+
+def recognises(path: Path) -> str | None:
+    """Why `path` is an archive of arrays."""
+    if not path.is_file():
+        return None
+    if _signatures.is_archive_of_arrays(path):
+        return "it is a zip archive that begins with an array of numpy"
+    return None
+
+
+def read(path: Path, *, step: int | None, resolve: _structure.Resolve) -> Stored:
+    """Reads the names, shapes and types of all arrays.
+
+    Raises:
+        DamagedCheckpointError: The archive is not whole, or contradicts itself.
+        CheckpointFormatError: It has members that are not read; they are named.
+    """
+    stamp = _storage.stamp(path)
+    headers: dict[Member, Header] = {}
+    faults: dict[str, str] = {}
+    unsupported: dict[str, str] = {}
+    try:
+        with _storage.opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            members, faults = _npz_members.members(file, stamp, size)
+            for member in members:
+                try:
+                    headers[member] = _npz_members.header(file, member)
+                except _npz_members.UnsupportedError as error:
+                    unsupported[member.name] = str(error)
+                except ValueError as error:
+                    faults[member.name] = str(error)
+    except ValueError as error:
+        raise _npz_members.damaged(path, error) from None
+    if faults:
+        raise _unreadable(path, faults)
+    if unsupported:
+        raise _refused(path, unsupported)
+    # Each is compared with its checksum once, in however many parts it is read.
+    check = functools.lru_cache(maxsize=None)(_npz_members.check)
+    arrays = {m.name: _opened(m, h, check) for m, h in headers.items()}
+    return _ndarray.stored(
+        path, path, _tree_of(path, arrays), format_name="npz", step=step, stamp=stamp
+    )
+
+
+def _unreadable(path: Path, faults: Mapping[str, str]) -> errors.CheckpointError:
+    count = f"{len(faults)} members" if len(faults) > 1 else "1 member"
+    return errors.DamagedCheckpointError(
+        f"{count} of {path} cannot be read:\n"
+        + errors.rows(f"{name[:200]}: {why}" for name, why in faults.items())
+        + "\nGet it again from where it came, or save it again with numpy.savez."
+    )
+
+
+def _refused(path: Path, unsupported: Mapping[str, str]) -> errors.CheckpointError:
+    count = f"{len(unsupported)} arrays" if len(unsupported) > 1 else "1 array"
+    return errors.CheckpointFormatError(
+        f"{count} of {path} cannot be read:\n"
+        + errors.rows(f"{name[:200]}: {why}" for name, why in unsupported.items())
+        + "\nWanted arrays of numbers. Pickles run code when they are opened, so none"
+        " ever is here: save the archive again with numpy.savez, without these arrays"
+        " or with numbers instead of them."
+    )
+
+
+def _tree_of(
+    path: Path, arrays: Mapping[str, _ndarray.Opened]
+) -> dict[str, _ndarray.Opened | dict[str, Any]]:
+    """The arrays in maps, as their names are divided at `/`.
+
+    Names stay whole if one of them continues another, or has too many parts.
+    """
+    split = {name: name.split("/") for name in arrays}
+    inner = {
+        "/".join(parts[:n]) for parts in split.values() for n in range(1, len(parts))
+    }
+    if not inner.isdisjoint(split) or any(
+        len(parts) > _tree.MAX_DEPTH // 2 for parts in split.values()
+    ):
+        _log.warning(
+            "the names of the arrays in %s stay whole: one continues another one after"
+            " a slash, or has too many slashes",
+            path,
+        )
+        return dict(arrays)
+    tree: dict[str, Any] = {}
+    for name, (*outer, last) in split.items():
+        place = tree
+        for key in outer:
+            place = place.setdefault(key, {})
+        place[last] = arrays[name]
+    return tree
+
+
+def _opened(
+    member: Member, header: Header, check: Callable[[Member], None]
+) -> _ndarray.Opened:
+    shape = header.shape
+    if member.is_deflated:
+        chunk_shape = tuple([max(size, 1) for size in shape])
+        # Expanding it compares it with its checksum.
+        return _ndarray.Opened(
+            shape,
+            header.dtype,
+            chunk_shape,
+            functools.partial(_open_deflated, member, header),
+            _checks_itself,
+        )
+    # Rows can be read one by one, along the axis that varies most slowly.
+    slowest = len(shape) - 1 if header.is_fortran else 0
+    chunk_shape = tuple(
+        [1 if axis == slowest else max(size, 1) for axis, size in enumerate(shape)]
+    )
+    return _ndarray.Opened(
+        shape,
+        header.dtype,
+        chunk_shape,
+        functools.partial(_open_stored, member, header),
+        functools.partial(check, member),
+    )
+
+
+def _checks_itself() -> None:
+    """Stands for the comparison that is made whenever the array is read."""
+
+
+def _c_shape(header: Header) -> Shape:
+    """The shape of the array that has the same bytes in C order."""
+    return header.shape[::-1] if header.is_fortran else header.shape
+
+
+def _open_stored(
+    member: Member, header: Header, context: ts.Context
+) -> ts.Future[ts.TensorStore]:
+    span = _spans.Span(
+        member.archive.path,
+        member.offset + header.nbytes,
+        _c_shape(header),
+        header.dtype,
+        identity=member.archive.identity,
+        is_big_endian=header.is_big_endian,
+    )
+    store = _spans.opened((span,), context).result()
+    return _done(store.T if header.is_fortran else store)
+
+
+def _open_deflated(
+    member: Member, header: Header, context: ts.Context
+) -> ts.Future[ts.TensorStore]:
+    shape = _c_shape(header)
+    dtype = _dtypes.to_numpy(header.dtype)
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+
+    def read(domain: ts.IndexDomain, target: Array, _: Any) -> None:
+        rows = domain[0] if shape else ts.Dim(size=1)
+        start = header.nbytes + rows.inclusive_min * row_bytes
+        stop = header.nbytes + rows.exclusive_max * row_bytes
+        values = _npz_members.expanded(member, start, stop).view(dtype)
+        if header.is_big_endian:
+            values.byteswap(inplace=True)
+        _dtypes.check_bools(values)
+        values = values.reshape((-1, *shape[1:]) if shape else ())
+        inner = domain.index_exp[1:]
+        target[...] = values[(slice(None), *inner)] if shape else values
+
+    store = ts.virtual_chunked(
+        read,
+        dtype=ts.dtype(header.dtype),
+        shape=shape,
+        chunk_layout=ts.ChunkLayout(
+            read_chunk_shape=tuple([max(size, 1) for size in shape])
+        ),
+        context=context,
+    )
+    return _done(store.T if header.is_fortran else store)
+
+
+def _done(store: ts.TensorStore) -> ts.Future[ts.TensorStore]:
+    promise: ts.Promise[ts.TensorStore]
+    future: ts.Future[ts.TensorStore]
+    promise, future = ts.Promise.new()
+    promise.set_result(store)
+    return future

@@ -1,0 +1,433 @@
+"""The members of numpy's archives (`.npz`): where each array lies, and what it is.
+
+The standard library reads the directory of the archive, which is not trusted: names,
+places and sizes are compared with the file. Headers of arrays are parsed here, as numpy
+fails over some in many ways. Nothing that is pickled is ever opened.
+
+Source: the ZIP specification (APPNOTE), and `numpy.lib.format`.
+"""
+
+from __future__ import annotations
+
+import ast
+import errno
+import math
+import os
+import re
+import reprlib
+import struct
+import warnings
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+import numpy as np
+
+from flaxckpt import _dtypes, _memory, _storage, errors
+from flaxckpt._types import Shape
+from flaxckpt._zarr import Array
+
+SUFFIX = ".npy"
+"""In which the names of all members end."""
+
+_MAX_DIRECTORY_BYTES = 8 * 2**20
+_MAX_HEADER_BYTES = 10_000
+_MAX_NAME_BYTES = 4096
+_MAX_RANK = 32
+_MAX_SIZE = 2**48
+_BEST_RATIO = 1032
+"""How much deflate can make of a byte, at most."""
+
+_LOCAL = struct.Struct("<4s2xHH16xHH")
+"""Of a member's own header: the signature, the flags, the method, and how long its name
+and its extra fields are. Its sizes are those of the directory, or are left out."""
+
+_LOCAL_SIGNATURE = b"PK\x03\x04"
+_ENCRYPTED = 0x1
+_UTF_8 = 0x800
+_AT_FIRST = 256  # holds most headers
+_MAGIC = b"\x93NUMPY"
+_KEYS = ("shape", "fortran_order", "descr")
+_LONG = re.compile(r"([0-9])L\b")
+_NUMBER = re.compile(r"[<>|=][A-Za-z][0-9]{0,6}")
+_OVERHEAD_BYTES = 1024
+"""By which what deflate makes of a header may be larger than the header."""
+
+_PART_BYTES = 2**20
+
+
+class Member(NamedTuple):
+    """A file in an archive.
+
+    Attributes:
+        name: Of the array, without the suffix.
+        archive: The archive, as it was when it was looked at.
+        offset: Where the content begins in the archive, in bytes.
+        stored_bytes: Size of the content in the archive.
+        nbytes: Size of the content.
+        crc: CRC-32 of the content.
+        is_deflated: Whether it is compressed.
+    """
+
+    name: str
+    archive: _storage.Stamp
+    offset: int
+    stored_bytes: int
+    nbytes: int
+    crc: int
+    is_deflated: bool
+
+
+class Header(NamedTuple):
+    """What a member says of its array.
+
+    Attributes:
+        nbytes: Size of the header itself.
+        shape: In elements.
+        dtype: Name of the element type.
+        is_fortran: Whether the first axis varies fastest.
+        is_big_endian: Whether the bytes of an element are swapped.
+    """
+
+    nbytes: int
+    shape: Shape
+    dtype: str
+    is_fortran: bool
+    is_big_endian: bool
+
+
+class UnsupportedError(ValueError):
+    """What is no damage, and is not read all the same."""
+
+
+# ---- the archive ------------------------------------------------------------------
+
+
+def members(
+    file: IO[bytes], stamp: _storage.Stamp, size: int
+) -> tuple[list[Member], dict[str, str]]:
+    """The members of an archive, and the name of each that is not sound -> why.
+
+    Args:
+        file: The archive.
+        stamp: What it is.
+        size: Of the file, in bytes.
+
+    Raises:
+        ValueError: It is no archive, or members overlap.
+    """
+    try:
+        with zipfile.ZipFile(cast("IO[bytes]", _Sparing(file))) as archive:
+            infos, start = archive.infolist(), archive.start_dir
+    except (
+        *(zipfile.BadZipFile, NotImplementedError, struct.error),
+        *(OverflowError, EOFError),
+    ) as error:
+        if str(error) == "File is not a zip file":
+            raise ValueError("its end is missing, where its directory is") from None
+        raise ValueError(f"its directory cannot be read ({error})") from None
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise ValueError("its directory is said to be where no file has any") from None
+    if not 0 <= start <= size:
+        raise ValueError("its directory is not within the file")
+    found: list[Member] = []
+    faults: dict[str, str] = {}
+    known: set[str] = set()
+    end, before = 0, ""
+    for info in sorted(infos, key=lambda info: info.header_offset):
+        name = info.filename[:100]
+        if info.header_offset < 0:
+            raise ValueError(f"its member {name!r} is not where it should be")
+        if info.header_offset < end:
+            raise ValueError(f"its members {before!r} and {name!r} overlap")
+        member = _member(file, stamp, info)
+        end, before = member.offset + member.stored_bytes, name
+        if end > start:
+            raise ValueError(f"its member {name!r} does not end before the directory")
+        if info.is_dir() and not info.file_size:
+            continue  # other programs note directories, too
+        why = "is there twice" if info.filename in known else _fault(info, member)
+        known.add(info.filename)
+        if why:
+            faults[info.filename] = why
+        else:
+            found.append(member)
+    return found, faults
+
+
+def _member(file: IO[bytes], stamp: _storage.Stamp, info: zipfile.ZipInfo) -> Member:
+    """Where the content of a member is.
+
+    Raises:
+        ValueError: Its own header is not there, or says something else.
+    """
+    file.seek(info.header_offset)
+    content = file.read(_LOCAL.size)
+    if len(content) < _LOCAL.size or content[:4] != _LOCAL_SIGNATURE:
+        raise ValueError(
+            f"its member {info.filename[:100]!r} is not where it should be"
+        )
+    _, flags, method, name_bytes, extra_bytes = _LOCAL.unpack(content)
+    name = file.read(name_bytes)
+    wanted = info.orig_filename.encode("utf-8" if flags & _UTF_8 else "cp437", "ignore")
+    if name != wanted or method != info.compress_type:
+        raise ValueError(
+            f"its member {info.filename[:100]!r} has another name or method in its own"
+            " header than in the directory"
+        )
+    return Member(
+        info.filename.removesuffix(SUFFIX),
+        stamp,
+        info.header_offset + _LOCAL.size + name_bytes + extra_bytes,
+        info.compress_size,
+        info.file_size,
+        info.CRC,
+        info.compress_type == zipfile.ZIP_DEFLATED,
+    )
+
+
+def _fault(info: zipfile.ZipInfo, member: Member) -> str | None:
+    """Why a member cannot be one of an array, or None."""
+    parts = member.name.split("/")
+    if not info.filename.endswith(SUFFIX):
+        return f"is no array: its name does not end in {SUFFIX}"
+    if len(member.name) > _MAX_NAME_BYTES:
+        return f"has a name of {len(member.name)} characters"
+    if not all(parts):
+        return "has a name with an empty part"
+    if not {".", ".."}.isdisjoint(parts):
+        return "has a name that leads elsewhere"
+    if info.flag_bits & _ENCRYPTED:
+        return "is encrypted"
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        return f"is compressed by method {info.compress_type}, which numpy never uses"
+    if not member.is_deflated and member.nbytes != member.stored_bytes:
+        return f"has {member.stored_bytes} bytes instead of {member.nbytes}"
+    if member.nbytes > _BEST_RATIO * member.stored_bytes:
+        return (
+            f"is said to be {member.nbytes} bytes, to which no {member.stored_bytes}"
+            " bytes expand"
+        )
+    return None
+
+
+class _Sparing:
+    """A file of which no more than a directory is read at once, whatever it says."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.seek = file.seek
+        self.tell = file.tell
+        self.seekable = file.seekable
+
+    def read(self, size: int = -1) -> bytes:
+        if size > _MAX_DIRECTORY_BYTES:
+            raise ValueError(
+                f"its directory is said to have {size} bytes, and at most"
+                f" {_MAX_DIRECTORY_BYTES} are read"
+            )
+        return self._file.read(_MAX_DIRECTORY_BYTES if size < 0 else size)
+
+
+# ---- one array --------------------------------------------------------------------
+
+
+def header(file: IO[bytes], member: Member) -> Header:
+    """What a member says of its array.
+
+    Raises:
+        UnsupportedError: It is an array of objects, texts, dates or structures.
+        ValueError: It is no array, or not all of one.
+    """
+    head = _beginning(file, member, _AT_FIRST)
+    start, size = header_place(head)
+    if size > len(head):
+        head = _beginning(file, member, size)
+    shape, is_fortran, dtype = parse(head[start:size])
+    name = _dtype_name(dtype)
+    wanted = size + math.prod(shape) * _dtypes.to_numpy(name).itemsize
+    if wanted != member.nbytes:
+        raise ValueError(f"has {member.nbytes} bytes, its header says {wanted}")
+    is_big_endian = dtype.kind != "V" and not dtype.isnative
+    return Header(size, shape, name, is_fortran, is_big_endian)
+
+
+def _beginning(file: IO[bytes], member: Member, count: int) -> bytes:
+    file.seek(member.offset)
+    if not member.is_deflated:
+        return file.read(min(count, member.nbytes))
+    content = file.read(min(count + _OVERHEAD_BYTES, member.stored_bytes))
+    try:
+        return zlib.decompressobj(-zlib.MAX_WBITS).decompress(content, count)
+    except zlib.error as error:
+        raise ValueError(f"cannot be expanded ({error})") from None
+
+
+def header_place(head: bytes) -> tuple[int, int]:
+    """Where the text of the header begins and ends, in an array that begins so.
+
+    Raises:
+        ValueError: It is no array of numpy, or its header is longer than any.
+    """
+    if not head.startswith(_MAGIC) or len(head) < 12 or head[6] not in (1, 2, 3):
+        raise ValueError("is no array of numpy")
+    start = 10 if head[6] == 1 else 12
+    size = int.from_bytes(head[8:start], "little")
+    if size > _MAX_HEADER_BYTES:
+        raise ValueError(f"has a header of {size} bytes")
+    return start, start + size
+
+
+def parse(text: bytes) -> tuple[Shape, bool, np.dtype[Any]]:
+    """Shape, whether the order is Fortran's, and type that a header says.
+
+    Raises:
+        UnsupportedError: The type is none that is read.
+        ValueError: It is no such header.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Python's parser
+            # Python 2 wrote sizes as 3L.
+            found = ast.literal_eval(_LONG.sub(r"\1", text.decode("latin-1")))
+        shape, is_fortran, descr = (found[key] for key in _KEYS)
+    except (ValueError, TypeError, KeyError, SyntaxError):
+        raise ValueError("has a header that is not numpy's") from None
+    except (RecursionError, MemoryError):
+        raise ValueError("has a header that is nested too deep") from None
+    if (
+        type(shape) is not tuple
+        or len(shape) > _MAX_RANK
+        or not all(type(size) is int and 0 <= size < _MAX_SIZE for size in shape)
+    ):
+        raise ValueError(f"has the shape {reprlib.repr(shape)}")
+    if type(is_fortran) is not bool or type(descr) not in (str, list, tuple):
+        raise ValueError("has a header that is not numpy's")
+    if type(descr) is not str or not _NUMBER.fullmatch(descr):
+        what = (
+            "an element type that is" if type(descr) is str else "structures, which are"
+        )
+        raise UnsupportedError(f"has {what} not read: {reprlib.repr(descr)}")
+    if descr[1] == "O":
+        raise UnsupportedError("holds Python objects, which are pickled")
+    try:
+        return shape, is_fortran, np.dtype(descr)
+    except TypeError:
+        raise UnsupportedError(
+            f"has an element type that numpy does not know: {descr!r}"
+        ) from None
+
+
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    """The element type that is meant.
+
+    Raises:
+        UnsupportedError: None that is read.
+    """
+    if dtype.kind == "V" and dtype.itemsize == 2:
+        return "bfloat16"  # the only type of two bytes that numpy writes so
+    if dtype.kind == "V":
+        raise UnsupportedError(
+            f"has elements of {dtype.itemsize} bytes whose type numpy has not written"
+            " down"
+        )
+    if dtype.kind not in "biufc" or _dtypes.stored_name(dtype.name) is None:
+        raise UnsupportedError(f"is an array of {dtype.name}")
+    return dtype.name
+
+
+# ---- its values -------------------------------------------------------------------
+
+
+def expanded(member: Member, start: int, stop: int) -> Array:
+    """The bytes from `start` to `stop` of a compressed member, all of which is checked.
+
+    Raises:
+        ValueError, OSError: It is not what was written.
+    """
+    _memory.check(stop - start)
+    wanted = np.empty(stop - start, np.uint8)
+    position = 0
+    for part in _parts(member):
+        first, last = max(start, position), min(stop, position + len(part))
+        if first < last:
+            content = part[first - position : last - position]
+            wanted[first - start : last - start] = np.frombuffer(content, np.uint8)
+        position += len(part)
+    return wanted
+
+
+def check(member: Member) -> None:
+    """Compares a member with its CRC-32.
+
+    Raises:
+        ValueError, OSError: It is not what was written.
+    """
+    for _ in _parts(member):
+        pass
+
+
+def _parts(member: Member) -> Iterator[bytes]:
+    """The content of a member, part by part, compared with its CRC-32 at the end."""
+    with _storage.opened(member.archive.path) as file:
+        check_unchanged(file.fileno(), member.archive)
+        file.seek(member.offset)
+        codec = zlib.decompressobj(-zlib.MAX_WBITS) if member.is_deflated else None
+        crc = size = 0
+        left = member.stored_bytes
+        waiting = b""
+        while True:
+            if not waiting and left:
+                waiting = file.read(min(left, _PART_BYTES))
+                left -= len(waiting)
+                if not waiting:
+                    raise ValueError(f"{member.archive.path} ends in the middle of it")
+            if codec is None:
+                part, waiting = waiting, b""
+            else:
+                try:
+                    part = codec.decompress(waiting, _PART_BYTES)
+                except zlib.error as error:
+                    raise ValueError(f"it cannot be expanded ({error})") from None
+                waiting = codec.unconsumed_tail
+            crc, size = zlib.crc32(part, crc), size + len(part)
+            if size > member.nbytes:
+                break
+            yield part
+            is_last = codec is None or codec.eof or not part
+            if is_last and not waiting and not left:
+                break
+            if codec is not None and codec.eof:
+                break
+        is_whole = codec is None or (codec.eof and not codec.unused_data)
+        if size != member.nbytes or left or not is_whole:
+            raise ValueError(f"it does not expand to the {member.nbytes} bytes it says")
+        if crc != member.crc:
+            raise ValueError(
+                f"it has changed since it was written: its CRC-32 is {crc:08x}, wanted"
+                f" {member.crc:08x}"
+            )
+
+
+def check_unchanged(descriptor: int, stamp: _storage.Stamp) -> None:
+    """Asserts that an open file is the one that was looked at.
+
+    Raises:
+        OSError: It is not.
+    """
+    if _storage.identity(os.fstat(descriptor)) != stamp.identity:
+        raise OSError(
+            f"{stamp.path} was replaced or changed since it was opened; load it again"
+        )
+
+
+def damaged(path: Path, error: object) -> errors.DamagedCheckpointError:
+    """The error that says what is wrong with an archive."""
+    return errors.DamagedCheckpointError(
+        f"{path} is no intact archive of numpy: {str(error)[:300]}; get it again from"
+        " where it came"
+    )
