@@ -270,6 +270,8 @@ def _check_metrics(run: Checkpointer, reasons: Mapping[int, Sequence[str]]) -> N
     for policy in run.keep:
         if not isinstance(policy, policies.BestN) or not reasons:
             continue
+        if policies.WithoutMetric(policy.metric) in run.keep:
+            continue  # it keeps all of them
         if any(str(policy) in why for why in reasons.values()):
             continue
         known = sorted({name for step in run.steps() for name in run.metrics(step)})

@@ -118,7 +118,8 @@ def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """Numbers by name, nested names joined by `/`.
 
     Raises:
-        OptionError: They are no mapping, or a metric is no single number.
+        OptionError: They are no mapping, a metric is no single number, or two metrics
+            get one name.
     """
     if not isinstance(metrics, Mapping | None):
         raise errors.OptionError(
@@ -127,14 +128,24 @@ def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     flat: dict[str, float] = {}
     for name, value in (metrics or {}).items():
         if isinstance(value, Mapping):
-            flat |= {f"{name}/{inner}": n for inner, n in as_metrics(value).items()}
+            for inner, number in as_metrics(value).items():
+                _add(flat, f"{name}/{inner}", number)
             continue
         try:
             if isinstance(value, str | bytes | bytearray):  # float() reads these, too
                 raise TypeError
-            flat[name] = float(value)
+            number = float(value)
         except (TypeError, ValueError, OverflowError):
             raise errors.OptionError(
                 f"the metric {name!r} must be one number, got {value!r:.80}"
             ) from None
+        _add(flat, name, number)
     return flat
+
+
+def _add(flat: dict[str, float], name: str, number: float) -> None:
+    if name in flat:
+        raise errors.OptionError(
+            f"two metrics are called {name!r}, of which one is nested: rename one"
+        )
+    flat[name] = number

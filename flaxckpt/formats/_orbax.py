@@ -257,6 +257,7 @@ def read(path: Path, *, step: int | None, resolve: _structure.Resolve) -> Stored
 read_metrics = _orbax_disk.read_metrics
 metrics_in = _orbax_disk.metrics_in
 numbers_in = _orbax_disk.numbers_in
+with_metrics = _orbax_disk.with_metrics
 read_created = _orbax_disk.read_created
 has_let_go_dataset = _orbax_disk.has_let_go_dataset
 write_metrics = _orbax_metrics.write

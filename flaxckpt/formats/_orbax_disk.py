@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import time
@@ -206,12 +207,57 @@ def _is_known(path: Path, metrics: bytes) -> bool:
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among `metrics`; those that no float can hold are none."""
-    return {
-        name: float(value)
-        for name, value in metrics.items()
-        if isinstance(value, int | float) and _is_float(value)
-    }
+    """The numbers among `metrics`; those that no float can hold are none.
+
+    Nested names are joined by `/`, as in `eval/loss`; an item of a list has its index
+    as name. If two metrics get one name, the less nested one counts.
+    """
+    found: dict[str, float] = {}
+    waiting: collections.deque[tuple[str, Any]] = collections.deque(metrics.items())
+    while waiting:
+        name, value = waiting.popleft()
+        if isinstance(value, dict):
+            waiting.extend((f"{name}/{key}", inner) for key, inner in value.items())
+        elif isinstance(value, list):
+            waiting.extend((f"{name}/{i}", inner) for i, inner in enumerate(value))
+        elif isinstance(value, int | float) and _is_float(value):
+            found.setdefault(name, float(value))
+    return found
+
+
+def with_metrics(
+    metrics: Mapping[str, Any], added: Mapping[str, float]
+) -> dict[str, Any]:
+    """`metrics` as they are in a file, changed so that `numbers_in` gives `added`.
+
+    A number that is nested there is replaced in its place, where Orbax looks for it.
+    """
+    changed = {key: _copy(value) for key, value in metrics.items()}
+    for name, number in added.items():
+        if name in changed or not _replace_nested(changed, name, number):
+            changed[name] = number
+    return changed
+
+
+def _copy(value: Any) -> Any:
+    """A copy of nested dicts and lists."""
+    if isinstance(value, dict):
+        return {key: _copy(inner) for key, inner in value.items()}
+    return [_copy(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _replace_nested(metrics: dict[str, Any], name: str, number: float) -> bool:
+    """Replaces the number called `name` if it is nested; returns whether it is."""
+    for key, value in metrics.items():
+        if not name.startswith(f"{key}/") or not isinstance(value, dict):
+            continue
+        rest = name.removeprefix(f"{key}/")
+        if isinstance(value.get(rest), int | float):
+            value[rest] = number
+            return True
+        if _replace_nested(value, rest, number):
+            return True
+    return False
 
 
 def _is_float(value: float) -> bool:
