@@ -95,6 +95,11 @@ def _detect(path: Path) -> Detected:
             f"{path} is no checkpoint but a directory of {len(steps)} steps: pass one"
             f" of them, as {steps[max(steps)]}"
         )
+    if path.is_dir() and _orbax.is_json_item(path):
+        raise errors.CheckpointFormatError(
+            f"{path} is an item of JSON, which Orbax's JsonSave wrote, and no tree of"
+            f" arrays: {_orbax.json_advice(path)}"
+        )
     mark = _survey.sign(path) if path.is_dir() else None
     if mark and _remote.is_remote(path) and not _marked.is_committed(path):
         raise errors.DamagedCheckpointError(

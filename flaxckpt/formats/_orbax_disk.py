@@ -55,12 +55,78 @@ def item(path: Path) -> Path | None:
         for name in sorted(_storage.directories(path))
         if _is_item(path / name) and name not in NOT_ITEMS
     ]
+    if not items:
+        _check_tree(path)
     if len(items) > 1:
         raise errors.CheckpointFormatError(
             f"{path} holds several items, {errors.printable(', '.join(items))}: load"
             f" one of them by its own path, {errors.printable(str(path / items[0]))}"
         )
     return path / items[0] if items else None
+
+
+_TREE_HANDLERS = (
+    "StandardCheckpointHandler",
+    "PyTreeCheckpointHandler",
+    "PyTreeHandler",
+)
+"""How the names of Orbax's classes end that write what is read here."""
+
+JSON_ITEM = "metadata"
+"""The file of an item of JSON."""
+
+
+def is_json_item(path: Path) -> bool:
+    """Whether Orbax's `JsonSave` has written the item `path`."""
+    try:
+        names = set(_storage.names(path))
+    except NotADirectoryError:
+        return False
+    is_alone = names <= {JSON_ITEM, CHECKPOINT, _marked.MARKER}
+    return is_alone and (path / JSON_ITEM).is_file()
+
+
+def json_advice(path: Path) -> str:
+    """How an item of JSON is read."""
+    file = errors.printable(str(path / JSON_ITEM))
+    return f"read it with json.loads(pathlib.Path({file!r}).read_text())"
+
+
+def _check_tree(path: Path) -> None:
+    """Refuses a checkpoint of Orbax that was saved without a tree.
+
+    Raises:
+        CheckpointFormatError: All its items are of other kinds.
+    """
+    if _storage.lexists(path / _orbax_json.MANIFEST):
+        return
+    try:
+        handlers = json_file(path / CHECKPOINT, path).get("item_handlers")
+    except errors.DamagedCheckpointError:
+        return
+    if isinstance(handlers, str):  # of a checkpoint that is one item
+        handlers = {"": handlers}
+    if not isinstance(handlers, dict) or not handlers:  # as before Orbax 0.11
+        names = [n for n in _storage.directories(path) if is_json_item(path / n)]
+        handlers = dict.fromkeys(names, "JsonCheckpointHandler")
+    kinds = {
+        str(name): str(kind).rpartition(".")[2]
+        for name, kind in handlers.items()
+        if name not in NOT_ITEMS
+    }
+    if not kinds or any(kind.endswith(_TREE_HANDLERS) for kind in kinds.values()):
+        return
+    texts = [path / name for name in sorted(kinds) if is_json_item(path / name)]
+    rows = [f"{name or '.'}: {kind}" for name, kind in sorted(kinds.items())]
+    raise errors.CheckpointFormatError(
+        f"{path} holds no tree of arrays; other handlers of Orbax wrote its items:\n"
+        f"{errors.rows(rows)}\n"
+        + (
+            f"What is JSON is a file: {json_advice(texts[0])}"
+            if texts
+            else "Read it with the Orbax that wrote it."
+        )
+    )
 
 
 def warn_of_others(path: Path, taken: Path) -> None:
@@ -284,7 +350,6 @@ def checkpoint_info(
                 found = _orbax_json.loads(raw, path / CHECKPOINT)
             except errors.DamagedCheckpointError:
                 found = {}
-    custom = found.get("custom_metadata")
     return CheckpointMetadata(
         str(path),
         format_name,
@@ -293,10 +358,19 @@ def checkpoint_info(
         read_metrics(path),
         _seconds(found.get("init_timestamp_nsecs")),
         _seconds(found.get("commit_timestamp_nsecs")),
-        custom if isinstance(custom, dict) else {},
+        custom_in(found),
         (path / DATASET).is_dir() and not has_let_go_dataset(path),
         sum(_layout.stored_bytes(info) for info in infos),
     )
+
+
+def custom_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's own metadata in that of a step or of a run.
+
+    Source: `custom` was the field's name in Orbax 0.11.0 to 0.11.5.
+    """
+    found = metadata.get("custom_metadata", metadata.get("custom"))
+    return found if isinstance(found, dict) else {}
 
 
 def has_let_go_dataset(path: Path) -> bool:
