@@ -190,6 +190,15 @@ class RunSteps:
         if self.tiers is not None:
             self.tiers.check_free(step)
 
+    def check_replaceable(self, step: int) -> None:
+        """Refuses to replace a step if a directory behind staging has more in it.
+
+        Raises:
+            CheckpointExistsError: It has.
+        """
+        if self.tiers is not None:
+            self.tiers.check_replaceable(step)
+
     def check_no_checkpoint(self) -> None:
         """Refuses a directory that is a checkpoint: who replaces that deletes the run.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from flaxckpt import (
     _access,
+    _belongings,
     _collector,
     _commit,
     _computed,
@@ -21,7 +22,6 @@ from flaxckpt import (
     _joint_save,
     _layout,
     _marked,
-    _marks,
     _optax,
     _progress,
     _remote,
@@ -36,7 +36,7 @@ from flaxckpt._commit import Options, Snapshot, Written
 from flaxckpt._handle import SaveHandle
 from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, LeafTable, SaveResult
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
-from flaxckpt.formats import _orbax, _orbax_json, _orbax_names
+from flaxckpt.formats import _orbax_json, _orbax_names
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _table as _transforms
 
@@ -68,7 +68,8 @@ def save(
         layout: How arrays are cut and encoded.
         transforms: What to change on the way, as `transforms.cast`.
         metadata: JSON of your own, kept where Orbax keeps custom metadata.
-        overwrite: Whether to replace a checkpoint that is there.
+        overwrite: Whether to replace a checkpoint that is there. A directory that also
+            has files of others in it is not replaced.
 
     Raises:
         CheckpointExistsError: `path` is taken.
@@ -267,12 +268,7 @@ def _check_free(final: Path, *, overwrite: bool) -> None:
             f"{final} exists: choose another path, or pass overwrite=True (to a"
             " Checkpointer: on_exists='overwrite')"
         )
-    is_ours = _marks.is_damaged(final) or _orbax.is_whole(final)
-    if final.is_symlink() or not is_ours:
-        raise errors.CheckpointExistsError(
-            f"{final} exists and is no checkpoint, so it is not overwritten:"
-            " remove it yourself, or choose another path"
-        )
+    _belongings.check_replaceable(final)
 
 
 def check_json(metadata: Mapping[str, JSON]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from flaxckpt import (
+    _belongings,
     _changes,
     _marks,
     _multihost,
@@ -263,6 +264,24 @@ class Tiers:
                 f"{self.uploads.known[step]} exists: choose another step, or pass"
                 " on_exists='overwrite'"
             )
+
+    def check_replaceable(self, step: int) -> None:
+        """Refuses to replace a step of the directory that has other files in it.
+
+        A directory out of reach is looked at again when the step is uploaded.
+
+        Raises:
+            CheckpointExistsError: It has.
+        """
+        path = self.uploads.known.get(step)
+        try:
+            if path is not None and _storage.lexists(path):
+                _belongings.check_replaceable(path)
+        except OSError as error:
+            if isinstance(error, errors.CheckpointError) and not isinstance(
+                error, errors.StoreError
+            ):
+                raise
 
     @contextlib.contextmanager
     def replacing(self, path: Path) -> Iterator[None]:

@@ -92,6 +92,15 @@ def json_advice(path: Path) -> str:
     return f"read it with json.loads(pathlib.Path({file!r}).read_text())"
 
 
+def item_names(path: Path) -> set[str]:
+    """What the items of a checkpoint are called, if it says so."""
+    try:
+        handlers = json_file(path / CHECKPOINT, path).get("item_handlers")
+    except (errors.DamagedCheckpointError, OSError):
+        return set()
+    return set(handlers) if isinstance(handlers, dict) else set()
+
+
 def _check_tree(path: Path) -> None:
     """Refuses a checkpoint of Orbax that was saved without a tree.
 
