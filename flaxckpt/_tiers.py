@@ -9,6 +9,7 @@ is opened again is uploaded then.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -28,6 +29,8 @@ from flaxckpt import (
     policies,
 )
 from flaxckpt._types import PathLike
+
+_log = logging.getLogger(__name__)
 
 KEEP = (policies.LatestN(1),)
 """What stays in staging, beside what is still to be uploaded."""
@@ -277,11 +280,10 @@ class Tiers:
         try:
             if path is not None and _storage.lexists(path):
                 _belongings.check_replaceable(path)
+        except errors.CheckpointExistsError:
+            raise
         except OSError as error:
-            if isinstance(error, errors.CheckpointError) and not isinstance(
-                error, errors.StoreError
-            ):
-                raise
+            _log.warning("%s could not be looked at for now: %s", path, error)
 
     @contextlib.contextmanager
     def replacing(self, path: Path) -> Iterator[None]:

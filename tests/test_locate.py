@@ -223,10 +223,10 @@ def test_files_that_end_in_a_number_are_no_steps(flax_steps):
     assert flaxckpt.load(flax_steps) == {"step": 8}
     for path in flax_steps.glob("checkpoint_*"):
         path.unlink()
-    with pytest.raises(errors.CheckpointFormatError, match=r"notes<step>.*\n.*vocab_"):
-        flaxckpt.load(flax_steps)
-    (flax_steps / "notes2024").unlink()
-    assert flaxckpt.metadata(flax_steps).step == 32000
+    for _ in range(2):
+        with pytest.raises(errors.CheckpointFormatError, match="not called like steps"):
+            flaxckpt.load(flax_steps)
+        (flax_steps / "notes2024").unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("format_name", ["safetensors", "msgpack"])

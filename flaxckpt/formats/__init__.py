@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -172,12 +173,45 @@ def _with_points(directory: Path) -> str | None:
 
 def _above(directory: Path) -> str | None:
     """What a directory is that has checkpoints in it which are no steps."""
-    children = sorted(child for child in directory.iterdir() if child.is_dir())
-    if found := next(filter(recognises, children[:_MAX_TRIED]), None):
-        return (
-            "a directory with checkpoints in it that are not called like steps: pass"
-            f" the path of one, such as {found}"
-        )
+    if (found := _below(directory)) is None:
+        return None
+    return (
+        "a directory with checkpoints in it that are not called like steps: pass"
+        f" the path of one, such as {found}{advice_on_names(directory)}"
+    )
+
+
+def advice_on_names(directory: Path) -> str:
+    """What to do if the checkpoints in a directory are steps with names of their own.
+
+    Empty if none may be a step.
+    """
+    found = _survey.with_any_name(directory, recognises)
+    names = [path.name for paths in found.values() for path in paths]
+    if not names:
+        return ""
+    name = errors.printable(min(names))
+    prefix = name.rstrip("0123456789")
+    digits = name.removeprefix(prefix)
+    field = f"{{step:0{len(digits)}d}}" if digits.startswith("0") else "{step}"
+    return (
+        f". If {name} is a step of a run, say how its steps are called:"
+        f" Checkpointer(…, step_format='{prefix}{field}'), or --step-format of the"
+        " command"
+    )
+
+
+def _below(directory: Path) -> Path | None:
+    """A checkpoint in a directory; None if there is none among the first."""
+    children = sorted(
+        child
+        for child in directory.iterdir()
+        if child.is_dir() or _survey.number(child.name) is not None
+    )
+    for child in children[:_MAX_TRIED]:
+        with contextlib.suppress(errors.CheckpointFormatError):
+            if recognises(child):
+                return child
     return None
 
 

@@ -133,7 +133,7 @@ def test_prune_of_a_run_whose_newest_step_is_not_whole_is_1(here, command):
 
 def test_prune_takes_runs_of_orbax(here, command):
     command("prune", "orbax", "-k", "latest:1", "--yes")
-    assert sorted(p.name for p in (here / "orbax").glob("ck_*")) == ["ck_2"]
+    assert sorted(p.name for p in (here / "orbax").glob("step_*")) == ["step_2"]
 
 
 def test_prune_takes_no_files(here, command):
