@@ -67,15 +67,25 @@ def _locate(
     if step is None:
         return _newest(path, found)
     if step in found.doubtful:
+        if formats.is_being_written(found.doubtful[step][0]):
+            raise errors.CheckpointNotFoundError(
+                f"{path} has no step {step} yet: {formats.advice_on_saves(path)}"
+            )
         raise _damaged(*found.doubtful[step])
     if step not in found.steps:
         if number is None and (other := _survey.called(path, step)):
             raise _damaged(other, "")
         raise errors.CheckpointNotFoundError(
             f"{path} has no step {step}: it has {summary(list(found.steps))}"
-            + (formats.advice_on_names(path) if not found.steps else "")
+            + _advice(path, found)
         )
     return found.steps[step], step
+
+
+def _advice(path: Path, found: _survey.Found) -> str:
+    if advice := formats.advice_on_saves(path):
+        return f"; {advice}"
+    return "" if found.steps else formats.advice_on_names(path)
 
 
 def _newest(root: Path, found: _survey.Found) -> tuple[Path, int]:
@@ -86,7 +96,9 @@ def _newest(root: Path, found: _survey.Found) -> tuple[Path, int]:
     damaged = [
         _damaged(path, why)
         for number, (path, why) in found.doubtful.items()
-        if number > newest and not (path.is_dir() and not why and _is_empty(path))
+        if number > newest
+        and not (path.is_dir() and not why and _is_empty(path))
+        and not formats.is_being_written(path)
     ]
     damaged += [_marked(path) for s, path in marked.items() if s > newest]
     if not steps:

@@ -169,9 +169,12 @@ class RunSteps:
                 " without steps a run begins anew."
             )
         if not candidates:
+            advice = "save one first, or see that directory and step_format are right"
+            if self.saves_in.is_dir():
+                advice = formats.advice_on_saves(self.saves_in) or advice
             raise errors.CheckpointNotFoundError(
                 f"{self.directory} has no steps called like {self.format.template!r}:"
-                " save one first, or see that directory and step_format are right"
+                f" {advice}"
             )
         return candidates
 

@@ -72,6 +72,7 @@ def save(
             has files of others in it is not replaced.
 
     Raises:
+        OptionError: `path` is called like a file, `model.safetensors`.
         CheckpointExistsError: `path` is taken.
         UnsupportedLeafError: Leaves that no checkpoint can hold.
         LeafNameError: Leaf names that collide on disk.
@@ -103,6 +104,7 @@ def save_async(
     """
     start = time.monotonic()
     final = _storage.resolve(path)
+    _check_name(final)
     counter = _progress.Counter(f"saving {final.name}")
     together = _joint.begin("save", final, str(final))
     options = Options(
@@ -254,6 +256,37 @@ def uses_ocdbt(
         sizes
     )
     return many_small or not _orbax_names.are_file_safe(infos, names)
+
+
+_CONVERTED = frozenset((".safetensors", ".msgpack"))
+_FILES = _CONVERTED | frozenset(
+    (
+        *(".npz", ".npy", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".h5", ".hdf5"),
+        *(".keras", ".onnx", ".gguf", ".json", ".zip", ".tar", ".gz"),
+    )
+)
+"""How names of files end."""
+
+
+def _check_name(final: Path) -> None:
+    """Refuses a name that asks for a file: a checkpoint is a directory.
+
+    Raises:
+        OptionError: It does.
+    """
+    suffix = final.suffix.lower()
+    if suffix not in _FILES:
+        return
+    if suffix in _CONVERTED:
+        advice = (
+            f"save to a name without {suffix}, and make the file of that:"
+            f" flaxckpt.convert(checkpoint, {str(final)!r}, format={suffix[1:]!r})"
+        )
+    else:
+        advice = f"choose a name without {suffix}"
+    raise errors.OptionError(
+        f"{final} is called like a file, and save makes a directory: {advice}"
+    )
 
 
 def _check_free(final: Path, *, overwrite: bool) -> None:

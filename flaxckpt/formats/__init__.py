@@ -6,7 +6,16 @@ import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _access, _marked, _remote, _storage, _survey, errors
+from flaxckpt import (
+    _access,
+    _event_journal,
+    _marked,
+    _remote,
+    _storage,
+    _survey,
+    _unfinished,
+    errors,
+)
 from flaxckpt._info import Reader
 from flaxckpt._types import PathLike
 from flaxckpt.formats import (
@@ -86,7 +95,12 @@ def detect(path: PathLike) -> Detected:
 def _detect(path: Path) -> Detected:
     if not path.exists():
         raise errors.CheckpointNotFoundError(
-            f"there is no checkpoint at {path}: the path does not exist"
+            f"there is no checkpoint at {path}: "
+            + (
+                "a save to it is under way, or was cut off, and is not committed"
+                if path.parent.is_dir() and is_being_written(path)
+                else "the path does not exist"
+            )
         )
     for name, reader in _readers(path).items():
         if why := reader.recognises(path):
@@ -95,6 +109,19 @@ def _detect(path: Path) -> Detected:
         raise errors.CheckpointFormatError(
             f"{path} is no checkpoint but a directory of {len(steps)} steps: pass one"
             f" of them, as {steps[max(steps)]}"
+        )
+    if is_being_written(path):
+        raise errors.CheckpointNotFoundError(
+            f"there is no checkpoint at {path} yet: a save to it is under way, or was"
+            " cut off, and is not committed"
+        )
+    if path.is_dir() and (advice := advice_on_saves(path)):
+        raise errors.CheckpointNotFoundError(
+            f"{path} has no committed step yet: {advice}"
+        )
+    if path.is_dir() and _storage.names(path) == [_event_journal.NAME]:
+        raise errors.CheckpointNotFoundError(
+            f"{path} has no committed step yet: a run has only begun there"
         )
     if path.is_dir() and _orbax.is_json_item(path):
         raise errors.CheckpointFormatError(
@@ -201,12 +228,32 @@ def advice_on_names(directory: Path) -> str:
     )
 
 
+def is_being_written(path: Path) -> bool:
+    """Whether a save to `path` is under way, or was cut off, and nothing is there."""
+    is_there = _marked.is_committed(path) if _remote.is_remote(path) else path.exists()
+    if is_there:
+        return False
+    return path.name in _unfinished.being_written(path.parent)
+
+
+def advice_on_saves(directory: Path) -> str:
+    """What is said of unfinished saves under a directory; empty if there is none."""
+    names = _unfinished.being_written(directory)
+    if not names:
+        return ""
+    return (
+        f"a save of {errors.first_few(names)} is under way, or was cut off; wait until"
+        " it is committed"
+    )
+
+
 def _below(directory: Path) -> Path | None:
     """A checkpoint in a directory; None if there is none among the first."""
     children = sorted(
         child
         for child in directory.iterdir()
-        if child.is_dir() or _survey.number(child.name) is not None
+        if (child.is_dir() or _survey.number(child.name) is not None)
+        and _unfinished.TEMPORARY not in child.name
     )
     for child in children[:_MAX_TRIED]:
         with contextlib.suppress(errors.CheckpointFormatError):
