@@ -201,11 +201,21 @@ def _with_points(directory: Path) -> str | None:
 def _above(directory: Path) -> str | None:
     """What a directory is that has checkpoints in it which are no steps."""
     if (found := _below(directory)) is None:
-        return None
+        return _of_runs(directory)
     return (
         "a directory with checkpoints in it that are not called like steps: pass"
         f" the path of one, such as {found}{advice_on_names(directory)}"
     )
+
+
+def _of_runs(directory: Path) -> str | None:
+    """What a directory is that has run directories in it; None if it has none."""
+    children = sorted(child for child in directory.iterdir() if child.is_dir())
+    for child in children[:_MAX_TRIED]:
+        with contextlib.suppress(errors.CheckpointError, OSError):
+            if _survey.find(child, recognises):
+                return f"a directory of runs: pass the path of one, such as {child}"
+    return None
 
 
 def advice_on_names(directory: Path) -> str:

@@ -157,3 +157,13 @@ def test_damage_of_a_name_that_is_no_steps_is_not_told(models):
     found = _survey.of(models, formats.recognises)
     assert [*found.steps] == [3]
     assert found.doubtful == {}
+
+
+@pytest.mark.parametrize("names", [("exp1", "exp2"), ("1", "2"), ("a", "b")])
+def test_a_folder_of_runs_says_so(tmp_path, names):
+    for name in names:
+        with flaxckpt.Checkpointer(tmp_path / name) as run:
+            run.save(1, {"n": 1})
+    for look in (_listing.listing, flaxckpt.load, _keeping.survey):
+        with pytest.raises(errors.CheckpointFormatError, match="a directory of runs"):
+            look(tmp_path)
