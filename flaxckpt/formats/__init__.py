@@ -230,7 +230,7 @@ def advice_on_names(directory: Path) -> str:
     name = errors.printable(min(names))
     prefix = name.rstrip("0123456789")
     digits = name.removeprefix(prefix)
-    field = f"{{step:0{len(digits)}d}}" if digits.startswith("0") else "{step}"
+    field = f"{{step:0{len(digits)}d}}" if digits[:-1].startswith("0") else "{step}"
     return (
         f". If {name} is a step of a run, say how its steps are called:"
         f" Checkpointer(…, step_format='{prefix}{field}'), or --step-format of the"
