@@ -100,6 +100,10 @@ def test_metadata_says_how_orbax_has_split_arrays(tmp_path):
         json.dumps(
             {name: text.replace("[2, 2]", "[0]") for name, text in good.items()}
         ),
+        json.dumps({name: text.replace('"y"', "3") for name, text in good.items()}),
+        json.dumps(
+            {name: text.replace("null", '"x", "x"') for name, text in good.items()}
+        ),
         json.dumps(dict.fromkeys(good, '{"sharding_type": "NamedSharding"}')),
     ):
         file.write_bytes(bad if isinstance(bad, bytes) else bad.encode())

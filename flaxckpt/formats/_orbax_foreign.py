@@ -312,7 +312,7 @@ def _splits(item: Path, checkpoint: Path) -> dict[str, _orbax_rows.Split]:
     try:
         return _orbax_rows.splits(_orbax_disk.json_file(file, checkpoint))
     except errors.DamagedCheckpointError as error:
-        _log.warning("how arrays were split is not known: %s", error)
+        _log.info("how arrays were split is not known: %s", error)
         return {}
 
 

@@ -126,10 +126,11 @@ def splits(data: Mapping[str, Any]) -> dict[str, Split]:
     nothing that is read depends on it.
     """
     found = {}
+    split_of = functools.cache(_split)  # many arrays are split alike
     for key, text in data.items():
         try:
             name = base64.urlsafe_b64decode(key).decode()
-            split = _split(text) if isinstance(text, str) else None
+            split = split_of(text) if isinstance(text, str) else None
         except ValueError:
             continue
         if split is not None:
@@ -137,7 +138,6 @@ def splits(data: Mapping[str, Any]) -> dict[str, Split]:
     return found
 
 
-@functools.lru_cache(maxsize=256)
 def _split(text: str) -> Split | None:
     try:
         data = json.loads(text)
@@ -148,9 +148,12 @@ def _split(text: str) -> Split | None:
         )
         spec = [tuple(p) if isinstance(p, list) else p for p in data["partition_spec"]]
         axes = [p if isinstance(p, tuple) else () if p is None else (p,) for p in spec]
-        parts = tuple(math.prod(sizes[axis] for axis in part) for part in axes)
         used = [axis for part in axes for axis in part]
-        if len(set(used)) < len(used) or len(used) > _MAX_AXES or 0 in parts:
+        is_text = all(isinstance(axis, str) for axis in used)
+        if not is_text or len(set(used)) < len(used) or len(spec) > _MAX_AXES:
+            return None
+        parts = tuple(math.prod(sizes[axis] for axis in part) for part in axes)
+        if 0 in parts:
             return None
         return Split(PartitionSpec(*spec), parts)
     except (ValueError, KeyError, TypeError, RecursionError):
