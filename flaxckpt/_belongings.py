@@ -11,6 +11,7 @@ from flaxckpt import (
     _marks,
     _remote,
     _storage,
+    _unfinished,
     errors,
     formats,
 )
@@ -28,25 +29,31 @@ from flaxckpt.formats import (
 _MAX_FILES = 200_000
 """Files of one source that are watched."""
 
-_OWN = frozenset(
-    (
-        *(_orbax.STATE, _orbax.DATASET, _orbax.METRICS),
-        *(_orbax_json.MANIFEST, _orbax_disk.CHECKPOINT, "commit_success.txt"),
-    )
-)
-_FILES_OF_ORBAX = _OWN | {
+_DIRECTORIES = frozenset((_orbax.STATE, _orbax.DATASET, _orbax.METRICS))
+_FILES = frozenset((_orbax_json.MANIFEST, _orbax_disk.CHECKPOINT, "commit_success.txt"))
+_FILES_OF_ORBAX = _FILES | {
     *(_orbax_disk.TREE, _orbax_disk.AGGREGATE, _orbax_disk.STRINGS),
-    *("_sharding", "manifest.ocdbt", "orbax.checkpoint"),
-    *(".zarray", "zarr.json"),  # of an array without a name
+    *(_orbax_disk.SHARDING, _orbax_disk.JSON_ITEM, "manifest.ocdbt"),
+    *("orbax.checkpoint", ".zarray", "zarr.json"),  # of an array without a name
 }
-
-
-_DIRECTORIES_OF_ORBAX = frozenset(("array_metadatas", "d", "metadata"))
+_DIRECTORIES_OF_ORBAX = _DIRECTORIES | {"array_metadatas", "d", "metadata"}
 _MARKS_OF_ORBAX = re.compile(
     r"_METADATA|checkpoint|\.zarray|zarr\.json|manifest\.ocdbt|metadata|metrics"
     r"|process_\d+-of-\d+\.json"
 )
 """A file of which one is in every item and every array."""
+
+_OF_AN_ARRAY = re.compile(r"zarr\.json|\.zarray|c|(?:c\.)?\d+(?:\.\d+)*")
+"""What is in the directory of an array of ours: metadata, and chunks."""
+
+_OF_A_STATE = re.compile(
+    rf"{_orbax_disk.TREE}|{_orbax_disk.SHARDING}|{re.escape(_orbax_disk.STRINGS)}"
+    r"|array_metadatas|d|manifest\.ocdbt|ocdbt\.process_.+"
+)
+_OF_METRICS = re.compile(rf"{_orbax.METRICS}|digests")
+_OF_A_DATASET = re.compile(r"metadata|process_\d+-of-\d+\.json|shard_state_\d+\.json")
+_OF_NFS = re.compile(r"\.nfs[0-9a-f]{16,}")
+"""How a client of NFS calls a file that is deleted, and open still."""
 
 
 def check_free(final: Path, *, overwrite: bool) -> None:
@@ -64,19 +71,34 @@ def check_free(final: Path, *, overwrite: bool) -> None:
         raise errors.OptionError(
             f"{final} cannot be made: {above} is a file, not a directory"
         )
-    if not _storage.lexists(final):
-        return
-    is_directory = final.is_dir() and not final.is_symlink()
-    if is_directory and not any(final.iterdir()):
+    if not _storage.lexists(final) or _is_empty(final):
         return
     if not overwrite:
         raise errors.CheckpointExistsError(
             f"{final} exists: choose another path, or pass overwrite=True"
         )
+    check_replaceable(final, of_any_format=True)
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+
+
+def check_replaceable(final: Path, *, of_any_format: bool = False) -> None:
+    """Refuses to replace what is no checkpoint, or a directory with other files in it.
+
+    Args:
+        final: What is there.
+        of_any_format: Whether to replace checkpoints of other formats than our own and
+            Orbax's, too.
+
+    Raises:
+        CheckpointExistsError: It may not be replaced.
+    """
     foreign = None
-    if is_directory:
-        foreign = _foreign(final)
-    elif not final.is_symlink() and formats.recognises(final):
+    if final.is_dir() and not final.is_symlink():
+        foreign = _foreign(final, of_any_format=of_any_format)
+    elif of_any_format and not final.is_symlink() and formats.recognises(final):
         foreign = []
     if foreign is None:
         raise errors.CheckpointExistsError(
@@ -85,23 +107,26 @@ def check_free(final: Path, *, overwrite: bool) -> None:
         )
     if foreign:
         raise errors.CheckpointExistsError(
-            f"{final} is no checkpoint alone, so it is not overwritten: what else is in"
-            f" it would be lost:\n{errors.rows(foreign)}\nMove that away, or choose"
-            " another path."
+            f"{final} is not overwritten: it holds files that are not the checkpoint's"
+            f" and would be lost:\n{errors.rows(foreign)}\nMove them elsewhere, then"
+            " try again, or choose another path."
         )
 
 
-def _foreign(directory: Path) -> list[str] | None:
+def _foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
     """What in a directory is not of the checkpoint there; None if there is none."""
-    try:
-        is_orbax = _orbax.is_whole(directory)
-    except errors.CheckpointFormatError:  # several items
-        is_orbax = True
     found = sorted(directory.iterdir())
-    if is_orbax and (directory / _orbax_json.MANIFEST).is_file():
-        return [path.name for path in found if not _is_own(path.name)]
-    if is_orbax:
-        return [path.name for path in found if not _is_of_orbax(path)]
+    if _is_orbax(directory):
+        if (directory / _orbax_json.MANIFEST).is_file():
+            return list(_foreign_to_own(found))
+        items = _orbax_disk.item_names(directory)
+        return [
+            path.name
+            for path in found
+            if not (_is_of_orbax(path) or (path.name in items and path.is_dir()))
+        ]
+    if not of_any_format:
+        return None
     if _t5x.recognises(directory):
         return [path.name for path in found if not _is_of_t5x(path)]
     files = _of_safetensors(directory, [path.name for path in found])
@@ -114,18 +139,79 @@ def _foreign(directory: Path) -> list[str] | None:
     ]
 
 
-def _is_own(name: str) -> bool:
-    return name in _OWN or _marks.is_mark(name)
+def _is_orbax(directory: Path) -> bool:
+    """Whether a checkpoint of ours or Orbax's is there, or was, if it is damaged."""
+    names = (_marks.DAMAGED, _orbax_json.MANIFEST, _orbax_disk.CHECKPOINT)
+    if any(_storage.lexists(directory / name) for name in names):
+        return True
+    try:
+        return _orbax.is_whole(directory)
+    except errors.CheckpointFormatError:  # several items, or none of arrays
+        return True
+
+
+def _foreign_to_own(found: Iterable[Path]) -> Iterator[str]:
+    """What in a directory is not of our checkpoint there."""
+    for path in found:
+        if path.is_symlink() or not path.is_dir():
+            if not _is_own_file(path) or path.is_symlink():
+                yield path.name
+        elif path.name == _orbax.STATE:
+            yield from _foreign_to_state(path)
+        elif path.name == _orbax.METRICS:
+            yield from _others(path, _OF_METRICS)
+        elif path.name == _orbax.DATASET:
+            yield from _others(path, _OF_A_DATASET)
+        elif _unfinished.TEMPORARY not in path.name:
+            yield path.name
+
+
+def _is_own_file(path: Path) -> bool:
+    return path.name in _FILES or _is_passing(path.name)
+
+
+def _is_passing(name: str) -> bool:
+    """Whether it is a mark, or of somebody who reads or changes the checkpoint."""
+    return (
+        _marks.is_mark(name)
+        or _storage.is_replacing(name)
+        or _OF_NFS.fullmatch(name) is not None
+    )
+
+
+def _foreign_to_state(state: Path) -> Iterator[str]:
+    for path in sorted(state.iterdir()):
+        if _OF_A_STATE.fullmatch(path.name) or _is_passing(path.name):
+            continue
+        if path.is_symlink() or not path.is_dir():
+            # An array without a name has its files right here.
+            if path.is_symlink() or not _OF_AN_ARRAY.fullmatch(path.name):
+                yield f"{state.name}/{path.name}"
+        else:
+            others = list(_others(path, _OF_AN_ARRAY))
+            if others and len(others) == len(_storage.names(path)):
+                yield f"{state.name}/{path.name}"
+            else:
+                yield from (f"{state.name}/{name}" for name in others)
+
+
+def _others(directory: Path, known: re.Pattern[str]) -> Iterator[str]:
+    for name in sorted(_storage.names(directory)):
+        if not (known.fullmatch(name) or _is_passing(name)):
+            yield f"{directory.name}/{name}"
 
 
 def _is_of_orbax(path: Path) -> bool:
+    if path.is_symlink():
+        return False
     if path.is_dir():
-        return not path.is_symlink() and (
+        return (
             path.name in _DIRECTORIES_OF_ORBAX
             or path.name.startswith("ocdbt.process_")
+            or _unfinished.TEMPORARY in path.name
             or any(map(_MARKS_OF_ORBAX.fullmatch, _storage.names(path)))
         )
-    return path.name in _FILES_OF_ORBAX or _marks.is_mark(path.name)
+    return path.name in _FILES_OF_ORBAX or _is_passing(path.name)
 
 
 def _is_of_t5x(path: Path) -> bool:

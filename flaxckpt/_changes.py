@@ -31,7 +31,7 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> None:
                 ) from None
             _log.warning("only the metrics added now are there: %s", error)
             found = {}
-        _orbax.write_metrics(path, {**found, **added})
+        _orbax.write_metrics(path, _orbax.with_metrics(found, added))
 
 
 def pin(path: Path) -> None:

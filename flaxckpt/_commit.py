@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from flaxckpt import (
+    _belongings,
     _collector,
     _layout,
     _marked,
@@ -197,6 +198,8 @@ def made(snapshot: Snapshot) -> Iterator[Path]:
     _storage.make_directory(final.parent)
     if not _remote.is_remote(final):  # where whoever locks it next sweeps it
         _unfinished.sweep(final.parent, lambda name: name == final.name)
+    elif snapshot.options.overwrite and _marked.is_committed(final):
+        _belongings.check_replaceable(final)  # which comes to its end at once
     with _unfinished.made(
         final,
         overwrite=snapshot.options.overwrite,
@@ -290,6 +293,8 @@ def finish(
 def name(temporary: Path, final: Path, *, overwrite: bool) -> None:
     """Gives a finished directory its name, durably."""
     if overwrite and final.exists():
+        # Somebody may have put files there since the save began.
+        _belongings.check_replaceable(final)
         aside = _unfinished.beside(final, _unfinished.REPLACED)
         with _unfinished.claimed(final):
             _renames.exchange(temporary, final, aside)

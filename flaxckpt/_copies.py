@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flaxckpt import (
     _audit,
+    _belongings,
     _commit,
     _marked,
     _marks,
@@ -46,6 +47,8 @@ def is_whole(final: Path) -> bool:
 def make(path: Path, final: Path, *, overwrite: bool) -> int:
     """Makes a step of the directory of one in staging; returns its size in bytes."""
     overwrite = overwrite or _marks.is_damaged(final)
+    if overwrite and _storage.lexists(final):
+        _belongings.check_replaceable(final)
     is_temporary = _marks.is_temporary(path)
     marks = _marks.of_new(final, temporary=is_temporary)
     if _marks.is_pinned(path):

@@ -155,9 +155,9 @@ class RunDirectory:
         """
         if self._run.listed() or not self.directory.is_dir():
             return
-        others = _survey.find(self.directory, formats.recognises)
+        others = _survey.with_any_name(self.directory, formats.recognises)
         if others:
-            newest = others[max(others)]
+            newest = others[max(others)][0]
             fitting = _steps_called_like(newest.name, max(others))
             raise errors.CheckpointFormatError(
                 f"{self.directory} holds steps that are not called like"

@@ -137,6 +137,15 @@ def pass_on(journal: Path, other: Path) -> None:
         _append(other, new)
 
 
+def recent(journal: Path) -> list[Event]:
+    """The last events of a journal, in its order; none if it cannot be read."""
+    try:
+        lines = _last_lines(journal)
+    except OSError:
+        return []
+    return [event for line in lines if (event := _parse(line))]
+
+
 def _last_lines(journal: Path) -> list[bytes]:
     """The last whole lines of a journal; none if it is not there."""
     try:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from flaxckpt import (
     _optax,
+    _tree,
 )
 from flaxckpt._info import LeafTable, Role
 from flaxckpt._types import LeafPath
@@ -40,7 +41,7 @@ class Finder:
         for path in sorted(self._table):
             info = self._table[path].info
             if info.role is None and info.kind != "empty":
-                for ending in _endings(path.removesuffix("/value")):
+                for ending in _endings(_tree.without_box(path)):
                     by_ending.setdefault(ending, []).append(path)
         return by_ending
 
@@ -49,7 +50,7 @@ class Finder:
         """What is right below each container, by its path."""
         children: dict[LeafPath, set[str]] = {}
         for path in self._table:
-            inner = path.removesuffix("/value")
+            inner = _tree.without_box(path)
             while inner:
                 container, _, name = inner.rpartition("/")
                 names = children.setdefault(container, set())
@@ -78,7 +79,7 @@ class Finder:
         if not fields:
             return found is None or not found.state_class
         ending = _ending(role)
-        bare = path.removesuffix("/value")
+        bare = _tree.without_box(path)
         if not bare.endswith(f"/{ending}") and bare != ending:
             return False
         container = bare[: -len(ending)].rstrip("/")

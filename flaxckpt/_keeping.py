@@ -1,7 +1,7 @@
 """Which steps of a run directory stay, seen from outside of the run.
 
-A directory does not record its policies, nor how its steps are called: the one is
-asked for, the other is found out.
+A directory does not record its policies, so they are asked for. How its steps are
+called is found out, or asked for, too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from flaxckpt import (
     _access,
     _event_journal,
+    _locate,
     _marks,
     _measured,
     _sizes,
@@ -31,8 +32,13 @@ from flaxckpt.formats import _orbax_disk
 from flaxckpt.policies import PreservationPolicy
 
 
-def survey(root: Path) -> _survey.Found:
+def survey(root: Path, step_format: str | None = None) -> _survey.Found:
     """The steps under a run directory; none if a run has only begun.
+
+    Args:
+        root: The directory.
+        step_format: How they are called; by default as steps usually are, or as the run
+            says.
 
     Raises:
         CheckpointNotFoundError, CheckpointFormatError: Nothing is there, or something
@@ -45,11 +51,17 @@ def survey(root: Path) -> _survey.Found:
             f"{root} is one checkpoint, not a directory of steps: pass its parent"
         )
     with _access.explained(root):
-        found = _survey.of(root, formats.recognises)
+        number = _locate.number_of(step_format)
+        found = _survey.of(root, formats.recognises, number)
         doubtful = {s: d for s, d in found.doubtful.items() if not _is_empty(*d)}
-        found = _survey.Found(found.steps, doubtful)
+        found = _survey.Found(found.steps, doubtful, step_format)
         if not all_steps(found) and not _has_only_begun(root):
-            formats.detect(root)  # raises
+            if step_format is None:
+                formats.detect(root)  # raises
+            raise errors.CheckpointNotFoundError(
+                f"{root} has no steps called like {step_format!r}: see that directory"
+                " and format are right"
+            )
     return found
 
 
@@ -77,9 +89,9 @@ def all_steps(found: _survey.Found) -> dict[int, Path]:
     return dict(sorted({**doubtful, **found.steps}.items()))
 
 
-def numbers(path: PathLike) -> list[int]:
+def numbers(path: PathLike, step_format: str | None = None) -> list[int]:
     """The steps of a run directory, and what may be some, ascending."""
-    return list(all_steps(survey(_storage.resolve(path))))
+    return list(all_steps(survey(_storage.resolve(path), step_format)))
 
 
 def damage(path: Path, doubt: str | None) -> str | None:
@@ -149,6 +161,8 @@ def step_format(found: _survey.Found) -> str | None:
     """How the steps are called, as a `Checkpointer` takes it; None if it cannot."""
     if not all(path.is_dir() for path in found.steps.values()):
         return None
+    if found.step_format is not None:
+        return found.step_format
     for template in _templates(found):
         known = _steps.StepFormat(template)
         if all(known.step(path.name) == step for step, path in found.steps.items()):
@@ -190,8 +204,16 @@ def opened(
     keep: Sequence[PreservationPolicy] = (),
     keep_dataset: Sequence[PreservationPolicy] = (),
     read_only: bool = False,
+    called: str | None = None,
 ) -> Checkpointer:
-    """Opens a run directory that is there, whatever its steps are called.
+    """Opens a run directory that is there.
+
+    Args:
+        path: The directory.
+        keep: As of `Checkpointer`.
+        keep_dataset: As of `Checkpointer`.
+        read_only: As of `Checkpointer`.
+        called: The format of its steps' names; by default it is found out.
 
     Raises:
         CheckpointNotFoundError, CheckpointFormatError: It is none.
@@ -199,11 +221,12 @@ def opened(
             calls them.
     """
     root = _storage.resolve(path)
-    name = step_format(survey(root))
+    name = step_format(survey(root, called))
     if name is None:
         raise errors.OptionError(
             f"the steps of {root} are not directories with names such as 100, step_100"
-            " or 00000100: only such are pinned and pruned"
+            " or 00000100, all of one format: only such are pinned and pruned. If names"
+            " are mixed, say which are meant, as in --step-format 'step_{step}'"
         )
     return Checkpointer(
         root,
@@ -241,6 +264,7 @@ def prune(
     keep: Sequence[PreservationPolicy],
     keep_dataset: Sequence[PreservationPolicy] = (),
     dry_run: bool,
+    step_format: str | None = None,
 ) -> Pruned:
     """Deletes the steps of a run that no policy keeps, or says which.
 
@@ -249,16 +273,23 @@ def prune(
         keep: Its policies.
         keep_dataset: As of `Checkpointer`; of those that stay.
         dry_run: Whether it is only said.
+        step_format: How its steps are called; by default it is found out.
 
     Raises:
         OptionError: A policy asks for a metric that no step has.
         SaveFailedError: The newest step is damaged, so that older ones stay.
         CheckpointError: As for `opened`.
     """
-    with opened(path, keep=keep, keep_dataset=keep_dataset, read_only=dry_run) as run:
+    with opened(
+        path,
+        keep=keep,
+        keep_dataset=keep_dataset,
+        read_only=dry_run,
+        called=step_format,
+    ) as run:
         reasons = run.explain()
         _check_metrics(run, reasons)
-        sizes = _own_sizes(survey(run.directory).steps, reasons)
+        sizes = _own_sizes(survey(run.directory, step_format).steps, reasons)
         deleted = run.prune(dry_run=dry_run)
         freed = None if sizes is None else sum(sizes.get(s, 0) for s in deleted)
         left = tuple(s for s, why in reasons.items() if not why and s not in deleted)
@@ -270,6 +301,8 @@ def _check_metrics(run: Checkpointer, reasons: Mapping[int, Sequence[str]]) -> N
     for policy in run.keep:
         if not isinstance(policy, policies.BestN) or not reasons:
             continue
+        if policies.WithoutMetric(policy.metric) in run.keep:
+            continue  # it keeps all of them
         if any(str(policy) in why for why in reasons.values()):
             continue
         known = sorted({name for step in run.steps() for name in run.metrics(step)})
@@ -294,8 +327,20 @@ def _own_sizes(
     return found
 
 
-def set_pinned(path: PathLike, steps: Sequence[int], *, pinned: bool) -> str:
+def set_pinned(
+    path: PathLike,
+    steps: Sequence[int],
+    *,
+    pinned: bool,
+    step_format: str | None = None,
+) -> str:
     """Pins steps, or leaves them to the policies again; all of them or none.
+
+    Args:
+        path: The run directory.
+        steps: Their numbers.
+        pinned: Whether they are pinned.
+        step_format: How the steps are called; by default it is found out.
 
     Returns:
         The run directory.
@@ -305,12 +350,12 @@ def set_pinned(path: PathLike, steps: Sequence[int], *, pinned: bool) -> str:
         SaveFailedError: That could not be written down.
         CheckpointError: As for `opened`.
     """
-    with opened(path, read_only=True) as run:
+    with opened(path, read_only=True, called=step_format) as run:
         known = {*run.steps(), *run.damaged()}
         for step in steps:
             if step not in known:
                 run.metadata(step)  # raises
-    with opened(path) as run:
+    with opened(path, called=step_format) as run:
         for step in steps:
             (run.pin if pinned else run.unpin)(step)
         return str(run.directory)

@@ -79,23 +79,29 @@ class Listing:
         return any(step.damage is not None for step in self.steps)
 
 
-def listing(path: PathLike, *, keep: Sequence[PreservationPolicy] = ()) -> Listing:
+def listing(
+    path: PathLike,
+    *,
+    keep: Sequence[PreservationPolicy] = (),
+    step_format: str | None = None,
+) -> Listing:
     """Lists the checkpoints at a path, arrays unread.
 
     Args:
         path: A run directory, or one checkpoint.
         keep: The policies of the run; they are recorded nowhere.
+        step_format: How the steps of a run are called; by default it is found out.
 
     Raises:
         CheckpointNotFoundError: Nothing is there.
-        CheckpointFormatError: What is there is neither, or has several kinds of steps.
+        CheckpointFormatError: What is there is neither.
     """
     root = _storage.resolve(path)
-    if root.exists() and formats.recognises(root):
+    if step_format is None and root.exists() and formats.recognises(root):
         usage = _sizes.on_disk(root, set())
         step = _described(None, root, usage)
         return Listing(str(root), False, (step,), step.bytes)
-    found = _keeping.survey(root)
+    found = _keeping.survey(root, step_format)
     reasons = _keeping.explain(root, found, keep)
     best = {str(policy) for policy in keep if isinstance(policy, policies.BestN)}
     counted: set[_sizes.FileId] = set()
@@ -225,21 +231,28 @@ class DiskUsage:
     subtrees: tuple[_sizes.Subtree, ...]
 
 
-def disk_usage(path: PathLike, *, step: int | None = None, depth: int = 2) -> DiskUsage:
+def disk_usage(
+    path: PathLike,
+    *,
+    step: int | None = None,
+    depth: int = 2,
+    step_format: str | None = None,
+) -> DiskUsage:
     """Says what takes the space at a path.
 
     Args:
         path: A run directory, or one checkpoint.
         step: Of which step the subtrees are told; by default of the newest.
         depth: How deep these go.
+        step_format: How the steps of a run are called; by default it is found out.
 
     Raises:
         CheckpointError: As for `metadata`.
     """
     root = _storage.resolve(path)
     paths: list[tuple[int | None, Path]] = [(None, root)]
-    if not (root.exists() and formats.recognises(root)):
-        paths = [*_keeping.all_steps(_keeping.survey(root)).items()]
+    if step_format is not None or not (root.exists() and formats.recognises(root)):
+        paths = [*_keeping.all_steps(_keeping.survey(root, step_format)).items()]
     counted: set[_sizes.FileId] = set()
     steps = tuple(
         _usage(number, path, counted) for number, path in _watched(paths, root)
@@ -248,7 +261,7 @@ def disk_usage(path: PathLike, *, step: int | None = None, depth: int = 2) -> Di
     total = None if None in sizes else sum(size or 0 for size in sizes)
     if not steps:
         return DiskUsage(str(root), steps, total, None, ())
-    described = _locate.read_stored(*_locate.locate(root, step)).metadata
+    described = _locate.read_stored(*_locate.locate(root, step, step_format)).metadata
     trees = _sizes.subtrees(described.leaves)
     shown = [tree for tree in trees if tree.depth <= depth]
     return DiskUsage(str(root), steps, total, described.path, tuple(shown))

@@ -21,8 +21,16 @@ from flaxckpt._info import Stored
 _log = logging.getLogger(__name__)
 
 
-def locate(path: Path, step: int | None) -> tuple[Path, int | None]:
+def locate(
+    path: Path, step: int | None, step_format: str | None = None
+) -> tuple[Path, int | None]:
     """The checkpoint that `path` and `step` mean, and its number if it is a step.
+
+    Args:
+        path: A checkpoint, or a directory of steps.
+        step: Which step of a directory; None is the newest.
+        step_format: How its steps are called; by default as steps usually are, or as
+            the run says.
 
     Raises:
         CheckpointNotFoundError: There is none.
@@ -31,36 +39,53 @@ def locate(path: Path, step: int | None) -> tuple[Path, int | None]:
         OptionError: `step` is no step, or `path` is one checkpoint.
     """
     with _access.explained(path), _remote.looking(path):
-        return _locate(path, None if step is None else _steps.check(step))
+        number = None if step is None else _steps.check(step)
+        return _locate(path, number, number_of(step_format))
 
 
-def _holds(path: Path, step: int | None) -> bool:
-    return path.is_dir() and step in _survey.find(path, formats.recognises)
+def number_of(step_format: str | None) -> _survey.Number | None:
+    """What gives the step that a name means under a format; None if there is none."""
+    return None if step_format is None else _steps.StepFormat(step_format).step
 
 
-def _locate(path: Path, step: int | None) -> tuple[Path, int | None]:
+def _locate(
+    path: Path, step: int | None, number: _survey.Number | None
+) -> tuple[Path, int | None]:
     is_one = path.exists() and formats.recognises(path)
     if step is None and is_one:
         return path, None
-    if is_one and not _holds(path, step):
+    if is_one and not (
+        path.is_dir() and step in _survey.find(path, formats.recognises, number)
+    ):
         raise errors.OptionError(
             f"{path} is one checkpoint, not a directory of steps: leave step out, or"
             " pass its parent"
         )
     if not path.is_dir():
         formats.detect(path)  # raises
-    found = _survey.of(path, formats.recognises)
+    found = _survey.of(path, formats.recognises, number)
     if step is None:
         return _newest(path, found)
     if step in found.doubtful:
+        if formats.is_being_written(found.doubtful[step][0]):
+            raise errors.CheckpointNotFoundError(
+                f"{path} has no step {step} yet: {formats.advice_on_saves(path)}"
+            )
         raise _damaged(*found.doubtful[step])
     if step not in found.steps:
-        if other := _survey.called(path, step):
+        if number is None and (other := _survey.called(path, step)):
             raise _damaged(other, "")
         raise errors.CheckpointNotFoundError(
             f"{path} has no step {step}: it has {summary(list(found.steps))}"
+            + _advice(path, found)
         )
     return found.steps[step], step
+
+
+def _advice(path: Path, found: _survey.Found) -> str:
+    if advice := formats.advice_on_saves(path):
+        return f"; {advice}"
+    return "" if found.steps else formats.advice_on_names(path)
 
 
 def _newest(root: Path, found: _survey.Found) -> tuple[Path, int]:
@@ -71,7 +96,9 @@ def _newest(root: Path, found: _survey.Found) -> tuple[Path, int]:
     damaged = [
         _damaged(path, why)
         for number, (path, why) in found.doubtful.items()
-        if number > newest and not (path.is_dir() and not why and _is_empty(path))
+        if number > newest
+        and not (path.is_dir() and not why and _is_empty(path))
+        and not formats.is_being_written(path)
     ]
     damaged += [_marked(path) for s, path in marked.items() if s > newest]
     if not steps:

@@ -162,8 +162,9 @@ def _add_metrics(
         try:
             if isinstance(value, str | bytes | bytearray):  # float() reads these, too
                 raise TypeError
-            flat[name] = float(value)
+            number = float(value)
         except (TypeError, ValueError, OverflowError):
             raise errors.OptionError(
                 f"the metric {name!r:.80} must be one number, got {value!r:.80}"
             ) from None
+        flat[name] = number

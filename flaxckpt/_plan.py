@@ -236,7 +236,7 @@ def actions(
         done += ("renamed",)
     if leaf.fn is not None:
         done += ("transformed",)
-    if source_path != path and source_path != f"{path}/value":
+    if path not in (source_path, _tree.without_box(source_path)):
         done += ("matched",)
     if wanted.shard_shape != stored.shard_shape or (
         wanted.spec is not None and _ways(wanted.spec) != _ways(stored.spec)

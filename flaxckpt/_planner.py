@@ -284,8 +284,9 @@ class _Planner:
         return self._finder.find(role, known.fields)
 
     def _at(self, path: LeafPath) -> LeafPath | None:
-        """The stored leaf at `path`; Orbax ends those of boxes and NNX in `/value`."""
-        for candidate in (path, f"{path}/value"):
+        """The stored leaf at `path`; Orbax adds the field of a box or of NNX."""
+        boxed = (f"{path}/{field}" for field in _tree.BOX_FIELDS)
+        for candidate in (path, *boxed):
             leaf = self._table.get(candidate)
             if leaf is not None and leaf.info.kind != "empty":
                 return candidate

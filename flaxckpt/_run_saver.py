@@ -172,7 +172,8 @@ class RunSaver(_directory.RunDirectory):
             there is one, as `SaveResult.tier` says.
 
         Raises:
-            CheckpointExistsError: The step is there, and `on_exists` is "error".
+            CheckpointExistsError: The step is there, and `on_exists` is "error"; or it
+                is not replaced, as files of others are in its directory.
             CheckpointError: Why this save cannot begin, or why the last one failed.
         """
         start = time.monotonic()

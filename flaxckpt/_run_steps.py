@@ -170,9 +170,12 @@ class RunSteps:
                 " without steps a run begins anew."
             )
         if not candidates:
+            advice = "save one first, or see that directory and step_format are right"
+            if self.saves_in.is_dir():
+                advice = formats.advice_on_saves(self.saves_in) or advice
             raise errors.CheckpointNotFoundError(
                 f"{self.directory} has no steps called like {self.format.template!r}:"
-                " save one first, or see that directory and step_format are right"
+                f" {advice}"
             )
         return candidates
 
@@ -190,6 +193,15 @@ class RunSteps:
         """
         if self.tiers is not None:
             self.tiers.check_free(step)
+
+    def check_replaceable(self, step: int) -> None:
+        """Refuses to replace a step if a directory behind staging has more in it.
+
+        Raises:
+            CheckpointExistsError: It has.
+        """
+        if self.tiers is not None:
+            self.tiers.check_replaceable(step)
 
     def check_no_checkpoint(self) -> None:
         """Refuses a directory that is a checkpoint: who replaces that deletes the run.

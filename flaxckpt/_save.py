@@ -10,6 +10,7 @@ from pathlib import Path
 
 from flaxckpt import (
     _access,
+    _belongings,
     _collector,
     _commit,
     _computed,
@@ -20,7 +21,6 @@ from flaxckpt import (
     _json,
     _layout,
     _marked,
-    _marks,
     _optax,
     _progress,
     _remote,
@@ -42,7 +42,7 @@ from flaxckpt._info import (
     checked_layout,
 )
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
-from flaxckpt.formats import _manifest, _orbax, _orbax_json, _orbax_names
+from flaxckpt.formats import _manifest, _orbax_json, _orbax_names
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _table as _transforms
 
@@ -75,9 +75,11 @@ def save(
         transforms: What to change on the way, as `transforms.cast`.
         metadata: JSON of your own, kept where Orbax keeps custom metadata. It is
             copied at the call.
-        overwrite: Whether to replace a checkpoint that is there.
+        overwrite: Whether to replace a checkpoint that is there. A directory that also
+            has files of others in it is not replaced.
 
     Raises:
+        OptionError: `path` is called like a file, `model.safetensors`.
         CheckpointExistsError: `path` is taken.
         OptionError: The metadata is no JSON, or more than readers take.
         UnsupportedLeafError: Leaves that no checkpoint can hold, or no reader takes.
@@ -112,6 +114,7 @@ def save_async(
     """
     start = time.monotonic()
     final = _storage.resolve(path)
+    _check_name(final)
     counter = _progress.Counter(f"saving {final.name}")
     together = _joint.begin("save", final, str(final))
     options = Options(
@@ -314,6 +317,37 @@ def uses_ocdbt(
     return many_small or not _orbax_names.are_file_safe(infos, names)
 
 
+_CONVERTED = frozenset((".safetensors", ".msgpack"))
+_FILES = _CONVERTED | frozenset(
+    (
+        *(".npz", ".npy", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".h5", ".hdf5"),
+        *(".keras", ".onnx", ".gguf", ".json", ".zip", ".tar", ".gz"),
+    )
+)
+"""How names of files end."""
+
+
+def _check_name(final: Path) -> None:
+    """Refuses a name that asks for a file: a checkpoint is a directory.
+
+    Raises:
+        OptionError: It does.
+    """
+    suffix = final.suffix.lower()
+    if suffix not in _FILES:
+        return
+    if suffix in _CONVERTED:
+        advice = (
+            f"save to a name without {suffix}, and make the file of that:"
+            f" flaxckpt.convert(checkpoint, {str(final)!r}, format={suffix[1:]!r})"
+        )
+    else:
+        advice = f"choose a name without {suffix}"
+    raise errors.OptionError(
+        f"{final} is called like a file, and save makes a directory: {advice}"
+    )
+
+
 def _check_free(final: Path, *, overwrite: bool) -> None:
     if not _storage.lexists(final):
         return
@@ -326,12 +360,7 @@ def _check_free(final: Path, *, overwrite: bool) -> None:
             f"{final} exists: choose another path, or pass overwrite=True (to a"
             " Checkpointer: on_exists='overwrite')"
         )
-    is_ours = _marks.is_damaged(final) or _orbax.is_whole(final)
-    if final.is_symlink() or not is_ours:
-        raise errors.CheckpointExistsError(
-            f"{final} exists and is no checkpoint, so it is not overwritten:"
-            " remove it yourself, or choose another path"
-        )
+    _belongings.check_replaceable(final)
 
 
 def json_of(metadata: Mapping[str, JSON]) -> dict[str, JSON]:

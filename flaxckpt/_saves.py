@@ -132,7 +132,9 @@ class Saves:
         if not self._own:
             self._run.check_no_checkpoint()
         overwrite = asked.on_exists == "overwrite" or _marks.is_damaged(final)
-        if not overwrite:
+        if overwrite:
+            self._run.check_replaceable(asked.step)
+        else:
             self._run.check_free(asked.step)
 
         def planned(**found: Any) -> None:

@@ -1,13 +1,17 @@
-"""The steps under a directory, whatever they are called."""
+"""The steps under a directory, which are called as steps usually are, or as a run says.
+
+Anything else whose name ends in a number, as `model1`, is a step only if the format of
+its name is given.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from flaxckpt import _unfinished, errors
+from flaxckpt import _event_journal, _unfinished, errors
 
 _T5X_TEMPORARY = re.compile(r"\.tmp-[0-9]+")
 """How T5X ends the name of a step that is not finished."""
@@ -20,6 +24,10 @@ _SIGNS = ("flaxckpt.json", "_CHECKPOINT_METADATA", "commit_success.txt")
 _USUAL_PREFIX = re.compile(r"(?:checkpoint|ckpt|step)?[-_]?|streaming_.*_", re.DOTALL)
 
 
+Number: TypeAlias = Callable[[str], int | None]
+"""Gives the step that a name means; None if it means none."""
+
+
 class Found(NamedTuple):
     """What is under a run directory.
 
@@ -27,10 +35,12 @@ class Found(NamedTuple):
         steps: Step -> the checkpoint, ascending.
         doubtful: Step -> what is called like those, or has files that only a step has,
             but is not recognised; and why. Ascending.
+        step_format: How they are called, if that was given.
     """
 
     steps: dict[int, Path]
     doubtful: dict[int, tuple[Path, str]]
+    step_format: str | None = None
 
 
 def sign(path: Path) -> str | None:
@@ -55,102 +65,130 @@ def called(root: Path, step: int) -> Path | None:
     return next(
         (
             path
-            for _, path, number in _called_like_steps(root)
+            for _, path, number in _ending_in_numbers(root)
             if number == step and is_usual_name(path.name)
         ),
         None,
     )
 
 
-def find(root: Path, is_checkpoint: Callable[[Path], bool]) -> dict[int, Path]:
-    """The steps under `root`, however they are called, ascending.
+def find(
+    root: Path, is_checkpoint: Callable[[Path], bool], number: Number | None = None
+) -> dict[int, Path]:
+    """The steps under `root`, ascending; see `of`."""
+    return of(root, is_checkpoint, number).steps
 
-    See `of`.
-    """
-    return of(root, is_checkpoint).steps
+
+def with_any_name(
+    root: Path, is_checkpoint: Callable[[Path], bool]
+) -> dict[int, list[Path]]:
+    """Number -> checkpoints whose names end in it, steps or not."""
+    found: dict[int, list[Path]] = {}
+    for _, path, step in _ending_in_numbers(root):
+        try:
+            is_one = is_checkpoint(path)
+        except errors.CheckpointFormatError:  # several items, or damage
+            is_one = True
+        if is_one:
+            found.setdefault(step, []).append(path)
+    return found
 
 
-def of(root: Path, is_checkpoint: Callable[[Path], bool]) -> Found:
-    """What is under `root`: steps, however they are called, and what may be damaged.
+def of(
+    root: Path, is_checkpoint: Callable[[Path], bool], number: Number | None = None
+) -> Found:
+    """What is under `root`: steps, and what may be damaged ones.
 
     Args:
         root: A directory.
         is_checkpoint: Tells a step from what is merely called like one.
+        number: Gives the step that a name means. By default steps are called as the
+            journal of the run says, or as steps usually are: `3`, `step_3`,
+            `checkpoint_3`.
 
     Raises:
-        CheckpointFormatError: Two of them are one step, or there are several kinds of
-            names, none of which steps usually have.
+        CheckpointFormatError: Two of them are one step.
     """
-    groups: dict[str, dict[Path, int]] = {}
-    doubts: list[tuple[str, Path, int, str]] = []
-    for prefix, path, step in _called_like_steps(root):
+    steps: dict[int, Path] = {}
+    doubts: list[tuple[Path, int, str]] = []
+    called = _called_like_steps(root, number)
+    for path, step in called:
         try:
             is_step = is_checkpoint(path)
         except errors.DamagedCheckpointError as error:
-            doubts.append((prefix, path, step, str(error)))
+            doubts.append((path, step, str(error)))
             continue
         except errors.CheckpointFormatError:
             is_step = True  # it says what is to be done when it is read
-        if is_step:
-            groups.setdefault(prefix, {})[path] = step
-        else:
-            doubts.append((prefix, path, step, ""))
-    chosen = _chosen(root, groups)
-    steps: dict[int, Path] = {}
-    for path, step in chosen.items():
-        if step in steps:
+        if not is_step:
+            doubts.append((path, step, ""))
+        elif step in steps:
             raise errors.CheckpointFormatError(
                 f"{root} holds step {step} twice, as"
                 f" {errors.printable(steps[step].name)} and"
                 f" {errors.printable(path.name)}: pass the path of one of them"
             )
-        steps[step] = path
-    kinds = {
-        (prefix, path.is_dir())
-        for prefix, paths in groups.items()
-        for path in paths
-        if path in chosen
-    }
+        else:
+            steps[step] = path
+    kinds = {(_prefix(path.name), path.is_dir()) for path in steps.values()}
     doubtful = {
         step: (path, why)
-        for prefix, path, step, why in doubts
-        if step not in steps and _may_be_step(prefix, path, why, kinds)
+        for path, step, why in doubts
+        if step not in steps
+        and (
+            why  # it cannot even be looked at
+            or (_prefix(path.name), path.is_dir()) in kinds
+            or sign(path) is not None
+        )
     }
     return Found(dict(sorted(steps.items())), dict(sorted(doubtful.items())))
 
 
-def _called_like_steps(root: Path) -> Iterator[tuple[str, Path, int]]:
+def _called_like_steps(root: Path, number: Number | None) -> list[tuple[Path, int]]:
+    """What has the name of a step, with its number."""
+    if number is not None:
+        return [
+            (path, step)
+            for path in _finished(root)
+            if (step := number(path.name)) is not None
+        ]
+    found = list(_ending_in_numbers(root))
+    prefixes = {prefix for prefix, _, _ in found}
+    usual = {prefix for prefix in prefixes if _USUAL_PREFIX.fullmatch(prefix)}
+    if len(prefixes) > 1 or not usual:
+        usual = prefixes & _recorded(root) or usual
+    return [(path, step) for prefix, path, step in found if prefix in usual]
+
+
+def _recorded(root: Path) -> set[str]:
+    """How names of steps begin, as the journal of the run says."""
+    found = set()
+    for event in _event_journal.recent(root / _event_journal.NAME):
+        name = event.path.rstrip("/").rpartition("/")[2]
+        match = _ANY_NAME.fullmatch(name) if event.kind == "committed" else None
+        if match is not None and int(match[1]) == event.step:
+            found.add(name[: match.start(1)])
+    return found
+
+
+def _ending_in_numbers(root: Path) -> Iterator[tuple[str, Path, int]]:
     """What begins the name, path and number of what has a number at its end."""
-    for path in sorted(root.iterdir()):
-        match = _ANY_NAME.fullmatch(path.name)
-        if not match or _unfinished.TEMPORARY in path.name or path.is_symlink():
-            continue
-        if not _T5X_TEMPORARY.search(path.name):
+    for path in _finished(root):
+        if match := _ANY_NAME.fullmatch(path.name):
             yield path.name[: match.start(1)], path, int(match[1])
 
 
-def _chosen(root: Path, groups: dict[str, dict[Path, int]]) -> dict[Path, int]:
-    """The steps of a run, without others' files whose names end in a number, too."""
-    usual = [prefix for prefix in groups if _USUAL_PREFIX.fullmatch(prefix)]
-    if not usual and len(groups) > 1:
-        raise errors.CheckpointFormatError(
-            f"{root} holds several kinds of steps: pass the path of one of them:\n"
-            + errors.rows(
-                f"{prefix}<step>: {len(paths)}, such as {next(iter(paths)).name}"
-                for prefix, paths in groups.items()
-            )
+def _finished(root: Path) -> Iterator[Path]:
+    """All that is under `root` but links, and what is being written or deleted."""
+    for path in sorted(root.iterdir()):
+        is_temporary = _unfinished.TEMPORARY in path.name or _T5X_TEMPORARY.search(
+            path.name
         )
-    return {
-        path: step
-        for prefix in usual or groups
-        for path, step in groups[prefix].items()
-    }
+        if not is_temporary and not path.is_symlink():
+            yield path
 
 
-def _may_be_step(
-    prefix: str, path: Path, why: str, kinds: set[tuple[str, bool]]
-) -> bool:
-    if why:  # it cannot even be looked at
-        known = {known for known, _ in kinds}
-        return prefix in known or bool(_USUAL_PREFIX.fullmatch(prefix))
-    return (prefix, path.is_dir()) in kinds or sign(path) is not None
+def _prefix(name: str) -> str:
+    """What stands before the number in which a name ends."""
+    match = _ANY_NAME.fullmatch(name)
+    return name[: match.start(1)] if match else name

@@ -9,11 +9,13 @@ is opened again is uploaded then.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from flaxckpt import (
+    _belongings,
     _changes,
     _marks,
     _multihost,
@@ -27,6 +29,8 @@ from flaxckpt import (
     policies,
 )
 from flaxckpt._types import PathLike
+
+_log = logging.getLogger(__name__)
 
 KEEP = (policies.LatestN(1),)
 """What stays in staging, beside what is still to be uploaded."""
@@ -263,6 +267,23 @@ class Tiers:
                 f"{self.uploads.known[step]} exists: choose another step, or pass"
                 " on_exists='overwrite'"
             )
+
+    def check_replaceable(self, step: int) -> None:
+        """Refuses to replace a step of the directory that has other files in it.
+
+        A directory out of reach is looked at again when the step is uploaded.
+
+        Raises:
+            CheckpointExistsError: It has.
+        """
+        path = self.uploads.known.get(step)
+        try:
+            if path is not None and _storage.lexists(path):
+                _belongings.check_replaceable(path)
+        except errors.CheckpointExistsError:
+            raise
+        except OSError as error:
+            _log.warning("%s could not be looked at for now: %s", path, error)
 
     @contextlib.contextmanager
     def replacing(self, path: Path) -> Iterator[None]:

@@ -97,6 +97,17 @@ def join(keys: Sequence[Key]) -> LeafPath:
     return "/".join([_escape(str(key.name)) for key in keys])
 
 
+BOX_FIELDS = ("value", "raw_value")
+"""What Orbax calls the value in a box, or in a variable of NNX; Flax 0.8 had the
+second name."""
+
+
+def without_box(path: LeafPath) -> LeafPath:
+    """The path of a stored leaf without the name of its box's field."""
+    outer, _, name = path.rpartition("/")
+    return outer if outer and name in BOX_FIELDS else path
+
+
 def _escape(name: str) -> str:
     if "%" in name or "/" in name:
         return name.replace("%", "%25").replace("/", "%2F")

@@ -65,6 +65,24 @@ def beside(path: Path, what: str) -> Path:
     return path.with_name(f"{path.name}{TEMPORARY}-{what}-{secrets.token_hex(4)}")
 
 
+def being_written(root: Path) -> list[str]:
+    """The names that unfinished saves under `root` will have, in any of our ways.
+
+    Those of saves that were cut off are among them.
+
+    Source: Orbax ends the names of its temporary directories in this way, too.
+    """
+    found = set()
+    for name in _storage.names(root):
+        stem, temporary, rest = name.partition(TEMPORARY)
+        if temporary and stem and stem not in _TRIALS and _IS_WRITING.fullmatch(rest):
+            found.add(stem)
+    return sorted(found)
+
+
+_IS_WRITING = re.compile(rf"|-[0-9]+|-{WRITING}(?:-[0-9a-f]{{8}})?")
+
+
 # ---- those of ours ---------------------------------------------------------------
 
 

@@ -76,6 +76,7 @@ class CheckpointConfig:
     Attributes:
         directory: Where the steps are. None: it is passed to `checkpointer`.
         keep: `{latest = 3}`, `{best = 1, metric = "eval/loss", mode = "min"}`,
+            `{without_metric = "eval/loss"}`,
             `{every_steps = 10000}`, `{every_secs = 3600}`, `{on_steps = [1, 10]}`.
         keep_dataset: As `keep`, for the states of dataset iterators.
         staging: A directory on a faster disk, where steps are saved first.
@@ -226,6 +227,7 @@ _LAYOUT_PARSERS: Mapping[str, Parser] = {
 _POLICIES: Mapping[str, tuple[type[Any], str, Parser]] = {
     "latest": (policies.LatestN, "n", _parsing.whole(1)),
     "best": (policies.BestN, "n", _parsing.whole(1)),
+    "without_metric": (policies.WithoutMetric, "metric", _parsing.text),
     "every_steps": (policies.EveryNSteps, "n", _parsing.whole(1)),
     "every_secs": (policies.EveryNSecs, "secs", _parsing.secs),
     "on_steps": (policies.OnSteps, "steps", _parsing.steps),

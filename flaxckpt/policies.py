@@ -26,6 +26,7 @@ __all__ = [
     "OnSteps",
     "PreservationPolicy",
     "Ranked",
+    "WithoutMetric",
     "decide",
 ]
 
@@ -85,7 +86,8 @@ class LatestN(PreservationPolicy):
 class BestN(PreservationPolicy):
     """Keeps the `n` checkpoints with the best `metric`; ties go to the newer.
 
-    A checkpoint whose metric is missing, NaN or infinite is never among the best.
+    A checkpoint whose metric is missing, NaN or infinite is never among the best; add
+    `WithoutMetric` to keep those that have not been measured.
     """
 
     n: int
@@ -115,6 +117,30 @@ class BestN(PreservationPolicy):
             if value is not None and math.isfinite(value)
         )
         return {step for _, step in scored[-self.n :]}
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutMetric(PreservationPolicy):
+    """Keeps each checkpoint that does not have `metric`; temporary ones do not stay.
+
+    A metric that is NaN or infinite is there.
+
+    Source: `keep_checkpoints_without_metrics` of Orbax and T5X.
+    """
+
+    metric: str
+
+    def __post_init__(self) -> None:
+        if not self.metric or not isinstance(self.metric, str):
+            raise errors.OptionError(
+                f"WithoutMetric wants the name of a metric, got {self.metric!r}"
+            )
+
+    def __str__(self) -> str:
+        return f"WithoutMetric({self.metric!r})"
+
+    def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
+        return {c.step for c in _permanent(checkpoints) if self.metric not in c.metrics}
 
 
 @dataclass(frozen=True, slots=True)

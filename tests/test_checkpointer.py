@@ -503,6 +503,9 @@ def test_metrics_are_numbers_and_may_be_nested(tmp_path):
         }
         with pytest.raises(errors.OptionError, match="'bad' must be one number"):
             ckpt.save(2, state(2), metrics={"bad": np.ones(3)})
+        for metrics in ({"a/b": 1, "a": {"b": 2}}, {"a": {"b/c": 1, "b": {"c": 2}}}):
+            with pytest.raises(errors.OptionError, match="two metrics are called"):
+                ckpt.save(2, state(2), metrics=metrics)
 
 
 def test_a_budget_must_be_positive(tmp_path):

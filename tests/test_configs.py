@@ -17,13 +17,21 @@ import flaxckpt
 from flaxckpt import configs, errors
 from flaxckpt.configs import Cast, CheckpointConfig
 from flaxckpt.datasets import StepIndexed
-from flaxckpt.policies import BestN, EveryNSecs, EveryNSteps, LatestN, OnSteps
+from flaxckpt.policies import (
+    BestN,
+    EveryNSecs,
+    EveryNSteps,
+    LatestN,
+    OnSteps,
+    WithoutMetric,
+)
 
 FULL = """\
 directory = "runs/7"
 keep = [
     {latest = 3},
     {best = 1, metric = "eval/loss", mode = "min"},
+    {without_metric = "eval/loss"},
     {every_steps = 10000},
     {every_secs = "1 h"},
     {on_steps = [10, 1]},
@@ -54,6 +62,7 @@ CONFIG = CheckpointConfig(
     keep=(
         LatestN(3),
         BestN(1, "eval/loss", "min"),
+        WithoutMetric("eval/loss"),
         EveryNSteps(10000),
         EveryNSecs(3600.0),
         OnSteps((1, 10)),
@@ -159,6 +168,7 @@ secs = st.floats(1e-3, 1e9)
 policies = st.one_of(
     st.builds(LatestN, whole),
     st.builds(BestN, whole, st.text(min_size=1), st.sampled_from(["min", "max"])),
+    st.builds(WithoutMetric, st.text(min_size=1)),
     st.builds(EveryNSteps, whole),
     st.builds(EveryNSecs, secs),
     st.builds(OnSteps, st.lists(whole, max_size=3)),

@@ -7,6 +7,7 @@ import ast
 import builtins
 import dataclasses
 import inspect
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from flax.training.train_state import TrainState
 import flaxckpt
 from flaxckpt import configs, datasets, policies, transforms
 from flaxckpt.integrations import tensorboard
-from flaxckpt.policies import BestN, EveryNSteps, LatestN, OnSteps
+from flaxckpt.policies import BestN, EveryNSteps, LatestN, OnSteps, WithoutMetric
 
 ocp = pytest.importorskip("orbax.checkpoint")
 
@@ -405,14 +406,10 @@ def test_steps_without_metrics_stay_if_a_policy_says_so(tmp_path):
     def sometimes(step):
         return loss_of(step) if step % 2 else None
 
-    class Unmeasured:
-        def preserved(self, checkpoints):
-            return {c.step for c in checkpoints if "loss" not in c.metrics}
-
     best = BestN(2, "loss", "min")
     options = {"max_to_keep": 2, **BEST}
     old = steps_of_orbax(tmp_path / "old", sometimes, **options)
-    assert steps_here(tmp_path / "new", [best, Unmeasured()], sometimes) == old
+    assert steps_here(tmp_path / "new", [best, WithoutMetric("loss")], sometimes) == old
 
     options["keep_checkpoints_without_metrics"] = False
     old = steps_of_orbax(tmp_path / "old-2", sometimes, **options)
@@ -548,6 +545,37 @@ def test_metrics_and_metadata_of_orbax_are_read_and_ranked(tmp_path):
     with ocp.CheckpointManager(tmp_path, options=options) as manager:
         assert manager.best_step() == 3
         assert manager.metrics(5) == loss_of(5)
+
+
+def test_nested_metrics_of_orbax_are_ranked_and_stay_where_orbax_looks(tmp_path):
+    losses = {2: 0.9, 3: float("nan"), 4: 0.1, 5: 0.5}
+    nested = {"best_fn": lambda metrics: metrics["eval"]["loss"], "best_mode": "min"}
+    options = ocp.CheckpointManagerOptions(**nested)
+    with ocp.CheckpointManager(tmp_path / "run", options=options) as manager:
+        for step, loss in losses.items():
+            metrics = {"eval": {"loss": loss, "recall": [0.25, 1]}, "train/loss": loss}
+            manager.save(step, args=ocp.args.StandardSave(STATE), metrics=metrics)
+
+    best = BestN(1, "eval/loss", "min")
+    with flaxckpt.Checkpointer(tmp_path / "run", keep=[best]) as ours:
+        assert ours.metrics(4) == ours.metadata(4).metrics
+        assert ours.metrics(4) == {
+            "train/loss": 0.1,
+            "eval/loss": 0.1,
+            "eval/recall/0": 0.25,
+            "eval/recall/1": 1.0,
+        }
+        assert math.isnan(ours.metrics(3)["eval/loss"])
+        ours.add_metrics(2, {"eval/loss": 0.05, "eval/accuracy": 1})
+        assert ours.explain()[2] == [str(best)]
+        assert ours.explain()[4] == []
+        assert ours.prune() == (3, 4)
+        assert ours.metrics(2)["eval/accuracy"] == 1.0
+    made = flaxckpt.convert(tmp_path / "run", tmp_path / "made", step=2)
+    assert flaxckpt.metadata(made.path).metrics["eval/loss"] == 0.05
+    with ocp.CheckpointManager(tmp_path / "run", options=options) as manager:
+        assert manager.best_step() == 2
+        assert manager.metrics(2)["eval"]["loss"] == 0.05
 
 
 def test_an_item_of_any_name_is_restored_with_its_iterator(tmp_path):

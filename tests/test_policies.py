@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flaxckpt import errors, policies
-from flaxckpt.policies import BestN, EveryNSecs, EveryNSteps, LatestN, OnSteps
+from flaxckpt.policies import (
+    BestN,
+    EveryNSecs,
+    EveryNSteps,
+    LatestN,
+    OnSteps,
+    WithoutMetric,
+)
 
 LOSS = "eval/loss"
 ACC = "eval/accuracy"
@@ -91,6 +98,9 @@ def stays(chosen, checkpoints, pinned=()):
         (BestN(3, LOSS, "min"), run(s1=math.nan, s2=0.1, s3=math.inf), {2}),
         (BestN(3, LOSS, "min"), [*plain(0), *run(s1=0.5)], {1}),
         (BestN(3, LOSS, "min"), run(acc={1: 0.5}), set()),
+        (WithoutMetric(LOSS), [*plain(0, 3), *run(s1=0.5, s2=math.nan)], {0, 3}),
+        (WithoutMetric(LOSS), run(acc={1: 0.5}), {1}),
+        (WithoutMetric(ACC), brief(1, among=(2,)), {2}),
     ],
 )
 def test_a_policy_keeps(policy, checkpoints, kept):
@@ -196,6 +206,8 @@ def test_a_policy_of_ones_own_is_any_object_with_preserved():
         lambda: BestN(0, LOSS, "min"),
         lambda: BestN(1, "", "min"),
         lambda: BestN(1, LOSS, "lowest"),
+        lambda: WithoutMetric(""),
+        lambda: WithoutMetric((LOSS,)),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(make):
@@ -310,6 +322,7 @@ some_policy = st.one_of(
     st.builds(EveryNSecs, st.integers(1, 60)),
     st.builds(OnSteps, st.sets(st.integers(0, 50), max_size=3)),
     st.builds(BestN, counts, st.just(LOSS), st.sampled_from(["min", "max"])),
+    st.just(WithoutMetric(LOSS)),
 )
 some_policies = st.lists(some_policy, max_size=3)
 some_steps = st.sets(st.integers(0, 50))

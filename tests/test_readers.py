@@ -538,7 +538,7 @@ def test_t5x_in_one_file_with_any_kind_of_step_and_any_order(tmp_path, step):
         {"optimizer": optimizer, "version": 3},
     ):
         content = serialization.msgpack_serialize(tree)
-        (tmp_path / "tiny.checkpoint_0").write_bytes(content)
+        (tmp_path / "checkpoint_0").write_bytes(content)
         assert flaxckpt.metadata(tmp_path).format == "t5x"
         found = flaxckpt.load(tmp_path, step=0)
         assert found["state"]["step"] == 3

@@ -750,3 +750,13 @@ def test_an_array_without_a_name_does_not_meet_others(tmp_path, codec, other):
 def test_a_key_that_is_no_unicode_is_refused(tmp_path):
     with pytest.raises(errors.LeafNameError, match="no valid Unicode"):
         flaxckpt.save(tmp_path / "c", {"\udc80": np.ones(2)})
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "msgpack", "npz", "pt", "H5", "bin"])
+def test_a_name_that_asks_for_a_file_is_refused(tmp_path, suffix):
+    path = tmp_path / f"model.{suffix}"
+    with pytest.raises(errors.OptionError, match="makes a directory") as info:
+        flaxckpt.save(path, {"w": np.ones(3)}, overwrite=True)
+    assert ("flaxckpt.convert(" in str(info.value)) == (len(suffix) > 3)
+    assert not path.exists()
+    flaxckpt.save(tmp_path / "model.v1.5", {"w": np.ones(3)})

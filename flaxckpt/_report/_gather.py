@@ -52,6 +52,7 @@ class Options(NamedTuple):
         step_b: With which; None: the newest.
         diff: Whether values are compared; None: unless they are large.
         verify: Whether every byte of all steps is read.
+        step_format: How the steps are called; None: it is found out.
     """
 
     keep: Sequence[PreservationPolicy] = ()
@@ -59,6 +60,7 @@ class Options(NamedTuple):
     step_b: int | None = None
     diff: bool | None = None
     verify: bool = False
+    step_format: str | None = None
 
 
 def gather(path: PathLike, options: Options) -> Report:
@@ -75,9 +77,11 @@ def gather(path: PathLike, options: Options) -> Report:
             "--no-diff compares nothing: leave out --step-a and --step-b, or that"
         )
     with _remote.looking(root):
-        found = _listing.listing(root, keep=options.keep)
+        found = _listing.listing(
+            root, keep=options.keep, step_format=options.step_format
+        )
     notes: dict[str, str] = {}
-    described = _described(root, found, notes)
+    described = _described(root, found, options.step_format, notes)
     change = _change(root, found, options, notes)
     events = _event_journal.read(root / _event_journal.NAME) if found.is_run else []
     if not events:
@@ -108,14 +112,15 @@ def gather(path: PathLike, options: Options) -> Report:
 
 
 def _described(
-    root: Path, found: Listing, notes: dict[str, str]
+    root: Path, found: Listing, step_format: str | None, notes: dict[str, str]
 ) -> CheckpointMetadata | None:
     """The newest good checkpoint; None if there is none."""
     if not found.steps:
         notes["sizes"] = "There are no steps yet."
         return None
     try:
-        return _locate.read_stored(*_locate.locate(root, None)).metadata
+        newest = _locate.locate(root, None, step_format)
+        return _locate.read_stored(*newest).metadata
     except _UNREADABLE as error:
         notes["sizes"] = (
             f"The newest step cannot be read: {_events.first_lines(error, 1)}"
@@ -202,14 +207,15 @@ def _change(
         if pair is None:
             notes["change"] = "There are no two good steps to compare."
             return None
-        size = _locate.read_stored(*_locate.locate(root, pair[1])).metadata.total_bytes
+        paths = [_locate.locate(root, s, options.step_format)[0] for s in pair]
+        size = _locate.read_stored(paths[1], pair[1]).metadata.total_bytes
         if size > _COMPARED_BYTES and not is_asked_for:
             notes["change"] = (
                 f"To compare two steps takes reading both, {_wording.size(size)} each:"
                 " --diff does so."
             )
             return None
-        return _compared(root, *pair)
+        return _compared(paths, pair)
     except _UNREADABLE as error:
         is_damaged = isinstance(error, errors.DamagedCheckpointError)
         if is_asked_for and not is_damaged:
@@ -245,8 +251,9 @@ def _pair(found: Listing, options: Options) -> tuple[int, int] | None:
     return None if a is None else (a, b)
 
 
-def _compared(root: Path, a: int, b: int) -> Change:
-    found = _diff.diff(root, root, step_a=a, step_b=b)
+def _compared(paths: Sequence[Path], steps: tuple[int, int]) -> Change:
+    found = _diff.diff(*paths)
+    a, b = steps
     return Change(a, b, _changed(found, a, b), len(found.same), found.bytes_compared)
 
 

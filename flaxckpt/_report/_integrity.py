@@ -12,7 +12,7 @@ from flaxckpt import (
     _locate,
     _remote,
     _storage,
-    _tools,
+    _verify,
     _wording,
     errors,
 )
@@ -40,7 +40,7 @@ def integrity(
         every: Whether every byte of them is read.
     """
     if every:
-        return tuple(_verified(root, step) for step in steps)
+        return tuple(_verified(step) for step in steps)
     count = _LOOKED_AT_IN_STORES if _remote.is_remote(root) else LOOKED_AT
     newest = {step.path for step in steps[-count:]}
     return tuple(_looked_at(step, step.path in newest) for step in steps)
@@ -76,9 +76,13 @@ def _of_error(step: Step, error: Exception) -> Integrity:
     return Integrity(step.step, state, _events.first_lines(error, 1), 0)
 
 
-def _verified(root: Path, step: Step) -> Integrity:
+def _verified(step: Step) -> Integrity:
+    path = _remote.from_text(step.path)
     try:
-        found = _tools.verify(root, step=step.step)
+        try:
+            found = _verify.verify(path, step.step)
+        except errors.DamagedCheckpointError as error:
+            found = _verify.lost(path, step.step, error)
     except (errors.CheckpointError, OSError) as error:
         return _of_error(step, error)
     told = {**found.problems, **found.unread}

@@ -47,6 +47,16 @@ PathArgument = Annotated[
 RunArgument = Annotated[
     str, typer.Argument(metavar="PATH", help="A run directory.", show_default=False)
 ]
+StepFormatOption = Annotated[
+    str | None,
+    typer.Option(
+        "--step-format",
+        metavar="FORMAT",
+        help="How the steps are called: model{step}, or {step:08d} with zeros. By"
+        " default as the run says, else as 100, step_100, checkpoint_100.",
+        show_default=False,
+    ),
+]
 StepOption = Annotated[
     int | None,
     typer.Option(
@@ -60,6 +70,18 @@ StepOption = Annotated[
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout.")
 ]
+
+
+def checkpoint(
+    path: str, step: int | None, step_format: str | None
+) -> tuple[str, int | None]:
+    """The path and step of a checkpoint: of its own path, if a format is given."""
+    if step_format is None:
+        return path, step
+    from flaxckpt import _locate, _storage
+
+    found, _ = _locate.locate(_storage.resolve(path), step, step_format)
+    return str(found), None
 
 
 def _print_version(wanted: bool) -> None:

@@ -17,8 +17,8 @@ KeepOption = Annotated[
         "--keep",
         "-k",
         metavar="POLICY",
-        help="What the run keeps: latest:3, best:1:eval/loss:min, every:1000,"
-        " secs:3600, steps:1,10. Several may be given.",
+        help="What the run keeps: latest:3, best:1:eval/loss:min, without:eval/loss,"
+        " every:1000, secs:3600, steps:1,10. Several may be given.",
         show_default=False,
     ),
 ]
@@ -45,6 +45,7 @@ GroupOption = Annotated[
 _NAMES = {
     "latest": "latest",
     "best": "best",
+    "without": "without_metric",
     "every": "every_steps",
     "secs": "every_secs",
     "steps": "on_steps",
@@ -99,7 +100,7 @@ def _policy(config: type[Any], text: str) -> tuple[PreservationPolicy, ...]:
     except (KeyError, ValueError):
         raise errors.OptionError(
             f"--keep {text} is no policy: write latest:3, best:1:eval/loss:min,"
-            " every:1000, secs:3600 (or secs:2h) or steps:1,10"
+            " without:eval/loss, every:1000, secs:3600 (or secs:2h) or steps:1,10"
         ) from None
     return kept
 
@@ -108,9 +109,7 @@ def _value(name: str, text: str) -> Any:
     match name:
         case "steps":
             return [int(step) for step in text.split(",")]
-        case "secs":
-            return text
-        case "best":
+        case "secs" | "best" | "without":
             return text
         case _:
             return int(text)

@@ -28,6 +28,7 @@ def convert(
         ),
     ] = None,
     step: _app.StepOption = None,
+    step_format: _app.StepFormatOption = None,
     only: Annotated[
         _Patterns,
         typer.Option("--only", metavar="PATTERN", help="Leaves to take along."),
@@ -72,6 +73,7 @@ def convert(
     changes += [transforms.drop(pattern) for pattern in drop or ()]
     changes += [transforms.rename(*_pair("rename", text)) for text in rename or ()]
     changes += [transforms.cast(*_pair("cast", text)) for text in cast or ()]
+    src, step = _app.checkpoint(src, step, step_format)
     found = _tools.convert(
         src,
         dst,

@@ -37,6 +37,7 @@ def diff(
         bool,
         typer.Option("--values/--no-values", help="Whether values are read, too."),
     ] = True,
+    step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,
 ) -> int:
     """Compares two checkpoints, leaf by leaf.
@@ -55,9 +56,9 @@ def diff(
             "diff wants two checkpoints: pass another path, or two steps of this one"
             " as --step-a and --step-b"
         )
-    found = _diff.diff(
-        a, a if b is None else b, step_a=step_a, step_b=step_b, values=values
-    )
+    side_a, step_a = _app.checkpoint(a, step_a, step_format)
+    side_b, step_b = _app.checkpoint(a if b is None else b, step_b, step_format)
+    found = _diff.diff(side_a, side_b, step_a=step_a, step_b=step_b, values=values)
     if json:
         _print.document({"equal": found.is_empty, **_print.fields(found)})
     else:

@@ -20,6 +20,7 @@ def du(
     depth: Annotated[
         int, typer.Option("--depth", "-d", min=1, help="How deep the tree is shown.")
     ] = 2,
+    step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,
 ) -> int:
     """Says what takes the space.
@@ -32,7 +33,7 @@ def du(
     """
     from flaxckpt import _listing
 
-    found = _listing.disk_usage(path, step=step, depth=depth)
+    found = _listing.disk_usage(path, step=step, depth=depth, step_format=step_format)
     if json:
         _print.document(found)
         return _app.FINE

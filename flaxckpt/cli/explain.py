@@ -12,6 +12,7 @@ def explain(
     keep: _keep.KeepOption = None,
     config: _keep.ConfigOption = None,
     group: _keep.GroupOption = None,
+    step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,
 ) -> int:
     """Says why each step stays, and which would go.
@@ -26,7 +27,7 @@ def explain(
 
     policies = _keep.policies(keep, config, group)
     root = _storage.resolve(path)
-    steps = _keeping.survey(root)
+    steps = _keeping.survey(root, step_format)
     found = _keeping.explain(root, steps, policies)
     code = _app.FOUND if _keeping.has_damage(steps) else _app.FINE
     if json:

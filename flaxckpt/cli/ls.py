@@ -23,6 +23,7 @@ def ls(
     keep: _keep.KeepOption = None,
     config: _keep.ConfigOption = None,
     group: _keep.GroupOption = None,
+    step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,
 ) -> int:
     """Lists the steps of a run, and why they stay.
@@ -37,7 +38,7 @@ def ls(
     from flaxckpt import _listing
 
     policies = _keep.policies(keep, config, group)
-    found = _listing.listing(path, keep=policies)
+    found = _listing.listing(path, keep=policies, step_format=step_format)
     if json:
         _print.document(found)
     else:

@@ -12,29 +12,41 @@ _Steps = Annotated[list[int], typer.Argument(metavar="STEP", min=0, help="The st
 
 
 @_app.verb
-def pin(path: _app.RunArgument, steps: _Steps, json: _app.JsonOption = False) -> int:
+def pin(
+    path: _app.RunArgument,
+    steps: _Steps,
+    step_format: _app.StepFormatOption = None,
+    json: _app.JsonOption = False,
+) -> int:
     """Keeps steps, whatever the policies say.
 
     Example:
       flaxckpt pin runs/7 2000
     """
-    return _change(path, steps, json, pinned=True)
+    return _change(path, steps, step_format, json, pinned=True)
 
 
 @_app.verb
-def unpin(path: _app.RunArgument, steps: _Steps, json: _app.JsonOption = False) -> int:
+def unpin(
+    path: _app.RunArgument,
+    steps: _Steps,
+    step_format: _app.StepFormatOption = None,
+    json: _app.JsonOption = False,
+) -> int:
     """Leaves steps to the policies again.
 
     Example:
       flaxckpt unpin runs/7 2000
     """
-    return _change(path, steps, json, pinned=False)
+    return _change(path, steps, step_format, json, pinned=False)
 
 
-def _change(path: str, steps: list[int], json: bool, *, pinned: bool) -> int:
+def _change(
+    path: str, steps: list[int], step_format: str | None, json: bool, *, pinned: bool
+) -> int:
     from flaxckpt import _keeping
 
-    found = _keeping.set_pinned(path, steps, pinned=pinned)
+    found = _keeping.set_pinned(path, steps, pinned=pinned, step_format=step_format)
     if json:
         _print.document({"path": found, "steps": steps, "pinned": pinned})
     else:

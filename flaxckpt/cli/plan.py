@@ -25,6 +25,7 @@ def plan(
         ),
     ],
     step: _app.StepOption = None,
+    step_format: _app.StepFormatOption = None,
     target_step: Annotated[
         int | None,
         typer.Option("--target-step", min=0, help="Which step of TARGET."),
@@ -55,6 +56,7 @@ def plan(
     """
     from flaxckpt import _restore, _wanted
 
+    path, step = _app.checkpoint(path, step, step_format)
     wanted = _wanted.wanted(target, step=target_step)
     found = _restore.plan(
         path,

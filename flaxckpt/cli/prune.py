@@ -24,6 +24,7 @@ def prune(
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Delete them; else it is only said.")
     ] = False,
+    step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,
 ) -> int:
     """Deletes the steps that no policy keeps.
@@ -46,7 +47,11 @@ def prune(
             " settings of the run as --config FILE"
         )
     found = _keeping.prune(
-        path, keep=policies, keep_dataset=of_datasets, dry_run=not yes
+        path,
+        keep=policies,
+        keep_dataset=of_datasets,
+        dry_run=not yes,
+        step_format=step_format,
     )
     code = _app.FOUND if found.left else _app.FINE
     if json:

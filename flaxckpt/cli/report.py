@@ -52,6 +52,7 @@ def report(
     verify: Annotated[
         bool, typer.Option("--verify", help="Read every byte of all steps.")
     ] = False,
+    step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,
 ) -> int:
     """Draws a run on one page of HTML.
@@ -69,7 +70,7 @@ def report(
     policies = _keep.policies(keep, config, group)
     file = None if json and output is None else _destination(path, output)
     found = _report.gather(
-        path, _report.Options(policies, step_a, step_b, diff, verify)
+        path, _report.Options(policies, step_a, step_b, diff, verify, step_format)
     )
     size = 0 if file is None else _write(file, _report.page(found))
     if json:

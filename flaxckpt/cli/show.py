@@ -32,6 +32,7 @@ def show(
         ),
     ] = None,
     step: _app.StepOption = None,
+    step_format: _app.StepFormatOption = None,
     depth: Annotated[
         int | None,
         typer.Option(
@@ -55,6 +56,7 @@ def show(
     """
     from flaxckpt import _leaf_statistics, _restore, _sizes
 
+    path, step = _app.checkpoint(path, step, step_format)
     found = _restore.metadata(path, step=step)
     if leaf is not None and leaf in found.leaves:
         statistics = _leaf_statistics.leaf_statistics(path, leaf, step=step)

@@ -20,6 +20,7 @@ _ROWS = 20
 def verify(
     path: _app.PathArgument,
     step: _app.StepOption = None,
+    step_format: _app.StepFormatOption = None,
     every: Annotated[
         bool, typer.Option("--all", help="All steps of a run directory.")
     ] = False,
@@ -37,10 +38,11 @@ def verify(
 
     if every and step is not None:
         raise errors.OptionError("--all is all steps: leave --step out")
-    steps = _keeping.numbers(path) if every else [step]
+    steps = _keeping.numbers(path, step_format) if every else [step]
     reports = []
     for number in steps:
-        reports.append(_tools.verify(path, step=number))
+        one, number = _app.checkpoint(path, number, step_format)
+        reports.append(_tools.verify(one, step=number))
         if not json:
             _show(reports[-1])
     is_good = all(report.ok for report in reports)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _access, _marked, _remote, _storage, _survey, errors
+from flaxckpt import (
+    _access,
+    _event_journal,
+    _marked,
+    _remote,
+    _storage,
+    _survey,
+    _unfinished,
+    errors,
+)
 from flaxckpt._info import Reader
 from flaxckpt._types import PathLike
 from flaxckpt.formats import (
@@ -87,7 +97,12 @@ def detect(path: PathLike) -> Detected:
 def _detect(path: Path) -> Detected:
     if not path.exists():
         raise errors.CheckpointNotFoundError(
-            f"there is no checkpoint at {path}: the path does not exist"
+            f"there is no checkpoint at {path}: "
+            + (
+                "a save to it is under way, or was cut off, and is not committed"
+                if path.parent.is_dir() and is_being_written(path)
+                else "the path does not exist"
+            )
         )
     for name, reader in _readers(path).items():
         if why := reader.recognises(path):
@@ -96,6 +111,24 @@ def _detect(path: Path) -> Detected:
         raise errors.CheckpointFormatError(
             f"{path} is no checkpoint but a directory of {len(steps)} steps: pass one"
             f" of them, as {steps[max(steps)]}"
+        )
+    if is_being_written(path):
+        raise errors.CheckpointNotFoundError(
+            f"there is no checkpoint at {path} yet: a save to it is under way, or was"
+            " cut off, and is not committed"
+        )
+    if path.is_dir() and (advice := advice_on_saves(path)):
+        raise errors.CheckpointNotFoundError(
+            f"{path} has no committed step yet: {advice}"
+        )
+    if path.is_dir() and _storage.names(path) == [_event_journal.NAME]:
+        raise errors.CheckpointNotFoundError(
+            f"{path} has no committed step yet: a run has only begun there"
+        )
+    if path.is_dir() and _orbax.is_json_item(path):
+        raise errors.CheckpointFormatError(
+            f"{path} is an item of JSON, which Orbax's JsonSave wrote, and no tree of"
+            f" arrays: {_orbax.json_advice(path)}"
         )
     mark = _survey.sign(path) if path.is_dir() else None
     if mark and _remote.is_remote(path) and not _marked.is_committed(path):
@@ -174,14 +207,73 @@ def _with_points(directory: Path) -> str | None:
 
 def _above(directory: Path) -> str | None:
     """What a directory is that has checkpoints in it which are no steps."""
-    children = sorted(
-        directory.iterdir(), key=lambda path: (not path.is_dir(), path.name)
+    if (found := _below(directory)) is None:
+        return _of_runs(directory)
+    return (
+        "a directory with checkpoints in it that are not called like steps: pass"
+        f" the path of one, such as {found}{advice_on_names(directory)}"
     )
-    if found := next(filter(recognises, children[:_MAX_TRIED]), None):
-        return (
-            "a directory with checkpoints in it that are not called like steps: pass"
-            f" the path of one, such as {found}"
-        )
+
+
+def _of_runs(directory: Path) -> str | None:
+    """What a directory is that has run directories in it; None if it has none."""
+    children = sorted(child for child in directory.iterdir() if child.is_dir())
+    for child in children[:_MAX_TRIED]:
+        with contextlib.suppress(errors.CheckpointError, OSError):
+            if _survey.find(child, recognises):
+                return f"a directory of runs: pass the path of one, such as {child}"
+    return None
+
+
+def advice_on_names(directory: Path) -> str:
+    """What to do if the checkpoints in a directory are steps with names of their own.
+
+    Empty if none may be a step.
+    """
+    found = _survey.with_any_name(directory, recognises)
+    names = [path.name for paths in found.values() for path in paths]
+    if not names:
+        return ""
+    name = errors.printable(min(names))
+    prefix = name.rstrip("0123456789")
+    digits = name.removeprefix(prefix)
+    field = f"{{step:0{len(digits)}d}}" if digits[:-1].startswith("0") else "{step}"
+    return (
+        f". If {name} is a step of a run, say how its steps are called:"
+        f" Checkpointer(…, step_format='{prefix}{field}'), or --step-format of the"
+        " command"
+    )
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether a save to `path` is under way, or was cut off, and nothing is there."""
+    is_there = _marked.is_committed(path) if _remote.is_remote(path) else path.exists()
+    if is_there:
+        return False
+    return path.name in _unfinished.being_written(path.parent)
+
+
+def advice_on_saves(directory: Path) -> str:
+    """What is said of unfinished saves under a directory; empty if there is none."""
+    names = _unfinished.being_written(directory)
+    if not names:
+        return ""
+    return (
+        f"a save of {errors.first_few(names)} is under way, or was cut off; wait until"
+        " it is committed"
+    )
+
+
+def _below(directory: Path) -> Path | None:
+    """A checkpoint in a directory; None if there is none among the first."""
+    children = sorted(
+        (c for c in directory.iterdir() if _unfinished.TEMPORARY not in c.name),
+        key=lambda path: (not path.is_dir(), path.name),
+    )
+    for child in children[:_MAX_TRIED]:
+        with contextlib.suppress(errors.CheckpointFormatError):
+            if recognises(child):
+                return child
     return None
 
 

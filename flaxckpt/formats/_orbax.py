@@ -34,6 +34,9 @@ from flaxckpt.formats import (
 
 COMMITTED = _marked.MARKER
 _ROOT_METADATA = "metadata/_ROOT_METADATA"
+_OLD_ROOT_METADATA = "metadata/metadata"
+"""The user's metadata of a run, and nothing else, as Orbax wrote it before 0.11."""
+
 STATE, DATASET, METRICS = _orbax_disk.STATE, _orbax_disk.DATASET, _orbax_disk.METRICS
 UNDIGESTED = frozenset(
     (
@@ -307,7 +310,10 @@ def read(path: Path, *, step: int | None, resolve: _structure.Resolve) -> Stored
 read_metrics = _orbax_disk.read_metrics
 metrics_in = _orbax_disk.metrics_in
 numbers_in = _orbax_disk.numbers_in
+with_metrics = _orbax_disk.with_metrics
 read_created = _orbax_disk.read_created
+is_json_item = _orbax_disk.is_json_item
+json_advice = _orbax_disk.json_advice
 has_let_go_dataset = _orbax_disk.has_let_go_dataset
 write_metrics = _orbax_metrics.write
 are_digests_of_metrics = _orbax_metrics.are_digests
@@ -349,11 +355,11 @@ def read_dataset(path: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
 
 def read_run_metadata(root: Path) -> dict[str, JSON]:
     """The user's metadata of a whole run, where Orbax keeps it."""
-    path = root / _ROOT_METADATA
-    if not path.is_file():
-        return {}
-    custom = _orbax_disk.json_file(path, root).get("custom_metadata")
-    return custom if isinstance(custom, dict) else {}
+    if (path := root / _ROOT_METADATA).is_file():
+        return _orbax_disk.custom_in(_orbax_disk.json_file(path, root))
+    if (path := root / _OLD_ROOT_METADATA).is_file():
+        return _orbax_disk.json_file(path, root)
+    return {}
 
 
 def write_run_metadata(root: Path, custom: Mapping[str, JSON]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import time
@@ -54,12 +55,87 @@ def item(path: Path) -> Path | None:
         for name in sorted(_storage.directories(path))
         if _is_item(path / name) and name not in NOT_ITEMS
     ]
+    if not items:
+        _check_tree(path)
     if len(items) > 1:
         raise errors.CheckpointFormatError(
             f"{path} holds several items, {errors.printable(', '.join(items))}: load"
             f" one of them by its own path, {errors.printable(str(path / items[0]))}"
         )
     return path / items[0] if items else None
+
+
+_TREE_HANDLERS = (
+    "StandardCheckpointHandler",
+    "PyTreeCheckpointHandler",
+    "PyTreeHandler",
+)
+"""How the names of Orbax's classes end that write what is read here."""
+
+JSON_ITEM = "metadata"
+"""The file of an item of JSON."""
+
+
+def is_json_item(path: Path) -> bool:
+    """Whether Orbax's `JsonSave` has written the item `path`."""
+    try:
+        names = set(_storage.names(path))
+    except NotADirectoryError:
+        return False
+    is_alone = names <= {JSON_ITEM, CHECKPOINT, _marked.MARKER}
+    return is_alone and (path / JSON_ITEM).is_file()
+
+
+def json_advice(path: Path) -> str:
+    """How an item of JSON is read."""
+    file = errors.printable(str(path / JSON_ITEM))
+    return f"read it with json.loads(pathlib.Path({file!r}).read_text())"
+
+
+def item_names(path: Path) -> set[str]:
+    """What the items of a checkpoint are called, if it says so."""
+    try:
+        handlers = json_file(path / CHECKPOINT, path).get("item_handlers")
+    except (errors.DamagedCheckpointError, OSError):
+        return set()
+    return set(handlers) if isinstance(handlers, dict) else set()
+
+
+def _check_tree(path: Path) -> None:
+    """Refuses a checkpoint of Orbax that was saved without a tree.
+
+    Raises:
+        CheckpointFormatError: All its items are of other kinds.
+    """
+    if _storage.lexists(path / _orbax_json.MANIFEST):
+        return
+    try:
+        handlers = json_file(path / CHECKPOINT, path).get("item_handlers")
+    except errors.DamagedCheckpointError:
+        return
+    if isinstance(handlers, str):  # of a checkpoint that is one item
+        handlers = {"": handlers}
+    if not isinstance(handlers, dict) or not handlers:  # as before Orbax 0.11
+        names = [n for n in _storage.directories(path) if is_json_item(path / n)]
+        handlers = dict.fromkeys(names, "JsonCheckpointHandler")
+    kinds = {
+        str(name): str(kind).rpartition(".")[2]
+        for name, kind in handlers.items()
+        if name not in NOT_ITEMS
+    }
+    if not kinds or any(kind.endswith(_TREE_HANDLERS) for kind in kinds.values()):
+        return
+    texts = [path / name for name in sorted(kinds) if is_json_item(path / name)]
+    rows = [f"{name or '.'}: {kind}" for name, kind in sorted(kinds.items())]
+    raise errors.CheckpointFormatError(
+        f"{path} holds no tree of arrays; other handlers of Orbax wrote its items:\n"
+        f"{errors.rows(rows)}\n"
+        + (
+            f"What is JSON is a file: {json_advice(texts[0])}"
+            if texts
+            else "Read it with the Orbax that wrote it."
+        )
+    )
 
 
 def warn_of_others(path: Path, taken: Path) -> None:
@@ -206,12 +282,57 @@ def _is_known(path: Path, metrics: bytes) -> bool:
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among `metrics`; those that no float can hold are none."""
-    return {
-        name: float(value)
-        for name, value in metrics.items()
-        if isinstance(value, int | float) and _is_float(value)
-    }
+    """The numbers among `metrics`; those that no float can hold are none.
+
+    Nested names are joined by `/`, as in `eval/loss`; an item of a list has its index
+    as name. If two metrics get one name, the less nested one counts.
+    """
+    found: dict[str, float] = {}
+    waiting: collections.deque[tuple[str, Any]] = collections.deque(metrics.items())
+    while waiting:
+        name, value = waiting.popleft()
+        if isinstance(value, dict):
+            waiting.extend((f"{name}/{key}", inner) for key, inner in value.items())
+        elif isinstance(value, list):
+            waiting.extend((f"{name}/{i}", inner) for i, inner in enumerate(value))
+        elif isinstance(value, int | float) and _is_float(value):
+            found.setdefault(name, float(value))
+    return found
+
+
+def with_metrics(
+    metrics: Mapping[str, Any], added: Mapping[str, float]
+) -> dict[str, Any]:
+    """`metrics` as they are in a file, changed so that `numbers_in` gives `added`.
+
+    A number that is nested there is replaced in its place, where Orbax looks for it.
+    """
+    changed = {key: _copy(value) for key, value in metrics.items()}
+    for name, number in added.items():
+        if name in changed or not _replace_nested(changed, name, number):
+            changed[name] = number
+    return changed
+
+
+def _copy(value: Any) -> Any:
+    """A copy of nested dicts and lists."""
+    if isinstance(value, dict):
+        return {key: _copy(inner) for key, inner in value.items()}
+    return [_copy(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _replace_nested(metrics: dict[str, Any], name: str, number: float) -> bool:
+    """Replaces the number called `name` if it is nested; returns whether it is."""
+    for key, value in metrics.items():
+        if not name.startswith(f"{key}/") or not isinstance(value, dict):
+            continue
+        rest = name.removeprefix(f"{key}/")
+        if isinstance(value.get(rest), int | float):
+            value[rest] = number
+            return True
+        if _replace_nested(value, rest, number):
+            return True
+    return False
 
 
 def _is_float(value: float) -> bool:
@@ -238,7 +359,6 @@ def checkpoint_info(
                 found = _orbax_json.loads(raw, path / CHECKPOINT)
             except errors.DamagedCheckpointError:
                 found = {}
-    custom = found.get("custom_metadata")
     return CheckpointMetadata(
         str(path),
         format_name,
@@ -247,10 +367,19 @@ def checkpoint_info(
         read_metrics(path),
         _seconds(found.get("init_timestamp_nsecs")),
         _seconds(found.get("commit_timestamp_nsecs")),
-        custom if isinstance(custom, dict) else {},
+        custom_in(found),
         (path / DATASET).is_dir() and not has_let_go_dataset(path),
         sum(_layout.stored_bytes(info) for info in infos),
     )
+
+
+def custom_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's own metadata in that of a step or of a run.
+
+    Source: `custom` was the field's name in Orbax 0.11.0 to 0.11.5.
+    """
+    found = metadata.get("custom_metadata", metadata.get("custom"))
+    return found if isinstance(found, dict) else {}
 
 
 def has_let_go_dataset(path: Path) -> bool:

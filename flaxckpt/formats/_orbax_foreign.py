@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from flaxckpt.formats import (
     _zarr2,
     _zarr_chunks,
 )
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,10 +73,11 @@ def read(path: Path, step: int | None) -> Stored:
     names = [row.name for row in rows if row.is_array and row.path not in inline]
     arrays, blosc = _arrays(item, path, names, version=version, ocdbt=bool(ocdbt))
     impls = _prng_impls(item)
+    splits = _splits(item, path)
     infos = [
         dataclasses.replace(inline[row.path].info, keys=row.keys)
         if row.path in inline
-        else _info(item, row, arrays, impls)
+        else _with_split(_info(item, row, arrays, impls), splits.get(row.name))
         for row in rows
     ]
     kept = _orbax_arrays.Arrays(
@@ -298,6 +302,25 @@ def _prng_impls(item: Path) -> dict[str, str]:
                 " step"
             ) from None
     return impls
+
+
+def _splits(item: Path, checkpoint: Path) -> dict[str, _orbax_rows.Split]:
+    """Param name -> how its array was split, if that can be told."""
+    file = item / _orbax_disk.SHARDING
+    if not file.is_file():
+        return {}
+    try:
+        return _orbax_rows.splits(_orbax_disk.json_file(file, checkpoint))
+    except errors.DamagedCheckpointError as error:
+        _log.info("how arrays were split is not known: %s", error)
+        return {}
+
+
+def _with_split(info: LeafInfo, split: _orbax_rows.Split | None) -> LeafInfo:
+    if split is None or len(split.parts) > len(info.shape):
+        return info
+    shard_shape = split.shard_shape(info.shape)
+    return dataclasses.replace(info, spec=split.spec, shard_shape=shard_shape)
 
 
 def _info(

@@ -5,14 +5,21 @@ Pure, and never trusted.
 
 from __future__ import annotations
 
+import base64
+import functools
+import json
+import math
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from flaxckpt import _dtypes, _tree
 from flaxckpt.formats import _orbax_json, _zarr_codecs
+
+_MAX_AXES = 64
 
 ZARR_2_NUMBER = re.compile(r"[<>|][biufc][0-9]{1,2}")
 
@@ -85,3 +92,69 @@ def _element_type(name: Any) -> str:
     if ZARR_2_NUMBER.fullmatch(name):  # of any other text numpy makes what it likes
         return _dtypes.name(_dtypes.to_numpy(np.dtype(name).name))
     return _dtypes.name(_dtypes.to_numpy(name))
+
+
+# ---- how arrays were split -------------------------------------------------------
+
+
+class Split(NamedTuple):
+    """How an array was split over a mesh when it was saved.
+
+    Attributes:
+        spec: Its partition spec.
+        parts: Into how many parts each of the first axes was cut.
+    """
+
+    spec: PartitionSpec
+    parts: tuple[int, ...]
+
+    def shard_shape(self, shape: Sequence[int]) -> tuple[int, ...] | None:
+        """The part of an array that one device held; None if it was all of it."""
+        parts = [*self.parts, *[1] * (len(shape) - len(self.parts))]
+        if len(parts) != len(shape) or any(
+            n % k for n, k in zip(shape, parts, strict=True)
+        ):
+            return None
+        shard = tuple(n // k for n, k in zip(shape, parts, strict=True))
+        return None if shard == tuple(shape) else shard
+
+
+def splits(data: Mapping[str, Any]) -> dict[str, Split]:
+    """Param name -> how the array was split, from the content of `_sharding`.
+
+    Arrays on one device are left out, and so is what does not say how it was split:
+    nothing that is read depends on it.
+    """
+    found = {}
+    split_of = functools.cache(_split)  # many arrays are split alike
+    for key, text in data.items():
+        try:
+            name = base64.urlsafe_b64decode(key).decode()
+            split = split_of(text) if isinstance(text, str) else None
+        except ValueError:
+            continue
+        if split is not None:
+            found[name] = split
+    return found
+
+
+def _split(text: str) -> Split | None:
+    try:
+        data = json.loads(text)
+        if data["sharding_type"] != "NamedSharding":
+            return None
+        sizes = dict(
+            zip(data["axis_names"], _orbax_json.sizes(data["shape"]), strict=True)
+        )
+        spec = [tuple(p) if isinstance(p, list) else p for p in data["partition_spec"]]
+        axes = [p if isinstance(p, tuple) else () if p is None else (p,) for p in spec]
+        used = [axis for part in axes for axis in part]
+        is_text = all(isinstance(axis, str) for axis in used)
+        if not is_text or len(set(used)) < len(used) or len(spec) > _MAX_AXES:
+            return None
+        parts = tuple(math.prod(sizes[axis] for axis in part) for part in axes)
+        if 0 in parts:
+            return None
+        return Split(PartitionSpec(*spec), parts)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from flaxckpt import _tree
 from flaxckpt._info import LeafTable
 from flaxckpt._types import LeafPath
 
@@ -174,7 +175,7 @@ class _Found:
 
 
 def _slot_of_role(path: LeafPath, param: LeafPath) -> Slot | None:
-    bare = path.removesuffix("/value")
+    bare = _tree.without_box(path)
     if not param or not bare.endswith(f"/{param}"):
         return None
     return Slot(bare[: -len(param) - 1], path[len(bare) + 1 :])

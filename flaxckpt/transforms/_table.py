@@ -322,7 +322,7 @@ def _tell_of_lost(mirrored: Mirrors, chosen: Mapping[LeafPath, LeafPath]) -> Non
 
 def _retargeted(row: Row, names: Sequence[LeafPath]) -> Row:
     """A mirror that was moved by itself, with the role of where it went."""
-    bare = row.path.removesuffix("/value")
+    bare = _tree.without_box(row.path)
     for name in names:
         if bare.endswith(f"/{name}"):
             return row._replace(leaf=_with_role_of(row.leaf, name))
@@ -376,7 +376,9 @@ def moved(leaf: Leaf, path: LeafPath) -> Leaf:
     if role is not None:
         optimizer = _optimizer(role.optimizer, info.path, path)
         # Of another parameter, and nobody knows of which.
-        is_lost = role.param and not f"{path}/".endswith((f"{role.param}/", "/value/"))
+        is_lost = role.param and not f"{path}/".endswith(
+            (f"{role.param}/", "/value/", "/raw_value/")
+        )
         is_lost = is_lost or optimizer is None
         role = None if is_lost else role._replace(optimizer=optimizer or "")
     renamed = dataclasses.replace(info, path=path, keys=keys(path, info), role=role)

@@ -31,7 +31,7 @@ def make_all(root):
             run.save(step, train_state(step), metrics={"loss": loss})
         run.wait()
     options = ocp.CheckpointManagerOptions(
-        step_prefix="ck", best_fn=lambda metrics: metrics["loss"], best_mode="min"
+        step_prefix="step", best_fn=lambda metrics: metrics["loss"], best_mode="min"
     )
     with ocp.CheckpointManager(root / "orbax", options=options) as manager:
         for step in (1, 2):

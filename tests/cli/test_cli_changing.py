@@ -67,6 +67,19 @@ def test_prune_deletes_what_explain_gives_no_reason_for(here, command):
     )
 
 
+def test_prune_keeps_steps_that_nobody_has_measured_if_asked_to(here, command):
+    with flaxckpt.Checkpointer("run") as run:
+        run.save(400, {"n": 1}).wait()
+        run.save(500, {"n": 1}, metrics={"loss": 9.0})
+    keep = ["-k", "best:1:loss:min", "-k", "without:loss"]
+    found = command.json("explain", "run", *keep)
+    assert found["400"] == ["WithoutMetric('loss')"]
+    command("prune", "run", *keep, "--yes")
+    assert steps("run") == [200, 400, 500]
+    keep = ["-k", "best:1:los:min", "-k", "without:los"]
+    assert command.text("prune", "run", *keep)[-1] == "nothing to delete"
+
+
 def test_prune_takes_the_settings_of_a_run(here, command):
     (here / "run.json").write_text('{"keep": [{"on_steps": [100]}]}')
     command("prune", "run", "--config", "run.json", "--yes")
@@ -120,7 +133,7 @@ def test_prune_of_a_run_whose_newest_step_is_not_whole_is_1(here, command):
 
 def test_prune_takes_runs_of_orbax(here, command):
     command("prune", "orbax", "-k", "latest:1", "--yes")
-    assert sorted(p.name for p in (here / "orbax").glob("ck_*")) == ["ck_2"]
+    assert sorted(p.name for p in (here / "orbax").glob("step_*")) == ["step_2"]
 
 
 def test_prune_takes_no_files(here, command):

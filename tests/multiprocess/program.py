@@ -444,6 +444,16 @@ def disagree():
         differs(ckpt, 4, {"w": same, "n": np.zeros(2) if RANK else jnp.zeros(3)})
         ckpt.save(2, {"w": same}).wait()
         assert ckpt.steps() == [1, 2]
+        notes = Path(DIRECTORY) / "2" / "notes.txt"
+        if RANK == 0:
+            notes.write_text("mine")
+        with raising(errors.CheckpointError) as found:
+            ckpt.save(2, {"w": same}, on_exists="overwrite").wait()
+        assert "notes.txt" in found[1]
+        if RANK == 0:
+            assert notes.read_text() == "mine"
+            notes.unlink()
+        ckpt.save(2, {"w": same}, on_exists="overwrite").wait()
         with raising(errors.OptionError):
             ckpt.restore({"w": same}, step=2 - RANK)
         ckpt.restore({"w": same}, step=1)

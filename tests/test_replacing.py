@@ -1,0 +1,243 @@
+"""A checkpoint is replaced, and nothing else: files of others are never deleted."""
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import flaxckpt
+from flaxckpt import _leases, _marks, _remote, _storage, errors
+from flaxckpt.datasets import StepIndexed
+
+STATE = {"w": np.arange(6.0).reshape(2, 3), "name": "x", "n": 1}
+NEW = {"w": np.ones((2, 3)), "name": "y", "n": 2}
+"""What is there, and what is to replace it."""
+
+USERS = ("notes.txt", "tokenizer/vocab.json", "state/w/plot.png", "metrics/loss.png")
+
+
+def add_files(step, names=USERS):
+    for name in names:
+        path = step / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"mine")
+
+
+def assert_refused(info, *names):
+    text = str(info.value)
+    assert "not the checkpoint's and would be lost" in text
+    for name in names:
+        assert f"\n  {name}\n" in text
+    assert "Move them elsewhere" in text
+
+
+def replace_with_save(path):
+    return flaxckpt.save(path, NEW, overwrite=True)
+
+
+def replace_in_a_run(path):
+    with flaxckpt.Checkpointer(path.parent) as run:
+        return run.save(int(path.name), NEW, on_exists="overwrite").wait()
+
+
+def replace_by_converting(path):
+    source = path.parent.parent / "source"
+    flaxckpt.save(source, NEW, overwrite=True)
+    return flaxckpt.convert(source, path, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    "replace", [replace_with_save, replace_in_a_run, replace_by_converting]
+)
+@pytest.mark.parametrize("names", [USERS[:1], USERS[1:2], USERS[2:3], USERS])
+def test_nothing_is_replaced_that_has_files_of_others(tmp_path, replace, names):
+    path = tmp_path / "run" / "3"
+    with flaxckpt.Checkpointer(path.parent) as run:
+        run.save(3, STATE, metrics={"loss": 1}, dataset=StepIndexed(lambda i: i))
+    add_files(path, names)
+    with pytest.raises(errors.CheckpointExistsError) as info:
+        replace(path)
+    seen = ["tokenizer" if name.startswith("tok") else name for name in names]
+    assert_refused(info, *seen)
+    assert all((path / name).read_bytes() == b"mine" for name in names)
+    assert flaxckpt.load(path)["n"] == 1
+    assert [p.name for p in path.parent.iterdir() if "tmp" in p.name] == []
+
+    for name in names:
+        (path / name).unlink()
+    if not any((path / "tokenizer").glob("*")) and (path / "tokenizer").is_dir():
+        (path / "tokenizer").rmdir()
+    replace(path)
+    assert flaxckpt.load(path)["n"] == 2
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {str(i): np.ones(3) for i in range(80)},
+        np.arange(3.0),
+        {"d": {"c": np.ones(2), "0": jnp.ones(()), "e": np.ones((0, 2))}},
+        nnx.Linear(2, 3, rngs=nnx.Rngs(0)),
+    ],
+    ids=["database", "bare", "short names", "nnx"],
+)
+@pytest.mark.parametrize("zarr_version", [2, 3])
+def test_what_flaxckpt_writes_itself_is_replaced(tmp_path, state, zarr_version):
+    layout = flaxckpt.ArrayLayout(chunk_bytes=8, zarr_version=zarr_version)
+    with flaxckpt.Checkpointer(tmp_path, layout=layout) as run:
+        run.save(1, state, dataset=StepIndexed(lambda i: i), temporary=True).wait()
+        run.pin(1)
+        run.add_metrics(1, {"loss": 1.0})
+        lease = _leases.Lease(tmp_path / "1")
+        for name in (_leases.DELETING, _marks.UNTIL_NEXT, _marks.WITHOUT_DATASET):
+            (tmp_path / "1" / name).touch()
+        (tmp_path / "1" / ".nfs00000000000a1b2c00000001").touch()
+        run.save(1, state, on_exists="overwrite").wait()
+        lease.release()
+        _marks.mark_damaged(tmp_path / "1", "it is bad")
+        (tmp_path / "1" / "flaxckpt.json").unlink()
+        run.save(1, state).wait()
+        assert run.steps() == [1]
+
+
+def test_compressed_arrays_are_replaced(tmp_path):
+    layout = flaxckpt.ArrayLayout(codec="zstd", store="files", chunk_bytes=64)
+    for _ in range(2):
+        flaxckpt.save(tmp_path / "a", STATE, layout=layout, overwrite=True)
+
+
+def test_a_damaged_step_is_not_replaced_with_files_of_others_in_it(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as run:
+        run.save(1, STATE).wait()
+        _marks.mark_damaged(tmp_path / "1", "it is bad")
+        (tmp_path / "1" / "flaxckpt.json").unlink()
+        add_files(tmp_path / "1", ["notes.txt"])
+        with pytest.raises(errors.CheckpointExistsError) as info:
+            run.save(1, NEW)
+        assert_refused(info, "notes.txt")
+
+
+def test_what_comes_while_a_save_is_under_way_is_not_deleted(tmp_path, monkeypatch):
+    flaxckpt.save(tmp_path / "a", STATE)
+    real = _storage.sync_tree
+
+    def sync_tree(path):
+        add_files(tmp_path / "a", ["notes.txt"])
+        return real(path)
+
+    monkeypatch.setattr(_storage, "sync_tree", sync_tree)
+    with pytest.raises(errors.CheckpointExistsError) as info:
+        flaxckpt.save(tmp_path / "a", NEW, overwrite=True)
+    assert_refused(info, "notes.txt")
+    assert flaxckpt.load(tmp_path / "a")["n"] == 1
+
+
+def test_symbolic_links_are_files_of_others(tmp_path):
+    flaxckpt.save(tmp_path / "a", STATE)
+    (tmp_path / "notes").write_text("mine")
+    (tmp_path / "a" / "notes").symlink_to(tmp_path / "notes")
+    (tmp_path / "a" / "state" / "0").symlink_to(tmp_path / "notes")
+    with pytest.raises(errors.CheckpointExistsError) as info:
+        flaxckpt.save(tmp_path / "a", NEW, overwrite=True)
+    assert_refused(info, "notes", "state/0")
+
+
+# ---- steps of Orbax --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("items", [("state", "config", "ema"), ("a", "b")])
+def test_items_of_orbax_are_replaced_with_their_step(tmp_path, items):
+    with ocp.CheckpointManager(tmp_path, item_names=items) as manager:
+        saved = {name: ocp.args.StandardSave({"w": jnp.ones(3)}) for name in items}
+        if "config" in saved:
+            saved["config"] = ocp.args.JsonSave({"a": 1})
+        manager.save(1, args=ocp.args.Composite(**saved))
+    with flaxckpt.Checkpointer(tmp_path) as run:
+        add_files(tmp_path / "1", ["notes.txt", "tokenizer/vocab.json"])
+        with pytest.raises(errors.CheckpointExistsError) as info:
+            run.save(1, NEW, on_exists="overwrite")
+        assert_refused(info, "notes.txt", "tokenizer")
+        (tmp_path / "1" / "notes.txt").unlink()
+        (tmp_path / "1" / "tokenizer").rename(tmp_path / "tokenizer")
+        run.save(1, NEW, on_exists="overwrite").wait()
+    assert flaxckpt.load(tmp_path)["n"] == 2
+
+
+@pytest.mark.parametrize("ocdbt", [True, False])
+def test_flat_checkpoints_of_orbax_are_replaced(tmp_path, ocdbt):
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt)) as checkpointer:
+        args = ocp.args.PyTreeSave({"w": jnp.ones(3), "b": {"c": np.ones(2)}})
+        checkpointer.save(tmp_path / "a", args=args)
+    flaxckpt.save(tmp_path / "a", NEW, overwrite=True)
+    assert flaxckpt.load(tmp_path / "a")["n"] == 2
+
+
+def test_other_formats_are_no_checkpoints_to_a_save(tmp_path):
+    flaxckpt.save(tmp_path / "source", STATE)
+    made = tmp_path / "out" / "model.safetensors"
+    made.parent.mkdir()
+    flaxckpt.convert(tmp_path / "source", made, format="safetensors")
+    for path in (made.parent, made):
+        with pytest.raises(errors.CheckpointError):
+            flaxckpt.save(path, NEW, overwrite=True)
+    assert made.is_file()
+
+
+# ---- elsewhere -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["memory", "moto"])
+def test_nothing_is_replaced_in_a_store_that_has_objects_of_others(store_path, kind):
+    root = store_path(kind)
+    with flaxckpt.Checkpointer(root) as run:
+        run.save(1, STATE, metrics={"loss": 1}).wait()
+        run.pin(1)
+        run.save(1, STATE, on_exists="overwrite").wait()
+        path = _remote.parse(f"{root}/1/tokenizer/vocab.json")
+        path.store.create(path.key, b"mine")
+        with pytest.raises(errors.CheckpointExistsError) as info:
+            run.save(1, NEW, on_exists="overwrite")
+        assert_refused(info, "tokenizer")
+        with pytest.raises(errors.CheckpointExistsError):
+            flaxckpt.save(f"{root}/1", NEW, overwrite=True)
+        assert path.read_bytes() == b"mine"
+        assert run.restore()["n"] == 1
+        path.unlink()
+        run.save(1, NEW, on_exists="overwrite").wait()
+        assert run.restore()["n"] == 2
+
+
+def test_an_upload_replaces_nothing_that_has_files_of_others(tmp_path):
+    directory, staging = tmp_path / "run", tmp_path / "fast"
+    with flaxckpt.Checkpointer(directory, staging=staging) as run:
+        run.save(1, STATE).wait()
+        run.wait_for_uploads()
+        add_files(directory / "1", ["notes.txt"])
+        with pytest.raises(errors.CheckpointExistsError) as info:
+            run.save(1, NEW, on_exists="overwrite")
+        assert_refused(info, "notes.txt")
+        (directory / "1" / "notes.txt").unlink()
+        run.save(1, NEW, on_exists="overwrite").wait()
+        run.wait_for_uploads()
+    assert flaxckpt.load(directory)["n"] == 2
+
+
+def test_an_upload_goes_on_when_files_of_others_are_moved(tmp_path):
+    directory, staging = tmp_path / "run", tmp_path / "fast"
+    run = flaxckpt.Checkpointer(directory, staging=staging)
+    run.save(1, STATE).wait()
+    run.wait_for_uploads()
+    add_files(directory / "1", ["notes.txt"])
+    (directory / "1" / "state" / "_METADATA").unlink()  # so it is uploaded anew
+    run.pin(1)
+    with pytest.raises(errors.SaveFailedError, match="1 could not be uploaded") as info:
+        run.wait_for_uploads()
+    assert_refused(
+        pytest.ExceptionInfo.from_exception(info.value.__cause__), "notes.txt"
+    )
+    assert (directory / "1" / "notes.txt").read_bytes() == b"mine"
+    (directory / "1" / "notes.txt").rename(tmp_path / "notes.txt")
+    run.close()
+    assert flaxckpt.load(directory)["n"] == 1
+    assert (directory / "1" / "PINNED").is_file()
