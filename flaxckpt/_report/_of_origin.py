@@ -102,8 +102,10 @@ def integrity(report: Report) -> Section | None:
     if not report.integrity:
         return None
     counts = collections.Counter(each.state for each in report.integrity)
-    told = [f"{n} {_SAID[state]}" for state, n in counts.items()]
+    told = [f"{n:,} {_SAID[state]}" for state, n in counts.items()]
     said = f"{', '.join(told).capitalize()}."
+    if known := counts["unknown"] and report.looked_at:
+        said = f"{known:,} of {len(report.integrity):,} looked at: {', '.join(told)}."
     if not counts["verified"]:
         said += " Arrays were not read: --verify reads every byte."
     columns = [
