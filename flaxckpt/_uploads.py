@@ -37,6 +37,14 @@ from flaxckpt.formats import _orbax
 _log = logging.getLogger(__name__)
 
 
+class _TakenError(errors.CheckpointExistsError):
+    """The directory has another step of that number."""
+
+
+class _ElsewhereError(errors.CheckpointExistsError):
+    """Another process uploads the step."""
+
+
 class _Turn:
     """One go of the thread: until nothing is left to be uploaded, or it fails.
 
@@ -162,14 +170,32 @@ class Uploads:
                 f" {self._directory} after {timeout_secs} s; wait again to wait longer"
             )
         if failures:
-            step, error = max(failures.items())
-            waiting = ", ".join(map(str, self.waiting()))
-            raise errors.SaveFailedError(
-                f"step {step} could not be uploaded: {_events.first_lines(error)}\n"
-                f"Steps {waiting} stay in {self._staging}. See that {self._directory}"
-                " can be reached, then call wait_for_uploads(), or open it again with"
-                " this staging."
-            ) from error
+            raise self._failed_uploads(failures) from failures[max(failures)]
+
+    def _failed_uploads(
+        self, failures: Mapping[int, Exception]
+    ) -> errors.SaveFailedError:
+        """The error that says what could not be uploaded, why, and what helps."""
+        told: list[str] = []
+        advice: dict[str, list[int]] = {}
+        for step in sorted(failures, reverse=True):
+            advice.setdefault(_advice(failures[step]), []).append(step)
+            lines = 1 if told else 3
+            text = _events.first_lines(failures[step], lines)
+            told.append(f"step {step} could not be uploaded: {text}")
+        waiting = errors.first_few([str(step) for step in self.waiting()], 8)
+        helps = [
+            each.format(
+                step=steps[0],
+                names=errors.first_few([self._format.name(s) for s in steps], 8),
+                staging=self._staging,
+                directory=self._directory,
+            )
+            for each, steps in advice.items()
+        ]
+        more = [f"… and {len(told) - 4} more"] if len(told) > 4 else []
+        stay = f"Steps {waiting} stay in {self._staging}."
+        return errors.SaveFailedError("\n".join([*told[:4], *more, stay, *helps]))
 
     def _begin(self) -> _Turn:
         """Begins, unless it is at it."""
@@ -249,20 +275,22 @@ class Uploads:
             if mark is None:
                 return
             if not is_ours:
-                raise errors.CheckpointExistsError(
-                    f"{path} is being uploaded by another process: leave that to one"
-                )
+                raise _ElsewhereError(f"{path} is being uploaded by another process")
             if is_begin:
                 self._reach()
             final = self._directory / path.name
-            is_known = _copies.is_same(path, final)
-            is_there = is_known and _copies.is_whole(final)
+            relation = _copies.compare(path, final)
+            is_there = relation == "same" and _copies.is_whole(final)
+            if relation == "other" and mark.settled:
+                self._drop(step, path, mark)
+                return
             if not is_there:
                 _audit.check(path)
                 if not self._far.would_keep(step, self._near):
                     self._skip(step, path, mark)
                     return
-                size = _copies.make(path, final, overwrite=mark.overwrite or is_known)
+                is_ours = relation == "same" or (relation == "damaged" and mark.settled)
+                size = self._copy(path, final, overwrite=mark.overwrite or is_ours)
                 self.known[step] = final
             self._settle(path, final, mark, is_new=not is_there)
             secs = time.monotonic() - begun
@@ -271,6 +299,26 @@ class Uploads:
                 _log.info("uploaded step %d: %d bytes in %.3f s", step, size, secs)
                 self._retire_after(step, path)
             self._pass_on()
+
+    def _copy(self, path: Path, final: Path, *, overwrite: bool) -> int:
+        """Makes a step of the directory; returns its size in bytes.
+
+        Raises:
+            CheckpointExistsError: The directory has another step of its number, or
+                something that is no checkpoint.
+        """
+        if not overwrite and not _marks.is_damaged(final):
+            relation = _copies.compare(path, final)
+            if relation in ("other", "damaged"):
+                raise _TakenError(f"{final} is a step that another writer saved")
+        try:
+            return _copies.make(path, final, overwrite=overwrite)
+        except FileExistsError as error:
+            if _copies.compare(path, final) in ("other", "damaged"):
+                raise _TakenError(f"{final} is a step that another writer saved") from (
+                    error
+                )
+            raise
 
     def _retire_after(self, step: int, path: Path) -> None:
         try:
@@ -290,6 +338,13 @@ class Uploads:
             reason = f"no policy would keep it in {self._directory}"
             self._events.emit("skipped", step, path=path, reason=reason)
             _log.info("step %d is not uploaded: %s", step, reason)
+
+    def _drop(self, step: int, path: Path, mark: _marks.Waiting) -> None:
+        """Leaves a step alone that was uploaded and has been replaced there since."""
+        if self._unmark(path, mark) is None:
+            reason = f"{self._directory} has had another step {step} since"
+            self._events.emit("skipped", step, path=path, reason=reason)
+            _log.warning("step %d is not uploaded again: %s", step, reason)
 
     def _settle(
         self, path: Path, final: Path, mark: _marks.Waiting, *, is_new: bool
@@ -333,3 +388,30 @@ class Uploads:
                 _orbax.write_run_metadata(self._directory, custom)
         except OSError as error:
             _log.warning("%s does not get the journal: %s", self._directory, error)
+
+
+def _advice(error: Exception) -> str:
+    """What to do about steps that could not be uploaded, to be formatted."""
+    match error:
+        case _TakenError():
+            return (
+                "To keep what {directory} has, delete {names} in {staging};"
+                " to replace it, save again with on_exists='overwrite' what"
+                " restore(step={step}) returns."
+            )
+        case _ElsewhereError():
+            return (
+                "End the other process, or let it upload {names}, then call"
+                " wait_for_uploads()."
+            )
+        case FileExistsError():
+            return (
+                "Move {names} in {directory} away, then call wait_for_uploads(); or"
+                " delete {names} in {staging}."
+            )
+        case errors.DamagedCheckpointError():
+            return "Delete {names} in {staging}: the run goes on without."
+    return (
+        "See that {directory} can be reached and written, then call"
+        " wait_for_uploads(), or open it again with this staging."
+    )
