@@ -18,6 +18,7 @@ import jax
 
 from flaxckpt import (
     _collector,
+    _connection,
     _layout,
     _marked,
     _marks,
@@ -155,6 +156,8 @@ def alone(final: Path) -> Iterator[None]:
     except errors.CheckpointError as error:
         if not isinstance(error, errors.StoreError):
             raise
+        if isinstance(error, _connection.ForkedError):
+            raise errors.SaveFailedError(f"{final} cannot be saved: {error}") from error
         raise errors.SaveFailedError(
             f"{final} could not be saved: {error}\n"
             "Nothing of it counts, unless it was its marker that could not be written;"

@@ -101,6 +101,35 @@ def context(spec: Mapping[str, JSON] | None = None) -> ts.Context:
     return ts.Context({**_shared, **(spec or {})}, _MEMORY)
 
 
+class ForkedError(errors.StoreError):
+    """TensorStore cannot be used in a process that was forked."""
+
+
+_user: int | None = None
+"""The process that first used TensorStore's threads, here or before a fork."""
+
+
+def use_threads() -> None:
+    """Notes that this process uses TensorStore's threads.
+
+    Called before anything but memory is opened, read or written by TensorStore.
+
+    Raises:
+        ForkedError: The process was forked from one that had used them: TensorStore
+            would end it.
+    """
+    global _user
+    if _user is None:
+        _user = os.getpid()
+    if _user != os.getpid():
+        raise ForkedError(
+            "TensorStore, which reads and writes object stores, databases and"
+            f" compressed arrays, works in no fork: process {_user} had used it"
+            " before this one was forked. Start processes by multiprocessing's"
+            " 'spawn' or 'forkserver', or use ArrayLayout(store='files')"
+        )
+
+
 class Connection:
     """What asks a bucket.
 
@@ -193,6 +222,7 @@ class Connection:
         Raises:
             StoreError: It failed, or took too long.
         """
+        self._use_threads()
         until = time.monotonic() + self._allowed(size)
         for pause in [*self._pauses(), None]:
             try:
@@ -214,6 +244,7 @@ class Connection:
             StoreError: It took too long, or the store was out of reach. What else went
                 wrong is raised as it is.
         """
+        self._use_threads()
         try:
             return future.result(timeout=self._allowed(size))
         except TimeoutError:
@@ -222,6 +253,10 @@ class Connection:
             if _PASSING.search(str(error)):
                 raise self._failed(what, error) from None
             raise
+
+    def _use_threads(self) -> None:
+        if self._scheme != "memory":
+            use_threads()
 
     def _allowed(self, size: int) -> float:
         return self.options.deadline_secs + size / _SLOWEST_BYTES_PER_SEC

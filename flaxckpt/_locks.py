@@ -107,6 +107,8 @@ class Lock:
 
     def release(self) -> None:
         """Lets it go, once; if that fails, it is swept another time."""
+        if os.getpid() != self._holder.pid:
+            return  # a fork leaves it to the process that holds it
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join()

@@ -15,6 +15,7 @@ from flaxckpt import (
     _containers,
     _dtypes,
     _flax,
+    _forks,
     _layout,
     _optax,
     _place,
@@ -189,7 +190,7 @@ class _Planner:
         self._as_asked: set[LeafPath] = set()
         self._finder = Finder(table)
 
-    @functools.cached_property
+    @_forks.lazy
     def _can_init(self) -> tuple[str, ...]:
         """How paths in optimizer states begin that `tx.init` can make anew."""
         return tuple(
@@ -240,7 +241,7 @@ class _Planner:
                     chosen[path] = [] if is_kept else [source, source]
         return chosen
 
-    @functools.cached_property
+    @_forks.lazy
     def _kept(self) -> set[LeafPath]:
         """Step counters that keep their values."""
         if not self._options.keeps_steps:

@@ -290,7 +290,7 @@ class Tiers:
         if self.tier(path) == "directory":
             yield
             return
-        with self.uploads.changing:
+        with self.uploads.changing.get():
             try:
                 _marks.wait_for_upload(path, removed)
             except OSError as error:
@@ -316,7 +316,7 @@ class Tiers:
     @contextlib.contextmanager
     def replacing(self, path: Path) -> Iterator[None]:
         """Lets nobody read a step in staging for an upload in the `with` block."""
-        with self.uploads.busy if path.exists() else contextlib.nullcontext():
+        with self.uploads.busy.get() if path.exists() else contextlib.nullcontext():
             yield
 
     def delete(self, step: int) -> list[Path]:
@@ -325,7 +325,7 @@ class Tiers:
         Raises:
             SaveFailedError: It could not be deleted.
         """
-        with self.uploads.busy:
+        with self.uploads.busy.get():
             found = self._wherever(step)
             for path in found:
                 _changes.delete(path)
@@ -338,5 +338,5 @@ class Tiers:
         Raises:
             SaveFailedError: Its newest step is damaged.
         """
-        with self.uploads.busy:
+        with self.uploads.busy.get():
             return self.uploads.retire()

@@ -23,6 +23,7 @@ from flaxckpt import (
     _deletion,
     _event_journal,
     _events,
+    _forks,
     _marks,
     _measured,
     _retention,
@@ -93,12 +94,13 @@ class Uploads:
         self._far = far
         self._events = events
         self.known: dict[int, Path] = {}
-        self.changing = threading.Lock()
-        self.busy = threading.Lock()
+        self.changing = _forks.PerProcess(threading.Lock)
+        self.busy = _forks.PerProcess(threading.Lock)
         self._is_tidy = False
-        self._guard = threading.Lock()
+        self._guard = _forks.PerProcess(threading.Lock)
         self._turn: _Turn | None = None
         self._pid = os.getpid()
+        self._is_left = False
 
     def waiting(self) -> dict[int, Path]:
         """The steps that are still to be uploaded."""
@@ -150,11 +152,21 @@ class Uploads:
             self._is_tidy = True
 
     def start(self) -> None:
-        """Has what is marked be uploaded, on a thread behind the caller."""
-        if (
-            os.getpid() == self._pid and self.waiting()
-        ):  # a fork leaves it to its parent
+        """Has what is marked be uploaded, on a thread behind the caller.
+
+        A fork leaves that to the process that opened the run, and says so once.
+        """
+        if not self.waiting():
+            return
+        if os.getpid() == self._pid:
             self._begin()
+        elif not self._is_left:
+            self._is_left = True
+            _log.warning(
+                "steps in %s are uploaded by the process that opened the run, of which"
+                " this is a fork",
+                self._staging,
+            )
 
     def wait(self, timeout_secs: float | None) -> None:
         """Waits until nothing is to be uploaded, and tries once more what has failed.
@@ -164,6 +176,12 @@ class Uploads:
             SaveFailedError: Something could not be uploaded.
         """
         failures = self._waited(timeout_secs)
+        if self._is_left and (waiting := self.waiting()):
+            raise errors.SaveFailedError(
+                f"steps {errors.first_few([str(s) for s in waiting])} stay in"
+                f" {self._staging}, as this is a fork of the process that uploads them:"
+                " call wait_for_uploads() in that one"
+            )
         if failures is None:
             raise errors.CheckpointTimeoutError(
                 f"steps of {self._staging} are still being uploaded to"
@@ -199,7 +217,7 @@ class Uploads:
 
     def _begin(self) -> _Turn:
         """Begins, unless it is at it."""
-        with self._guard:
+        with self._guard.get():
             if self._turn is not None and not self._turn.is_over:
                 return self._turn
             self._turn = turn = _Turn()
@@ -215,6 +233,7 @@ class Uploads:
     def _waited(self, timeout_secs: float | None) -> Mapping[int, Exception] | None:
         """Waits until nothing is left; what has failed, or None if it goes on still."""
         until = None if timeout_secs is None else time.monotonic() + timeout_secs
+        earlier = self._turn  # it may have failed before what has been changed since
         while os.getpid() == self._pid:
             turn = self._begin() if self.waiting() else self._turn
             left = None if until is None else max(0.0, until - time.monotonic())
@@ -222,7 +241,7 @@ class Uploads:
                 return None
             if not self.waiting():
                 break
-            if turn is not None and turn.failures:
+            if turn is not None and turn.failures and turn is not earlier:
                 return turn.failures
         return {}
 
@@ -243,13 +262,13 @@ class Uploads:
 
     def _next(self, turn: _Turn) -> tuple[int, Path] | None:
         """The newest step that waits; None, and the turn is over, if there is none."""
-        with self._guard:
+        with self._guard.get():
             waiting = [w for w in self.waiting().items() if w[0] not in turn.failures]
             turn.is_over = not waiting
             return max(waiting, default=None)
 
     def _end(self, turn: _Turn) -> None:
-        with self._guard:
+        with self._guard.get():
             turn.is_over = True
         turn.ended.set()
 
@@ -270,7 +289,7 @@ class Uploads:
     def _upload(self, step: int, path: Path, *, is_begin: bool) -> None:
         """Has the directory get a step, or what has changed of it."""
         begun, size = time.monotonic(), 0
-        with self.busy, _unfinished.claimed(path) as is_ours:
+        with self.busy.get(), _unfinished.claimed(path) as is_ours:
             mark = self._mark(path)
             if mark is None:
                 return
@@ -324,12 +343,12 @@ class Uploads:
         try:
             self.retire(step)
         except errors.SaveFailedError:  # the copy is not whole: it is made anew
-            with self.changing, contextlib.suppress(FileNotFoundError):
+            with self.changing.get(), contextlib.suppress(FileNotFoundError):
                 _marks.wait_for_upload(path)
             raise
 
     def _mark(self, path: Path) -> _marks.Waiting | None:
-        with self.changing:  # nobody is in the middle of a change
+        with self.changing.get():  # nobody is in the middle of a change
             return _marks.waiting(path)
 
     def _skip(self, step: int, path: Path, mark: _marks.Waiting) -> None:
@@ -359,7 +378,7 @@ class Uploads:
 
     def _unmark(self, path: Path, mark: _marks.Waiting) -> _marks.Waiting | None:
         """Takes the mark away, if it is still this one; else what it is now."""
-        with self.changing:
+        with self.changing.get():
             now = _marks.waiting(path)
             if now != mark:
                 return now

@@ -277,7 +277,7 @@ def test_a_step_is_not_replaced_while_it_is_uploaded(tmp_path):
     path = faulty.new_path("tiers-replaced")
     with flaxckpt.Checkpointer(path, staging=tmp_path / "ssd") as ckpt:
         ckpt.save(1, state(1)).wait()
-        with ckpt._run.tiers.uploads.busy:
+        with ckpt._run.tiers.uploads.busy.get():
             replacing = ckpt.save(1, state(1, "b"), on_exists="overwrite")
             with pytest.raises(errors.CheckpointTimeoutError):
                 replacing.wait(timeout_secs=0.2)
@@ -434,7 +434,7 @@ def test_what_is_changed_of_an_old_copy_does_not_go_to_what_replaced_it(
     ckpt = flaxckpt.Checkpointer(path, staging=staging, sinks=[told.append])
     ckpt.save(1, state(1)).wait()
     ckpt.wait_for_uploads()
-    with ckpt._run.tiers.uploads.busy:
+    with ckpt._run.tiers.uploads.busy.get():
         ckpt.add_metrics(1, {"loss": 1.0})
         ckpt.pin(1)
         replace(path, 1)
@@ -657,7 +657,7 @@ def test_waiting_for_uploads_has_an_end(tmp_path, monkeypatch):
     path = faulty.new_path("tiers-slow")
     ckpt = flaxckpt.Checkpointer(path, staging=tmp_path / "ssd")
     ckpt.save(1, state(1)).wait()
-    with ckpt._run.tiers.uploads.busy:
+    with ckpt._run.tiers.uploads.busy.get():
         ckpt.save(2, state(2)).wait()
         with pytest.raises(errors.CheckpointTimeoutError, match=r"0\.01 s"):
             ckpt.wait_for_uploads(timeout_secs=0.01)
