@@ -144,6 +144,23 @@ os.register_at_fork(after_in_child=_locks.clear)  # those that hold them are not
 
 
 @contextlib.contextmanager
+def beginning(final: Path) -> Iterator[None]:
+    """Tells of a store that fails before a save has begun to write.
+
+    Raises:
+        SaveFailedError: The store is out of reach.
+    """
+    try:
+        yield
+    except errors.StoreError as error:
+        raise errors.SaveFailedError(
+            f"{final} could not be saved: {error}\n"
+            "Nothing of it was written; see that the store can be reached, then save"
+            " again."
+        ) from error
+
+
+@contextlib.contextmanager
 def alone(final: Path) -> Iterator[None]:
     """Lets one thread at a time write `final`, and tells what fails in our words.
 

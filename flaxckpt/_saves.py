@@ -100,6 +100,12 @@ class Saves:
 
     def _begin(self, asked: Asked, together: _together.Operation | None) -> SaveHandle:
         final = self._run.saves_in / self._run.format.name(asked.step)
+        with _commit.beginning(final):
+            return self._begun(asked, final, together)
+
+    def _begun(
+        self, asked: Asked, final: Path, together: _together.Operation | None
+    ) -> SaveHandle:
         if asked.on_exists == "skip" and _joint.first_says(
             together, "there", lambda: asked.step in self._run.seen()
         ):
@@ -265,7 +271,9 @@ class Saves:
             options = dataclasses.replace(
                 options, transforms=(_save.without_optimizer, *options.transforms)
             )
-            _save.execute(_save.take(path, state, options))
+            with _commit.beginning(path):
+                snapshot = _save.take(path, state, options)
+            _save.execute(snapshot)
             if _multihost.is_first():
                 self.aside.keep_only(path)
         return path

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import tensorstore as ts
 
 from flaxckpt import _forks, errors
-from flaxckpt._connection import Connection, StoreOptions
+from flaxckpt._connection import Connection, PassingError, StoreOptions
 
 _PART_BYTES = 8 * 2**20
 """Of what is read part by part, one part."""
@@ -249,7 +249,7 @@ class Store:
         for key, future in zip(keys, started, strict=True):
             try:
                 self.connection.wait(f"delete {self.url}/{key}", future)
-            except (ValueError, RuntimeError):
+            except (PassingError, ValueError, RuntimeError):
                 self.delete(key)  # with retries
 
     def keys(self, prefix: str) -> list[str]:
