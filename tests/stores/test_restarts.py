@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 import time
+import types
 
 import faulty
 import jax.numpy as jnp
@@ -222,34 +223,38 @@ def test_of_two_writers_one_wins_though_answers_are_lost(proxy):
     assert flaxckpt.load(url)["t"] == won[0]
 
 
-def test_an_outage_is_not_taken_for_the_end_of_who_holds_a_lock(monkeypatch):
+@pytest.mark.parametrize(("look", "slow"), [("acquire", 4), ("sweep", 2)])
+def test_an_outage_is_not_taken_for_the_end_of_who_holds_a_lock(
+    monkeypatch, look, slow
+):
     """Whoever holds it could not renew it, either."""
     path = faulty.new_path("restarts-lock") / "1"
-    monkeypatch.setattr(_locks, "_BEAT_SECS", 0.2)
-    monkeypatch.setattr(_locks, "_ABANDONED_SECS", 1.0)
-    monkeypatch.setattr(_locks, "_machine", lambda: f"{threading.get_ident()}")
-    real, ended = path.store.read, threading.Event()
+    real, now, reads = path.store.read, [0.0], []
+    clock = types.SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda secs: now.append(now.pop() + secs)
+    )
+    monkeypatch.setattr(_locks, "time", clock)
+    monkeypatch.setattr(_locks, "_machine", lambda: "the holder's")
     with _locks.held(path) as lock:
-        lock._ended.set()  # no beats: the store is away
-        outages = iter([1.5])
+        monkeypatch.setattr(_locks, "_machine", lambda: "another")
 
         def read(key, **given):
             found = real(key, **given)
-            time.sleep(next(outages, 0.0))
+            reads.append(key)
+            if len(reads) == slow:
+                now.append(now.pop() + 59.0)  # as long as a request may take
+            if len(reads) == slow + 1:
+                assert lock._renew()  # the store is back
+                found = real(key, **given)
             return found
 
-        def other():
-            with contextlib.suppress(errors.CheckpointExistsError), _locks.held(path):
-                pass
-            ended.set()
-
         monkeypatch.setattr(path.store, "read", read)
-        thread = threading.Thread(target=other)
-        thread.start()
-        time.sleep(1.7)
-        assert lock._renew()  # the store is back, and the lock was not taken over
-        thread.join()
-        assert ended.is_set()
+        if look == "acquire":
+            with pytest.raises(errors.CheckpointExistsError), _locks.held(path):
+                pass
+        else:
+            assert [_locks.inherited(path) for _ in range(3)] == [None] * 3
+        assert len(reads) > slow
         lock.confirm()
 
 
