@@ -19,6 +19,7 @@ import jax
 from flaxckpt import (
     _belongings,
     _collector,
+    _connection,
     _layout,
     _marked,
     _marks,
@@ -144,6 +145,23 @@ os.register_at_fork(after_in_child=_locks.clear)  # those that hold them are not
 
 
 @contextlib.contextmanager
+def beginning(final: Path) -> Iterator[None]:
+    """Tells of a store that fails before a save has begun to write.
+
+    Raises:
+        SaveFailedError: The store is out of reach.
+    """
+    try:
+        yield
+    except errors.StoreError as error:
+        raise errors.SaveFailedError(
+            f"{final} could not be saved: {error}\n"
+            "Nothing of it was written; see that the store can be reached, then save"
+            " again."
+        ) from error
+
+
+@contextlib.contextmanager
 def alone(final: Path) -> Iterator[None]:
     """Lets one thread at a time write `final`, and tells what fails in our words.
 
@@ -156,6 +174,8 @@ def alone(final: Path) -> Iterator[None]:
     except errors.CheckpointError as error:
         if not isinstance(error, errors.StoreError):
             raise
+        if isinstance(error, _connection.ForkedError):
+            raise errors.SaveFailedError(f"{final} cannot be saved: {error}") from error
         raise errors.SaveFailedError(
             f"{final} could not be saved: {error}\n"
             "Nothing of it counts, unless it was its marker that could not be written;"

@@ -26,12 +26,22 @@ _SLOWEST_BYTES_PER_SEC = 2**18
 
 _FIRST_PAUSE_SECS = 0.1
 _LONGEST_PAUSE_SECS = 2.0
+_FIRST_RETRIES = 4
+"""Of a store that has never answered, whose address may be wrong."""
+
 _OWN_RETRIES: dict[str, JSON] = {
     "max_retries": 3,
     "initial_delay": "100ms",
     "max_delay": "1s",
 }
 """Of TensorStore, within one try of ours."""
+
+_RETRIES_ALONE: dict[str, JSON] = {
+    "max_retries": 32,
+    "initial_delay": "100ms",
+    "max_delay": "2s",
+}
+"""Of TensorStore where it reads by itself, until it is no longer waited for."""
 
 _LASTING = re.compile(
     "PERMISSION_DENIED|UNAUTHENTICATED|NOT_FOUND|INVALID_ARGUMENT|OUT_OF_RANGE"
@@ -60,6 +70,8 @@ class StoreOptions:
         deadline_secs: How long one request may take in all, retries included; large
             objects get more time, a second for each 256 KiB.
         retries: How often a request that failed, but may not fail again, is repeated.
+            None: a store that has answered before gets all the time of the deadline,
+            so that it may restart; one that never has is asked 5 times in all.
         concurrency: How many requests run at one time.
 
     Raises:
@@ -72,12 +84,13 @@ class StoreOptions:
     credentials_file: str | None = None
     anonymous: bool = False
     deadline_secs: float = 60.0
-    retries: int = 4
+    retries: int | None = None
     concurrency: int = 32
 
     def __post_init__(self) -> None:
         _arguments.positive("deadline_secs", self.deadline_secs)
-        _arguments.whole("retries", self.retries, least=0)
+        if self.retries is not None:
+            _arguments.whole("retries", self.retries, least=0)
         _arguments.whole("concurrency", self.concurrency, least=1)
         for name in ("endpoint", "region", "profile", "credentials_file"):
             value = getattr(self, name)
@@ -105,6 +118,39 @@ def context(spec: Mapping[str, JSON] | None = None) -> ts.Context:
     return ts.Context({**_shared, **(spec or {})}, _MEMORY)
 
 
+class PassingError(errors.StoreError):
+    """A request failed that was begun once; it may not fail again."""
+
+
+class ForkedError(errors.StoreError):
+    """TensorStore cannot be used in a process that was forked."""
+
+
+_user: int | None = None
+"""The process that first used TensorStore's threads, here or before a fork."""
+
+
+def use_threads() -> None:
+    """Notes that this process uses TensorStore's threads.
+
+    Called before anything but memory is opened, read or written by TensorStore.
+
+    Raises:
+        ForkedError: The process was forked from one that had used them: TensorStore
+            would end it.
+    """
+    global _user
+    if _user is None:
+        _user = os.getpid()
+    if _user != os.getpid():
+        raise ForkedError(
+            "TensorStore, which reads and writes object stores, databases and"
+            f" compressed arrays, works in no fork: process {_user} had used it"
+            " before this one was forked. Start processes by multiprocessing's"
+            " 'spawn' or 'forkserver', or use ArrayLayout(store='files')"
+        )
+
+
 class Connection:
     """What asks a bucket.
 
@@ -124,18 +170,25 @@ class Connection:
         self._scheme = scheme
         self._bucket = bucket
         self._opened: ts.KvStore | None = None
-        self._resources = self._named()
+        self._has_answered = False
+        self._resources = self._named(_OWN_RETRIES)
+        alone = _OWN_RETRIES if options.retries is not None else _RETRIES_ALONE
+        self._resources_alone = self._named(alone)
         _shared.update(self._resources)
+        _shared.update(self._resources_alone)
 
     def spec(self, prefix: str) -> dict[str, JSON]:
         """TensorStore's description of what lies under `prefix`."""
+        return self._spec(prefix, self._resources_alone)
+
+    def _spec(self, prefix: str, resources: Mapping[str, JSON]) -> dict[str, JSON]:
         if self._scheme == "memory":
             return {"driver": "memory", "path": f"{self._bucket}/{prefix}"}
         spec: dict[str, JSON] = {
             "driver": "gcs" if self._scheme == "gs" else "s3",
             "bucket": self._bucket,
             "path": prefix,
-            **{name.partition("#")[0]: name for name in self._resources},
+            **{name.partition("#")[0]: name for name in resources},
         }
         if self._scheme == "gs":
             return spec
@@ -146,13 +199,13 @@ class Connection:
             spec["aws_region"] = self.options.region
         return spec
 
-    def _named(self) -> dict[str, JSON]:
+    def _named(self, retries: Mapping[str, JSON]) -> dict[str, JSON]:
         """How its requests are made, under names that no other store has."""
         if self._scheme == "memory":
             return {}
         driver = "gcs" if self._scheme == "gs" else "s3"
         found: dict[str, JSON] = {
-            f"{driver}_request_retries": _OWN_RETRIES,
+            f"{driver}_request_retries": dict(retries),
             f"{driver}_request_concurrency": {"limit": self.options.concurrency},
         }
         if driver == "s3":
@@ -179,7 +232,7 @@ class Connection:
         """The bucket, opened; anew if an answer of it was late."""
         opened = self._opened
         if opened is None:  # several threads may open it: each has one that works
-            spec = self.spec("")
+            spec = self._spec("", self._resources)
             future = ts.KvStore.open(spec, context=context())
             opened = self._opened = self.wait(f"open {self.url}", future)
         return opened
@@ -197,42 +250,61 @@ class Connection:
         Raises:
             StoreError: It failed, or took too long.
         """
+        self._use_threads()
         until = time.monotonic() + self._allowed(size)
-        for pause in [*self._pauses(), None]:
+        for tries, pause in enumerate(self._pauses(), 1):
             try:
                 future = begin()
-                return future.result(timeout=max(0.0, until - time.monotonic()))
+                found = future.result(timeout=max(0.0, until - time.monotonic()))
             except TimeoutError:
                 raise self._late(what, size) from None
             except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
                 left = until - time.monotonic()
-                if pause is None or left <= pause or _LASTING.search(str(error)):
+                if left <= pause or not self._may_pass(error, tries):
                     raise self._failed(what, error) from None
+            else:
+                self._has_answered = True
+                return found
             time.sleep(pause)
         raise AssertionError
+
+    def _may_pass(self, error: Exception, tries: int) -> bool:
+        """Whether a request is to be repeated that has failed so many times."""
+        if _LASTING.search(str(error)):
+            self._has_answered = True
+            return False
+        if self.options.retries is not None:
+            return tries <= self.options.retries
+        is_away = self._has_answered and _PASSING.search(str(error))
+        return bool(is_away) or tries <= _FIRST_RETRIES
 
     def wait(self, what: str, future: ts.Future[_T], size: int = 0) -> _T:
         """Waits for what was begun, once, in time.
 
         Raises:
-            StoreError: It took too long, or the store was out of reach. What else went
-                wrong is raised as it is.
+            StoreError: It took too long, or the store was out of reach, which is a
+                `PassingError`. What else went wrong is raised as it is.
         """
+        self._use_threads()
         try:
             return future.result(timeout=self._allowed(size))
         except TimeoutError:
             raise self._late(what, size) from None
         except (ValueError, RuntimeError) as error:
             if _PASSING.search(str(error)):
-                raise self._failed(what, error) from None
+                raise PassingError(str(self._failed(what, error))) from None
             raise
+
+    def _use_threads(self) -> None:
+        if self._scheme != "memory":
+            use_threads()
 
     def _allowed(self, size: int) -> float:
         return self.options.deadline_secs + size / _SLOWEST_BYTES_PER_SEC
 
     def _pauses(self) -> Iterator[float]:
         pause = _FIRST_PAUSE_SECS
-        for _ in range(self.options.retries):
+        while True:
             yield pause
             pause = min(2 * pause, _LONGEST_PAUSE_SECS)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from flaxckpt import (
     _audit,
@@ -17,22 +18,62 @@ from flaxckpt import (
     _threads,
     _unfinished,
     errors,
+    formats,
 )
-from flaxckpt.formats import _orbax
+from flaxckpt.formats import _orbax, _orbax_json
 
 _COPYING_THREADS = 8
 
+Relation: TypeAlias = Literal["none", "same", "other", "damaged"]
 
-_MAX_MARKER_BYTES = 2**16
+
+def compare(path: Path, final: Path) -> Relation:
+    """Compares a step in staging with the directory's step of the same number.
+
+    Steps are the same if their commit markers are, which have the manifest's digest.
+
+    Args:
+        path: The step in staging.
+        final: Where the directory has, or would have, it.
+
+    Returns:
+        `none`: the directory has no checkpoint there. `same`: it has this step, whole
+        or not. `other`: it has another step, of another writer or a later save.
+        `damaged`: it has a step whose marker or manifest is not what was written.
+
+    Raises:
+        OSError: The directory cannot be read.
+    """
+    marker = _content(final / _marked.MARKER)
+    if marker is not None and marker == _content(path / _marked.MARKER):
+        return "same"
+    manifest = _content(final / _orbax_json.MANIFEST)
+    if marker is None and manifest is None:
+        is_there = _storage.lexists(final)
+        return "other" if is_there and _is_foreign(final) else "none"
+    is_intact = manifest is not None and marker == _orbax.seal_of(manifest)
+    return "other" if is_intact else "damaged"
 
 
-def is_same(path: Path, final: Path) -> bool:
-    """Whether the directory has exactly this step, whole or not."""
+def _content(file: Path) -> bytes | None:
+    """The content of a small file; None if it is missing, or none of ours."""
     try:
-        there = _storage.read(final / _marked.MARKER, max_bytes=_MAX_MARKER_BYTES)
-    except (FileNotFoundError, errors.DamagedCheckpointError):
+        return _storage.read(file, max_bytes=_orbax_json.MAX_BYTES)
+    except (
+        FileNotFoundError,
+        NotADirectoryError,
+        errors.DamagedCheckpointError,
+        ValueError,
+    ):
+        return None
+
+
+def _is_foreign(final: Path) -> bool:
+    """Whether a checkpoint that another library wrote is there."""
+    try:
+        return bool(formats.recognises(final))
+    except (errors.CheckpointFormatError, errors.DamagedCheckpointError):
         return False
-    return there == (path / _marked.MARKER).read_bytes()
 
 
 def is_whole(final: Path) -> bool:

@@ -11,7 +11,7 @@ import stat
 import threading
 from pathlib import Path
 
-from flaxckpt import _remote, _storage
+from flaxckpt import _forks, _remote, _storage
 from flaxckpt._events import KINDS, Event
 
 NAME = "events.jsonl"
@@ -37,8 +37,9 @@ class EventJournal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._unwritten: list[bytes] = []  # of one in a store
-        self._writing = threading.Lock()
+        # Of one in a store. What happened before a fork is written by the parent.
+        self._unwritten = _forks.PerProcess(_no_lines)
+        self._writing = _forks.PerProcess(threading.Lock)
 
     def __str__(self) -> str:
         return str(self._path)
@@ -52,21 +53,28 @@ class EventJournal:
         if not _remote.is_remote(self._path):
             _append(self._path, _line(event))
             return
-        with self._writing:
-            self._unwritten.append(_line(event))
+        with self._writing.get():
+            self._unwritten.get().append(_line(event))
             if event.kind in _WORTH_WRITING:
                 self._flush(self._path)
 
     def close(self) -> None:
         """Writes what is left."""
         if _remote.is_remote(self._path):
-            with self._writing, contextlib.suppress(OSError):  # it was told of before
+            with (
+                self._writing.get(),
+                contextlib.suppress(OSError),
+            ):  # it was told of before
                 self._flush(self._path)
 
     def _flush(self, path: _remote.RemotePath) -> None:
-        if self._unwritten:
-            _append_object(path, b"".join(self._unwritten))
-            self._unwritten.clear()
+        if unwritten := self._unwritten.get():
+            _append_object(path, b"".join(unwritten))
+            unwritten.clear()
+
+
+def _no_lines() -> list[bytes]:
+    return []
 
 
 def _line(event: Event) -> bytes:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import bisect
-import functools
 from collections.abc import Iterator
 
 from flaxckpt import (
+    _forks,
     _optax,
     _tree,
 )
@@ -26,7 +26,7 @@ class Finder:
         self._table = table
         self._found: dict[Role, list[LeafPath]] = {}
 
-    @functools.cached_property
+    @_forks.lazy
     def _by_role(self) -> dict[Role, list[LeafPath]]:
         by_role: dict[Role, list[LeafPath]] = {}
         for path, leaf in self._table.items():
@@ -34,7 +34,7 @@ class Finder:
                 by_role.setdefault(leaf.info.role, []).append(path)
         return by_role
 
-    @functools.cached_property
+    @_forks.lazy
     def _by_ending(self) -> dict[str, list[LeafPath]]:
         """Leaves without a role, sorted, by each end of their paths."""
         by_ending: dict[str, list[LeafPath]] = {}
@@ -45,7 +45,7 @@ class Finder:
                     by_ending.setdefault(ending, []).append(path)
         return by_ending
 
-    @functools.cached_property
+    @_forks.lazy
     def _children(self) -> dict[LeafPath, set[str]]:
         """What is right below each container, by its path."""
         children: dict[LeafPath, set[str]] = {}

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from flaxckpt import _access, _links, _progress, _remote, _threads, _wording, errors
+from flaxckpt._types import LeafPath
 
 _THREADS = 8
 _READ_AT_ONCE = 2**20
@@ -43,6 +44,9 @@ class VerifyReport:
             proves no damage.
         unchecked: The same -> why nothing tells whether its values are the ones that
             were written: it has no checksum.
+        leaves: How many leaves the checkpoint has; None if nothing tells.
+        unreadable: Leaf path -> why a restore cannot read that leaf: what `problems` or
+            `unread` say of it, or the file that holds it. One file may hold many.
         extra: Files that are no part of the checkpoint. They do no harm.
         bytes_checked: How many bytes were read and compared.
         secs: How long that took.
@@ -54,6 +58,8 @@ class VerifyReport:
     problems: Mapping[str, str]
     unread: Mapping[str, str]
     unchecked: Mapping[str, str]
+    leaves: int | None
+    unreadable: Mapping[LeafPath, str]
     extra: tuple[str, ...]
     bytes_checked: int
     secs: float
@@ -63,6 +69,28 @@ class VerifyReport:
         """Whether all of it was read and nothing is wrong."""
         return not self.problems and not self.unread
 
+    @property
+    def summary(self) -> str:
+        """How many leaves cannot be read, and which files are the cause, in one line.
+
+        Empty if all leaves can be read.
+        """
+        if self.leaves is None:
+            return "" if self.ok else "none of its leaves can be read"
+        if not self.unreadable:
+            return ""
+        files = {
+            why: None
+            for leaf, why in self.unreadable.items()
+            if leaf not in self.problems and leaf not in self.unread
+        }
+        count = _wording.count(self.leaves, "leaf", "leaves")
+        names = errors.first_few(list(self.unreadable), 3)
+        told = f"{len(self.unreadable):,} of {count} cannot be read: "
+        return told + (
+            f"{errors.first_few(list(files), 3)} ({names})" if files else names
+        )
+
     def __str__(self) -> str:
         size = _wording.size(self.bytes_checked)
         size = f"{size} checked in {_wording.secs(self.secs)}"
@@ -71,6 +99,8 @@ class VerifyReport:
         else:
             verdict = "could not be read" if self.unread else "is good"
         lines = [f"{self.path} {verdict} ({self.format}; {size})"]
+        if self.summary:
+            lines.append(self.summary)
         for title, found in (
             ("wrong", self.problems),
             ("could not be read", self.unread),
@@ -131,6 +161,9 @@ class Findings:
         step: int | None,
         extra: Iterable[str],
         secs: float,
+        *,
+        leaves: int | None = None,
+        unreadable: Mapping[LeafPath, str] = MappingProxyType({}),
     ) -> VerifyReport:
         """All that was found of the checkpoint `path`."""
         return VerifyReport(
@@ -140,6 +173,8 @@ class Findings:
             _told(self.problems),
             _told(self.unread),
             _told(self.unchecked),
+            leaves,
+            _told(unreadable),
             tuple(sorted(extra)),
             self.counter.done,
             secs,

@@ -107,6 +107,8 @@ class Lock:
 
     def release(self) -> None:
         """Lets it go, once; if that fails, it is swept another time."""
+        if os.getpid() != self._holder.pid:
+            return  # a fork leaves it to the process that holds it
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -155,7 +157,10 @@ def _acquire(path: RemotePath, *, patient: bool) -> Lock:
     while True:
         if (made := store.create(key, holder.content())) is not None:
             return Lock(path, holder, made, inherited=False)
+        asked = time.monotonic()
         found = store.read(key)
+        if time.monotonic() - asked > _BEAT_SECS:
+            since = time.monotonic()  # whoever holds it could not beat, either
         if found is None:  # let go this moment, or there is no bucket to make it in
             if time.monotonic() - last_there > store.options.deadline_secs:
                 raise errors.StoreError(
@@ -248,11 +253,14 @@ def inherited(path: RemotePath) -> Lock | None:
         StoreError: The store cannot be reached.
     """
     store, key = path.store, _key(path)
+    asked = time.monotonic()
     found = store.read(key)
     if found is None:
         return None
     is_gone = _is_gone(found)
     if is_gone is None:
+        if time.monotonic() - asked > _BEAT_SECS:
+            _seen.clear()  # whoever holds it could not beat, either
         seen = _seen.setdefault((f"{path}", found.generation), time.monotonic())
         is_gone = time.monotonic() - seen > _ABANDONED_SECS
     if not is_gone:

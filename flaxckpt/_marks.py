@@ -184,11 +184,14 @@ class Waiting(NamedTuple):
         overwrite: Whether it replaces what the directory has of its name.
         removed: Marks that were taken from it, which the directory may have still.
         change: Another one whenever something of the step has changed.
+        settled: Whether the step had been uploaded, or left to staging, before its
+            latest change. Another step of its number in the directory is newer then.
     """
 
     overwrite: bool = False
     removed: tuple[str, ...] = ()
     change: str = ""
+    settled: bool = False
 
     def content(self) -> bytes:
         """Of the mark, as of a new change."""
@@ -203,10 +206,22 @@ def waiting(path: Path) -> Waiting | None:
             _storage.read(path / NOT_UPLOADED, max_bytes=_MAX_MARK_BYTES)
         )
         removed = tuple(map(str, found["removed"]))
-        return Waiting(bool(found["overwrite"]), removed, str(found["change"]))
+        return Waiting(
+            bool(found["overwrite"]),
+            removed,
+            str(found["change"]),
+            bool(found.get("settled", False)),
+        )
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ):
         return Waiting()  # it counts even if what it says is lost
 
 
@@ -215,9 +230,15 @@ def is_waiting(path: Path) -> bool:
     return (path / NOT_UPLOADED).is_file()
 
 
+def is_settled(path: Path) -> bool:
+    """Whether the step at `path` has been uploaded, or left to staging, before."""
+    mark = waiting(path)
+    return mark is None or mark.settled
+
+
 def wait_for_upload(path: Path, removed: Collection[str] = ()) -> None:
     """Marks the step at `path` as still to be uploaded, or as changed once more."""
-    now = waiting(path) or Waiting()
+    now = waiting(path) or Waiting(settled=True)
     both = tuple(sorted({*now.removed, *removed}))
     _storage.replace(path / NOT_UPLOADED, now._replace(removed=both).content())
 

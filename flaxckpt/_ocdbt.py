@@ -88,6 +88,7 @@ def opened(root: Path, context: ts.Context) -> ts.KvStore:
         root: Its directory.
         context: Shared by databases that take values over from each other.
     """
+    _connection.use_threads()
     spec = _zarr.kvstore(root, "", ocdbt=True)
     return _remote.result(ts.KvStore.open(spec, context=context), root)
 
@@ -198,6 +199,7 @@ class _Tree:
 
     def _dump(self, node: str | None) -> Any:
         if self._store is None:
+            _connection.use_threads()
             spec = _zarr.kvstore(self._root, "", ocdbt=False)
             opening = ts.KvStore.open(spec, context=_connection.context())
             self._store = _remote.result(opening, self._root)

@@ -263,6 +263,7 @@ def _begun(
         try:
             if piece.path not in opened:
                 assert source.open is not None, piece.path
+                _connection.use_threads()
                 if source.check is not None:
                     source.check()
                 opened[piece.path] = _remote.result(source.open(context), source.root)

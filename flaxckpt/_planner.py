@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 from flaxckpt import (
     _containers,
     _flax,
+    _forks,
     _layout,
     _optax,
     _place,
@@ -180,7 +180,7 @@ class _Planner:
         self._as_asked: set[LeafPath] = set()
         self._finder = Finder(table)
 
-    @functools.cached_property
+    @_forks.lazy
     def _can_init(self) -> tuple[str, ...]:
         """How paths in optimizer states begin that `tx.init` can make anew."""
         return tuple(
@@ -231,7 +231,7 @@ class _Planner:
                     chosen[path] = [] if is_kept else [source, source]
         return chosen
 
-    @functools.cached_property
+    @_forks.lazy
     def _kept(self) -> set[LeafPath]:
         """Step counters that keep their values."""
         if not self._options.keeps_steps:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from flaxckpt import _multihost
+from flaxckpt import _forks, _multihost
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _REFRESH_SECS = 0.1
 _JOIN_SECS = 2.0
 """A terminal that is held back (Ctrl-S) holds back no more than the bar."""
 
-_showing = threading.Lock()
+_showing = _forks.PerProcess(threading.Lock)
 """Held by whoever draws: there is one bar at a time."""
 
 
@@ -93,14 +93,15 @@ def _is_watched() -> bool:
 
 
 def _show(counter: Counter, over: threading.Event) -> None:
-    if over.wait(_DELAY_SECS) or not _showing.acquire(blocking=False):
+    showing = _showing.get()
+    if over.wait(_DELAY_SECS) or not showing.acquire(blocking=False):
         return
     try:
         _draw(counter, over)
     except Exception:  # such as of a terminal that is gone
         _log.debug("no progress is shown", exc_info=True)
     finally:
-        _showing.release()
+        showing.release()
 
 
 def _draw(counter: Counter, over: threading.Event) -> None:

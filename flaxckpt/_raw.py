@@ -19,6 +19,7 @@ import tensorstore as ts
 
 from flaxckpt import (
     _blocks,
+    _connection,
     _dtypes,
     _layout,
     _links,
@@ -280,6 +281,7 @@ class Databases:
         Raises:
             ValueError, OSError: It has changed since it was written, or is missing.
         """
+        _connection.use_threads()
         root = raw.root
         if root in self._faults:
             raise self._faults[root]

@@ -83,6 +83,8 @@ def open_one(stored: StoredLeaf) -> ts.TensorStore:
     try:
         store = _remote.result(_open(stored, _connection.context()), stored.root)
         _check_form(stored.info, store)
+    except errors.StoreError:
+        raise  # nothing is wrong with the leaf
     except (ValueError, OSError) as error:
         raise _damaged(stored.root, {stored.info.path: _first_words(error)}) from None
     return store
@@ -254,6 +256,8 @@ def _begin(work: _Work, options: Options, databases: _raw.Databases) -> Reading:
         return _raw.from_database(
             stored.raw, stored.info, regions, databases, verify=options.verify
         )
+    except errors.StoreError:
+        raise  # nothing is wrong with the leaf
     except (ValueError, OSError) as error:
         return _raw.failed(error)
     except MemoryError:
@@ -306,6 +310,7 @@ def _is_cast_by_tensorstore(job: ReadJob) -> bool:
 
 def _open(stored: StoredLeaf, context: ts.Context) -> ts.Future[ts.TensorStore]:
     assert stored.open is not None, stored
+    _connection.use_threads()
     return stored.open(context)
 
 

@@ -96,7 +96,7 @@ class Restores:
         with _remote.looking(self._run.directory):
             candidates = self._agreed(step)
             if not fallback:  # where there are two of the same step, both are tried
-                candidates = [c for c in candidates if c[0] == candidates[0][0]]
+                candidates = self._copies(candidates)
             wanted = _Wanted(abstract_state, dataset, options)
             return self._first(candidates, wanted)
 
@@ -144,6 +144,11 @@ class Restores:
                 lambda: [(n, path.name) for n, path in self._run.candidates(step)],
             )
         return [(number, self._run.directory / name) for number, name in found]
+
+    def _copies(self, candidates: list[tuple[int, Path]]) -> list[tuple[int, Path]]:
+        """The first of `candidates`, and the copies of it."""
+        tiers = self._run.tiers
+        return candidates[:1] if tiers is None else tiers.copies(*candidates[0])
 
     def _first(
         self, candidates: Sequence[tuple[int, Path]], wanted: _Wanted

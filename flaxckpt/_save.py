@@ -125,7 +125,7 @@ def save_async(
         count=counter.add,
         together=together,
     )
-    with _joint.telling(together):
+    with _joint.telling(together), _commit.beginning(final):
         snapshot = take(final, state, options)
     counter.total = snapshot.nbytes
     blocked = time.monotonic() - start

@@ -15,6 +15,7 @@ from flaxckpt import (
     _aside,
     _commit,
     _events,
+    _forks,
     _joint,
     _marks,
     _measured,
@@ -82,7 +83,8 @@ class Saves:
         self._shared = options
         self._processes = processes
         self.aside = _aside.Aside(run.directory, run.format)
-        self._lock = threading.RLock()  # one save at a time, whichever thread asks
+        # One save at a time, whichever thread asks.
+        self._lock = _forks.PerProcess(threading.RLock)
         self._pending: SaveHandle | None = None
         self._pending_step: int | None = None
         self._saved: _write.Previous | None = None  # by the last save of ours
@@ -90,7 +92,7 @@ class Saves:
 
     def save(self, asked: Asked) -> SaveHandle:
         """Begins a save when the one before it has ended."""
-        with self._lock:
+        with self._lock.get():
             together = self._processes.begin("save", f"step {asked.step}")
             with _joint.telling(together):
                 self.end()
@@ -98,6 +100,12 @@ class Saves:
 
     def _begin(self, asked: Asked, together: _together.Operation | None) -> SaveHandle:
         final = self._run.saves_in / self._run.format.name(asked.step)
+        with _commit.beginning(final):
+            return self._begun(asked, final, together)
+
+    def _begun(
+        self, asked: Asked, final: Path, together: _together.Operation | None
+    ) -> SaveHandle:
         if asked.on_exists == "skip" and _joint.first_says(
             together, "there", lambda: asked.step in self._run.seen()
         ):
@@ -258,14 +266,16 @@ class Saves:
             return None
         what = f"the parameters of step {step}"
         together = self._processes.begin("params", what)
-        with self._lock, _joint.ending(together):
+        with self._lock.get(), _joint.ending(together):
             self.wait()
             path = self.aside.path(step)
             options = self._options(step, overwrite=True, together=together)
             options = dataclasses.replace(
                 options, transforms=(_save.without_optimizer, *options.transforms)
             )
-            _save.execute(_save.take(path, state, options))
+            with _commit.beginning(path):
+                snapshot = _save.take(path, state, options)
+            _save.execute(snapshot)
             if _multihost.is_first():
                 self.aside.keep_only(path)
         return path
@@ -288,7 +298,7 @@ class Saves:
         Raises:
             CheckpointError: It failed.
         """
-        with self._lock:
+        with self._lock.get():
             pending = self._pending
             if pending is None:
                 return None

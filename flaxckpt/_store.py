@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import tensorstore as ts
 
-from flaxckpt import errors
-from flaxckpt._connection import Connection, StoreOptions
+from flaxckpt import _forks, errors
+from flaxckpt._connection import Connection, PassingError, StoreOptions
 
 _PART_BYTES = 8 * 2**20
 """Of what is read part by part, one part."""
@@ -83,7 +83,7 @@ class Store:
         self.connection = Connection(scheme, bucket, options or StoreOptions())
         self.url = self.connection.url
         self.options = self.connection.options
-        self._lock = threading.Lock()
+        self._lock = _forks.PerProcess(threading.Lock)
         self._counts: dict[str, int] = {}
         self._looks = threading.local()
         self._changes = 0
@@ -210,7 +210,7 @@ class Store:
         return self._counts.get(prefix, 0)
 
     def _count(self, key: str, size: int) -> None:
-        with self._lock:
+        with self._lock.get():
             for prefix in self._counts:
                 if key.startswith(prefix):
                     self._counts[prefix] += size
@@ -249,7 +249,7 @@ class Store:
         for key, future in zip(keys, started, strict=True):
             try:
                 self.connection.wait(f"delete {self.url}/{key}", future)
-            except (ValueError, RuntimeError):
+            except (PassingError, ValueError, RuntimeError):
                 self.delete(key)  # with retries
 
     def keys(self, prefix: str) -> list[str]:
@@ -302,7 +302,7 @@ class Store:
         try:
             yield
         finally:  # also if nobody knows whether it was done
-            with self._lock:
+            with self._lock.get():
                 self._changes += 1
 
 

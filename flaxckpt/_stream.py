@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _event_journal, _events, _multihost, _sinks
+from flaxckpt import _event_journal, _events, _forks, _multihost, _sinks
 from flaxckpt._events import Event, Kind
 from flaxckpt._sinks import Sink
 
@@ -36,8 +36,9 @@ class Stream:
             self._journal = _event_journal.EventJournal(journal)
         self._has_lost = False
         self._sinks: list[_sinks.Teller] = []
-        self._queue: collections.deque[Event] = collections.deque()
-        self._delivering = threading.Lock()
+        # What happened before a fork is told by the parent.
+        self._queue = _forks.PerProcess(_new_queue)
+        self._delivering = _forks.PerProcess(threading.Lock)
         self._caller_step: int | None = None
 
     def emit(
@@ -61,7 +62,7 @@ class Stream:
             plain = {name: _events.plain(value) for name, value in details.items()}
             event = Event(kind, number, str(path or self._path), time.time(), plain)
             if self._sinks:
-                self._queue.append(event)
+                self._queue.get().append(event)
             if self._journal is not None and _multihost.is_first():
                 self._journal.write(event)
         except Exception as error:
@@ -102,15 +103,16 @@ class Stream:
         if step is not None:
             self._caller_step = step
         # Whoever finds another at it, or is called by a sink, leaves it to the other.
-        while self._queue and self._delivering.acquire(blocking=False):
+        queue, delivering = self._queue.get(), self._delivering.get()
+        while queue and delivering.acquire(blocking=False):
             try:
-                self._deliver(step)
+                self._deliver(queue, step)
             finally:
-                self._delivering.release()
+                delivering.release()
 
-    def _deliver(self, step: int | None) -> None:
-        while self._queue:
-            event = self._queue.popleft()
+    def _deliver(self, queue: collections.deque[Event], step: int | None) -> None:
+        while queue:
+            event = queue.popleft()
             at = step
             if at is None:
                 at = max(event.step or 0, self._caller_step or 0)
@@ -124,3 +126,7 @@ class Stream:
             self._journal.close()
         for sink in self._sinks:
             sink.close()
+
+
+def _new_queue() -> collections.deque[Event]:
+    return collections.deque()

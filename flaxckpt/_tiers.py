@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 from flaxckpt import (
     _belongings,
     _changes,
+    _copies,
     _marks,
     _multihost,
     _remote,
@@ -150,9 +151,40 @@ class Tiers:
     # ---- finding ----------------------------------------------------------------
 
     def listed(self) -> dict[int, Path]:
-        """The steps of both; where both have one, it is that of staging."""
+        """The steps of both; where both have one, it is that of staging.
+
+        But it is the directory's if the step was replaced there after its upload.
+        """
+        near, far = self._both()
+        return dict(sorted((far | near).items()))
+
+    def _both(self) -> tuple[dict[int, Path], dict[int, Path]]:
+        """The steps of staging that nobody has replaced, and those of the directory."""
         near = self._near.steps.listed()  # first: what leaves it then is in the other
-        return dict(sorted((self.uploads.look() | near).items()))
+        far = self.uploads.look()
+        current = {
+            step: path
+            for step, path in near.items()
+            if step not in far or not self._is_stale(path)
+        }
+        return current, far
+
+    def _is_stale(self, path: Path) -> bool:
+        """Whether a step of staging was replaced in the directory after its upload."""
+        return _marks.is_settled(path) and self._is_another(path)
+
+    def _is_another(self, path: Path) -> bool:
+        """Whether the directory has another step of the number of one in staging.
+
+        Raises:
+            StoreError: The directory is out of reach.
+        """
+        try:
+            return _copies.compare(path, self._directory / path.name) == "other"
+        except errors.StoreError:
+            raise
+        except OSError:  # a file that cannot be read proves nothing
+            return False
 
     def seen(self) -> dict[int, Path]:
         """The same as far as is known, without a look at the directory."""
@@ -167,7 +199,7 @@ class Tiers:
 
     def candidates(self) -> list[tuple[int, Path]]:
         """What to restore, the newest step first, and staging before the directory."""
-        near, far = self._near.steps.listed(), self.uploads.look()
+        near, far = self._both()
         return [
             (step, found[step])
             for step in sorted(near.keys() | far.keys(), reverse=True)
@@ -176,16 +208,26 @@ class Tiers:
         ]
 
     def path(self, step: int) -> Path | None:
-        """Where a step is in staging; None if it is not."""
-        return self._near.steps.listed().get(step)
+        """Where a step is in staging; None if it is not, or was replaced since.
+
+        If the directory is out of reach, nobody knows of a replacement.
+        """
+        path = self._near.steps.listed().get(step)
+        with contextlib.suppress(OSError):
+            if path is not None and self._is_stale(path):
+                return None
+        return path
 
     def copies(self, step: int, path: Path) -> list[tuple[int, Path]]:
-        """What to restore of a step that is at `path`, without a look elsewhere."""
+        """The step at `path`, and the directory's copy of it, if there is one."""
         if self.tier(path) == "directory":
             return [(step, path)]
-        far = self._directory / path.name
-        has_both = step in self.uploads.known or not _marks.is_waiting(path)
-        return [(step, path), *([(step, far)] if has_both else [])]
+        found = [(step, path)]
+        if step in self.uploads.known or not _marks.is_waiting(path):
+            with contextlib.suppress(OSError):
+                if not self._is_another(path):
+                    found.append((step, self._directory / path.name))
+        return found
 
     def _wherever(self, step: int) -> list[Path]:
         """A step in both, good or damaged."""
@@ -203,9 +245,12 @@ class Tiers:
         return "staging" if path.parent == self._staging else "directory"
 
     def metrics(self, path: Path) -> dict[str, float]:
-        """What is stored of a step, in both."""
-        far = self._directory / path.name
-        return {**self._far.steps.metrics(far), **self._near.steps.metrics(path)}
+        """What is stored of a step, in both if they have the same."""
+        found = self._near.steps.metrics(path)
+        is_near = self.tier(path) == "staging"
+        if is_near and not _marks.is_settled(path) and self._is_another(path):
+            return dict(found)
+        return {**self._far.steps.metrics(self._directory / path.name), **found}
 
     def forget(self) -> None:
         """Reads everything anew from here on."""
@@ -217,6 +262,10 @@ class Tiers:
         near, far = self._near.steps.ranked(), self._far.steps.ranked()
         ranked: dict[int, policies.Ranked] = {**far, **near}
         for step in near.keys() & far.keys():
+            path = self._staging / self._format.name(step)
+            if self._is_another(path):
+                ranked[step] = (far if _marks.is_settled(path) else near)[step]
+                continue
             both = {**far[step].metrics, **near[step].metrics}
             is_temporary = near[step].temporary
             ranked[step] = _Measured(step, both, near[step].created, is_temporary)
@@ -245,7 +294,7 @@ class Tiers:
         if self.tier(path) == "directory":
             yield
             return
-        with self.uploads.changing:
+        with self.uploads.changing.get():
             try:
                 _marks.wait_for_upload(path, removed)
             except OSError as error:
@@ -288,7 +337,7 @@ class Tiers:
     @contextlib.contextmanager
     def replacing(self, path: Path) -> Iterator[None]:
         """Lets nobody read a step in staging for an upload in the `with` block."""
-        with self.uploads.busy if path.exists() else contextlib.nullcontext():
+        with self.uploads.busy.get() if path.exists() else contextlib.nullcontext():
             yield
 
     def delete(self, step: int) -> list[Path]:
@@ -297,7 +346,7 @@ class Tiers:
         Raises:
             SaveFailedError: It could not be deleted.
         """
-        with self.uploads.busy:
+        with self.uploads.busy.get():
             found = self._wherever(step)
             for path in found:
                 _changes.delete(path)
@@ -310,5 +359,5 @@ class Tiers:
         Raises:
             SaveFailedError: Its newest step is damaged.
         """
-        with self.uploads.busy:
+        with self.uploads.busy.get():
             return self.uploads.retire()

@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import secrets
 import threading
 import time
@@ -67,6 +68,7 @@ class Group:
         self._over: dict[str, list[str]] = {}
         self._beats = _beats.Beats(texts, index, self._look)
         self._lock = threading.Lock()
+        self._pid = os.getpid()
 
     def begin(
         self, kind: str, directory: Path, what: str, *, timeout_secs: float
@@ -78,7 +80,16 @@ class Group:
             directory: Of the run: several may be worked with at a time.
             what: For messages.
             timeout_secs: How long to wait for those that are behind.
+
+        Raises:
+            OptionError: This is a fork of one of the processes.
         """
+        if os.getpid() != self._pid:
+            raise errors.OptionError(
+                f"cannot begin {what}: this is a fork of process {self.index} of"
+                f" {self.count} that train together, and none of them: save and restore"
+                " in those"
+            )
         place = hashlib.sha256(
             str(directory).encode(errors="surrogateescape")
         ).hexdigest()[:12]
@@ -93,8 +104,9 @@ class Group:
         return operation
 
     def attend(self) -> None:
-        """Beats from now on, whatever begins later."""
-        self._beats.go_on()
+        """Beats from now on, whatever begins later; a fork does not."""
+        if os.getpid() == self._pid:
+            self._beats.go_on()
 
     def ended(self, operation: Operation, *, all_came: bool) -> None:
         """Forgets an operation. Its texts are deleted when all have gone on."""

@@ -23,6 +23,7 @@ from flaxckpt import (
     _deletion,
     _event_journal,
     _events,
+    _forks,
     _marks,
     _measured,
     _retention,
@@ -35,6 +36,14 @@ from flaxckpt import (
 from flaxckpt.formats import _orbax
 
 _log = logging.getLogger(__name__)
+
+
+class _TakenError(errors.CheckpointExistsError):
+    """The directory has another step of that number."""
+
+
+class _ElsewhereError(errors.CheckpointExistsError):
+    """Another process uploads the step."""
 
 
 class _Turn:
@@ -85,12 +94,13 @@ class Uploads:
         self._far = far
         self._events = events
         self.known: dict[int, Path] = {}
-        self.changing = threading.Lock()
-        self.busy = threading.Lock()
+        self.changing = _forks.PerProcess(threading.Lock)
+        self.busy = _forks.PerProcess(threading.Lock)
         self._is_tidy = False
-        self._guard = threading.Lock()
+        self._guard = _forks.PerProcess(threading.Lock)
         self._turn: _Turn | None = None
         self._pid = os.getpid()
+        self._is_left = False
 
     def waiting(self) -> dict[int, Path]:
         """The steps that are still to be uploaded."""
@@ -142,11 +152,21 @@ class Uploads:
             self._is_tidy = True
 
     def start(self) -> None:
-        """Has what is marked be uploaded, on a thread behind the caller."""
-        if (
-            os.getpid() == self._pid and self.waiting()
-        ):  # a fork leaves it to its parent
+        """Has what is marked be uploaded, on a thread behind the caller.
+
+        A fork leaves that to the process that opened the run, and says so once.
+        """
+        if not self.waiting():
+            return
+        if os.getpid() == self._pid:
             self._begin()
+        elif not self._is_left:
+            self._is_left = True
+            _log.warning(
+                "steps in %s are uploaded by the process that opened the run, of which"
+                " this is a fork",
+                self._staging,
+            )
 
     def wait(self, timeout_secs: float | None) -> None:
         """Waits until nothing is to be uploaded, and tries once more what has failed.
@@ -156,24 +176,48 @@ class Uploads:
             SaveFailedError: Something could not be uploaded.
         """
         failures = self._waited(timeout_secs)
+        if self._is_left and (waiting := self.waiting()):
+            raise errors.SaveFailedError(
+                f"steps {errors.first_few([str(s) for s in waiting])} stay in"
+                f" {self._staging}, as this is a fork of the process that uploads them:"
+                " call wait_for_uploads() in that one"
+            )
         if failures is None:
             raise errors.CheckpointTimeoutError(
                 f"steps of {self._staging} are still being uploaded to"
                 f" {self._directory} after {timeout_secs} s; wait again to wait longer"
             )
         if failures:
-            step, error = max(failures.items())
-            waiting = ", ".join(map(str, self.waiting()))
-            raise errors.SaveFailedError(
-                f"step {step} could not be uploaded: {_events.first_lines(error)}\n"
-                f"Steps {waiting} stay in {self._staging}. See that {self._directory}"
-                " can be reached, then call wait_for_uploads(), or open it again with"
-                " this staging."
-            ) from error
+            raise self._failed_uploads(failures) from failures[max(failures)]
+
+    def _failed_uploads(
+        self, failures: Mapping[int, Exception]
+    ) -> errors.SaveFailedError:
+        """The error that says what could not be uploaded, why, and what helps."""
+        told: list[str] = []
+        advice: dict[str, list[int]] = {}
+        for step in sorted(failures, reverse=True):
+            advice.setdefault(_advice(failures[step]), []).append(step)
+            lines = 1 if told else 3
+            text = _events.first_lines(failures[step], lines)
+            told.append(f"step {step} could not be uploaded: {text}")
+        waiting = errors.first_few([str(step) for step in self.waiting()], 8)
+        helps = [
+            each.format(
+                step=steps[0],
+                names=errors.first_few([self._format.name(s) for s in steps], 8),
+                staging=self._staging,
+                directory=self._directory,
+            )
+            for each, steps in advice.items()
+        ]
+        more = [f"… and {len(told) - 4} more"] if len(told) > 4 else []
+        stay = f"Steps {waiting} stay in {self._staging}."
+        return errors.SaveFailedError("\n".join([*told[:4], *more, stay, *helps]))
 
     def _begin(self) -> _Turn:
         """Begins, unless it is at it."""
-        with self._guard:
+        with self._guard.get():
             if self._turn is not None and not self._turn.is_over:
                 return self._turn
             self._turn = turn = _Turn()
@@ -189,6 +233,7 @@ class Uploads:
     def _waited(self, timeout_secs: float | None) -> Mapping[int, Exception] | None:
         """Waits until nothing is left; what has failed, or None if it goes on still."""
         until = None if timeout_secs is None else time.monotonic() + timeout_secs
+        earlier = self._turn  # it may have failed before what has been changed since
         while os.getpid() == self._pid:
             turn = self._begin() if self.waiting() else self._turn
             left = None if until is None else max(0.0, until - time.monotonic())
@@ -196,7 +241,7 @@ class Uploads:
                 return None
             if not self.waiting():
                 break
-            if turn is not None and turn.failures:
+            if turn is not None and turn.failures and turn is not earlier:
                 return turn.failures
         return {}
 
@@ -217,13 +262,13 @@ class Uploads:
 
     def _next(self, turn: _Turn) -> tuple[int, Path] | None:
         """The newest step that waits; None, and the turn is over, if there is none."""
-        with self._guard:
+        with self._guard.get():
             waiting = [w for w in self.waiting().items() if w[0] not in turn.failures]
             turn.is_over = not waiting
             return max(waiting, default=None)
 
     def _end(self, turn: _Turn) -> None:
-        with self._guard:
+        with self._guard.get():
             turn.is_over = True
         turn.ended.set()
 
@@ -244,25 +289,27 @@ class Uploads:
     def _upload(self, step: int, path: Path, *, is_begin: bool) -> None:
         """Has the directory get a step, or what has changed of it."""
         begun, size = time.monotonic(), 0
-        with self.busy, _unfinished.claimed(path) as is_ours:
+        with self.busy.get(), _unfinished.claimed(path) as is_ours:
             mark = self._mark(path)
             if mark is None:
                 return
             if not is_ours:
-                raise errors.CheckpointExistsError(
-                    f"{path} is being uploaded by another process: leave that to one"
-                )
+                raise _ElsewhereError(f"{path} is being uploaded by another process")
             if is_begin:
                 self._reach()
             final = self._directory / path.name
-            is_known = _copies.is_same(path, final)
-            is_there = is_known and _copies.is_whole(final)
+            relation = _copies.compare(path, final)
+            is_there = relation == "same" and _copies.is_whole(final)
+            if relation == "other" and mark.settled:
+                self._drop(step, path, mark)
+                return
             if not is_there:
                 _audit.check(path)
                 if not self._far.would_keep(step, self._near):
                     self._skip(step, path, mark)
                     return
-                size = _copies.make(path, final, overwrite=mark.overwrite or is_known)
+                is_ours = relation == "same" or (relation == "damaged" and mark.settled)
+                size = self._copy(path, final, overwrite=mark.overwrite or is_ours)
                 self.known[step] = final
             self._settle(path, final, mark, is_new=not is_there)
             secs = time.monotonic() - begun
@@ -272,16 +319,36 @@ class Uploads:
                 self._retire_after(step, path)
             self._pass_on()
 
+    def _copy(self, path: Path, final: Path, *, overwrite: bool) -> int:
+        """Makes a step of the directory; returns its size in bytes.
+
+        Raises:
+            CheckpointExistsError: The directory has another step of its number, or
+                something that is no checkpoint.
+        """
+        if not overwrite and not _marks.is_damaged(final):
+            relation = _copies.compare(path, final)
+            if relation in ("other", "damaged"):
+                raise _TakenError(f"{final} is a step that another writer saved")
+        try:
+            return _copies.make(path, final, overwrite=overwrite)
+        except FileExistsError as error:
+            if _copies.compare(path, final) in ("other", "damaged"):
+                raise _TakenError(f"{final} is a step that another writer saved") from (
+                    error
+                )
+            raise
+
     def _retire_after(self, step: int, path: Path) -> None:
         try:
             self.retire(step)
         except errors.SaveFailedError:  # the copy is not whole: it is made anew
-            with self.changing, contextlib.suppress(FileNotFoundError):
+            with self.changing.get(), contextlib.suppress(FileNotFoundError):
                 _marks.wait_for_upload(path)
             raise
 
     def _mark(self, path: Path) -> _marks.Waiting | None:
-        with self.changing:  # nobody is in the middle of a change
+        with self.changing.get():  # nobody is in the middle of a change
             return _marks.waiting(path)
 
     def _skip(self, step: int, path: Path, mark: _marks.Waiting) -> None:
@@ -290,6 +357,13 @@ class Uploads:
             reason = f"no policy would keep it in {self._directory}"
             self._events.emit("skipped", step, path=path, reason=reason)
             _log.info("step %d is not uploaded: %s", step, reason)
+
+    def _drop(self, step: int, path: Path, mark: _marks.Waiting) -> None:
+        """Leaves a step alone that was uploaded and has been replaced there since."""
+        if self._unmark(path, mark) is None:
+            reason = f"{self._directory} has had another step {step} since"
+            self._events.emit("skipped", step, path=path, reason=reason)
+            _log.warning("step %d is not uploaded again: %s", step, reason)
 
     def _settle(
         self, path: Path, final: Path, mark: _marks.Waiting, *, is_new: bool
@@ -304,7 +378,7 @@ class Uploads:
 
     def _unmark(self, path: Path, mark: _marks.Waiting) -> _marks.Waiting | None:
         """Takes the mark away, if it is still this one; else what it is now."""
-        with self.changing:
+        with self.changing.get():
             now = _marks.waiting(path)
             if now != mark:
                 return now
@@ -333,3 +407,30 @@ class Uploads:
                 _orbax.write_run_metadata(self._directory, custom)
         except OSError as error:
             _log.warning("%s does not get the journal: %s", self._directory, error)
+
+
+def _advice(error: Exception) -> str:
+    """What to do about steps that could not be uploaded, to be formatted."""
+    match error:
+        case _TakenError():
+            return (
+                "To keep what {directory} has, delete {names} in {staging};"
+                " to replace it, save again with on_exists='overwrite' what"
+                " restore(step={step}) returns."
+            )
+        case _ElsewhereError():
+            return (
+                "End the other process, or let it upload {names}, then call"
+                " wait_for_uploads()."
+            )
+        case FileExistsError():
+            return (
+                "Move {names} in {directory} away, then call wait_for_uploads(); or"
+                " delete {names} in {staging}."
+            )
+        case errors.DamagedCheckpointError():
+            return "Delete {names} in {staging}: the run goes on without."
+    return (
+        "See that {directory} can be reached and written, then call"
+        " wait_for_uploads(), or open it again with this staging."
+    )

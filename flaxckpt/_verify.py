@@ -18,6 +18,7 @@ from flaxckpt import (
     _layout,
     _locate,
     _marks,
+    _ocdbt,
     _pieces,
     _progress,
     _read,
@@ -66,7 +67,18 @@ def verify(
             if not _access.is_unread(error):
                 raise
             found.add(found.unread, _findings.HERE, str(error))
-    return found.report(path, format_name, step, extra, time.monotonic() - start)
+    secs = time.monotonic() - start
+    if stored is None:
+        return found.report(path, format_name, step, extra, secs)
+    return found.report(
+        path,
+        format_name,
+        step,
+        extra,
+        secs,
+        leaves=len(stored.table),
+        unreadable=_unreadable(stored, found),
+    )
 
 
 def check(path: Path) -> None:
@@ -129,6 +141,37 @@ def _description(
         return None
 
 
+def _unreadable(stored: Stored, found: _findings.Findings) -> dict[LeafPath, str]:
+    """Leaf path -> why a restore cannot read it, of the leaves for which that holds."""
+    unreadable: dict[LeafPath, str] = {}
+    for faults, default in (
+        (found.problems, "damaged"),
+        (found.unread, "not readable"),
+    ):
+        for name, why in faults.items():
+            if name in stored.table:
+                unreadable.setdefault(name, why)
+            elif _orbax.is_of_arrays(name):
+                state = "missing" if "is missing" in why else default
+                for leaf_path in _leaves_in(name, stored):
+                    unreadable.setdefault(leaf_path, f"{name} is {state}")
+    return unreadable
+
+
+def _leaves_in(name: str, stored: Stored) -> list[LeafPath]:
+    """The leaves that are lost with a file of the arrays."""
+    arrays = {path: leaf for path, leaf in stored.table.items() if _is_array(leaf)}
+    is_index = name == f"{_orbax.STATE}/{_ocdbt.MANIFEST}"
+    if is_index or _has_database(stored.digests):  # read as a whole, or not at all
+        return list(arrays)
+    directory = name.removeprefix(f"{_orbax.STATE}/").rpartition("/")[0]
+    return [
+        path
+        for path, leaf in arrays.items()
+        if _orbax_json.param_name(leaf.info.keys) == directory
+    ]
+
+
 # ---- our own format ---------------------------------------------------------------
 
 
@@ -184,7 +227,7 @@ def _is_mark(name: str) -> bool:
 
 
 def _has_database(digests: Mapping[str, str]) -> bool:
-    return f"{_orbax.STATE}/manifest.ocdbt" in digests
+    return f"{_orbax.STATE}/{_ocdbt.MANIFEST}" in digests
 
 
 # ---- other formats ----------------------------------------------------------------

@@ -344,6 +344,8 @@ def _write_encoded(
     count: Count = _progress.ignore,
 ) -> None:
     """Writes arrays by TensorStore; into the transaction, if there is one."""
+    if arrays:
+        _connection.use_threads()
     opened = [
         ts.open(
             {

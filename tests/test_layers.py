@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "flaxckpt"
 # from its own; packages stand for all modules in them. flaxckpt/__init__.py, which is
 # not listed, may import all.
 LAYERS = (
-    {"errors", "_types"},
+    {"errors", "_forks", "_types"},
     {"_arguments"},
     {"_connection"},
     {"_store"},

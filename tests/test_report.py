@@ -226,6 +226,47 @@ def test_by_default_files_and_sizes_are_looked_at(run):
     assert [e.step for e in found.integrity if e.state == "damaged"] == [50]
 
 
+def _card(page):
+    """The card of integrity: its class, and its texts."""
+    elements = Elements(page).found
+    at = next(
+        n for n, (_, given, _) in enumerate(elements) if given.get("data-card") == CARD
+    )
+    return elements[at][1]["class"], [text for _, _, text in elements[at + 1 : at + 4]]
+
+
+CARD = "integrity"
+
+
+def test_nothing_is_green_that_was_not_looked_at(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        for step in range(14):
+            ckpt.save(step, {"w": np.full(3, step)})
+    damage(tmp_path / "1")  # nobody looks at that
+    found = gather(tmp_path)
+    assert found.is_good
+    assert (found.looked_at, len(found.integrity)) == (10, 14)
+    page = _report.page(found)
+    kind, texts = _card(page)
+    assert "good" not in kind
+    assert texts[1] == "10 of 14 looked at"
+    assert "4 not looked at" in texts[2]
+    assert "10 of 14 looked at: " in _text(page)
+    assert "no damage" not in _text(page)
+    kind, texts = _card(_report.page(gather(tmp_path, verify=True)))
+    assert "bad" in kind
+    assert texts[1] == "1 damaged"
+
+
+def test_all_files_are_not_all_bytes(run):
+    kind, texts = _card(_report.page(gather(run)))
+    assert "good" in kind
+    assert texts[1:] == [
+        "files complete",
+        "6 with all files and sizes; arrays not read",
+    ]
+
+
 def test_only_a_full_look_finds_a_changed_byte(run):
     files = [f for f in (run / "20" / "state").rglob("*") if f.is_file()]
     file = max(files, key=lambda file: file.stat().st_size)

@@ -221,6 +221,59 @@ def test_problems_are_named_by_leaf_and_by_file(tmp_path):
     assert not report.ok
 
 
+def refused(path):
+    """The leaves for which a load refuses the checkpoint."""
+    with pytest.raises(errors.DamagedCheckpointError) as told:
+        flaxckpt.load(path)
+    count, word, *_ = str(told.value).split()
+    assert word in ("leaf", "leaves")
+    return int(count)
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing"])
+def test_a_report_says_which_leaves_cannot_be_read(tmp_path, layout, damage):
+    """As many as a load refuses, whether a file holds one of them or all."""
+    saved = {f"l{n}": np.full(2, float(n)) for n in range(20)} | {"name": "text"}
+    flaxckpt.save(tmp_path / "c", saved, layout=layout)
+    report = flaxckpt.verify(tmp_path / "c")
+    assert (report.leaves, report.unreadable, report.summary) == (21, {}, "")
+    is_database = layout.store == "ocdbt"
+    arrays = "d/*" if is_database else "l7/*"
+    file = max((tmp_path / "c/state").glob(arrays), key=lambda f: f.stat().st_size)
+    if damage == "missing":
+        file.unlink()
+    else:
+        flip(file, at=file.stat().st_size // 2)
+    report = flaxckpt.verify(tmp_path / "c")
+    wanted = {f"l{n}" for n in range(20)} if is_database else {"l7"}
+    assert set(report.unreadable) == wanted
+    assert len(wanted) == refused(tmp_path / "c")
+    assert report.summary.startswith(f"{len(wanted)} of 21 leaves cannot be read: ")
+    assert report.summary in str(report)
+    assert len(report.summary) < 200
+    if is_database:
+        state = "missing" if damage == "missing" else "damaged"
+        name = file.relative_to(tmp_path / "c").as_posix()
+        assert f"{name} is {state} (l0, l1, l10, …)" in report.summary
+
+
+def test_a_report_without_a_description_says_that_no_leaf_can_be_read(tmp_path):
+    run(tmp_path, 1)
+    flip(tmp_path / "1/flaxckpt.json", at=100)
+    report = flaxckpt.verify(tmp_path, step=1)
+    assert (report.leaves, report.unreadable) == (None, {})
+    assert "none of its leaves can be read" in str(report)
+
+
+def test_files_beside_the_arrays_cost_no_leaf(tmp_path, layout):
+    run(tmp_path, 1, layout=layout)
+    flip(tmp_path / "1/state/_sharding", at=0)
+    flip(tmp_path / "1/dataset/process_0-of-1.json")
+    report = flaxckpt.verify(tmp_path, step=1)
+    assert len(report.problems) == 2
+    assert (report.leaves, report.unreadable, report.summary) == (4, {}, "")
+
+
 def test_arrays_of_zarr_2_are_compared_when_they_are_loaded(tmp_path):
     for name, layout in LAYOUTS.items():
         if layout.zarr_version == 3:

@@ -222,6 +222,14 @@ class Report:
     notes: Mapping[str, str]
 
     @property
+    def looked_at(self) -> int:
+        """The number of checkpoints whose integrity is known, good or bad."""
+        return sum(each.state != "unknown" for each in self.integrity)
+
+    @property
     def is_good(self) -> bool:
-        """Whether nothing is known to be damaged, and nothing could not be read."""
+        """Whether nothing is known to be damaged, and nothing could not be read.
+
+        Of the checkpoints that were not looked at, nothing is known.
+        """
         return all(each.state not in ("damaged", "unread") for each in self.integrity)

@@ -10,7 +10,7 @@ from flaxckpt._drawing import _markup
 from flaxckpt._drawing._markup import Column, Markup, Row
 from flaxckpt._info import Lineage
 from flaxckpt._report import _section
-from flaxckpt._report._data import Report
+from flaxckpt._report._data import Report, State
 from flaxckpt._report._section import Section
 
 # ---- the dataset ------------------------------------------------------------------
@@ -102,8 +102,10 @@ def integrity(report: Report) -> Section | None:
     if not report.integrity:
         return None
     counts = collections.Counter(each.state for each in report.integrity)
-    told = [f"{n} {_SAID[state]}" for state, n in counts.items()]
+    told = [f"{counts[state]:,} {_SAID[state]}" for state in _SAID if counts[state]]
     said = f"{', '.join(told).capitalize()}."
+    if known := counts["unknown"] and report.looked_at:
+        said = f"{known:,} of {len(report.integrity):,} looked at: {', '.join(told)}."
     if not counts["verified"]:
         said += " Arrays were not read: --verify reads every byte."
     columns = [
@@ -128,7 +130,7 @@ def integrity(report: Report) -> Section | None:
     )
 
 
-_SAID: Mapping[str, str] = {
+_SAID: Mapping[State, str] = {
     "verified": "verified",
     "whole": "whole",
     "damaged": "damaged",

@@ -200,26 +200,32 @@ def _integrity(report: Report) -> Markup | None:
     count = dict.fromkeys(("damaged", "unread", "verified", "whole", "unknown"), 0)
     for each in report.integrity:
         count[each.state] += 1
-    total = len(report.integrity)
+    total, known = len(report.integrity), report.looked_at
     if count["damaged"]:
-        value, kind = f"{count['damaged']} damaged", "bad"
+        value, kind = f"{count['damaged']:,} damaged", "bad"
     elif count["unread"]:
-        value, kind = f"{count['unread']} unread", "bad"
+        value, kind = f"{count['unread']:,} unread", "bad"
+    elif not known:
+        value, kind = "not checked", "plain"
+    elif known < total:
+        value, kind = f"{known:,} of {total:,} looked at", "plain"
     elif count["verified"] == total:
         value, kind = "verified", "good"
-    elif count["whole"]:
-        value, kind = "no damage", "good"
     else:
-        value, kind = "not checked", "plain"
+        value, kind = "files complete", "good"
     told = ", ".join(
-        f"{n} {_STATES[state]}" for state, n in count.items() if n and state in _STATES
+        f"{n:,} {_STATES[state]}"
+        for state, n in count.items()
+        if n and state in _STATES
     )
+    if count["whole"]:
+        told += "; arrays not read"
     return _card("integrity", "Integrity", value, told, kind, data_value=value)
 
 
 _STATES: dict[str, str] = {
     "verified": "read in full",
-    "whole": "with all files",
+    "whole": "with all files and sizes",
     "unknown": "not looked at",
 }
 

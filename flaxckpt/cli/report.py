@@ -134,6 +134,14 @@ def _show(found: Report, file: Path | None, size: int) -> None:
             what = "is damaged" if each.state == "damaged" else "could not be read"
             name = f"step {each.step}" if each.step is not None else found.path
             _print.line(f"{name} {what}: {each.detail}")
+    known, total = found.looked_at, len(found.integrity)
+    if known < total:
+        _print.line(
+            f"the integrity of {known:,} of {total:,} steps was looked at: --verify"
+            " reads every byte of all"
+            if found.is_run
+            else "the integrity of the checkpoint is not known"
+        )
     steps = len(found.steps)
     what = f"{steps} {'step' if steps == 1 else 'steps'}"
     _print.line(

@@ -47,7 +47,10 @@ def verify(
             _show(reports[-1])
     is_good = all(report.ok for report in reports)
     if json:
-        found = [{"ok": report.ok, **_print.fields(report)} for report in reports]
+        found = [
+            {"ok": report.ok, "summary": report.summary, **_print.fields(report)}
+            for report in reports
+        ]
         _print.document({"ok": is_good, "reports": found})
     elif not steps:
         _print.line(f"{path} has no steps yet")
@@ -66,6 +69,8 @@ def _show(found: VerifyReport) -> None:
         size = _print.size(found.bytes_checked)
         told.append(f"{size} checked in {_print.secs(found.secs)}")
     _print.line(f"{name}: {', '.join(told)}")
+    if found.summary:
+        _print.line(f"  {found.summary}")
     rows: list[list[str | Cell]] = []
     for style, what, faults in (
         ("red", "", found.problems),

@@ -176,6 +176,7 @@ _DATABASES: weakref.WeakKeyDictionary[ts.Context, dict[Path, ts.KvStore]] = (
 def _database(root: Path, context: ts.Context) -> ts.KvStore:
     opened = _DATABASES.setdefault(context, {})
     if root not in opened:
+        _connection.use_threads()
         spec = _zarr.kvstore(root, "", ocdbt=True)
         opened[root] = _remote.result(ts.KvStore.open(spec, context=context), root)
     return opened[root]

@@ -297,10 +297,13 @@ def test_verify_finds_one_bit(here, command):
     assert command.json("verify", "run")["ok"]
     lines = command.text("verify", "run", "--step", 200, code=1)
     assert lines[0].startswith("run/200: DAMAGED, ")
-    assert lines[2].startswith("params/dense/kernel  ")
+    assert lines[1] == "  1 of 9 leaves cannot be read: params/dense/kernel"
+    assert lines[3].startswith("params/dense/kernel  ")
     found = command.json("verify", "run", "--all", code=1)
     assert [report["ok"] for report in found["reports"]] == [True, False, True]
     assert [*found["reports"][1]["problems"]] == ["params/dense/kernel"]
+    assert [*found["reports"][1]["unreadable"]] == ["params/dense/kernel"]
+    assert found["reports"][1]["summary"] == lines[1].strip()
 
 
 def test_verify_of_all_takes_what_is_left_of_a_step_too(here, command):

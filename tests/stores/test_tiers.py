@@ -277,7 +277,7 @@ def test_a_step_is_not_replaced_while_it_is_uploaded(tmp_path):
     path = faulty.new_path("tiers-replaced")
     with flaxckpt.Checkpointer(path, staging=tmp_path / "ssd") as ckpt:
         ckpt.save(1, state(1)).wait()
-        with ckpt._run.tiers.uploads.busy:
+        with ckpt._run.tiers.uploads.busy.get():
             replacing = ckpt.save(1, state(1, "b"), on_exists="overwrite")
             with pytest.raises(errors.CheckpointTimeoutError):
                 replacing.wait(timeout_secs=0.2)
@@ -381,6 +381,162 @@ def test_what_is_damaged_in_staging_is_not_uploaded(tmp_path):
     ckpt.delete(7)
     ckpt.close()
     assert steps_in(path) == {8}
+
+
+# ---- steps of one number that are not the same ---------------------------------------
+
+
+def replace(path, step, text="b", **given):
+    """Replaces a step in the directory, without its staging directory."""
+    with flaxckpt.Checkpointer(path) as other:
+        other.save(step, state(step, text), on_exists="overwrite", **given)
+
+
+@pytest.mark.parametrize("is_reopened", [False, True])
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_a_step_replaced_in_the_directory_beats_its_old_copy(
+    store_path, tmp_path, kind, is_reopened
+):
+    path, staging = store_path(kind), tmp_path / "ssd"
+    ckpt = flaxckpt.Checkpointer(path, staging=staging)
+    ckpt.save(1, state(1), metrics={"loss": 1.0, "old": 1.0}).wait()
+    ckpt.wait_for_uploads()
+    if is_reopened:
+        ckpt.close()
+    replace(path, 1, metrics={"loss": 2.0})
+    if is_reopened:
+        ckpt = flaxckpt.Checkpointer(path, staging=staging)
+    for found in (
+        ckpt.restore(),
+        ckpt.restore(step=1),
+        ckpt.restore(fallback=False),
+        ckpt.restore_latest(state(0))[0],
+    ):
+        strategies.assert_same(state(1, "b"), found)
+    assert ckpt.steps() == [1]
+    assert dict(ckpt.metrics(1)) == {"loss": 2.0}
+    assert ckpt.best_step("old", "max") is None
+    assert ckpt.metadata(1).path == str(path / "1")
+    ckpt.pin(1)
+    assert _marks.is_pinned(path / "1")
+    ckpt.save(2, state(2))
+    ckpt.close()
+    strategies.assert_same(state(1, "b"), flaxckpt.load(path, step=1))
+    assert steps_in(staging) == {2}
+
+
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_what_is_changed_of_an_old_copy_does_not_go_to_what_replaced_it(
+    store_path, tmp_path, kind
+):
+    path, staging = store_path(kind), tmp_path / "ssd"
+    told = []
+    ckpt = flaxckpt.Checkpointer(path, staging=staging, sinks=[told.append])
+    ckpt.save(1, state(1)).wait()
+    ckpt.wait_for_uploads()
+    with ckpt._run.tiers.uploads.busy.get():
+        ckpt.add_metrics(1, {"loss": 1.0})
+        ckpt.pin(1)
+        replace(path, 1)
+    ckpt.close()
+    [skipped] = [event for event in told if event.kind == "skipped"]
+    assert "another step 1 since" in skipped.details["reason"]
+    found = flaxckpt.Checkpointer(path)
+    assert (found.metrics(1), _marks.is_pinned(path / "1")) == ({}, False)
+    strategies.assert_same(state(1, "b"), found.restore())
+
+
+@pytest.mark.parametrize("file", ["flaxckpt.json", "commit_success.txt"])
+def test_a_copy_that_is_damaged_in_the_directory_replaces_nothing(tmp_path, file):
+    path, staging = tmp_path / "run", tmp_path / "ssd"
+    ckpt = flaxckpt.Checkpointer(path, staging=staging)
+    ckpt.save(1, state(1)).wait()
+    ckpt.wait_for_uploads()
+    content = bytearray((path / "1" / file).read_bytes())
+    content[-9] ^= 1
+    (path / "1" / file).write_bytes(content)
+    strategies.assert_same(state(1), ckpt.restore())
+    assert ckpt.metadata(1).path == str(staging / "1")
+    if file == "commit_success.txt":  # the copy is known by its marker
+        ckpt.pin(1)
+        ckpt.close()
+        assert flaxckpt.verify(path / "1").ok
+        strategies.assert_same(state(1), flaxckpt.load(path))
+
+
+@pytest.fixture(params=["open", "reopened", "reopened after other steps"])
+def refused(request, tmp_path):
+    """A run whose step 1 is not uploaded, as another writer has saved one.
+
+    With the error that says so.
+    """
+    path, staging = faulty.new_path("tiers-refused"), tmp_path / "ssd"
+    with faulty.faulty(path, last=0):
+        ckpt = flaxckpt.Checkpointer(path, staging=staging)
+        ckpt.save(1, state(1))
+        with pytest.raises(errors.SaveFailedError, match="network"):
+            ckpt.wait_for_uploads()
+    replace(path, 1, "other")
+    for _ in range(2):
+        with pytest.raises(errors.SaveFailedError, match="step that another") as told:
+            ckpt.close()
+    if request.param != "open":
+        ckpt = flaxckpt.Checkpointer(path, staging=staging)
+    if "other steps" in request.param:
+        ckpt.save(2, state(2)).wait()
+    strategies.assert_same(state(1, "other"), flaxckpt.load(path, step=1))
+    assert len(str(told.value).splitlines()) < 15
+    assert "can be reached" not in str(told.value)
+    return ckpt, path, staging, str(told.value)
+
+
+def test_the_copy_in_staging_can_be_given_up(refused):
+    ckpt, path, staging, told = refused
+    assert f"To keep what {path} has, delete 1 in {staging}" in told
+    shutil.rmtree(staging / "1")
+    ckpt.close()
+    assert 1 in steps_in(path)
+    strategies.assert_same(state(1, "other"), ckpt.restore(step=1))
+    flaxckpt.Checkpointer(path, staging=staging).close()
+
+
+def test_the_copy_in_the_directory_can_be_replaced(refused):
+    ckpt, path, _, told = refused
+    assert "on_exists='overwrite' what restore(step=1) returns" in told
+    restored = ckpt.restore(step=1)
+    strategies.assert_same(state(1), restored)
+    ckpt.save(1, restored, on_exists="overwrite")
+    ckpt.close()
+    strategies.assert_same(state(1), flaxckpt.load(path, step=1))
+
+
+def test_a_step_of_another_writer_is_no_copy(refused):
+    ckpt, path, staging, _ = refused
+    with flaxckpt.Checkpointer(path) as other:
+        other.add_metrics(1, {"loss": 1.0})
+    assert ckpt.metrics(1) == {}
+    (staging / "1/flaxckpt.json").write_text("{")
+    with pytest.raises(errors.DamagedCheckpointError):
+        ckpt.restore(step=1)
+    with pytest.raises(errors.SaveFailedError, match=r"Delete 1 in .*ssd"):
+        ckpt.close()
+    ckpt.delete(1)
+    ckpt.close()
+
+
+def test_what_is_no_checkpoint_can_be_moved_out_of_the_way(tmp_path):
+    path, staging = tmp_path / "run", tmp_path / "ssd"
+    ckpt = flaxckpt.Checkpointer(path, staging=staging)
+    for step in (3, 7):
+        (path / f"{step}").mkdir()
+        (path / f"{step}" / "notes.txt").write_text("mine")
+        ckpt.save(step, state(step)).wait()
+    with pytest.raises(errors.SaveFailedError, match=rf"Move 7, 3 in {path} away"):
+        ckpt.close()
+    for step in (3, 7):
+        (path / f"{step}").rename(path / f"notes-{step}")
+    ckpt.close()
+    assert steps_in(path) == {3, 7}
 
 
 # ---- directories that are out of reach ----------------------------------------------
@@ -501,7 +657,7 @@ def test_waiting_for_uploads_has_an_end(tmp_path, monkeypatch):
     path = faulty.new_path("tiers-slow")
     ckpt = flaxckpt.Checkpointer(path, staging=tmp_path / "ssd")
     ckpt.save(1, state(1)).wait()
-    with ckpt._run.tiers.uploads.busy:
+    with ckpt._run.tiers.uploads.busy.get():
         ckpt.save(2, state(2)).wait()
         with pytest.raises(errors.CheckpointTimeoutError, match=r"0\.01 s"):
             ckpt.wait_for_uploads(timeout_secs=0.01)
