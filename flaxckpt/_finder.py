@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from flaxckpt import _optax, _tree
-from flaxckpt._info import LeafTable, Role
+from flaxckpt._info import LeafInfo, LeafTable, Role, StoredLeaf
 from flaxckpt._types import LeafPath
 
 _BRANCHES = "inner_states"
@@ -106,6 +106,8 @@ class Finder:
         known = self._known[path]
         if not known.fields:
             return self._outside_of_transforms(path)
+        if path in self._assigned:
+            return [path]
         match = self._matches[known.place]
         tail = _below(known.place, path)
         if not _is_moment(tail, known):
@@ -147,19 +149,31 @@ class Finder:
     # ---- transforms of the checkpoint -----------------------------------------------
 
     @functools.cached_property
+    def _assigned(self) -> set[LeafPath]:
+        """Leaves that were put into the place of a wanted one, without their states."""
+        moved: dict[LeafPath, LeafPath | None] = {}
+        left = set()
+        for path, leaf in self._table.items():
+            place = _place(leaf.info)
+            source = leaf.sources[0]
+            if place is None:
+                continue
+            before: LeafPath | None = place
+            if isinstance(source, StoredLeaf) and source.info.path != path:
+                before = _place(source.info)
+            if before == place:
+                left.add(place)
+            else:
+                moved[path] = before
+        return {path for path, place in moved.items() if place is None or place in left}
+
+    @functools.cached_property
     def _places(self) -> dict[tuple[LeafPath, str, LeafPath], None]:
         """Optimizer, class and path of each state that leaves have roles in."""
         places: dict[tuple[LeafPath, str, LeafPath], None] = {}
         for path, leaf in self._table.items():
-            role = leaf.info.role
-            if role is None or not role.state_class or leaf.info.kind == "empty":
-                continue
-            tail = _tail(role)
-            bare = path if path.endswith(tail) else path.removesuffix("/value")
-            if bare == tail:
-                places[role.optimizer, role.state_class, ""] = None
-            elif bare.endswith(tail) and bare[-len(tail) - 1] == "/":
-                place = bare[: -len(tail) - 1]
+            place, role = _place(leaf.info), leaf.info.role
+            if place is not None and role is not None and path not in self._assigned:
                 places[role.optimizer, role.state_class, place] = None
         return places
 
@@ -311,9 +325,10 @@ class Finder:
             is_ambiguous = not is_aligned and not are_branches
             if is_ambiguous:
                 counters = places if len(places) > 1 else places * 2
+            elif same is not None and (len(places) == 1 or not transform.moments):
+                counters = [same]
             elif not transform.moments:
-                named = by_labels.get(_labels(parts), places)
-                counters = named if same is None else [same]
+                counters = by_labels.get(_labels(parts), places)
             else:
                 # A counter says how many gradients the moments beside it are of.
                 likely = [same] if same is not None else []
@@ -321,9 +336,8 @@ class Finder:
                 counters = list(filter(has_moment, likely)) or [
                     place for place in others if has_moment(place)
                 ]
-            matches[transform.known.place] = _Match(
-                same, others, is_ambiguous, counters
-            )
+            match = _Match(same, others, is_ambiguous, counters)
+            matches[transform.known.place] = _in_seat(match, transform.known.seat)
 
     def _has_moment(self, transform: _Transform, place: LeafPath) -> bool:
         """Whether the stored state at `place` has a moment of a wanted transform."""
@@ -331,6 +345,21 @@ class Finder:
             self._leaf(place, tail, tail.partition("/")[0])
             for tail in transform.moments
         )
+
+
+def _in_seat(match: _Match, seat: LeafPath) -> _Match:
+    """A match without the transforms that may be another optimizer's."""
+    if not seat or match.is_ambiguous:
+        return match
+
+    def is_inside(place: LeafPath) -> bool:
+        return f"{place}/".startswith(f"{seat}/")
+
+    same = match.same if match.same is not None and is_inside(match.same) else None
+    others = list(filter(is_inside, match.others))
+    return match._replace(
+        same=same, others=others, counters=list(filter(is_inside, match.counters))
+    )
 
 
 _Part: TypeAlias = tuple[int, str]
@@ -393,6 +422,18 @@ def _below(place: LeafPath, path: LeafPath) -> LeafPath:
 def _is_moment(tail: LeafPath, known: _optax.Known) -> bool:
     """Whether a leaf of a transform's state may mirror a parameter."""
     return "/" in tail and known.field not in _optax.NAMED_VALUES
+
+
+def _place(info: LeafInfo) -> LeafPath | None:
+    """Path of the state that a leaf has its role in; None if it has none."""
+    role = info.role
+    if role is None or not role.state_class or info.kind == "empty":
+        return None
+    tail = _tail(role)
+    path = info.path if info.path.endswith(tail) else info.path.removesuffix("/value")
+    if path == tail:
+        return ""
+    return path[: -len(tail) - 1] if path.endswith(f"/{tail}") else None
 
 
 def _tail(role: Role) -> LeafPath:

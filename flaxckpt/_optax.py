@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -207,6 +208,8 @@ class Known(NamedTuple):
         optimizer: Path of the whole optimizer's state.
         group: Path of the container that holds this optimizer and others beside it;
             the optimizer's own path if it stands alone.
+        seat: Path of the element of `optimizer` that it is in, if that may be a tuple
+            of several optimizers; else empty.
     """
 
     state_class: str
@@ -216,6 +219,7 @@ class Known(NamedTuple):
     skip: int
     optimizer: LeafPath
     group: LeafPath
+    seat: LeafPath = ""
 
     def role(self, path: LeafPath) -> Role:
         """The role of the leaf at `path`."""
@@ -224,6 +228,9 @@ class Known(NamedTuple):
 
 NAMED_VALUES = frozenset(("hyperparams", "measurements"))
 """Fields of optax's states that hold values by name, and do not mirror parameters."""
+
+_COPY = re.compile("(ema|average|avg|target|teacher|shadow|swa|polyak)[^/]*/$")
+"""Ends of paths below which a copy of the parameters stands, not a second network."""
 
 _STATES_WITHOUT_SUFFIX = frozenset(("ApplyEvery", "WeightDecaySchedule"))
 
@@ -334,22 +341,29 @@ class _Roles:
         """Collects the leaves of one optimizer, or of several beside each other."""
         path = _tree.join(keys)
         owner = Known("", "", frozenset(), "", _skip(keys), path, group)
-        if isinstance(node, str) or not self._holds_optimizers(node, keys):
+        held = "one" if isinstance(node, str) else self._held(node, keys)
+        if isinstance(node, str) or held == "one":
             self._collect(node, keys, "", owner, may_be_state=True)
             return
         for key, child in zip(node.keys, node.children, strict=True):
+            inner = (*keys, key)
             if isinstance(child, str):
                 self._found[child] = owner
+            elif held == "several":
+                self._enter(child, inner, group)
             else:
-                self._enter(child, (*keys, key), group)
+                seated = owner._replace(seat=_tree.join(inner))
+                self._collect(child, inner, "", seated, may_be_state=True)
 
-    def _holds_optimizers(self, node: _tree.Node, keys: Keys) -> bool:
-        """Whether `node` holds several optimizers, and is not the chain of one.
+    def _held(
+        self, node: _tree.Node, keys: Keys
+    ) -> Literal["one", "several", "either"]:
+        """How many optimizers the states in `node` are of.
 
-        Both are tuples of states, or dicts (`named_chain`). The transforms of one chain
-        have moments of the same parameters, which stand beside it, and hardly anybody
-        chains complete optimizers. In doubt these are several: then a leaf that has
-        moved starts afresh, and none goes to another optimizer.
+        A chain is a tuple of states, or a dict (`named_chain`), and so are optimizers
+        beside each other. The transforms of one chain have moments of the same
+        parameters, and hardly anybody chains complete optimizers. Where that does not
+        tell, it may be either.
         """
         by_key = {
             key: child
@@ -358,13 +372,14 @@ class _Roles:
         }
         nodes = by_key.values()
         if len(nodes) < 2:
-            return False
+            return "one"
         if not _is_plain(node):
             are_states = all(_is_state_of_optax(n) or _is_chain(n) for n in nodes)
-            is_of_optax = node.type.startswith("optax")
-            return are_states and not is_of_optax and len(nodes) == len(node.children)
+            is_own = not node.type.startswith("optax")
+            is_holder = are_states and is_own and len(nodes) == len(node.children)
+            return "several" if is_holder else "one"
         if node.type == "list":
-            return True  # optax makes none
+            return "several"  # optax makes none
         complete = [child for child in nodes if _is_complete(child)]
         carriers = {
             key: child
@@ -372,23 +387,26 @@ class _Roles:
             if self._has_moments(child, may_be_state=True)
         }
         if len(complete) < 2 and len(carriers) < 2:
-            return False
-        classes = {child.type for child in carriers.values()}
-        if len(carriers) > 1 and classes == {"tuple"}:
-            return True
+            return "one"
         of_carriers = (self._roots(n, (*keys, key)) for key, n in carriers.items())
         roots = [found for found in of_carriers if found]
-        if not roots:
-            return len(complete) > 1
-        common = set.intersection(*roots)
+        known = set[str]().union(*roots)
         beside = _tree.join(keys[:-1]) + "/" if keys[:-1] else ""
-        is_near = not common.isdisjoint((f"{beside}params/", f"{beside}target/"))
-        if not common or len(complete) > 1:
-            return len(common) != 1 or not is_near
-        if len(common) > 1 and not is_near:
-            return True
-        # A moving average, or a second network, has the same paths as the parameters.
-        return len(classes) == 1 and (len(common) > 1 or node.type != "tuple")
+        is_of_params = (
+            len(known) == 1 and bool(keys) and keys[-1].name == "opt_state"
+        ) and not known.isdisjoint((f"{beside}params/", f"{beside}target/"))
+        if node.type != "tuple":
+            is_mixed = len({child.type for child in carriers.values()}) != 1
+            if len(known) == 1 and (is_mixed or len(carriers) < 2):
+                return "one" if is_of_params or len(complete) < 2 else "several"
+            return "several"  # which their names tell apart
+        if all(child.type == "tuple" for child in nodes):
+            return "one" if is_of_params and len(carriers) < 2 else "several"
+        if len(roots) > 1 and not set.intersection(*roots):
+            return "several"
+        if len(complete) > 1:
+            return "one" if is_of_params else "either"
+        return "one" if len(known) < 2 else "either"
 
     def _has_moments(self, node: _tree.Node, *, may_be_state: bool) -> bool:
         is_transform = self._is_transform(node, may_be_state)
@@ -424,7 +442,8 @@ class _Roles:
                 if path == first or path.endswith(f"/{first}")
             }
             if roots := {r for r in roots if all(r + p in outside for p in params)}:
-                return roots
+                # A moving average has the paths of the parameters, too.
+                return {root for root in roots if not _COPY.search(root)} or roots
         return set()
 
     # -- which containers in them are the states of transforms --
@@ -469,6 +488,7 @@ class _Roles:
                     _skip(inner),
                     owner.optimizer,
                     owner.group,
+                    owner.seat,
                 )
                 inner_may_be_state = _holds_states(key)
             if isinstance(child, str):
