@@ -112,8 +112,10 @@ class Finder:
         tail = _below(known.place, path)
         if not _is_moment(tail, known):
             return self._leaves(match.counters, tail, known.field)
-        if match.same is not None and self._leaf(match.same, tail, known.field):
-            return self._leaves([match.same], tail, known.field)
+        if match.same is not None:
+            same = self._leaf(match.same, tail, known.field)
+            if same is not None:
+                return [same]
         all_found = self._leaves(match.others, tail, known.field)
         if match.is_ambiguous and len(all_found) == 1:
             return all_found * 2
@@ -149,33 +151,42 @@ class Finder:
     # ---- transforms of the checkpoint -----------------------------------------------
 
     @functools.cached_property
-    def _assigned(self) -> set[LeafPath]:
-        """Leaves that were put into the place of a wanted one, without their states."""
-        moved: dict[LeafPath, LeafPath | None] = {}
-        left = set()
-        for path, leaf in self._table.items():
-            place = _place(leaf.info)
-            source = leaf.sources[0]
-            if place is None:
-                continue
-            before: LeafPath | None = place
-            if isinstance(source, StoredLeaf) and source.info.path != path:
-                before = _place(source.info)
-            if before == place:
-                left.add(place)
-            else:
-                moved[path] = before
-        return {path for path, place in moved.items() if place is None or place in left}
-
-    @functools.cached_property
     def _places(self) -> dict[tuple[LeafPath, str, LeafPath], None]:
         """Optimizer, class and path of each state that leaves have roles in."""
+        return self._survey[0]
+
+    @functools.cached_property
+    def _assigned(self) -> set[LeafPath]:
+        """Leaves that were put into the place of a wanted one, without their states."""
+        return self._survey[1]
+
+    @functools.cached_property
+    def _survey(
+        self,
+    ) -> tuple[dict[tuple[LeafPath, str, LeafPath], None], set[LeafPath]]:
+        """See `_places` and `_assigned`."""
         places: dict[tuple[LeafPath, str, LeafPath], None] = {}
+        moved = []
         for path, leaf in self._table.items():
-            place, role = _place(leaf.info), leaf.info.role
-            if place is not None and role is not None and path not in self._assigned:
-                places[role.optimizer, role.state_class, place] = None
-        return places
+            role = leaf.info.role
+            if role is None or (place := _place(leaf.info)) is None:
+                continue
+            state = (role.optimizer, role.state_class, place)
+            source = leaf.sources[0]
+            if isinstance(source, StoredLeaf) and source.info.path != path:
+                before = _place(source.info)
+                if before != place:
+                    moved.append((path, before, state))
+                    continue
+            places[state] = None
+        left = {place for _, _, place in places}
+        assigned = set()
+        for path, before, state in moved:
+            if before is None or before in left:
+                assigned.add(path)
+            else:
+                places[state] = None
+        return places, assigned
 
     @functools.cached_property
     def _stored(self) -> dict[_Kind, list[LeafPath]]:
