@@ -1,17 +1,77 @@
-"""Finding optimizer leaves of a checkpoint by what they are."""
+"""Finding optimizer leaves of a checkpoint by what they are.
+
+Transforms are matched first, and leaves only between transforms that match: a transform
+of the wanted state, such as the second of two `trace`s, is the only one of its class in
+its optimizer, or has the same place among all of its class. Then a leaf is that of the
+same field and parameter.
+"""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
-from flaxckpt import (
-    _forks,
-    _optax,
-    _tree,
-)
-from flaxckpt._info import LeafTable, Role
+from flaxckpt import _forks, _optax, _tree
+from flaxckpt._info import LeafInfo, LeafTable, Role, StoredLeaf
 from flaxckpt._types import LeafPath
+
+_BRANCHES = "inner_states"
+"""Field of optax's states in which each branch has parameters of its own."""
+
+_HYPERPARAMETERS = "hyperparams_states"
+"""Field of optax's states in which each hyperparameter has a state of its own."""
+
+
+class _Kind(NamedTuple):
+    """What transforms have in common that may be taken for each other.
+
+    Attributes:
+        optimizer: Path of the optimizer.
+        state_class: Class of their states; empty where that is not recorded.
+        hyperparameter: Whose schedules they are; mostly empty.
+        fields: Where the class is not recorded, the names of their fields.
+        leaf_fields: Likewise, those that are leaves.
+    """
+
+    optimizer: LeafPath
+    state_class: str
+    hyperparameter: str
+    fields: frozenset[str] = frozenset()
+    leaf_fields: frozenset[str] = frozenset()
+
+
+class _Transform:
+    """A transform's state in the wanted state.
+
+    Attributes:
+        known: What is known of its leaves.
+        leaf_fields: Fields that are leaves.
+        moments: Paths, below its own, of leaves that may mirror parameters.
+    """
+
+    def __init__(self, known: _optax.Known) -> None:
+        self.known = known
+        self.leaf_fields: set[str] = set()
+        self.moments: list[LeafPath] = []
+
+
+class _Match(NamedTuple):
+    """Which stored transforms may be meant by a wanted one.
+
+    Attributes:
+        same: Path of the one that has its place; None if that is not certain.
+        others: Paths of those that may have leaves of it besides.
+        is_ambiguous: Whether nobody knows which of `others` it is, if any.
+        counters: Paths of those that may have its leaves that mirror no parameter.
+    """
+
+    same: LeafPath | None
+    others: Sequence[LeafPath]
+    is_ambiguous: bool
+    counters: Sequence[LeafPath]
 
 
 class Finder:
@@ -19,38 +79,150 @@ class Finder:
 
     Only leaves of the same optimizer are considered: those of a generator are never
     taken for a discriminator's. Where the checkpoint has no roles, as Orbax writes it,
-    a leaf's surroundings tell: the fields beside it must be those of the transform.
+    a transform is a container whose keys are the fields of the wanted transform.
+
+    Args:
+        table: The leaves of the checkpoint.
+        structure: Its containers.
+        known: What is known of the wanted leaves.
     """
 
-    def __init__(self, table: LeafTable) -> None:
+    def __init__(
+        self,
+        table: LeafTable,
+        structure: _tree.Node | LeafPath,
+        known: Mapping[LeafPath, _optax.Known],
+    ) -> None:
         self._table = table
-        self._found: dict[Role, list[LeafPath]] = {}
+        self._structure = structure
+        self._known = known
+
+    def find(self, path: LeafPath) -> list[LeafPath]:
+        """The stored leaves that the wanted optimizer leaf at `path` may be.
+
+        Several if nobody knows which, the same one twice if several wanted leaves may
+        be that one.
+        """
+        known = self._known[path]
+        if not known.fields:
+            return self._outside_of_transforms(path)
+        if path in self._assigned:
+            return [path]
+        match = self._matches[known.place]
+        tail = _below(known.place, path)
+        if not _is_moment(tail, known):
+            return self._leaves(match.counters, tail, known.field)
+        if match.same is not None:
+            same = self._leaf(match.same, tail, known.field)
+            if same is not None:
+                return [same]
+        all_found = self._leaves(match.others, tail, known.field)
+        if match.is_ambiguous and len(all_found) == 1:
+            return all_found * 2
+        return all_found
+
+    def _outside_of_transforms(self, path: LeafPath) -> list[LeafPath]:
+        """The stored leaf at the path of one that no transform's state contains."""
+        for candidate in (path, f"{path}/value"):
+            leaf = self._table.get(candidate)
+            if leaf is not None and leaf.info.kind != "empty":
+                role = leaf.info.role
+                return [candidate] if role is None or not role.state_class else []
+        return []
+
+    def _leaves(
+        self, places: Sequence[LeafPath], tail: LeafPath, field: str
+    ) -> list[LeafPath]:
+        found = (self._leaf(place, tail, field) for place in places)
+        return [path for path in found if path is not None]
+
+    def _leaf(self, place: LeafPath, tail: LeafPath, field: str) -> LeafPath | None:
+        """The leaf `tail` of the stored transform at `place`, if it has one."""
+        path = f"{place}/{tail}" if place else tail
+        for candidate in (path, f"{path}/value"):
+            leaf = self._table.get(candidate)
+            if leaf is None or leaf.info.kind == "empty":
+                continue
+            role = leaf.info.role
+            if role is None or (role.field == field and len(_tail(role)) == len(tail)):
+                return candidate
+        return None
+
+    # ---- transforms of the checkpoint -----------------------------------------------
 
     @_forks.lazy
-    def _by_role(self) -> dict[Role, list[LeafPath]]:
-        by_role: dict[Role, list[LeafPath]] = {}
+    def _places(self) -> dict[tuple[LeafPath, str, LeafPath], None]:
+        """Optimizer, class and path of each state that leaves have roles in."""
+        return self._survey[0]
+
+    @_forks.lazy
+    def _assigned(self) -> set[LeafPath]:
+        """Leaves that were put into the place of a wanted one, without their states."""
+        return self._survey[1]
+
+    @_forks.lazy
+    def _survey(
+        self,
+    ) -> tuple[dict[tuple[LeafPath, str, LeafPath], None], set[LeafPath]]:
+        """See `_places` and `_assigned`."""
+        places: dict[tuple[LeafPath, str, LeafPath], None] = {}
+        moved = []
         for path, leaf in self._table.items():
-            if leaf.info.role is not None and leaf.info.kind != "empty":
-                by_role.setdefault(leaf.info.role, []).append(path)
-        return by_role
+            role = leaf.info.role
+            if role is None or (place := _place(leaf.info)) is None:
+                continue
+            state = (role.optimizer, role.state_class, place)
+            source = leaf.sources[0]
+            if isinstance(source, StoredLeaf) and source.info.path != path:
+                before = _place(source.info)
+                if before != place:
+                    moved.append((path, before, state))
+                    continue
+            places[state] = None
+        left = {place for _, _, place in places}
+        assigned = set()
+        for path, before, state in moved:
+            if before is None or before in left:
+                assigned.add(path)
+            else:
+                places[state] = None
+        return places, assigned
 
     @_forks.lazy
-    def _by_ending(self) -> dict[str, list[LeafPath]]:
-        """Leaves without a role, sorted, by each end of their paths."""
-        by_ending: dict[str, list[LeafPath]] = {}
-        for path in sorted(self._table):
-            info = self._table[path].info
-            if info.role is None and info.kind != "empty":
-                for ending in _endings(_tree.without_box(path)):
-                    by_ending.setdefault(ending, []).append(path)
-        return by_ending
+    def _stored(self) -> dict[_Kind, list[LeafPath]]:
+        """The states that leaves have roles in, by their kind."""
+        stored: dict[_Kind, list[LeafPath]] = {}
+        for optimizer, state_class, place in self._places:
+            kind = _Kind(optimizer, state_class, _hyperparameter(place))
+            stored.setdefault(kind, []).append(place)
+        return stored
 
     @_forks.lazy
+    def _unnamed(self) -> dict[frozenset[str], list[LeafPath]]:
+        """States whose classes nobody knows, by the names of their fields; sorted.
+
+        Those are containers of leaves without roles, and states of classes that optax
+        has no longer: it renames them now and then.
+        """
+        known = {place for _, _, place in self._places}
+        children = self._children()
+        unnamed = dict.fromkeys(
+            path for path in children if known.isdisjoint((path, *_above(path)))
+        )
+        for path, node in _containers(self._structure, ()):
+            if path in known and _optax.is_gone(node.type):
+                unnamed[path] = None
+                children[path] = {str(key.name) for key in node.keys}
+        by_fields: dict[frozenset[str], list[LeafPath]] = {}
+        for path in sorted(unnamed):
+            by_fields.setdefault(frozenset(children[path]), []).append(path)
+        return by_fields
+
     def _children(self) -> dict[LeafPath, set[str]]:
-        """What is right below each container, by its path."""
+        """The names right below each container, by its path."""
         children: dict[LeafPath, set[str]] = {}
         for path in self._table:
-            inner = _tree.without_box(path)
+            inner = path
             while inner:
                 container, _, name = inner.rpartition("/")
                 names = children.setdefault(container, set())
@@ -60,58 +232,237 @@ class Finder:
                 inner = container
         return children
 
-    def plays(self, path: LeafPath, role: Role, fields: frozenset[str]) -> bool:
-        """Whether the stored leaf at `path` has the role of a wanted one.
+    def _alike(self, kind: _Kind) -> list[LeafPath]:
+        """The states of unknown class that have the fields of this kind."""
+        places = self._unnamed.get(kind.fields, [])
+        inside = f"{kind.optimizer}/" if kind.optimizer else ""
+        start = stop = bisect.bisect_left(places, inside)
+        while stop < len(places) and places[stop].startswith(inside):
+            stop += 1
+        alike = places[start:stop]
+        at = bisect.bisect_left(places, kind.optimizer)
+        if inside and kind.optimizer in places[at : at + 1]:
+            alike.insert(0, kind.optimizer)
+        found: list[LeafPath] = []
+        for place in alike:
+            # Parameters may be called like the fields of the state that they are in.
+            is_within = bool(found) and place.startswith(f"{found[-1]}/")
+            if (
+                not is_within
+                and _hyperparameter(place) == kind.hyperparameter
+                and all(
+                    self._is_leaf(place, field) in (None, field in kind.leaf_fields)
+                    for field in kind.fields
+                )
+            ):
+                found.append(place)
+        return found
 
-        Optax renames the classes of its states now and then, so the same fields in the
-        same place will do.
+    def _is_leaf(self, place: LeafPath, field: str) -> bool | None:
+        """Whether a field of a stored container is a leaf; None if it is empty."""
+        path = f"{place}/{field}" if place else field
+        leaf = self._table.get(path) or self._table.get(f"{path}/value")
+        return None if leaf and leaf.info.kind == "empty" else leaf is not None
 
-        Args:
-            path: Of the stored leaf.
-            role: That of the wanted one.
-            fields: All fields of the state that the wanted one belongs to.
+    # ---- matching transforms --------------------------------------------------------
+
+    @_forks.lazy
+    def _matches(self) -> dict[LeafPath, _Match]:
+        """For each wanted transform, by its path, which stored ones it may be."""
+        kinds: dict[_Kind, list[_Transform]] = {}
+        for place, transform in self._wanted().items():
+            known = transform.known
+            kind = _Kind(known.optimizer, known.state_class, _hyperparameter(place))
+            if kind not in self._stored:
+                kind = _Kind(
+                    known.optimizer,
+                    "",
+                    kind.hyperparameter,
+                    known.fields,
+                    frozenset(transform.leaf_fields),
+                )
+            kinds.setdefault(kind, []).append(transform)
+        matches: dict[LeafPath, _Match] = {}
+        for kind, transforms in kinds.items():
+            stored = self._stored.get(kind) or self._alike(kind)
+            self._match(kind.optimizer, transforms, stored, matches)
+        return matches
+
+    def _wanted(self) -> dict[LeafPath, _Transform]:
+        """The transforms of the wanted state, by their paths."""
+        wanted: dict[LeafPath, _Transform] = {}
+        for path, known in self._known.items():
+            if not known.fields:
+                continue
+            transform = wanted.get(known.place)
+            if transform is None:
+                transform = wanted[known.place] = _Transform(known)
+            tail = _below(known.place, path)
+            if "/" not in tail:
+                transform.leaf_fields.add(tail)
+            elif _is_moment(tail, known):
+                transform.moments.append(tail)
+        return wanted
+
+    def _match(
+        self,
+        optimizer: LeafPath,
+        wanted: Sequence[_Transform],
+        stored: Sequence[LeafPath],
+        matches: dict[LeafPath, _Match],
+    ) -> None:
+        """Adds the matches of all wanted transforms of one kind.
+
+        As many, in the same order and with the same names are the same transforms.
+        Branches have other parameters each, so that it does not matter which of them
+        a parameter was in. All else is ambiguous.
         """
-        found = self._table[path].info.role
-        if found is not None and found[:3] == role[:3]:
-            return True
-        if found is not None and _optax.exists(found.state_class):
-            return False  # Adam's and AdaBelief's states have the same fields
-        if not fields:
-            return found is None or not found.state_class
-        ending = _ending(role)
-        bare = _tree.without_box(path)
-        if not bare.endswith(f"/{ending}") and bare != ending:
+        ours = sorted(
+            (_parts(optimizer, t.known.place), n) for n, t in enumerate(wanted)
+        )
+        theirs = sorted((_parts(optimizer, place), n) for n, place in enumerate(stored))
+        places = [stored[n] for _, n in theirs]
+        our_parts = [parts for parts, _ in ours]
+        their_parts = [parts for parts, _ in theirs]
+        is_aligned = _names(our_parts) == _names(their_parts)
+        are_branches = _are_branches(our_parts) and _are_branches(their_parts)
+        by_labels: dict[tuple[str, ...], list[LeafPath]] = {}
+        for parts, place in zip(their_parts, places, strict=True):
+            by_labels.setdefault(_labels(parts), []).append(place)
+        for i, (parts, n) in enumerate(ours):
+            transform = wanted[n]
+            same = places[i] if is_aligned else None
+            others = places if are_branches or not is_aligned else []
+            is_ambiguous = not is_aligned and not are_branches
+            if is_ambiguous:
+                counters = places if len(places) > 1 else places * 2
+            elif same is not None and (len(places) == 1 or not transform.moments):
+                counters = [same]
+            elif not transform.moments:
+                counters = by_labels.get(_labels(parts), places)
+            else:
+                # A counter says how many gradients the moments beside it are of.
+                likely = [same] if same is not None else []
+                has_moment = functools.partial(self._has_moment, transform)
+                counters = list(filter(has_moment, likely)) or [
+                    place for place in others if has_moment(place)
+                ]
+            match = _Match(same, others, is_ambiguous, counters)
+            matches[transform.known.place] = _in_seat(match, transform.known.seat)
+
+    def _has_moment(self, transform: _Transform, place: LeafPath) -> bool:
+        """Whether the stored state at `place` has a moment of a wanted transform."""
+        return any(
+            self._leaf(place, tail, tail.partition("/")[0])
+            for tail in transform.moments
+        )
+
+
+def _in_seat(match: _Match, seat: LeafPath) -> _Match:
+    """A match without the transforms that may be another optimizer's."""
+    if not seat or match.is_ambiguous:
+        return match
+
+    def is_inside(place: LeafPath) -> bool:
+        return f"{place}/".startswith(f"{seat}/")
+
+    same = match.same if match.same is not None and is_inside(match.same) else None
+    others = list(filter(is_inside, match.others))
+    return match._replace(
+        same=same, others=others, counters=list(filter(is_inside, match.counters))
+    )
+
+
+_Part: TypeAlias = tuple[int, str]
+"""Index and name of a part of a path; -1 with a name, no name with an index."""
+
+
+def _parts(optimizer: LeafPath, place: LeafPath) -> tuple[_Part, ...]:
+    """The parts of a place in an optimizer, as they are sorted."""
+    inner = place[len(optimizer) + 1 :] if optimizer else place
+    parts: list[_Part] = []
+    for name in inner.split("/") if inner else ():
+        is_label = bool(parts) and parts[-1][1] == _BRANCHES
+        is_index = name.isdecimal() and not is_label
+        parts.append((int(name), "") if is_index else (-1, name))
+    return tuple(parts)
+
+
+def _names(places: Sequence[Sequence[_Part]]) -> list[tuple[str, ...]]:
+    """The names in the parts of places, without those that all begin with."""
+    names = [tuple(name for _, name in parts if name) for parts in places]
+    if not names:
+        return []
+    first, last = min(names), max(names)
+    same = 0
+    while same < min(len(first), len(last)) and first[same] == last[same]:
+        same += 1
+    return [each[same:] for each in names]
+
+
+def _are_branches(places: Sequence[Sequence[_Part]]) -> bool:
+    """Whether sorted places are in different branches, and none is after another."""
+    for one, other in itertools.pairwise(places):
+        same = 0
+        while same < min(len(one), len(other)) and one[same] == other[same]:
+            same += 1
+        if same == 0 or same == len(one) or one[same - 1][1] != _BRANCHES:
             return False
-        container = bare[: -len(ending)].rstrip("/")
-        return self._children.get(container, set()) == fields
-
-    def find(self, role: Role, fields: frozenset[str]) -> list[LeafPath]:
-        """All stored leaves that may be the wanted one, in whichever place."""
-        if same := self._by_role.get(role):
-            return same
-        if not fields:
-            return []
-        if role not in self._found:
-            inside = f"{role.optimizer}/" if role.optimizer else ""
-            paths = self._by_ending.get(_ending(role), [])
-            # Those of one optimizer stand together.
-            start = stop = bisect.bisect_left(paths, inside)
-            while stop < len(paths) and paths[stop].startswith(inside):
-                stop += 1
-            self._found[role] = [
-                path for path in paths[start:stop] if self.plays(path, role, fields)
-            ]
-        return self._found[role]
+    return True
 
 
-def _endings(path: LeafPath) -> Iterator[str]:
-    """`a/b/c`, `b/c` and `c`, of the path `a/b/c`."""
-    yield path
-    start = path.find("/")
-    while start >= 0:
-        yield path[start + 1 :]
-        start = path.find("/", start + 1)
+def _labels(parts: Sequence[_Part]) -> tuple[str, ...]:
+    """The names of the branches that a place is in."""
+    return tuple(
+        label
+        for (_, name), (_, label) in itertools.pairwise(parts)
+        if name == _BRANCHES
+    )
 
 
-def _ending(role: Role) -> LeafPath:
+def _hyperparameter(place: LeafPath) -> str:
+    """The hyperparameter whose schedule the state at `place` is of, if it is of one."""
+    _, found, name = f"/{place}".rpartition(f"/{_HYPERPARAMETERS}/")
+    return name.partition("/")[0] if found else ""
+
+
+def _below(place: LeafPath, path: LeafPath) -> LeafPath:
+    return path[len(place) + 1 :] if place else path
+
+
+def _is_moment(tail: LeafPath, known: _optax.Known) -> bool:
+    """Whether a leaf of a transform's state may mirror a parameter."""
+    return "/" in tail and known.field not in _optax.NAMED_VALUES
+
+
+def _place(info: LeafInfo) -> LeafPath | None:
+    """Path of the state that a leaf has its role in; None if it has none."""
+    role = info.role
+    if role is None or not role.state_class or info.kind == "empty":
+        return None
+    tail = _tail(role)
+    path = info.path if info.path.endswith(tail) else info.path.removesuffix("/value")
+    if path == tail:
+        return ""
+    return path[: -len(tail) - 1] if path.endswith(f"/{tail}") else None
+
+
+def _tail(role: Role) -> LeafPath:
+    """Path of a leaf below the state that it has its role in."""
     return f"{role.field}/{role.param}" if role.param else role.field
+
+
+def _above(path: LeafPath) -> Iterator[LeafPath]:
+    """The containers around a path, but the outermost."""
+    while path := path.rpartition("/")[0]:
+        yield path
+
+
+def _containers(
+    node: _tree.Node | LeafPath, keys: tuple[_tree.Key, ...]
+) -> Iterator[tuple[LeafPath, _tree.Node]]:
+    if isinstance(node, str):
+        return
+    yield _tree.join(keys), node
+    for key, child in zip(node.keys, node.children, strict=True):
+        yield from _containers(child, keys if node.is_box else (*keys, key))

@@ -8,13 +8,14 @@ it play, so that it is found again when the optimizer around it has changed?
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
-import optax
-import optax.contrib
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from flaxckpt import _tree
@@ -199,31 +200,39 @@ class Known(NamedTuple):
     """What is known of the leaves in one field of a transform's state.
 
     Attributes:
-        state_class: Of the innermost transform's state; empty if there is none.
+        state_class: Class of the innermost transform's state; empty if there is none.
         field: The field.
         fields: All fields of that state.
+        place: Path of that state.
         skip: Length of a leaf's path up to what is below the field.
         optimizer: Path of the whole optimizer's state.
-        optimizer_keys: The same, key by key.
+        group: Path of the container that holds this optimizer and others beside it;
+            the optimizer's own path if it stands alone.
+        seat: Path of the element of `optimizer` that it is in, if that may be a tuple
+            of several optimizers; else empty.
     """
 
     state_class: str
     field: str
     fields: frozenset[str]
+    place: LeafPath
     skip: int
     optimizer: LeafPath
-    optimizer_keys: Keys
+    group: LeafPath
+    seat: LeafPath = ""
 
     def role(self, path: LeafPath) -> Role:
-        """What the leaf at `path` is."""
+        """The role of the leaf at `path`."""
         return Role(self.state_class, self.field, path[self.skip :], self.optimizer)
 
 
-def _known(
-    state_class: str, field: str, fields: frozenset[str], keys: Keys, optimizer: Keys
-) -> Known:
-    skip = len(_tree.join(keys)) + 1 if keys else 0
-    return Known(state_class, field, fields, skip, _tree.join(optimizer), optimizer)
+NAMED_VALUES = frozenset(("hyperparams", "measurements"))
+"""Fields of optax's states that hold values by name, and do not mirror parameters."""
+
+_COPY = re.compile("(ema|average|avg|target|teacher|shadow|swa|polyak)[^/]*/$")
+"""Ends of paths below which a copy of the parameters stands, not a second network."""
+
+_STATES_WITHOUT_SUFFIX = frozenset(("ApplyEvery", "WeightDecaySchedule"))
 
 
 def with_roles(table: LeafTable, known: Mapping[LeafPath, Known]) -> LeafTable:
@@ -244,84 +253,340 @@ def roles(
 ) -> dict[LeafPath, Known]:
     """What is known of all leaves that belong to optimizer states, by leaf path.
 
-    Those are the leaves in the state of a transform of optax, and all below a key
-    `opt_state`.
+    An optimizer state is a transform's state of optax, a tuple of such states, or
+    anything below a key `opt_state`.
 
     Args:
         structure: Of a state.
         optimizer_states: Keys and structure of states that have lost their classes in
-            `structure`.
+            `structure`, each of one optimizer.
     """
-    found: dict[LeafPath, Known] = {}
-    _collect(structure, (), "", None, None, found)
-    for keys, node in optimizer_states:
-        owner = _known("", "", frozenset(), keys, keys)
-        _collect(node, keys, _tree.join(keys) + "/" if keys else "", owner, None, found)
-    return found
+    return _Roles(structure).all(optimizer_states)
 
 
-def _collect(
-    node: _tree.Node | LeafPath,
-    keys: Keys,
-    prefix: LeafPath,
-    owner: Known | None,
-    chain: Keys | None,
-    found: dict[LeafPath, Known],
-) -> None:
-    """Adds to `found` what is known of the leaves of `node`.
+def trusted_roles(
+    structure: _tree.Node | LeafPath, recorded: Mapping[LeafPath, Role]
+) -> dict[LeafPath, Role | None]:
+    """The roles of a checkpoint's leaves: recorded ones, corrected by its containers.
+
+    flaxckpt 0.1.0 recorded the parameters' own classes as states of transforms, and
+    several optimizers in a tuple as one. The containers are recorded with their
+    classes, so that they tell better, except where those classes are lost (in NNX
+    optimizers, or by a transform).
 
     Args:
-        node: A container or a leaf.
-        keys: Where it stands.
-        prefix: What the paths in `node` lack at their beginning.
-        owner: Whose it is.
-        chain: Where the outermost of the tuples stands that directly contain it.
-        found: Gets the leaves.
+        structure: The containers as they are recorded.
+        recorded: Leaf path -> recorded role.
+
+    Returns:
+        Leaf path -> role, for the leaves whose recorded role is wrong; None for those
+        of which nothing is known.
     """
-    if isinstance(node, str):
-        if owner is not None:
-            found[_tree.join(keys)] = owner
-        return
-    is_transform = not node.is_box and _is_transform(node, owner)
-    if node.type == "tuple":
-        # A chain is a tuple of states, perhaps of tuples; its places mean nothing.
-        chain = keys if chain is None else chain
-    elif not is_transform:
-        chain = None
-    for key, child in zip(node.keys, node.children, strict=True):
-        is_optimizer = owner is None and key.name == "opt_state"
-        if isinstance(child, str) and not is_transform and not is_optimizer:
-            if owner is not None:
-                found[prefix + child] = owner
-            continue
-        inner = keys if node.is_box else (*keys, key)
-        child_owner = owner
-        if is_transform:
-            child_owner = _known(
-                node.type.partition(":")[2],
-                str(key.name),
-                frozenset([str(field.name) for field in node.keys]),
-                inner,
-                (keys if chain is None else chain)
-                if owner is None
-                else owner.optimizer_keys,
-            )
-        elif is_optimizer:
-            child_owner = _known("", "", frozenset(), inner, inner)
-        _collect(child, inner, prefix, child_owner, chain, found)
+    found = _Roles(structure)
+    known = found.all(())
+    corrected: dict[LeafPath, Role | None] = {}
+    for path, role in recorded.items():
+        own = known.get(path)
+        if own is not None and own.state_class:
+            if (better := own.role(path)) != role:
+                corrected[path] = better
+        elif role.state_class in found.parameter_classes:
+            corrected[path] = None if own is None else own.role(path)
+    return corrected
 
 
-def exists(state_class: str) -> bool:
-    """Whether optax has a class of this name, so that it was not merely renamed."""
-    modules = (optax, optax.contrib, optax.transforms)
-    return any(hasattr(module, state_class) for module in modules)
+class _Roles:
+    """Tells the containers of optimizers from all others, in one structure."""
 
+    def __init__(self, structure: _tree.Node | LeafPath) -> None:
+        self.parameter_classes: set[str] = set()
+        self._outside: list[LeafPath] = []
+        self._types: set[str] = set()
+        self._optimizers: list[tuple[Keys, _tree.Node | LeafPath]] = []
+        self._structure = structure
+        self._found: dict[LeafPath, Known] = {}
+        self._find_optimizers(structure, ())
 
-def _is_transform(node: _tree.Node, owner: Known | None) -> bool:
-    """Whether `node` is a transform's state: a named tuple of optax, or within one."""
-    if ":" not in node.type:
+    def all(
+        self, optimizer_states: Iterable[tuple[Keys, _tree.Node | LeafPath]]
+    ) -> dict[LeafPath, Known]:
+        """See `roles`."""
+        for keys, node in self._optimizers:
+            self._enter(node, keys, _tree.join(keys))
+        for keys, node in optimizer_states:
+            path = _tree.join(keys)
+            prefix = f"{path}/" if keys else ""
+            owner = Known("", "", frozenset(), "", _skip(keys), path, path)
+            self._collect(node, keys, prefix, owner, may_be_state=True)
+        return self._found
+
+    # -- which containers are optimizers --
+
+    def _find_optimizers(self, node: _tree.Node | LeafPath, keys: Keys) -> None:
+        if isinstance(node, str):
+            self._outside.append(node)
+            return
+        if _is_state_of_optax(node) or _is_chain(node):
+            self._optimizers.append((keys, node))
+            return
+        self._types.add(node.type)
+        for key, child in zip(node.keys, node.children, strict=True):
+            inner = keys if node.is_box else (*keys, key)
+            if key.name == "opt_state":
+                self._optimizers.append((inner, child))
+            else:
+                self._find_optimizers(child, inner)
+
+    def _enter(self, node: _tree.Node | LeafPath, keys: Keys, group: LeafPath) -> None:
+        """Collects the leaves of one optimizer, or of several beside each other."""
+        path = _tree.join(keys)
+        owner = Known("", "", frozenset(), "", _skip(keys), path, group)
+        held = "one" if isinstance(node, str) else self._held(node, keys)
+        if isinstance(node, str) or held == "one":
+            self._collect(node, keys, "", owner, may_be_state=True)
+            return
+        for key, child in zip(node.keys, node.children, strict=True):
+            inner = (*keys, key)
+            if isinstance(child, str):
+                self._found[child] = owner
+            elif held == "several":
+                self._enter(child, inner, group)
+            else:
+                seated = owner._replace(seat=_tree.join(inner))
+                self._collect(child, inner, "", seated, may_be_state=True)
+
+    def _held(
+        self, node: _tree.Node, keys: Keys
+    ) -> Literal["one", "several", "either"]:
+        """How many optimizers the states in `node` are of.
+
+        A chain is a tuple of states, or a dict (`named_chain`), and so are optimizers
+        beside each other. The transforms of one chain have moments of the same
+        parameters, and hardly anybody chains complete optimizers. Where that does not
+        tell, it may be either.
+        """
+        by_key = {
+            key: child
+            for key, child in zip(node.keys, node.children, strict=True)
+            if isinstance(child, _tree.Node)
+        }
+        nodes = by_key.values()
+        if len(nodes) < 2:
+            return "one"
+        if not _is_plain(node):
+            are_states = all(_is_state_of_optax(n) or _is_chain(n) for n in nodes)
+            is_own = not node.type.startswith("optax")
+            is_holder = are_states and is_own and len(nodes) == len(node.children)
+            return "several" if is_holder else "one"
+        if node.type == "list":
+            return "several"  # optax makes none
+        complete = [child for child in nodes if _is_complete(child)]
+        carriers = {
+            key: child
+            for key, child in by_key.items()
+            if self._has_moments(child, may_be_state=True)
+        }
+        if len(complete) < 2 and len(carriers) < 2:
+            return "one"
+        of_carriers = (self._roots(n, (*keys, key)) for key, n in carriers.items())
+        roots = [found for found in of_carriers if found]
+        known = set[str]().union(*roots)
+        beside = _tree.join(keys[:-1]) + "/" if keys[:-1] else ""
+        is_of_params = (
+            len(known) == 1 and bool(keys) and keys[-1].name == "opt_state"
+        ) and not known.isdisjoint((f"{beside}params/", f"{beside}target/"))
+        if node.type != "tuple":
+            is_mixed = len({child.type for child in carriers.values()}) != 1
+            if len(known) == 1 and (is_mixed or len(carriers) < 2):
+                return "one" if is_of_params or len(complete) < 2 else "several"
+            return "several"  # which their names tell apart
+        if all(child.type == "tuple" for child in nodes):
+            return "one" if is_of_params and len(carriers) < 2 else "several"
+        if len(roots) > 1 and not set.intersection(*roots):
+            return "several"
+        if len(complete) > 1:
+            return "one" if is_of_params else "either"
+        return "one" if len(known) < 2 else "either"
+
+    def _has_moments(self, node: _tree.Node, *, may_be_state: bool) -> bool:
+        is_transform = self._is_transform(node, may_be_state)
+        for key, child in zip(node.keys, node.children, strict=True):
+            if isinstance(child, str):
+                continue
+            if is_transform and key.name in NAMED_VALUES:
+                continue
+            inner = _holds_states(key) if is_transform else may_be_state
+            if self._has_moments(child, may_be_state=inner):
+                return True
+            if is_transform and not inner and next(_leaves(child), None) is not None:
+                return True
         return False
-    is_named_tuple = all(key.kind == "attr" for key in node.keys)
+
+    def _roots(self, node: _tree.Node, keys: Keys) -> set[str]:
+        """The roots below which all parameters stand that `node` has moments of."""
+        part = _Roles("")
+        part._types = self._types
+        owner = Known("", "", frozenset(), "", 0, "", "")
+        part._collect(node, keys, "", owner, may_be_state=True)
+        by_field: dict[tuple[LeafPath, str], list[LeafPath]] = {}
+        for path, known in part._found.items():
+            param = path[known.skip :]
+            if known.state_class and param and known.field not in NAMED_VALUES:
+                by_field.setdefault((known.place, known.field), []).append(param)
+        outside = set(self._outside)
+        for params in by_field.values():
+            first = params[0]
+            roots = {
+                path[: len(path) - len(first)]
+                for path in self._outside
+                if path == first or path.endswith(f"/{first}")
+            }
+            if roots := {r for r in roots if all(r + p in outside for p in params)}:
+                # A moving average has the paths of the parameters, too.
+                return {root for root in roots if not _COPY.search(root)} or roots
+        return set()
+
+    # -- which containers in them are the states of transforms --
+
+    def _collect(
+        self,
+        node: _tree.Node | LeafPath,
+        keys: Keys,
+        prefix: LeafPath,
+        owner: Known,
+        *,
+        may_be_state: bool,
+    ) -> None:
+        """Adds what is known of the leaves of `node`.
+
+        Args:
+            node: A container or a leaf, in an optimizer.
+            keys: Its keys.
+            prefix: Path that the leaves of `node` lack at their beginning.
+            owner: What is known of the leaves right in it, if it is no state.
+            may_be_state: Whether a transform's state may stand here, of any class.
+        """
+        if isinstance(node, str):
+            self._found[prefix + node] = owner
+            return
+        is_transform = self._is_transform(node, may_be_state)
+        if not is_transform and not _is_plain(node):
+            may_be_state = False
+            if not node.is_box:
+                self.parameter_classes.add(_class(node))
+        place = _tree.join(keys) if is_transform else ""
+        fields = frozenset([str(key.name) for key in node.keys])
+        for key, child in zip(node.keys, node.children, strict=True):
+            inner = keys if node.is_box else (*keys, key)
+            child_owner, inner_may_be_state = owner, may_be_state
+            if is_transform:
+                child_owner = Known(
+                    _class(node),
+                    str(key.name),
+                    fields,
+                    place,
+                    _skip(inner),
+                    owner.optimizer,
+                    owner.group,
+                    owner.seat,
+                )
+                inner_may_be_state = _holds_states(key)
+            if isinstance(child, str):
+                self._found[prefix + child] = child_owner
+            else:
+                self._collect(
+                    child, inner, prefix, child_owner, may_be_state=inner_may_be_state
+                )
+
+    def _is_transform(self, node: _tree.Node, may_be_state: bool) -> bool:
+        """Whether `node` is the state of a transform, and no container of parameters.
+
+        States of optax are known by their names. Those of others are classes with
+        fields that stand where an optimizer has states, and not among the parameters.
+        A field such as `mu` has no states in it, whatever the class of the parameters.
+        """
+        if _is_state_of_optax(node):
+            return True
+        return may_be_state and not _is_plain(node) and node.type not in self._types
+
+
+def _holds_states(field: _tree.Key) -> bool:
+    """Whether a field is one of those in which transforms keep the states of others."""
+    return "state" in str(field.name)
+
+
+def _skip(keys: Keys) -> int:
+    return len(_tree.join(keys)) + 1 if keys else 0
+
+
+def _leaves(node: _tree.Node | LeafPath) -> Iterator[LeafPath]:
+    if isinstance(node, str):
+        yield node
+        return
+    for child in node.children:
+        yield from _leaves(child)
+
+
+def _class(node: _tree.Node) -> str:
+    return node.type.partition(":")[2]
+
+
+def _is_plain(node: _tree.Node) -> bool:
+    """Whether `node` is a box, or a container that has no fields of its own."""
+    return (
+        node.is_box
+        or ":" not in node.type
+        or node.type.startswith(("flax.", "collections:"))
+    )
+
+
+def _is_state_of_optax(node: _tree.Node) -> bool:
     # LookaheadParams, for one, is a named tuple of optax that holds parameters.
-    is_optax_state = node.type.startswith("optax") and node.type.endswith("State")
-    return is_named_tuple and (owner is not None or is_optax_state)
+    return node.type.startswith("optax") and (
+        node.type.endswith("State") or _class(node) in _STATES_WITHOUT_SUFFIX
+    )
+
+
+def _is_complete(node: _tree.Node) -> bool:
+    """Whether `node` may be the state of a whole optimizer: a tuple, or a wrapper."""
+    if node.type == "tuple":
+        return bool(node.children)
+    return any(
+        isinstance(child, _tree.Node) and _contains_state(child)
+        for child in node.children
+    )
+
+
+def _contains_state(node: _tree.Node) -> bool:
+    return _is_state_of_optax(node) or any(
+        isinstance(child, _tree.Node) and _contains_state(child)
+        for child in node.children
+    )
+
+
+def _is_chain(node: _tree.Node) -> bool:
+    """Whether `node` is a tuple of nothing but states of optax, and such tuples."""
+    return (
+        node.type == "tuple"
+        and all(
+            isinstance(child, _tree.Node)
+            and (
+                _is_state_of_optax(child)
+                or _is_chain(child)
+                or (child.type == "tuple" and not child.children)
+            )
+            for child in node.children
+        )
+        and bool(node.children)
+    )
+
+
+@functools.cache
+def is_gone(type_name: str) -> bool:
+    """Whether a class was optax's, and optax has none of its name: it was renamed."""
+    module, _, name = type_name.partition(":")
+    return module.startswith("optax") and not any(
+        hasattr(found, name)
+        for loaded, found in list(sys.modules.items())
+        if loaded.startswith("optax")
+    )

@@ -178,7 +178,7 @@ class _Planner:
         self._problems: list[Mismatch] = []
         self._used: set[LeafPath] = set()
         self._as_asked: set[LeafPath] = set()
-        self._finder = Finder(table)
+        self._finder = Finder(table, stored.structure, self._roles)
 
     @_forks.lazy
     def _can_init(self) -> tuple[str, ...]:
@@ -210,11 +210,11 @@ class _Planner:
     def _choose(self) -> dict[LeafPath, list[LeafPath]]:
         """The stored leaves that may be meant by each wanted one.
 
-        A moment of a parameter is nobody else's: the leaf in its old place has it, and
-        several elsewhere cannot be told apart. Counters may be shared.
+        A moment belongs to one parameter: several leaves that ask for it cannot be told
+        apart. Counters may be shared.
         """
         chosen = {
-            path: self._candidates(path, self._roles.get(path))
+            path: self._candidates(path)
             for path, leaf in self._flat.table.items()
             if leaf.info.kind != "empty"
         }
@@ -224,11 +224,8 @@ class _Planner:
             if len(sources) == 1 and known is not None and known.role(path).param:
                 takers.setdefault(sources[0], []).append(path)
         for source, paths in takers.items():
-            elsewhere = [path for path in paths if self._at(path) != source]
             if len(paths) > 1:
-                is_kept = len(elsewhere) < len(paths)
-                for path in elsewhere:
-                    chosen[path] = [] if is_kept else [source, source]
+                chosen.update((path, [source, source]) for path in paths)
         return chosen
 
     @_forks.lazy
@@ -269,19 +266,15 @@ class _Planner:
         else:
             self._start_afresh(leaf, known)
 
-    def _candidates(self, path: LeafPath, known: _optax.Known | None) -> list[LeafPath]:
-        """The stored leaves that may be meant: by path, else by role in the optimizer.
+    def _candidates(self, path: LeafPath) -> list[LeafPath]:
+        """The stored leaves that may be meant: by path, or by role in the optimizer.
 
-        A path counts only if the leaf there plays the same role: in another chain,
-        another transform may stand in its place.
+        In another chain, another transform may stand at the same path.
         """
+        if path in self._roles and self._options.optimizer != "exact":
+            return self._finder.find(path)
         exact = self._at(path)
-        if known is None or self._options.optimizer == "exact":
-            return [] if exact is None else [exact]
-        role = known.role(path)
-        if exact is not None and self._finder.plays(exact, role, known.fields):
-            return [exact]
-        return self._finder.find(role, known.fields)
+        return [] if exact is None else [exact]
 
     def _at(self, path: LeafPath) -> LeafPath | None:
         """The stored leaf at `path`; Orbax adds the field of a box or of NNX."""
@@ -368,5 +361,5 @@ class _Planner:
 
 def step_counters(roles: Mapping[LeafPath, _optax.Known]) -> set[LeafPath]:
     """Where step counters are, if there are any: beside the optimizers."""
-    optimizers = {known.role(path).optimizer for path, known in roles.items()}
+    optimizers = {known.group for known in roles.values()}
     return {"/".join((*path.split("/")[:-1], "step")) for path in optimizers}

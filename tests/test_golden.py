@@ -8,9 +8,10 @@ from pathlib import Path
 import flax
 import jax
 import numpy as np
+import optax
 import pytest
 import strategies
-from golden import make_flaxckpt
+from golden import make_flaxckpt, make_roles
 
 import flaxckpt
 from flaxckpt import errors
@@ -146,3 +147,27 @@ def test_safetensors_of_a_later_version_are_refused_with_what_to_do(tmp_path):
     with pytest.raises(errors.CheckpointFormatError) as info:
         flaxckpt.load(tmp_path / "later.safetensors")
     assert "has version 2, this flaxckpt reads 1; use a newer one" in str(info.value)
+
+
+@pytest.mark.parametrize("name", make_roles.CLASSES)
+def test_wrong_roles_of_an_earlier_release_are_corrected(name):
+    path, cls = make_roles.FOLDER / name, make_roles.CLASSES[name]
+    saved = make_roles.state(cls)
+    zeros = jax.tree.map(np.zeros_like, saved)
+    strategies.assert_same_state(
+        saved, flaxckpt.load(path, jax.tree.map(jax.numpy.zeros_like, saved))
+    )
+    network = saved["one"]["params"]
+    role = flaxckpt.metadata(path).leaves["one/opt_state/0/mu/w"].role
+    assert role == ("ScaleByAdamState", "mu", "w", "one/opt_state")
+    clipped = optax.chain(optax.clip(1.0), optax.adam(1e-3)).init(network)
+    wanted = {**zeros, "one": {"params": network, "opt_state": clipped}}
+    found = flaxckpt.load(path, wanted)["one"]["opt_state"]
+    strategies.assert_same_state(saved["one"]["opt_state"], found[1])
+    fresh = optax.scale_by_adam().init(network)
+    wanted = {"other": {"params": network, "opt_state": fresh}}
+    found = flaxckpt.load(path, wanted, unused="ignore")["other"]["opt_state"]
+    strategies.assert_same_state(fresh, found)
+    swapped = {**saved["two"], "opts": (optax.sgd(1.0).init(network), (fresh,))}
+    found = flaxckpt.load(path, {"two": swapped}, unused="ignore")["two"]["opts"]
+    strategies.assert_same_state(fresh, found[1][0])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from flaxckpt import _dtypes, _layout, _structure, _tree, _zarr, errors
+from flaxckpt import _dtypes, _layout, _optax, _structure, _tree, _zarr, errors
 from flaxckpt._info import LeafInfo, Lineage, Role
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _orbax_json
@@ -54,7 +55,9 @@ def parse(data: Mapping[str, Any], resolve: _structure.Resolve) -> Manifest:
     unknown: set[str] = set()
     structure = _structure.from_json(data["structure"], resolve, unknown)
     keys = key_paths(structure)
-    infos = [leaf_info(row, keys) for row in data["leaves"]]
+    infos = with_trusted_roles(
+        [leaf_info(row, keys) for row in data["leaves"]], structure
+    )
     found = Manifest(
         infos,
         structure,
@@ -179,6 +182,20 @@ def leaf_info(row: Any, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]) -> LeafI
     if fault := _layout.fault(info):
         raise ValueError(f"{path} has {fault}")
     return info
+
+
+def with_trusted_roles(
+    infos: Sequence[LeafInfo], structure: _tree.Node | LeafPath
+) -> list[LeafInfo]:
+    """The leaves of a structure, with wrong roles of older releases corrected."""
+    recorded = {info.path: info.role for info in infos if info.role is not None}
+    corrected = _optax.trusted_roles(structure, recorded) if recorded else {}
+    return [
+        dataclasses.replace(info, role=corrected[info.path])
+        if info.path in corrected
+        else info
+        for info in infos
+    ]
 
 
 @functools.cache

@@ -112,7 +112,8 @@ def describe_own(
         _check_version(data["version"])
         structure = _structure.from_json(data["structure"], resolve, unknown)
         keys = _manifest.key_paths(structure)
-        infos = tuple([_own_info(row, keys) for row in data["leaves"]])
+        own = [_own_info(row, keys) for row in data["leaves"]]
+        infos = tuple(_manifest.with_trusted_roles(own, structure))
         strings, metrics, custom = data["strings"], data["metrics"], data["custom"]
         _manifest.check_leaves(infos, keys, structure)
         _check_own(infos, strings, metrics)
