@@ -8,7 +8,7 @@ each of them, everything is called as below the *root* of the parameters, `param
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from flaxckpt._info import LeafTable
@@ -115,9 +115,7 @@ def mirrors(table: LeafTable) -> Mirrors:
                 by_path.setdefault(slot, {})[name] = path
         else:
             params[path] = None
-    roots = _Roots(
-        params, [next(iter(s)) for s in (*by_role.values(), *by_path.values())]
-    )
+    roots = _Roots(params, [*by_role.values(), *by_path.values()])
     found = _Found(params, roots)
     for slot, members in by_role.items():
         found.settle(slot, members, strict=False)
@@ -194,10 +192,13 @@ class _Roots:
     """Roots below which parameters have certain names."""
 
     def __init__(
-        self, params: Mapping[LeafPath, None], names: Iterable[LeafPath]
+        self,
+        params: Mapping[LeafPath, None],
+        slots: Sequence[Mapping[LeafPath, LeafPath]],
     ) -> None:
         self._params = params
-        wanted = set(names)
+        self._names = {name for path in params for _, name in _splits(path)}
+        wanted = {self._first(members) for members in slots}
         self._beside: dict[tuple[LeafPath, str], list[str]] = {}
         for path in params:
             for root, name in _splits(path):
@@ -206,6 +207,13 @@ class _Roots:
                         found = self._beside.setdefault((name, beginning), [])
                         if len(found) <= _CANDIDATES:
                             found.append(root)
+
+    def _first(self, members: Mapping[LeafPath, LeafPath]) -> LeafPath:
+        """The first that some parameter is called like; else just the first."""
+        first = next(iter(members))
+        if first in self._names:
+            return first
+        return next((name for name in members if name in self._names), first)
 
     def of(
         self, slot: Slot, members: Mapping[LeafPath, LeafPath], *, strict: bool
@@ -217,7 +225,7 @@ class _Roots:
             members: Names of its leaves -> their paths.
             strict: Whether every name must be there, and not just most.
         """
-        first = next(iter(members))
+        first = self._first(members)
         for beginning in beginnings(f"{slot.head}/x"):
             near = self._beside.get((first, beginning), [])
             counts = {
