@@ -40,7 +40,9 @@ class Finder:
         for path in sorted(self._table):
             info = self._table[path].info
             if info.role is None and info.kind != "empty":
-                for ending in _endings(path.removesuffix("/value")):
+                # The last part may be a box's, or the name of a parameter.
+                endings = {*_endings(path), *_endings(path.removesuffix("/value"))}
+                for ending in endings:
                     by_ending.setdefault(ending, []).append(path)
         return by_ending
 
@@ -78,11 +80,11 @@ class Finder:
         if not fields:
             return found is None or not found.state_class
         ending = _ending(role)
-        bare = path.removesuffix("/value")
-        if not bare.endswith(f"/{ending}") and bare != ending:
-            return False
-        container = bare[: -len(ending)].rstrip("/")
-        return self._children.get(container, set()) == fields
+        for bare in (path, path.removesuffix("/value")):
+            if bare.endswith(f"/{ending}") or bare == ending:
+                container = bare[: -len(ending)].rstrip("/")
+                return self._children.get(container, set()) == fields
+        return False
 
     def find(self, role: Role, fields: frozenset[str]) -> list[LeafPath]:
         """All stored leaves that may be the wanted one, in whichever place."""

@@ -33,6 +33,9 @@ from flaxckpt.transforms import _table as _transforms
 
 _log = logging.getLogger(__name__)
 
+_OURS = "flaxckpt"
+"""What metadata call our own format."""
+
 
 # ---- planning ---------------------------------------------------------------------
 
@@ -291,11 +294,45 @@ class _Planner:
 
     def _at(self, path: LeafPath) -> LeafPath | None:
         """The stored leaf at `path`; Orbax ends those of boxes and NNX in `/value`."""
-        for candidate in (path, f"{path}/value"):
-            leaf = self._table.get(candidate)
-            if leaf is not None and leaf.info.kind != "empty":
-                return candidate
+        leaf = self._table.get(path)
+        if leaf is not None and leaf.info.kind != "empty":
+            return path
+        in_box = f"{path}/value"
+        leaf = self._table.get(in_box)
+        if leaf is not None and leaf.info.kind != "empty" and self._may_be_box(path):
+            return in_box
         return None
+
+    def _may_be_box(self, path: LeafPath) -> bool:
+        """Whether a stored container with the leaf `value` may be the box of a leaf.
+
+        Other formats write boxes as dicts of one leaf. Ours has none, unless a
+        conversion took them over: there the wanted leaf must be in a box, too.
+        """
+        is_ours = self._stored.metadata.format == _OURS
+        return path in self._single and (not is_ours or path in self._boxed)
+
+    @functools.cached_property
+    def _single(self) -> set[LeafPath]:
+        """The containers of the checkpoint that hold one leaf, `value`."""
+        others: set[LeafPath] = set()
+        seen: set[LeafPath] = set()
+        for path in self._table:
+            inner = path
+            while inner:
+                container, _, name = inner.rpartition("/")
+                if name != "value" or inner is not path:
+                    others.add(container)
+                if container in seen:
+                    break  # and so are the containers around it
+                seen.add(container)
+                inner = container
+        return seen - others
+
+    @functools.cached_property
+    def _boxed(self) -> frozenset[LeafPath]:
+        """The wanted leaves that are in boxes."""
+        return frozenset(_tree.boxed(self._flat.structure))
 
     def _take(self, path: LeafPath, leaf: Leaf, source_path: LeafPath) -> None:
         wanted, found = leaf.info, self._table[source_path]

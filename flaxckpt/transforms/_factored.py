@@ -100,6 +100,6 @@ def _averaged(shape: Sequence[int]) -> list[int]:
 
 def _beside(info: LeafInfo, field: str, param: LeafPath, other: str) -> LeafPath:
     """Path of another field's moment of the same parameter."""
-    bare = info.path.removesuffix("/value")
-    head = bare.removesuffix(f"{field}/{param}")
-    return f"{head}{other}/{param}{info.path[len(bare) :]}"
+    tail = "" if info.path.endswith(f"{field}/{param}") else "/value"
+    head = info.path.removesuffix(f"{field}/{param}{tail}")
+    return f"{head}{other}/{param}{tail}"

@@ -56,7 +56,7 @@ class _Fuse(TableTransform):
             groups,
             join,
             lambda *_: None,
-            count=len(self.parts),
+            counts=dict.fromkeys(groups, len(self.parts)),
             what=str(self),
         )
 

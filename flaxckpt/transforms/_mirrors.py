@@ -172,10 +172,12 @@ class _Found:
 
 
 def _slot_of_role(path: LeafPath, param: LeafPath) -> Slot | None:
-    bare = path.removesuffix("/value")
-    if not param or not bare.endswith(f"/{param}"):
+    if not param:
         return None
-    return Slot(bare[: -len(param) - 1], path[len(bare) + 1 :])
+    for bare in (path, path.removesuffix("/value")):  # which may be a parameter's name
+        if bare.endswith(f"/{param}"):
+            return Slot(bare[: -len(param) - 1], path[len(bare) + 1 :])
+    return None
 
 
 def _possible_slots(path: LeafPath) -> Iterator[tuple[Slot, LeafPath]]:

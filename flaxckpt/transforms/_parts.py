@@ -45,7 +45,7 @@ def joined(
     join: Join,
     join_mirrors: Callable[[Sequence[Leaf], Shape], Made | None],
     *,
-    count: int | None,
+    counts: Mapping[LeafPath, int],
     what: str,
 ) -> LeafTable:
     """The table with each group of leaves joined to one.
@@ -56,7 +56,7 @@ def joined(
         join: From the values of the parts, in order, to the new value.
         join_mirrors: From mirrors of other shapes than that of the parts, which comes
             with them, to how they are joined; None if they cannot be.
-        count: How many parts a group has; None: as many as there are, without gaps.
+        counts: How many parts each group must have.
         what: Who asks, for messages.
     """
 
@@ -65,7 +65,7 @@ def joined(
 
     derive = _derive.Deriver(what)
     for new, parts in groups.items():
-        _check_complete(new, parts, count or max(parts) + 1, what)
+        _check_complete(new, parts, counts[new], what)
 
     def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[Row]:
         for new, parts in groups.items():
@@ -133,7 +133,8 @@ def _check_complete(
         some = ", ".join(itertools.islice(missing, 8))
         raise errors.OptionError(
             f"{what}: {new} lacks its parts {some}; it would be made of"
-            f" {', '.join(list(parts.values())[:3])}"
+            f" {', '.join(list(parts.values())[:3])}. Choose a pattern that leaves out"
+            " what only some of the parts have"
         )
 
 

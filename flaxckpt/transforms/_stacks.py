@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from flaxckpt import errors
 from flaxckpt._info import Leaf, LeafTable
-from flaxckpt._types import Shape
+from flaxckpt._types import LeafPath, Shape
 from flaxckpt.transforms import _factored, _parts, _table
 from flaxckpt.transforms._patterns import (
     INDEX,
@@ -37,6 +37,8 @@ class _Stack(TableTransform):
     def __call__(self, table: LeafTable) -> LeafTable:
         matches = _table.matches(self.pattern, table)
         groups: _parts.Groups = {}
+        stacks: dict[LeafPath, str] = {}  # new path -> what its parts begin with
+        sizes: dict[str, int] = {}
         for path in arrays(matches, table, str(self)):
             number = matches[path]["i"]
             if not number.isascii() or not number.isdigit():
@@ -46,6 +48,11 @@ class _Stack(TableTransform):
                 )
             new = expand(matches[path], self.replacement)
             _parts.add(groups, new, int(number), path, str(self))
+            beginning = path[: matches[path].start("i")]
+            beginning = stacks.setdefault(new, beginning)
+            sizes[beginning] = max(sizes.get(beginning, 0), int(number) + 1)
+        # Leaves of the same layers: as many as there are layers, without gaps.
+        counts = {new: sizes[beginning] for new, beginning in stacks.items()}
 
         def join(values: Sequence[jax.Array]) -> jax.Array:
             return jnp.stack(values, self.axis)
@@ -67,7 +74,7 @@ class _Stack(TableTransform):
             return leaves, _stacked(axis - (lacking < axis))
 
         return _parts.joined(
-            table, groups, join, join_mirrors, count=None, what=str(self)
+            table, groups, join, join_mirrors, counts=counts, what=str(self)
         )
 
     def __str__(self) -> str:
@@ -99,7 +106,8 @@ def stack(pattern: str, replacement: str, *, axis: int = 0) -> TableTransform:
 
     Raises:
         OptionError: `pattern` is no regular expression. When applied: nothing matches,
-            parts are missing, or they do not go together.
+            parts are missing (as of a leaf that only some of the layers have), or they
+            do not go together.
     """
     named = compile_pattern(name_index(pattern))
     return _Stack(named, replacement, axis, pattern)

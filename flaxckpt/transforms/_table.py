@@ -386,9 +386,8 @@ def _tell_of_lost(mirrored: Mirrors, chosen: Mapping[LeafPath, LeafPath]) -> Non
 
 def _retargeted(row: Row, names: Sequence[LeafPath]) -> Row:
     """A mirror that was moved by itself, with the role of where it went."""
-    bare = row.path.removesuffix("/value")
     for name in names:
-        if bare.endswith(f"/{name}"):
+        if f"{row.path}/".endswith((f"/{name}/", f"/{name}/value/")):
             return row._replace(leaf=_with_role_of(row.leaf, name))
     return row
 

@@ -172,7 +172,14 @@ class _Map(TableTransform):
         return self.name
 
     def inverse(self) -> Transform:
-        return super().inverse() if self.undo is None else self.undo()
+        if self.undo is not None:
+            return self.undo()
+        if self.resizes:
+            return super().inverse()
+        raise errors.OptionError(
+            f"{self} cannot be inverted, as it was given no inverse: pass the function"
+            " that undoes it, map_leaf(pattern, fn, inverse=...)"
+        )
 
 
 def _turned(
