@@ -387,7 +387,7 @@ def _check_rules(
         lacking = sorted(_axes_of(rule.spec) - sizes.keys())
         if not rule.is_used:
             faults[pattern] = f"matches no leaf{_nearest(rule.pattern, table, infos)}"
-        elif lacking and pattern not in faults:
+        elif lacking and not any(map(rule.pattern.fullmatch, faults)):
             name = lacking[0]
             faults[pattern] = f"{rule.spec} names {name!r}, {_has(name, sizes)}"
     if faults:
