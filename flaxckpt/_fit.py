@@ -168,6 +168,8 @@ def _moved(
         ends = "/".join(first[:-same]), "/".join(parts[:-same])
         candidates[ends] = len(parts) + len(first) - 2 * same
     for wanted, found in sorted(candidates, key=candidates.__getitem__):
+        if len(lacking) == 1 and wanted and found:
+            continue  # two leaves may be called alike by chance
         names = [
             path.removeprefix(f"{wanted}/") if wanted else path for path in lacking
         ]
@@ -188,9 +190,10 @@ def rows(problems: Sequence[Mismatch], found: Sequence[Moved]) -> list[str] | No
     """
     if not found:
         return None
+    several = [each for each in found if len(each.names) > 1]
     elsewhere = {
         f"{each.wanted}/{name}" if each.wanted else name
-        for each in found
+        for each in several
         for name in each.names
     }
     others = [
@@ -198,7 +201,7 @@ def rows(problems: Sequence[Mismatch], found: Sequence[Moved]) -> list[str] | No
         for m in problems
         if m.leaf not in elsewhere
     ]
-    return [*map(str, found), *others]
+    return [*map(str, several), *others]
 
 
 def advice(

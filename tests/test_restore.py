@@ -217,6 +217,17 @@ def test_a_prefix_is_told_of_one_branch_beside_other_faults(tmp_path):
     assert 'missing="init"' in text
 
 
+def test_one_leaf_elsewhere_is_told_as_a_leaf(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"model": {"w": jnp.ones(3)}, "other": jnp.ones(2)})
+    with pytest.raises(errors.RestoreMismatchError) as caught:
+        flaxckpt.load(tmp_path / "c", {"w": jnp.zeros(3)})
+    assert "w: wanted float32[3], found nothing" in str(caught.value)
+    assert r'rename(r"model/(.*)", r"\1")' in str(caught.value)
+    with pytest.raises(errors.RestoreMismatchError) as caught:
+        flaxckpt.load(tmp_path / "c", {"net": {"w": jnp.zeros(3)}})
+    assert "rename" not in str(caught.value)
+
+
 def test_leaves_of_other_shapes_or_other_models_are_no_moved_ones(tmp_path):
     params = {"decoder": layers(2), "wide": {"layer_0": {"kernel": jnp.ones((9, 9))}}}
     flaxckpt.save(tmp_path / "c", params)

@@ -274,6 +274,20 @@ def test_a_run_whose_mask_differs_by_layer_is_resumed_with_all_moments(
     assert "nobody knows" not in caplog.text
 
 
+def test_layers_in_a_container_of_their_own_are_resumed_without_a_warning(
+    tmp_path, caplog
+):
+    own = {"blocks": {str(i): {"w": {"kernel": jnp.ones((4, 4))}} for i in range(3)}}
+    tx = optax.masked(optax.adam(1e-3), {"blocks": {"0": True, "1": True, "2": False}})
+    state = filled({"params": own, "opt_state": tx.init(own)})
+    change = stack(r"params/blocks/(\d+)/(.*)", r"params/blocks/\2")
+    with flaxckpt.Checkpointer(tmp_path, transforms=[change]) as ckpt:
+        ckpt.save(1, state).wait()
+        found = ckpt.restore(jax.tree.map(np.zeros_like, state))
+    jax.tree.map(np.testing.assert_array_equal, state, found)
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
 def dict_mask(tree):
     """A mask by layer, of a dict of any class."""
     return jax.tree_util.tree_map_with_path(

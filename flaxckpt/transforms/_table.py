@@ -319,7 +319,7 @@ def replace(
     for paths in list(members.values())[1:]:
         for path in paths.values():
             direct.pop(path, None)
-    _tell_of_lost(mirrored, direct)
+    _tell_of_lost(mirrored, direct, table)
     rows: dict[LeafPath, list[Row]] = {}
     gone: set[LeafPath] = set()
     new_paths: dict[LeafPath, list[LeafPath]] = {}
@@ -367,13 +367,17 @@ def _agreed(
     return agreed
 
 
-def _tell_of_lost(mirrored: Mirrors, chosen: Mapping[LeafPath, LeafPath]) -> None:
+def _tell_of_lost(
+    mirrored: Mirrors, chosen: Mapping[LeafPath, LeafPath], table: LeafTable
+) -> None:
     """Warns of moments that look like those of what is changed, and do not follow."""
-    endings = {tuple(path.split("/")[-2:]) for path in chosen}
+
+    def look(path: LeafPath) -> tuple[object, ...]:
+        return *path.split("/")[-2:], table[path].info.shape
+
+    looks = {look(path) for path in chosen} if mirrored.lost else set()
     left = [
-        path
-        for path in mirrored.lost
-        if path not in chosen and tuple(path.split("/")[-2:]) in endings
+        path for path in mirrored.lost if path not in chosen and look(path) in looks
     ]
     if left:
         _log.warning(
