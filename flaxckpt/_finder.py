@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from flaxckpt import _forks, _optax, _tree
@@ -85,6 +85,8 @@ class Finder:
         table: The leaves of the checkpoint.
         structure: Its containers.
         known: What is known of the wanted leaves.
+        at: Returns the path of the stored leaf at a path, or in a box there; None if
+            there is none.
     """
 
     def __init__(
@@ -92,7 +94,9 @@ class Finder:
         table: LeafTable,
         structure: _tree.Node | LeafPath,
         known: Mapping[LeafPath, _optax.Known],
+        at: Callable[[LeafPath], LeafPath | None],
     ) -> None:
+        self._at = at
         self._table = table
         self._structure = structure
         self._known = known
@@ -123,12 +127,10 @@ class Finder:
 
     def _outside_of_transforms(self, path: LeafPath) -> list[LeafPath]:
         """The stored leaf at the path of one that no transform's state contains."""
-        for candidate in (path, f"{path}/value"):
-            leaf = self._table.get(candidate)
-            if leaf is not None and leaf.info.kind != "empty":
-                role = leaf.info.role
-                return [candidate] if role is None or not role.state_class else []
-        return []
+        if (found := self._at(path)) is None:
+            return []
+        role = self._table[found].info.role
+        return [found] if role is None or not role.state_class else []
 
     def _leaves(
         self, places: Sequence[LeafPath], tail: LeafPath, field: str
@@ -138,15 +140,14 @@ class Finder:
 
     def _leaf(self, place: LeafPath, tail: LeafPath, field: str) -> LeafPath | None:
         """The leaf `tail` of the stored transform at `place`, if it has one."""
-        path = f"{place}/{tail}" if place else tail
-        for candidate in (path, f"{path}/value"):
-            leaf = self._table.get(candidate)
-            if leaf is None or leaf.info.kind == "empty":
-                continue
-            role = leaf.info.role
-            if role is None or (role.field == field and len(_tail(role)) == len(tail)):
-                return candidate
-        return None
+        found = self._at(f"{place}/{tail}" if place else tail)
+        if found is None:
+            return None
+        role = self._table[found].info.role
+        is_same = role is None or (
+            role.field == field and len(_tail(role)) == len(tail)
+        )
+        return found if is_same else None
 
     # ---- transforms of the checkpoint -----------------------------------------------
 
@@ -261,8 +262,10 @@ class Finder:
     def _is_leaf(self, place: LeafPath, field: str) -> bool | None:
         """Whether a field of a stored container is a leaf; None if it is empty."""
         path = f"{place}/{field}" if place else field
-        leaf = self._table.get(path) or self._table.get(f"{path}/value")
-        return None if leaf and leaf.info.kind == "empty" else leaf is not None
+        leaf = self._table.get(path)
+        if leaf is not None and leaf.info.kind == "empty":
+            return None
+        return self._at(path) is not None
 
     # ---- matching transforms --------------------------------------------------------
 
@@ -441,7 +444,7 @@ def _place(info: LeafInfo) -> LeafPath | None:
     if role is None or not role.state_class or info.kind == "empty":
         return None
     tail = _tail(role)
-    path = info.path if info.path.endswith(tail) else info.path.removesuffix("/value")
+    path = info.path if info.path.endswith(tail) else _tree.without_box(info.path)
     if path == tail:
         return ""
     return path[: -len(tail) - 1] if path.endswith(f"/{tail}") else None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import itertools
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -19,6 +22,7 @@ from flaxckpt.errors import Mismatch
 
 _NEAREST_AMONG = 5_000
 _X64 = "jax_enable_x64"
+_TOPS_SHOWN = 6
 
 
 def missing(wanted: LeafInfo, table: LeafTable, *, nearest: bool = True) -> Mismatch:
@@ -26,6 +30,8 @@ def missing(wanted: LeafInfo, table: LeafTable, *, nearest: bool = True) -> Mism
     found = "nothing"
     if wanted.path in table:
         found = str(table[wanted.path].info)
+    elif f"{wanted.path}/value" in table:
+        found = f"nothing (nearest: {wanted.path}/value)"
     elif nearest and len(table) <= _NEAREST_AMONG:
         near = difflib.get_close_matches(wanted.path, table, n=1)
         found = f"nothing (nearest: {near[0]})" if near else found
@@ -96,14 +102,145 @@ def _sharding_misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
     return None
 
 
+# ---- what to do about it ----------------------------------------------------------
+
+
+class Moved(NamedTuple):
+    """Leaves that a checkpoint has below another container than they are wanted in.
+
+    Attributes:
+        wanted: The container that they are wanted in; empty for the outermost.
+        found: The one that the checkpoint has them in.
+        names: What they are called below both.
+    """
+
+    wanted: LeafPath
+    found: LeafPath
+    names: Sequence[LeafPath]
+
+    def __str__(self) -> str:
+        where = f"below {self.found}/" if self.found else "at its root"
+        them = f"{len(self.names)} leaves"
+        if self.wanted:
+            them += f" below {self.wanted}/"
+        return f"{them}: the checkpoint has them {where}"
+
+    def rename(self, table: LeafTable) -> str | None:
+        """The transform that moves them, as text; None if that would be long."""
+        pattern = f"{re.escape(self.found)}/(.*)"
+        if not self.found:
+            own = {name.split("/")[0] for name in self.names}
+            tops = dict.fromkeys(path.split("/")[0] for path in table)
+            others = [re.escape(top) for top in tops if top not in own]
+            some = [re.escape(top) for top in tops if top in own]
+            if min(len(others), len(some)) > _TOPS_SHOWN:
+                return None
+            if not others:
+                pattern = "(.*)"
+            elif len(some) <= len(others):
+                pattern = f"((?:{'|'.join(some)})(?:/.*)?)"
+            else:
+                pattern = f"((?!(?:{'|'.join(others)})(?:/|$)).*)"
+        escaped = self.wanted.replace("\\", r"\\")
+        replacement = rf"{escaped}/\1" if self.wanted else r"\1"
+        return f'rename(r"{pattern}", r"{replacement}")'
+
+
+def moved(
+    lacking: Mapping[LeafPath, LeafInfo], used: Container[LeafPath], table: LeafTable
+) -> list[Moved]:
+    """Finds out which missing leaves the checkpoint has in other containers.
+
+    Args:
+        lacking: The leaves that are not where they are wanted.
+        used: The stored leaves that others are filled with.
+        table: The checkpoint's leaves.
+    """
+    if not lacking:
+        return []
+    free = {
+        path.removesuffix("/value"): leaf.info
+        for path, leaf in table.items()
+        if leaf.info.kind != "empty" and path not in used
+    }
+    if all_of_them := _moved(lacking, free):
+        return [all_of_them]
+    branches: dict[str, dict[LeafPath, LeafInfo]] = {}
+    for path, info in lacking.items():
+        branches.setdefault(path.split("/")[0], {})[path] = info
+    some = [_moved(branch, free) for branch in branches.values() if len(branch) > 1]
+    return [found for found in some if found is not None]
+
+
+def _moved(
+    lacking: Mapping[LeafPath, LeafInfo], free: Mapping[LeafPath, LeafInfo]
+) -> Moved | None:
+    """Where all of the leaves `lacking` are among those that are `free`."""
+    first = next(iter(lacking)).split("/")
+    candidates: dict[tuple[LeafPath, LeafPath], int] = {}
+    for path in free:
+        if path.rpartition("/")[2] != first[-1] or path == "/".join(first):
+            continue
+        parts = path.split("/")
+        pairs = zip(reversed(parts), reversed(first), strict=False)
+        same = sum(
+            1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+        )
+        ends = "/".join(first[:-same]), "/".join(parts[:-same])
+        candidates[ends] = len(parts) + len(first) - 2 * same
+    for wanted, found in sorted(candidates, key=candidates.__getitem__):
+        if len(lacking) == 1 and wanted and found:
+            continue  # two leaves may be called alike by chance
+        names = [
+            path.removeprefix(f"{wanted}/") if wanted else path for path in lacking
+        ]
+        if all(
+            (not wanted or path.startswith(f"{wanted}/"))
+            and (there := free.get(f"{found}/{name}" if found else name)) is not None
+            and there.shape == info.shape
+            for name, (path, info) in zip(names, lacking.items(), strict=True)
+        ):
+            return Moved(wanted, found, names)
+    return None
+
+
+def rows(problems: Sequence[Mismatch], found: Sequence[Moved]) -> list[str] | None:
+    """The lines to show of `problems`: one for all leaves that are elsewhere alike.
+
+    None if there are no such leaves.
+    """
+    if not found:
+        return None
+    several = [each for each in found if len(each.names) > 1]
+    elsewhere = {
+        f"{each.wanted}/{name}" if each.wanted else name
+        for each in several
+        for name in each.names
+    }
+    others = [
+        f"{m.leaf}: wanted {m.wanted}, found {m.found}"
+        for m in problems
+        if m.leaf not in elsewhere
+    ]
+    return [*map(str, several), *others]
+
+
 def advice(
-    problems: Iterable[Mismatch], abstract_state: PyTree, table: LeafTable
+    problems: Iterable[Mismatch],
+    abstract_state: PyTree,
+    table: LeafTable,
+    found_elsewhere: Sequence[Moved] = (),
 ) -> str:
     """What to do about a plan that has `problems` with the leaves of `table`."""
     found = list(problems)
     wide = [m for m in found if _X64 in m.wanted]
     if wide:
         return _advice_on_width(wide, is_alone=abstract_state is None)
+    renames = [each.rename(table) for each in found_elsewhere]
+    if found_elsewhere and sum(len(each.names) for each in found_elsewhere) == len(
+        found
+    ):
+        return _move(found_elsewhere, renames, are_all=True)
     if any(m.wanted == "nothing" for m in found):
         return 'Ask for these leaves too, or pass unused="ignore".'
     if any(m.found.startswith("several") for m in found):
@@ -111,14 +248,12 @@ def advice(
             'Load into the old optimizer first, or start it afresh: optimizer="reinit".'
         )
     if all(m.found.startswith("nothing") for m in found):
-        if above := _all_below([m.leaf for m in found], table):
-            return (
-                f"The checkpoint has all of them below {above}/: ask for them"
-                f" there{_within(above)}."
-            )
+        first = ""
+        if found_elsewhere:
+            first = _move(found_elsewhere, renames, are_all=False) + " "
         return (
-            "Ask only for leaves that the checkpoint has, or pass a state with values"
-            ' and missing="init" to keep them.'
+            f"{first}Ask only for leaves that the checkpoint has, or pass a state with"
+            ' values and missing="init" to keep them.'
         )
     return (
         "Change the state to fit, or the checkpoint on the way: transforms=[...] can"
@@ -147,12 +282,20 @@ def _advice_on_width(problems: Sequence[Mismatch], *, is_alone: bool) -> str:
     )
 
 
-def _all_below(leaves: Sequence[LeafPath], table: LeafTable) -> LeafPath | None:
-    """The highest container of `table` with all of these leaves; None if none has."""
-    ends = (path for path in table if path.endswith("/" + leaves[0]))
-    above = [path.removesuffix("/" + leaves[0]) for path in ends]
-    fits = (a for a in above if all(f"{a}/{leaf}" in table for leaf in leaves))
-    return min(fits, key=lambda path: path.count("/"), default=None)
+def _move(
+    found: Sequence[Moved], renames: Sequence[str | None], *, are_all: bool
+) -> str:
+    """How to have leaves that the checkpoint has in other containers."""
+    ways = []
+    if all(renames):
+        ways.append(f"pass transforms=[{', '.join(map(str, renames))}]")
+    [only] = found if len(found) == 1 else [None]
+    if are_all and only is not None and not only.wanted:
+        ways.append(f"ask for them below {only.found}/{_within(only.found)}")
+    elif not ways:
+        ways.append("rename them by transforms=[rename({...})]")
+    text = ", or ".join(ways)
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _within(above: LeafPath) -> str:

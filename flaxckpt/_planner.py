@@ -32,6 +32,9 @@ from flaxckpt.transforms import _table as _transforms
 
 _log = logging.getLogger(__name__)
 
+_OURS = "flaxckpt"
+"""What metadata call our own format."""
+
 
 # ---- planning ---------------------------------------------------------------------
 
@@ -178,7 +181,7 @@ class _Planner:
         self._problems: list[Mismatch] = []
         self._used: set[LeafPath] = set()
         self._as_asked: set[LeafPath] = set()
-        self._finder = Finder(table, stored.structure, self._roles)
+        self._finder = Finder(table, stored.structure, self._roles, self._at)
 
     @_forks.lazy
     def _can_init(self) -> tuple[str, ...]:
@@ -278,12 +281,49 @@ class _Planner:
 
     def _at(self, path: LeafPath) -> LeafPath | None:
         """The stored leaf at `path`; Orbax adds the field of a box or of NNX."""
-        boxed = (f"{path}/{field}" for field in _tree.BOX_FIELDS)
-        for candidate in (path, *boxed):
-            leaf = self._table.get(candidate)
-            if leaf is not None and leaf.info.kind != "empty":
-                return candidate
+        leaf = self._table.get(path)
+        if leaf is not None and leaf.info.kind != "empty":
+            return path
+        for field in _tree.BOX_FIELDS:
+            in_box = f"{path}/{field}"
+            leaf = self._table.get(in_box)
+            if leaf is None or leaf.info.kind == "empty":
+                continue
+            if self._may_be_box(path):
+                return in_box
         return None
+
+    def _may_be_box(self, path: LeafPath) -> bool:
+        """Whether a stored container may be the box of a leaf, by what it holds.
+
+        Other formats write boxes as dicts of one leaf. Ours has none, unless a
+        conversion took them over: there the wanted leaf must be in a box, too.
+        """
+        is_ours = self._stored.metadata.format == _OURS
+        return path in self._single and (not is_ours or path in self._boxed)
+
+    @_forks.lazy
+    def _single(self) -> set[LeafPath]:
+        """The containers of the checkpoint that hold one leaf, named as in a box."""
+        others: set[LeafPath] = set()
+        seen: set[LeafPath] = set()
+        for path in self._table:
+            inner = path
+            while inner:
+                container, _, name = inner.rpartition("/")
+                is_in_box = name in _tree.BOX_FIELDS and inner is path
+                if not is_in_box or container in seen:
+                    others.add(container)
+                if container in seen:
+                    break  # and so are the containers around it
+                seen.add(container)
+                inner = container
+        return seen - others
+
+    @_forks.lazy
+    def _boxed(self) -> frozenset[LeafPath]:
+        """The wanted leaves that are in boxes."""
+        return frozenset(_tree.boxed(self._flat.structure))
 
     def _take(self, path: LeafPath, leaf: Leaf, source_path: LeafPath) -> None:
         wanted, found = leaf.info, self._table[source_path]

@@ -33,7 +33,14 @@ from flaxckpt import (
     datasets,
     errors,
 )
-from flaxckpt._info import CheckpointMetadata, LeafInfo, Lineage, Stored, StoredLeaf
+from flaxckpt._info import (
+    CheckpointMetadata,
+    LeafInfo,
+    LeafTable,
+    Lineage,
+    Stored,
+    StoredLeaf,
+)
 from flaxckpt._plan import RestorePlan
 from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.errors import Mismatch
@@ -182,6 +189,7 @@ def _digest(stored: Stored) -> str | None:
         return None
 
 
+@_collector.paused()
 def plan(
     path: PathLike,
     abstract_state: PyTree,
@@ -206,6 +214,7 @@ def plan(
     return _planner.make(stored, abstract_state, options)[0]
 
 
+@_collector.paused()
 def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
     """Describes a checkpoint without reading any array.
 
@@ -276,10 +285,12 @@ def restore(
     start = time.monotonic()
     planned, recipe = _planner.make(stored, abstract_state, options)
     if planned.problems:
+        elsewhere = [] if options.transforms else _elsewhere(planned, stored.table)
         raise errors.RestoreMismatchError(
             planned.path,
             planned.problems,
-            _fit.advice(planned.problems, abstract_state, stored.table),
+            _fit.advice(planned.problems, abstract_state, stored.table, elsewhere),
+            shown=_fit.rows(planned.problems, elsewhere),
         )
     jobs: Sequence[_read.ReadJob] = recipe.jobs
     if options.read_once and _multihost.process_count() > 1:
@@ -335,6 +346,24 @@ def _placed_numbers(
     if too_large:
         raise errors.RestoreMismatchError(path, too_large)
     return placed
+
+
+def _elsewhere(planned: RestorePlan, table: LeafTable) -> list[_fit.Moved]:
+    """Leaves that are wanted in one container, and stored in another."""
+    lacking = {
+        path: leaf.wanted
+        for path, leaf in planned.leaves.items()
+        if leaf.wanted is not None
+        and leaf.actions == ("conflict",)
+        and not leaf.sources
+    }
+    used = {
+        source
+        for leaf in planned.leaves.values()
+        if leaf.wanted is not None
+        for source in leaf.sources
+    }
+    return _fit.moved(lacking, used, table)
 
 
 def _check_current(stored: Stored) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from flaxckpt import (
     _collector,
     _events,
+    _flax,
     _joint,
     _locate,
     _marks,
@@ -218,9 +219,28 @@ class Restores:
         if metadata.transforms != _transforms.describe(self._transforms):
             return wanted.options
         undoing = _transforms.undoing(self._transforms)
+        if undoing is None:
+            if not wanted.options.transforms:  # which may undo them
+                self._check_unchanged(metadata, wanted.state)
+            return wanted.options
         return dataclasses.replace(
             wanted.options, transforms=(*undoing, *wanted.options.transforms)
         )
+
+    def _check_unchanged(self, metadata: CheckpointMetadata, state: PyTree) -> None:
+        """Refuses to take values that transforms have changed for those of `state`."""
+        changed = _transforms.changed_in_place(
+            self._transforms, _flax.flatten(state).table
+        )
+        if changed:
+            made = ", ".join(metadata.transforms)
+            raise errors.OptionError(
+                f"{metadata.path} was saved with {made[:500]}, which cannot be undone:"
+                f" {len(changed)} leaves of it are not what the run had:\n"
+                + errors.rows(changed)
+                + "\nPass to restore what undoes that, as transforms=[...], or give"
+                " map_leaf its inverse=. flaxckpt.load takes the values as they are."
+            )
 
     # ---- what is damaged ----------------------------------------------------------
 

@@ -274,6 +274,44 @@ def has_optimizer(state: PyTree) -> bool:
     return bool(_optax.roles(flat.structure, flat.optimizer_states))
 
 
+@_collector.paused()
+def trouble_undoing(state: PyTree, transforms: Sequence[Transform]) -> str | None:
+    """Says what a run that saves `state` with `transforms` would not get back.
+
+    None if it gets back all but what it drops.
+    """
+    flat = _flax.flatten(state)
+    table = _optax.with_roles(
+        flat.table, _optax.roles(flat.structure, flat.optimizer_states)
+    )
+    names = ", ".join(_transforms.describe(transforms))[:500]
+    try:
+        left = _transforms.not_restored(transforms, table)
+        changed = []
+        if _transforms.undoing(transforms) is None:
+            changed = _transforms.changed_in_place(transforms, table)
+    except errors.OptionError as error:
+        return (
+            f"no step of this run can be restored into its state, as {names} cannot be"
+            f" undone: {error}"
+        )
+    if changed:
+        return (
+            f"no step of this run can be restored into its state, as {names} cannot be"
+            f" undone, and changes {len(changed)} leaves: {errors.first_few(changed)}."
+            " Give map_leaf its inverse=, or pass transforms=[...] that undo it to"
+            " every restore"
+        )
+    if left:
+        return (
+            f"{len(left)} leaves start afresh whenever this run resumes, as {names}"
+            f" cannot bring them along: {errors.first_few(left)}. Leave out the"
+            " transform, or use an optimizer whose moments have the shapes of their"
+            " parameters"
+        )
+    return None
+
+
 def planned(
     flat: _flax.FlatState, options: Options
 ) -> tuple[LeafTable, _tree.Node | LeafPath]:

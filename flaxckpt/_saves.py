@@ -89,6 +89,7 @@ class Saves:
         self._pending_step: int | None = None
         self._saved: _write.Previous | None = None  # by the last save of ours
         self._own: set[int] = set()
+        self._has_undone = False  # its transforms, on trial
 
     def save(self, asked: Asked) -> SaveHandle:
         """Begins a save when the one before it has ended."""
@@ -162,7 +163,17 @@ class Saves:
             together=together,
             marks=self._run.marks_of_new(overwrite=overwrite),
         )
-        return _save.take(final, asked.state, options)
+        snapshot = _save.take(final, asked.state, options)
+        self._try_undoing(asked.state)
+        return snapshot
+
+    def _try_undoing(self, state: PyTree) -> None:
+        """Warns, once, of leaves that the run's own restores would not bring back."""
+        if self._has_undone or not self._shared.transforms:
+            return
+        self._has_undone = True
+        if problem := _save.trouble_undoing(state, self._shared.transforms):
+            _log.warning("%s", problem)
 
     def _options(self, step: int, **given: Any) -> _commit.Options:
         return dataclasses.replace(
@@ -258,7 +269,9 @@ class Saves:
         """Does what a save does at first, and returns how many bytes it would store."""
         path = self._run.saves_in / "rehearsal" / self._run.format.name(0)
         options = self._options(0, dataset=dataset)
-        return _save.take(path, state, options).stored_bytes
+        size = _save.take(path, state, options).stored_bytes
+        self._try_undoing(state)
+        return size
 
     def save_params_only(self, step: int, state: PyTree) -> Path | None:
         """See `Checkpointer.save_params_only`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -249,12 +250,37 @@ def _sources(leaf: Leaf, place: int) -> list[HostShard | _DevicePart]:
     if leaf.info.kind == "prng_key":
         value = jax.random.key_data(value)
     writing = _layout.writing(leaf.info, value.shape)
-    writers = _writers.Writers(writing.replicas, writing.parts, place)
+    if not value.size:
+        return []
+    grid = [
+        size // part
+        for size, part in zip(
+            value.shape, value.sharding.shard_shape(value.shape), strict=True
+        )
+    ]
+    writers = _writers.Writers(writing.replicas, writing.parts, place, math.prod(grid))
     return [
         _part(shard, value.shape, writing.slices, part)
         for shard in value.addressable_shards
-        if value.size and (part := writers.part(shard.replica_id)) is not None
+        if (part := writers.part(shard.replica_id, _number(shard, value.shape, grid)))
+        is not None
     ]
+
+
+def _number(shard: jax.Shard, shape: Shape, grid: Sequence[int]) -> int:
+    """The number of a shard in its array, the last axis fastest.
+
+    Args:
+        shard: The shard.
+        shape: Of the array.
+        grid: How many shards there are along each axis.
+    """
+    number = 0
+    for (start, _), size, count in zip(
+        region_of(shard.index, shape), shape, grid, strict=True
+    ):
+        number = number * count + start * count // size
+    return number
 
 
 def _part(

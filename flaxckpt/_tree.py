@@ -393,6 +393,16 @@ def key_paths(
         yield from key_paths(child, keys if structure.is_box else (*keys, key))
 
 
+def boxed(structure: Node | LeafPath, *, is_box: bool = False) -> Iterator[LeafPath]:
+    """The leaves of `structure` that are in boxes."""
+    if isinstance(structure, str):
+        if is_box:
+            yield structure
+        return
+    for child in structure.children:
+        yield from boxed(child, is_box=structure.is_box)
+
+
 def plain_structure(
     leaves: Iterable[tuple[LeafPath, tuple[Key, ...], str | None]],
 ) -> Node | LeafPath:

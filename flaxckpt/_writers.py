@@ -21,6 +21,10 @@ Placement: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Place: TypeAlias = Callable[[Sharding, Shape], Placement]
 
 
+_FILE_BYTES = 2**15
+"""What a file of its own costs, in terms of the bytes that are written meanwhile."""
+
+
 class Task(NamedTuple):
     """An array to be written.
 
@@ -41,28 +45,44 @@ class Writers(NamedTuple):
     """Who writes the shards of an array.
 
     Of the replicas that hold a shard, equal groups of neighbours write a part each, and
-    of each group the one in the same place.
+    of each group the one in the same place. That is another one for each shard, so that
+    an array whose shards are too small to be written in parts is divided, too.
 
     Attributes:
         replicas: How many hold each shard.
         parts: In how many parts it is written.
-        place: Of the one that writes, in its group.
+        place: Of the one that writes the first shard, in its group.
+        shards: How many shards the array has.
     """
 
     replicas: int
     parts: int
     place: int = 0
+    shards: int = 1
 
-    def part(self, replica: int) -> int | None:
-        """Which part a replica writes; None if it writes nothing."""
+    def part(self, replica: int, shard: int = 0) -> int | None:
+        """Which part of a shard a replica writes; None if it writes nothing.
+
+        Args:
+            replica: As `jax.Shard.replica_id` counts them.
+            shard: The number of the shard, the last axis of the array fastest.
+        """
         group = self.replicas // self.parts
-        return replica // group if replica % group == self.place else None
+        place = (self.place + _turn(shard, self.shards, group)) % group
+        return replica // group if replica % group == place else None
+
+
+def _turn(shard: Any, shards: int, group: int) -> Any:
+    """By how many places the writer of a shard is beyond that of the first."""
+    return shard * group // shards
 
 
 def assign(
     tasks: Sequence[Task], processes: int, place: Place | None = None
 ) -> tuple[list[int], list[int]]:
-    """Decides who writes what: the largest first, where least is to be written so far.
+    """Decides who writes what: the largest first, where least is to be done so far.
+
+    That is bytes to write and files to make.
 
     Args:
         tasks: The arrays, in an order that all processes have in common.
@@ -75,19 +95,23 @@ def assign(
     """
     place = place or placement
     loads = np.zeros(processes, np.int64)
+    costs = np.zeros(processes, np.int64)
     choices = [_choices(task, place) for task in tasks]
     free = []
     for number, (task, rows) in enumerate(zip(tasks, choices, strict=True)):
         if len(rows.places) == 1:
             np.add.at(loads, rows.processes[0], task.part_bytes)
+            np.add.at(costs, rows.processes[0], task.part_bytes + _FILE_BYTES)
         else:
             free.append(number)
     places = [0] * len(tasks)
     for number in sorted(free, key=lambda number: -tasks[number].part_bytes):
         rows = choices[number]
-        best = int(np.argmin(loads[rows.processes].max(axis=1)))
+        best = int(np.argmin(costs[rows.processes].max(axis=1)))
         places[number] = rows.places[best]
-        np.add.at(loads, rows.processes[best], tasks[number].part_bytes)
+        part_bytes = tasks[number].part_bytes
+        np.add.at(loads, rows.processes[best], part_bytes)
+        np.add.at(costs, rows.processes[best], part_bytes + _FILE_BYTES)
     return places, loads.tolist()
 
 
@@ -145,7 +169,9 @@ def _groups(place: Place, sharding: Sharding, shape: Shape, parts: int) -> _Choi
     processes = place(sharding, shape)
     replicas, count = processes.shape
     group = replicas // parts
-    by_place = processes.reshape(parts, group, count).swapaxes(0, 1)
+    shard = np.arange(count)[None, :]
+    turned = (np.arange(group)[:, None] + _turn(shard, count, group)) % group
+    by_place = processes.reshape(parts, group, count)[:, turned, shard].swapaxes(0, 1)
     distinct, places = np.unique(
         by_place.reshape(group, parts * count), axis=0, return_index=True
     )
@@ -156,16 +182,20 @@ def _groups(place: Place, sharding: Sharding, shape: Shape, parts: int) -> _Choi
 
 
 def placement(sharding: Sharding, shape: Shape) -> Placement:
-    """Which process has which shard, as `jax.Shard.replica_id` counts replicas."""
+    """Which process has which shard, as `jax.Shard.replica_id` counts replicas.
+
+    Shards are in the order of where they are in the array, the last axis fastest.
+    """
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         devices = sharding.mesh.devices
         processes = np.array([device.process_index for device in devices.flat])
         return on_mesh(sharding, processes.reshape(devices.shape))
-    holders: dict[str, list[int]] = {}
+    holders: dict[tuple[int, ...], list[int]] = {}
     indices: dict[Any, Any] = dict(sharding.devices_indices_map(shape))
     for device, index in indices.items():
-        holders.setdefault(str(index), []).append(device.process_index)
-    return np.array(list(holders.values()), np.int64).T
+        starts = tuple(part.start or 0 for part in index)
+        holders.setdefault(starts, []).append(device.process_index)
+    return np.array([holders[key] for key in sorted(holders)], np.int64).T
 
 
 def in_order(processes: int) -> Place:

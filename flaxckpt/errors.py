@@ -175,17 +175,24 @@ class RestoreMismatchError(CheckpointError, ValueError):
     """
 
     def __init__(
-        self, path: str, mismatches: Sequence[Mismatch], advice: str = ""
+        self,
+        path: str,
+        mismatches: Sequence[Mismatch],
+        advice: str = "",
+        *,
+        shown: Sequence[str] | None = None,
     ) -> None:
         self.path = path
         self.mismatches = tuple(mismatches)
+        if shown is None:  # else it says the same in fewer lines
+            shown = [
+                f"{m.leaf or '(root)'}: wanted {m.wanted}, found {m.found}"
+                for m in mismatches
+            ]
         super().__init__(
             f"{_count(mismatches, 'leaf', 'leaves')} of {path}"
             f" {'does' if len(mismatches) == 1 else 'do'} not fit the state:\n"
-            + rows(
-                f"{m.leaf or '(root)'}: wanted {m.wanted}, found {m.found}"
-                for m in mismatches
-            )
+            + rows(shown)
             + f"\n{advice or 'Change the state that is passed to fit the checkpoint.'}"
         )
 

@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from flaxckpt import _arguments, _flax, _layout, _optax, _tree, errors
-from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, checked_layout
+from flaxckpt import _arguments, _collector, _flax, _layout, _optax, _tree, errors
+from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, LeafTable, checked_layout
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.transforms._patterns import compile_pattern
 
@@ -28,8 +28,9 @@ __all__ = ["abstract_state", "parameter_infos"]
 _log = logging.getLogger(__name__)
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
-AxisRules: TypeAlias = Sequence[tuple[str, str | tuple[str, ...] | None]]
-LeafRules: TypeAlias = Sequence[tuple[str, PartitionSpec]]
+MeshAxes: TypeAlias = str | tuple[str, ...] | None
+AxisRules: TypeAlias = Sequence[tuple[str, MeshAxes]] | Mapping[str, MeshAxes]
+LeafRules: TypeAlias = Sequence[tuple[str, PartitionSpec]] | Mapping[str, PartitionSpec]
 
 
 def abstract_state(
@@ -55,10 +56,11 @@ def abstract_state(
             default leaves keep the shardings they have.
         rules: Logical axis -> mesh axis, as in Flax: the first rule whose mesh axis is
             still free in the array wins, and an axis without a rule is not split.
+            Pairs, or a dict.
         leaf_rules: Regular expression on the whole leaf path -> partition spec; the
-            first match wins. With any, a leaf that nothing decides is an error, so end
-            them with `(".*", P())` to replicate the rest. Scalars and leaves of size 1
-            are replicated without being asked.
+            first match wins. Pairs, or a dict. With any, a leaf that nothing decides is
+            an error, so end them with `(".*", P())` to replicate the rest. Scalars and
+            leaves of size 1 are replicated without being asked.
 
     Returns:
         The state with a `jax.ShapeDtypeStruct` for every jax array, sharded over
@@ -66,7 +68,10 @@ def abstract_state(
 
     Raises:
         PartitionError: Rules that match nothing, axes that the mesh lacks, specs that
-            do not fit. All leaves at fault are named.
+            do not fit. All leaves at fault are named. Of `rules`, which several models
+            may share, those that match nothing are a warning, if none matches, or if
+            their names are nearly those of axes without a rule.
+        OptionError: Rules that are no such pairs, or that there is no mesh for.
 
     Source: logical axis rules of Flax and T5X, leaf rules of EasyLM and fjformer.
     """
@@ -85,6 +90,22 @@ def abstract_state(
             f"{_arguments.found(init_fn_or_state)} takes no arguments, got"
             f" {len(args)}: pass them with a function that makes the state, or none"
         )
+    axis_rules = _axis_rules(rules)
+    compiled = _leaf_rules(leaf_rules)
+    if mesh is None and (axis_rules or compiled):
+        raise errors.OptionError(
+            "rules and leaf_rules say how leaves are split over a mesh: pass mesh=..."
+        )
+    return _abstracted(state, mesh, axis_rules, compiled)
+
+
+@_collector.paused()
+def _abstracted(
+    state: PyTree,
+    mesh: AnyMesh | None,
+    rules: Sequence[tuple[str, MeshAxes]],
+    leaf_rules: Sequence[_Rule],
+) -> PyTree:
     flat = _flax.flatten(state)
     specs = {} if mesh is None else _specs(state, flat, mesh, rules, leaf_rules)
     values = {
@@ -107,6 +128,7 @@ def _abstract(leaf: Leaf, mesh: AnyMesh | None, spec: PartitionSpec | None) -> A
     )
 
 
+@_collector.paused()
 def parameter_infos(state: PyTree, *, layout: ArrayLayout | None = None) -> PyTree:
     """What a save of `state` would record of each leaf.
 
@@ -137,12 +159,64 @@ class _Rule:
     is_used: bool = False
 
 
+def _leaf_rules(leaf_rules: LeafRules) -> list[_Rule]:
+    """The leaf rules that somebody has passed.
+
+    Raises:
+        OptionError: They are no pairs, or a pattern is no regular expression.
+    """
+    pairs = _pairs(leaf_rules, "leaf_rules", '(r".*/kernel", P("data", None))')
+    for pattern, spec in pairs:
+        if not isinstance(spec, PartitionSpec):
+            raise errors.OptionError(
+                f"leaf_rules must give a jax.sharding.PartitionSpec for {pattern!r},"
+                f" got {spec!r:.80}"
+            )
+    return [_Rule(compile_pattern(pattern), spec) for pattern, spec in pairs]
+
+
+def _axis_rules(rules: AxisRules) -> list[tuple[str, MeshAxes]]:
+    """The rules on logical axes that somebody has passed.
+
+    Raises:
+        OptionError: They are no pairs of names.
+    """
+    pairs = _pairs(rules, "rules", '("embed", "data")')
+    for name, axes in pairs:
+        names = axes if isinstance(axes, tuple | list) else (axes,)
+        if not isinstance(name, str) or not all(
+            isinstance(axis, str | None) for axis in names
+        ):
+            raise errors.OptionError(
+                "rules must give an axis of the mesh, a tuple of them, or None, for"
+                f" each logical axis, got {(name, axes)!r:.80}"
+            )
+    return [
+        (name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in pairs
+    ]
+
+
+def _pairs(rules: Any, what: str, example: str) -> list[tuple[Any, Any]]:
+    listed = rules.items() if isinstance(rules, Mapping) else rules
+    is_text = isinstance(listed, str | bytes)
+    if is_text or not isinstance(listed, Iterable):
+        listed = [listed]
+    pairs = list(listed)
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise errors.OptionError(
+                f"{what} must be pairs, as [{example}], or a dict of the same, got"
+                f" {pair!r:.80}"
+            )
+    return [(name, value) for name, value in pairs]
+
+
 def _specs(
     state: PyTree,
     flat: _flax.FlatState,
     mesh: AnyMesh,
-    rules: AxisRules,
-    leaf_rules: LeafRules,
+    rules: Sequence[tuple[str, MeshAxes]],
+    compiled: Sequence[_Rule],
 ) -> dict[LeafPath, PartitionSpec]:
     """The partition spec of every array of a state."""
     infos = {
@@ -150,7 +224,6 @@ def _specs(
         for path, leaf in flat.table.items()
         if leaf.info.python_type == "jax.Array"
     }
-    compiled = [_Rule(compile_pattern(pattern), spec) for pattern, spec in leaf_rules]
     axis_names = _flax.axis_names(flat.structure)
     roles = _optax.roles(flat.structure, flat.optimizer_states)
     optimizer = {path for path in infos if path in roles}
@@ -167,7 +240,8 @@ def _specs(
             faults[path] = problem
     if not faults:
         specs |= _optimizer_specs(state, infos, optimizer, specs, mesh, compiled)
-    _check_used(compiled, infos, faults)
+    _check_rules(compiled, flat.table, infos, mesh, faults)
+    _tell_of_unused(rules, axis_names.values(), mesh)
     return specs
 
 
@@ -175,7 +249,7 @@ def _decide(
     info: LeafInfo,
     axes: _flax.AxisNames | None,
     mesh: AnyMesh,
-    rules: AxisRules,
+    rules: Sequence[tuple[str, MeshAxes]],
     leaf_rules: Iterable[_Rule],
 ) -> PartitionSpec | None:
     """What the rules, the model or the present sharding say; None if nothing does."""
@@ -213,7 +287,7 @@ def _problem(info: LeafInfo, spec: PartitionSpec, mesh: AnyMesh) -> str | None:
     sizes = dict(mesh.shape)
     axes = [axis for part in spec for axis in _part_axes(part)]
     if missing := [axis for axis in axes if axis not in sizes]:
-        return f"{spec} names {missing[0]!r}, the mesh has {tuple(sizes)}"
+        return f"{spec} names {missing[0]!r}, {_has(missing[0], sizes)}"
     if len(spec) > len(info.shape):
         return f"{spec} has more parts than {info} has axes"
     if len(set(axes)) < len(axes):
@@ -308,17 +382,83 @@ def derive(
     return _optax.derive_specs(leaves, params, by_types=by_types)
 
 
-def _check_used(
+def _check_rules(
     leaf_rules: Iterable[_Rule],
+    table: LeafTable,
     infos: Mapping[LeafPath, LeafInfo],
+    mesh: AnyMesh,
     faults: dict[LeafPath, str],
 ) -> None:
+    """Refuses leaf rules that match nothing, or that name axes the mesh lacks.
+
+    Raises:
+        PartitionError: There are such rules, or `faults` already.
+    """
+    sizes = dict(mesh.shape)
     for rule in leaf_rules:
+        pattern = rule.pattern.pattern
+        lacking = sorted(_axes_of(rule.spec) - sizes.keys())
         if not rule.is_used:
-            pattern = rule.pattern.pattern
-            near = difflib.get_close_matches(pattern, infos, n=1, cutoff=0.3)
-            faults[pattern] = "matches no leaf"
-            if near:
-                faults[pattern] += f" (nearest: {near[0]})"
+            faults[pattern] = f"matches no leaf{_nearest(rule.pattern, table, infos)}"
+        elif lacking and not any(map(rule.pattern.fullmatch, faults)):
+            name = lacking[0]
+            faults[pattern] = f"{rule.spec} names {name!r}, {_has(name, sizes)}"
     if faults:
         raise errors.PartitionError(faults)
+
+
+def _nearest(
+    pattern: re.Pattern[str], table: LeafTable, infos: Mapping[LeafPath, LeafInfo]
+) -> str:
+    """What a pattern that matches no array may have been meant for."""
+    others = [path for path in table if pattern.fullmatch(path)]
+    if others:
+        return f" that jax splits ({others[0]} is {table[others[0]].info})"
+    near = difflib.get_close_matches(pattern.pattern, infos, n=1, cutoff=0.3)
+    return f" (nearest: {near[0]})" if near else ""
+
+
+def _has(name: str, axes: Iterable[str]) -> str:
+    """Says which axes the mesh has, and which of them is called most like `name`."""
+    listed = tuple(axes)
+    near = difflib.get_close_matches(str(name), listed, n=1)
+    return f"the mesh has {listed}" + (f"; nearest: {near[0]!r}" if near else "")
+
+
+def _tell_of_unused(
+    rules: Sequence[tuple[str, MeshAxes]],
+    axis_names: Iterable[_flax.AxisNames],
+    mesh: AnyMesh,
+) -> None:
+    """Warns of rules on logical axes that look like mistakes.
+
+    Rules are shared by models, and name axes of activations, too: one that matches
+    nothing is no mistake by itself.
+    """
+    names: dict[str, None] = {}
+    own: set[str] = set()
+    for axes in axis_names:
+        names |= {name: None for name in axes.names if isinstance(name, str)}
+        own |= {name for name, _ in axes.rules}
+    given = {name for name, _ in rules}
+    unused = [name for name in given if name not in names]
+    found = []
+    if rules and not names.keys() & given:
+        has = f"its axes are {', '.join(names)}" if names else "no axis has a name"
+        found.append(f"none of the rules names an axis of the state: {has}")
+    else:
+        without = names.keys() - given - own - set(mesh.axis_names)
+        found += [
+            f"the axis {name!r} has no rule; nearest: {near[0]!r}"
+            for name in without
+            if (near := difflib.get_close_matches(name, unused, n=1))
+        ]
+    sizes = dict(mesh.shape)
+    for name, axes_of_mesh in rules:
+        lacking = [axis for axis in _part_axes(axes_of_mesh) if axis not in sizes]
+        if lacking:
+            found.append(
+                f"the rule of {name!r} names {lacking[0]!r}, {_has(lacking[0], sizes)}"
+            )
+    if found:
+        _log.warning("partition rules without effect:\n%s", errors.rows(sorted(found)))

@@ -134,6 +134,7 @@ SHARED_SIBLINGS = {
     "formats._zarr2",
     "formats._zarr_chunks",
     "formats._zarr_codecs",
+    "transforms._factored",
     "transforms._mirrors",
     "transforms._parts",
     "transforms._patterns",

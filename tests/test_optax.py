@@ -287,8 +287,9 @@ def test_an_ambiguous_role_is_an_error_that_lists_the_candidates(tmp_path):
 def test_exact_looks_at_paths_only(tmp_path):
     flaxckpt.save(tmp_path / "c", state_of(ADAM, seed=1))
     wanted = state_of(optax.chain(optax.clip(1.0), ADAM))
-    with pytest.raises(flaxckpt.errors.RestoreMismatchError, match="opt_state/1/0/mu"):
+    with pytest.raises(flaxckpt.errors.RestoreMismatchError) as caught:
         flaxckpt.load(tmp_path / "c", wanted, optimizer="exact")
+    assert any(m.leaf.startswith("opt_state/1/0/mu") for m in caught.value.mismatches)
 
 
 @pytest.mark.parametrize("concrete", [True, False])

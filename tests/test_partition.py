@@ -1,5 +1,7 @@
 """The model decides how its state is split, on any mesh, for linen and NNX."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -231,6 +233,19 @@ def test_devices_that_hold_the_same_share_the_writing(tmp_path):
             "matches no leaf.*nearest: params",
         ),
         ({"leaf_rules": [("(", P())]}, "no regular expression"),
+        ({"leaf_rules": {"params/.*/kernal": P()}}, "matches no leaf.*nearest: params"),
+        ({"leaf_rules": [(".*", P()), (".*/bias", P("modle"))]}, "nearest: 'model'"),
+        ({"leaf_rules": [(".*", P("dta"))]}, "'dta'.*nearest: 'data'"),
+        ({"leaf_rules": [(".*", P()), ("host/.*", P())]}, "host/w is float32"),
+        ({"leaf_rules": ["params/.*"]}, "leaf_rules must be pairs.*or a dict"),
+        ({"leaf_rules": "params/.*"}, "leaf_rules must be pairs.*got 'params"),
+        ({"leaf_rules": P("data")}, "leaf_rules must be pairs"),
+        ({"leaf_rules": {".*": "data"}}, "PartitionSpec for '.*', got 'data'"),
+        ({"leaf_rules": {".*": ("data", None)}}, "PartitionSpec for '.*'"),
+        ({"leaf_rules": [(1, P())]}, "pattern must be a regular expression"),
+        ({"rules": ["embed"]}, "rules must be pairs.*or a dict"),
+        ({"rules": {"embed": 3}}, "rules must give an axis of the mesh"),
+        ({"rules": {"embed": "modle"}}, "'modle', the mesh has.*nearest: 'model'"),
         ({"leaf_rules": [(".*", P()), ("0", P())]}, "0: matches no leaf"),
         ({"leaf_rules": [(".*/kernel", P("data"))]}, "params/inner/bias.*no rule"),
         ({"leaf_rules": [(".*", P("rows"))]}, "'rows', the mesh has"),
@@ -250,12 +265,59 @@ def test_rules_that_do_not_fit_are_one_error_that_names_every_leaf(options, mess
             state = nnx.eval_shape(lambda: Nnx(nnx.Rngs(0)))
     else:
         state = jax.eval_shape(lambda: {"params": linen_state().params})
+        state["host"] = {"w": np.ones(3, "float32")}
     with pytest.raises(
         (errors.PartitionError, errors.OptionError), match=f"(?s){message}"
     ) as info:
         flaxckpt.abstract_state(state, mesh=MESHES["abstract auto"], **options)
     assert isinstance(info.value, ValueError)
     assert len(str(info.value).splitlines()) < 15
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_rules_may_be_dicts(kind):
+    state = linen_state()
+    if kind == "nnx":
+        with nnx.use_eager_sharding(False):
+            state = nnx.eval_shape(lambda: Nnx(nnx.Rngs(0)))
+    mesh = MESHES["abstract auto"]
+    leaf_rules = [(".*/kernel", P("data")), (".*", P())]
+    for given in ({"rules": RULES}, {"leaf_rules": leaf_rules}):
+        [(name, pairs)] = given.items()
+        wanted = flaxckpt.abstract_state(state, mesh=mesh, **given)
+        found = flaxckpt.abstract_state(state, mesh=mesh, **{name: dict(pairs)})
+        for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+            assert getattr(a, "sharding", None) == getattr(b, "sharding", None)
+
+
+@pytest.mark.parametrize("given", [{"rules": RULES}, {"leaf_rules": {".*": P()}}])
+def test_rules_without_a_mesh_are_refused(given):
+    with pytest.raises(errors.OptionError, match="pass mesh="):
+        flaxckpt.abstract_state({"w": jnp.ones(4)}, **given)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"embd": "data", "mlp": "model"}, "'embed' has no rule; nearest: 'embd'"),
+        ({"heads": "model"}, "none of the rules names an axis.*embed, mlp"),
+        ({"embed": None, "mlp": None, "heads": "tensor"}, "'heads' names 'tensor'"),
+        ({"embed": "data", "mlp": None, "batch": "dat"}, "nearest: 'data'"),
+    ],
+)
+def test_rules_on_axes_that_have_no_effect_are_a_warning(caplog, rules, message):
+    mesh = MESHES["abstract auto"]
+    flaxckpt.abstract_state({"params": linen_state().params}, mesh=mesh, rules=rules)
+    [told] = [r.getMessage() for r in caplog.records if "rules" in r.getMessage()]
+    assert re.search(message, told, re.DOTALL), told
+
+
+def test_rules_that_activations_need_are_no_mistake(caplog):
+    mesh = MESHES["abstract auto"]
+    flaxckpt.abstract_state({"params": linen_state().params}, mesh=mesh, rules=RULES)
+    assert "rules" not in caplog.text
+    flaxckpt.abstract_state({"params": {"w": jnp.ones(4)}}, mesh=mesh, rules=RULES)
+    assert "no axis has a name" in caplog.text
 
 
 # ---- moving between meshes ---------------------------------------------------------

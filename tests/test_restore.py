@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 
 import jax
@@ -10,12 +11,13 @@ import numpy as np
 import optax
 import pytest
 import strategies
+from flax import nnx
 from flax.training import train_state
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxckpt
-from flaxckpt import _dtypes, _read, errors
+from flaxckpt import _dtypes, _read, errors, transforms
 
 STATE = {
     "params": {"dense": {"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)}},
@@ -145,7 +147,9 @@ def test_a_state_that_stands_higher_in_the_checkpoint_is_told_where(tmp_path):
     flaxckpt.save(tmp_path / "keys", {"opt_state": moments, "params": params})
     with pytest.raises(errors.RestoreMismatchError, match=r'as \{"params": state\}'):
         flaxckpt.load(tmp_path / "keys", params)
-    with pytest.raises(errors.RestoreMismatchError, match="below opt_state/0/: ask"):
+    with pytest.raises(
+        errors.RestoreMismatchError, match="ask for them below opt_state/0/"
+    ):
         flaxckpt.load(tmp_path / "keys", moments[0])
     with pytest.raises(errors.RestoreMismatchError, match='missing="init"'):
         flaxckpt.load(tmp_path / "keys", {**params, "head": jnp.ones(3)})
@@ -153,6 +157,128 @@ def test_a_state_that_stands_higher_in_the_checkpoint_is_told_where(tmp_path):
     with pytest.raises(errors.RestoreMismatchError, match=r"as \(state,\)"):
         flaxckpt.load(tmp_path / "pair", params)
     strategies.assert_same((params,), flaxckpt.load(tmp_path / "pair", (params,)))
+
+
+def layers(count=10):
+    return {
+        f"layer_{i}": {
+            "kernel": jnp.full((4, 2), i + 1.0),
+            "bias": jnp.full(2, i + 1.0),
+        }
+        for i in range(count)
+    }
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        (lambda p: {"model": {"params": p}}, lambda p: {"params": p}),
+        (lambda p: {"params": p}, lambda p: {"model": {"params": p}}),
+        (lambda p: p, lambda p: {"params": p}),
+        (lambda p: {"params": p}, lambda p: p),
+        (
+            lambda p: {"a.b": {"params": p}, "other": 1},
+            lambda p: {"net": p, "other": 0},
+        ),
+        (lambda p: {**p, "other": 1}, lambda p: {"params": p, "other": 0}),
+        (lambda p: {"x": [p, 2], "y": p}, lambda p: {"z": {"params": p}, "y": p}),
+    ],
+)
+def test_one_missing_prefix_is_one_line_with_the_rename_to_paste(
+    tmp_path, stored, wanted
+):
+    flaxckpt.save(tmp_path / "c", stored(layers()))
+    empty = jax.tree.map(jnp.zeros_like, layers())
+    with pytest.raises(errors.RestoreMismatchError) as caught:
+        flaxckpt.load(tmp_path / "c", wanted(empty))
+    text = str(caught.value)
+    assert len(text.splitlines()) == 3, text
+    assert "20 leaves" in text.splitlines()[1]
+    assert len(caught.value.mismatches) == 20
+    pasted = re.search(r"transforms=(\[rename\(.*?\)\])", text)[1]
+    steps = eval(pasted, {"rename": transforms.rename})
+    found = flaxckpt.load(tmp_path / "c", wanted(empty), transforms=steps)
+    wanted_leaves = jax.tree.leaves(wanted(layers()))
+    for a, b in zip(wanted_leaves, jax.tree.leaves(found), strict=True):
+        np.testing.assert_array_equal(np.shape(a), np.shape(b))
+        if np.ndim(a):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_a_prefix_is_told_of_one_branch_beside_other_faults(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"model": {"params": layers()}, "step": 3})
+    wanted = {"params": layers(), "extra": jnp.ones(3), "step": 0}
+    with pytest.raises(errors.RestoreMismatchError) as caught:
+        flaxckpt.load(tmp_path / "c", wanted)
+    text = str(caught.value)
+    assert len(text.splitlines()) == 4, text
+    assert r'rename(r"model/(.*)", r"\1")' in text
+    assert "extra: wanted" in text
+    assert 'missing="init"' in text
+
+
+def test_one_leaf_elsewhere_is_told_as_a_leaf(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"model": {"w": jnp.ones(3)}, "other": jnp.ones(2)})
+    with pytest.raises(errors.RestoreMismatchError) as caught:
+        flaxckpt.load(tmp_path / "c", {"w": jnp.zeros(3)})
+    assert "w: wanted float32[3], found nothing" in str(caught.value)
+    assert r'rename(r"model/(.*)", r"\1")' in str(caught.value)
+    with pytest.raises(errors.RestoreMismatchError) as caught:
+        flaxckpt.load(tmp_path / "c", {"net": {"w": jnp.zeros(3)}})
+    assert "rename" not in str(caught.value)
+
+
+def test_leaves_of_other_shapes_or_other_models_are_no_moved_ones(tmp_path):
+    params = {"decoder": layers(2), "wide": {"layer_0": {"kernel": jnp.ones((9, 9))}}}
+    flaxckpt.save(tmp_path / "c", params)
+    for lacking in (
+        {"encoder": layers(2)},  # the decoder is asked for itself
+        {"narrow": {"layer_0": {"kernel": jnp.ones((4, 2))}}},
+    ):
+        with pytest.raises(errors.RestoreMismatchError) as caught:
+            flaxckpt.load(tmp_path / "c", {**params, **lacking})
+        assert "rename" not in str(caught.value)
+
+
+# ---- boxes ------------------------------------------------------------------------
+
+
+def test_a_leaf_does_not_take_the_value_of_a_dict(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"w": {"value": jnp.ones(3)}, "v": jnp.ones(3)})
+    wanted = {"w": jnp.zeros(3), "v": jnp.zeros(3)}
+    with pytest.raises(errors.RestoreMismatchError, match=r"w: wanted .*w/value"):
+        flaxckpt.load(tmp_path / "c", wanted)
+    found = flaxckpt.load(
+        tmp_path / "c", {**wanted, "w": jnp.full(3, 7.0)}, missing="init"
+    )
+    np.testing.assert_array_equal(found["w"], np.full(3, 7.0))
+
+
+def orbax_saved(path, state):
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(path, state)
+
+
+def test_boxes_of_other_formats_and_of_conversions_are_opened(tmp_path):
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    kernel = model.kernel.get_value()
+    boxed = {"kernel": {"value": kernel}, "bias": {"value": jnp.ones(2)}}
+    orbax_saved(tmp_path / "orbax", boxed)
+    plain = {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(2)}
+    found = flaxckpt.load(tmp_path / "orbax", plain)
+    np.testing.assert_array_equal(found["kernel"], kernel)
+    flaxckpt.convert(tmp_path / "orbax", tmp_path / "ours")
+    found = flaxckpt.load(tmp_path / "ours", nnx.Linear(3, 2, rngs=nnx.Rngs(1)))
+    np.testing.assert_array_equal(found.kernel.get_value(), kernel)
+
+
+def test_a_dict_with_more_than_a_value_is_no_box(tmp_path):
+    for name, more in (("leaf", jnp.ones(2)), ("container", {"deep": jnp.ones(2)})):
+        orbax_saved(tmp_path / name, {"w": {"value": jnp.ones(3), "more": more}})
+        with pytest.raises(errors.RestoreMismatchError):
+            flaxckpt.load(tmp_path / name, {"w": jnp.zeros(3)})
 
 
 def test_missing_leaves_may_keep_their_values(path):

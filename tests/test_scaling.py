@@ -209,6 +209,42 @@ def test_the_garbage_collector_goes_on_after_a_pause():
     assert gc.isenabled()
 
 
+def test_no_garbage_is_collected_while_something_is_planned(tmp_path):
+    mesh = AbstractMesh((2,), ("x",))
+    split = NamedSharding(mesh, PartitionSpec("x"))
+    leaf = jax.ShapeDtypeStruct((4,), "float32", sharding=split)
+    abstract = {f"w{i}": leaf for i in range(200)}
+    state = {name: np.ones(4, "float32") for name in abstract}
+    flaxckpt.save(tmp_path / "c", state)
+    with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
+        work = {
+            "plan": lambda: flaxckpt.plan(tmp_path / "c", state),
+            "metadata": lambda: flaxckpt.metadata(tmp_path / "c"),
+            "simulate": lambda: flaxckpt.simulate(abstract, processes=2),
+            "abstract_state": lambda: flaxckpt.abstract_state(
+                abstract, mesh=mesh, leaf_rules={".*": PartitionSpec()}
+            ),
+            "parameter_infos": lambda: flaxckpt.partition.parameter_infos(abstract),
+            "rehearse": lambda: ckpt.rehearse(state),
+        }
+        begun = []
+        before = gc.get_threshold()
+        gc.callbacks.append(lambda phase, info: begun.append(phase))
+        gc.set_threshold(200)
+        try:
+            found = {}
+            for name, plan in work.items():
+                plan()
+                begun.clear()
+                plan()
+                found[name] = begun.count("start")
+        finally:
+            gc.set_threshold(*before)
+            gc.callbacks.pop()
+    # What is begun right after a pause is not begun within.
+    assert max(found.values()) <= 3, found
+
+
 def test_a_garbage_collector_that_is_off_stays_off():
     gc.disable()
     try:

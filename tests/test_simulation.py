@@ -72,6 +72,27 @@ def test_few_large_leaves_are_divided_too(store):
     assert found.store == store
 
 
+def test_few_small_leaves_are_divided_by_their_shards():
+    mesh = AbstractMesh((8, 4), ("data", "model"))
+    split = NamedSharding(mesh, P("model"))
+    leaf = jax.ShapeDtypeStruct((256, 256), "float32", sharding=split)
+    for store in ("files", "ocdbt"):
+        found = flaxckpt.simulate(
+            {"a": leaf, "b": leaf}, processes=8, layout=ArrayLayout(store=store)
+        )
+        assert found.balance == 1
+    assert "are not cut" not in str(found)
+
+
+def test_the_report_says_why_small_leaves_are_written_by_few():
+    mesh = AbstractMesh((8, 4), ("data", "model"))
+    whole = NamedSharding(mesh, P())
+    leaf = jax.ShapeDtypeStruct((256, 256), "float32", sharding=whole)
+    found = flaxckpt.simulate({"a": leaf, "b": leaf}, processes=8)
+    assert found.balance == 4
+    assert "(4.000 x)\n" + 22 * " " + "shards under 1 MiB" in str(found)
+
+
 def test_each_process_reads_what_its_devices_need(terabyte):
     # A process has all of `model`, of one place on `fsdp`, which has 8.
     share = max(terabyte.read_bytes) / terabyte.total_bytes

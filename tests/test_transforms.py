@@ -288,6 +288,59 @@ def test_missing_parts_and_unlike_ones_are_refused(saved):
         flaxckpt.load(saved, transforms=[stack(r"params/(.*)/kernel", "params/k")])
 
 
+def test_a_leaf_that_only_some_layers_have_is_not_stacked(tmp_path):
+    def layer(*names):
+        return {name: jnp.ones(2) for name in names}
+
+    # Two stacks of different depth are none of each other's business.
+    state = {
+        "encoder": {f"layers_{i}": layer("w") for i in range(3)},
+        "decoder": {f"layers_{i}": layer("w") for i in range(2)},
+    }
+    flaxckpt.save(tmp_path / "two", state)
+    both = stack(r"(\w+)/layers_(?P<i>\d+)/(.*)", r"\1/layers/\3")
+    found = flaxckpt.load(tmp_path / "two", transforms=[both])
+    assert found["encoder"]["layers"]["w"].shape == (3, 2)
+    assert found["decoder"]["layers"]["w"].shape == (2, 2)
+    for odd, lacking in (("layers_0", "1, 2"), ("layers_2", "0, 1")):
+        state["encoder"][odd] = layer("w", "relative_bias")
+        flaxckpt.save(tmp_path / odd, state)
+        with pytest.raises(errors.OptionError) as caught:
+            flaxckpt.load(tmp_path / odd, transforms=[both])
+        assert f"layers/relative_bias lacks its parts {lacking}" in str(caught.value)
+        assert "Choose a pattern that leaves out" in str(caught.value)
+        only_w = stack(r"(\w+)/layers_(?P<i>\d+)/(w)", r"\1/layers/\3")
+        found = flaxckpt.load(tmp_path / odd, transforms=[only_w])
+        assert found["encoder"][odd]["relative_bias"].shape == (2,)
+        state["encoder"][odd] = layer("w")
+
+
+@pytest.mark.parametrize("written_by", ["flaxckpt", "orbax"])
+def test_a_parameter_may_be_called_value(tmp_path, written_by):
+    params = {"a": {"value": jnp.arange(3.0), "key": jnp.ones(3)}}
+    tx = optax.adam(1e-3)
+    _, moments = tx.update(params, tx.init(params))
+    state = {"params": params, "opt_state": moments}
+    if written_by == "orbax":
+        import orbax.checkpoint as ocp
+
+        with ocp.StandardCheckpointer() as writer:
+            writer.save(tmp_path / "c", state)
+    else:
+        flaxckpt.save(tmp_path / "c", state)
+    found = flaxckpt.load(
+        tmp_path / "c", transforms=[rename(r"params/a/(.*)", r"params/b/\1")]
+    )
+    mu = jax.tree_util.tree_leaves_with_path(found["opt_state"])
+    there = [jax.tree_util.keystr(k, simple=True, separator="/") for k, _ in mu]
+    assert sum(path.endswith("b/value") for path in there) == 2
+    assert not any("a/value" in path for path in there)
+    chained = optax.chain(optax.clip(1.0), optax.adam(1e-3))
+    wanted = {"params": params, "opt_state": chained.init(params)}
+    found = flaxckpt.load(tmp_path / "c", wanted)
+    assert_equal(moments[0].mu, found["opt_state"][1][0].mu)
+
+
 def test_a_fused_projection_is_split_and_fused(tmp_path):
     qkv = jax.random.normal(jax.random.key(0), (8, 24))
     params = {"attn": {"qkv": {"kernel": qkv}}, "mlp": jnp.ones((8, 8))}
@@ -388,6 +441,14 @@ def test_any_transposition_is_undone(axes):
     turn = transpose("a", axes)
     x = jnp.arange(24).reshape(2, 3, 4)
     np.testing.assert_array_equal(turn.inverse().fn(turn.fn(x)), x)
+
+
+def test_a_map_without_an_inverse_says_how_to_give_it_one(saved):
+    plain = map_leaf("params/head/bias", lambda x: x + 1)
+    with pytest.raises(errors.OptionError, match=r"map_leaf\(.*, inverse=\.\.\.\)"):
+        transforms.inverse([plain])
+    with pytest.raises(errors.OptionError, match="it loses what was there before"):
+        transforms.inverse([grow("params/head/bias", 0, 5)])
 
 
 def test_a_map_is_undone_by_the_inverse_that_it_was_given(saved, state):

@@ -1,6 +1,5 @@
 """Who writes what: every part once, and every process equally much."""
 
-import itertools
 import math
 
 import jax
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxckpt import _writers
+from flaxckpt import _snapshot, _writers
 
 MIB = 2**20
 AXES = ("a", "b", "c")
@@ -53,13 +52,16 @@ def test_every_part_of_every_shard_has_one_writer(drawn, data):
         holders = place(task.sharding, ())
         replicas, shards = holders.shape
         assert replicas * shards == mesh.size
-        writers = _writers.Writers(replicas, task.parts, chosen)
-        parts = {
-            r: part for r in range(replicas) if (part := writers.part(r)) is not None
-        }
-        assert sorted(parts.values()) == list(range(task.parts))
-        for replica, shard in itertools.product(parts, range(shards)):
-            expected[holders[replica, shard]] += task.part_bytes
+        writers = _writers.Writers(replicas, task.parts, chosen, shards)
+        for shard in range(shards):
+            parts = {
+                r: part
+                for r in range(replicas)
+                if (part := writers.part(r, shard)) is not None
+            }
+            assert sorted(parts.values()) == list(range(task.parts))
+            for replica in parts:
+                expected[holders[replica, shard]] += task.part_bytes
     assert loads == expected.tolist()
 
 
@@ -74,10 +76,48 @@ def test_equal_arrays_that_all_have_are_divided_equally(drawn, count):
 def test_the_largest_arrays_go_first_to_whoever_has_least():
     mesh = AbstractMesh((2, 2), ("data", "model"))
     everywhere = NamedSharding(mesh, P())
-    one = [_writers.Task(everywhere, (), 1, size) for size in (1, 2, 3, 10, 4)]
+    sizes = [size * MIB for size in (1, 2, 3, 10, 4)]
+    one = [_writers.Task(everywhere, (), 1, size) for size in sizes]
     places, loads = _writers.assign(one, 2, _writers.in_order(2))
-    assert loads == [10, 10]
+    assert loads == [10 * MIB, 10 * MIB]
     assert [places[i] for i in (3, 4, 2, 1, 0)] == [0, 2, 2, 2, 2]
+
+
+def test_an_array_in_shards_is_divided_though_none_is_written_in_parts():
+    mesh = AbstractMesh((8, 4), ("data", "model"))
+    split = _writers.Task(NamedSharding(mesh, P("model")), (), 1, MIB)
+    for count, most in ((1, MIB), (2, MIB), (3, 2 * MIB), (8, 4 * MIB)):
+        _, loads = _writers.assign([split] * count, 8, _writers.in_order(8))
+        assert (sum(loads), max(loads)) == (count * 4 * MIB, most)
+
+
+def test_tiny_arrays_are_not_all_written_by_one():
+    """Whoever has a little less to write than the others does not make all files."""
+    mesh = AbstractMesh((8,), ("data",))
+    whole = NamedSharding(mesh, P())
+    large = [_writers.Task(whole, (), 1, MIB)] * 7
+    large.append(_writers.Task(whole, (), 1, MIB - 4096))
+    tiny = [_writers.Task(whole, (), 1, 4)] * 800
+    places, _ = _writers.assign([*large, *tiny], 8, _writers.in_order(8))
+    files = np.bincount(places[8:], minlength=8)
+    assert 95 <= files.min() <= files.max() <= 105
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [P("x"), P(None, "x"), P("y", "x"), P(("y", "x")), P(("z", "x"), "y"), P("x", "z")],
+)
+def test_shards_are_numbered_alike_where_they_are_and_in_plans(spec):
+    devices = np.array(jax.devices()[:8])[[3, 1, 0, 2, 7, 5, 6, 4]]
+    mesh = Mesh(devices.reshape(2, 2, 2), ("x", "y", "z"))
+    sharding = NamedSharding(mesh, spec)
+    array = jax.device_put(np.zeros((8, 8)), sharding)
+    grid = [8 // size for size in sharding.shard_shape((8, 8))]
+    ids = np.array([device.id for device in devices]).reshape(2, 2, 2)
+    holders = _writers.on_mesh(sharding, ids)
+    for shard in array.addressable_shards:
+        number = _snapshot._number(shard, (8, 8), grid)
+        assert holders[shard.replica_id, number] == shard.device.id
 
 
 def test_what_has_no_sharding_is_written_by_the_first_process():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Sequence
 
@@ -55,7 +56,14 @@ class _Fuse(TableTransform):
                 raise ValueError(f"its parts have the sizes {list(found)}")
             return jnp.concatenate(values, self.axis)
 
-        return _parts.joined(table, groups, join, count=len(self.parts), what=str(self))
+        return _parts.joined(
+            table,
+            groups,
+            join,
+            lambda *_: None,
+            counts=dict.fromkeys(groups, len(self.parts)),
+            what=str(self),
+        )
 
     def __str__(self) -> str:
         patterns = [pattern.pattern for pattern, _ in self.parts]
@@ -136,7 +144,8 @@ class _Split(TableTransform):
                 whole, start, start + sizes[number], axis=self.axis
             )
 
-        return _parts.parted(table, names, part, lambda a, b: a == b, str(self))
+        part_fn = functools.cache(functools.partial(functools.partial, part))
+        return _parts.parted(table, names, part_fn, lambda *_: None, str(self))
 
     def _sizes(self, total: int) -> tuple[int, ...]:
         count = len(self.replacements)

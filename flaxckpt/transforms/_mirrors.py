@@ -8,7 +8,7 @@ each of them, everything is called as below the *root* of the parameters, `param
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from flaxckpt import _tree
@@ -116,9 +116,7 @@ def mirrors(table: LeafTable) -> Mirrors:
                 by_path.setdefault(slot, {})[name] = path
         else:
             params[path] = None
-    roots = _Roots(
-        params, [next(iter(s)) for s in (*by_role.values(), *by_path.values())]
-    )
+    roots = _Roots(params, [*by_role.values(), *by_path.values()])
     found = _Found(params, roots)
     for slot, members in by_role.items():
         found.settle(slot, members, strict=False)
@@ -175,10 +173,12 @@ class _Found:
 
 
 def _slot_of_role(path: LeafPath, param: LeafPath) -> Slot | None:
-    bare = _tree.without_box(path)
-    if not param or not bare.endswith(f"/{param}"):
+    if not param:
         return None
-    return Slot(bare[: -len(param) - 1], path[len(bare) + 1 :])
+    for bare in (path, _tree.without_box(path)):  # which may be a parameter's name
+        if bare.endswith(f"/{param}"):
+            return Slot(bare[: -len(param) - 1], path[len(bare) + 1 :])
+    return None
 
 
 def _possible_slots(path: LeafPath) -> Iterator[tuple[Slot, LeafPath]]:
@@ -195,10 +195,13 @@ class _Roots:
     """Roots below which parameters have certain names."""
 
     def __init__(
-        self, params: Mapping[LeafPath, None], names: Iterable[LeafPath]
+        self,
+        params: Mapping[LeafPath, None],
+        slots: Sequence[Mapping[LeafPath, LeafPath]],
     ) -> None:
         self._params = params
-        wanted = set(names)
+        self._names = {name for path in params for _, name in _splits(path)}
+        wanted = {self._first(members) for members in slots}
         self._beside: dict[tuple[LeafPath, str], list[str]] = {}
         for path in params:
             for root, name in _splits(path):
@@ -207,6 +210,13 @@ class _Roots:
                         found = self._beside.setdefault((name, beginning), [])
                         if len(found) <= _CANDIDATES:
                             found.append(root)
+
+    def _first(self, members: Mapping[LeafPath, LeafPath]) -> LeafPath:
+        """The first that some parameter is called like; else just the first."""
+        first = next(iter(members))
+        if first in self._names:
+            return first
+        return next((name for name in members if name in self._names), first)
 
     def of(
         self, slot: Slot, members: Mapping[LeafPath, LeafPath], *, strict: bool
@@ -218,7 +228,7 @@ class _Roots:
             members: Names of its leaves -> their paths.
             strict: Whether every name must be there, and not just most.
         """
-        first = next(iter(members))
+        first = self._first(members)
         for beginning in beginnings(f"{slot.head}/x"):
             near = self._beside.get((first, beginning), [])
             counts = {

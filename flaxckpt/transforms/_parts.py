@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
@@ -16,6 +15,13 @@ from flaxckpt.transforms import _table
 from flaxckpt.transforms._table import Row
 
 Join: TypeAlias = Callable[[Sequence[jax.Array]], jax.Array]
+PartFn: TypeAlias = Callable[[jax.Array], jax.Array]
+Made: TypeAlias = tuple[Sequence[Leaf], Callable[..., jax.Array]]
+"""What a leaf is made of, and how."""
+
+Parts: TypeAlias = tuple[Leaf, Callable[[int], PartFn]]
+"""What the parts of a leaf are made of, and how each of them is, by its number."""
+
 Groups: TypeAlias = dict[LeafPath, dict[int, LeafPath]]
 """New path -> number of a part -> its old path."""
 
@@ -34,7 +40,13 @@ def add(groups: Groups, new: LeafPath, number: int, path: LeafPath, what: str) -
 
 
 def joined(
-    table: LeafTable, groups: Groups, join: Join, *, count: int | None, what: str
+    table: LeafTable,
+    groups: Groups,
+    join: Join,
+    join_mirrors: Callable[[Sequence[Leaf], Shape], Made | None],
+    *,
+    counts: Mapping[LeafPath, int],
+    what: str,
 ) -> LeafTable:
     """The table with each group of leaves joined to one.
 
@@ -42,7 +54,9 @@ def joined(
         table: Old table.
         groups: Which leaves become which.
         join: From the values of the parts, in order, to the new value.
-        count: How many parts a group has; None: as many as there are, without gaps.
+        join_mirrors: From mirrors of other shapes than that of the parts, which comes
+            with them, to how they are joined; None if they cannot be.
+        counts: How many parts each group must have.
         what: Who asks, for messages.
     """
 
@@ -51,16 +65,24 @@ def joined(
 
     derive = _derive.Deriver(what)
     for new, parts in groups.items():
-        _check_complete(new, parts, count or max(parts) + 1, what)
+        _check_complete(new, parts, counts[new], what)
 
     def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[Row]:
         for new, parts in groups.items():
             present = [parts[i] for i in sorted(parts) if parts[i] in leaves]
             some = [leaves[path] for path in present]
-            if is_mirror and (
-                len(present) < len(parts) or not _are_like(some, table, present)
-            ):
-                continue  # such moments cannot be joined: they start afresh
+            if is_mirror and len(present) < len(parts):
+                yield from _left(present, leaves, groups)
+                continue
+            if is_mirror and not _are_like(some, table, present):
+                made = join_mirrors(some, table[present[0]].info.shape)
+                if made is None:
+                    yield from _left(present, leaves, groups)
+                else:
+                    sources, fn = made
+                    leaf = derive(sources, fn, base=some[0].info)
+                    yield Row(present[0], new, leaf)
+                continue
             if some[0].info.kind == "empty":
                 yield Row(present[0], new, some[0])
                 continue
@@ -88,6 +110,21 @@ def _are_like(
     )
 
 
+def _left(
+    params: Sequence[LeafPath],
+    leaves: Mapping[LeafPath, Leaf],
+    taken: Container[LeafPath],
+) -> Iterator[Row]:
+    """Mirrors that cannot follow their parameters, under the paths that they have.
+
+    There, the inverse finds them again. A state whose parameters are joined, or taken
+    apart, asks for none of them, unless a new path is an old one, too.
+    """
+    for path in params:
+        if path not in taken:
+            yield Row(path, path, leaves[path])
+
+
 def _check_complete(
     new: LeafPath, parts: Mapping[int, LeafPath], count: int, what: str
 ) -> None:
@@ -96,15 +133,16 @@ def _check_complete(
         some = ", ".join(itertools.islice(missing, 8))
         raise errors.OptionError(
             f"{what}: {new} lacks its parts {some}; it would be made of"
-            f" {', '.join(list(parts.values())[:3])}"
+            f" {', '.join(list(parts.values())[:3])}. Choose a pattern that leaves out"
+            " what only some of the parts have"
         )
 
 
 def parted(
     table: LeafTable,
     names: Mapping[LeafPath, Sequence[LeafPath]],
-    part: Callable[[int, jax.Array], jax.Array],
-    fits: Callable[[Shape, Shape], bool],
+    part: Callable[[int], PartFn],
+    part_mirror: Callable[[Leaf, Shape], Parts | None],
     what: str,
 ) -> LeafTable:
     """The table with leaves taken apart.
@@ -112,23 +150,29 @@ def parted(
     Args:
         table: Old table.
         names: Path -> the paths of its parts.
-        part: From the number of a part and the whole to the part's value.
-        fits: Whether a mirror of this shape, of a parameter of that one, can be taken
-            apart likewise.
+        part: From the number of a part to what makes its value of the whole.
+        part_mirror: From a mirror of another shape than its parameter's, which comes
+            with it, to how it is taken apart; None if it cannot be.
         what: Who asks, for messages.
     """
     derive = _derive.Deriver(what)
-    part_fn = functools.cache(functools.partial(functools.partial, part))
+    taken = set(itertools.chain(*names.values()))
 
     def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[Row]:
         for path, leaf in leaves.items():
+            shape = table[path].info.shape
+            source, part_fn = leaf, part
             is_empty = leaf.info.kind == "empty"
-            if not is_empty and not fits(leaf.info.shape, table[path].info.shape):
-                continue  # factored moments: they start afresh
+            if not is_empty and leaf.info.shape != shape:
+                parts = part_mirror(leaf, shape)
+                if parts is None:
+                    yield from _left([path], leaves, taken)
+                    continue
+                source, part_fn = parts
             for number, new in enumerate(names[path]):
                 made = leaf
                 if not is_empty:
-                    made = derive([leaf], part_fn(number))
+                    made = derive([source], part_fn(number), base=leaf.info)
                 yield Row(path, new, made)
 
     return _table.replace(table, names, act)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from flaxckpt import _arguments, errors
-from flaxckpt._info import LeafTable
-from flaxckpt._types import Shape
-from flaxckpt.transforms import _parts, _table
+from flaxckpt._info import Leaf, LeafTable
+from flaxckpt._types import LeafPath, Shape
+from flaxckpt.transforms import _factored, _parts, _table
 from flaxckpt.transforms._patterns import (
     INDEX,
     check_replacement,
@@ -37,6 +38,8 @@ class _Stack(TableTransform):
     def __call__(self, table: LeafTable) -> LeafTable:
         matches = _table.matches(self.pattern, table)
         groups: _parts.Groups = {}
+        stacks: dict[LeafPath, str] = {}  # new path -> what its parts begin with
+        sizes: dict[str, int] = {}
         for path in arrays(matches, table, str(self)):
             number = matches[path]["i"]
             if not number.isascii() or not number.isdigit():
@@ -46,11 +49,34 @@ class _Stack(TableTransform):
                 )
             new = expand(matches[path], self.replacement)
             _parts.add(groups, new, int(number), path, str(self))
+            beginning = path[: matches[path].start("i")]
+            beginning = stacks.setdefault(new, beginning)
+            sizes[beginning] = max(sizes.get(beginning, 0), int(number) + 1)
+        # Leaves of the same layers: as many as there are layers, without gaps.
+        counts = {new: sizes[beginning] for new, beginning in stacks.items()}
 
         def join(values: Sequence[jax.Array]) -> jax.Array:
             return jnp.stack(values, self.axis)
 
-        return _parts.joined(table, groups, join, count=None, what=str(self))
+        def join_mirrors(mirrors: Sequence[Leaf], shape: Shape) -> _parts.Made | None:
+            axis = self.axis % (len(shape) + 1)
+            origins = [*range(axis), None, *range(axis, len(shape))]
+            new_shape = (*shape[:axis], len(mirrors), *shape[axis:])
+            found = []
+            for mirror in mirrors:
+                source = _factored.source(mirror.info, shape, origins, new_shape, table)
+                if source is None:
+                    return None
+                found.append(source)
+            lacking = found[0].lacking
+            if any(source.lacking != lacking for source in found):
+                return None
+            leaves = [source.leaf for source in found]
+            return leaves, _stacked(axis - (lacking < axis))
+
+        return _parts.joined(
+            table, groups, join, join_mirrors, counts=counts, what=str(self)
+        )
 
     def __str__(self) -> str:
         axis = self.axis or None
@@ -59,6 +85,11 @@ class _Stack(TableTransform):
     def inverse(self) -> Transform:
         pattern, back = invert(self.pattern.pattern, self.replacement)
         return unstack(pattern, back, axis=self.axis)
+
+
+@functools.cache
+def _stacked(axis: int) -> Callable[..., jax.Array]:
+    return lambda *values: jnp.stack(values, axis)
 
 
 def stack(pattern: str, replacement: str, *, axis: int = 0) -> TableTransform:
@@ -76,7 +107,8 @@ def stack(pattern: str, replacement: str, *, axis: int = 0) -> TableTransform:
 
     Raises:
         OptionError: `pattern` is no regular expression. When applied: nothing matches,
-            parts are missing, or they do not go together.
+            parts are missing (as of a leaf that only some of the layers have), or they
+            do not go together.
     """
     compile_pattern(pattern)
     axis = _arguments.whole("axis", axis)
@@ -106,17 +138,27 @@ class _Unstack(TableTransform):
                 for i in range(shape[self.axis])
             ]
 
-        def part(number: int, whole: jax.Array) -> jax.Array:
-            return jax.lax.index_in_dim(whole, number, self.axis, keepdims=False)
+        def part_mirror(mirror: Leaf, shape: Shape) -> _parts.Parts | None:
+            info, axis = mirror.info, self.axis % len(shape)
+            if _factored.is_factored(info):
+                origins = [i for i in range(len(shape)) if i != axis]
+                new_shape = [shape[i] for i in origins]
+                found = _factored.source(info, shape, origins, new_shape, table)
+                if found is None:
+                    return None
+                position = axis - (found.lacking < axis)
+                return found.leaf, functools.partial(_part, position)
+            if info.role is not None and info.role.state_class:
+                return None
+            # Factored moments of others, as T5X's: they have the first axes.
+            ndim = len(info.shape)
+            if 0 <= self.axis < ndim < len(shape) and info.shape[axis] == shape[axis]:
+                return mirror, functools.partial(_part, axis)
+            return None
 
-        def fits(shape: Shape, of_param: Shape) -> bool:
-            ndim = len(of_param) if self.axis < 0 else len(shape)
-            return (
-                len(shape) == ndim > self.axis
-                and shape[self.axis] == of_param[self.axis]
-            )
-
-        return _parts.parted(table, names, part, fits, str(self))
+        return _parts.parted(
+            table, names, functools.partial(_part, self.axis), part_mirror, str(self)
+        )
 
     def __str__(self) -> str:
         axis = self.axis or None
@@ -125,6 +167,11 @@ class _Unstack(TableTransform):
     def inverse(self) -> Transform:
         pattern, back = invert(self.pattern.pattern, self.replacement)
         return stack(pattern, back, axis=self.axis)
+
+
+@functools.cache
+def _part(axis: int, number: int) -> Callable[[jax.Array], jax.Array]:
+    return lambda whole: jax.lax.index_in_dim(whole, number, axis, keepdims=False)
 
 
 def unstack(pattern: str, replacement: str, *, axis: int = 0) -> TableTransform:

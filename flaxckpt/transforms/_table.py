@@ -157,20 +157,101 @@ def _with_containers(table: LeafTable) -> LeafTable:
     return {path: leaf for path, leaf in table.items() if path not in filled}
 
 
-def undoing(transforms: Sequence[Transform]) -> list[Transform]:
+def undoing(transforms: Sequence[Transform]) -> list[Transform] | None:
     """What a run undoes when it restores what it saved with `transforms`.
 
-    Nothing, if one of them cannot be undone.
+    None if one of them cannot be undone.
     """
     undone = []
     for transform in reversed(transforms):
         if not isinstance(transform, TableTransform):
-            return []
+            return None
         try:
             undone.append(transform.on_restore())
         except errors.OptionError:
-            return []
+            return None
     return [transform for transform in undone if transform is not None]
+
+
+def not_restored(transforms: Sequence[Transform], table: LeafTable) -> list[LeafPath]:
+    """The leaves that a run would not get back of what it saves with `transforms`.
+
+    Leaves that `drop` and `keep` leave out are not among them.
+
+    Args:
+        transforms: Of the run. If one of them cannot be undone, no leaf is listed.
+        table: Of its state, with roles.
+
+    Raises:
+        OptionError: What undoes them cannot be applied to what they make of `table`.
+    """
+    undo = undoing(transforms)
+    if not undo:
+        return []
+    made = before = _traced(table)
+    dropped: set[LeafPath] = set()
+    for transform in transforms:
+        new = apply([transform], made)
+        assert isinstance(transform, TableTransform)
+        if transform.on_restore() is None:
+            dropped |= _origins(made) - _origins(new)
+        made = new
+    back = apply(undo, made)
+    return [
+        path
+        for path, leaf in before.items()
+        if leaf.info.kind != "empty"
+        and path not in dropped
+        and not (path in back and _is_alike(leaf, back[path]))
+    ]
+
+
+def _is_alike(leaf: Leaf, other: Leaf) -> bool:
+    is_same_form = leaf.info.shape == other.info.shape
+    return is_same_form and set(leaf.sources) <= set(other.sources)
+
+
+def changed_in_place(
+    transforms: Sequence[Transform], table: LeafTable
+) -> list[LeafPath]:
+    """The leaves that have other values, but the same path and shape.
+
+    Nobody can see of these whether the transforms were applied or undone.
+
+    Args:
+        transforms: What to do; those that do not apply to `table` are passed over.
+        table: Of a state, or of a part of one.
+    """
+    made = before = _traced(table)
+    for transform in transforms:
+        try:
+            made = apply([transform], made)
+        except errors.OptionError:
+            continue
+    return [
+        path
+        for path, leaf in made.items()
+        if leaf.info.kind != "empty"
+        and path in before
+        and leaf.info.shape == before[path].info.shape
+        and (leaf.fn is not None or leaf.sources != before[path].sources)
+    ]
+
+
+def _traced(table: LeafTable) -> LeafTable:
+    """The table with the path of each leaf in the place of its value."""
+    return {
+        path: leaf
+        if leaf.info.kind == "empty"
+        else dataclasses.replace(leaf, sources=(path,))
+        for path, leaf in table.items()
+    }
+
+
+def _origins(table: LeafTable) -> set[LeafPath]:
+    """The leaves that those of a traced table are made of."""
+    sources = (source for leaf in table.values() for source in leaf.sources)
+    return {source for source in sources if isinstance(source, str)}
 
 
 def describe(transforms: Iterable[Transform]) -> tuple[str, ...]:
@@ -255,7 +336,7 @@ def replace(
     for paths in list(members.values())[1:]:
         for path in paths.values():
             direct.pop(path, None)
-    _tell_of_lost(mirrored, direct)
+    _tell_of_lost(mirrored, direct, table)
     rows: dict[LeafPath, list[Row]] = {}
     gone: set[LeafPath] = set()
     new_paths: dict[LeafPath, list[LeafPath]] = {}
@@ -303,13 +384,17 @@ def _agreed(
     return agreed
 
 
-def _tell_of_lost(mirrored: Mirrors, chosen: Mapping[LeafPath, LeafPath]) -> None:
+def _tell_of_lost(
+    mirrored: Mirrors, chosen: Mapping[LeafPath, LeafPath], table: LeafTable
+) -> None:
     """Warns of moments that look like those of what is changed, and do not follow."""
-    endings = {tuple(path.split("/")[-2:]) for path in chosen}
+
+    def look(path: LeafPath) -> tuple[object, ...]:
+        return *path.split("/")[-2:], table[path].info.shape
+
+    looks = {look(path) for path in chosen} if mirrored.lost else set()
     left = [
-        path
-        for path in mirrored.lost
-        if path not in chosen and tuple(path.split("/")[-2:]) in endings
+        path for path in mirrored.lost if path not in chosen and look(path) in looks
     ]
     if left:
         _log.warning(
@@ -322,9 +407,9 @@ def _tell_of_lost(mirrored: Mirrors, chosen: Mapping[LeafPath, LeafPath]) -> Non
 
 def _retargeted(row: Row, names: Sequence[LeafPath]) -> Row:
     """A mirror that was moved by itself, with the role of where it went."""
-    bare = _tree.without_box(row.path)
     for name in names:
-        if bare.endswith(f"/{name}"):
+        ends = (name, *(f"{name}/{field}" for field in _tree.BOX_FIELDS))
+        if row.path.endswith(tuple(f"/{end}" for end in ends)):
             return row._replace(leaf=_with_role_of(row.leaf, name))
     return row
 

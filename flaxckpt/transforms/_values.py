@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,8 +14,8 @@ import jax.numpy as jnp
 
 from flaxckpt import _arguments, _derive, _dtypes, errors
 from flaxckpt._info import Leaf, LeafTable
-from flaxckpt._types import LeafPath
-from flaxckpt.transforms import _table
+from flaxckpt._types import LeafPath, Shape
+from flaxckpt.transforms import _factored, _table
 from flaxckpt.transforms._patterns import compile_pattern
 from flaxckpt.transforms._table import Row, TableTransform, Transform
 
@@ -132,6 +133,8 @@ class _Map(TableTransform):
         undo: Makes the inverse, if there is one.
         follows: Whether mirrors follow although the shape stays.
         fn_of: Instead of `fn`, makes it for a leaf path.
+        order: For a transposition, the new order of so many axes.
+        resizes: Whether `fn` leaves the values alone if it leaves the shape.
     """
 
     name: str
@@ -141,6 +144,8 @@ class _Map(TableTransform):
     undo: Callable[[], Transform] | None = None
     follows: bool = False
     fn_of: Callable[[LeafPath], ArrayFn] | None = None
+    order: Callable[[int], tuple[int, ...]] | None = None
+    resizes: bool = False
 
     def __call__(self, table: LeafTable) -> LeafTable:
         chosen = arrays(_table.matches(self.pattern, table), table, self.name)
@@ -152,6 +157,8 @@ class _Map(TableTransform):
                 fn = self.fn if self.fn_of is None else self.fn_of(path)
                 if not is_mirror:
                     new = derive([leaf], fn)
+                    if self.resizes and new.info.shape == leaf.info.shape:
+                        new = leaf
                     shapes[path] = leaf.info.shape, new.info.shape
                     yield Row(path, path, new)
                     continue
@@ -163,7 +170,12 @@ class _Map(TableTransform):
                 elif leaf.info.shape == before and leaf.info.dtype is not None:
                     of_mirror = None if is_copy else self.mirror_fn
                     yield Row(path, path, derive([leaf], of_mirror or fn))
-                # Else it has another shape, as factored moments have: it starts afresh.
+                elif self.order is not None and (
+                    turn := _turned(leaf, before, self.order(len(before)), table)
+                ):
+                    source, turn_fn = turn
+                    yield Row(path, path, derive([source], turn_fn, base=leaf.info))
+                # Else nobody knows how it follows: it is left out, and starts afresh.
 
         return _table.replace(table, chosen, act, moves=False)
 
@@ -171,7 +183,49 @@ class _Map(TableTransform):
         return self.name
 
     def inverse(self) -> Transform:
-        return super().inverse() if self.undo is None else self.undo()
+        if self.undo is not None:
+            return self.undo()
+        if self.resizes:
+            return super().inverse()
+        raise errors.OptionError(
+            f"{self} cannot be inverted, as it was given no inverse: pass the function"
+            " that undoes it, map_leaf(pattern, fn, inverse=...)"
+        )
+
+
+def _turned(
+    mirror: Leaf, shape: Shape, order: tuple[int, ...], table: LeafTable
+) -> tuple[Leaf, ArrayFn] | None:
+    """What a mirror of another shape than its parameter is made of, and how.
+
+    Args:
+        mirror: The leaf.
+        shape: Of its parameter.
+        order: The parameter's axes in their new order.
+        table: All leaves.
+    """
+    info = mirror.info
+    if not info.shape or _factored.is_placeholder(info, shape, table):
+        return mirror, _same
+    if info.shape[1:] == shape:  # several moments of one parameter, as L-BFGS has them
+        return mirror, _transposition((0, *(axis + 1 for axis in order)))
+    new_shape = [shape[axis] for axis in order]
+    found = _factored.source(info, shape, order, new_shape, table)
+    if found is None:
+        return None
+    axes = [axis for axis in range(len(shape)) if axis != found.lacking]
+    moved = tuple(axes.index(axis) for axis in order if axis != found.lacking)
+    return found.leaf, _transposition(moved)
+
+
+def _same(x: jax.Array) -> jax.Array:
+    """`x`: a norm has no axes, and a placeholder keeps its own."""
+    return x
+
+
+@functools.cache
+def _transposition(order: tuple[int, ...]) -> ArrayFn:
+    return lambda x: jnp.transpose(x, order)
 
 
 _COPIES = frozenset(
@@ -252,6 +306,9 @@ def _fn_name(fn: Callable[..., Any]) -> str:
 def transpose(pattern: str, axes: Sequence[int] | None = None) -> TableTransform:
     """Changes the order of the axes of the leaves that match, and of their moments.
 
+    The factored moments of optax's Adafactor follow, too, if the axes that it factors
+    are the same ones afterwards. Other moments of other shapes start afresh.
+
     Args:
         pattern: Regular expression on the whole leaf path.
         axes: As for `jax.numpy.transpose`; without, they are reversed.
@@ -273,8 +330,15 @@ def transpose(pattern: str, axes: Sequence[int] | None = None) -> TableTransform
     def fn(x: jax.Array) -> jax.Array:
         return jnp.transpose(x, order)
 
+    def order_of(ndim: int) -> tuple[int, ...]:
+        if order is None:
+            return tuple(reversed(range(ndim)))
+        return tuple(axis % ndim for axis in order)
+
     name = _table.call("transpose", pattern, order)
-    return _Map(name, compile_pattern(pattern), fn, undo=undo, follows=True)
+    return _Map(
+        name, compile_pattern(pattern), fn, undo=undo, follows=True, order=order_of
+    )
 
 
 def pad(
@@ -306,6 +370,7 @@ def pad(
         compile_pattern(pattern),
         lambda x: padded(x, value),
         lambda x: padded(x, 0),
+        resizes=True,
     )
 
 
@@ -328,7 +393,7 @@ def slice(pattern: str, shape: Sequence[int | None]) -> TableTransform:
         return jax.lax.slice(x, [0] * x.ndim, [new for _, new in extents])
 
     name = _table.call("slice", pattern, wanted)
-    return _Map(name, compile_pattern(pattern), cut)
+    return _Map(name, compile_pattern(pattern), cut, resizes=True)
 
 
 def _extents(x: jax.Array, wanted: Sequence[int | None]) -> Iterator[tuple[int, int]]:
@@ -401,4 +466,5 @@ def grow(
         lambda x: grown(x, init),
         lambda x: grown(x, "zeros"),
         fn_of=grown_of if init == "normal" else None,
+        resizes=True,
     )

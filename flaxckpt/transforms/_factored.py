@@ -1,0 +1,105 @@
+"""Adafactor's moments of parameters that get other axes.
+
+Adafactor keeps the mean of a parameter's squared gradients over its largest axis,
+`v_row`, and over the second largest, `v_col`. Which of two equal axes is the largest
+depends on their order. Of parameters that it does not factor it keeps all of `v`. What
+is not used of the three is a placeholder.
+
+Source: `optax.scale_by_factored_rms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from flaxckpt._info import Leaf, LeafInfo, LeafTable
+from flaxckpt._types import LeafPath, Shape
+
+_CLASS = "FactoredState"
+_MEANS = ("v_row", "v_col")
+
+
+class Source(NamedTuple):
+    """What a factored moment is made of when its parameter gets other axes.
+
+    Attributes:
+        leaf: `v_row` or `v_col` of the old parameter.
+        lacking: The axis of the old parameter that `leaf` lacks.
+    """
+
+    leaf: Leaf
+    lacking: int
+
+
+def is_factored(info: LeafInfo) -> bool:
+    """Whether a leaf belongs to optax's Adafactor."""
+    return info.role is not None and info.role.state_class == _CLASS
+
+
+def is_placeholder(info: LeafInfo, shape: Shape, table: LeafTable) -> bool:
+    """Whether a leaf of Adafactor is not used for its parameter.
+
+    Args:
+        info: Of the leaf.
+        shape: Of the parameter.
+        table: All leaves.
+    """
+    role = info.role
+    if role is None or not is_factored(info):
+        return False
+    whole = table.get(_beside(info, role.field, role.param, "v"))
+    return whole is not None and (whole.info.shape == shape) != (role.field == "v")
+
+
+def source(
+    info: LeafInfo,
+    shape: Shape,
+    origins: Sequence[int | None],
+    new_shape: Sequence[int],
+    table: LeafTable,
+) -> Source | None:
+    """Finds what a moment is made of when its parameter gets other axes.
+
+    Args:
+        info: Of the moment.
+        shape: Of its parameter.
+        origins: For each axis of the new parameter, which axis of the old one it is;
+            None if it is new.
+        new_shape: Of the new parameter.
+        table: All leaves.
+
+    Returns:
+        None if it is no factored moment, or cannot follow.
+    """
+    role = info.role
+    if role is None or not is_factored(info) or is_placeholder(info, shape, table):
+        return None
+    if role.field not in _MEANS or min(len(shape), len(new_shape)) < 2:
+        return None
+    old = _averaged(shape)
+    new = [origins[axis] for axis in _averaged(new_shape)]
+    if set(old) != set(new):
+        return None
+    lacking = new[_MEANS.index(role.field)]
+    assert lacking is not None  # it is one of the old axes
+    other = _MEANS[old.index(lacking)]
+    found = table.get(_beside(info, role.field, role.param, other))
+    if found is None or found.info.shape != (*shape[:lacking], *shape[lacking + 1 :]):
+        return None
+    return Source(found, lacking)
+
+
+def _averaged(shape: Sequence[int]) -> list[int]:
+    """The axes over which `v_row` and `v_col` are means."""
+    order = np.argsort(shape)
+    return [int(order[-1]), int(order[-2])]
+
+
+def _beside(info: LeafInfo, field: str, param: LeafPath, other: str) -> LeafPath:
+    """Path of another field's moment of the same parameter."""
+    tail = "" if info.path.endswith(f"{field}/{param}") else "/value"
+    head = info.path.removesuffix(f"{field}/{param}{tail}")
+    return f"{head}{other}/{param}{tail}"
