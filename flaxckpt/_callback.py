@@ -223,8 +223,9 @@ class CheckpointCallback:
         if others:
             _check_others(others)
         completed = _counters.whole(step) + self._offset
+        is_flag = isinstance(state, bool)
         if isinstance(state, numbers.Real):
-            if type(state) is bool or "state" not in self._hook.getters:
+            if is_flag or "state" not in self._hook.getters:
                 raise errors.OptionError(
                     f"wanted a state at step {step}, got {state!r:.80}: pass it as"
                     " on_step(step, state), or, to loops that call hook(step, t), tell"

@@ -165,10 +165,15 @@ class Consumption:
 
     def check_end(self, step: int, position: int | None) -> None:
         """Warns if batches were taken since the last step that was reported."""
-        if self._each is None or position is None:
+        each = self._each
+        if each is None and len(self._points) == 2 and not self._is_known:
+            # Too many, if some were taken in advance: then nothing is said.
+            (start, begun), (first, before) = self._points
+            each = (before - begun) // (first - start)
+        if not each or position is None:
             return
         start, begun = self._points[0]
-        more = position - begun - self._each * (step - start)
+        more = position - begun - each * (step - start)
         if more > 0:
             _log.warning(
                 "the loop has taken %d more batches than it has used until its last"

@@ -50,7 +50,11 @@ class Held:
         except (TypeError, ValueError) as error:  # the save says more of it
             self.fault = f"jax cannot flatten it ({error})"
             return
-        objects = [leaf for leaf in self._leaves if _flax.is_object(leaf)]
+        objects = [
+            leaf
+            for leaf in self._leaves
+            if type(leaf) not in _IMMUTABLE and _flax.is_object(leaf)
+        ]
         if objects:
             known = None if before is None else before._graph
             if known is None or not known.is_of(objects):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -293,6 +294,11 @@ class Hook:
     ) -> tuple[PyTree, int]:
         """See `CheckpointCallback.restore_or_init`."""
         _flax.check_state(state)
+        if isinstance(state, str | os.PathLike):
+            raise errors.OptionError(
+                f"wanted a state to begin with, got {state!r:.80}: a checkpoint to"
+                " begin from is passed as source="
+            )
         self.start()
         for trainer in self._checkpointer.trainers:
             if isinstance(trainer, Hook) and trainer is not self:

@@ -371,6 +371,21 @@ def test_batches_that_are_taken_in_the_head_of_the_loop_are_warned_of(ckpt, capl
     assert "1 more batches" in caplog.text
 
 
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_batches_taken_by_a_step_that_was_not_reported_are_warned_of(
+    ckpt, caplog, steps
+):
+    batches = Counting()
+    with flaxckpt.CheckpointCallback(ckpt, every_steps=3, dataset=batches) as callback:
+        callback.restore_or_init({"n": 0})
+        for step in range(1, 10):
+            next(batches)
+            if step > steps:
+                break
+            callback(step, {"n": step})
+    assert "1 more batches" in caplog.text
+
+
 def test_a_place_in_step_indexed_batches_is_that_of_the_last_report(ckpt, caplog):
     batches = StepIndexed(lambda i: i)
     with flaxckpt.CheckpointCallback(ckpt, every_steps=3, dataset=batches) as callback:

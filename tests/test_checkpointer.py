@@ -361,6 +361,13 @@ def test_a_state_in_the_place_of_the_step_is_named_by_its_class(tmp_path):
             ckpt.save("one", state(1))
 
 
+def test_a_path_in_the_place_of_the_first_state_is_told(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        callback = flaxckpt.CheckpointCallback(ckpt)
+        with pytest.raises(errors.OptionError, match="passed as source="):
+            callback.restore_or_init("pretrained")
+
+
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [(1, "wanted a state .* got 1: .*step="), ("1", "a path is the first argument")],
