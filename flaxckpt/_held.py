@@ -102,11 +102,9 @@ class Held:
         if self.fault:
             return False
         now = Held(state, self)
-        if (
-            now.fault
-            or now._tree != self._tree
-            or now._values_tree != self._values_tree
-        ):
+        if now.fault or not _are_equal(now._tree, self._tree):
+            return False
+        if not _are_equal(now._values_tree, self._values_tree):
             return False
         if self._graph is not None and not self._graph.is_current():
             return False
@@ -133,7 +131,7 @@ def _flatten(state: PyTree, before: Held | None) -> tuple[list[Any], Any]:
     """The leaves and the tree of a state; quicker if it is as the one before."""
     if before is not None and before._graph is None and not before.fault:
         leaves, tree = jax.tree.flatten(state)
-        if tree == before._tree:
+        if _are_equal(tree, before._tree):
             return leaves, tree
     return _flax.flatten_around_objects(state)
 
@@ -188,7 +186,7 @@ def _print(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
         content = np.ascontiguousarray(leaf).view(np.uint8).data if leaf.size else b""
         return leaf.dtype, leaf.shape, crc32c.crc32c(content)
-    return type(leaf), repr(leaf) if isinstance(leaf, np.generic) else leaf
+    return type(leaf), leaf if isinstance(leaf, str | bytes) else repr(leaf)
 
 
 def _may_change(leaf: Any) -> bool:
@@ -208,6 +206,14 @@ def _is_writable(array: np.ndarray) -> bool:
             return True
         memory = memory.base
     return False
+
+
+def _are_equal(tree: Any, other: Any) -> bool:
+    """Whether two trees are equal; those that jax cannot compare are not."""
+    try:
+        return bool(tree == other)
+    except Exception:
+        return False
 
 
 def _is_deleted(leaf: Any) -> bool:

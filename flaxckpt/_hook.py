@@ -109,7 +109,7 @@ class Hook:
         seen = Completed(completed, given, self.getters)
         self._hold(seen)
         if self._last is None or completed < self._last.step:
-            self._check_beginning(seen)
+            self._check_beginning(seen, is_forced=force)
         time_is_up, notice = self._stopping.agreed(self._triggers)
         due = self._triggers.due(completed, self._seen, time_is_up=time_is_up)
         if force:
@@ -139,7 +139,7 @@ class Hook:
             if not self._asks:
                 seen.let_state_go()
 
-    def _check_beginning(self, seen: Completed) -> None:
+    def _check_beginning(self, seen: Completed, *, is_forced: bool) -> None:
         """What would fail at the first save, or do harm there, fails at the first call.
 
         Raises:
@@ -157,7 +157,8 @@ class Hook:
         state, dataset = seen.get("state"), seen.get("dataset")
         if self._check_step:
             _counters.check(state, seen.step, offset=self._offset)
-            self._check_counted(state, seen.step)
+            if not is_forced:  # else it may be meant, after the state was moved
+                self._check_counted(state, seen.step)
         if seen.fault:
             _log.warning(
                 "the last step will not be saved at the end unless it is due: the state"

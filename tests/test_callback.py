@@ -1,6 +1,7 @@
 """The trainer's hook saves when told, restores exactly, and fits any loop."""
 
 import collections
+import copy
 import dataclasses
 import functools
 import itertools
@@ -199,6 +200,22 @@ def test_a_loop_that_reports_before_it_trains_may_begin_at_the_restored_step(
     state, start = callback.restore_or_init(state)
     assert not callback(start, state)
     assert not callback(start + 1, state)
+    callback.close()
+
+
+def test_the_first_state_may_be_saved_after_it_was_moved(ckpt):
+    callback = flaxckpt.CheckpointCallback(ckpt, save_last=False)
+    state, start = callback.restore_or_init({"w": jnp.ones(3), "x": float("nan")})
+    moved = jax.device_put(state, jax.devices()[0])
+    moved["w"] = moved["w"] + 0
+    assert callback(start, moved, force=True)
+    callback.close()
+
+
+def test_values_that_do_not_equal_themselves_have_not_changed(ckpt):
+    state = {"x": float("nan"), "n": np.float32("nan"), "w": np.full(2, np.nan)}
+    callback = flaxckpt.CheckpointCallback(ckpt, save_last=False)
+    assert not callback(callback.restore_or_init(state)[1], copy.deepcopy(state))
     callback.close()
 
 
