@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import logging
+import numbers
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -157,24 +159,40 @@ class CheckpointCallback:
         state: Callable[[], PyTree] | None = None,
         dataset: Callable[[], Any] | None = None,
         metrics: Callable[[], Any] | None = None,
+        each_step: bool = True,
     ) -> None:
         """Tells where to get what to save, for loops that call `h(step)` only.
 
-        Each is a function without arguments, called when a save needs it.
+        Args:
+            state: A function without arguments, such as `lambda: state`. It is called
+                when a save needs it, and, with `save_last`, at each step: so the end
+                saves the last step that was reported, whatever came after it. A
+                `TrainState`, or another frozen dataclass or named tuple with its own
+                `step`, is only asked for at the end, and saved if its `step` agrees.
+            dataset: The same of the iterator.
+            metrics: The same of the metrics; called when a save needs them.
+            each_step: Whether `state` may be called at each step. False if that takes
+                long: then the end saves only a state whose own step counter agrees.
         """
         given = {"state": state, "dataset": dataset, "metrics": metrics}
+        for name, get in given.items():
+            if get is not None and not callable(get):
+                raise errors.OptionError(
+                    f"bind wants functions, got a {type(get).__name__} for {name}:"
+                    f" write bind({name}=lambda: {name})"
+                )
         known = {name: get for name, get in given.items() if get is not None}
-        self._hook.getters |= known
+        self._hook.bind(known, each_step=each_step)
 
     def __call__(
         self,
         step: int,
-        state: PyTree | None = None,
+        state: PyTree | float | None = None,
         *,
         metrics: Any = None,
         dataset: Any = None,
         force: bool = False,
-        **ignored: Any,
+        **others: Any,
     ) -> bool:
         """Saves if it is time.
 
@@ -183,22 +201,37 @@ class CheckpointCallback:
         Args:
             step: The step that was just completed (or its index, see `step_is`). A
                 Python number: one on a device is waited for.
-            state: What to save; taken from `bind` if it is not given.
+            state: What to save; taken from `bind` if it is not given. A number in its
+                place is the time, which clu passes to its hooks: `hook(step, t)`.
             metrics: Numbers by name, or a clu metric collection. Looked at only when
                 a save happens.
             dataset: Instead of the iterator given at the beginning.
             force: Save, whatever the triggers say.
-            **ignored: Whatever else a loop passes to its hooks, such as `t`.
+            **others: With `t`, the time, as clu's `PeriodicCallback` passes it: what
+                else the loop passes to its hooks, which is ignored. Without, there are
+                none.
 
         Returns:
             Whether it saved.
 
         Raises:
+            OptionError: There is no such argument.
             CheckpointError: This save cannot begin, or the one before it failed.
             SystemExit, KeyboardInterrupt: A signal has told the program to stop, and
                 the step is saved.
         """
+        if others:
+            _check_others(others)
         completed = _counters.whole(step) + self._offset
+        is_flag = isinstance(state, bool)
+        if isinstance(state, numbers.Real):
+            if is_flag or "state" not in self._hook.getters:
+                raise errors.OptionError(
+                    f"wanted a state at step {step}, got {state!r:.80}: pass it as"
+                    " on_step(step, state), or, to loops that call hook(step, t), tell"
+                    " where it is by on_step.bind(state=lambda: state)"
+                )
+            state = None
         return self._after(completed, state, metrics, dataset, force)
 
     def on_step(self, info: Any, force: bool = False) -> bool:
@@ -333,7 +366,7 @@ class CheckpointCallback:
             SystemExit, KeyboardInterrupt: A signal came that no call has heeded.
         """
         with contextlib.ExitStack() as last:  # each is done, whatever the others raise
-            last.callback(self.checkpointer.events.deliver)
+            last.callback(self.checkpointer.settle)
             last.callback(self.after_close)
             last.callback(self.checkpointer.wait)
             last.callback(self.before_close)
@@ -367,3 +400,31 @@ class CheckpointCallback:
             self.close()
         else:
             self.abandon(error)
+
+
+_ARGUMENTS = ("step", "state", "metrics", "dataset", "force")
+_CLEARLY_ALIKE = 0.85
+"""How alike a name must be to one of ours to be taken for a slip."""
+
+
+def _check_others(others: Mapping[str, Any]) -> None:
+    """Refuses arguments that there are not, unless a loop of clu's passes them.
+
+    Raises:
+        OptionError: There are some.
+    """
+    alike = _CLEARLY_ALIKE if "t" in others else 0.5
+    wrong = {
+        name: difflib.get_close_matches(name, _ARGUMENTS, 1, alike) for name in others
+    }
+    if "t" in others:
+        wrong = {name: close for name, close in wrong.items() if close}
+    if wrong:
+        listed = " and ".join(
+            f"{name}=" + (f" (did you mean {close[0]}=?)" if close else "")
+            for name, close in wrong.items()
+        )
+        raise errors.OptionError(
+            f"a CheckpointCallback takes no {listed}: it takes state=, metrics=,"
+            " dataset= and force="
+        )

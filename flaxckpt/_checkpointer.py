@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -29,6 +30,21 @@ from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _table as _transforms
 
 
+def _name_methods(cls: type) -> type:
+    """Names the methods of private base classes after the public class.
+
+    Python's own errors, such as "missing 1 required positional argument", name a method
+    by its `__qualname__`.
+    """
+    for base in cls.__mro__[1:-1]:
+        for name, member in vars(base).items():
+            function = member.fget if isinstance(member, property) else member
+            if inspect.isfunction(function):
+                function.__qualname__ = f"{cls.__qualname__}.{name}"
+    return cls
+
+
+@_name_methods
 class Checkpointer(_run_saver.RunSaver):
     """Saves, finds, restores and retires the steps under one directory.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -10,6 +9,7 @@ import importlib.metadata
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,12 +136,28 @@ class Written(NamedTuple):
     arrays: _write.Previous
 
 
-_locks: collections.defaultdict[Path, threading.Lock] = collections.defaultdict(
-    threading.Lock
+_locks: weakref.WeakValueDictionary[Path, threading.Lock] = (
+    weakref.WeakValueDictionary()
 )
-"""One writer at a time of a path, within this process."""
+"""One writer at a time of a path, within this process; gone when nobody writes it."""
 
-os.register_at_fork(after_in_child=_locks.clear)  # those that hold them are not there
+_guard = threading.Lock()
+
+
+def _lock(final: Path) -> threading.Lock:
+    """The lock of all threads that write `final` at this time."""
+    with _guard:
+        return _locks.setdefault(final, threading.Lock())
+
+
+def _forget_locks() -> None:
+    """Drops the locks in a forked child: the threads that hold them are not there."""
+    global _guard
+    _guard = threading.Lock()
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
 
 
 @contextlib.contextmanager
@@ -169,7 +185,7 @@ def alone(final: Path) -> Iterator[None]:
         SaveFailedError: An error of the disk, or another that is not ours.
     """
     try:
-        with _locks[final]:
+        with _lock(final):
             yield
     except errors.CheckpointError as error:
         if not isinstance(error, errors.StoreError):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
+from flaxckpt import _counters, _held, datasets, errors
+from flaxckpt._held import Held
 
-from flaxckpt import _counters, errors
+_log = logging.getLogger(__name__)
 
 
 class Completed:
@@ -18,6 +21,10 @@ class Completed:
         given: What was passed with it: `state`, `metrics` and `dataset`, or None.
         getters: Functions that give what was not passed, by the same names.
 
+    Attributes:
+        step: The same.
+        is_bound: Whether the state was not passed.
+
     Raises:
         OptionError: Nobody knows the state.
     """
@@ -26,17 +33,26 @@ class Completed:
         self, step: int, given: Mapping[str, Any], getters: Mapping[str, Any]
     ) -> None:
         self.step = step
-        self._given = given
+        self._given = dict(given)
         self._getters = getters
-        if given["state"] is None and "state" not in getters:
+        self._state: Held | None = None
+        self._metrics: Held | None = None
+        self.is_bound = given["state"] is None
+        if self.is_bound and "state" not in getters:
             raise errors.OptionError(
                 "there is no state to save: call on_step(step, state), or tell"
                 " where it is with on_step.bind(state=lambda: state)"
             )
 
     def get(self, name: str) -> Any:
-        """What was passed, or else what was bound gives now."""
+        """What was passed, or else what was bound gives now.
+
+        A bound state that was asked for when the step was reported is not asked for
+        again.
+        """
         value = self._given[name]
+        if name == "state" and value is None and self._state is not None:
+            return self._state.state
         getter = self._getters.get(name)
         return getter() if value is None and getter is not None else value
 
@@ -48,17 +64,104 @@ class Completed:
         """
         return values(self.get("metrics"))
 
-    def is_gone(self, *, check_step: bool) -> str:
-        """Why the state is not that of the step any more; empty if it still is."""
-        leaves = jax.tree.leaves(self._given["state"])
-        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
-            return "its arrays were donated to a step that was not reported"
-        try:
-            if check_step:
-                _counters.check(self.get("state"), self.step)
-        except errors.OptionError as error:
-            return f"steps have followed that were not reported: {error}"
+    # ---- for the end of the loop --------------------------------------------------
+
+    def hold(self, before: Completed | None, *, ask: bool) -> None:
+        """Keeps what the end of the loop may have to save, as it is now.
+
+        Args:
+            before: The step that was reported before.
+            ask: Whether a bound state is asked for now. Else it is asked for at the
+                end, and is that of this step if its own step counter says so.
+        """
+        if ask or not self.is_bound:
+            known = None if before is None else before._state
+            self._state = Held(self.get("state"), known)
+        if self._given["metrics"] is not None:
+            known = None if before is None else before._metrics
+            self._metrics = Held(self._given["metrics"], known)
+        self._given["dataset"] = datasets.held(self.get("dataset"))
+
+    def says_itself(self) -> bool:
+        """Whether its state need not be kept: it says at the end at which step it is.
+
+        That is so for a bound state that is replaced as a whole, as a `TrainState` is.
+        """
+        state = self.get("state")
+        is_one = self.is_bound and _held.is_replaced_whole(state)
+        return is_one and bool(_counters.found(state))
+
+    def let_state_go(self) -> None:
+        """Keeps its state no more."""
+        self._state = None
+
+    @property
+    def fault(self) -> str:
+        """Why its state could not be kept; empty if it was, or was not to be."""
+        return "" if self._state is None else self._state.fault
+
+    def why_gone(self, *, check_step: bool) -> str:
+        """Why its state cannot be had any more; empty if it can."""
+        if self._state is not None and (reason := self._state.why_gone()):
+            return reason
+        if self._state is None and not check_step:
+            return _UNKNOWN
+        with self._as_reported():
+            state = self.get("state")
+            if self._state is None and not _counters.found(state):
+                return _UNKNOWN
+            try:
+                if check_step:
+                    _counters.check(state, self.step)
+            except errors.OptionError as error:
+                return f"steps have followed that were not reported: {error}"
         return ""
+
+    @contextlib.contextmanager
+    def as_reported(self) -> Iterator[None]:
+        """Gives in the `with` block what was there when the step was reported."""
+        metrics = self._given["metrics"]
+        has_later = metrics is None and "metrics" in self._getters
+        gone = "those that are bound may be of a later step"
+        if self._metrics is not None:
+            has_later, gone = True, self._metrics.why_gone()
+        elif has_later and self._is_last():
+            gone = ""
+        with self._as_reported(), contextlib.ExitStack() as stack:
+            if has_later and gone:
+                _log.warning(
+                    "step %d is saved without its metrics: %s", self.step, gone
+                )
+                self._given["metrics"] = {}
+            elif self._metrics is not None:
+                self._given["metrics"] = stack.enter_context(self._metrics.put_back())
+            try:
+                yield
+            finally:
+                self._given["metrics"] = metrics
+
+    def _is_last(self) -> bool:
+        """Whether nothing can have happened since it was reported."""
+        if self._state is None:
+            return True  # its counter said so
+        if self.is_bound:
+            return self._state.is_of(self._getters["state"]())
+        return self._state.has_objects and self._state.is_of(self._given["state"])
+
+    @contextlib.contextmanager
+    def _as_reported(self) -> Iterator[None]:
+        if self._state is None:
+            yield
+            return
+        given = self._given["state"]
+        with self._state.put_back() as self._given["state"]:
+            try:
+                yield
+            finally:
+                self._given["state"] = given
+
+
+_UNKNOWN = "it is bound, and nothing in it says of which step it is"
 
 
 def values(metrics: Any) -> Mapping[str, Any] | None:

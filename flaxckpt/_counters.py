@@ -30,7 +30,7 @@ def whole(step: Any) -> int:
     return number
 
 
-def check(state: PyTree, completed: int) -> None:
+def check(state: PyTree, completed: int, *, offset: int = 0) -> None:
     """Refuses a state that counts its steps, and has done another number of them.
 
     Looked at are `step` of the state (`TrainState`, a dict) and, where a state is a
@@ -38,21 +38,57 @@ def check(state: PyTree, completed: int) -> None:
     that agrees is enough: the networks of a GAN may be trained in turns. This waits for
     the step that computes the counter.
 
+    Args:
+        state: What is to be saved.
+        completed: How many steps the loop has completed.
+        offset: What was added to the step that the loop has passed: 1 for an index.
+
     Raises:
         OptionError: None agrees.
     """
-    found = dict(_found(state))
-    if found and completed not in found.values():
-        listed = ", ".join(f"{name} is {count}" for name, count in found.items())
-        hint = (
-            "the loop counts from 0: pass step_is='index'"
-            if completed + 1 in found.values()
-            else "pass the number of completed steps, or check_step=False if the state"
-            " counts otherwise"
-        )
+    counts = found(state)
+    if counts and completed not in counts.values():
         raise errors.OptionError(
-            f"this save is called step {completed}, but {listed}: {hint}"
+            f"this save is called step {completed}, but {_listed(counts)}:"
+            f" {_hint(counts, completed, offset)}"
         )
+
+
+def _hint(counts: Mapping[str, int], completed: int, offset: int) -> str:
+    """How to have the loop agree with the counters of the state."""
+    ahead = [name for name, count in counts.items() if count == completed + 1]
+    if ahead and not offset:
+        return (
+            "the loop counts from 0: pass step_is='index'. If the run goes on from a"
+            f" step that was numbered from 0, begin the loop at int({ahead[0]}) + 1"
+        )
+    if ahead:
+        return (
+            "the state is one step ahead of the loop, whose index is"
+            f" {completed - offset}: if the run goes on from a step that was numbered"
+            f" from 0, begin the loop at index int({ahead[0]})"
+        )
+    if offset and completed - offset in counts.values():
+        return "the loop counts completed steps: leave step_is='index' out"
+    return (
+        "pass the number of completed steps, or check_step=False if the state counts"
+        " otherwise"
+    )
+
+
+def mismatch(state: PyTree, step: int) -> str:
+    """What the counters of a restored state say, if none says `step`; else nothing."""
+    counts = found(state)
+    return "" if not counts or step in counts.values() else _listed(counts)
+
+
+def found(state: PyTree) -> dict[str, int]:
+    """Where a state keeps its step counters, and what they say."""
+    return dict(_found(state))
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} is {count}" for name, count in counts.items())
 
 
 def _found(state: PyTree) -> Iterator[tuple[str, int]]:
@@ -129,10 +165,15 @@ class Consumption:
 
     def check_end(self, step: int, position: int | None) -> None:
         """Warns if batches were taken since the last step that was reported."""
-        if self._each is None or position is None:
+        each = self._each
+        if each is None and len(self._points) == 2 and not self._is_known:
+            # Too many, if some were taken in advance: then nothing is said.
+            (start, begun), (first, before) = self._points
+            each = (before - begun) // (first - start)
+        if not each or position is None:
             return
         start, begun = self._points[0]
-        more = position - begun - self._each * (step - start)
+        more = position - begun - each * (step - start)
         if more > 0:
             _log.warning(
                 "the loop has taken %d more batches than it has used until its last"

@@ -9,11 +9,14 @@ leaf's path.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
+from flax import linen
 from flax.core import meta
 from flax.linen import spmd
 from jax.sharding import PartitionSpec
@@ -64,7 +67,9 @@ def flatten(state: PyTree) -> FlatState:
     Raises:
         UnsupportedLeafError: Leaves that no checkpoint can hold; all are named.
         LeafNameError: Two leaves have one path.
+        OptionError: A function or a class was passed for a state.
     """
+    check_state(state)
     tree, restore_objects = _split_objects(state)
     table: LeafTable = {}
     faults: dict[LeafPath, str] = {}
@@ -99,6 +104,35 @@ def flatten(state: PyTree) -> FlatState:
             for keys, node in optimizers
         ),
     )
+
+
+def check_state(state: PyTree) -> None:
+    """Refuses a function or a class, which was passed instead of what it makes.
+
+    Raises:
+        OptionError: `state` is one.
+    """
+    if not callable(state) or is_object(state) or isinstance(state, jax.Array):
+        return
+    if jax.tree.structure(state) != _LEAF:
+        return  # a pytree that can be called, too
+    name = getattr(state, "__qualname__", type(state).__qualname__)
+    if isinstance(state, type):
+        what = f"the class {name}"
+    elif isinstance(state, linen.Module):
+        raise errors.OptionError(
+            f"wanted a state, got the linen module {name}, which holds no parameters:"
+            " pass what init returns, or a TrainState made of that"
+        )
+    else:
+        what = f"the function {name}"
+    raise errors.OptionError(
+        f"wanted a state, got {what}: pass what it returns, or, where shapes are enough"
+        " to restore into, jax.eval_shape of it"
+    )
+
+
+_LEAF: Any = jax.tree.structure(0)
 
 
 def values(tree: PyTree) -> dict[LeafPath, Any]:
@@ -180,6 +214,121 @@ def _check_objects(objects: Mapping[str, Any]) -> None:
         fields = {type(node).__name__: dict(vars(node))}
         _tree.check_nesting(fields, is_object)
         waiting += filter(is_object, jax.tree.leaves(fields, is_leaf=is_object))
+
+
+def flatten_around_objects(state: PyTree) -> tuple[list[Any], Any]:
+    """The leaves of a state, each NNX object in it as one leaf, and the tree of them.
+
+    Raises:
+        TypeError, ValueError: jax cannot flatten it.
+    """
+    nnx = loaded_nnx()
+    if nnx is None:
+        return jax.tree.flatten(state)
+    objects = nnx.Pytree
+    return jax.tree.flatten(state, is_leaf=lambda node: isinstance(node, objects))
+
+
+class _Slot(NamedTuple):
+    """Where an array stands outside of variables.
+
+    Attributes:
+        container: An NNX object, a list or a dictionary.
+        key: The attribute, index or key.
+    """
+
+    container: Any
+    key: Any
+
+    @property
+    def is_item(self) -> bool:
+        """Whether it is no attribute."""
+        return isinstance(self.container, Mapping | Sequence)
+
+    def get(self) -> Any:
+        """The array."""
+        if self.is_item:
+            return self.container[self.key]
+        return getattr(self.container, self.key)
+
+    def set(self, value: Any) -> None:
+        """Puts another one there."""
+        if self.is_item:
+            self.container[self.key] = value
+        else:
+            setattr(self.container, self.key, value)
+
+
+class ObjectGraph:
+    """Where NNX objects keep their values: found once, it is quick to read again.
+
+    Args:
+        objects: Some modules, optimizers or streams of keys.
+    """
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        self._objects = tuple(objects)
+        self._variables, self._slots = self._walk()
+
+    def _walk(self) -> tuple[list[Any], list[_Slot]]:
+        """The variables, and the places of arrays outside of them."""
+        nnx = loaded_nnx()
+        nodes = dict(nnx.iter_graph(self._objects))
+        nodes[()] = self._objects
+        variables = [node for node in nodes.values() if isinstance(node, nnx.Variable)]
+        slots = [
+            _Slot(nodes[path[:-1]], path[-1])
+            for path, node in nodes.items()
+            if isinstance(node, jax.Array | np.ndarray)
+        ]
+        return variables, slots
+
+    def is_of(self, objects: Sequence[Any]) -> bool:
+        """Whether it is the graph of these."""
+        return _are(objects, self._objects)
+
+    def is_current(self) -> bool:
+        """Whether the objects keep their values in the same places still."""
+        variables, slots = self._walk()
+        return (
+            _are(variables, self._variables)
+            and _are([s.container for s in slots], [s.container for s in self._slots])
+            and [s.key for s in slots] == [s.key for s in self._slots]
+        )
+
+    def values(self) -> list[Any]:
+        """What is there."""
+        found = [_raw_value(variable) for variable in self._variables]
+        return found + [slot.get() for slot in self._slots]
+
+    def set_values(self, values: Sequence[Any]) -> None:
+        """Puts other values there."""
+        variables = values[: len(self._variables)]
+        for variable, value in zip(self._variables, variables, strict=True):
+            _set_raw_value(variable, value)
+        slots = values[len(self._variables) :]
+        for slot, value in zip(self._slots, slots, strict=True):
+            if slot.get() is not value:
+                slot.set(value)
+
+
+def _are(these: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether they are the same objects."""
+    return len(these) == len(others) and all(map(operator.is_, these, others))
+
+
+def _raw_value(variable: Any) -> Any:
+    """What a variable holds, without what reading it as a value does to it."""
+    if hasattr(type(variable), "get_raw_value"):
+        return variable.get_raw_value()
+    return variable.raw_value  # Flax 0.12.1
+
+
+def _set_raw_value(variable: Any, value: Any) -> None:
+    if hasattr(type(variable), "set_raw_value"):
+        variable.set_raw_value(value)
+    else:
+        variable.raw_value = value
 
 
 def is_object(node: object) -> bool:

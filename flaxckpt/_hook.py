@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -12,6 +13,8 @@ from typing import Any, Literal
 from flaxckpt import (
     _beginning,
     _counters,
+    _flax,
+    _held,
     _measured,
     _multihost,
     _preflight,
@@ -68,6 +71,7 @@ class Hook:
     ) -> None:
         self.last_save: SaveHandle | None = None
         self.getters: dict[str, Callable[[], Any]] = {"dataset": lambda: dataset}
+        self._asks: bool | None = None  # for the bound state, at each report
         self._checkpointer = checkpointer
         self._triggers = triggers
         self._stopping = stopping
@@ -82,6 +86,7 @@ class Hook:
         self._seen = 0
         self._began_at: int | None = None
         self._last: Completed | None = None
+        self._restored: tuple[int, _held.Trace] | None = None
         self._consumption = _counters.Consumption()
         for sink in self._sinks:
             _sinks.check(sink)
@@ -102,8 +107,9 @@ class Hook:
         """
         self._checkpointer.events.deliver(completed - self._offset)
         seen = Completed(completed, given, self.getters)
+        self._hold(seen)
         if self._last is None or completed < self._last.step:
-            self._check_beginning(seen)
+            self._check_beginning(seen, is_forced=force)
         time_is_up, notice = self._stopping.agreed(self._triggers)
         due = self._triggers.due(completed, self._seen, time_is_up=time_is_up)
         if force:
@@ -116,7 +122,24 @@ class Hook:
             return False
         return self._save(seen, temporary=due.temporary and self._temporary)
 
-    def _check_beginning(self, seen: Completed) -> None:
+    def bind(
+        self, getters: Mapping[str, Callable[[], Any]], *, each_step: bool
+    ) -> None:
+        """See `CheckpointCallback.bind`."""
+        self.getters |= getters
+        self._asks = None if each_step else False
+
+    def _hold(self, seen: Completed) -> None:
+        """Keeps what the end of the loop may save of a step."""
+        if not self._save_last:
+            return
+        seen.hold(self._last, ask=self._asks is not False)
+        if self._asks is None and seen.is_bound:
+            self._asks = not (self._check_step and seen.says_itself())
+            if not self._asks:
+                seen.let_state_go()
+
+    def _check_beginning(self, seen: Completed, *, is_forced: bool) -> None:
         """What would fail at the first save, or do harm there, fails at the first call.
 
         Raises:
@@ -133,7 +156,15 @@ class Hook:
         _measured.as_metrics(seen.metrics())
         state, dataset = seen.get("state"), seen.get("dataset")
         if self._check_step:
-            _counters.check(state, seen.step)
+            _counters.check(state, seen.step, offset=self._offset)
+            if not is_forced:  # else it may be meant, after the state was moved
+                self._check_counted(state, seen.step)
+        if seen.fault:
+            _log.warning(
+                "the last step will not be saved at the end unless it is due: the state"
+                " has %s. Pass force=True with the last step",
+                seen.fault,
+            )
         if self._preflight:
             found = _preflight.check(
                 ckpt, state, dataset, only_warn=self._preflight == "warn"
@@ -142,6 +173,27 @@ class Hook:
                 self._grace.save_secs = found.total_secs
         if self._consumption.wants:
             self._consumption.note(seen.step, datasets.position(dataset))
+
+    def _check_counted(self, state: PyTree, step: int) -> None:
+        """Refuses the step that was restored, if another one was trained since.
+
+        States that count their steps are compared by that.
+
+        Raises:
+            OptionError: The loop counts from 0.
+        """
+        restored, self._restored = self._restored, None
+        if restored is None or restored[0] != step or _counters.found(state):
+            return
+        if restored[1].has_changed(state):
+            raise errors.OptionError(
+                f"the run began with {step} completed steps, and the first step of the"
+                f" loop is called {step}, too, though the state has changed: each"
+                " restart would repeat a step. If the loop counts from 0, pass"
+                f" step_is='index'; else let it run over range({step + 1}, total + 1),"
+                " that is from start + 1. If no step was trained yet, pass"
+                " check_step=False"
+            )
 
     def start(self) -> None:
         """From here on, the program's end is ours to arrange."""
@@ -158,7 +210,7 @@ class Hook:
             return False
         state, dataset = seen.get("state"), seen.get("dataset")
         if self._check_step:
-            _counters.check(state, step)
+            _counters.check(state, step, offset=self._offset)
         if self._consumption.wants:
             self._consumption.note(step, datasets.position(dataset))
         self._note_duration()
@@ -242,6 +294,12 @@ class Hook:
         self, state: PyTree, source: _beginning.Source, dataset: Any
     ) -> tuple[PyTree, int]:
         """See `CheckpointCallback.restore_or_init`."""
+        _flax.check_state(state)
+        if isinstance(state, str | os.PathLike):
+            raise errors.OptionError(
+                f"wanted a state to begin with, got {state!r:.80}: a checkpoint to"
+                " begin from is passed as source="
+            )
         self.start()
         for trainer in self._checkpointer.trainers:
             if isinstance(trainer, Hook) and trainer is not self:
@@ -255,8 +313,24 @@ class Hook:
         self._consumption.begin(step, datasets.position(dataset))
         self._began_at = self._checkpointer.restored_step
         self._seen, self._last = step, None
+        if self._check_step:
+            self._note_restored(restored, step)
         self._triggers.restart_clock()
         return restored, step
+
+    def _note_restored(self, state: PyTree, step: int) -> None:
+        """Remembers with which values the loop begins, and looks at their number."""
+        with contextlib.suppress(TypeError, ValueError):  # a save will say more of it
+            self._restored = step, _held.Trace(state)
+        if self._began_at is not None and (counters := _counters.mismatch(state, step)):
+            _log.warning(
+                "step %d of %s is restored, and %s: its steps were numbered otherwise,"
+                " such as from 0. Begin the loop where the state says, or pass"
+                " check_step=False if it counts something else",
+                step,
+                self._checkpointer.directory,
+                counters,
+            )
 
     def before_close(self) -> None:
         """What the checkpointer calls first when it is closed: saves the last step."""
@@ -268,12 +342,14 @@ class Hook:
                 self._checkpointer.wait()
                 self._checkpointer.make_permanent(last.step)
             return
-        if reason := last.is_gone(check_step=self._check_step):
+        if reason := last.why_gone(check_step=self._check_step):
             _log.warning("the last step, %d, is not saved: %s", last.step, reason)
             self._skip(last.step, reason)
             return
-        self._consumption.check_end(last.step, datasets.position(last.get("dataset")))
-        self._save(last)
+        position = datasets.position(last.get("dataset"))
+        self._consumption.check_end(last.step, position)
+        with last.as_reported():
+            self._save(last)
 
     def _to_be_saved(self) -> Completed | None:
         """The last step, if it is to be saved at the end."""

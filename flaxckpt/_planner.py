@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,8 @@ def make(
     """Plans the restore of what `abstract_state` asks for, or of everything."""
     if abstract_state is None:
         return _plan_all(stored, _transforms.apply(options.transforms, stored.table))
+    if not options.transforms:
+        _check_template(stored, abstract_state)
     flat = _flax.flatten(abstract_state)
     wanted = None
     if options.transforms:  # with roles, so that moments go with their parameters
@@ -52,6 +55,24 @@ def make(
         wanted = _optax.with_roles(flat.table, roles)
     table = _transforms.apply(options.transforms, stored.table, wanted)
     return _Planner(stored, table, flat, abstract_state, options).plan()
+
+
+def _check_template(stored: Stored, abstract_state: PyTree) -> None:
+    """Refuses a step or a path in the place of the state.
+
+    Raises:
+        OptionError: It is one, and the checkpoint is no single value.
+    """
+    if not isinstance(abstract_state, int | str | os.PathLike) or "" in stored.table:
+        return
+    way = (
+        "pass the number of a step as step="
+        if isinstance(abstract_state, int)
+        else "a path is the first argument of load and of Checkpointer"
+    )
+    raise errors.OptionError(
+        f"wanted a state to restore into, got {abstract_state!r:.80}: {way}"
+    )
 
 
 def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:

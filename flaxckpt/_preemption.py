@@ -6,9 +6,10 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from flaxckpt import _arguments, _multihost
@@ -61,6 +62,7 @@ class Watch:
         self.notice: Notice | None = None
         self._clock = clock
         self._polls = 0
+        self._program: _Program | None = None
 
     def begin(self) -> bool:
         """Watches, from now on anew; nothing changes if it does already.
@@ -71,6 +73,7 @@ class Watch:
         Returns:
             Whether it did not watch before.
         """
+        self._program = _running_program()
         if self in _watches:
             return False
         self.notice = None
@@ -96,9 +99,53 @@ class Watch:
         Where several processes run, all of them poll equally often.
         """
         self._polls += 1
+        self._program = _running_program()
         if self.notice is None and _multihost.reached_preemption(self._polls):
             self.note("jax's preemption sync point")
         return self.notice
+
+    def is_over(self, frame: FrameType | None) -> bool:
+        """Whether nobody will poll any more.
+
+        That is so where a cell of a notebook, or an input to Python's prompt, polled
+        last, and has ended: its loop is over, though the callback was not closed.
+
+        Args:
+            frame: What the main thread is doing.
+        """
+        if self._program is None:
+            return False
+        while frame is not None:
+            if id(frame) == self._program.frame and frame.f_code is self._program.code:
+                return False
+            frame = frame.f_back
+        return True
+
+
+class _Program(NamedTuple):
+    """A script, a cell of a notebook or an input to Python's prompt, while it runs.
+
+    Attributes:
+        frame: The `id` of its frame: the frame itself would keep its variables.
+        code: What runs there; another cell has another one.
+    """
+
+    frame: int
+    code: CodeType
+
+
+def _running_program() -> _Program | None:
+    """The one that runs now; None if it is not to be found, as in other threads."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    names = vars(sys.modules["__main__"])
+    found = None
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals is names:
+            found = _Program(id(frame), frame.f_code)  # the outermost in the end
+        frame = frame.f_back
+    return found
 
 
 # ---- one handler for all watches ----------------------------------------------------
@@ -148,7 +195,8 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 def _note(number: int, frame: FrameType | None) -> None:
     previous = _previous.get(number, signal.SIG_DFL)
-    if not _watches:
+    watches = [watch for watch in _watches if not watch.is_over(frame)]
+    if not watches:
         if callable(previous):
             previous(number, frame)
         elif previous == signal.SIG_DFL:
@@ -156,12 +204,12 @@ def _note(number: int, frame: FrameType | None) -> None:
             os.kill(os.getpid(), number)
         return
     if number == signal.SIGINT:
-        if all(watch.notice is not None for watch in _watches):
+        if all(watch.notice is not None for watch in watches):
             _watches.clear()
             _uninstall()
             raise KeyboardInterrupt
         os.write(2, _INTERRUPTED)  # print may be busy in the code we interrupt
-    for watch in tuple(_watches):
+    for watch in watches:
         watch.note(signal.Signals(number).name)
     if callable(previous) and previous is not signal.default_int_handler:
         previous(number, frame)

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from flaxckpt import (
     _collector,
@@ -57,6 +57,10 @@ class _Wanted(NamedTuple):
     options: _plan.Options
 
 
+_Marked: TypeAlias = dict[int, str]
+"""Steps that are marked as damaged, and why."""
+
+
 class Restores:
     """Restores steps of one run.
 
@@ -95,11 +99,13 @@ class Restores:
     ) -> Restored:
         """Restores a step; see `Checkpointer.restore`."""
         with _remote.looking(self._run.directory):
-            candidates = self._agreed(step)
+            candidates, marked = self._agreed(step)
             if not fallback:  # where there are two of the same step, both are tried
                 candidates = self._copies(candidates)
+                self._check_unmarked(candidates[0][0], marked)
+            self._tell_of_marked(marked)
             wanted = _Wanted(abstract_state, dataset, options)
-            return self._first(candidates, wanted)
+            return self._first(candidates, wanted, list(marked))
 
     def load_source(
         self,
@@ -130,21 +136,64 @@ class Restores:
 
     # ---- which step ---------------------------------------------------------------
 
-    def _agreed(self, step: int | None) -> list[tuple[int, Path]]:
-        """The steps to restore, as process 0 sees them."""
+    def _agreed(self, step: int | None) -> tuple[list[tuple[int, Path]], _Marked]:
+        """The steps to restore, as process 0 sees them.
+
+        Returns:
+            The steps and where they are, the best first; and the newer ones that are
+            marked as damaged, the newest first.
+        """
         what = "the newest step" if step is None else f"step {step}"
         together = self._processes.begin("find", what)
         with _joint.ending(together, saving=False):
             self._wait()
             if self._run.tiers is not None:
-                return self._run.candidates(step)
+                candidates = self._run.candidates(step)
+                return candidates, self._marked_beyond(step, candidates)
             _joint.check_asked(together, what)
-            found = _joint.first_says(
-                together,
-                "found",
-                lambda: [(n, path.name) for n, path in self._run.candidates(step)],
+
+            def look() -> list[list[tuple[int, str]]]:
+                candidates = self._run.candidates(step)
+                marked = self._marked_beyond(step, candidates)
+                named = [(number, path.name) for number, path in candidates]
+                return [named, list(marked.items())]
+
+            named, marked = _joint.first_says(together, "found", look)
+        found = [(number, self._run.directory / name) for number, name in named]
+        return found, dict(marked)
+
+    def _marked_beyond(
+        self, step: int | None, candidates: Sequence[tuple[int, Path]]
+    ) -> _Marked:
+        """Why each step is marked as damaged that is newer than all `candidates`."""
+        if step is not None:
+            return {}
+        newest = candidates[0][0]
+        marked = {s: why for s, why in self._run.reasons().items() if s > newest}
+        return dict(sorted(marked.items(), reverse=True))
+
+    def _check_unmarked(self, newest: int, marked: _Marked) -> None:
+        """Refuses the newest step that is not marked, if a newer one is.
+
+        Raises:
+            DamagedCheckpointError: There are newer ones.
+        """
+        if marked:
+            raise errors.DamagedCheckpointError(
+                f"{self._run.directory} has newer steps than {newest}, which are marked"
+                " as damaged:\n"
+                + errors.rows(f"{step}: {why}" for step, why in marked.items())
+                + f"\nrestore(step={next(iter(marked))}) tries the newest all the same,"
+                f" fallback=True restores step {newest}, and delete(step) removes one."
             )
-        return [(number, self._run.directory / name) for number, name in found]
+
+    def _tell_of_marked(self, marked: _Marked) -> None:
+        for step, why in marked.items():
+            path = self._run.directory / self._run.format.name(step)
+            self._run.events.emit("fell_back", step, path=path, error=why, marked=True)
+            _log.warning(
+                "step %d is left out: it was marked as damaged before: %s", step, why
+            )
 
     def _copies(self, candidates: list[tuple[int, Path]]) -> list[tuple[int, Path]]:
         """The first of `candidates`, and the copies of it."""
@@ -152,9 +201,18 @@ class Restores:
         return candidates[:1] if tiers is None else tiers.copies(*candidates[0])
 
     def _first(
-        self, candidates: Sequence[tuple[int, Path]], wanted: _Wanted
+        self,
+        candidates: Sequence[tuple[int, Path]],
+        wanted: _Wanted,
+        marked: Sequence[int],
     ) -> Restored:
-        """Restores the first of `candidates` that is not damaged."""
+        """Restores the first of `candidates` that is not damaged.
+
+        Args:
+            candidates: The steps and where they are, the best first.
+            wanted: What is to be restored.
+            marked: Newer steps that are marked as damaged.
+        """
         damage: errors.DamagedCheckpointError | None = None
         left_out: list[tuple[int, Path]] = []
         for number, path in candidates:
@@ -173,9 +231,24 @@ class Restores:
                 self._tell(number, path, counter, start)
                 # Not before there is another to go on from.
                 self._settle_marks(number, path, left_out)
+                self._tell_of_older(number, [*marked, *(n for n, _ in left_out)])
                 return Restored(number, state, stored.metadata.lineage)
         assert damage is not None
         raise damage
+
+    def _tell_of_older(self, number: int, newer: Sequence[int]) -> None:
+        """Says, last of all, that an older step was restored than the newest."""
+        steps = ", ".join(str(step) for step in dict.fromkeys(newer) if step != number)
+        if steps:
+            _log.warning(
+                "restored step %d of %s, and not the newer step %s, which is damaged"
+                if steps.isdigit()
+                else "restored step %d of %s, and not the newer steps %s, which are"
+                " damaged",
+                number,
+                self._run.directory,
+                steps,
+            )
 
     # ---- one step -----------------------------------------------------------------
 

@@ -183,9 +183,12 @@ class Retention:
                 raise
             _log.error("nothing is deleted after step %d: %s", just_saved, error)
             return ()
-        if judged.going:
-            self._tell_of_unmeasured([f.ranked for f in judged.found.values()])
-        if judged.going or judged.datasets:
+        is_told = self._tell_of_unmeasured(judged)
+        is_any_to_go = bool(judged.going or judged.datasets)
+        if is_told and is_any_to_go and just_saved is not None:
+            _log.warning("nothing is deleted after step %d, this once", just_saved)
+            return ()
+        if is_any_to_go:
             if just_saved is None:
                 self._check_whole(max(judged.found), _verify.check)
             else:
@@ -234,23 +237,36 @@ class Retention:
             path = judged.found[step].path
             self._attempt(what, _deletion.delete_dataset, path, _orbax.DATASET)
 
-    def _tell_of_unmeasured(self, checkpoints: Sequence[policies.Ranked]) -> None:
-        """Logs, once for each, of a metric to keep the best of that no step has."""
-        for policy in self.rules.keep:
+    def _tell_of_unmeasured(self, judged: _Judged) -> bool:
+        """Logs, once for each, of a metric to keep the best of that no step has.
+
+        Where no step has any metric at all, they may be added later: that is logged
+        when steps are to go.
+
+        Returns:
+            Whether something was logged.
+        """
+        checkpoints = [found.ranked for found in judged.found.values()]
+        told = len(self._told)
+        for policy in (*self.rules.keep, *self.rules.keep_dataset):
             if not isinstance(policy, policies.BestN) or policy in self._told:
                 continue
-            if policy.preserved(checkpoints):
+            if not checkpoints or policy.preserved(checkpoints):
+                continue
+            known = sorted({name for each in checkpoints for name in each.metrics})
+            if not (known or judged.going or judged.datasets):
                 continue
             self._told.add(policy)
-            known = sorted({name for each in checkpoints for name in each.metrics})
             _log.warning(
-                "no step of %s has a finite metric %r, so %s keeps nothing, and steps"
-                " go of which one may be the best; there are %s",
+                "no step of %s has a finite metric %r yet, so %s keeps nothing, and"
+                " other policies let steps go of which one may be the best; there are"
+                " %s. Give it by save(…, metrics=…), add_metrics or metrics_from",
                 self._directory,
                 policy.metric,
                 policy,
                 ", ".join(known) or "no metrics at all",
             )
+        return len(self._told) > told
 
     def _are_measured_anew(self, judged: _Judged, step: int) -> bool:
         """Whether metrics have changed of a step that is to go, or of one that stays.

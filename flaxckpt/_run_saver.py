@@ -34,6 +34,9 @@ from flaxckpt.policies import PreservationPolicy
 
 _log = logging.getLogger(__name__)
 
+_MOST_SAVES_BY_SINKS = 8
+"""How many saves, one begun because of another, the end of a run waits for."""
+
 
 class Trainer(Protocol):
     """Who saves by a `Checkpointer` and wants to know of its end."""
@@ -246,6 +249,24 @@ class RunSaver(_directory.RunDirectory):
         """
         return self._saves.wait()
 
+    def settle(self) -> None:
+        """Waits for the save under way, and for those that sinks begin meanwhile.
+
+        Sinks may save when they are told of events. Those that would go on so for ever
+        are told no more.
+
+        Raises:
+            CheckpointError: A save has failed.
+        """
+        for _ in range(_MOST_SAVES_BY_SINKS):
+            self.wait()
+            if not self._saves.is_under_way():
+                return
+        _log.warning(
+            "a sink of events begins a save whenever one has ended: it is told no more"
+        )
+        self._saves.end()
+
     def wait_for_uploads(self, timeout_secs: float | None = None) -> None:
         """Waits until the directory has all that is to be uploaded from `staging`.
 
@@ -315,7 +336,9 @@ class RunSaver(_directory.RunDirectory):
         With `staging`, then for the uploads, and raises theirs.
         """
         with contextlib.ExitStack() as last:  # each is done, whatever the others raise
+            last.callback(self._saves.end)  # whatever a sink has begun at the last
             last.callback(self.events.close)
+            last.callback(self.settle)
             for trainer in self.trainers:
                 last.callback(trainer.after_close)
             last.callback(self.wait_for_uploads)
@@ -337,7 +360,7 @@ class RunSaver(_directory.RunDirectory):
             return
         # What the failing block leaves behind is not saved, but what was begun is.
         try:
-            self.wait()
+            self.settle()
         except errors.CheckpointError as failure:
             _log.error("the save under way failed, too: %s", failure)
             error.add_note(f"The save under way failed, too: {failure}")

@@ -327,6 +327,10 @@ class Saves:
             self._pending = None
             return result
 
+    def is_under_way(self) -> bool:
+        """Whether a save has begun that nobody has waited for."""
+        return self._pending is not None
+
     def has_failed(self) -> bool:
         """Whether the last save has failed, and nobody knows."""
         return self._pending is not None and self._pending.has_untold_error()

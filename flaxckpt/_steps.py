@@ -67,9 +67,17 @@ def check(step: int) -> int:
         number = -1
     if isinstance(step, bool) or not 0 <= number < 10**18:
         raise errors.OptionError(
-            f"a step is the number of completed training steps, 0 or more, got {step!r}"
+            "a step is the number of completed training steps, 0 or more, got"
+            f" {_shown(step)}"
         )
     return number
+
+
+def _shown(value: object) -> str:
+    """A wrong step for a message: a short value as it is, of others their class."""
+    if value is None or isinstance(value, str | int | float):
+        return f"{value!r:.80}"
+    return f"a {type(value).__name__}"
 
 
 def listed(root: Path, step_format: StepFormat) -> dict[int, Path]:

@@ -1,6 +1,7 @@
 """The trainer's hook saves when told, restores exactly, and fits any loop."""
 
 import collections
+import copy
 import dataclasses
 import functools
 import itertools
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from typing import Any, NamedTuple
 
 import clu.metrics
 import flax
@@ -22,7 +24,7 @@ from flax import nnx
 from flax.training import train_state
 
 import flaxckpt
-from flaxckpt import _counters, _event_journal, _storage, errors
+from flaxckpt import _counters, _event_journal, _flax, _held, _storage, errors
 from flaxckpt.datasets import StepIndexed
 
 
@@ -162,6 +164,79 @@ def test_a_run_that_counts_from_the_beginning_again_is_stopped(ckpt):
     again.close()
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("kind", ["numpy", "dict", "struct", "nnx without a counter"])
+def test_a_loop_that_counts_from_0_without_a_counter_is_told_at_its_first_call(
+    tmp_path, kind, resumed
+):
+    ckpt = flaxckpt.Checkpointer(tmp_path)
+    template, _, _ = TRAINERS[kind]()
+    if resumed:
+        ckpt.save(5, template).wait()
+    callback = flaxckpt.CheckpointCallback(ckpt, every_steps=100)
+    state, start = callback.restore_or_init(template)
+    if kind in ("numpy", "dict"):
+        for name in state:
+            state[name] = state[name] + 1
+    elif kind == "struct":
+        state = jax.tree.map(lambda leaf: leaf + 1, state)
+    else:
+        state(jnp.ones((2, 3)))
+    with pytest.raises(errors.OptionError, match=r"step_is='index'.*start \+ 1"):
+        callback(start, state)
+    callback.give_way()
+    index = flaxckpt.CheckpointCallback(ckpt, every_steps=100, step_is="index")
+    state, start = index.restore_or_init(template)
+    assert not index(start, state)
+    index.give_way()
+
+
+@pytest.mark.parametrize("kind", ["numpy", "struct", "nnx without a counter"])
+def test_a_loop_that_reports_before_it_trains_may_begin_at_the_restored_step(
+    ckpt, kind
+):
+    state, _, _ = TRAINERS[kind]()
+    callback = flaxckpt.CheckpointCallback(ckpt, every_steps=100, save_last=False)
+    state, start = callback.restore_or_init(state)
+    assert not callback(start, state)
+    assert not callback(start + 1, state)
+    callback.close()
+
+
+def test_the_first_state_may_be_saved_after_it_was_moved(ckpt):
+    callback = flaxckpt.CheckpointCallback(ckpt, save_last=False)
+    state, start = callback.restore_or_init({"w": jnp.ones(3), "x": float("nan")})
+    moved = jax.device_put(state, jax.devices()[0])
+    moved["w"] = moved["w"] + 0
+    assert callback(start, moved, force=True)
+    callback.close()
+
+
+def test_values_that_do_not_equal_themselves_have_not_changed(ckpt):
+    state = {"x": float("nan"), "n": np.float32("nan"), "w": np.full(2, np.nan)}
+    callback = flaxckpt.CheckpointCallback(ckpt, save_last=False)
+    assert not callback(callback.restore_or_init(state)[1], copy.deepcopy(state))
+    callback.close()
+
+
+@pytest.mark.parametrize("step_is", ["completed", "index"])
+def test_steps_that_were_numbered_otherwise_are_told_of_when_they_are_restored(
+    tmp_path, caplog, step_is
+):
+    ckpt = flaxckpt.Checkpointer(tmp_path)
+    ckpt.save(6, create().replace(step=7)).wait()
+    callback = flaxckpt.CheckpointCallback(ckpt, every_steps=100, step_is=step_is)
+    state, start = callback.restore_or_init(create())
+    assert start == 6
+    assert "step 6" in caplog.text
+    assert "state.step is 7" in caplog.text
+    first = start if step_is == "index" else start + 1
+    with pytest.raises(errors.OptionError, match=r"int\(state\.step\)") as raised:
+        callback(first, state.replace(step=8))
+    assert f"pass step_is={step_is!r}" not in str(raised.value)
+    callback.give_way()
+
+
 def prefetched(iterator, depth):
     """Like flax.jax_utils.prefetch_to_device: takes some before it gives one."""
     ahead = collections.deque(itertools.islice(iterator, depth))
@@ -284,13 +359,60 @@ def test_the_dataset_that_was_restored_is_the_one_that_is_saved(ckpt, caplog):
     without.close()
 
 
+class Counting:
+    """Batches whose state only they can copy."""
+
+    def __init__(self):
+        self.next = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.next += 1
+        return self.next
+
+    def get_state(self):
+        return {"next_index": self.next}
+
+    def set_state(self, state):
+        self.next = state["next_index"]
+
+
 def test_batches_that_are_taken_in_the_head_of_the_loop_are_warned_of(ckpt, caplog):
-    batches = StepIndexed(lambda i: i)
+    batches = Counting()
     with flaxckpt.CheckpointCallback(ckpt, every_steps=3, dataset=batches) as callback:
         callback.restore_or_init({"n": 0})
         for _, step in zip(batches, range(1, 8), strict=False):
             callback(step, {"n": step})
     assert "1 more batches" in caplog.text
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_batches_taken_by_a_step_that_was_not_reported_are_warned_of(
+    ckpt, caplog, steps
+):
+    batches = Counting()
+    with flaxckpt.CheckpointCallback(ckpt, every_steps=3, dataset=batches) as callback:
+        callback.restore_or_init({"n": 0})
+        for step in range(1, 10):
+            next(batches)
+            if step > steps:
+                break
+            callback(step, {"n": step})
+    assert "1 more batches" in caplog.text
+
+
+def test_a_place_in_step_indexed_batches_is_that_of_the_last_report(ckpt, caplog):
+    batches = StepIndexed(lambda i: i)
+    with flaxckpt.CheckpointCallback(ckpt, every_steps=3, dataset=batches) as callback:
+        callback.restore_or_init({"n": 0})
+        for _, step in zip(batches, range(1, 8), strict=False):
+            callback(step, {"n": step})
+    assert not caplog.records
+    assert next(batches) == 8
+    ckpt.restore({"n": 0}, dataset=batches)
+    assert next(batches) == 7
 
 
 @pytest.mark.parametrize("closing", ["checkpointer", "callback"])
@@ -513,15 +635,37 @@ def test_loops_that_pass_the_step_only_bind_the_state(ckpt):
     assert ckpt.restore() == {"n": 4}
 
 
-def test_what_is_bound_is_asked_for_only_when_it_is_saved(ckpt):
+def test_a_bound_state_that_counts_its_steps_is_asked_for_when_it_is_saved(ckpt):
     asked = []
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=4, preflight=False)
-    callback.bind(state=lambda: asked.append(step) or {"n": step})
+    callback.bind(state=lambda: asked.append(step) or create().replace(step=step))
     for step in range(1, 11):
         callback(step)
-    assert asked == [1, 4, 8], "and once for the counter of the first"
+    assert set(asked) == {1, 4, 8}, "and once for the counter of the first"
     callback.close()
     assert set(asked) == {1, 4, 8, 10}
+    assert ckpt.restore().step == 10
+
+
+@pytest.mark.parametrize("each_step", [True, False])
+def test_another_bound_state_is_asked_for_at_each_step_unless_that_is_slow(
+    ckpt, each_step, caplog
+):
+    asked = []
+    callback = flaxckpt.CheckpointCallback(ckpt, every_steps=4, preflight=False)
+    callback.bind(state=lambda: asked.append(step) or {"n": step}, each_step=each_step)
+    for step in range(1, 11):
+        callback(step)
+    assert set(asked) == (set(range(1, 11)) if each_step else {1, 4, 8})
+    callback.close()
+    assert ckpt.steps() == ([4, 8, 10] if each_step else [4, 8])
+    assert ("step 10" in caplog.text or "10, is not saved" in caplog.text) != each_step
+
+
+def test_what_is_bound_is_a_function(ckpt):
+    callback = flaxckpt.CheckpointCallback(ckpt)
+    with pytest.raises(errors.OptionError, match="state=lambda: state"):
+        callback.bind(state={"n": 1})
 
 
 def test_a_last_step_that_was_donated_further_is_not_saved_and_that_is_said(
@@ -539,6 +683,210 @@ def test_a_last_step_that_was_donated_further_is_not_saved_and_that_is_said(
     assert ckpt.steps() == []
     assert "donated" in caplog.text
     assert "donated" in skipped(callback)[1]
+
+
+# ---- the end saves the step that was reported last --------------------------------
+
+
+class Mean(NamedTuple):
+    w: Any
+    n: Any
+
+
+@flax.struct.dataclass
+class Pair:
+    w: Any
+    n: Any
+
+
+class Net(nnx.Module):
+    """Parameters, statistics and random keys, which are changed in place."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.linear = nnx.Linear(3, 3, rngs=rngs)
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.table = jnp.arange(3.0)  # an array that is no variable
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.linear(x)) + self.table)
+
+
+@nnx.jit
+def train_net(net, optimizer, x):
+    grads = nnx.grad(lambda net: jnp.sum(net(x) ** 2))(net)
+    optimizer.update(net, grads)
+
+
+def net_trainer(*, has_optimizer):
+    net = Net()
+    optimizer = nnx.Optimizer(net, optax.adam(1e-2), wrt=nnx.Param)
+    state = (net, optimizer) if has_optimizer else net
+
+    def train():
+        train_net(net, optimizer, jnp.ones((2, 3)))
+        return state
+
+    def look():
+        net(jnp.ones((2, 3)))  # changes statistics and keys, and no step counter
+
+    return state, train, look
+
+
+def immutable_trainer(kind):
+    now = [kind(w=jnp.zeros(64), n=jnp.int32(0))]
+
+    def train():
+        now[0] = jax.tree.map(lambda leaf: leaf + 1, now[0])
+        return now[0]
+
+    return now[0], train, train
+
+
+def in_place_trainer(make):
+    """A dictionary of which either the entries or the arrays are changed."""
+    state = {"w": make(8), "n": make(1)}
+
+    def train():
+        if isinstance(state["w"], np.ndarray):
+            state["w"] += 1
+            state["n"] += 1
+        else:
+            state["w"] = state["w"] + 1
+            state["n"] = state["n"] + 1
+        return state
+
+    return state, train, train
+
+
+TRAINERS = {
+    "nnx": lambda: net_trainer(has_optimizer=True),
+    "nnx without a counter": lambda: net_trainer(has_optimizer=False),
+    "numpy": lambda: in_place_trainer(np.zeros),
+    "dict": lambda: in_place_trainer(jnp.zeros),
+    "NamedTuple": lambda: immutable_trainer(Mean),
+    "struct": lambda: immutable_trainer(Pair),
+    "FrozenDict": lambda: immutable_trainer(lambda **kw: flax.core.freeze(kw)),
+}
+
+
+@pytest.mark.parametrize("then", ["ends", "looks", "trains", "trains twice"])
+@pytest.mark.parametrize("is_bound", [False, True])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_the_end_saves_the_values_of_the_last_report(ckpt, name, is_bound, then):
+    state, train, look = TRAINERS[name]()
+    with flaxckpt.CheckpointCallback(ckpt, every_steps=100) as callback:
+        if is_bound:
+            callback.bind(state=lambda: state)
+        for step in range(1, 4):
+            state = train()
+            callback(step) if is_bound else callback(step, state)
+        wanted = copied(state)
+        # What a loop does before it breaks, and does not report.
+        if then == "looks":
+            look()
+        for _ in range({"trains": 1, "trains twice": 2}.get(then, 0)):
+            state = train()
+        now = copied(state)
+    assert ckpt.steps() == [3]
+    assert_equal(copied(state), now)
+    assert_equal(copied(ckpt.restore(state)), wanted)
+
+
+def copied(state):
+    """The leaves by their paths, as numpy arrays of their own."""
+    return {
+        path: np.array(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+        for path, leaf in _flax.values(state).items()
+    }
+
+
+def is_key(leaf):
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def assert_equal(found, wanted):
+    assert found.keys() == wanted.keys()
+    differing = [
+        path for path in wanted if not np.array_equal(found[path], wanted[path])
+    ]
+    assert not differing
+
+
+def test_large_numpy_arrays_are_not_kept_and_that_is_said_at_the_beginning(
+    ckpt, caplog
+):
+    state = {"w": np.zeros(10**6)}
+    with flaxckpt.CheckpointCallback(ckpt, every_steps=2) as callback:
+        callback(1, state)
+        assert "force=True" in caplog.text
+        callback(2, state)
+        state["w"] += 1
+        callback(3, state)
+        state["w"] += 1
+    assert ckpt.steps() == [2]
+    assert "numpy arrays" in skipped(callback)[3]
+
+
+def test_read_only_numpy_arrays_are_kept_however_large(ckpt):
+    weights = np.arange(10**6)
+    weights.flags.writeable = False
+    with flaxckpt.CheckpointCallback(ckpt, every_steps=100) as callback:
+        callback(1, {"w": weights, "v": np.asarray(jnp.ones(10**6))})
+    assert ckpt.steps() == [1]
+
+
+def test_a_model_that_got_other_variables_since_is_not_saved_and_that_is_said(ckpt):
+    state, train, _ = net_trainer(has_optimizer=False)
+    with flaxckpt.CheckpointCallback(ckpt) as callback:
+        callback(1, train())
+        state.linear = nnx.Linear(3, 3, rngs=nnx.Rngs(1))
+    assert ckpt.steps() == []
+    assert "other variables" in skipped(callback)[1]
+
+
+def test_metrics_are_those_of_the_last_report(ckpt, caplog):
+    metrics = {"loss": 0.5}
+    mean = nnx.MultiMetric(loss=nnx.metrics.Average())
+    mean.update(values=jnp.float32(1.0))
+    for step, given in ((1, metrics), (2, mean)):
+        with flaxckpt.CheckpointCallback(ckpt) as callback:
+            callback(step, {"n": step}, metrics=given)
+            metrics["loss"] = 9.9
+            mean.update(values=jnp.float32(9.0))
+    assert ckpt.metrics(1) == {"loss": 0.5}
+    assert ckpt.metrics(2) == {"loss": 5.0}  # and not that of 1, 9 and 9
+    with flaxckpt.CheckpointCallback(ckpt) as callback:
+        callback.bind(metrics=lambda: metrics)
+        callback(3, {"n": 3})
+    assert ckpt.steps() == [1, 2, 3]
+    assert ckpt.metrics(3) == {}
+    assert "without its metrics" in caplog.text
+
+
+def test_bound_metrics_are_saved_at_the_end_if_nothing_came_after(ckpt):
+    state, metrics = {"n": np.zeros(3)}, {"loss": 0.5}
+    for step in (1, 2):
+        with flaxckpt.CheckpointCallback(ckpt) as callback:
+            callback.bind(state=lambda: state, metrics=lambda: metrics)
+            callback(step)
+            if step == 2:
+                state["n"] += 1
+                metrics["loss"] = 9.9
+    assert ckpt.metrics(1) == {"loss": 0.5}
+    assert ckpt.metrics(2) == {}
+    assert np.array_equal(ckpt.restore()["n"], np.zeros(3))
+
+
+def test_holding_a_state_copies_no_jax_array():
+    state = {"w": jnp.ones(10**6), "n": 1}
+    held = _held.Held(state)
+    with held.put_back() as found:
+        assert found["w"] is state["w"]
+
+
+# ---- what else loops pass ---------------------------------------------------------
 
 
 def test_data_and_metrics_can_be_bound_too(ckpt):
@@ -584,6 +932,32 @@ def test_it_takes_what_clu_passes_to_periodic_callbacks(ckpt):
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
     assert callback.__name__
     assert callback(step=2, t=12.5, state={"n": 2}, learning_rate=0.1)
+
+
+@pytest.mark.parametrize("t", [12.5, 3, np.float64(12.5)])
+def test_the_time_that_clu_passes_to_its_hooks_is_no_state(ckpt, t):
+    callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
+    with pytest.raises(errors.OptionError, match=r"bind\(state=lambda: state\)"):
+        callback(1, t)
+    callback.bind(state=lambda: {"n": 2})
+    assert callback(2, t)
+    assert not callback(3, t=t)
+    ckpt.wait()
+    assert ckpt.restore() == {"n": 2}
+
+
+def test_arguments_that_there_are_not_are_refused(ckpt):
+    callback = flaxckpt.CheckpointCallback(ckpt)
+    for wrong, right in (
+        ({"metric": {"loss": 0.5}}, "metrics="),
+        ({"metric": {"loss": 0.5}, "t": 1.5}, "metrics="),
+        ({"forced": True}, "force="),
+        ({"data": [1]}, "dataset="),
+        ({"learning_rate": 0.1}, "takes no learning_rate="),
+    ):
+        with pytest.raises(errors.OptionError, match=right):
+            callback(1, {"n": 1}, **wrong)
+    assert not ckpt.steps()
 
 
 @flax.struct.dataclass

@@ -1,19 +1,23 @@
 """A directory of steps: what is listed is complete, what is kept is as told."""
 
+import functools
+import gc
 import json
 import logging
 import math
 import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import store_servers
 import strategies
+from flax import linen
 
 import flaxckpt
-from flaxckpt import _deletion, _save, errors
+from flaxckpt import _commit, _deletion, _save, errors
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
 
 
@@ -346,6 +350,74 @@ def test_a_leftover_of_a_crash_is_no_step_and_is_removed(tmp_path):
         strategies.assert_same(state(5), ckpt.restore())
 
 
+# ---- what is passed in the wrong place -------------------------------------------
+
+
+def test_a_state_in_the_place_of_the_step_is_named_by_its_class(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        with pytest.raises(errors.OptionError, match=r"got a dict$"):
+            ckpt.save(state(1), 1)
+        with pytest.raises(errors.OptionError, match=r"got 'one'$"):
+            ckpt.save("one", state(1))
+
+
+def test_a_path_in_the_place_of_the_first_state_is_told(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        callback = flaxckpt.CheckpointCallback(ckpt)
+        with pytest.raises(errors.OptionError, match="passed as source="):
+            callback.restore_or_init("pretrained")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [(1, "wanted a state .* got 1: .*step="), ("1", "a path is the first argument")],
+)
+def test_a_step_or_a_path_in_the_place_of_the_state_is_told(tmp_path, wrong, told):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state(1)).wait()
+        for restore in (ckpt.restore, lambda wrong: flaxckpt.load(tmp_path, wrong)):
+            with pytest.raises(errors.OptionError, match=told):
+                restore(wrong)
+        ckpt.save(2, 5).wait()  # a state that is one number
+        assert ckpt.restore(0) == 5
+
+
+def create(step=0):
+    return state(step)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [create, functools.partial(create, 1), jax.jit(create), dict, len, linen.Dense(3)],
+    ids=["function", "partial", "jit", "class", "builtin", "module"],
+)
+def test_a_function_in_the_place_of_the_state_is_told(tmp_path, function):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        callback = flaxckpt.CheckpointCallback(ckpt)
+        for call in (
+            callback.restore_or_init,
+            lambda function: ckpt.save(1, function),
+            lambda function: callback(1, function),
+            lambda function: flaxckpt.save(tmp_path / "x", function),
+        ):
+            with pytest.raises(errors.OptionError, match="wanted a state, got the"):
+                call(function)
+        callback.give_way()
+        ckpt.save(1, state(1)).wait()
+        with pytest.raises(errors.OptionError, match="wanted a state, got the"):
+            ckpt.restore(function)
+        with pytest.raises(errors.OptionError, match="wanted a state, got the"):
+            flaxckpt.plan(tmp_path, function)
+
+
+def test_a_writer_remembers_no_lock_of_a_path_that_is_written(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        for step in range(5):
+            ckpt.save(step, state(step))
+    gc.collect()
+    assert not _commit._locks
+
+
 # ---- falling back ----------------------------------------------------------------
 
 
@@ -366,6 +438,39 @@ def test_a_damaged_newest_step_is_left_out_with_a_warning(tmp_path, caplog):
         assert "step 2 is damaged" in caplog.text
         assert ckpt.steps() == [1]
         assert list(ckpt.damaged()) == [2, 3]
+
+
+def test_a_step_that_was_marked_before_is_told_of_at_each_restart(tmp_path, caplog):
+    layout = flaxckpt.ArrayLayout(store="files")
+    with flaxckpt.Checkpointer(tmp_path, layout=layout) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state(step)).wait()
+        damage(tmp_path / "3")
+        ckpt.restore()
+        last = caplog.records[-1].getMessage()
+        assert "restored step 1 of" not in last
+        assert "restored step 2 of" in last, "the log ends by what was restored"
+    for _ in range(2):
+        caplog.clear()
+        seen = []
+        with flaxckpt.Checkpointer(tmp_path, sinks=[seen.append]) as ckpt:
+            callback = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
+            assert callback.restore_or_init(state(0))[1] == 2
+            with pytest.raises(errors.DamagedCheckpointError, match="3: w: ") as raised:
+                ckpt.restore(fallback=False)
+            callback.give_way()
+        assert "fallback=True restores step 2" in str(raised.value)
+        told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        assert "step 3 is left out: it was marked as damaged before" in told[0]
+        assert "restored step 2 of" in told[-1]
+        assert "and not the newer step 3" in told[-1]
+        assert [(e.kind, e.step) for e in seen] == [("fell_back", 3), ("restored", 2)]
+    caplog.clear()
+    with flaxckpt.Checkpointer(tmp_path, layout=layout) as ckpt:
+        strategies.assert_same(state(2), ckpt.restore(step=2))
+        ckpt.save(3, state(3)).wait()
+        strategies.assert_same(state(3), ckpt.restore(fallback=False))
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
 
 
 def test_a_mismatch_is_no_damage(tmp_path):

@@ -134,6 +134,21 @@ def test_an_iterator_continues_where_it_stood(tmp_path, make):
     assert_resumes(tmp_path, make)
 
 
+@pytest.mark.parametrize("index", [-1, "3", 1.5, True, None, np.float64(2)])
+def test_step_indexed_batches_take_whole_numbers_only(index):
+    batches = StepIndexed(lambda i: i)
+    with pytest.raises(errors.DatasetStateError, match="whole number from 0"):
+        batches.set_state({"next_index": index})
+    with pytest.raises(errors.OptionError, match="index of the first batch"):
+        StepIndexed(lambda i: i, start=index)
+    for state in ({}, 3, None, [("next_index", 3)]):
+        with pytest.raises(errors.DatasetStateError, match="next_index"):
+            batches.set_state(state)
+    assert next(batches) == 0
+    batches.set_state({"next_index": np.int64(3)})
+    assert next(batches) == 3
+
+
 class Opaque:
     """Keeps bytes that are no text."""
 

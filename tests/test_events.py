@@ -287,6 +287,40 @@ def test_a_sink_may_use_the_checkpointer(tmp_path):
     assert len(seen) == 9
 
 
+def test_what_a_sink_saves_is_waited_for_at_the_end(tmp_path):
+    def sink(event):
+        if event.kind == "committed" and event.step < 4:
+            ckpt.save(event.step + 1, state(event.step + 1))
+
+    with flaxckpt.Checkpointer(tmp_path, sinks=[sink]) as ckpt:
+        ckpt.save(1, state(1))
+    assert ckpt.steps() == [1, 2, 3, 4]
+    assert not ckpt._saves.is_under_way()
+    with flaxckpt.CheckpointCallback(ckpt) as callback:
+        ckpt.restore(step=1)
+        callback.close()
+
+    def fail():
+        with ckpt:
+            ckpt.save(1, state(1), on_exists="overwrite")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert not ckpt._saves.is_under_way()
+
+
+def test_a_sink_that_saves_for_ever_is_told_no_more_at_the_end(tmp_path, caplog):
+    def sink(event):
+        if event.kind == "committed":
+            ckpt.save(event.step + 1, state(0))
+
+    with flaxckpt.Checkpointer(tmp_path, sinks=[sink]) as ckpt:
+        ckpt.save(1, state(0))
+    assert not ckpt._saves.is_under_way()
+    assert len(ckpt.steps()) < 100
+
+
 def test_nothing_is_lost_or_told_twice_among_threads(stream):
     seen = []
     stream.subscribe(lambda event: seen.append(event.step))

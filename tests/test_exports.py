@@ -85,6 +85,25 @@ def test_every_public_callable_has_a_docstring():
     assert not missing
 
 
+def test_no_private_class_is_named_where_python_names_a_method():
+    wrong = []
+    for where, found in public_callables():
+        if not inspect.isfunction(found) or "." not in where:
+            continue
+        cls = where.split(".")[-2]
+        name = getattr(found, "__qualname__", "")
+        if cls[:1].isupper() and not name.startswith(f"{cls}."):
+            wrong.append(f"{where}: {name}")
+    assert not wrong
+
+
+def test_pythons_own_errors_name_the_public_class(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        for call in (ckpt.best_step, ckpt.pin, ckpt.save, lambda: ckpt.prune(1)):
+            with pytest.raises(TypeError, match=r"^Checkpointer\.\w+\(\) "):
+                call()
+
+
 def public_callables() -> Iterator[tuple[str, object]]:
     """Exported functions and classes, those of exported modules, and their methods."""
     for name in flaxckpt.__all__:

@@ -15,11 +15,12 @@ from pathlib import Path
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import serialization
 from flax.training import checkpoints
 from flax.training.train_state import TrainState
 
 import flaxckpt
-from flaxckpt import configs, datasets, policies, transforms
+from flaxckpt import configs, datasets, errors, policies, transforms
 from flaxckpt.integrations import tensorboard
 from flaxckpt.policies import BestN, EveryNSteps, LatestN, OnSteps, WithoutMetric
 
@@ -689,3 +690,15 @@ def test_what_the_orbax_manager_of_t5x_writes_is_a_source(tmp_path):
     on_step.close()
     assert start == 1
     assert jnp.array_equal(again.opt_state[0].mu["w"], adam.mu["w"])
+
+
+def test_a_directory_of_clu_names_the_file_to_pass(tmp_path):
+    state = {"w": jnp.ones(3)}
+    for number in (9, 10):
+        file = tmp_path / f"ckpt-{number}.flax"
+        file.write_bytes(serialization.to_bytes(state))
+        file.with_suffix(".index").touch()
+    (tmp_path / "checkpoint").write_text('model_checkpoint_path: "ckpt-10"')
+    with pytest.raises(errors.CheckpointFormatError, match=r"as .*/ckpt-10\.flax$"):
+        flaxckpt.load(tmp_path, state)
+    assert flaxckpt.load(tmp_path / "ckpt-10.flax", state)["w"].shape == (3,)

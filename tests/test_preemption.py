@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import jax.numpy as jnp
@@ -318,6 +320,77 @@ def test_children_end_as_they_would_have(ckpt):
     assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
     assert not on_step.should_stop()
     on_step.close()
+
+
+# A notebook runs each cell as a program of its own, in one module.
+NOTEBOOK = """
+import os, signal, sys, types
+module = types.ModuleType("__main__")
+sys.modules["__main__"] = module
+
+
+def run(cell):
+    try:
+        exec(compile(cell, "<cell>", "exec"), vars(module))
+    except BaseException as error:
+        print(type(error).__name__, flush=True)
+    else:
+        print("went on", flush=True)
+
+
+SETUP, LOOP, FUNCTION, STOP = sys.argv[2:]
+run(SETUP)
+run(LOOP)
+run(STOP)
+run("on_step(4, {'n': 4})")
+run(FUNCTION)
+run(STOP)
+module.stop = 8
+run(LOOP)
+run(STOP.replace("SIGINT", "SIGTERM"))
+"""
+
+SETUP = """
+import flaxckpt, os, signal, sys
+ckpt = flaxckpt.Checkpointer(sys.argv[1])
+on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=2)
+stop = None
+"""
+
+LOOP = """
+state, start = on_step.restore_or_init({"n": 0})
+for step in range(start + 1, start + 4):
+    if step == stop:
+        os.kill(os.getpid(), signal.SIGINT)
+    on_step(step, {"n": step})
+"""
+
+FUNCTION = "def train():" + LOOP.replace("\n", "\n    ") + "\ntrain()"
+
+STOP = "os.kill(os.getpid(), signal.SIGINT)"
+
+
+def test_ctrl_c_in_a_later_cell_of_a_notebook_interrupts_that_cell(ckpt):
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-c", NOTEBOOK, str(ckpt.directory)),
+            *(SETUP, LOOP, FUNCTION, STOP),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.stdout.splitlines() == [
+        "went on",
+        "went on",
+        "KeyboardInterrupt",  # the loop is over, and was not closed
+        "went on",  # and goes on in another cell
+        "went on",
+        "KeyboardInterrupt",
+        "KeyboardInterrupt",  # by the loop, after it has saved
+    ], ended.stderr
+    assert ended.returncode == -signal.SIGTERM
+    assert ckpt.steps() == [2, 4, 6, 8]
 
 
 # ---- little time ------------------------------------------------------------------

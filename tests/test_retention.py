@@ -92,17 +92,49 @@ def test_t5x_keeps_the_best_and_the_latest_whatever_is_measured_later(tmp_path):
     assert save(tmp_path, 47, keep=keep) == [42, 43, 47]
 
 
-def test_a_metric_that_no_step_has_is_told_of_once_as_steps_go(tmp_path, caplog):
+def test_a_metric_that_the_first_save_lacks_is_told_of_once_before_steps_go(
+    tmp_path, caplog
+):
     keep = [LatestN(1), BestN(1, "los", "min")]
     with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
         ckpt.save(1, state(1), metrics={"loss": 0.5}).wait()
-        assert not caplog.records  # nothing goes
+        told = [record.getMessage() for record in caplog.records]
         for step in (2, 3):
             ckpt.save(step, state(step), metrics={"loss": 0.5}).wait()
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1
+    assert len(told) == len(caplog.records) == 1
     assert "has a finite metric 'los'" in told[0]
     assert "there are loss" in told[0]
+    assert ckpt.steps() == [3]
+
+
+@pytest.mark.parametrize("option", ["keep", "keep_dataset"])
+def test_the_save_that_finds_a_metric_missing_deletes_nothing(tmp_path, caplog, option):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state(step), dataset=StepIndexed(lambda i: i)).wait()
+    options = {option: [LatestN(1), BestN(1, "los", "min")]}
+    with flaxckpt.Checkpointer(tmp_path, **options) as ckpt:
+        ckpt.save(3, state(3)).wait()
+        assert "no metrics at all" in caplog.text
+        assert ckpt.steps() == [1, 2, 3]
+        assert [ckpt.has_dataset(step) for step in (1, 2)] == [True, True]
+        ckpt.save(4, state(4)).wait()
+    if option == "keep":
+        assert ckpt.steps() == [4]
+    else:
+        assert [ckpt.has_dataset(step) for step in (1, 2)] == [False, True]
+
+
+def test_metrics_that_may_still_be_added_are_not_missed_before_steps_go(
+    tmp_path, caplog
+):
+    keep = [LatestN(1), BestN(1, "loss", "min")]
+    with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state(step)).wait()
+            ckpt.add_metrics(step, {"loss": float(step)})
+    assert ckpt.steps() == [1, 3]
+    assert not caplog.records
 
 
 def test_a_metric_that_one_step_has_is_enough(tmp_path, caplog):

@@ -14,5 +14,6 @@ from flaxckpt.datasets._files import DESCRIPTION as DESCRIPTION
 from flaxckpt.datasets._files import set_state as set_state
 from flaxckpt.datasets._files import state_files as state_files
 from flaxckpt.datasets._iterators import Restarting, SaveableIterator, StepIndexed
+from flaxckpt.datasets._iterators import held as held
 
 __all__ = ["Buffered", "Restarting", "SaveableIterator", "StepIndexed"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import numbers
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -43,6 +45,9 @@ class StepIndexed(Generic[Batch]):
     Args:
         fn: Makes batch `i`, always the same for the same `i`.
         start: Index of the first batch.
+
+    Raises:
+        OptionError: `start` is no whole number from 0.
     """
 
     elastic = True
@@ -68,9 +73,25 @@ class StepIndexed(Generic[Batch]):
         """The index of the batch that comes next."""
         return {"next_index": self._next}
 
-    def set_state(self, state: Mapping[str, int]) -> None:
-        """Continues with batch `state["next_index"]`."""
-        self._next = int(state["next_index"])
+    def set_state(self, state: Any) -> None:
+        """Continues with batch `state["next_index"]`.
+
+        Raises:
+            DatasetStateError: That is no whole number from 0.
+        """
+        found: Any = state.get("next_index") if isinstance(state, Mapping) else None
+        if not _is_index(found):
+            raise errors.DatasetStateError(
+                "the state of a StepIndexed is {'next_index': n}, where n is a whole"
+                f" number from 0, got {state!r:.80}"
+            )
+        self._next = int(found)
+
+
+def _is_index(value: Any) -> bool:
+    """Whether `value` is a whole number from 0, of Python or numpy."""
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return is_whole and int(value) >= 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,3 +112,18 @@ class Restarting:
     """
 
     iterator: Any
+
+
+def held(dataset: Any) -> Any:
+    """A dataset as it stands now, where that costs next to nothing.
+
+    So it is for `StepIndexed`, alone or among others. Other iterators are returned as
+    they are, and go on.
+    """
+    if isinstance(dataset, StepIndexed):
+        return copy.copy(dataset)
+    if isinstance(dataset, Restarting):
+        return Restarting(held(dataset.iterator))
+    if isinstance(dataset, list | tuple):
+        return [held(iterator) for iterator in dataset]
+    return dataset

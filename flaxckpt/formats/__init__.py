@@ -160,6 +160,8 @@ def _detect(path: Path) -> Detected:
 def _refused(path: Path) -> str | None:
     """What a path is, and where to go with it, if it is known and not read."""
     if path.is_dir():
+        if flax := _of_clu(path):
+            return flax
         if _signatures.first_bytes(path / "checkpoint").startswith(_TENSORFLOW) or any(
             path.glob("*.ckpt*.index")
         ):
@@ -190,6 +192,19 @@ def _refused(path: Path) -> str | None:
             "a single array in msgpack, without a name: wanted a map of names and"
             " values. Read it with flax.serialization.msgpack_restore, and save it in"
             " one"
+        )
+    return None
+
+
+def _of_clu(directory: Path) -> str | None:
+    """What a directory is in which `clu.checkpoint` has saved."""
+    found = {path.name: path for path in directory.glob("*-*.flax")}
+    numbers = {name[:-5].rpartition("-")[2]: name for name in found}
+    if plain := [number for number in numbers if number.isdecimal()]:
+        newest = found[numbers[max(plain, key=int)]]
+        return (
+            "a directory of clu.checkpoint, which has each state in a file: pass the"
+            f" path of one, such as {newest}"
         )
     return None
 

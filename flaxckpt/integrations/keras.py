@@ -99,7 +99,10 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
                 f"fit takes {self.params.get('steps')} steps an epoch, and the callback"
                 f" {steps}: call fit(checkpoint.data, …) without steps_per_epoch"
             )
-        self._on_step.bind(state=self._state, dataset=lambda: self.data)
+        # Taking the state out of Keras is slow; at the end of an epoch, it is passed.
+        self._on_step.bind(
+            state=self._state, dataset=lambda: self.data, each_step=False
+        )
         if not self._has_begun:
             state, self.completed = self._on_step.restore_or_init(
                 self._state(), dataset=self.data

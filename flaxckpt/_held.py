@@ -1,0 +1,232 @@
+"""A state as it was when a step was reported, though training goes on.
+
+Nothing is copied but small numpy arrays: a jax array never changes, so it is enough to
+know which arrays the state had. That takes less time than a call of a jitted function
+with the same state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import crc32c
+import jax
+import numpy as np
+
+from flaxckpt import _flax
+from flaxckpt._types import PyTree
+
+_COPIED_BYTES = 2**20
+"""Writable numpy arrays up to this size, all of a state together, are copied."""
+
+_IMMUTABLE: set[type] = {type(None), bool, int, float, complex, str, bytes}
+"""Types of leaves that cannot change; those of jax's arrays are added when seen."""
+
+
+class Held:
+    """The leaves of a state, kept as they are now.
+
+    Args:
+        state: Any pytree, or NNX objects.
+        before: What was held of the step before: of the same objects, the variables
+            need not be looked for again.
+
+    Attributes:
+        state: The same.
+        fault: Why the state cannot be kept; empty if it can.
+    """
+
+    def __init__(self, state: PyTree, before: Held | None = None) -> None:
+        self.fault = ""
+        self.state = state
+        self._graph: _flax.ObjectGraph | None = None
+        self._values: list[Any] = []
+        self._values_tree: Any = None
+        try:
+            self._leaves, self._tree = _flatten(state, before)
+        except (TypeError, ValueError) as error:  # the save says more of it
+            self.fault = f"jax cannot flatten it ({error})"
+            return
+        objects = [
+            leaf
+            for leaf in self._leaves
+            if type(leaf) not in _IMMUTABLE and _flax.is_object(leaf)
+        ]
+        if objects:
+            known = None if before is None else before._graph
+            if known is None or not known.is_of(objects):
+                known = _flax.ObjectGraph(objects)
+            self._graph = known
+            self._values, self._values_tree = jax.tree.flatten(known.values())
+        self._copy_numpy()
+
+    def _copy_numpy(self) -> None:
+        """Puts copies in the place of numpy arrays that may be changed in place."""
+        kept = (self._leaves, self._values)
+        places = [
+            (leaves, i)
+            for leaves in kept
+            for i, leaf in enumerate(leaves)
+            if type(leaf) not in _IMMUTABLE and _may_change(leaf)
+        ]
+        size = sum(leaves[i].nbytes for leaves, i in places)
+        if size > _COPIED_BYTES:
+            self.fault = (
+                f"{len(places)} numpy arrays of {size / 1e6:.1f} MB, which may be"
+                " changed in place after the step is reported"
+            )
+            return
+        for leaves, i in places:
+            leaves[i] = leaves[i].copy()
+
+    def why_gone(self) -> str:
+        """Why the state cannot be had as it was; empty if it can."""
+        if self.fault:
+            return f"it has {self.fault}"
+        if any(map(_is_deleted, (*self._leaves, *self._values))):
+            return "its arrays were donated to a step that was not reported"
+        if self._graph is not None and not self._graph.is_current():
+            return "its NNX objects have got other variables since"
+        return ""
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether there are NNX objects, which are changed in place."""
+        return self._graph is not None
+
+    def is_of(self, state: PyTree) -> bool:
+        """Whether a state has the same values still."""
+        if self.fault:
+            return False
+        now = Held(state, self)
+        if now.fault or not _are_equal(now._tree, self._tree):
+            return False
+        if not _are_equal(now._values_tree, self._values_tree):
+            return False
+        if self._graph is not None and not self._graph.is_current():
+            return False
+        return _are_same(now._leaves, self._leaves) and _are_same(
+            now._values, self._values
+        )
+
+    @contextlib.contextmanager
+    def put_back(self) -> Iterator[PyTree]:
+        """The state as it was, in the `with` block; NNX objects have those values."""
+        state = self._tree.unflatten(self._leaves)
+        if self._graph is None:
+            yield state
+            return
+        now = self._graph.values()
+        self._graph.set_values(self._values_tree.unflatten(self._values))
+        try:
+            yield state
+        finally:
+            self._graph.set_values(now)
+
+
+def _flatten(state: PyTree, before: Held | None) -> tuple[list[Any], Any]:
+    """The leaves and the tree of a state; quicker if it is as the one before."""
+    if before is not None and before._graph is None and not before.fault:
+        leaves, tree = jax.tree.flatten(state)
+        if _are_equal(tree, before._tree):
+            return leaves, tree
+    return _flax.flatten_around_objects(state)
+
+
+class Trace:
+    """What tells whether a state has changed, without keeping it in memory."""
+
+    def __init__(self, state: PyTree) -> None:
+        self._prints = [_print(leaf) for leaf in _all_leaves(state)]
+
+    def has_changed(self, state: PyTree) -> bool:
+        """Whether `state` has arrays that the first one had not, or other values."""
+        leaves = _all_leaves(state)
+        refs = (p() for p in self._prints if isinstance(p, weakref.ref))
+        known = {id(leaf) for leaf in refs if leaf is not None}
+        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+        if any(id(leaf) not in known for leaf in arrays):
+            return True
+        if len(leaves) != len(self._prints):  # a part of it, or in other containers
+            return False
+        return any(
+            _print(leaf) != before
+            for leaf, before in zip(leaves, self._prints, strict=True)
+            if not isinstance(leaf, jax.Array)
+        )
+
+
+def is_replaced_whole(state: PyTree) -> bool:
+    """Whether a state is never changed in place, and says itself at which step it is.
+
+    That is so for a `TrainState` and other frozen dataclasses and named tuples with a
+    `step`.
+    """
+    parameters = getattr(type(state), "__dataclass_params__", None)
+    is_frozen = parameters is not None and parameters.frozen
+    return (is_frozen or hasattr(type(state), "_fields")) and hasattr(state, "step")
+
+
+def _all_leaves(state: PyTree) -> list[Any]:
+    leaves, _ = _flax.flatten_around_objects(state)
+    objects = [leaf for leaf in leaves if _flax.is_object(leaf)]
+    plain = [leaf for leaf in leaves if not _flax.is_object(leaf)]
+    if not objects:
+        return plain
+    return plain + jax.tree.leaves(_flax.ObjectGraph(objects).values())
+
+
+def _print(leaf: Any) -> Any:
+    """What is equal for a leaf only if it has not changed."""
+    if isinstance(leaf, jax.Array):
+        return weakref.ref(leaf)
+    if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+        content = np.ascontiguousarray(leaf).view(np.uint8).data if leaf.size else b""
+        return leaf.dtype, leaf.shape, crc32c.crc32c(content)
+    return type(leaf), leaf if isinstance(leaf, str | bytes) else repr(leaf)
+
+
+def _may_change(leaf: Any) -> bool:
+    """Whether a leaf is numpy memory that somebody may write to; notes other types."""
+    if isinstance(leaf, np.ndarray):
+        return _is_writable(leaf)
+    if isinstance(leaf, jax.Array | np.generic):
+        _IMMUTABLE.add(type(leaf))
+    return False
+
+
+def _is_writable(array: np.ndarray) -> bool:
+    """Whether an array, or what it is a view of, can be written to."""
+    memory: Any = array
+    while isinstance(memory, np.ndarray):
+        if memory.flags.writeable:
+            return True
+        memory = memory.base
+    return False
+
+
+def _are_equal(tree: Any, other: Any) -> bool:
+    """Whether two trees are equal; those that jax cannot compare are not."""
+    try:
+        return bool(tree == other)
+    except Exception:
+        return False
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
+
+
+def _are_same(leaves: list[Any], others: list[Any]) -> bool:
+    return len(leaves) == len(others) and all(map(_is_same, leaves, others))
+
+
+def _is_same(leaf: Any, other: Any) -> bool:
+    if leaf is other:
+        return True
+    if isinstance(leaf, jax.Array) or isinstance(other, jax.Array):
+        return False
+    return bool(_print(leaf) == _print(other))
