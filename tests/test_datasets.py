@@ -139,7 +139,7 @@ def test_step_indexed_batches_take_whole_numbers_only(index):
     batches = StepIndexed(lambda i: i)
     with pytest.raises(errors.DatasetStateError, match="whole number from 0"):
         batches.set_state({"next_index": index})
-    with pytest.raises(errors.OptionError, match="index of the first batch"):
+    with pytest.raises(errors.OptionError, match="start must be"):
         StepIndexed(lambda i: i, start=index)
     for state in ({}, 3, None, [("next_index", 3)]):
         with pytest.raises(errors.DatasetStateError, match="next_index"):
