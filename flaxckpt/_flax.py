@@ -125,7 +125,7 @@ def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     try:
         _tree.check_nesting(state, is_object)
         treedef: Any  # jax declares no attributes of it
-        nodes, treedef = jax.tree.flatten(state, is_leaf=_is_object_or_variable)
+        nodes, treedef = _flatten_around_objects(state)
     except errors.LeafNameError:
         raise
     except (TypeError, ValueError) as error:
@@ -162,9 +162,14 @@ def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     return treedef.unflatten(nodes), restore
 
 
-def _is_object_or_variable(node: object) -> bool:
+def _flatten_around_objects(state: PyTree) -> tuple[list[Any], Any]:
+    """The leaves of a state, and its tree; NNX objects and variables are leaves."""
     nnx = loaded_nnx()
-    return nnx is not None and isinstance(node, (nnx.Pytree, nnx.Variable))
+    if nnx is None:
+        return jax.tree.flatten(state)
+    # Every node of a state is looked at.
+    kinds = (nnx.Pytree, nnx.Variable)
+    return jax.tree.flatten(state, is_leaf=lambda node: isinstance(node, kinds))
 
 
 def _shared_variables(
