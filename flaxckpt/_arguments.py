@@ -27,6 +27,8 @@ def found(value: Any) -> str:
     if isinstance(value, _FUNCTIONS):
         return f"the function {value.__name__}"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
+        if not value.shape:
+            return f"{value.dtype} with the value {value!s:.80}"
         return f"an array {value.dtype}{list(value.shape)}"
     name = type(value).__name__.strip("_") or "object"
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"

@@ -5,10 +5,12 @@ Listing reads names only: a directory is committed by being renamed to its name.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flaxckpt import _access, _arguments, _marked, _marks, _remote, _storage, errors
 
@@ -55,29 +57,25 @@ class StepFormat:
         return int(digits) if self.name(int(digits)) == name else None
 
 
-def check(step: int) -> int:
+def check(step: Any) -> int:
     """`step` as a plain int.
+
+    Args:
+        step: An int, an integer of numpy, or an integer array without axes.
 
     Raises:
         OptionError: It is no whole number from 0.
     """
     try:
-        number = step.__index__()
-    except AttributeError:
+        number = operator.index(step)
+    except Exception:  # whatever arrays of others say to that
         number = -1
     if isinstance(step, bool) or not 0 <= number < 10**18:
         raise errors.OptionError(
-            "a step is the number of completed training steps, 0 or more, got"
-            f" {_shown(step)}"
+            "a step is the number of completed training steps, 0 or more, as an int,"
+            f" got {_arguments.found(step)}"
         )
     return number
-
-
-def _shown(value: object) -> str:
-    """A wrong step for a message: a short value as it is, of others their class."""
-    if value is None or isinstance(value, str | int | float):
-        return f"{value!r:.80}"
-    return f"a {type(value).__name__}"
 
 
 def listed(root: Path, step_format: StepFormat) -> dict[int, Path]:
