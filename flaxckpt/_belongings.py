@@ -162,7 +162,7 @@ def _foreign_to_own(found: Iterable[Path]) -> Iterator[str]:
             yield from _others(path, _OF_METRICS)
         elif path.name == _orbax.DATASET:
             yield from _others(path, _OF_A_DATASET)
-        elif _unfinished.TEMPORARY not in path.name:
+        elif not _is_leftover_or_mark(path):
             yield path.name
 
 
@@ -177,6 +177,13 @@ def _is_passing(name: str) -> bool:
         or _storage.is_replacing(name)
         or _OF_NFS.fullmatch(name) is not None
     )
+
+
+def _is_leftover_or_mark(directory: Path) -> bool:
+    """Whether a directory is what a crash has left, or counts as a mark by its name."""
+    if _unfinished.TEMPORARY in directory.name:
+        return True
+    return _is_passing(directory.name) and not _storage.names(directory)
 
 
 def _foreign_to_state(state: Path) -> Iterator[str]:
@@ -208,7 +215,7 @@ def _is_of_orbax(path: Path) -> bool:
         return (
             path.name in _DIRECTORIES_OF_ORBAX
             or path.name.startswith("ocdbt.process_")
-            or _unfinished.TEMPORARY in path.name
+            or _is_leftover_or_mark(path)
             or any(map(_MARKS_OF_ORBAX.fullmatch, _storage.names(path)))
         )
     return path.name in _FILES_OF_ORBAX or _is_passing(path.name)

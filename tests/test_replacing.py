@@ -112,10 +112,10 @@ def test_a_damaged_step_is_not_replaced_with_files_of_others_in_it(tmp_path):
         run.save(1, STATE).wait()
         _marks.mark_damaged(tmp_path / "1", "it is bad")
         (tmp_path / "1" / "flaxckpt.json").unlink()
-        add_files(tmp_path / "1", ["notes.txt"])
+        add_files(tmp_path / "1", ["notes.txt", "PINNED/mine"])
         with pytest.raises(errors.CheckpointExistsError) as info:
             run.save(1, NEW)
-        assert_refused(info, "notes.txt")
+        assert_refused(info, "notes.txt", "PINNED")
 
 
 def test_what_comes_while_a_save_is_under_way_is_not_deleted(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import flaxckpt
-from flaxckpt import _zarr, errors
+from flaxckpt import _locate, _zarr, errors
 
 PACKAGE = Path(__file__).parents[1] / "flaxckpt"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -190,7 +190,14 @@ def test_nor_are_those_of_steps(tmp_path):
     (tmp_path / f"{EVIL}_2" / "state" / "_METADATA").unlink()
     (tmp_path / f"{EVIL}_2" / "state" / "a" / "c.0").unlink()
     with pytest.raises(errors.DamagedCheckpointError) as info:
+        _locate.locate(tmp_path, 2, f"{EVIL}_{{step}}")
+    assert_plain(str(info.value))
+    with pytest.raises(errors.CheckpointNotFoundError) as info:
         flaxckpt.load(tmp_path, step=2)
+    assert_plain(str(info.value))
+    (tmp_path / f"{EVIL}_4.orbax-checkpoint-tmp").mkdir()
+    with pytest.raises(errors.CheckpointNotFoundError) as info:
+        flaxckpt.load(tmp_path)
     assert_plain(str(info.value))
 
 
