@@ -191,17 +191,24 @@ def _moved(
     for wanted, found in sorted(candidates, key=candidates.__getitem__):
         if len(lacking) == 1 and wanted and found:
             continue  # two leaves may be called alike by chance
-        names = [
-            path.removeprefix(f"{wanted}/") if wanted else path for path in lacking
-        ]
         if all(
-            (not wanted or path.startswith(f"{wanted}/"))
+            (name := _below(wanted, path)) is not None
             and (there := free.get(f"{found}/{name}" if found else name)) is not None
             and there.shape == info.shape
-            for name, (path, info) in zip(names, lacking.items(), strict=True)
+            for path, info in lacking.items()
         ):
-            return Moved(wanted, found, names)
+            return Moved(
+                wanted, found, [_below(wanted, path) or "" for path in lacking]
+            )
     return None
+
+
+def _below(container: LeafPath, path: LeafPath) -> LeafPath | None:
+    """What `path` is called below a container; None if it is not there."""
+    if not container:
+        return path
+    inside = path.startswith(f"{container}/")
+    return path[len(container) + 1 :] if inside else None
 
 
 def rows(problems: Sequence[Mismatch], found: Sequence[Moved]) -> list[str] | None:
