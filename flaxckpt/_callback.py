@@ -288,7 +288,7 @@ class CheckpointCallback:
             metrics: Numbers by name, or a clu metric collection.
         """
         named = _completed.values(metrics) or {}
-        self.checkpointer.add_metrics(int(step) + self._offset, named)
+        self.checkpointer.add_metrics(_counters.whole(step) + self._offset, named)
 
     def check_resume(
         self,

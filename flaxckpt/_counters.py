@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,18 +17,26 @@ _log = logging.getLogger(__name__)
 
 
 def whole(step: Any) -> int:
-    """A step number as an int.
+    """A step number as an int: of an int, a whole float, or an array without axes.
 
     Raises:
         OptionError: It is no whole number.
     """
-    try:
-        number = int(step)
-    except (TypeError, ValueError):
-        number = None
-    if number is None or number != step or isinstance(step, bool):
-        raise errors.OptionError(f"a step must be a whole number, got {step!r:.80}")
+    number = None
+    with contextlib.suppress(Exception):  # whatever arrays of others say to that
+        if np.ndim(step) == 0 and not isinstance(step, str | bytes):
+            number = int(step)
+    is_bool = isinstance(step, bool) or getattr(step, "dtype", None) == np.bool_
+    if number is None or number != step or is_bool:
+        raise errors.OptionError(f"a step must be a whole number, got {_short(step)}")
     return number
+
+
+def _short(step: Any) -> str:
+    """A value that is no step, or its class if it is larger than a number or text."""
+    if isinstance(step, int | float | str) or np.isscalar(step):
+        return f"{step!r:.80}"
+    return f"a {type(step).__module__}.{type(step).__qualname__}"
 
 
 def check(state: PyTree, completed: int) -> None:

@@ -15,6 +15,7 @@ from flaxckpt import (
     _multihost,
     _retention,
     _run_steps,
+    _steps,
     _survey,
     _tiers,
     _verify,
@@ -111,6 +112,7 @@ class RunDirectory:
         Raises:
             CheckpointNotFoundError: There is no such step.
         """
+        step = _steps.check(step)
         self.wait()
         return _verify.verify(self._run.path(step), step)
 
@@ -125,6 +127,7 @@ class RunDirectory:
 
     def metadata(self, step: int) -> CheckpointMetadata:
         """Describes a step without reading any array."""
+        step = _steps.check(step)
         return _locate.read_stored(self._run.path(step), step).metadata
 
     def has_dataset(self, step: int) -> bool:

@@ -122,8 +122,8 @@ def advice(
         )
     return (
         "Change the state to fit, or the checkpoint on the way: transforms=[...] can"
-        " rename, drop, grow, slice and map leaves. Floating types are cast, integers"
-        " only widened."
+        " rename, drop, grow, slice and map leaves. Floating types are cast; integers"
+        " are only widened, unless cast(pattern, dtype, lossy=True) narrows them."
     )
 
 

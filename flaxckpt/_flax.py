@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax.core import meta
 from flax.linen import spmd
 from jax.sharding import PartitionSpec
@@ -123,7 +125,7 @@ def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     try:
         _tree.check_nesting(state, is_object)
         treedef: Any  # jax declares no attributes of it
-        nodes, treedef = jax.tree.flatten(state, is_leaf=is_object)
+        nodes, treedef = _flatten_around_objects(state)
     except errors.LeafNameError:
         raise
     except (TypeError, ValueError) as error:
@@ -132,7 +134,8 @@ def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
             "Give each dictionary keys of one sortable type.",
         ) from None
     places = [i for i, node in enumerate(nodes) if is_object(node)]
-    if not places:
+    shared = _shared_variables(nodes, places)
+    if not places and not shared:
         return state, lambda tree: tree
     nnx = loaded_nnx()
     # Split together, so that what two objects share is stored once.
@@ -150,12 +153,112 @@ def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     def restore(tree: PyTree) -> PyTree:
         leaves = treedef.flatten_up_to(tree)
         restored = {n: leaves[i] for n, i in enumerate(places) if leaves[i]}
-        objects = nnx.merge(graph, nnx.State(restored))
+        objects = nnx.merge(graph, nnx.State(restored)) if places else []
         for n, i in enumerate(places):
             leaves[i] = objects[n]
+        _share_variables(leaves, objects, shared)
         return treedef.unflatten(leaves)
 
     return treedef.unflatten(nodes), restore
+
+
+def _flatten_around_objects(state: PyTree) -> tuple[list[Any], Any]:
+    """The leaves of a state, and its tree; NNX objects and variables are leaves."""
+    nnx = loaded_nnx()
+    if nnx is None:
+        return jax.tree.flatten(state)
+    # Every node of a state is looked at.
+    kinds = (nnx.Pytree, nnx.Variable)
+    return jax.tree.flatten(state, is_leaf=lambda node: isinstance(node, kinds))
+
+
+def _shared_variables(
+    nodes: Sequence[Any], places: Sequence[int]
+) -> dict[int, int | tuple[Any, ...]]:
+    """The NNX variables outside of objects that are also elsewhere in the state.
+
+    Args:
+        nodes: The leaves of a state, of which objects and variables are some.
+        places: Which of them are objects.
+
+    Returns:
+        Place of a variable -> its first place among `nodes`; or, if an object has it,
+        the path from the list of all objects to it.
+    """
+    nnx = loaded_nnx()
+    if nnx is None:
+        return {}
+    beside = {i: n for i, n in enumerate(nodes) if isinstance(n, nnx.Variable)}
+    if not beside:
+        return {}
+    first: dict[int, int | tuple[Any, ...]] = {}
+    for path, variable in _variables([nodes[i] for i in places]):
+        first.setdefault(id(variable), path)
+    shared = {}
+    for i, variable in beside.items():
+        known = first.setdefault(id(variable), i)
+        if known != i:
+            shared[i] = known
+    return shared
+
+
+def _variables(objects: Sequence[Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """All variables of NNX objects, each once, with their paths."""
+    nnx = loaded_nnx()
+    for path, node in nnx.iter_graph(list(objects)) if objects else ():
+        if isinstance(node, nnx.Variable):
+            yield path, node
+
+
+def _share_variables(
+    leaves: list[Any],
+    objects: Sequence[Any],
+    shared: Mapping[int, int | tuple[Any, ...]],
+) -> None:
+    """Puts one variable wherever a state had one, unless their values differ.
+
+    They may: the checkpoint may be of a state that did not share them, such as an
+    average that begins as a view of the parameters.
+
+    Args:
+        leaves: The leaves of a state; changed in place.
+        objects: Its objects.
+        shared: What `_shared_variables` returned.
+    """
+    if not shared:
+        return
+    by_path = dict(_variables(objects))
+    for i, known in shared.items():
+        other = leaves[known] if isinstance(known, int) else by_path[known]
+        values = jax.tree.leaves((leaves[i], other))
+        if len(values) == 2 and _is_equal(*values):
+            leaves[i] = other
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Whether two leaves have the same type and value; of arrays, NaNs are equal."""
+    if type(one) is not type(other):
+        return False
+    if not isinstance(one, jax.Array | np.ndarray):
+        return bool(one == other)
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if isinstance(one, np.ndarray):
+        return bool(_is_same(one, other).all())
+    if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+        one, other = jax.random.key_data(one), jax.random.key_data(other)
+    # Compiled, because arrays of several processes can be compared in no other way.
+    return bool(_are_same(one, other))
+
+
+def _is_same(one: Any, other: Any) -> Any:
+    return (one == other) | ((one != one) & (other != other))
+
+
+@jax.jit
+def _are_same(one: jax.Array, other: jax.Array) -> jax.Array:
+    same: jax.Array = _is_same(one, other).all()
+    return same
 
 
 def _check_objects(objects: Mapping[str, Any]) -> None:

@@ -160,8 +160,9 @@ class RestorePlan:
 
     def _rows(self) -> list[tuple[str, str, str, str]]:
         """The leaves that are not simply loaded, the most telling columns of each."""
+        problems = {problem.leaf: problem for problem in self.problems}
         telling = [
-            _row(path, leaf)
+            _row(path, leaf, problems.get(path))
             for path, leaf in self.leaves.items()
             if leaf.actions != ("loaded",)
         ]
@@ -173,14 +174,19 @@ class RestorePlan:
         return shown
 
 
-def _row(path: LeafPath, leaf: LeafPlan) -> tuple[str, str, str, str]:
+def _row(
+    path: LeafPath, leaf: LeafPlan, problem: Mismatch | None
+) -> tuple[str, str, str, str]:
     found = str(leaf.found or "-")
     if leaf.sources and leaf.sources != (path,):
         found += f" from {leaf.sources[0]}"
         if len(leaf.sources) > 1:
             found += f" and {len(leaf.sources) - 1} more"
     actions = ", ".join(action for action in leaf.actions if action != "loaded")
-    return path, actions, str(leaf.wanted or "-"), found
+    wanted = str(leaf.wanted or "-")
+    if problem is not None and "conflict" in leaf.actions:
+        wanted = problem.wanted
+    return path, actions, wanted, found
 
 
 class ComputedNumber(NamedTuple):

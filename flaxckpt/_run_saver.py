@@ -198,7 +198,7 @@ class RunSaver(_directory.RunDirectory):
 
     def has_saved(self, step: int) -> bool:
         """Whether this object has saved or restored a step, or is about to have."""
-        return self._saves.has_saved(step)
+        return self._saves.has_saved(_steps.check(step))
 
     def rehearse(self, state: PyTree, *, dataset: Any = None) -> tuple[int, float]:
         """Does what `save` does before it returns, and writes nothing.

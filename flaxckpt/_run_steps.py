@@ -132,7 +132,9 @@ class RunSteps:
 
         Raises:
             CheckpointNotFoundError: It is nowhere.
+            OptionError: It is no number of a step.
         """
+        step = _steps.check(step)
         if self.tiers is not None and (near := self.tiers.path(step)) is not None:
             return near
         listed = self.listed()
@@ -153,6 +155,7 @@ class RunSteps:
             DamagedCheckpointError: There are damaged ones only.
         """
         if step is not None:
+            step = _steps.check(step)
             path = self.path(step)
             if self.tiers is not None:
                 return self.tiers.copies(step, path)
@@ -266,6 +269,7 @@ class RunSteps:
         Raises:
             SaveFailedError: It could not be deleted.
         """
+        step = _steps.check(step)
         path = self.path(step)
         if self.tiers is None:
             _changes.delete(path)

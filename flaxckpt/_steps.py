@@ -5,10 +5,12 @@ Listing reads names only: a directory is committed by being renamed to its name.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flaxckpt import _access, _marked, _marks, _remote, _storage, errors
 
@@ -50,21 +52,37 @@ class StepFormat:
         return int(digits) if self.name(int(digits)) == name else None
 
 
-def check(step: int) -> int:
+def check(step: Any) -> int:
     """`step` as a plain int.
+
+    Args:
+        step: An int, an integer of numpy, or an integer array without axes.
 
     Raises:
         OptionError: It is no whole number from 0.
     """
     try:
-        number = step.__index__()
-    except AttributeError:
+        number = operator.index(step)
+    except Exception:  # whatever arrays of others say to that
         number = -1
     if isinstance(step, bool) or not 0 <= number < 10**18:
         raise errors.OptionError(
-            f"a step is the number of completed training steps, 0 or more, got {step!r}"
+            "a step is the number of completed training steps, 0 or more, as an int,"
+            f" got {_found(step)}"
         )
     return number
+
+
+def _found(value: Any) -> str:
+    """A few words on a value that is no step; never the values of a state."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return f"{value!r:.80}"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        text = f"{value.dtype}{list(value.shape)}"
+        return (
+            f"{text} with the value {value}" if not value.shape else f"an array {text}"
+        )
+    return f"a {type(value).__module__}.{type(value).__qualname__}"
 
 
 def listed(root: Path, step_format: StepFormat) -> dict[int, Path]:

@@ -1,9 +1,12 @@
 """Step names are read and written alike, and only committed steps are listed."""
 
 import hypothesis
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+import flaxckpt
 from flaxckpt import _deletion, _steps, _storage, _survey, errors
 
 TEMPLATES = ["{step}", "step_{step}", "{step:08d}", "ckpt-{step:05d}", "{step}.done"]
@@ -99,3 +102,120 @@ def test_delete_takes_the_name_away_first(tmp_path, monkeypatch, caplog):
     assert "interrupted" in caplog.text
     assert not _steps.listed(tmp_path, _steps.StepFormat())
     assert not _survey.find(tmp_path, _has_files)
+
+
+# ---- numbers of steps ---------------------------------------------------------------
+
+STEPS = {
+    "int": 3,
+    "numpy": np.int32(3),
+    "unsigned": np.uint8(3),
+    "numpy array": np.array(3),
+    "jax array": jnp.int32(3),
+}
+NO_STEPS = {
+    "array": np.array([3]),
+    "jax array": jnp.array([3]),
+    "several": np.array([3, 4]),
+    "bool": True,
+    "numpy bool": np.bool_(True),
+    "bool array": np.array(True),
+    "float": 3.0,
+    "numpy float": np.float32(3),
+    "float array": jnp.float32(3),
+    "NaN": float("nan"),
+    "str": "3",
+    "bytes": b"3",
+    "list": [3],
+    "class": int,
+    "state": {"params": {"w": np.zeros(1000)}, "step": 3},
+    "negative": -1,
+    "numpy negative": np.int64(-1),
+    "huge": 10**30,
+    "unsigned huge": np.uint64(2**63),
+}
+CALLS = {
+    "load": lambda run, s: flaxckpt.load(run.directory, step=s),
+    "plan": lambda run, s: flaxckpt.plan(run.directory, {"x": 1}, step=s),
+    "metadata": lambda run, s: flaxckpt.metadata(run.directory, step=s),
+    "verify": lambda run, s: flaxckpt.verify(run.directory, step=s),
+    "open_leaf": lambda run, s: flaxckpt.open_leaf(run.directory, "x", step=s),
+    "restore": lambda run, s: run.restore({"x": 1}, step=s),
+    "metadata of a run": lambda run, s: run.metadata(s),
+    "metrics": lambda run, s: run.metrics(s),
+    "has_dataset": lambda run, s: run.has_dataset(s),
+    "has_saved": lambda run, s: run.has_saved(s),
+    "verify of a run": lambda run, s: run.verify(s),
+    "add_metrics": lambda run, s: run.add_metrics(s, {"b": 1.0}),
+    "pin": lambda run, s: run.pin(s),
+    "unpin": lambda run, s: run.unpin(s),
+    "make_permanent": lambda run, s: run.make_permanent(s),
+    "save": lambda run, s: run.save(s, {"x": 1}, on_exists="overwrite").wait(),
+    "save_params_only": lambda run, s: run.save_params_only(s, {"x": 1}),
+    "delete": lambda run, s: run.delete(s),
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    with flaxckpt.Checkpointer(tmp_path_factory.mktemp("run")) as ckpt:
+        for step in (1, 3):
+            ckpt.save(step, {"x": 1}, metrics={"a": 1.0}).wait()
+        yield ckpt
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_steps_may_be_integers_of_any_kind(run, call):
+    for step in STEPS.values():
+        found = CALLS[call](run, step)
+        if call == "delete":
+            assert 3 not in run.steps()
+            found = run.save(3, {"x": 1}, metrics={"a": 1.0}).wait()
+        if call in ("save", "delete"):
+            assert found.step == 3
+            assert type(found.step) is int
+        if call == "metadata of a run":
+            assert type(found.step) is int
+    assert run.steps() == [1, 3]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_no_step_is_one_error(run, call):
+    for name, step in NO_STEPS.items():
+        with pytest.raises(errors.OptionError, match="a step is the number") as info:
+            CALLS[call](run, step)
+        text = str(info.value)
+        assert len(text) < 200, name
+        assert "\n" not in text, name
+    assert run.steps() == [1, 3]
+
+
+WHOLE = {**STEPS, "float": 3.0, "numpy float": np.float32(3), "of jax": jnp.float32(3)}
+NOT_WHOLE = {
+    name: value
+    for name, value in {**NO_STEPS, "half": 3.5, "infinite": float("inf")}.items()
+    if name.partition(" ")[0] not in ("float", "negative", "huge", "numpy", "unsigned")
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_callback_takes_whole_numbers(tmp_path, name):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=1, check_step=False)
+        on_step(WHOLE[name], {"x": 1})
+        ckpt.wait()
+        on_step.add_metrics(WHOLE[name], {"a": 1.0})
+        assert ckpt.steps() == [3]
+        assert ckpt.metrics(3) == {"a": 1.0}
+
+
+@pytest.mark.parametrize("name", NOT_WHOLE)
+def test_a_callback_takes_nothing_else(tmp_path, name):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=1, check_step=False)
+        with pytest.raises(errors.OptionError, match="whole number") as info:
+            on_step(NOT_WHOLE[name], {"x": 1})
+        assert len(str(info.value)) < 200
+        with pytest.raises(errors.OptionError, match="whole number"):
+            on_step.add_metrics(NOT_WHOLE[name], {"a": 1.0})
+        assert ckpt.steps() == []

@@ -95,6 +95,7 @@ def test_the_plan_shows_all_of_them(path):
     assert {m.leaf for m in planned.problems} == VALUES.keys()
     assert planned.count("conflict") == 4
     assert planned.bytes_to_read == 0
+    assert str(planned).count("jax without jax_enable_x64 has at most") == 4
 
 
 def test_the_ways_out_of_the_error_work(path):
@@ -374,6 +375,20 @@ def test_numpy_scalars_have_a_width_and_only_widen(tmp_path, found, wanted):
         flaxckpt.load(tmp_path / "c", {"x": wanted})
     back = {"x": found}
     strategies.assert_same(back, flaxckpt.load(tmp_path / "c", back))
+
+
+def test_a_cast_narrows_numpy_scalars_if_it_is_asked_for(tmp_path):
+    state = {"n": np.int64(3), "f": np.float64(0.5)}
+    flaxckpt.save(tmp_path / "c", state)
+    wanted = {"n": jnp.int32(0), "f": np.float64(0)}
+    lossy = [cast("n", "int32", lossy=True)]
+    found = flaxckpt.load(tmp_path / "c", wanted, transforms=lossy)
+    assert found["n"].dtype == np.int32
+    assert found["n"] == 3
+    kept = flaxckpt.load(tmp_path / "c", transforms=[cast(".*", "bfloat16")])
+    strategies.assert_same(state, kept)
+    flaxckpt.save(tmp_path / "d", state, transforms=lossy)
+    strategies.assert_same({**state, "n": np.int32(3)}, flaxckpt.load(tmp_path / "d"))
 
 
 def test_numpy_scalars_and_python_numbers_become_each_other(tmp_path):

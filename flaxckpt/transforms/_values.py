@@ -71,7 +71,8 @@ def cast(pattern: str, dtype: Any, *, lossy: bool = False) -> TableTransform:
         dtype: The new type, by name or as numpy or jax have it. If it is a floating
             type, floating leaves that match get it, and others stay as they are.
         lossy: Also change integers to floats, floats to integers, and integers to
-            narrower ones. What the new type does not have becomes any of its values.
+            narrower ones; and numpy scalars. What the new type does not have becomes
+            any of its values.
 
     Raises:
         OptionError: `pattern` is no regular expression, or `dtype` no element type.
@@ -95,7 +96,8 @@ def _is_safe(leaf: Leaf, wanted: str) -> bool:
 
 def _cast(leaf: Leaf, wanted: str, lossy: bool) -> Leaf:
     found = leaf.info.dtype
-    if leaf.info.kind != "array" or found is None:
+    is_numpy_scalar = leaf.info.python_type == "numpy.generic"
+    if found is None or not (leaf.info.kind == "array" or (lossy and is_numpy_scalar)):
         return leaf
     if not lossy and not _dtypes.restores_as(found, wanted):
         return leaf
