@@ -224,7 +224,11 @@ class Module(nnx.Module):
 
 OWN_TYPES = (Pair, Record)
 static_fields = st.one_of(
-    st.none(), st.integers(), st.floats(), any_text, st.lists(st.booleans(), max_size=2)
+    st.none(),
+    st.integers(),
+    st.floats(),
+    any_text,
+    st.lists(st.booleans(), max_size=2).map(tuple),  # jax wants them to have hashes
 )
 
 

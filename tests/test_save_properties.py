@@ -51,12 +51,17 @@ def abstract(state):
     """A state with the shapes and types of its arrays of jax."""
     return jax.tree.map(
         lambda leaf: (
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=_is_weak(leaf))
             if isinstance(leaf, jax.Array)
             else leaf
         ),
         state,
     )
+
+
+def _is_weak(leaf):
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return not is_key and leaf.weak_type
 
 
 @widths
