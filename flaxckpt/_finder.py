@@ -456,8 +456,9 @@ def _tail(role: Role) -> LeafPath:
 
 
 def _above(path: LeafPath) -> Iterator[LeafPath]:
-    """The containers around a path, but the outermost."""
-    while path := path.rpartition("/")[0]:
+    """The containers around a path."""
+    while path:
+        path = path.rpartition("/")[0]
         yield path
 
 

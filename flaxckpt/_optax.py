@@ -232,6 +232,9 @@ NAMED_VALUES = frozenset(("hyperparams", "measurements"))
 _COPY = re.compile("(ema|average|avg|target|teacher|shadow|swa|polyak)[^/]*/$")
 """Ends of paths below which a copy of the parameters stands, not a second network."""
 
+_LONGEST = 64
+"""More transforms than a chain of one optimizer has."""
+
 _STATES_WITHOUT_SUFFIX = frozenset(("ApplyEvery", "WeightDecaySchedule"))
 
 
@@ -388,20 +391,28 @@ class _Roles:
         }
         if len(complete) < 2 and len(carriers) < 2:
             return "one"
-        of_carriers = (self._roots(n, (*keys, key)) for key, n in carriers.items())
-        roots = [found for found in of_carriers if found]
-        known = set[str]().union(*roots)
+        classes = {child.type for child in carriers.values()}
+        if len(carriers) > 1 and (classes == {"tuple"} or len(carriers) > _LONGEST):
+            return "several"
         beside = _tree.join(keys[:-1]) + "/" if keys[:-1] else ""
+        roots = [
+            {root for root in found if root.startswith(beside)} or found
+            for key, child in carriers.items()
+            if (found := self._roots(child, (*keys, key)))
+        ]
+        known = set[str]().union(*roots)
         is_of_params = (
-            len(known) == 1 and bool(keys) and keys[-1].name == "opt_state"
-        ) and not known.isdisjoint((f"{beside}params/", f"{beside}target/"))
+            len(known) == 1
+            and bool(keys)
+            and keys[-1].name == "opt_state"
+            and not known.isdisjoint((f"{beside}params/", f"{beside}target/"))
+        )
         if node.type != "tuple":
-            is_mixed = len({child.type for child in carriers.values()}) != 1
-            if len(known) == 1 and (is_mixed or len(carriers) < 2):
+            if len(known) == 1 and (len(classes) != 1 or len(carriers) < 2):
                 return "one" if is_of_params or len(complete) < 2 else "several"
             return "several"  # which their names tell apart
         if all(child.type == "tuple" for child in nodes):
-            return "one" if is_of_params and len(carriers) < 2 else "several"
+            return "one" if is_of_params else "several"
         if len(roots) > 1 and not set.intersection(*roots):
             return "several"
         if len(complete) > 1:
@@ -552,15 +563,8 @@ def _is_complete(node: _tree.Node) -> bool:
     if node.type == "tuple":
         return bool(node.children)
     return any(
-        isinstance(child, _tree.Node) and _contains_state(child)
-        for child in node.children
-    )
-
-
-def _contains_state(node: _tree.Node) -> bool:
-    return _is_state_of_optax(node) or any(
-        isinstance(child, _tree.Node) and _contains_state(child)
-        for child in node.children
+        _holds_states(key) and isinstance(child, _tree.Node)
+        for key, child in zip(node.keys, node.children, strict=True)
     )
 
 

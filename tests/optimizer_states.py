@@ -61,12 +61,14 @@ class Trace(NamedTuple):
 MAKERS = {
     "dict": lambda **named: named,
     "frozen": lambda **named: FrozenDict(named),
-    "tuple": lambda **named: Trace(**named) if "trace" in named else pair(**named),
+    "named tuple": lambda **named: pair(**named),
     "dataclass": lambda **named: layer(**named),
 }
 
 
 def pair(**named):
+    if "trace" in named:
+        return Trace(**named)
     return Other(**named) if "c" in named else Pair(**named)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax_zoo
+import optimizer_states
 import pytest
 import strategies
 from flax import nnx
@@ -19,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from optax_zoo import MESH, PARAMS, ZOO, create, labels
 
 import flaxckpt
-from flaxckpt import _optax, _tree
+from flaxckpt import _flax, _optax, _tree
 
 SPECS = [
     ("params/embed", P("data", "model")),
@@ -607,3 +608,109 @@ def test_each_nnx_optimizer_starts_from_its_own_network(tmp_path):
         wanted = jax.tree.leaves(nnx.state(model, nnx.Param))
         for one, other in zip(wanted, found, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+# ---- parameters in classes of their own ---------------------------------------------
+
+
+def nested_params(kind):
+    make = optimizer_states.MAKERS[kind]
+    # TrainState takes no dataclass itself.
+    outer = dict if kind == "dataclass" else make
+    return outer(mu=make(mu=jnp.ones((2, 3)), b=jnp.ones(3)), b={"w": jnp.ones(4)})
+
+
+@pytest.mark.parametrize("writer", ["flaxckpt", "orbax"])
+@pytest.mark.parametrize("kind", sorted(optimizer_states.MAKERS))
+def test_the_classes_of_parameters_are_no_states(tmp_path, kind, writer):
+    params = nested_params(kind)
+    saved = state_of(ADAM, params, seed=1)
+    save_with(writer, tmp_path / "adam", saved)
+    changed = state_of(CHANGES["clip added"][1], params)
+    found = flaxckpt.load(tmp_path / "adam", changed)
+    strategies.assert_same_state(saved.opt_state, found.opt_state[1])
+    for name, old in (("lion", optax.lion(1e-3)), ("trace", optax.trace(0.9))):
+        save_with(writer, tmp_path / name, state_of(old, params, seed=1))
+        for new in (ADAM, optax.adabelief(1e-3)):
+            fresh = state_of(new, params)
+            found = flaxckpt.load(tmp_path / name, fresh)
+            strategies.assert_same_state(fresh.opt_state, found.opt_state)
+    if writer == "flaxckpt":  # Orbax does not say whose moments these are
+        fresh = state_of(optax.adabelief(1e-3), params)
+        found = flaxckpt.load(tmp_path / "adam", fresh)
+        strategies.assert_same_state(fresh.opt_state, found.opt_state)
+
+
+@pytest.mark.parametrize("kind", sorted(optimizer_states.MAKERS))
+def test_roles_name_the_transform_whatever_the_parameters_are(kind):
+    flat = _flax.flatten(state_of(ZOO["MultiSteps"], nested_params(kind)))
+    found = {
+        path: known.role(path)[:3]
+        for path, known in _optax.roles(flat.structure).items()
+    }
+    inner = "opt_state/inner_opt_state/0"
+    assert found[f"{inner}/nu/mu/b"] == ("ScaleByAdamState", "nu", "mu/b")
+    assert found[f"{inner}/count"] == ("ScaleByAdamState", "count", "")
+    assert found["opt_state/acc_grads/b/w"] == ("MultiStepsState", "acc_grads", "b/w")
+
+
+def test_a_state_of_a_users_own_is_not_taken_for_another_with_its_fields(tmp_path):
+    mine = optimizer_states.mine()
+    saved = state_of(mine, seed=1)
+    flaxckpt.save(tmp_path / "c", saved)
+    clipped = state_of(optax.chain(optax.clip(1.0), mine))
+    found = flaxckpt.load(tmp_path / "c", clipped)
+    strategies.assert_same_state(saved.opt_state, found.opt_state[1])
+    fresh = state_of(ADAM)
+    found = flaxckpt.load(tmp_path / "c", fresh)
+    strategies.assert_same_state(fresh.opt_state, found.opt_state)
+
+
+# ---- several optimizers in one container --------------------------------------------
+
+
+SEVERAL = {
+    "a dict": lambda params, g, d: {"params": params, "opt_state": {"g": g, "d": d}},
+    "a tuple": lambda params, g, d: {"params": params, "opt_state": (g, d)},
+    "a list": lambda params, g, d: {"params": params, "opt_state": [g, d]},
+    "a tuple elsewhere": lambda params, g, d: (params["g"], params["d"], (g, d)),
+    "a user's class": lambda params, g, d: {
+        "params": params,
+        "opt_state": optimizer_states.Pair(g, d),
+    },
+}
+
+
+@pytest.mark.parametrize("writer", ["flaxckpt", "orbax"])
+@pytest.mark.parametrize("name", SEVERAL)
+def test_optimizers_in_one_container_are_kept_apart(tmp_path, name, writer):
+    params = {key: {"w": jnp.ones((3, 2))} for key in ("g", "d")}
+    sgd = optax.sgd(1e-2).init(params["g"])
+    adam = ADAM.init(params["g"])
+    g, d = (state_of(ADAM, params["g"], seed=1).opt_state for _ in range(2))
+    d = jax.tree.map(lambda leaf: leaf + 9, d)
+    state = SEVERAL[name]
+    save_with(writer, tmp_path / "one", state(params, g, sgd))
+    found = flaxckpt.load(tmp_path / "one", state(params, sgd, adam), unused="ignore")
+    fresh = state(params, sgd, adam)
+    strategies.assert_same_state(fresh, found)
+    save_with(writer, tmp_path / "two", state(params, g, d))
+    clipped = CHANGES["clip added"][1].init(params["d"])
+    found = flaxckpt.load(tmp_path / "two", state(params, adam, clipped))
+    wanted = state(params, g, (optax.EmptyState(), d))
+    strategies.assert_same_state(wanted, found)
+
+
+def test_the_transforms_of_one_chain_are_not_several_optimizers(tmp_path):
+    """Even if there is an average of the parameters, of which they may be."""
+
+    def state(tx, seed=None):
+        one = state_of(tx, seed=seed)
+        return {"params": PARAMS, "ema": PARAMS, "opt_state": one.opt_state}
+
+    old = optax.chain(optax.scale_by_adam(), optax.ema(0.9))
+    saved = state(old, seed=1)
+    flaxckpt.save(tmp_path / "c", saved)
+    new = optax.chain(optax.clip(1.0), optax.ema(0.9), optax.scale_by_adam())
+    found = flaxckpt.load(tmp_path / "c", state(new))
+    strategies.assert_same_state(saved["opt_state"], found["opt_state"][:0:-1])
