@@ -170,11 +170,19 @@ def beginning(final: Path) -> Iterator[None]:
     try:
         yield
     except errors.StoreError as error:
-        raise errors.SaveFailedError(
-            f"{final} could not be saved: {error}\n"
-            "Nothing of it was written; see that the store can be reached, then save"
-            " again."
-        ) from error
+        raise _of_store(final, error, "Nothing of it was written") from error
+
+
+def _of_store(
+    final: Path, error: errors.StoreError, left: str
+) -> errors.SaveFailedError:
+    """The error of a save to a store, with what is `left` of the save."""
+    told = f"{final} could not be saved: {error}"
+    if isinstance(error, _connection.ForkedError):
+        return errors.SaveFailedError(told)
+    return errors.SaveFailedError(
+        f"{told}\n{left}; see that the store can be reached, then save again."
+    )
 
 
 @contextlib.contextmanager
@@ -190,13 +198,8 @@ def alone(final: Path) -> Iterator[None]:
     except errors.CheckpointError as error:
         if not isinstance(error, errors.StoreError):
             raise
-        if isinstance(error, _connection.ForkedError):
-            raise errors.SaveFailedError(f"{final} cannot be saved: {error}") from error
-        raise errors.SaveFailedError(
-            f"{final} could not be saved: {error}\n"
-            "Nothing of it counts, unless it was its marker that could not be written;"
-            " see that the store can be reached, then save again."
-        ) from error
+        left = "Nothing of it counts, unless it was its marker that was not written"
+        raise _of_store(final, error, left) from error
     except _renames.NotDurableError as error:
         raise errors.SaveFailedError(
             f"{final} was written, but the disk did not confirm its name: {error}\n"

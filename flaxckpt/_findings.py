@@ -44,7 +44,8 @@ class VerifyReport:
             proves no damage.
         unchecked: The same -> why nothing tells whether its values are the ones that
             were written: it has no checksum.
-        leaves: How many leaves the checkpoint has; None if nothing tells.
+        leaves: How many leaves the checkpoint has, without empty containers; None if
+            nothing tells.
         unreadable: Leaf path -> why a restore cannot read that leaf: what `problems` or
             `unread` say of it, or the file that holds it. One file may hold many.
         extra: Files that are no part of the checkpoint. They do no harm.

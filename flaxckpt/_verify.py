@@ -76,7 +76,7 @@ def verify(
         step,
         extra,
         secs,
-        leaves=len(stored.table),
+        leaves=sum(leaf.info.kind != "empty" for leaf in stored.table.values()),
         unreadable=_unreadable(stored, found),
     )
 

@@ -90,9 +90,7 @@ def _verified(step: Step) -> Integrity:
         state: State = "damaged" if found.problems else "unread"
         where, why = next(iter(told.items()))
         more = f", and {len(told) - 1} more" if len(told) > 1 else ""
-        detail = f"{where}: {why}{more}"
-        if found.summary:
-            detail = f"{found.summary}; {detail}"
+        detail = f"{found.summary or where}: {why}{more}"
         return Integrity(step.step, state, detail, found.bytes_checked)
     return Integrity(step.step, "verified", _good(found), found.bytes_checked)
 

@@ -297,7 +297,7 @@ def test_verify_finds_one_bit(here, command):
     assert command.json("verify", "run")["ok"]
     lines = command.text("verify", "run", "--step", 200, code=1)
     assert lines[0].startswith("run/200: DAMAGED, ")
-    assert lines[1] == "  1 of 9 leaves cannot be read: params/dense/kernel"
+    assert lines[1] == "  1 of 8 leaves cannot be read: params/dense/kernel"
     assert lines[3].startswith("params/dense/kernel  ")
     found = command.json("verify", "run", "--all", code=1)
     assert [report["ok"] for report in found["reports"]] == [True, False, True]
