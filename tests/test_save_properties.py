@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 few_examples = hypothesis.settings(
-    max_examples=40,
+    max_examples=25,
     suppress_health_check=[
         hypothesis.HealthCheck.too_slow,
         hypothesis.HealthCheck.data_too_large,
