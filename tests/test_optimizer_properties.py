@@ -87,7 +87,7 @@ def kinds_of(optimizer):
 
 
 @hypothesis.settings(
-    max_examples=60, suppress_health_check=list(hypothesis.HealthCheck)
+    max_examples=45, suppress_health_check=list(hypothesis.HealthCheck)
 )
 @hypothesis.given(cases())
 def test_no_value_is_of_another_transform(tmp_path_factory, case):
@@ -101,7 +101,7 @@ def test_no_value_is_of_another_transform(tmp_path_factory, case):
 
 
 @hypothesis.settings(
-    max_examples=15, suppress_health_check=list(hypothesis.HealthCheck)
+    max_examples=12, suppress_health_check=list(hypothesis.HealthCheck)
 )
 @hypothesis.given(cases(tuple(kind for kind in TRANSFORMS if kind not in LIKE_ADAM)))
 def test_no_value_of_orbax_is_of_another_transform(tmp_path_factory, case):
@@ -115,7 +115,7 @@ def test_no_value_of_orbax_is_of_another_transform(tmp_path_factory, case):
 
 
 @hypothesis.settings(
-    max_examples=25, suppress_health_check=list(hypothesis.HealthCheck)
+    max_examples=20, suppress_health_check=list(hypothesis.HealthCheck)
 )
 @hypothesis.given(states.layouts, st.data())
 def test_an_unchanged_optimizer_keeps_every_value(tmp_path_factory, layout, data):
@@ -130,12 +130,17 @@ def test_an_unchanged_optimizer_keeps_every_value(tmp_path_factory, layout, data
 
 
 @hypothesis.settings(
-    max_examples=25, suppress_health_check=list(hypothesis.HealthCheck)
+    max_examples=20, suppress_health_check=list(hypothesis.HealthCheck)
 )
 @hypothesis.given(
     st.sampled_from(sorted(states.MAKERS)),
     st.sampled_from(["train state", "bare", "average"]),
-    st.lists(st.sampled_from(sorted(TRANSFORMS)), unique=True, min_size=1, max_size=3),
+    st.lists(
+        st.sampled_from(sorted(TRANSFORMS.keys() - {"clip"})),
+        unique=True,
+        min_size=1,
+        max_size=3,
+    ),
     st.sampled_from(["", "steps", "finite"]),
     st.booleans(),
 )
@@ -144,7 +149,7 @@ def test_renamed_parameters_take_their_moments_along(
 ):
     layout = Layout(kind, form)
     hypothesis.assume(form != "bare" or "mine" not in kinds)  # only optax's are known
-    parts = tuple(Part(kind, kind) for kind in kinds if kind != "clip")
+    parts = tuple(Part(kind, kind) for kind in kinds)
     old = {"g": Optimizer(parts)}
     clip = (Part("clip", "clip"),) * is_clipped
     new = {"g": Optimizer((*clip, *parts), wrapper=wrapper)}
