@@ -71,7 +71,9 @@ def mistakes(**rows: tuple[Callable[..., Any], str]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "path", [STATE, {"a": 1}, None, 3, b"one", ["one"], jnp.ones(3), create], ids=repr
+    "path",
+    [STATE, {"a": 1}, None, 3, b"one", ["one"], jnp.ones(3), create],
+    ids=lambda v: type(v).__name__,
 )
 def test_what_is_no_path_is_named_by_its_kind(here, path):
     for call in (
