@@ -109,6 +109,17 @@ def positive(name: str, value: Any) -> None:
         raise errors.OptionError(f"{name} must be positive, got {value}")
 
 
+def not_negative(name: str, value: Any) -> None:
+    """Asserts that `value` is a number of at least 0.
+
+    Raises:
+        OptionError: It is something else.
+    """
+    number(name, value)
+    if value < 0:
+        raise errors.OptionError(f"{name} must be 0 or more, got {value}")
+
+
 def seconds(name: str, value: Any) -> None:
     """Asserts that `value` is a time to wait in seconds, or None.
 

@@ -20,6 +20,7 @@ from flaxckpt import (
     _belongings,
     _collector,
     _connection,
+    _forks,
     _layout,
     _marked,
     _marks,
@@ -141,19 +142,17 @@ _locks: weakref.WeakValueDictionary[Path, threading.Lock] = (
 )
 """One writer at a time of a path, within this process; gone when nobody writes it."""
 
-_guard = threading.Lock()
+_guard = _forks.PerProcess(threading.Lock)
 
 
 def _lock(final: Path) -> threading.Lock:
     """The lock of all threads that write `final` at this time."""
-    with _guard:
+    with _guard.get():
         return _locks.setdefault(final, threading.Lock())
 
 
 def _forget_locks() -> None:
     """Drops the locks in a forked child: the threads that hold them are not there."""
-    global _guard
-    _guard = threading.Lock()
     _locks.clear()
 
 

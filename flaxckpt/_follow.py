@@ -28,7 +28,7 @@ def new_steps(
         poll_secs: How often `listed` is asked.
     """
     _arguments.seconds("timeout_secs", timeout_secs)
-    _arguments.positive("poll_secs", poll_secs)
+    _arguments.not_negative("poll_secs", poll_secs)
     seen: set[int] = set()
     is_warned = False
     since = time.monotonic()

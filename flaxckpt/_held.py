@@ -19,7 +19,7 @@ import numpy as np
 from flaxckpt import _flax
 from flaxckpt._types import PyTree
 
-_COPIED_BYTES = 2**20
+_COPIED_BYTES = 4 * 2**20
 """Writable numpy arrays up to this size, all of a state together, are copied."""
 
 _IMMUTABLE: set[type] = {type(None), bool, int, float, complex, str, bytes}

@@ -199,9 +199,9 @@ def test_options_of_a_checkpointer(here, call, says):
     text_to_follow=(lambda c: [*c.new_steps(timeout_secs="1")], "must be a number"),
     nan_to_follow=(lambda c: [*c.new_steps(timeout_secs=NAN)], "got nan"),
     less_than_nothing=(lambda c: [*c.new_steps(timeout_secs=-1)], "must be 0 or more"),
-    no_pause=(
-        lambda c: [*c.new_steps(timeout_secs=0.1, poll_secs=0)],
-        "poll_secs must be positive, got 0",
+    a_negative_pause=(
+        lambda c: [*c.new_steps(timeout_secs=0.1, poll_secs=-1)],
+        "poll_secs must be 0 or more, got -1",
     ),
 )
 def test_methods_of_a_checkpointer(here, call, says):

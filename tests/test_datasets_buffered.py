@@ -235,7 +235,7 @@ def test_a_loader_goes_on_in_its_epoch_after_an_error():
 def test_a_state_that_is_refused_leaves_the_buffer_where_it_was():
     batches = counting()
     assert [next(batches), next(batches)] == [0, 1]
-    with pytest.raises(KeyError):
+    with pytest.raises(errors.DatasetStateError, match="next_index"):
         batches.set_state({})
     assert next(batches) == 2
     batches.close()
