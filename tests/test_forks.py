@@ -413,3 +413,27 @@ def test_a_fork_does_not_write_what_its_parent_has_still_to_write():
 def _inside(journal, wait):
     with journal._writing.get():
         wait()
+
+
+def test_a_fork_waits_for_an_import_that_another_thread_is_in(tmp_path):
+    program = """
+        import os, sys, threading, time
+        import numpy as np
+        import flaxckpt
+
+        state = {"w": np.arange(3)}
+        first = threading.Thread(target=lambda: flaxckpt.save(sys.argv[1] + "/a", state))
+        first.start()
+        while "flaxckpt._tree" not in sys.modules:  # in the midst of it
+            time.sleep(0.001)
+        child = os.fork()
+        if child == 0:
+            flaxckpt.save(sys.argv[1] + "/b", state)
+            os._exit(0)
+        first.join()
+        assert os.waitpid(child, 0)[1] == 0
+        assert flaxckpt.load(sys.argv[1] + "/b")["w"].tolist() == [0, 1, 2]
+        """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program), tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-4000:]
