@@ -178,4 +178,5 @@ def _weakening(shape: Shape, dtype: np.dtype[Any], sharding: Sharding | None) ->
     devices of several processes, all of them call it.
     """
     weak = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=True)
-    return jax.jit(lambda array: array, out_shardings=sharding).lower(weak).compile()
+    lowered = jax.jit(lambda array: array, out_shardings=sharding).lower(weak)
+    return lowered.compile()
