@@ -21,7 +21,9 @@ _ANY_NAME = re.compile(r"(?:.*(?<![0-9]\.)(?<![0-9]))?([0-9]{1,18})", re.DOTALL)
 _SIGNS = ("flaxckpt.json", "_CHECKPOINT_METADATA", "commit_success.txt")
 """Files of which each is in steps and nowhere else."""
 
-_USUAL_PREFIX = re.compile(r"(?:checkpoint|ckpt|step)?[-_]?|checkpoint\.npz-|streaming_.*_", re.DOTALL)
+_USUAL_PREFIX = re.compile(
+    r"(?:checkpoint|ckpt|step)?[-_]?|checkpoint\.npz-|streaming_.*_", re.DOTALL
+)
 
 
 Number: TypeAlias = Callable[[str], int | None]
