@@ -23,9 +23,14 @@ FUZZ_SECS ?= 300
 # Of these the versions of jax, Flax and TensorStore make no difference, or they are slow.
 NOT_OF_VERSIONS := $(addprefix --ignore=tests/,cli faults fuzz hostile stores \
 	multiprocess/test_killed_processes.py \
-	test_benchmarks.py test_benchmarks_reliability.py test_docs.py test_fuzz.py \
-	test_hostile_files.py test_kills.py test_report.py test_report_browser.py \
-	test_security.py test_site.py test_wheel.py)
+	test_arguments.py test_benchmarks.py test_benchmarks_reliability.py test_chunks.py \
+	test_configs.py test_convert_faults.py test_datasets_codec.py \
+	test_datasets_parts.py test_docs.py test_events.py test_forks.py test_fuzz.py \
+	test_hostile_files.py test_journal.py test_keeping.py test_kills.py \
+	test_locate.py test_npz.py test_old_orbax.py test_policies.py test_progress.py \
+	test_replacing.py test_report.py test_report_browser.py test_retention.py \
+	test_retention_rules.py test_save_properties.py test_security.py test_site.py \
+	test_steps.py test_storage.py test_tensorboard.py test_wheel.py)
 BENCH_ARGS ?= --json bench-results/results.json --picture bench-results/results.svg
 
 VENV := .venv

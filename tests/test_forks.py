@@ -421,14 +421,16 @@ def test_a_fork_waits_for_an_import_that_another_thread_is_in(tmp_path):
         import numpy as np
         import flaxckpt
 
-        state = {"w": np.arange(3)}
-        first = threading.Thread(target=lambda: flaxckpt.save(sys.argv[1] + "/a", state))
+        def save(name):
+            flaxckpt.save(sys.argv[1] + name, {"w": np.arange(3)})
+
+        first = threading.Thread(target=save, args=["/a"])
         first.start()
         while "flaxckpt._tree" not in sys.modules:  # in the midst of it
             time.sleep(0.001)
         child = os.fork()
         if child == 0:
-            flaxckpt.save(sys.argv[1] + "/b", state)
+            save("/b")
             os._exit(0)
         first.join()
         assert os.waitpid(child, 0)[1] == 0
