@@ -278,14 +278,18 @@ def _advice_on_width(problems: Sequence[Mismatch], *, is_alone: bool) -> str:
         f'cast("{path}", "{dtype}"{"" if dtype == "float32" else ", lossy=True"})'
         for dtype, path in first.items()
     )
+    if len(problems) > len(first):
+        casts += ", and so for the others"
+    limit = " (values above 3.4e38 become inf)" if "float32" in first else ""
     if is_alone:
         return (
             f"To keep all bits, set {_X64}, or pass a state with numpy arrays there;"
-            f" for 32 bits, pass transforms=[{casts}]."
+            f" for 32 bits, pass transforms=[{casts}]{limit}."
         )
     return (
         f"To keep all bits, set {_X64}, or put numpy arrays there in the state; for 32"
-        f" bits, ask for {' and '.join(first)} there, and pass transforms=[{casts}]."
+        f" bits, ask for {' and '.join(first)} there, and pass"
+        f" transforms=[{casts}]{limit}."
     )
 
 

@@ -80,16 +80,22 @@ def check_arrays(infos: Sequence[LeafInfo]) -> None:
         UnsupportedLeafError: All leaves at fault.
     """
     faults = {
-        info.path: f"{info}"[:60] + f" with {fault}"
+        info.path: f"{_shortened(info)} with {fault}"
         for info in infos
         if info.chunk_shape is not None and (fault := _layout.fault(info))
     }
     if faults:
         raise errors.UnsupportedLeafError(
             faults,
-            "Give arrays fewer axes, as x.reshape(-1); or cut them into larger chunks,"
-            " as layout=ArrayLayout(chunk_bytes=…).",
+            "Too many axes: reshape the array, x.reshape(-1). Too many chunks: make"
+            " them larger, layout=ArrayLayout(chunk_bytes=…).",
         )
+
+
+def _shortened(info: LeafInfo) -> str:
+    """The type and the shape of a leaf; of many axes, the first."""
+    text = str(info)
+    return text if len(text) <= 60 else f"{text[:50].rpartition(',')[0]}, …]"
 
 
 def check_readable(data: Mapping[str, Any], infos: Sequence[LeafInfo]) -> None:

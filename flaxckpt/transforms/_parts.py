@@ -132,7 +132,7 @@ def _check_complete(
         missing = (str(i) for i in range(count) if i not in parts)
         some = ", ".join(itertools.islice(missing, 8))
         raise errors.OptionError(
-            f"{what}: {new} lacks its parts {some}; it would be made of"
+            f"{what}: {new} lacks part{'s' * (',' in some)} {some}; it would be made of"
             f" {', '.join(list(parts.values())[:3])}. Choose a pattern that leaves out"
             " what only some of the parts have"
         )
