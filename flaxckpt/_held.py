@@ -57,7 +57,11 @@ class Held:
         ]
         if objects:
             known = None if before is None else before._graph
-            if known is None or not known.is_of(objects):
+            if (
+                known is None
+                or not known.is_of(objects)
+                or not known.has_same_contents()
+            ):
                 known = _flax.ObjectGraph(objects)
             self._graph = known
             self._values, self._values_tree = jax.tree.flatten(known.values())

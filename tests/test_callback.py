@@ -846,6 +846,46 @@ def test_a_model_that_got_other_variables_since_is_not_saved_and_that_is_said(ck
     assert "other variables" in skipped(callback)[1]
 
 
+class Changing(nnx.Module):
+    """A model that gets other variables while it is trained."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.zeros(2))
+        self.parts = nnx.List([nnx.Param(jnp.zeros(1))])
+        self.table = jnp.zeros(1)
+
+    def train(self, step, change):
+        if change == "each step":
+            self.calls = nnx.Variable(jnp.array(step))
+        if step == 2 and change == "once":
+            self.calls = nnx.Variable(jnp.array(step))
+        if step == 2 and change == "list":
+            self.parts.append(nnx.Param(jnp.ones(1)))
+        if step == 2 and change == "array":
+            self.other = jnp.ones(1)
+        self.w[...] = self.w[...] + 1
+        self.table = self.table + 1
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+@pytest.mark.parametrize("change", ["never", "once", "each step", "list", "array"])
+def test_a_model_that_got_other_variables_before_the_report_is_saved(
+    ckpt, change, is_bound
+):
+    model = Changing()
+    with flaxckpt.CheckpointCallback(ckpt, every_steps=100) as callback:
+        model, _ = callback.restore_or_init(model)
+        if is_bound:
+            callback.bind(state=lambda: (model, {"n": jnp.ones(1)}))
+        for step in range(1, 6):
+            model.train(step, change)
+            callback(step) if is_bound else callback(step, (model, {"n": jnp.ones(1)}))
+        wanted = copied((model, {"n": jnp.ones(1)}))
+        model.w[...] = model.w[...] + 1
+    assert ckpt.steps() == [5]
+    assert_equal(copied(ckpt.restore((model, {"n": jnp.ones(1)}))), wanted)
+
+
 def test_metrics_are_those_of_the_last_report(ckpt, caplog):
     metrics = {"loss": 0.5}
     mean = nnx.MultiMetric(loss=nnx.metrics.Average())
