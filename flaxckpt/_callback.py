@@ -170,9 +170,11 @@ class CheckpointCallback:
                 `TrainState`, or another frozen dataclass or named tuple with its own
                 `step`, is only asked for at the end, and saved if its `step` agrees.
             dataset: The same of the iterator.
-            metrics: The same of the metrics; called when a save needs them.
-            each_step: Whether `state` may be called at each step. False if that takes
-                long: then the end saves only a state whose own step counter agrees.
+            metrics: The same of the metrics; with `save_last`, called each step, too.
+                Their values are computed only when a save needs them.
+            each_step: Whether `state` and `metrics` may be called at each step. False
+                if that takes long: then the end saves only a state whose own step
+                counter agrees, and its metrics if nothing came after.
         """
         given = {"state": state, "dataset": dataset, "metrics": metrics}
         for name, get in given.items():

@@ -47,12 +47,14 @@ class Completed:
     def get(self, name: str) -> Any:
         """What was passed, or else what was bound gives now.
 
-        A bound state that was asked for when the step was reported is not asked for
-        again.
+        A bound state, or bound metrics, that were asked for when the step was reported
+        are not asked for again.
         """
         value = self._given[name]
         if name == "state" and value is None and self._state is not None:
             return self._state.state
+        if name == "metrics" and value is None and self._metrics is not None:
+            return self._metrics.state
         getter = self._getters.get(name)
         return getter() if value is None and getter is not None else value
 
@@ -66,20 +68,24 @@ class Completed:
 
     # ---- for the end of the loop --------------------------------------------------
 
-    def hold(self, before: Completed | None, *, ask: bool) -> None:
+    def hold(self, before: Completed | None, *, ask: bool, ask_metrics: bool) -> None:
         """Keeps what the end of the loop may have to save, as it is now.
 
         Args:
             before: The step that was reported before.
             ask: Whether a bound state is asked for now. Else it is asked for at the
                 end, and is that of this step if its own step counter says so.
+            ask_metrics: Whether bound metrics are asked for now.
         """
         if ask or not self.is_bound:
             known = None if before is None else before._state
             self._state = Held(self.get("state"), known)
-        if self._given["metrics"] is not None:
+        metrics = self._given["metrics"]
+        if ask_metrics or metrics is not None:
+            metrics = self.get("metrics")
+        if metrics is not None:
             known = None if before is None else before._metrics
-            self._metrics = Held(self._given["metrics"], known)
+            self._metrics = Held(metrics, known)
         self._given["dataset"] = datasets.held(self.get("dataset"))
 
     def says_itself(self) -> bool:

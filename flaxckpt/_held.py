@@ -2,7 +2,7 @@
 
 Nothing is copied but small numpy arrays: a jax array never changes, so it is enough to
 know which arrays the state had. That takes less time than a call of a jitted function
-with the same state.
+with the same state. Of larger numpy arrays, checksums tell whether they have changed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from flaxckpt._types import PyTree
 
 _COPIED_BYTES = 4 * 2**20
 """Writable numpy arrays up to this size, all of a state together, are copied."""
+
+_SUMMED_BYTES = 256 * 2**20
+"""Of further ones up to this size, the checksums are computed: at each report."""
 
 _IMMUTABLE: set[type] = {type(None), bool, int, float, complex, str, bytes}
 """Types of leaves that cannot change; those of jax's arrays are added when seen."""
@@ -45,16 +48,15 @@ class Held:
         self._graph: _flax.ObjectGraph | None = None
         self._values: list[Any] = []
         self._values_tree: Any = None
+        self._prints: list[tuple[np.ndarray, Any]] = []
         try:
             self._leaves, self._tree = _flatten(state, before)
         except (TypeError, ValueError) as error:  # the save says more of it
             self.fault = f"jax cannot flatten it ({error})"
             return
-        objects = [
-            leaf
-            for leaf in self._leaves
-            if type(leaf) not in _IMMUTABLE and _flax.is_object(leaf)
-        ]
+        objects: list[Any] = []
+        if not _IMMUTABLE.issuperset(map(type, self._leaves)):
+            objects = [leaf for leaf in self._leaves if _flax.is_object(leaf)]
         if objects:
             known = None if before is None else before._graph
             if (
@@ -65,26 +67,37 @@ class Held:
                 known = _flax.ObjectGraph(objects)
             self._graph = known
             self._values, self._values_tree = jax.tree.flatten(known.values())
-        self._copy_numpy()
+        self._keep_numpy()
 
-    def _copy_numpy(self) -> None:
-        """Puts copies in the place of numpy arrays that may be changed in place."""
+    def _keep_numpy(self) -> None:
+        """Copies numpy arrays that may be changed in place; large ones are summed."""
         kept = (self._leaves, self._values)
         places = [
             (leaves, i)
             for leaves in kept
+            if not _IMMUTABLE.issuperset(map(type, leaves))
             for i, leaf in enumerate(leaves)
             if type(leaf) not in _IMMUTABLE and _may_change(leaf)
         ]
-        size = sum(leaves[i].nbytes for leaves, i in places)
-        if size > _COPIED_BYTES:
+        copied, large = 0, []
+        for leaves, i in sorted(places, key=lambda place: place[0][place[1]].nbytes):
+            copied += leaves[i].nbytes
+            if copied <= _COPIED_BYTES:
+                leaves[i] = leaves[i].copy()
+            else:
+                large.append(leaves[i])
+        size = sum(array.nbytes for array in large)
+        if size > _SUMMED_BYTES:
             self.fault = (
-                f"{len(places)} numpy arrays of {size / 1e6:.1f} MB, which may be"
+                f"{len(large)} numpy arrays of {size / 1e6:.1f} MB, which may be"
                 " changed in place after the step is reported"
             )
             return
-        for leaves, i in places:
-            leaves[i] = leaves[i].copy()
+        self._prints = [(array, _print(array)) for array in large]
+
+    def _changed_numpy(self) -> int:
+        """How many of the large numpy arrays have changed."""
+        return sum(_print(array) != before for array, before in self._prints)
 
     def why_gone(self) -> str:
         """Why the state cannot be had as it was; empty if it can."""
@@ -94,6 +107,11 @@ class Held:
             return "its arrays were donated to a step that was not reported"
         if self._graph is not None and not self._graph.is_current():
             return "its NNX objects have got other variables since"
+        if changed := self._changed_numpy():
+            return (
+                f"{changed} of its large numpy arrays were changed in place after it"
+                " was reported; pass force=True with the last step"
+            )
         return ""
 
     @property
@@ -111,6 +129,8 @@ class Held:
         if not _are_equal(now._values_tree, self._values_tree):
             return False
         if self._graph is not None and not self._graph.is_current():
+            return False
+        if self._changed_numpy():
             return False
         return _are_same(now._leaves, self._leaves) and _are_same(
             now._values, self._values

@@ -814,9 +814,51 @@ def assert_equal(found, wanted):
     assert not differing
 
 
-def test_large_numpy_arrays_are_not_kept_and_that_is_said_at_the_beginning(
-    ckpt, caplog
+@pytest.mark.parametrize("kind", [dict, Pair, Mean, flax.core.FrozenDict])
+def test_large_numpy_arrays_are_saved_unless_they_were_changed_since(ckpt, kind):
+    def state():
+        fields = {"w": large, "n": jnp.float32(step)}
+        return kind(fields) if kind is flax.core.FrozenDict else kind(**fields)
+
+    large = np.zeros((1000, 1000))
+    for step, is_bound, then in [
+        (1, False, "ends"),
+        (2, True, "ends"),
+        (3, False, "replaced"),
+        (4, True, "replaced"),
+        (5, False, "changed"),
+        (6, True, "changed"),
+    ]:
+        with flaxckpt.CheckpointCallback(ckpt, every_steps=100) as callback:
+            if is_bound:
+                callback.bind(state=state)
+            large[step] = step
+            callback(step) if is_bound else callback(step, state())
+            wanted = copied(state())
+            if then == "replaced":
+                large = large + 1
+            if then == "changed":
+                large += 1
+        if then != "changed":
+            assert_equal(copied(ckpt.restore(state(), step=step)), wanted)
+    assert ckpt.steps() == [1, 2, 3, 4]
+    reasons = skipped(callback)
+    assert all("changed in place" in reasons[step] for step in (5, 6))
+
+
+def test_small_numpy_arrays_are_kept_beside_large_ones(ckpt):
+    state = {"w": np.zeros(10**6), "n": np.zeros(1)}
+    with flaxckpt.CheckpointCallback(ckpt) as callback:
+        callback(1, state)
+        state["n"] += 1
+    assert ckpt.steps() == [1]
+    assert ckpt.restore()["n"] == 0
+
+
+def test_huge_numpy_arrays_are_not_kept_and_that_is_said_at_the_beginning(
+    ckpt, caplog, monkeypatch
 ):
+    monkeypatch.setattr(_held, "_SUMMED_BYTES", 2**22)
     state = {"w": np.zeros(10**6)}
     with flaxckpt.CheckpointCallback(ckpt, every_steps=2) as callback:
         callback(1, state)
@@ -886,7 +928,7 @@ def test_a_model_that_got_other_variables_before_the_report_is_saved(
     assert_equal(copied(ckpt.restore((model, {"n": jnp.ones(1)}))), wanted)
 
 
-def test_metrics_are_those_of_the_last_report(ckpt, caplog):
+def test_metrics_are_those_of_the_last_report(ckpt):
     metrics = {"loss": 0.5}
     mean = nnx.MultiMetric(loss=nnx.metrics.Average())
     mean.update(values=jnp.float32(1.0))
@@ -897,26 +939,67 @@ def test_metrics_are_those_of_the_last_report(ckpt, caplog):
             mean.update(values=jnp.float32(9.0))
     assert ckpt.metrics(1) == {"loss": 0.5}
     assert ckpt.metrics(2) == {"loss": 5.0}  # and not that of 1, 9 and 9
-    with flaxckpt.CheckpointCallback(ckpt) as callback:
+
+
+BOUND = {
+    "put together": lambda now: {"w": now["w"] + 0},
+    "tuple": lambda now: (now["w"], {"n": now["w"] + 1}),
+    "NamedTuple": lambda now: Mean(now["w"], 1),
+    "nnx.state": lambda now: nnx.state(now["model"]),
+    "nnx": lambda now: (now["model"], {"n": 1}),
+    "TrainState": lambda now: create().replace(step=now["step"]),
+}
+
+
+@pytest.mark.parametrize("then", ["ends", "trains"])
+@pytest.mark.parametrize("passes_state", [False, True])
+@pytest.mark.parametrize("kind", BOUND)
+def test_bound_metrics_are_those_of_the_last_report(ckpt, kind, passes_state, then):
+    now = {"model": nnx.Linear(1, 1, rngs=nnx.Rngs(0))}
+    make = functools.partial(BOUND[kind], now)
+    metrics = {}
+    with flaxckpt.CheckpointCallback(ckpt, every_steps=4, preflight=False) as callback:
+        if not passes_state:
+            callback.bind(state=make)
         callback.bind(metrics=lambda: metrics)
-        callback(3, {"n": 3})
-    assert ckpt.steps() == [1, 2, 3]
-    assert ckpt.metrics(3) == {}
-    assert "without its metrics" in caplog.text
+        for step in range(1, 7):
+            now |= {"w": jnp.full(3, step), "step": step}
+            metrics = {"loss": jnp.float32(1 / step)}
+            callback(step, make()) if passes_state else callback(step)
+        if then == "trains":
+            metrics["loss"] = jnp.float32(9.9)
+            metrics = {"loss": jnp.float32(8.8)}
+    assert ckpt.steps() == [4, 6]
+    assert ckpt.metrics(6) == {"loss": pytest.approx(1 / 6)}
+    assert ckpt.best_step("loss", "min") == 6
 
 
-def test_bound_metrics_are_saved_at_the_end_if_nothing_came_after(ckpt):
-    state, metrics = {"n": np.zeros(3)}, {"loss": 0.5}
+@pytest.mark.parametrize("each_step", [True, False])
+def test_bound_metrics_are_asked_for_at_each_step_unless_that_is_slow(ckpt, each_step):
+    metrics, asked = {"loss": 0.5}, []
+    with flaxckpt.CheckpointCallback(ckpt, preflight=False) as callback:
+        callback.bind(
+            metrics=lambda: asked.append(step) or metrics, each_step=each_step
+        )
+        for step in (1, 2):
+            asked.clear()
+            callback(step, {"n": step})
+        assert asked == [2] * each_step
+        metrics["loss"] = 9.9
+    assert ckpt.metrics(2) == ({"loss": 0.5} if each_step else {})
+
+
+def test_bound_metrics_that_take_long_are_saved_if_nothing_came_after(ckpt, caplog):
+    state, metrics = create().replace(step=1), {"loss": 0.5}
     for step in (1, 2):
-        with flaxckpt.CheckpointCallback(ckpt) as callback:
-            callback.bind(state=lambda: state, metrics=lambda: metrics)
-            callback(step)
-            if step == 2:
-                state["n"] += 1
-                metrics["loss"] = 9.9
+        with flaxckpt.CheckpointCallback(ckpt, check_step=step == 1) as callback:
+            callback.bind(metrics=lambda: metrics, each_step=False)
+            if step == 1:
+                callback.bind(state=lambda: state, each_step=False)
+            callback(step) if step == 1 else callback(step, {"n": 1})
     assert ckpt.metrics(1) == {"loss": 0.5}
     assert ckpt.metrics(2) == {}
-    assert np.array_equal(ckpt.restore()["n"], np.zeros(3))
+    assert "without its metrics" in caplog.text
 
 
 def test_holding_a_state_copies_no_jax_array():
