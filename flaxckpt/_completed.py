@@ -106,21 +106,32 @@ class Completed:
         """Why its state could not be kept; empty if it was, or was not to be."""
         return "" if self._state is None else self._state.fault
 
-    def why_gone(self, *, check_step: bool) -> str:
-        """Why its state cannot be had any more; empty if it can."""
-        if self._state is not None and (reason := self._state.why_gone()):
-            return reason
-        if self._state is None and not check_step:
+    def why_gone(self, *, check_step: bool, offset: int) -> str:
+        """Why its state cannot be had any more; empty if it can.
+
+        Args:
+            check_step: Whether the state's own step counter has to agree.
+            offset: What was added to the step that the loop has passed.
+        """
+        if self._state is not None:
+            return self._state.why_gone() or self._why_wrong(check_step, offset)
+        counts = _counters.found(self.get("state")) if check_step else {}
+        if not counts:
             return _UNKNOWN
-        with self._as_reported():
-            state = self.get("state")
-            if self._state is None and not _counters.found(state):
-                return _UNKNOWN
-            try:
-                if check_step:
-                    _counters.check(state, self.step)
-            except errors.OptionError as error:
-                return f"steps have followed that were not reported: {error}"
+        if self.step in counts.values():
+            return ""
+        # The loop may be right: this is not the state that it has reported.
+        mismatch = _counters.mismatch(self.get("state"), self.step)
+        return f"its state is bound, and was changed after the report: {mismatch} now"
+
+    def _why_wrong(self, check_step: bool, offset: int) -> str:
+        """Why the step may not be saved with the state that was reported."""
+        if check_step:
+            with self._as_reported():
+                try:
+                    _counters.check(self.get("state"), self.step, offset=offset)
+                except errors.OptionError as error:
+                    return str(error)
         return ""
 
     @contextlib.contextmanager

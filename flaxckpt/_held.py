@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import crc32c
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flaxckpt import _flax
@@ -161,26 +162,80 @@ def _flatten(state: PyTree, before: Held | None) -> tuple[list[Any], Any]:
 
 
 class Trace:
-    """What tells whether a state has changed, without keeping it in memory."""
+    """What tells whether a state has changed, without keeping it in memory.
+
+    Arrays may be put elsewhere, or copied, without a change: values are compared then,
+    of numpy arrays and of the smallest of jax's.
+    """
 
     def __init__(self, state: PyTree) -> None:
-        self._prints = [_print(leaf) for leaf in _all_leaves(state)]
+        leaves = _all_leaves(state)
+        self._arrays = [weakref.ref(x) for x in leaves if isinstance(x, jax.Array)]
+        self._plain = [None if _is_array(leaf) else _print(leaf) for leaf in leaves]
+        arrays = [leaf for leaf in leaves if _is_array(leaf)]
+        compared = _compared(arrays)
+        self._contents = {_content(array) for array in compared}
+        # Of a kind, all or none: another array of the same kind may be any of them.
+        chosen = {id(array) for array in compared}
+        self._kinds = {_kind(array) for array in compared} - {
+            _kind(array) for array in arrays if id(array) not in chosen
+        }
 
     def has_changed(self, state: PyTree) -> bool:
-        """Whether `state` has arrays that the first one had not, or other values."""
+        """Whether `state` is known to have other values than the first one."""
         leaves = _all_leaves(state)
-        refs = (p() for p in self._prints if isinstance(p, weakref.ref))
-        known = {id(leaf) for leaf in refs if leaf is not None}
-        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-        if any(id(leaf) not in known for leaf in arrays):
+        known = {id(array) for ref in self._arrays if (array := ref()) is not None}
+        others = [x for x in leaves if _is_array(x) and id(x) not in known]
+        compared = [x for x in others if _kind(x) in self._kinds and _is_readable(x)]
+        if any(_content(array) not in self._contents for array in compared):
             return True
-        if len(leaves) != len(self._prints):  # a part of it, or in other containers
+        if len(leaves) != len(self._plain):  # a part of it, or in other containers
             return False
         return any(
-            _print(leaf) != before
-            for leaf, before in zip(leaves, self._prints, strict=True)
-            if not isinstance(leaf, jax.Array)
+            before is not None and not _is_array(leaf) and _print(leaf) != before
+            for leaf, before in zip(leaves, self._plain, strict=True)
         )
+
+
+_COMPARED_BYTES = 64 * 2**20
+_COMPARED_ARRAYS = 1000
+
+
+def _compared(arrays: Iterable[Any]) -> list[Any]:
+    """The arrays of which a trace keeps checksums: reading all would take too long."""
+    chosen: list[Any] = [
+        x for x in arrays if isinstance(x, np.ndarray) and not x.dtype.hasobject
+    ]
+    readable = [x for x in arrays if isinstance(x, jax.Array) and _is_readable(x)]
+    size = 0
+    for i, array in enumerate(sorted(readable, key=lambda x: x.nbytes)):
+        size += array.nbytes
+        if i > 0 and (size > _COMPARED_BYTES or i >= _COMPARED_ARRAYS):
+            break
+        chosen.append(array)
+    return chosen
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
+
+
+def _is_readable(array: Any) -> bool:
+    """Whether this process can read the values of an array."""
+    if not isinstance(array, jax.Array):
+        return not array.dtype.hasobject
+    if array.is_deleted() or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return False
+    return array.is_fully_addressable or array.is_fully_replicated
+
+
+def _kind(array: Any) -> tuple[Any, tuple[int, ...]]:
+    return array.dtype, array.shape
+
+
+def _content(array: Any) -> Any:
+    """What is equal for two arrays only if their values are, too."""
+    return _print(np.asarray(array))
 
 
 def is_replaced_whole(state: PyTree) -> bool:
@@ -205,8 +260,6 @@ def _all_leaves(state: PyTree) -> list[Any]:
 
 def _print(leaf: Any) -> Any:
     """What is equal for a leaf only if it has not changed."""
-    if isinstance(leaf, jax.Array):
-        return weakref.ref(leaf)
     if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
         content = np.ascontiguousarray(leaf).view(np.uint8).data if leaf.size else b""
         return leaf.dtype, leaf.shape, crc32c.crc32c(content)

@@ -348,7 +348,8 @@ class Hook:
                 self._checkpointer.wait()
                 self._checkpointer.make_permanent(last.step)
             return
-        if reason := last.why_gone(check_step=self._check_step):
+        reason = last.why_gone(check_step=self._check_step, offset=self._offset)
+        if reason:
             _log.warning("the last step, %d, is not saved: %s", last.step, reason)
             self._skip(last.step, reason)
             return

@@ -203,6 +203,50 @@ def test_a_loop_that_reports_before_it_trains_may_begin_at_the_restored_step(
     callback.close()
 
 
+def sharded(state):
+    mesh = jax.make_mesh((1,), ("a",))
+    everywhere = jax.sharding.PartitionSpec()
+    return jax.device_put(state, jax.sharding.NamedSharding(mesh, everywhere))
+
+
+MOVES = {
+    "sharded": sharded,
+    "jitted": jax.jit(lambda state: jax.tree.map(jnp.copy, state)),
+    "copied": copy.deepcopy,
+    "fetched": jax.device_get,
+    "replicated": flax.jax_utils.replicate,
+    "in other containers": lambda state: list(map(jnp.copy, jax.tree.leaves(state))),
+    "in part": lambda state: jnp.copy(jax.tree.leaves(state)[0]),
+    "in lower precision": lambda state: jax.tree.map(jnp.bfloat16, state),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("kind", ["dict", "numpy", "NamedTuple", "FrozenDict"])
+def test_a_loop_that_reports_before_it_trains_may_move_the_state(ckpt, kind, move):
+    state, _, _ = TRAINERS[kind]()
+    with flaxckpt.CheckpointCallback(ckpt, every_steps=4) as callback:
+        state, start = callback.restore_or_init(state)
+        state = MOVES[move](state)
+        assert start == 0
+        for step in range(start, 6):
+            callback(step, state)
+            state = jax.tree.map(lambda leaf: leaf + 1, state)
+    assert ckpt.steps() == [4, 5]
+
+
+@pytest.mark.parametrize("move", ["sharded", "jitted", "fetched"])
+def test_a_state_that_was_moved_and_trained_has_changed(ckpt, move, monkeypatch):
+    monkeypatch.setattr(_held, "_COMPARED_BYTES", 1000)  # of the large ones, a part
+    large = {f"w{i}": jnp.full(100, float(i)) for i in range(10)}
+    callback = flaxckpt.CheckpointCallback(ckpt, every_steps=4)
+    state, start = callback.restore_or_init(large | {"n": jnp.ones(3)})
+    state = MOVES[move](jax.tree.map(lambda leaf: leaf * 2, state))
+    with pytest.raises(errors.OptionError, match="step_is='index'"):
+        callback(start, state)
+    callback.give_way()
+
+
 def test_the_first_state_may_be_saved_after_it_was_moved(ckpt):
     callback = flaxckpt.CheckpointCallback(ckpt, save_last=False)
     state, start = callback.restore_or_init({"w": jnp.ones(3), "x": float("nan")})
@@ -662,6 +706,29 @@ def test_another_bound_state_is_asked_for_at_each_step_unless_that_is_slow(
     assert ("step 10" in caplog.text or "10, is not saved" in caplog.text) != each_step
 
 
+def test_a_number_is_a_state_where_none_is_bound(ckpt):
+    with flaxckpt.CheckpointCallback(ckpt) as callback:
+        callback(1, jnp.float32(12.5))
+    assert ckpt.restore() == 12.5
+
+
+@pytest.mark.parametrize("step_is", ["completed", "index"])
+def test_a_bound_state_that_was_trained_on_is_told_apart_from_a_wrong_count(
+    ckpt, step_is
+):
+    state = create()
+    with flaxckpt.CheckpointCallback(ckpt, step_is=step_is) as callback:
+        callback.bind(state=lambda: state)
+        for step in range(1, 4):
+            state = state.replace(step=step)
+            callback(step - (step_is == "index"))
+        state = state.replace(step=4)
+    assert ckpt.steps() == []
+    reason = skipped(callback)[3]
+    assert "state.step is 4 now" in reason
+    assert "step_is" not in reason
+
+
 def test_what_is_bound_is_a_function(ckpt):
     callback = flaxckpt.CheckpointCallback(ckpt)
     with pytest.raises(errors.OptionError, match="state=lambda: state"):
@@ -1057,11 +1124,14 @@ def test_it_takes_what_clu_passes_to_periodic_callbacks(ckpt):
     assert callback(step=2, t=12.5, state={"n": 2}, learning_rate=0.1)
 
 
-@pytest.mark.parametrize("t", [12.5, 3, np.float64(12.5)])
+@pytest.mark.parametrize(
+    "t", [12.5, 3, np.float64(12.5), np.array(12.5), jnp.float32(12.5), jnp.int32(3)]
+)
 def test_the_time_that_clu_passes_to_its_hooks_is_no_state(ckpt, t):
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
-    with pytest.raises(errors.OptionError, match=r"bind\(state=lambda: state\)"):
-        callback(1, t)
+    if not isinstance(t, np.ndarray | jax.Array):  # else it may be a state
+        with pytest.raises(errors.OptionError, match=r"bind\(state=lambda: state\)"):
+            callback(1, t)
     callback.bind(state=lambda: {"n": 2})
     assert callback(2, t)
     assert not callback(3, t=t)
