@@ -12,6 +12,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from flaxckpt import (
     _beginning,
     _completed,
@@ -170,9 +174,11 @@ class CheckpointCallback:
                 `TrainState`, or another frozen dataclass or named tuple with its own
                 `step`, is only asked for at the end, and saved if its `step` agrees.
             dataset: The same of the iterator.
-            metrics: The same of the metrics; called when a save needs them.
-            each_step: Whether `state` may be called at each step. False if that takes
-                long: then the end saves only a state whose own step counter agrees.
+            metrics: The same of the metrics; with `save_last`, called each step, too.
+                Their values are computed only when a save needs them.
+            each_step: Whether `state` and `metrics` may be called at each step. False
+                if that takes long: then the end saves only a state whose own step
+                counter agrees, and its metrics if nothing came after.
         """
         given = {"state": state, "dataset": dataset, "metrics": metrics}
         for name, get in given.items():
@@ -202,7 +208,8 @@ class CheckpointCallback:
             step: The step that was just completed (or its index, see `step_is`). A
                 Python number: one on a device is waited for.
             state: What to save; taken from `bind` if it is not given. A number in its
-                place is the time, which clu passes to its hooks: `hook(step, t)`.
+                place is the time, which clu passes to its hooks: `hook(step, t)`. Where
+                a state is bound, so is an array of one number without axes.
             metrics: Numbers by name, or a clu metric collection. Looked at only when
                 a save happens.
             dataset: Instead of the iterator given at the beginning.
@@ -223,9 +230,9 @@ class CheckpointCallback:
         if others:
             _check_others(others)
         completed = _counters.whole(step) + self._offset
-        is_flag = isinstance(state, bool)
-        if isinstance(state, numbers.Real):
-            if is_flag or "state" not in self._hook.getters:
+        is_flag, is_bound = isinstance(state, bool), "state" in self._hook.getters
+        if isinstance(state, numbers.Real) or (is_bound and _is_number(state)):
+            if is_flag or not is_bound:
                 raise errors.OptionError(
                     f"wanted a state at step {step}, got {state!r:.80}: pass it as"
                     " on_step(step, state), or, to loops that call hook(step, t), tell"
@@ -400,6 +407,15 @@ class CheckpointCallback:
             self.close()
         else:
             self.abandon(error)
+
+
+def _is_number(state: Any) -> bool:
+    """Whether a state is an array of one number, without axes."""
+    is_array = isinstance(state, jax.Array | np.ndarray) and state.ndim == 0
+    return is_array and (
+        jnp.issubdtype(state.dtype, np.floating)
+        or jnp.issubdtype(state.dtype, np.integer)
+    )
 
 
 _ARGUMENTS = ("step", "state", "metrics", "dataset", "force")

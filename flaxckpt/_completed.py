@@ -47,12 +47,14 @@ class Completed:
     def get(self, name: str) -> Any:
         """What was passed, or else what was bound gives now.
 
-        A bound state that was asked for when the step was reported is not asked for
-        again.
+        A bound state, or bound metrics, that were asked for when the step was reported
+        are not asked for again.
         """
         value = self._given[name]
         if name == "state" and value is None and self._state is not None:
             return self._state.state
+        if name == "metrics" and value is None and self._metrics is not None:
+            return self._metrics.state
         getter = self._getters.get(name)
         return getter() if value is None and getter is not None else value
 
@@ -66,20 +68,24 @@ class Completed:
 
     # ---- for the end of the loop --------------------------------------------------
 
-    def hold(self, before: Completed | None, *, ask: bool) -> None:
+    def hold(self, before: Completed | None, *, ask: bool, ask_metrics: bool) -> None:
         """Keeps what the end of the loop may have to save, as it is now.
 
         Args:
             before: The step that was reported before.
             ask: Whether a bound state is asked for now. Else it is asked for at the
                 end, and is that of this step if its own step counter says so.
+            ask_metrics: Whether bound metrics are asked for now.
         """
         if ask or not self.is_bound:
             known = None if before is None else before._state
             self._state = Held(self.get("state"), known)
-        if self._given["metrics"] is not None:
+        metrics = self._given["metrics"]
+        if ask_metrics or metrics is not None:
+            metrics = self.get("metrics")
+        if metrics is not None:
             known = None if before is None else before._metrics
-            self._metrics = Held(self._given["metrics"], known)
+            self._metrics = Held(metrics, known)
         self._given["dataset"] = datasets.held(self.get("dataset"))
 
     def says_itself(self) -> bool:
@@ -100,21 +106,32 @@ class Completed:
         """Why its state could not be kept; empty if it was, or was not to be."""
         return "" if self._state is None else self._state.fault
 
-    def why_gone(self, *, check_step: bool) -> str:
-        """Why its state cannot be had any more; empty if it can."""
-        if self._state is not None and (reason := self._state.why_gone()):
-            return reason
-        if self._state is None and not check_step:
+    def why_gone(self, *, check_step: bool, offset: int) -> str:
+        """Why its state cannot be had any more; empty if it can.
+
+        Args:
+            check_step: Whether the state's own step counter has to agree.
+            offset: What was added to the step that the loop has passed.
+        """
+        if self._state is not None:
+            return self._state.why_gone() or self._why_wrong(check_step, offset)
+        counts = _counters.found(self.get("state")) if check_step else {}
+        if not counts:
             return _UNKNOWN
-        with self._as_reported():
-            state = self.get("state")
-            if self._state is None and not _counters.found(state):
-                return _UNKNOWN
-            try:
-                if check_step:
-                    _counters.check(state, self.step)
-            except errors.OptionError as error:
-                return f"steps have followed that were not reported: {error}"
+        if self.step in counts.values():
+            return ""
+        # The loop may be right: this is not the state that it has reported.
+        mismatch = _counters.mismatch(self.get("state"), self.step)
+        return f"its state is bound, and was changed after the report: {mismatch} now"
+
+    def _why_wrong(self, check_step: bool, offset: int) -> str:
+        """Why the step may not be saved with the state that was reported."""
+        if check_step:
+            with self._as_reported():
+                try:
+                    _counters.check(self.get("state"), self.step, offset=offset)
+                except errors.OptionError as error:
+                    return str(error)
         return ""
 
     @contextlib.contextmanager

@@ -367,13 +367,21 @@ class ObjectGraph:
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self._objects = tuple(objects)
-        self._variables, self._slots = self._walk()
+        nodes = self._nodes()
+        self._variables, self._slots = self._find(nodes)
+        containers = [node for node in nodes.values() if _is_changeable(node)]
+        self._contents = [_Contents(node) for node in containers]
 
-    def _walk(self) -> tuple[list[Any], list[_Slot]]:
+    def _nodes(self) -> dict[tuple[Any, ...], Any]:
+        """The objects, and whatever they hold, by path."""
+        nodes = dict(loaded_nnx().iter_graph(self._objects))
+        nodes[()] = self._objects
+        return nodes
+
+    @staticmethod
+    def _find(nodes: Mapping[tuple[Any, ...], Any]) -> tuple[list[Any], list[_Slot]]:
         """The variables, and the places of arrays outside of them."""
         nnx = loaded_nnx()
-        nodes = dict(nnx.iter_graph(self._objects))
-        nodes[()] = self._objects
         variables = [node for node in nodes.values() if isinstance(node, nnx.Variable)]
         slots = [
             _Slot(nodes[path[:-1]], path[-1])
@@ -388,12 +396,20 @@ class ObjectGraph:
 
     def is_current(self) -> bool:
         """Whether the objects keep their values in the same places still."""
-        variables, slots = self._walk()
+        variables, slots = self._find(self._nodes())
         return (
             _are(variables, self._variables)
             and _are([s.container for s in slots], [s.container for s in self._slots])
             and [s.key for s in slots] == [s.key for s in self._slots]
         )
+
+    def has_same_contents(self) -> bool:
+        """Whether no object holds another object or variable than at the beginning.
+
+        That is quicker to see than `is_current`. Where it is so, the places are the
+        same; where not, they may be.
+        """
+        return not any(contents.have_changed() for contents in self._contents)
 
     def values(self) -> list[Any]:
         """What is there."""
@@ -414,6 +430,52 @@ class ObjectGraph:
 def _are(these: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether they are the same objects."""
     return len(these) == len(others) and all(map(operator.is_, these, others))
+
+
+class _Contents:
+    """What an object, dictionary or list holds.
+
+    Plain values and arrays may be replaced by others of their kind.
+    """
+
+    def __init__(self, node: Any) -> None:
+        self._items: Any = node if isinstance(node, dict | list) else vars(node)
+        self._keys, values = self._now()
+        # Arrays are not kept: a step may need their memory.
+        self._values = [_array_marked(value) for value in values]
+
+    def _now(self) -> tuple[list[Any], list[Any]]:
+        if isinstance(self._items, list):
+            return [], self._items
+        return list(self._items), list(self._items.values())
+
+    def have_changed(self) -> bool:
+        """Whether there are other keys, or other objects or variables."""
+        keys, values = self._now()
+        if keys != self._keys or len(values) != len(self._values):
+            return True
+        return not _are(values, self._values) and any(
+            value is not before and _marked(value) is not _marked(before)
+            for value, before in zip(values, self._values, strict=True)
+        )
+
+
+_STATIC = frozenset({type(None), bool, int, float, complex, str, bytes})
+
+
+def _is_changeable(node: object) -> bool:
+    """Whether something in a graph may get other contents, beside variables."""
+    return is_object(node) or isinstance(node, dict | list)
+
+
+def _array_marked(value: Any) -> Any:
+    """`value`, or a type for all arrays."""
+    return np.ndarray if isinstance(value, jax.Array | np.ndarray) else value
+
+
+def _marked(value: Any) -> Any:
+    """`value`, or a type for all arrays, or for all plain values."""
+    return object if type(value) in _STATIC else _array_marked(value)
 
 
 def _raw_value(variable: Any) -> Any:

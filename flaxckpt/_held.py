@@ -2,18 +2,19 @@
 
 Nothing is copied but small numpy arrays: a jax array never changes, so it is enough to
 know which arrays the state had. That takes less time than a call of a jitted function
-with the same state.
+with the same state. Of larger numpy arrays, checksums tell whether they have changed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import crc32c
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flaxckpt import _flax
@@ -21,6 +22,9 @@ from flaxckpt._types import PyTree
 
 _COPIED_BYTES = 4 * 2**20
 """Writable numpy arrays up to this size, all of a state together, are copied."""
+
+_SUMMED_BYTES = 256 * 2**20
+"""Of further ones up to this size, the checksums are computed: at each report."""
 
 _IMMUTABLE: set[type] = {type(None), bool, int, float, complex, str, bytes}
 """Types of leaves that cannot change; those of jax's arrays are added when seen."""
@@ -45,42 +49,56 @@ class Held:
         self._graph: _flax.ObjectGraph | None = None
         self._values: list[Any] = []
         self._values_tree: Any = None
+        self._prints: list[tuple[np.ndarray, Any]] = []
         try:
             self._leaves, self._tree = _flatten(state, before)
         except (TypeError, ValueError) as error:  # the save says more of it
             self.fault = f"jax cannot flatten it ({error})"
             return
-        objects = [
-            leaf
-            for leaf in self._leaves
-            if type(leaf) not in _IMMUTABLE and _flax.is_object(leaf)
-        ]
+        objects: list[Any] = []
+        if not _IMMUTABLE.issuperset(map(type, self._leaves)):
+            objects = [leaf for leaf in self._leaves if _flax.is_object(leaf)]
         if objects:
             known = None if before is None else before._graph
-            if known is None or not known.is_of(objects):
+            if (
+                known is None
+                or not known.is_of(objects)
+                or not known.has_same_contents()
+            ):
                 known = _flax.ObjectGraph(objects)
             self._graph = known
             self._values, self._values_tree = jax.tree.flatten(known.values())
-        self._copy_numpy()
+        self._keep_numpy()
 
-    def _copy_numpy(self) -> None:
-        """Puts copies in the place of numpy arrays that may be changed in place."""
+    def _keep_numpy(self) -> None:
+        """Copies numpy arrays that may be changed in place; large ones are summed."""
         kept = (self._leaves, self._values)
         places = [
             (leaves, i)
             for leaves in kept
+            if not _IMMUTABLE.issuperset(map(type, leaves))
             for i, leaf in enumerate(leaves)
             if type(leaf) not in _IMMUTABLE and _may_change(leaf)
         ]
-        size = sum(leaves[i].nbytes for leaves, i in places)
-        if size > _COPIED_BYTES:
+        copied, large = 0, []
+        for leaves, i in sorted(places, key=lambda place: place[0][place[1]].nbytes):
+            copied += leaves[i].nbytes
+            if copied <= _COPIED_BYTES:
+                leaves[i] = leaves[i].copy()
+            else:
+                large.append(leaves[i])
+        size = sum(array.nbytes for array in large)
+        if size > _SUMMED_BYTES:
             self.fault = (
-                f"{len(places)} numpy arrays of {size / 1e6:.1f} MB, which may be"
+                f"{len(large)} numpy arrays of {size / 1e6:.1f} MB, which may be"
                 " changed in place after the step is reported"
             )
             return
-        for leaves, i in places:
-            leaves[i] = leaves[i].copy()
+        self._prints = [(array, _print(array)) for array in large]
+
+    def _changed_numpy(self) -> int:
+        """How many of the large numpy arrays have changed."""
+        return sum(_print(array) != before for array, before in self._prints)
 
     def why_gone(self) -> str:
         """Why the state cannot be had as it was; empty if it can."""
@@ -90,6 +108,11 @@ class Held:
             return "its arrays were donated to a step that was not reported"
         if self._graph is not None and not self._graph.is_current():
             return "its NNX objects have got other variables since"
+        if changed := self._changed_numpy():
+            return (
+                f"{changed} of its large numpy arrays were changed in place after it"
+                " was reported; pass force=True with the last step"
+            )
         return ""
 
     @property
@@ -107,6 +130,8 @@ class Held:
         if not _are_equal(now._values_tree, self._values_tree):
             return False
         if self._graph is not None and not self._graph.is_current():
+            return False
+        if self._changed_numpy():
             return False
         return _are_same(now._leaves, self._leaves) and _are_same(
             now._values, self._values
@@ -137,26 +162,80 @@ def _flatten(state: PyTree, before: Held | None) -> tuple[list[Any], Any]:
 
 
 class Trace:
-    """What tells whether a state has changed, without keeping it in memory."""
+    """What tells whether a state has changed, without keeping it in memory.
+
+    Arrays may be put elsewhere, or copied, without a change: values are compared then,
+    of numpy arrays and of the smallest of jax's.
+    """
 
     def __init__(self, state: PyTree) -> None:
-        self._prints = [_print(leaf) for leaf in _all_leaves(state)]
+        leaves = _all_leaves(state)
+        self._arrays = [weakref.ref(x) for x in leaves if isinstance(x, jax.Array)]
+        self._plain = [None if _is_array(leaf) else _print(leaf) for leaf in leaves]
+        arrays = [leaf for leaf in leaves if _is_array(leaf)]
+        compared = _compared(arrays)
+        self._contents = {_content(array) for array in compared}
+        # Of a kind, all or none: another array of the same kind may be any of them.
+        chosen = {id(array) for array in compared}
+        self._kinds = {_kind(array) for array in compared} - {
+            _kind(array) for array in arrays if id(array) not in chosen
+        }
 
     def has_changed(self, state: PyTree) -> bool:
-        """Whether `state` has arrays that the first one had not, or other values."""
+        """Whether `state` is known to have other values than the first one."""
         leaves = _all_leaves(state)
-        refs = (p() for p in self._prints if isinstance(p, weakref.ref))
-        known = {id(leaf) for leaf in refs if leaf is not None}
-        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-        if any(id(leaf) not in known for leaf in arrays):
+        known = {id(array) for ref in self._arrays if (array := ref()) is not None}
+        others = [x for x in leaves if _is_array(x) and id(x) not in known]
+        compared = [x for x in others if _kind(x) in self._kinds and _is_readable(x)]
+        if any(_content(array) not in self._contents for array in compared):
             return True
-        if len(leaves) != len(self._prints):  # a part of it, or in other containers
+        if len(leaves) != len(self._plain):  # a part of it, or in other containers
             return False
         return any(
-            _print(leaf) != before
-            for leaf, before in zip(leaves, self._prints, strict=True)
-            if not isinstance(leaf, jax.Array)
+            before is not None and not _is_array(leaf) and _print(leaf) != before
+            for leaf, before in zip(leaves, self._plain, strict=True)
         )
+
+
+_COMPARED_BYTES = 64 * 2**20
+_COMPARED_ARRAYS = 1000
+
+
+def _compared(arrays: Iterable[Any]) -> list[Any]:
+    """The arrays of which a trace keeps checksums: reading all would take too long."""
+    chosen: list[Any] = [
+        x for x in arrays if isinstance(x, np.ndarray) and not x.dtype.hasobject
+    ]
+    readable = [x for x in arrays if isinstance(x, jax.Array) and _is_readable(x)]
+    size = 0
+    for i, array in enumerate(sorted(readable, key=lambda x: x.nbytes)):
+        size += array.nbytes
+        if i > 0 and (size > _COMPARED_BYTES or i >= _COMPARED_ARRAYS):
+            break
+        chosen.append(array)
+    return chosen
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
+
+
+def _is_readable(array: Any) -> bool:
+    """Whether this process can read the values of an array."""
+    if not isinstance(array, jax.Array):
+        return not array.dtype.hasobject
+    if array.is_deleted() or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return False
+    return array.is_fully_addressable or array.is_fully_replicated
+
+
+def _kind(array: Any) -> tuple[Any, tuple[int, ...]]:
+    return array.dtype, array.shape
+
+
+def _content(array: Any) -> Any:
+    """What is equal for two arrays only if their values are, too."""
+    return _print(np.asarray(array))
 
 
 def is_replaced_whole(state: PyTree) -> bool:
@@ -181,8 +260,6 @@ def _all_leaves(state: PyTree) -> list[Any]:
 
 def _print(leaf: Any) -> Any:
     """What is equal for a leaf only if it has not changed."""
-    if isinstance(leaf, jax.Array):
-        return weakref.ref(leaf)
     if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
         content = np.ascontiguousarray(leaf).view(np.uint8).data if leaf.size else b""
         return leaf.dtype, leaf.shape, crc32c.crc32c(content)

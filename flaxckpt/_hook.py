@@ -72,6 +72,7 @@ class Hook:
         self.last_save: SaveHandle | None = None
         self.getters: dict[str, Callable[[], Any]] = {"dataset": lambda: dataset}
         self._asks: bool | None = None  # for the bound state, at each report
+        self._asks_metrics = True
         self._checkpointer = checkpointer
         self._triggers = triggers
         self._stopping = stopping
@@ -128,12 +129,17 @@ class Hook:
         """See `CheckpointCallback.bind`."""
         self.getters |= getters
         self._asks = None if each_step else False
+        self._asks_metrics = each_step
 
     def _hold(self, seen: Completed) -> None:
         """Keeps what the end of the loop may save of a step."""
         if not self._save_last:
             return
-        seen.hold(self._last, ask=self._asks is not False)
+        seen.hold(
+            self._last,
+            ask=self._asks is not False,
+            ask_metrics=self._asks_metrics,
+        )
         if self._asks is None and seen.is_bound:
             self._asks = not (self._check_step and seen.says_itself())
             if not self._asks:
@@ -342,7 +348,8 @@ class Hook:
                 self._checkpointer.wait()
                 self._checkpointer.make_permanent(last.step)
             return
-        if reason := last.why_gone(check_step=self._check_step):
+        reason = last.why_gone(check_step=self._check_step, offset=self._offset)
+        if reason:
             _log.warning("the last step, %d, is not saved: %s", last.step, reason)
             self._skip(last.step, reason)
             return

@@ -203,6 +203,50 @@ def test_a_loop_that_reports_before_it_trains_may_begin_at_the_restored_step(
     callback.close()
 
 
+def sharded(state):
+    mesh = jax.make_mesh((1,), ("a",))
+    everywhere = jax.sharding.PartitionSpec()
+    return jax.device_put(state, jax.sharding.NamedSharding(mesh, everywhere))
+
+
+MOVES = {
+    "sharded": sharded,
+    "jitted": jax.jit(lambda state: jax.tree.map(jnp.copy, state)),
+    "copied": copy.deepcopy,
+    "fetched": jax.device_get,
+    "replicated": flax.jax_utils.replicate,
+    "in other containers": lambda state: list(map(jnp.copy, jax.tree.leaves(state))),
+    "in part": lambda state: jnp.copy(jax.tree.leaves(state)[0]),
+    "in lower precision": lambda state: jax.tree.map(jnp.bfloat16, state),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("kind", ["dict", "numpy", "NamedTuple", "FrozenDict"])
+def test_a_loop_that_reports_before_it_trains_may_move_the_state(ckpt, kind, move):
+    state, _, _ = TRAINERS[kind]()
+    with flaxckpt.CheckpointCallback(ckpt, every_steps=4) as callback:
+        state, start = callback.restore_or_init(state)
+        state = MOVES[move](state)
+        assert start == 0
+        for step in range(start, 6):
+            callback(step, state)
+            state = jax.tree.map(lambda leaf: leaf + 1, state)
+    assert ckpt.steps() == [4, 5]
+
+
+@pytest.mark.parametrize("move", ["sharded", "jitted", "fetched"])
+def test_a_state_that_was_moved_and_trained_has_changed(ckpt, move, monkeypatch):
+    monkeypatch.setattr(_held, "_COMPARED_BYTES", 1000)  # of the large ones, a part
+    large = {f"w{i}": jnp.full(100, float(i)) for i in range(10)}
+    callback = flaxckpt.CheckpointCallback(ckpt, every_steps=4)
+    state, start = callback.restore_or_init(large | {"n": jnp.ones(3)})
+    state = MOVES[move](jax.tree.map(lambda leaf: leaf * 2, state))
+    with pytest.raises(errors.OptionError, match="step_is='index'"):
+        callback(start, state)
+    callback.give_way()
+
+
 def test_the_first_state_may_be_saved_after_it_was_moved(ckpt):
     callback = flaxckpt.CheckpointCallback(ckpt, save_last=False)
     state, start = callback.restore_or_init({"w": jnp.ones(3), "x": float("nan")})
@@ -662,6 +706,29 @@ def test_another_bound_state_is_asked_for_at_each_step_unless_that_is_slow(
     assert ("step 10" in caplog.text or "10, is not saved" in caplog.text) != each_step
 
 
+def test_a_number_is_a_state_where_none_is_bound(ckpt):
+    with flaxckpt.CheckpointCallback(ckpt) as callback:
+        callback(1, jnp.float32(12.5))
+    assert ckpt.restore() == 12.5
+
+
+@pytest.mark.parametrize("step_is", ["completed", "index"])
+def test_a_bound_state_that_was_trained_on_is_told_apart_from_a_wrong_count(
+    ckpt, step_is
+):
+    state = create()
+    with flaxckpt.CheckpointCallback(ckpt, step_is=step_is) as callback:
+        callback.bind(state=lambda: state)
+        for step in range(1, 4):
+            state = state.replace(step=step)
+            callback(step - (step_is == "index"))
+        state = state.replace(step=4)
+    assert ckpt.steps() == []
+    reason = skipped(callback)[3]
+    assert "state.step is 4 now" in reason
+    assert "step_is" not in reason
+
+
 def test_what_is_bound_is_a_function(ckpt):
     callback = flaxckpt.CheckpointCallback(ckpt)
     with pytest.raises(errors.OptionError, match="state=lambda: state"):
@@ -814,9 +881,51 @@ def assert_equal(found, wanted):
     assert not differing
 
 
-def test_large_numpy_arrays_are_not_kept_and_that_is_said_at_the_beginning(
-    ckpt, caplog
+@pytest.mark.parametrize("kind", [dict, Pair, Mean, flax.core.FrozenDict])
+def test_large_numpy_arrays_are_saved_unless_they_were_changed_since(ckpt, kind):
+    def state():
+        fields = {"w": large, "n": jnp.float32(step)}
+        return kind(fields) if kind is flax.core.FrozenDict else kind(**fields)
+
+    large = np.zeros((1000, 1000))
+    for step, is_bound, then in [
+        (1, False, "ends"),
+        (2, True, "ends"),
+        (3, False, "replaced"),
+        (4, True, "replaced"),
+        (5, False, "changed"),
+        (6, True, "changed"),
+    ]:
+        with flaxckpt.CheckpointCallback(ckpt, every_steps=100) as callback:
+            if is_bound:
+                callback.bind(state=state)
+            large[step] = step
+            callback(step) if is_bound else callback(step, state())
+            wanted = copied(state())
+            if then == "replaced":
+                large = large + 1
+            if then == "changed":
+                large += 1
+        if then != "changed":
+            assert_equal(copied(ckpt.restore(state(), step=step)), wanted)
+    assert ckpt.steps() == [1, 2, 3, 4]
+    reasons = skipped(callback)
+    assert all("changed in place" in reasons[step] for step in (5, 6))
+
+
+def test_small_numpy_arrays_are_kept_beside_large_ones(ckpt):
+    state = {"w": np.zeros(10**6), "n": np.zeros(1)}
+    with flaxckpt.CheckpointCallback(ckpt) as callback:
+        callback(1, state)
+        state["n"] += 1
+    assert ckpt.steps() == [1]
+    assert ckpt.restore()["n"] == 0
+
+
+def test_huge_numpy_arrays_are_not_kept_and_that_is_said_at_the_beginning(
+    ckpt, caplog, monkeypatch
 ):
+    monkeypatch.setattr(_held, "_SUMMED_BYTES", 2**22)
     state = {"w": np.zeros(10**6)}
     with flaxckpt.CheckpointCallback(ckpt, every_steps=2) as callback:
         callback(1, state)
@@ -846,7 +955,47 @@ def test_a_model_that_got_other_variables_since_is_not_saved_and_that_is_said(ck
     assert "other variables" in skipped(callback)[1]
 
 
-def test_metrics_are_those_of_the_last_report(ckpt, caplog):
+class Changing(nnx.Module):
+    """A model that gets other variables while it is trained."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.zeros(2))
+        self.parts = nnx.List([nnx.Param(jnp.zeros(1))])
+        self.table = jnp.zeros(1)
+
+    def train(self, step, change):
+        if change == "each step":
+            self.calls = nnx.Variable(jnp.array(step))
+        if step == 2 and change == "once":
+            self.calls = nnx.Variable(jnp.array(step))
+        if step == 2 and change == "list":
+            self.parts.append(nnx.Param(jnp.ones(1)))
+        if step == 2 and change == "array":
+            self.other = jnp.ones(1)
+        self.w[...] = self.w[...] + 1
+        self.table = self.table + 1
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+@pytest.mark.parametrize("change", ["never", "once", "each step", "list", "array"])
+def test_a_model_that_got_other_variables_before_the_report_is_saved(
+    ckpt, change, is_bound
+):
+    model = Changing()
+    with flaxckpt.CheckpointCallback(ckpt, every_steps=100) as callback:
+        model, _ = callback.restore_or_init(model)
+        if is_bound:
+            callback.bind(state=lambda: (model, {"n": jnp.ones(1)}))
+        for step in range(1, 6):
+            model.train(step, change)
+            callback(step) if is_bound else callback(step, (model, {"n": jnp.ones(1)}))
+        wanted = copied((model, {"n": jnp.ones(1)}))
+        model.w[...] = model.w[...] + 1
+    assert ckpt.steps() == [5]
+    assert_equal(copied(ckpt.restore((model, {"n": jnp.ones(1)}))), wanted)
+
+
+def test_metrics_are_those_of_the_last_report(ckpt):
     metrics = {"loss": 0.5}
     mean = nnx.MultiMetric(loss=nnx.metrics.Average())
     mean.update(values=jnp.float32(1.0))
@@ -857,26 +1006,67 @@ def test_metrics_are_those_of_the_last_report(ckpt, caplog):
             mean.update(values=jnp.float32(9.0))
     assert ckpt.metrics(1) == {"loss": 0.5}
     assert ckpt.metrics(2) == {"loss": 5.0}  # and not that of 1, 9 and 9
-    with flaxckpt.CheckpointCallback(ckpt) as callback:
+
+
+BOUND = {
+    "put together": lambda now: {"w": now["w"] + 0},
+    "tuple": lambda now: (now["w"], {"n": now["w"] + 1}),
+    "NamedTuple": lambda now: Mean(now["w"], 1),
+    "nnx.state": lambda now: nnx.state(now["model"]),
+    "nnx": lambda now: (now["model"], {"n": 1}),
+    "TrainState": lambda now: create().replace(step=now["step"]),
+}
+
+
+@pytest.mark.parametrize("then", ["ends", "trains"])
+@pytest.mark.parametrize("passes_state", [False, True])
+@pytest.mark.parametrize("kind", BOUND)
+def test_bound_metrics_are_those_of_the_last_report(ckpt, kind, passes_state, then):
+    now = {"model": nnx.Linear(1, 1, rngs=nnx.Rngs(0))}
+    make = functools.partial(BOUND[kind], now)
+    metrics = {}
+    with flaxckpt.CheckpointCallback(ckpt, every_steps=4, preflight=False) as callback:
+        if not passes_state:
+            callback.bind(state=make)
         callback.bind(metrics=lambda: metrics)
-        callback(3, {"n": 3})
-    assert ckpt.steps() == [1, 2, 3]
-    assert ckpt.metrics(3) == {}
-    assert "without its metrics" in caplog.text
+        for step in range(1, 7):
+            now |= {"w": jnp.full(3, step), "step": step}
+            metrics = {"loss": jnp.float32(1 / step)}
+            callback(step, make()) if passes_state else callback(step)
+        if then == "trains":
+            metrics["loss"] = jnp.float32(9.9)
+            metrics = {"loss": jnp.float32(8.8)}
+    assert ckpt.steps() == [4, 6]
+    assert ckpt.metrics(6) == {"loss": pytest.approx(1 / 6)}
+    assert ckpt.best_step("loss", "min") == 6
 
 
-def test_bound_metrics_are_saved_at_the_end_if_nothing_came_after(ckpt):
-    state, metrics = {"n": np.zeros(3)}, {"loss": 0.5}
+@pytest.mark.parametrize("each_step", [True, False])
+def test_bound_metrics_are_asked_for_at_each_step_unless_that_is_slow(ckpt, each_step):
+    metrics, asked = {"loss": 0.5}, []
+    with flaxckpt.CheckpointCallback(ckpt, preflight=False) as callback:
+        callback.bind(
+            metrics=lambda: asked.append(step) or metrics, each_step=each_step
+        )
+        for step in (1, 2):
+            asked.clear()
+            callback(step, {"n": step})
+        assert asked == [2] * each_step
+        metrics["loss"] = 9.9
+    assert ckpt.metrics(2) == ({"loss": 0.5} if each_step else {})
+
+
+def test_bound_metrics_that_take_long_are_saved_if_nothing_came_after(ckpt, caplog):
+    state, metrics = create().replace(step=1), {"loss": 0.5}
     for step in (1, 2):
-        with flaxckpt.CheckpointCallback(ckpt) as callback:
-            callback.bind(state=lambda: state, metrics=lambda: metrics)
-            callback(step)
-            if step == 2:
-                state["n"] += 1
-                metrics["loss"] = 9.9
+        with flaxckpt.CheckpointCallback(ckpt, check_step=step == 1) as callback:
+            callback.bind(metrics=lambda: metrics, each_step=False)
+            if step == 1:
+                callback.bind(state=lambda: state, each_step=False)
+            callback(step) if step == 1 else callback(step, {"n": 1})
     assert ckpt.metrics(1) == {"loss": 0.5}
     assert ckpt.metrics(2) == {}
-    assert np.array_equal(ckpt.restore()["n"], np.zeros(3))
+    assert "without its metrics" in caplog.text
 
 
 def test_holding_a_state_copies_no_jax_array():
@@ -934,11 +1124,14 @@ def test_it_takes_what_clu_passes_to_periodic_callbacks(ckpt):
     assert callback(step=2, t=12.5, state={"n": 2}, learning_rate=0.1)
 
 
-@pytest.mark.parametrize("t", [12.5, 3, np.float64(12.5)])
+@pytest.mark.parametrize(
+    "t", [12.5, 3, np.float64(12.5), np.array(12.5), jnp.float32(12.5), jnp.int32(3)]
+)
 def test_the_time_that_clu_passes_to_its_hooks_is_no_state(ckpt, t):
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
-    with pytest.raises(errors.OptionError, match=r"bind\(state=lambda: state\)"):
-        callback(1, t)
+    if not isinstance(t, np.ndarray | jax.Array):  # else it may be a state
+        with pytest.raises(errors.OptionError, match=r"bind\(state=lambda: state\)"):
+            callback(1, t)
     callback.bind(state=lambda: {"n": 2})
     assert callback(2, t)
     assert not callback(3, t=t)
