@@ -9,9 +9,8 @@ same field and parameter.
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from flaxckpt import _forks, _optax, _tree
@@ -34,6 +33,7 @@ class _Kind(NamedTuple):
         hyperparameter: Whose schedules they are; mostly empty.
         fields: Where the class is not recorded, the names of their fields.
         leaf_fields: Likewise, those that are leaves.
+        is_unnamed: Whether the class of the wanted states is not known.
     """
 
     optimizer: LeafPath
@@ -41,6 +41,7 @@ class _Kind(NamedTuple):
     hyperparameter: str
     fields: frozenset[str] = frozenset()
     leaf_fields: frozenset[str] = frozenset()
+    is_unnamed: bool = False
 
 
 class _Transform:
@@ -144,8 +145,10 @@ class Finder:
         if found is None:
             return None
         role = self._table[found].info.role
-        is_same = role is None or (
-            role.field == field and len(_tail(role)) == len(tail)
+        is_same = (
+            role is None
+            or not role.state_class
+            or (role.field == field and len(_tail(role)) == len(tail))
         )
         return found if is_same else None
 
@@ -194,9 +197,48 @@ class Finder:
         """The states that leaves have roles in, by their kind."""
         stored: dict[_Kind, list[LeafPath]] = {}
         for optimizer, state_class, place in self._places:
-            kind = _Kind(optimizer, state_class, _hyperparameter(place))
+            kind = _Kind(
+                self._optimizer(place, optimizer), state_class, _hyperparameter(place)
+            )
             stored.setdefault(kind, []).append(place)
         return stored
+
+    @_forks.lazy
+    def _seats(self) -> set[LeafPath]:
+        """Elements of tuples of which nobody knows whether each is an optimizer.
+
+        If the tuple of the checkpoint is a chain beyond doubt, so is the wanted one.
+        """
+        seats = {
+            (known.optimizer, known.seat)
+            for known in self._known.values()
+            if known.seat
+        }
+        doubtful = {
+            optimizer
+            for optimizer in {optimizer for optimizer, _ in seats}
+            if (node := _node_at(self._structure, optimizer)) is not None
+            and _optax.may_be_several(node)
+        }
+        return {seat for optimizer, seat in seats if optimizer in doubtful}
+
+    @_forks.lazy
+    def _optimizers(self) -> set[LeafPath]:
+        """The paths of all optimizers, stored and wanted."""
+        stored = {optimizer for optimizer, _, _ in self._places}
+        wanted = {known.optimizer for known in self._known.values()}
+        return stored | wanted | self._seats
+
+    def _optimizer(self, place: LeafPath, optimizer: LeafPath) -> LeafPath:
+        """The path of the optimizer that the state at `place` is in.
+
+        Where one side knows of several optimizers in a container, and the other side
+        takes it for one, there are several.
+        """
+        for path in (place, *_above(place)):
+            if path in self._optimizers:
+                return path
+        return optimizer
 
     @_forks.lazy
     def _unnamed(self) -> dict[frozenset[str], list[LeafPath]]:
@@ -219,6 +261,14 @@ class Finder:
             by_fields.setdefault(frozenset(children[path]), []).append(path)
         return by_fields
 
+    @_forks.lazy
+    def _all_by_fields(self) -> dict[frozenset[str], list[LeafPath]]:
+        """All containers, by the names of what is in them; sorted."""
+        by_fields: dict[frozenset[str], list[LeafPath]] = {}
+        for path, names in sorted(self._children().items()):
+            by_fields.setdefault(frozenset(names), []).append(path)
+        return by_fields
+
     def _children(self) -> dict[LeafPath, set[str]]:
         """The names right below each container, by its path."""
         children: dict[LeafPath, set[str]] = {}
@@ -234,8 +284,12 @@ class Finder:
         return children
 
     def _alike(self, kind: _Kind) -> list[LeafPath]:
-        """The states of unknown class that have the fields of this kind."""
-        places = self._unnamed.get(kind.fields, [])
+        """The states that have the fields of this kind, and of unknown class.
+
+        Of any class if that of the wanted states is not known.
+        """
+        by_fields = self._all_by_fields if kind.is_unnamed else self._unnamed
+        places = by_fields.get(kind.fields, [])
         inside = f"{kind.optimizer}/" if kind.optimizer else ""
         start = stop = bisect.bisect_left(places, inside)
         while stop < len(places) and places[stop].startswith(inside):
@@ -250,6 +304,7 @@ class Finder:
             is_within = bool(found) and place.startswith(f"{found[-1]}/")
             if (
                 not is_within
+                and self._optimizer(place, kind.optimizer) == kind.optimizer
                 and _hyperparameter(place) == kind.hyperparameter
                 and all(
                     self._is_leaf(place, field) in (None, field in kind.leaf_fields)
@@ -275,21 +330,51 @@ class Finder:
         kinds: dict[_Kind, list[_Transform]] = {}
         for place, transform in self._wanted().items():
             known = transform.known
-            kind = _Kind(known.optimizer, known.state_class, _hyperparameter(place))
+            optimizer = self._optimizer(place, known.optimizer)
+            kind = _Kind(optimizer, known.state_class, _hyperparameter(place))
             if kind not in self._stored:
                 kind = _Kind(
-                    known.optimizer,
+                    optimizer,
                     "",
                     kind.hyperparameter,
                     known.fields,
                     frozenset(transform.leaf_fields),
+                    not known.state_class,
                 )
             kinds.setdefault(kind, []).append(transform)
         matches: dict[LeafPath, _Match] = {}
         for kind, transforms in kinds.items():
             stored = self._stored.get(kind) or self._alike(kind)
             self._match(kind.optimizer, transforms, stored, matches)
+            if not stored and kind.optimizer in self._seats:
+                for transform in transforms:
+                    self._refuse_moved(kind, transform, matches, kinds.keys())
         return matches
+
+    def _refuse_moved(
+        self,
+        kind: _Kind,
+        transform: _Transform,
+        matches: dict[LeafPath, _Match],
+        wanted: Collection[_Kind],
+    ) -> None:
+        """Makes a transform ambiguous that may have moved within a chain.
+
+        Or it is another optimizer's, and nothing tells which.
+        """
+        known = transform.known
+        inside = f"{known.optimizer}/" if known.optimizer else ""
+        moved: list[LeafPath] = []
+        for seat in (known.optimizer, *sorted(self._seats)):
+            if seat != known.optimizer and not seat.startswith(inside):
+                continue
+            named = _Kind(seat, known.state_class, kind.hyperparameter)
+            unnamed = kind._replace(optimizer=seat)
+            if named not in wanted and unnamed not in wanted:
+                moved += self._stored.get(named) or self._alike(unnamed)
+        if moved:
+            counters = self._with_moments(transform, moved)
+            matches[known.place] = _Match(None, moved, True, counters * 2)
 
     def _wanted(self) -> dict[LeafPath, _Transform]:
         """The transforms of the wanted state, by their paths."""
@@ -337,21 +422,35 @@ class Finder:
             same = places[i] if is_aligned else None
             others = places if are_branches or not is_aligned else []
             is_ambiguous = not is_aligned and not are_branches
-            if is_ambiguous:
-                counters = places if len(places) > 1 else places * 2
-            elif same is not None and (len(places) == 1 or not transform.moments):
-                counters = [same]
-            elif not transform.moments:
-                counters = by_labels.get(_labels(parts), places)
+            if not transform.moments:
+                if is_ambiguous:
+                    counters = places if len(places) > 1 else places * 2
+                elif same is not None:
+                    counters = [same]
+                else:
+                    counters = by_labels.get(_labels(parts), places)
             else:
                 # A counter says how many gradients the moments beside it are of.
                 likely = [same] if same is not None else []
-                has_moment = functools.partial(self._has_moment, transform)
-                counters = list(filter(has_moment, likely)) or [
-                    place for place in others if has_moment(place)
-                ]
-            match = _Match(same, others, is_ambiguous, counters)
-            matches[transform.known.place] = _in_seat(match, transform.known.seat)
+                counters = self._with_moments(transform, likely) or self._with_moments(
+                    transform, others
+                )
+                if is_ambiguous and len(counters) == 1:
+                    counters *= 2
+            matches[transform.known.place] = _Match(
+                same, others, is_ambiguous, counters
+            )
+
+    def _with_moments(
+        self, transform: _Transform, places: Sequence[LeafPath]
+    ) -> list[LeafPath]:
+        """Those of the stored states that have a moment of a wanted transform, if any.
+
+        All of them if it has no moments.
+        """
+        if not transform.moments:
+            return list(places)
+        return [place for place in places if self._has_moment(transform, place)]
 
     def _has_moment(self, transform: _Transform, place: LeafPath) -> bool:
         """Whether the stored state at `place` has a moment of a wanted transform."""
@@ -359,21 +458,6 @@ class Finder:
             self._leaf(place, tail, tail.partition("/")[0])
             for tail in transform.moments
         )
-
-
-def _in_seat(match: _Match, seat: LeafPath) -> _Match:
-    """A match without the transforms that may be another optimizer's."""
-    if not seat or match.is_ambiguous:
-        return match
-
-    def is_inside(place: LeafPath) -> bool:
-        return f"{place}/".startswith(f"{seat}/")
-
-    same = match.same if match.same is not None and is_inside(match.same) else None
-    others = list(filter(is_inside, match.others))
-    return match._replace(
-        same=same, others=others, counters=list(filter(is_inside, match.counters))
-    )
 
 
 _Part: TypeAlias = tuple[int, str]
@@ -460,6 +544,22 @@ def _above(path: LeafPath) -> Iterator[LeafPath]:
     while path:
         path = path.rpartition("/")[0]
         yield path
+
+
+def _node_at(node: _tree.Node | LeafPath, path: LeafPath) -> _tree.Node | None:
+    """The container at a path of a structure, if there is one."""
+    for part in path.split("/") if path else ():
+        while not isinstance(node, str) and node.is_box and node.children:
+            node = node.children[0]
+        if isinstance(node, str):
+            return None
+        for key, child in zip(node.keys, node.children, strict=True):
+            if _tree.join((key,)) == part:
+                node = child
+                break
+        else:
+            return None
+    return None if isinstance(node, str) else node
 
 
 def _containers(

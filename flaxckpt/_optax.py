@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 import sys
@@ -200,7 +201,8 @@ class Known(NamedTuple):
     """What is known of the leaves in one field of a transform's state.
 
     Attributes:
-        state_class: Class of the innermost transform's state; empty if there is none.
+        state_class: Class of the innermost transform's state; empty if there is none,
+            or if it is a dict with the fields of a state of optax.
         field: The field.
         fields: All fields of that state.
         place: Path of that state.
@@ -223,14 +225,18 @@ class Known(NamedTuple):
 
     def role(self, path: LeafPath) -> Role:
         """The role of the leaf at `path`."""
+        if not self.state_class:
+            # Fields without a class help to find a leaf, and are not recorded.
+            skip = len(self.optimizer) + 1 if self.optimizer else 0
+            return Role("", "", path[skip:], self.optimizer)
         return Role(self.state_class, self.field, path[self.skip :], self.optimizer)
 
 
 NAMED_VALUES = frozenset(("hyperparams", "measurements"))
 """Fields of optax's states that hold values by name, and do not mirror parameters."""
 
-_COPY = re.compile("(ema|average|avg|target|teacher|shadow|swa|polyak)[^/]*/$")
-"""Ends of paths below which a copy of the parameters stands, not a second network."""
+_COPY = re.compile("(ema|average|avg|target|teacher|shadow|swa|polyak)[^/]*/")
+"""Parts of paths below which a copy of the parameters stands, not a second network."""
 
 _LONGEST = 64
 """More transforms than a chain of one optimizer has."""
@@ -296,6 +302,24 @@ def trusted_roles(
         elif role.state_class in found.parameter_classes:
             corrected[path] = None if own is None else own.role(path)
     return corrected
+
+
+class _Mirror(NamedTuple):
+    """The parameters that a part of an optimizer has moments of.
+
+    Attributes:
+        roots: How the paths of all of them may begin.
+        params: Their paths below that.
+        is_masked: Whether others stand beside them that have no moments here.
+    """
+
+    roots: frozenset[LeafPath]
+    params: frozenset[LeafPath]
+    is_masked: bool
+
+    def leaves(self) -> set[LeafPath]:
+        """The leaves of the state that these may be moments of."""
+        return {root + param for root in self.roots for param in self.params}
 
 
 class _Roles:
@@ -364,9 +388,9 @@ class _Roles:
         """How many optimizers the states in `node` are of.
 
         A chain is a tuple of states, or a dict (`named_chain`), and so are optimizers
-        beside each other. The transforms of one chain have moments of the same
-        parameters, and hardly anybody chains complete optimizers. Where that does not
-        tell, it may be either.
+        beside each other. A tuple is a chain unless its elements have moments of
+        different parameters. Where the parameters do not tell, as those of two equal
+        networks, a tuple of complete optimizers may be either.
         """
         by_key = {
             key: child
@@ -389,35 +413,100 @@ class _Roles:
             for key, child in by_key.items()
             if self._has_moments(child, may_be_state=True)
         }
-        if len(complete) < 2 and len(carriers) < 2:
+        if not carriers and node.type != "tuple" and not _has_state_class(node):
+            return self._held_without_classes(node)
+        candidates = [n for k, n in by_key.items() if k in carriers or _is_complete(n)]
+        if len(candidates) < 2 or (node.type == "tuple" and not carriers):
             return "one"
+        if len(carriers) > _LONGEST:
+            return "several"
+        if node.type == "tuple":
+            n = len(node.children)
+            is_full, are_complete = len(candidates) == n, len(complete) == n
+            return self._held_in_tuple(
+                carriers, keys, n, is_full=is_full, are_complete=are_complete
+            )
         classes = {child.type for child in carriers.values()}
-        if len(carriers) > 1 and (classes == {"tuple"} or len(carriers) > _LONGEST):
+        if len(carriers) > 1 and classes == {"tuple"}:
             return "several"
-        beside = _tree.join(keys[:-1]) + "/" if keys[:-1] else ""
-        roots = [
-            {root for root in found if root.startswith(beside)} or found
-            for key, child in carriers.items()
-            if (found := self._roots(child, (*keys, key)))
-        ]
-        known = set[str]().union(*roots)
-        is_of_params = (
-            len(known) == 1
-            and bool(keys)
-            and keys[-1].name == "opt_state"
-            and not known.isdisjoint((f"{beside}params/", f"{beside}target/"))
+        beside = _beside(keys)
+        mirrors = self._mirrors(carriers, keys)
+        known = set[LeafPath]().union(*[mirror.roots for mirror in mirrors])
+        if len(known) == 1 and (len(classes) != 1 or len(carriers) < 2):
+            is_of_params = (
+                bool(keys)
+                and keys[-1].name == "opt_state"
+                and not known.isdisjoint((f"{beside}params/", f"{beside}target/"))
+            )
+            return "one" if is_of_params or len(complete) < 2 else "several"
+        return "several"  # which their names tell apart
+
+    def _held_without_classes(self, node: _tree.Node) -> Literal["one", "several"]:
+        """See `_held`; for a dict without states of known classes in it."""
+        if self._is_unnamed_state(node) or _has_indices(node):
+            return "one"
+        nodes = [child for child in node.children if isinstance(child, _tree.Node)]
+        holders = [child for child in nodes if self._has_unnamed_state(child)]
+        return "several" if len(holders) > 1 else "one"
+
+    def _held_in_tuple(
+        self,
+        carriers: Mapping[_tree.Key, _tree.Node],
+        keys: Keys,
+        n_elements: int,
+        *,
+        is_full: bool,
+        are_complete: bool,
+    ) -> Literal["one", "several", "either"]:
+        """See `_held`.
+
+        Args:
+            carriers: The elements with moments.
+            keys: Of the tuple.
+            n_elements: How many elements it has.
+            is_full: Whether each element has moments or is complete.
+            are_complete: Whether each element may be a whole optimizer.
+        """
+        beside = _beside(keys)
+        mirrors = self._mirrors(carriers, keys)
+        pairs = list(itertools.combinations(mirrors, 2))
+        if any(self._are_apart(one, other) for one, other in pairs):
+            return "several"
+        roots = set[LeafPath]().union(*[mirror.roots for mirror in mirrors])
+        params = f"{beside}params/"
+        are_branches = all(r.startswith(params) and r != params for r in roots)
+        if is_full and roots and are_branches and len(roots) == n_elements:
+            return "several"  # one for each of equal networks
+        are_groups = any(
+            one.is_masked and other.is_masked and one.params.isdisjoint(other.params)
+            for one, other in pairs
         )
-        if node.type != "tuple":
-            if len(known) == 1 and (len(classes) != 1 or len(carriers) < 2):
-                return "one" if is_of_params or len(complete) < 2 else "several"
-            return "several"  # which their names tell apart
-        if all(child.type == "tuple" for child in nodes):
-            return "one" if is_of_params else "several"
-        if len(roots) > 1 and not set.intersection(*roots):
-            return "several"
-        if len(complete) > 1:
-            return "one" if is_of_params else "either"
-        return "one" if len(known) < 2 else "either"
+        if not are_complete or are_groups:
+            return "one"
+        if len(roots) == 1:
+            [root] = roots
+            if root in (params, f"{beside}target/") or not any(
+                path.startswith(beside)
+                and not path.startswith(root)
+                and "/" in path[len(beside) :]
+                and not _COPY.search(path, len(beside))
+                for path in self._outside
+            ):
+                return "one"
+        return "either"
+
+    def _are_apart(self, one: _Mirror, other: _Mirror) -> bool:
+        """Whether two states surely have moments of different parameters."""
+        is_masked = one.is_masked or other.is_masked
+        if not one.roots and not other.roots and not self._outside:
+            return not is_masked and one.params.isdisjoint(other.params)
+        if not one.roots or not other.roots:
+            return False
+        if not is_masked:
+            return one.leaves().isdisjoint(other.leaves())
+        return not any(
+            a.startswith(b) or b.startswith(a) for a in one.roots for b in other.roots
+        )
 
     def _has_moments(self, node: _tree.Node, *, may_be_state: bool) -> bool:
         is_transform = self._is_transform(node, may_be_state)
@@ -433,8 +522,24 @@ class _Roles:
                 return True
         return False
 
-    def _roots(self, node: _tree.Node, keys: Keys) -> set[str]:
-        """The roots below which all parameters stand that `node` has moments of."""
+    def _mirrors(
+        self, carriers: Mapping[_tree.Key, _tree.Node], keys: Keys
+    ) -> list[_Mirror]:
+        """The parameters of each element with moments, of a container at `keys`."""
+        return [
+            self._mirror(child, (*keys, key), _beside(keys))
+            for key, child in carriers.items()
+        ]
+
+    def _mirror(self, node: _tree.Node, keys: Keys, beside: LeafPath) -> _Mirror:
+        """The parameters that `node` has moments of.
+
+        Args:
+            node: An optimizer, or a transform's state.
+            keys: Its keys.
+            beside: How paths begin of all that stands beside the optimizer; parameters
+                elsewhere are considered if there are none of them here.
+        """
         part = _Roles("")
         part._types = self._types
         owner = Known("", "", frozenset(), "", 0, "", "")
@@ -444,7 +549,8 @@ class _Roles:
             param = path[known.skip :]
             if known.state_class and param and known.field not in NAMED_VALUES:
                 by_field.setdefault((known.place, known.field), []).append(param)
-        outside = set(self._outside)
+        is_masked = _is_masked(node)
+        outside = self._outside_set
         for params in by_field.values():
             first = params[0]
             roots = {
@@ -452,10 +558,18 @@ class _Roles:
                 for path in self._outside
                 if path == first or path.endswith(f"/{first}")
             }
-            if roots := {r for r in roots if all(r + p in outside for p in params)}:
+            roots = {r for r in roots if all(r + p in outside for p in params)}
+            roots = {root for root in roots if root.startswith(beside)} or roots
+            if roots:
                 # A moving average has the paths of the parameters, too.
-                return {root for root in roots if not _COPY.search(root)} or roots
-        return set()
+                own = {root for root in roots if not _COPY.search(root, len(beside))}
+                return _Mirror(frozenset(own or roots), frozenset(params), is_masked)
+        every = itertools.chain.from_iterable(by_field.values())
+        return _Mirror(frozenset(), frozenset(every), is_masked)
+
+    @functools.cached_property
+    def _outside_set(self) -> frozenset[LeafPath]:
+        return frozenset(self._outside)
 
     # -- which containers in them are the states of transforms --
 
@@ -481,18 +595,19 @@ class _Roles:
             self._found[prefix + node] = owner
             return
         is_transform = self._is_transform(node, may_be_state)
+        is_unnamed = not is_transform and may_be_state and self._is_unnamed_state(node)
         if not is_transform and not _is_plain(node):
             may_be_state = False
             if not node.is_box:
                 self.parameter_classes.add(_class(node))
-        place = _tree.join(keys) if is_transform else ""
+        place = _tree.join(keys) if is_transform or is_unnamed else ""
         fields = frozenset([str(key.name) for key in node.keys])
         for key, child in zip(node.keys, node.children, strict=True):
             inner = keys if node.is_box else (*keys, key)
             child_owner, inner_may_be_state = owner, may_be_state
-            if is_transform:
+            if is_transform or is_unnamed:
                 child_owner = Known(
-                    _class(node),
+                    _class(node) if is_transform else "",
                     str(key.name),
                     fields,
                     place,
@@ -520,10 +635,42 @@ class _Roles:
             return True
         return may_be_state and not _is_plain(node) and node.type not in self._types
 
+    def _is_unnamed_state(self, node: _tree.Node) -> bool:
+        """Whether `node` is a dict with the fields of a state of optax.
+
+        So states look that have lost their classes, as in `nnx.state(optimizer)` and
+        `flax.serialization.to_state_dict`.
+        """
+        if node.is_box or node.type in ("tuple", "list") or not _is_plain(node):
+            return False
+        fields = frozenset([str(key.name) for key in node.keys])
+        return fields in self._fields_of_optax and not any(
+            isinstance(child, _tree.Node)
+            and (_is_state_of_optax(child) or _is_chain(child))
+            for child in node.children
+        )
+
+    def _has_unnamed_state(self, node: _tree.Node) -> bool:
+        return self._is_unnamed_state(node) or any(
+            isinstance(child, _tree.Node) and self._has_unnamed_state(child)
+            for child in node.children
+        )
+
+    @functools.cached_property
+    def _fields_of_optax(self) -> frozenset[frozenset[str]]:
+        return _fields_of_states(
+            tuple(sorted(name for name in sys.modules if name.startswith("optax")))
+        )
+
 
 def _holds_states(field: _tree.Key) -> bool:
     """Whether a field is one of those in which transforms keep the states of others."""
     return "state" in str(field.name)
+
+
+def _beside(keys: Keys) -> LeafPath:
+    """How the paths of all leaves begin that stand beside the container at `keys`."""
+    return _tree.join(keys[:-1]) + "/" if keys[:-1] else ""
 
 
 def _skip(keys: Keys) -> int:
@@ -568,6 +715,48 @@ def _is_complete(node: _tree.Node) -> bool:
     )
 
 
+def may_be_several(node: _tree.Node) -> bool:
+    """Whether a stored tuple may hold several whole optimizers and nothing else.
+
+    Orbax writes tuples as lists, Flax's `to_state_dict` as dicts.
+    """
+    return (
+        _is_like_tuple(node)
+        and len(node.children) > 1
+        and all(
+            isinstance(child, _tree.Node)
+            and (_is_complete(child) or _is_like_tuple(child))
+            for child in node.children
+        )
+    )
+
+
+def _is_like_tuple(node: _tree.Node) -> bool:
+    if not node.children or not _is_plain(node) or node.is_box:
+        return False
+    return node.type in ("tuple", "list") or _has_indices(node)
+
+
+def _is_masked(node: _tree.Node) -> bool:
+    """Whether there are placeholders of parameters in `node`."""
+    return node.type.endswith(":MaskedNode") or any(
+        isinstance(child, _tree.Node) and _is_masked(child) for child in node.children
+    )
+
+
+def _has_state_class(node: _tree.Node) -> bool:
+    return any(
+        isinstance(child, _tree.Node)
+        and (not _is_plain(child) or child.type == "tuple" or _has_state_class(child))
+        for child in node.children
+    )
+
+
+def _has_indices(node: _tree.Node) -> bool:
+    """Whether the keys of a dict are those of a tuple that it was made of."""
+    return all(str(key.name).isdecimal() for key in node.keys)
+
+
 def _is_chain(node: _tree.Node) -> bool:
     """Whether `node` is a tuple of nothing but states of optax, and such tuples."""
     return (
@@ -582,6 +771,18 @@ def _is_chain(node: _tree.Node) -> bool:
             for child in node.children
         )
         and bool(node.children)
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def _fields_of_states(modules: tuple[str, ...]) -> frozenset[frozenset[str]]:
+    """The names of the fields of each state that is a class in modules of optax."""
+    return frozenset(
+        frozenset(fields)
+        for module in modules
+        for name, found in list(vars(sys.modules[module]).items())
+        if name.endswith("State") or name in _STATES_WITHOUT_SUFFIX
+        if isinstance(found, type) and (fields := getattr(found, "_fields", ()))
     )
 
 
