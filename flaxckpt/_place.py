@@ -156,6 +156,8 @@ def _single(device: jax.Device, sharding: Sharding) -> SingleDeviceSharding:
 
 def _weak(array: jax.Array, sharding: Sharding | None) -> jax.Array:
     """The same values as an array that jax promotes like a Python number."""
+    if isinstance(array, jax.core.Tracer):
+        return array  # of a traced function, where older jax gives no values
     is_local = sharding is None or sharding.is_fully_addressable
     if array.shape == () and is_local:
         # The common case, a step counter, without a compilation.
