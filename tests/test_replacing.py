@@ -1,5 +1,10 @@
 """A checkpoint is replaced, and nothing else: files of others are never deleted."""
 
+import dataclasses
+import shutil
+from pathlib import Path
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
@@ -182,6 +187,139 @@ def test_other_formats_are_no_checkpoints_to_a_save(tmp_path):
         with pytest.raises(errors.CheckpointError):
             flaxckpt.save(path, NEW, overwrite=True)
     assert made.is_file()
+
+
+def test_files_of_users_in_items_of_orbax_are_not_deleted(tmp_path):
+    with ocp.CheckpointManager(tmp_path / "m") as manager:
+        manager.save(1, args=ocp.args.StandardSave({"w": jnp.ones(3)}))
+    names = ["default/tokenizer.json", "default/d/notes.txt", "default/vocab/en.txt"]
+    names += ["default/array_metadatas/a.json", "default/ocdbt.process_0/a.txt"]
+    add_files(tmp_path / "m" / "1", names)
+    add_files(tmp_path / "m" / "1", ["results/metrics", "results/plot.png"])
+    add_files(tmp_path / "m" / "1", ["more/checkpoint", "other/metadata", "n/0"])
+    with flaxckpt.Checkpointer(tmp_path / "m") as run:
+        with pytest.raises(errors.CheckpointExistsError) as info:
+            run.save(1, NEW, on_exists="overwrite")
+        seen = [*names[:2], "default/vocab", *names[3:]]
+        assert_refused(info, *seen, "more", "n")
+        assert "… and 1 more" in str(info.value)
+        for name in names:
+            (tmp_path / "m" / "1" / name).unlink()
+        for name in ("results", "more", "other", "n"):
+            (tmp_path / "m" / "1" / name).rename(tmp_path / name)
+        run.save(1, NEW, on_exists="overwrite").wait()
+        assert run.restore()["n"] == 2
+
+
+@pytest.mark.parametrize("ocdbt", [True, False])
+def test_files_of_users_in_flat_checkpoints_are_not_deleted(tmp_path, ocdbt):
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt)) as checkpointer:
+        args = ocp.args.PyTreeSave({"w": jnp.ones(3), "b": {"c": np.ones(2)}})
+        checkpointer.save(tmp_path / "a", args=args)
+    names = ["array_metadatas/notes.txt", "metadata/notes.txt", "plots/0"]
+    names += ["d/a.txt", "ocdbt.process_0/a.txt"] if ocdbt else ["w/a.txt", "b.c/c/a"]
+    add_files(tmp_path / "a", ["metadata/_ROOT_METADATA"])
+    for name in names:
+        (tmp_path / "a" / name).parent.mkdir(exist_ok=True)
+    add_files(tmp_path / "a", names)
+    with pytest.raises(errors.CheckpointExistsError) as info:
+        flaxckpt.save(tmp_path / "a", NEW, overwrite=True)
+    seen = [*names[:2], "plots", names[3], "b.c/c" if not ocdbt else names[4]]
+    assert_refused(info, *seen)
+
+
+def test_files_of_users_anywhere_in_the_state_are_not_deleted(tmp_path):
+    names = ["array_metadatas/notes.txt", "d/notes.txt", "ocdbt.process_0/notes.txt"]
+    names += ["w/c/notes.txt"]
+    flaxckpt.save(tmp_path / "a", STATE)
+    for name in names:
+        (tmp_path / "a" / "state" / name).parent.mkdir(exist_ok=True)
+    add_files(tmp_path / "a" / "state", names)
+    with pytest.raises(errors.CheckpointExistsError) as info:
+        flaxckpt.save(tmp_path / "a", NEW, overwrite=True)
+    seen = ("array_metadatas/notes.txt", "d", "ocdbt.process_0", "w/c")
+    assert_refused(info, *(f"state/{name}" for name in seen))
+
+
+class CustomHandler(ocp.CheckpointHandler):
+    """Writes files that only it knows."""
+
+    def save(self, directory, args):
+        (directory / "weights.bin").write_bytes(b"1")
+        (directory / "parts").mkdir()
+        (directory / "parts" / "1.txt").write_text(args.item)
+
+    def restore(self, directory, args=None):
+        return (directory / "parts" / "1.txt").read_text()
+
+
+@ocp.args.register_with_handler(CustomHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class CustomSave(ocp.args.CheckpointArgs):
+    item: str = ""
+
+
+def test_items_of_all_handlers_are_replaced_with_their_step(tmp_path):
+    items = {
+        "state": ocp.args.StandardSave({"w": jnp.ones((2, 3)), "n": 1}),
+        "tree": ocp.args.PyTreeSave({"a": {"b/c": np.ones(2)}, "d": jnp.ones(2)}),
+        "config": ocp.args.JsonSave({"a": 1}),
+        "array": ocp.args.ArraySave(np.ones(3)),
+        "key": ocp.args.JaxRandomKeySave(jax.random.key(0)),
+        "random": ocp.args.NumpyRandomKeySave(np.random.get_state()),
+        "custom": CustomSave("x"),
+    }
+    with ocp.CheckpointManager(
+        tmp_path, options=ocp.CheckpointManagerOptions(best_fn=lambda m: m["loss"])
+    ) as manager:
+        args = ocp.args.Composite(**items)
+        manager.save(1, args=args, metrics={"loss": 1.0}, custom_metadata={"a": 1})
+    with flaxckpt.Checkpointer(tmp_path) as run:
+        run.save(1, NEW, on_exists="overwrite").wait()
+        assert run.restore()["n"] == 2
+
+
+@pytest.mark.parametrize("names", ["a", "a/b", "c.d", "array_metadatas", "d"])
+def test_arrays_of_orbax_with_directories_of_their_own_are_replaced(tmp_path, names):
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3="." in names)
+    state = {names: jnp.ones((2, 3)), "0": jnp.ones(()), "e": {"f": np.ones(2)}}
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(tmp_path / "a", args=ocp.args.PyTreeSave(state))
+    flaxckpt.save(tmp_path / "a", NEW, overwrite=True)
+
+
+GOLDEN = Path(__file__).parent / "golden"
+CHECKPOINTS = sorted(
+    {
+        *(file.parent for file in GOLDEN.glob("*/*/7/_CHECKPOINT_METADATA")),
+        *(GOLDEN / "old-orbax-0.5.23" / name for name in ("nnx", "run/1")),
+        GOLDEN / "legacy-orbax" / "both",
+    }
+)
+
+
+@pytest.mark.parametrize(
+    "path", CHECKPOINTS, ids=lambda p: p.relative_to(GOLDEN).as_posix()
+)
+def test_every_checkpoint_of_orbax_and_ours_is_replaced(tmp_path, path):
+    shutil.copytree(path, tmp_path / "a")
+    flaxckpt.save(tmp_path / "a", NEW, overwrite=True)
+    assert flaxckpt.load(tmp_path / "a")["n"] == 2
+
+
+def test_litter_and_empty_directories_go_with_a_checkpoint(tmp_path):
+    names = (".DS_Store", "Thumbs.db", "state/._w", "state/w/.DS_Store")
+    flaxckpt.save(tmp_path / "a", STATE)
+    add_files(tmp_path / "a", names)
+    for name in (".ipynb_checkpoints", "state/empty/empty"):
+        (tmp_path / "a" / name).mkdir(parents=True)
+    flaxckpt.save(tmp_path / "a", NEW, overwrite=True)
+    assert flaxckpt.load(tmp_path / "a")["n"] == 2
+    (tmp_path / "a" / ".ipynb_checkpoints").mkdir()
+    add_files(tmp_path / "a", [".ipynb_checkpoints/mine"])
+    with pytest.raises(errors.CheckpointExistsError) as info:
+        flaxckpt.save(tmp_path / "a", NEW, overwrite=True)
+    assert_refused(info, ".ipynb_checkpoints")
 
 
 # ---- elsewhere -------------------------------------------------------------------
