@@ -79,6 +79,42 @@ _LITTER = re.compile(r"\.DS_Store|Thumbs\.db|desktop\.ini|\._.*", re.DOTALL)
 """Files that browsers of files leave in any directory; nobody misses them."""
 
 
+_CONVERTED = frozenset((".safetensors", ".msgpack"))
+_FILE_SUFFIXES = _CONVERTED | frozenset(
+    (
+        *(".npz", ".npy", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".h5", ".hdf5"),
+        *(".keras", ".onnx", ".gguf", ".json", ".zip", ".tar", ".gz"),
+    )
+)
+"""How names of files end."""
+
+
+def check_name(final: Path, maker: Literal["save", "convert", "a run"]) -> None:
+    """Refuses a name that asks for a file of a format that is not written there.
+
+    `save` and a run make directories. `convert` makes files of two formats.
+
+    Raises:
+        OptionError: It does.
+    """
+    suffix = final.suffix.lower()
+    if suffix not in _FILE_SUFFIXES:
+        return
+    if suffix in _CONVERTED and maker == "save":
+        advice = (
+            f"save to a name without {suffix}, and make the file of that:"
+            f" flaxckpt.convert(checkpoint, {str(final)!r}, format={suffix[1:]!r})"
+        )
+    else:
+        advice = f"choose a name without {suffix}"
+    made = "a directory"
+    if maker == "convert":
+        made = "directories, and files that end in .safetensors or .msgpack"
+    raise errors.OptionError(
+        f"{final} is called like a file, and {maker} makes {made}: {advice}"
+    )
+
+
 def check_free(final: Path, *, overwrite: bool) -> None:
     """Refuses a path that is taken.
 

@@ -322,6 +322,45 @@ def test_litter_and_empty_directories_go_with_a_checkpoint(tmp_path):
     assert_refused(info, ".ipynb_checkpoints")
 
 
+# ---- names of files --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format_name", [None, "orbax", "safetensors", "msgpack"])
+@pytest.mark.parametrize("suffix", ["npz", "json", "PT"])
+def test_no_conversion_replaces_a_file_of_another_format(tmp_path, suffix, format_name):
+    flaxckpt.save(tmp_path / "source", STATE)
+    data = tmp_path / f"data.{suffix}"
+    with data.open("wb") as file:
+        np.savez(file, images=np.ones(3))
+    before = data.read_bytes()
+    with pytest.raises(errors.OptionError, match="called like a file"):
+        flaxckpt.convert(tmp_path / "source", data, format=format_name, overwrite=True)
+    assert data.read_bytes() == before
+    new = tmp_path / f"new.{suffix}"
+    with pytest.raises(errors.OptionError, match=f"without .{suffix.lower()}"):
+        flaxckpt.convert(tmp_path / "source", new, format=format_name)
+    assert not new.exists()
+
+
+def test_a_run_makes_no_directories_that_are_called_like_files(tmp_path):
+    with pytest.raises(errors.OptionError, match="called like a file"):
+        flaxckpt.Checkpointer(tmp_path / "y.json")
+    with pytest.raises(errors.OptionError, match="called like a file"):
+        flaxckpt.Checkpointer(tmp_path / "run", step_format="{step}.zip")
+    with pytest.raises(errors.OptionError, match="called like a file"):
+        flaxckpt.Checkpointer(tmp_path / "run", staging=tmp_path / "x.gz")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_of_before_goes_on_though_it_is_called_like_a_file(tmp_path):
+    flaxckpt.save(tmp_path / "1", STATE)
+    (tmp_path / "y.json").mkdir()
+    (tmp_path / "1").rename(tmp_path / "y.json" / "1.zip")
+    with flaxckpt.Checkpointer(tmp_path / "y.json", step_format="{step}.zip") as run:
+        run.save(2, STATE).wait()
+        assert run.steps() == [1, 2]
+
+
 # ---- elsewhere -------------------------------------------------------------------
 
 
