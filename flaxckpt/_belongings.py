@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator
@@ -11,6 +12,7 @@ from typing import Literal
 from flaxckpt import (
     _marks,
     _remote,
+    _renames,
     _storage,
     _unfinished,
     errors,
@@ -23,6 +25,8 @@ from flaxckpt.formats import (
     _safetensors_json,
     _t5x,
 )
+
+_log = logging.getLogger(__name__)
 
 # ---- what is replaced ------------------------------------------------------------
 
@@ -170,6 +174,38 @@ def check_replaceable(final: Path, *, of_any_format: bool = False) -> None:
             f" and would be lost:\n{errors.rows(foreign)}\nMove them elsewhere, then"
             " try again, or choose another path."
         )
+
+
+def set_aside(final: Path) -> None:
+    """Renames a damaged step if it may not be replaced, as there are other files in it.
+
+    Its new name is no step's. In a store, nothing can be renamed.
+
+    Raises:
+        CheckpointExistsError: It may not be replaced, and is in a store.
+        OSError: It cannot be renamed.
+    """
+    try:
+        check_replaceable(final)
+    except errors.CheckpointExistsError:
+        if _remote.is_remote(final):
+            raise
+    else:
+        return
+    names = (f"{final.name}.{part}damaged" for part in ("", *_NUMBERS))
+    aside = next(
+        path for name in names if not os.path.lexists(path := final.with_name(name))
+    )
+    _renames.withdraw(final, aside)
+    _log.warning(
+        "%s is damaged, and holds files that are not the checkpoint's, so it is not"
+        " replaced: it is called %s now",
+        final,
+        aside.name,
+    )
+
+
+_NUMBERS = tuple(f"{number}." for number in range(2, 1000))
 
 
 def _foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:

@@ -112,15 +112,50 @@ def test_compressed_arrays_are_replaced(tmp_path):
         flaxckpt.save(tmp_path / "a", STATE, layout=layout, overwrite=True)
 
 
-def test_a_damaged_step_is_not_replaced_with_files_of_others_in_it(tmp_path):
+@pytest.mark.parametrize("names", [["notes.txt", "PINNED/mine"], ["state/w/a.txt"]])
+def test_a_damaged_step_with_files_of_others_is_set_aside(tmp_path, caplog, names):
+    for number in ("", "2."):
+        with flaxckpt.Checkpointer(tmp_path) as run:
+            run.save(1, STATE).wait()
+            _marks.mark_damaged(tmp_path / "1", "it is bad")
+            (tmp_path / "1" / "flaxckpt.json").unlink()
+            add_files(tmp_path / "1", names)
+            run.save(1, NEW).wait()
+            assert run.steps() == [1]
+            assert run.restore()["n"] == 2
+        aside = tmp_path / f"1.{number}damaged"
+        assert all((aside / name).read_bytes() == b"mine" for name in names)
+        assert f"is called {aside.name} now" in caplog.text
+        with flaxckpt.Checkpointer(tmp_path) as run:
+            assert run.steps() == [1]
+            run.delete(1)
+        assert flaxckpt.Checkpointer(tmp_path, read_only=True).steps() == []
+
+
+def test_a_training_goes_on_over_a_damaged_step_with_litter(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as run:
         run.save(1, STATE).wait()
         _marks.mark_damaged(tmp_path / "1", "it is bad")
-        (tmp_path / "1" / "flaxckpt.json").unlink()
-        add_files(tmp_path / "1", ["notes.txt", "PINNED/mine"])
-        with pytest.raises(errors.CheckpointExistsError) as info:
-            run.save(1, NEW)
-        assert_refused(info, "notes.txt", "PINNED")
+        (tmp_path / "1" / ".ipynb_checkpoints").mkdir()
+        add_files(tmp_path / "1", [".DS_Store"])
+        run.save(1, NEW).wait()
+    assert flaxckpt.load(tmp_path)["n"] == 2
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["1"]
+
+
+def test_an_upload_sets_a_damaged_step_with_files_of_others_aside(tmp_path):
+    directory, staging = tmp_path / "run", tmp_path / "fast"
+    with flaxckpt.Checkpointer(directory, staging=staging) as run:
+        run.save(1, STATE).wait()
+        run.wait_for_uploads()
+        for path in (directory / "1", staging / "1"):
+            _marks.mark_damaged(path, "it is bad")
+            add_files(path, ["notes.txt"])
+        run.save(1, NEW).wait()
+        run.wait_for_uploads()
+    assert flaxckpt.load(directory)["n"] == 2
+    for path in (directory, staging):
+        assert (path / "1.damaged" / "notes.txt").read_bytes() == b"mine"
 
 
 def test_what_comes_while_a_save_is_under_way_is_not_deleted(tmp_path, monkeypatch):
