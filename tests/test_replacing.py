@@ -453,3 +453,24 @@ def test_an_upload_goes_on_when_files_of_others_are_moved(tmp_path):
     run.close()
     assert flaxckpt.load(directory)["n"] == 1
     assert (directory / "1" / "PINNED").is_file()
+
+
+def test_an_upload_after_an_outage_names_the_files_of_others(tmp_path):
+    directory, staging = tmp_path / "run", tmp_path / "fast"
+    with flaxckpt.Checkpointer(directory, staging=staging) as run:
+        run.save(1, STATE).wait()
+        run.wait_for_uploads()
+    add_files(directory / "1", ["notes.txt"])
+    directory.rename(tmp_path / "away")
+    directory.write_text("out of reach")
+    run = flaxckpt.Checkpointer(directory, staging=staging)
+    run.save(1, NEW, on_exists="overwrite").wait()
+    directory.unlink()
+    (tmp_path / "away").rename(directory)
+    with pytest.raises(errors.SaveFailedError, match="1 could not be uploaded") as info:
+        run.wait_for_uploads()
+    assert "another writer" not in str(info.value)
+    assert "\n  notes.txt\n" in str(info.value)
+    (directory / "1" / "notes.txt").unlink()
+    run.close()
+    assert flaxckpt.load(directory)["n"] == 2
