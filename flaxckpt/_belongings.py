@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Literal
 
 from flaxckpt import (
     _marks,
     _remote,
+    _renames,
     _storage,
     _unfinished,
     errors,
@@ -23,37 +26,97 @@ from flaxckpt.formats import (
     _t5x,
 )
 
+_log = logging.getLogger(__name__)
+
 # ---- what is replaced ------------------------------------------------------------
 
 
 _MAX_FILES = 200_000
 """Files of one source that are watched."""
 
-_DIRECTORIES = frozenset((_orbax.STATE, _orbax.DATASET, _orbax.METRICS))
 _FILES = frozenset((_orbax_json.MANIFEST, _orbax_disk.CHECKPOINT, "commit_success.txt"))
-_FILES_OF_ORBAX = _FILES | {
-    *(_orbax_disk.TREE, _orbax_disk.AGGREGATE, _orbax_disk.STRINGS),
-    *(_orbax_disk.SHARDING, _orbax_disk.JSON_ITEM, "manifest.ocdbt"),
-    *("orbax.checkpoint", ".zarray", "zarr.json"),  # of an array without a name
+_CONTROL = rf"{_orbax_disk.CHECKPOINT}|commit_success\.txt|orbax\.checkpoint"
+"""Files of Orbax that may be in a checkpoint and in each of its items."""
+
+_OF_A_TREE = re.compile(
+    rf"{_CONTROL}|{_orbax_disk.TREE}|{_orbax_disk.SHARDING}|{_orbax_disk.AGGREGATE}"
+    rf"|{re.escape(_orbax_disk.STRINGS)}|array_metadatas/process_[\w-]+"
+    r"|(?:ocdbt\.process_[^/]+/)?"
+    r"(?:manifest\.(?:ocdbt|[0-9a-f]+)|(?:d|ocdbt_data|ocdbt_meta)/[0-9a-f]{16,})"
+)
+"""Paths in an item of arrays, but for those of arrays with directories of their own."""
+
+_OF_JSON = re.compile(rf"{_CONTROL}|{_orbax_disk.JSON_ITEM}|{_orbax.METRICS}")
+_OF_METRICS = re.compile(rf"{_CONTROL}|{_orbax.METRICS}|digests")
+_OF_A_DATASET = re.compile(
+    rf"{_CONTROL}|metadata|process_\d+-of-\d+(?:\.\w+)?|shard_state_\d+\.json"
+)
+_OF_A_DESCRIPTOR = re.compile(rf"{_CONTROL}|\w+\.pbtxt")
+_OF_RUN_METADATA = re.compile(rf"{_CONTROL}|metadata|_ROOT_METADATA")
+_OTHER_DIRECTORIES = {
+    _orbax.METRICS: _OF_METRICS,
+    _orbax.DATASET: _OF_A_DATASET,
+    "descriptor": _OF_A_DESCRIPTOR,
+    "metadata": _OF_RUN_METADATA,
 }
-_DIRECTORIES_OF_ORBAX = _DIRECTORIES | {"array_metadatas", "d", "metadata"}
-_MARKS_OF_ORBAX = re.compile(
-    r"_METADATA|checkpoint|\.zarray|zarr\.json|manifest\.ocdbt|metadata|metrics"
-    r"|process_\d+-of-\d+\.json"
-)
-"""A file of which one is in every item and every array."""
+"""What is in directories of these names, whatever the checkpoint says of them."""
 
-_OF_AN_ARRAY = re.compile(r"zarr\.json|\.zarray|c|(?:c\.)?\d+(?:\.\d+)*")
-"""What is in the directory of an array of ours: metadata, and chunks."""
+_ARRAY_METADATA = frozenset(("zarr.json", ".zarray"))
+_CHUNK = re.compile(r"c|(?:c[./])?\d+(?:[./]\d+)*")
+"""The path of a chunk in the directory of its array."""
 
-_OF_A_STATE = re.compile(
-    rf"{_orbax_disk.TREE}|{_orbax_disk.SHARDING}|{re.escape(_orbax_disk.STRINGS)}"
-    r"|array_metadatas|d|manifest\.ocdbt|ocdbt\.process_.+"
+_TREE_HANDLERS = frozenset(
+    (
+        "StandardCheckpointHandler",
+        "PyTreeCheckpointHandler",
+        "BasePyTreeCheckpointHandler",
+        "PyTreeHandler",
+    )
 )
-_OF_METRICS = re.compile(rf"{_orbax.METRICS}|digests")
-_OF_A_DATASET = re.compile(r"metadata|process_\d+-of-\d+\.json|shard_state_\d+\.json")
+_JSON_HANDLERS = frozenset(("JsonCheckpointHandler", "JsonHandler", "MetricsHandler"))
+"""Classes of Orbax of which it is known which files they write."""
+
 _OF_NFS = re.compile(r"\.nfs[0-9a-f]{16,}")
 """How a client of NFS calls a file that is deleted, and open still."""
+
+_LITTER = re.compile(r"\.DS_Store|Thumbs\.db|desktop\.ini|\._.*", re.DOTALL)
+"""Files that browsers of files leave in any directory; nobody misses them."""
+
+
+_CONVERTED = frozenset((".safetensors", ".msgpack"))
+_FILE_SUFFIXES = _CONVERTED | frozenset(
+    (
+        *(".npz", ".npy", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".h5", ".hdf5"),
+        *(".keras", ".onnx", ".gguf", ".json", ".zip", ".tar", ".gz"),
+    )
+)
+"""How names of files end."""
+
+
+def check_name(final: Path, maker: Literal["save", "convert", "a run"]) -> None:
+    """Refuses a name that asks for a file of a format that is not written there.
+
+    `save` and a run make directories. `convert` makes files of two formats.
+
+    Raises:
+        OptionError: It does.
+    """
+    suffix = final.suffix.lower()
+    if suffix not in _FILE_SUFFIXES:
+        return
+    if suffix in _CONVERTED and maker == "save":
+        advice = (
+            f"save to a name without {suffix}, and make the file of that:"
+            f" flaxckpt.convert(checkpoint, {str(final)!r}, format={suffix[1:]!r})"
+        )
+    else:
+        advice = f"choose a name without {suffix}"
+    made = "a directory"
+    if maker == "convert":
+        made = "directories, and files that end in .safetensors or .msgpack"
+    raise errors.OptionError(
+        f"{final} is called like a file, and {maker} makes {made}: {advice}"
+    )
 
 
 def check_free(final: Path, *, overwrite: bool) -> None:
@@ -113,30 +176,102 @@ def check_replaceable(final: Path, *, of_any_format: bool = False) -> None:
         )
 
 
+def set_aside(final: Path) -> None:
+    """Renames a damaged step if it may not be replaced, as there are other files in it.
+
+    Its new name is no step's. In a store, nothing can be renamed.
+
+    Raises:
+        CheckpointExistsError: It may not be replaced, and is in a store.
+        OSError: It cannot be renamed.
+    """
+    try:
+        check_replaceable(final)
+    except errors.CheckpointExistsError:
+        if _remote.is_remote(final):
+            raise
+    else:
+        return
+    names = (f"{final.name}.{part}damaged" for part in ("", *_NUMBERS))
+    aside = next(
+        path for name in names if not os.path.lexists(path := final.with_name(name))
+    )
+    _renames.withdraw(final, aside)
+    _log.warning(
+        "%s is damaged, and holds files that are not the checkpoint's, so it is not"
+        " replaced: it is called %s now",
+        final,
+        aside.name,
+    )
+
+
+_NUMBERS = tuple(f"{number}." for number in range(2, 1000))
+
+
 def _foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
-    """What in a directory is not of the checkpoint there; None if there is none."""
-    found = sorted(directory.iterdir())
+    """The files in a directory that are not of the checkpoint there.
+
+    A directory that has such files only stands for them. Empty directories are left
+    out: nothing is lost with them.
+
+    Returns:
+        Their paths in the directory; None if there is no checkpoint.
+    """
     if _is_orbax(directory):
-        if (directory / _orbax_json.MANIFEST).is_file():
-            return list(_foreign_to_own(found))
-        items = _orbax_disk.item_names(directory)
-        return [
-            path.name
-            for path in found
-            if not (_is_of_orbax(path) or (path.name in items and path.is_dir()))
-        ]
-    if not of_any_format:
+        files = _content(directory)
+        if _orbax_json.MANIFEST in files:
+            own = _own(files)
+        else:
+            own = _of_orbax(directory, files)
+    elif not of_any_format:
         return None
-    if _t5x.recognises(directory):
-        return [path.name for path in found if not _is_of_t5x(path)]
-    files = _of_safetensors(directory, [path.name for path in found])
-    if not files:
-        return None
-    return [
-        path.name
-        for path in found
-        if path.name not in files or not path.is_file() or path.is_symlink()
-    ]
+    elif _t5x.recognises(directory):
+        files = _content(directory)
+        own = _in_arrays(files) | {_orbax_disk.AGGREGATE}
+    else:
+        files = _content(directory)
+        own = _of_safetensors(directory, [name for name in files if "/" not in name])
+        if not own:
+            return None
+    own = {
+        name
+        for name, is_link in files.items()
+        if not is_link and (name in own or _is_passing(name))
+    }
+    return _rows(files, own)
+
+
+def _content(directory: Path) -> dict[str, bool]:
+    """The path of each file in a directory, in order, and whether it is a link."""
+    if _remote.is_remote(directory):
+        keys = directory.keys()
+        return {key: False for key in sorted(keys) if not key.endswith("/")}
+    found: dict[str, bool] = {}
+    root = str(directory)
+    for path, directories, names in os.walk(root):
+        directories.sort()
+        inside = os.path.relpath(path, root).replace(os.sep, "/") + "/"
+        inside = "" if inside == "./" else inside
+        for name in directories + names:
+            is_link = os.path.islink(os.path.join(path, name))  # noqa: PTH114, PTH118
+            if is_link or name not in directories:
+                found[inside + name] = is_link
+    return dict(sorted(found.items()))
+
+
+def _rows(files: Iterable[str], own: Collection[str]) -> list[str]:
+    """The files that are not among `own`, or the directories that hold no other."""
+    shared = {name[:i] for name in own for i in _slashes(name)}
+    rows: dict[str, None] = {}
+    for name in files:
+        if name not in own:
+            ends = [i for i in _slashes(name) if name[:i] not in shared]
+            rows[name[: ends[0]] if ends else name] = None
+    return list(rows)
+
+
+def _slashes(name: str) -> Iterator[int]:
+    return (match.start() for match in re.finditer("/", name))
 
 
 def _is_orbax(directory: Path) -> bool:
@@ -150,81 +285,136 @@ def _is_orbax(directory: Path) -> bool:
         return True
 
 
-def _foreign_to_own(found: Iterable[Path]) -> Iterator[str]:
-    """What in a directory is not of our checkpoint there."""
-    for path in found:
-        if path.is_symlink() or not path.is_dir():
-            if not _is_own_file(path) or path.is_symlink():
-                yield path.name
-        elif path.name == _orbax.STATE:
-            yield from _foreign_to_state(path)
-        elif path.name == _orbax.METRICS:
-            yield from _others(path, _OF_METRICS)
-        elif path.name == _orbax.DATASET:
-            yield from _others(path, _OF_A_DATASET)
-        elif not _is_leftover_or_mark(path):
-            yield path.name
+def _own(files: Collection[str]) -> set[str]:
+    """Which files are of our checkpoint, whose manifest is there."""
+    found = set(files) & _FILES
+    for name, inside in _by_directory(files).items():
+        if name == _orbax.STATE:
+            own = _in_tree(inside, is_damaged=True)
+        elif name in (_orbax.METRICS, _orbax.DATASET):
+            own = {file for file in inside if _OTHER_DIRECTORIES[name].fullmatch(file)}
+        else:
+            continue
+        found |= {f"{name}/{file}" for file in own}
+    return found
 
 
-def _is_own_file(path: Path) -> bool:
-    return path.name in _FILES or _is_passing(path.name)
+def _of_orbax(directory: Path, files: Collection[str]) -> set[str]:
+    """Which files are of a checkpoint of Orbax, or of ours without its manifest.
+
+    The checkpoint says which of its directories are items. Those of handlers that are
+    not known here hold whatever these have written.
+    """
+    handlers = _orbax_disk.item_handlers(directory)
+    is_damaged = _marks.DAMAGED in files
+    own: set[str] = set()
+    if not isinstance(handlers, dict) or _orbax_disk.TREE in files:  # or one item
+        own |= _in_tree(files, is_damaged=False)
+        if isinstance(handlers, str) and _kind(handlers) == "json":
+            own |= _in_json(files)
+    own |= {name for name in files if re.fullmatch(_CONTROL, name)}
+    for name, inside in _by_directory(files).items():
+        found: set[str] = set()
+        handler = handlers.get(name) if isinstance(handlers, dict) else None
+        kind = _kind(handler) if isinstance(handler, str) else None
+        if kind == "unknown":
+            found = set(inside)
+        elif kind == "json":
+            found = _in_json(inside)
+        elif (
+            kind == "tree"
+            or _orbax_disk.TREE in inside
+            or (not handlers and _is_item(directory / name))
+        ):
+            found = _in_tree(inside, is_damaged=is_damaged)
+        if not handlers and _orbax_disk.is_json_item(directory / name):
+            found |= _in_json(inside)
+        if known := _OTHER_DIRECTORIES.get(name):
+            found |= {file for file in inside if known.fullmatch(file)}
+        own |= {f"{name}/{file}" for file in found}
+    return own
 
 
-def _is_passing(name: str) -> bool:
-    """Whether it is a mark, or of somebody who reads or changes the checkpoint."""
+def _kind(handler: str) -> Literal["tree", "json", "unknown"]:
+    """Which files a class of Orbax, or of its users, writes."""
+    module, _, name = handler.rpartition(".")
+    if not module.startswith("orbax."):
+        return "unknown"
+    if name in _TREE_HANDLERS:
+        return "tree"
+    return "json" if name in _JSON_HANDLERS else "unknown"
+
+
+def _is_item(directory: Path) -> bool:
+    """Whether Orbax has written a directory that no metadata names."""
+    names = ("manifest.ocdbt", *_ARRAY_METADATA)
     return (
-        _marks.is_mark(name)
-        or _storage.is_replacing(name)
-        or _OF_NFS.fullmatch(name) is not None
+        _orbax_disk.is_tree(directory)
+        or any((directory / name).is_file() for name in names)
+        or any(True for name in _ARRAY_METADATA for _ in directory.glob(f"*/{name}"))
     )
 
 
-def _is_leftover_or_mark(directory: Path) -> bool:
-    """Whether a directory is what a crash has left, or counts as a mark by its name."""
-    if _unfinished.TEMPORARY in directory.name:
-        return True
-    return _is_passing(directory.name) and not _storage.names(directory)
+def _by_directory(files: Iterable[str]) -> dict[str, list[str]]:
+    """Name of a directory -> the paths of files in it."""
+    found: dict[str, list[str]] = {}
+    for file in files:
+        name, is_inside, rest = file.partition("/")
+        if is_inside:
+            found.setdefault(name, []).append(rest)
+    return found
 
 
-def _foreign_to_state(state: Path) -> Iterator[str]:
-    for path in sorted(state.iterdir()):
-        if _OF_A_STATE.fullmatch(path.name) or _is_passing(path.name):
-            continue
-        if path.is_symlink() or not path.is_dir():
-            # An array without a name has its files right here.
-            if path.is_symlink() or not _OF_AN_ARRAY.fullmatch(path.name):
-                yield f"{state.name}/{path.name}"
-        else:
-            others = list(_others(path, _OF_AN_ARRAY))
-            if others and len(others) == len(_storage.names(path)):
-                yield f"{state.name}/{path.name}"
-            else:
-                yield from (f"{state.name}/{name}" for name in others)
+def _in_tree(files: Collection[str], *, is_damaged: bool) -> set[str]:
+    """Which files of an item are of arrays, and of what describes these."""
+    found = {name for name in files if _OF_A_TREE.fullmatch(name)}
+    return found | _in_arrays(files, is_damaged=is_damaged)
 
 
-def _others(directory: Path, known: re.Pattern[str]) -> Iterator[str]:
-    for name in sorted(_storage.names(directory)):
-        if not (known.fullmatch(name) or _is_passing(name)):
-            yield f"{directory.name}/{name}"
+def _in_json(files: Collection[str]) -> set[str]:
+    """Which files of an item are of JSON; its only file is, whatever its name."""
+    others = [name for name in files if not re.fullmatch(_CONTROL, name)]
+    if len(others) == 1 and "/" not in others[0]:
+        return set(files)
+    return {name for name in files if _OF_JSON.fullmatch(name)}
 
 
-def _is_of_orbax(path: Path) -> bool:
-    if path.is_symlink():
+def _in_arrays(files: Collection[str], *, is_damaged: bool = False) -> set[str]:
+    """Which files are metadata of zarr, and chunks beside these.
+
+    Args:
+        files: Their paths.
+        is_damaged: Whether metadata may be missing.
+    """
+    metadata = {f for f in files if f.rpartition("/")[2] in _ARRAY_METADATA}
+    arrays = {file.rpartition("/")[0] for file in metadata}
+
+    def is_chunk(name: str) -> bool:
+        if "" in arrays and _CHUNK.fullmatch(name):
+            return True
+        for number, i in enumerate(_slashes(name)):
+            is_array = name[:i] in arrays or (is_damaged and not number)
+            if is_array and _CHUNK.fullmatch(name, i + 1):
+                return True
         return False
-    if path.is_dir():
-        return (
-            path.name in _DIRECTORIES_OF_ORBAX
-            or path.name.startswith("ocdbt.process_")
-            or _is_leftover_or_mark(path)
-            or any(map(_MARKS_OF_ORBAX.fullmatch, _storage.names(path)))
-        )
-    return path.name in _FILES_OF_ORBAX or _is_passing(path.name)
+
+    return metadata | {file for file in files if is_chunk(file)}
 
 
-def _is_of_t5x(path: Path) -> bool:
-    if path.is_dir():
-        return (path / ".zarray").is_file() and not path.is_symlink()
-    return path.name in (_orbax_disk.AGGREGATE, _marks.PIN)
+def _is_passing(name: str) -> bool:
+    """Whether a file may be deleted with any checkpoint.
+
+    Such are marks, files of whoever reads or changes the checkpoint, and what a crash
+    or a browser of files has left.
+    """
+    directory, _, file = name.rpartition("/")
+    return (
+        _marks.is_mark(file)
+        or _storage.is_replacing(file)
+        or _OF_NFS.fullmatch(file) is not None
+        or _LITTER.fullmatch(file) is not None
+        or _unfinished.TEMPORARY in directory
+    )
 
 
 def _of_safetensors(directory: Path, names: Iterable[str]) -> set[str]:
@@ -279,7 +469,7 @@ def _files(source: Path) -> Iterator[Path]:
             yield source.parent / name
     elif _t5x.recognises(source):
         for path in sorted(source.resolve().parent.iterdir()):
-            if path.is_dir() and _is_of_t5x(path):
+            if (path / ".zarray").is_file() and not path.is_symlink():
                 yield from _files(path)
 
 

@@ -43,6 +43,8 @@ TEMPORARY = ".flaxckpt-convert-tmp"
 
 def run(source: Path, step: int | None, final: Path, options: Options) -> SaveResult:
     """Converts the checkpoint at `source` into one at `final`."""
+    if final.suffix.lower() != f".{options.format}":
+        _belongings.check_name(final, "convert")
     if _remote.is_remote(final):
         return _to_store(source, step, final, options)
     begun = time.monotonic()

@@ -87,7 +87,9 @@ def is_whole(final: Path) -> bool:
 
 def make(path: Path, final: Path, *, overwrite: bool) -> int:
     """Makes a step of the directory of one in staging; returns its size in bytes."""
-    overwrite = overwrite or _marks.is_damaged(final)
+    if _marks.is_damaged(final):
+        overwrite = True
+        _belongings.set_aside(final)
     if overwrite and _storage.lexists(final):
         _belongings.check_replaceable(final)
     is_temporary = _marks.is_temporary(path)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from flaxckpt import (
+    _belongings,
     _changes,
     _event_journal,
     _inventory,
@@ -82,8 +83,10 @@ class RunSteps:
         """Makes where steps are saved, if it is missing.
 
         Raises:
+            OptionError: It, or a new step in it, would be called like a file.
             SaveFailedError: It cannot be made.
         """
+        self._check_names()
         try:
             if self.tiers is None:
                 _storage.make_directory(self.directory)
@@ -95,6 +98,16 @@ class RunSteps:
                 f"{self.saves_in} cannot be made: {error}; choose another directory,"
                 " or pass read_only=True to look at one that is there"
             ) from error
+
+    def _check_names(self) -> None:
+        """Refuses directories that are called like files, but for those of before."""
+        new = self.saves_in / self.format.name(0)
+        for path in (self.directory, self.saves_in, new):
+            try:
+                _belongings.check_name(path, "a run")
+            except errors.OptionError:
+                if not (self.has_any() if path == new else path.is_dir()):
+                    raise
 
     # ---- finding ----------------------------------------------------------------
 

@@ -114,7 +114,7 @@ def save_async(
     """
     start = time.monotonic()
     final = _storage.resolve(path)
-    _check_name(final)
+    _belongings.check_name(final, "save")
     counter = _progress.Counter(f"saving {final.name}")
     together = _joint.begin("save", final, str(final))
     options = Options(
@@ -353,37 +353,6 @@ def uses_ocdbt(
         sizes
     )
     return many_small or not _orbax_names.are_file_safe(infos, names)
-
-
-_CONVERTED = frozenset((".safetensors", ".msgpack"))
-_FILES = _CONVERTED | frozenset(
-    (
-        *(".npz", ".npy", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".h5", ".hdf5"),
-        *(".keras", ".onnx", ".gguf", ".json", ".zip", ".tar", ".gz"),
-    )
-)
-"""How names of files end."""
-
-
-def _check_name(final: Path) -> None:
-    """Refuses a name that asks for a file: a checkpoint is a directory.
-
-    Raises:
-        OptionError: It does.
-    """
-    suffix = final.suffix.lower()
-    if suffix not in _FILES:
-        return
-    if suffix in _CONVERTED:
-        advice = (
-            f"save to a name without {suffix}, and make the file of that:"
-            f" flaxckpt.convert(checkpoint, {str(final)!r}, format={suffix[1:]!r})"
-        )
-    else:
-        advice = f"choose a name without {suffix}"
-    raise errors.OptionError(
-        f"{final} is called like a file, and save makes a directory: {advice}"
-    )
 
 
 def _check_free(final: Path, *, overwrite: bool) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from flaxckpt import (
     _aside,
+    _belongings,
     _commit,
     _events,
     _forks,
@@ -140,7 +141,10 @@ class Saves:
     ) -> _commit.Snapshot:
         if not self._own:
             self._run.check_no_checkpoint()
-        overwrite = asked.on_exists == "overwrite" or _marks.is_damaged(final)
+        is_damaged = _marks.is_damaged(final)
+        if is_damaged and (together is None or together.is_first):
+            _belongings.set_aside(final)
+        overwrite = asked.on_exists == "overwrite" or is_damaged
         if overwrite:
             self._run.check_replaceable(asked.step)
         else:

@@ -327,7 +327,9 @@ class Tiers:
         """
         path = self.uploads.known.get(step)
         try:
-            if path is not None and _storage.lexists(path):
+            if path is None or not _storage.lexists(path):
+                return
+            if _remote.is_remote(path) or not _marks.is_damaged(path):  # else set aside
                 _belongings.check_replaceable(path)
         except errors.CheckpointExistsError:
             raise

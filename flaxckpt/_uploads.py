@@ -333,7 +333,9 @@ class Uploads:
         try:
             return _copies.make(path, final, overwrite=overwrite)
         except FileExistsError as error:
-            if _copies.compare(path, final) in ("other", "damaged"):
+            # With overwrite, it says which files of others are in the way.
+            may_replace = overwrite or _marks.is_damaged(final)
+            if not may_replace and _copies.compare(path, final) in ("other", "damaged"):
                 raise _TakenError(f"{final} is a step that another writer saved") from (
                     error
                 )
@@ -425,8 +427,8 @@ def _advice(error: Exception) -> str:
             )
         case FileExistsError():
             return (
-                "Move {names} in {directory} away, then call wait_for_uploads(); or"
-                " delete {names} in {staging}."
+                "Move {names} in {directory}, or the files in it that are named, away,"
+                " then call wait_for_uploads(); or delete {names} in {staging}."
             )
         case errors.DamagedCheckpointError():
             return "Delete {names} in {staging}: the run goes on without."

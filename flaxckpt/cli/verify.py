@@ -29,7 +29,8 @@ def verify(
     """Compares all of a checkpoint with its checksums.
 
     What has none is read and decoded.
-    It exits with 1 if anything is wrong, or could not be read.
+    It exits with 1 if anything is wrong, or could not be read, or if --all has passed
+    over a step that is no tree of arrays.
 
     Example:
       flaxckpt verify runs/7 --all
@@ -39,19 +40,31 @@ def verify(
     if every and step is not None:
         raise errors.OptionError("--all is all steps: leave --step out")
     steps = _keeping.numbers(path, step_format) if every else [step]
-    reports = []
+    reports: list[VerifyReport] = []
+    passed_over: dict[str, str] = {}
     for number in steps:
-        one, number = _app.checkpoint(path, number, step_format)
-        reports.append(_tools.verify(one, step=number))
+        try:
+            one, at = _app.checkpoint(path, number, step_format)
+            reports.append(_tools.verify(one, step=at))
+        except errors.CheckpointFormatError as error:
+            if not every:
+                raise
+            passed_over[str(number)] = str(error)
+            if not json:
+                _print.line(f"step {number}: not verified: {error}")
+            continue
         if not json:
             _show(reports[-1])
-    is_good = all(report.ok for report in reports)
+    is_good = all(report.ok for report in reports) and not passed_over
     if json:
         found = [
             {"ok": report.ok, "summary": report.summary, **_print.fields(report)}
             for report in reports
         ]
-        _print.document({"ok": is_good, "reports": found})
+        document = {"ok": is_good, "reports": found}
+        if passed_over:
+            document["not_verified"] = passed_over
+        _print.document(document)
     elif not steps:
         _print.line(f"{path} has no steps yet")
     return _app.FINE if is_good else _app.FOUND

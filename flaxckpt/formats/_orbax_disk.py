@@ -46,14 +46,14 @@ def item(path: Path) -> Path | None:
     ):
         return None
     for name in (*PREFERRED_ITEMS, ""):
-        if _is_item(path / name):
+        if is_tree(path / name):
             return path / name
     if not (path / CHECKPOINT).is_file():
         return None
     items = [
         name
         for name in sorted(_storage.directories(path))
-        if _is_item(path / name) and name not in NOT_ITEMS
+        if is_tree(path / name) and name not in NOT_ITEMS
     ]
     if not items:
         _check_tree(path)
@@ -92,13 +92,16 @@ def json_advice(path: Path) -> str:
     return f"read it with json.loads(pathlib.Path({file!r}).read_text())"
 
 
-def item_names(path: Path) -> set[str]:
-    """What the items of a checkpoint are called, if it says so."""
+def item_handlers(path: Path) -> dict[str, Any] | str | None:
+    """Item -> the class that wrote it, if a checkpoint says so.
+
+    A single class is of a checkpoint that is one item.
+    """
     try:
         handlers = json_file(path / CHECKPOINT, path).get("item_handlers")
     except (errors.DamagedCheckpointError, OSError):
-        return set()
-    return set(handlers) if isinstance(handlers, dict) else set()
+        return None
+    return handlers if isinstance(handlers, dict | str) else None
 
 
 def _check_tree(path: Path) -> None:
@@ -145,7 +148,7 @@ def warn_of_others(path: Path, taken: Path) -> None:
     others = [
         errors.printable(str(path / name))
         for name in sorted(_storage.directories(path))
-        if name not in NOT_ITEMS and name != taken.name and _is_item(path / name)
+        if name not in NOT_ITEMS and name != taken.name and is_tree(path / name)
     ]
     if others:
         _log.warning(
@@ -156,7 +159,8 @@ def warn_of_others(path: Path, taken: Path) -> None:
         )
 
 
-def _is_item(path: Path) -> bool:
+def is_tree(path: Path) -> bool:
+    """Whether `path` is an item that is a tree of arrays."""
     return (path / TREE).is_file() or bool(_signatures.first_keys(path / AGGREGATE))
 
 

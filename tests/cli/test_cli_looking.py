@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import flaxckpt
@@ -398,3 +399,19 @@ def test_doctor_finds_a_directory_that_works(here, command):
     assert any(line.startswith("a small file is durable after") for line in lines)
     assert not [*(here / "empty").iterdir()]
     assert "is no directory" in command.refuses("doctor", "nowhere")
+
+
+def test_verify_goes_on_after_a_step_of_orbax_without_arrays(here, command):
+    with ocp.CheckpointManager(here / "mixed") as manager:
+        for step in (1, 2, 3):
+            item = {"w": np.ones(3)}
+            args = ocp.args.StandardSave(item) if step != 2 else ocp.args.JsonSave({})
+            kinds = {"state": args} if step != 2 else {"config": args}
+            manager.save(step, args=ocp.args.Composite(**kinds))
+    text = "\n".join(command.text("verify", "mixed", "--all", code=1))
+    assert "step 2: not verified: " in text
+    assert text.count(": good") == 2
+    found = command.json("verify", "mixed", "--all", code=1)
+    assert [report["ok"] for report in found["reports"]] == [True, True]
+    assert list(found["not_verified"]) == ["2"]
+    assert not found["ok"]
