@@ -383,7 +383,7 @@ def json_of(metadata: Mapping[str, JSON]) -> dict[str, JSON]:
         _orbax_json.check_size(_orbax_json.dumps(copy))
     except ValueError as error:
         raise errors.OptionError(
-            f"the metadata cannot be saved: {errors.printable(str(error))}"
+            f"the metadata cannot be saved as JSON: {errors.printable(str(error))}"
         ) from None
     return copy
 
