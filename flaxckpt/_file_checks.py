@@ -101,7 +101,7 @@ def check_digest(
     most = _findings.LARGE if _orbax.is_of_arrays(name) else 0
     _findings.stream(path / name, path, count, digest.update, most)
     if f"sha256:{digest.hexdigest()}" != recorded:
-        raise ValueError("it has changed since it was saved: its SHA-256 is another")
+        raise ValueError("it has changed since it was saved: its SHA-256 differs")
 
 
 class _Chunk(NamedTuple):

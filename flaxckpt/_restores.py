@@ -183,8 +183,8 @@ class Restores:
                 f"{self._run.directory} has newer steps than {newest}, which are marked"
                 " as damaged:\n"
                 + errors.rows(f"{step}: {why}" for step, why in marked.items())
-                + f"\nrestore(step={next(iter(marked))}) tries the newest all the same,"
-                f" fallback=True restores step {newest}, and delete(step) removes one."
+                + f"\nfallback=True restores step {newest}. restore(step=…) tries a"
+                " marked step, and delete(step) removes it."
             )
 
     def _tell_of_marked(self, marked: _Marked) -> None:
@@ -309,7 +309,7 @@ class Restores:
             made = ", ".join(metadata.transforms)
             raise errors.OptionError(
                 f"{metadata.path} was saved with {made[:500]}, which cannot be undone:"
-                f" {len(changed)} leaves of it are not what the run had:\n"
+                f" the values of {len(changed)} leaves are not those of the run:\n"
                 + errors.rows(changed)
                 + "\nPass to restore what undoes that, as transforms=[...], or give"
                 " map_leaf its inverse=. flaxckpt.load takes the values as they are."

@@ -185,7 +185,7 @@ class RunSteps:
                 " without steps a run begins anew."
             )
         if not candidates:
-            advice = "save one first, or see that directory and step_format are right"
+            advice = "save one first, or check the directory and step_format"
             if self.saves_in.is_dir():
                 advice = formats.advice_on_saves(self.saves_in) or advice
             raise errors.CheckpointNotFoundError(

@@ -298,7 +298,7 @@ def trouble_undoing(state: PyTree, transforms: Sequence[Transform]) -> str | Non
     if changed:
         return (
             f"no step of this run can be restored into its state, as {names} cannot be"
-            f" undone, and changes {len(changed)} leaves: {errors.first_few(changed)}."
+            f" undone, and some leaves change values: {errors.first_few(changed)}."
             " Give map_leaf its inverse=, or pass transforms=[...] that undo it to"
             " every restore"
         )

@@ -416,9 +416,9 @@ def _advice(error: Exception) -> str:
     match error:
         case _TakenError():
             return (
-                "To keep what {directory} has, delete {names} in {staging};"
-                " to replace it, save again with on_exists='overwrite' what"
-                " restore(step={step}) returns."
+                "To keep the step of {directory}, delete the directory {names} in"
+                " {staging}. To replace it, save the result of restore(step={step})"
+                " again, with on_exists='overwrite'."
             )
         case _ElsewhereError():
             return (
@@ -427,8 +427,8 @@ def _advice(error: Exception) -> str:
             )
         case FileExistsError():
             return (
-                "Move {names} in {directory}, or the files in it that are named, away,"
-                " then call wait_for_uploads(); or delete {names} in {staging}."
+                "Move {names}, or the named files in it, out of {directory}, then call"
+                " wait_for_uploads(). To drop the upload, delete {names} in {staging}."
             )
         case errors.DamagedCheckpointError():
             return "Delete {names} in {staging}: the run goes on without."
