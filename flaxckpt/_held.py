@@ -140,6 +140,9 @@ class Held:
     @contextlib.contextmanager
     def put_back(self) -> Iterator[PyTree]:
         """The state as it was, in the `with` block; NNX objects have those values."""
+        if self.is_of(self.state):
+            yield self.state  # made anew, its dictionaries would have sorted keys
+            return
         state = self._tree.unflatten(self._leaves)
         if self._graph is None:
             yield state

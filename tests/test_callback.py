@@ -1248,3 +1248,12 @@ def test_metrics_may_be_added_by_the_loops_own_count(ckpt):
     callback(1, {"n": 1})
     callback.add_metrics(1, {"loss": 0.5})
     assert ckpt.metrics(2) == {"loss": 0.5}
+
+
+def test_the_end_keeps_the_order_of_dictionaries(tmp_path):
+    state = {"sum": jnp.float32(1), "a": {"z": jnp.zeros(2), "b": jnp.ones(2)}}
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        flaxckpt.CheckpointCallback(ckpt, every_steps=10)(1, state)
+    found = flaxckpt.load(tmp_path)
+    assert list(found) == ["sum", "a"]
+    assert list(found["a"]) == ["z", "b"]
