@@ -394,3 +394,52 @@ def test_what_changes_no_value_needs_no_inverse(tmp_path, caplog, change):
         found = ckpt.restore({"params": own})
     np.testing.assert_array_equal(found["params"]["w"], own["w"])
     assert "no step" not in caplog.text
+
+
+# ---- optimizers with several leaves for each parameter ------------------------------
+
+
+def sm3_state(kernel):
+    """A trained state of SM3, whose accumulators of a square kernel all differ."""
+    tx = optax.sm3(1e-2)
+    grads = {"dense": {"kernel": kernel, "bias": jnp.arange(4.0)}}
+    state = tx.init(jax.tree.map(jnp.zeros_like, grads))
+    _, state = tx.update(grads, state)
+    return {"params": grads, "opt_state": state}
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+def test_the_accumulators_of_sm3_follow_a_transposition(tmp_path, freezes):
+    kernel = jnp.arange(16.0).reshape(4, 4) ** 2
+    saved, wanted = sm3_state(kernel), sm3_state(kernel.T)
+    if freezes:
+        saved["params"], wanted["params"] = (
+            freeze(s["params"]) for s in (saved, wanted)
+        )
+    flaxckpt.save(tmp_path / "c", saved)
+    abstract = jax.eval_shape(lambda: wanted)
+    found = flaxckpt.load(
+        tmp_path / "c", abstract, transforms=[transpose("params/dense/kernel")]
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    before, after = (s["opt_state"][0].mu["dense"]["kernel"] for s in (saved, found))
+    assert not np.array_equal(before[0], after[0])
+
+
+def test_the_accumulators_of_sm3_follow_a_renamed_parameter(tmp_path):
+    saved = sm3_state(jnp.arange(16.0).reshape(4, 4))
+    flaxckpt.save(tmp_path / "c", saved)
+    wanted = jax.tree.map(jnp.zeros_like, saved)
+    renamed = {"params": {"new": wanted["params"]["dense"]}}
+    renamed["opt_state"] = optax.sm3(1e-2).init(renamed["params"])
+    found = flaxckpt.load(
+        tmp_path / "c",
+        renamed,
+        transforms=[rename("params/dense/(.*)", r"params/new/\1")],
+    )
+    for field in ("mu", "nu"):
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            getattr(found["opt_state"][0], field)["new"],
+            getattr(saved["opt_state"][0], field)["dense"],
+        )

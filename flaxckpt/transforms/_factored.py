@@ -1,11 +1,14 @@
-"""Adafactor's moments of parameters that get other axes.
+"""Moments of Adafactor and SM3 for parameters that get other axes.
 
 Adafactor keeps the mean of a parameter's squared gradients over its largest axis,
 `v_row`, and over the second largest, `v_col`. Which of two equal axes is the largest
 depends on their order. Of parameters that it does not factor it keeps all of `v`. What
 is not used of the three is a placeholder.
 
-Source: `optax.scale_by_factored_rms`.
+SM3 keeps a list for each parameter: for each of its axes, the largest of the summed
+squares of gradients along all other axes.
+
+Source: `optax.scale_by_factored_rms`, `optax.scale_by_sm3`.
 """
 
 from __future__ import annotations
@@ -15,11 +18,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flaxckpt import _tree
 from flaxckpt._info import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath, Shape
 
 _CLASS = "FactoredState"
 _MEANS = ("v_row", "v_col")
+
+_SM3 = ("ScaleBySM3State", "mu")
 
 
 class Source(NamedTuple):
@@ -90,6 +96,28 @@ def source(
     if found is None or found.info.shape != (*shape[:lacking], *shape[lacking + 1 :]):
         return None
     return Source(found, lacking)
+
+
+def maxima_of_axis(
+    info: LeafInfo, order: Sequence[int], table: LeafTable
+) -> Leaf | None:
+    """Finds the maxima of SM3 that stand in one place after a transposition.
+
+    Args:
+        info: Of the maxima that stand there before.
+        order: The parameter's axes in their new order.
+        table: All leaves.
+
+    Returns:
+        None if the leaf is not one of SM3.
+    """
+    if info.role is None or (info.role.state_class, info.role.field) != _SM3:
+        return None
+    head, _, axis = _tree.without_box(info.path).rpartition("/")
+    if not axis.isdecimal() or int(axis) >= len(order):
+        return None
+    box = info.path.removeprefix(f"{head}/{axis}")
+    return table.get(f"{head}/{order[int(axis)]}{box}")
 
 
 def _averaged(shape: Sequence[int]) -> list[int]:

@@ -8,7 +8,7 @@ each of them, everything is called as below the *root* of the parameters, `param
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from flaxckpt import _tree
@@ -116,6 +116,7 @@ def mirrors(table: LeafTable) -> Mirrors:
                 by_path.setdefault(slot, {})[name] = path
         else:
             params[path] = None
+    by_role = _below_params(by_role, params)
     roots = _Roots(params, [*by_role.values(), *by_path.values()])
     found = _Found(params, roots)
     for slot, members in by_role.items():
@@ -135,6 +136,30 @@ def mirrors(table: LeafTable) -> Mirrors:
         if path not in found.known and path not in found.unclear
     ]
     return Mirrors(found.known, found.unclear, lost)
+
+
+def _below_params(
+    by_role: Mapping[Slot, Mapping[LeafPath, LeafPath]], params: Iterable[LeafPath]
+) -> dict[Slot, dict[LeafPath, LeafPath]]:
+    """The slots, those with several leaves for each parameter divided.
+
+    SM3 has a list for each parameter, with an array for each axis: `mu/kernel/0` and
+    `mu/kernel/1` are in the slots of the tails `0` and `1`.
+    """
+    names = {name for path in params for _, name in _splits(path)}
+    divided: dict[Slot, dict[LeafPath, LeafPath]] = {}
+    for slot, members in by_role.items():
+        if not names.isdisjoint(members):
+            divided.setdefault(slot, {}).update(members)
+            continue
+        for name, path in members.items():
+            param, _, last = name.rpartition("/")
+            if param in names:
+                tail = f"{last}/{slot.tail}" if slot.tail else last
+                divided.setdefault(Slot(slot.head, tail), {})[param] = path
+            else:
+                divided.setdefault(slot, {})[name] = path
+    return divided
 
 
 class _Found:

@@ -349,7 +349,7 @@ def replace(
                 new_paths.setdefault(at, []).append(new)
             else:
                 name = known[where].renamed(new)
-                leaf = _with_role_of(leaf, name)
+                leaf = _with_role_of(leaf, name, known[where].name)
                 new = slot.path(name)
             rows.setdefault(where, []).append(Row(where, new, leaf))
     for path in direct.keys() & known.keys():
@@ -414,9 +414,17 @@ def _retargeted(row: Row, names: Sequence[LeafPath]) -> Row:
     return row
 
 
-def _with_role_of(leaf: Leaf, param: LeafPath) -> Leaf:
-    """A moment of another parameter."""
+def _with_role_of(leaf: Leaf, param: LeafPath, old: LeafPath | None = None) -> Leaf:
+    """A moment of another parameter.
+
+    Args:
+        leaf: The moment.
+        param: Name of the new parameter.
+        old: Name of the old one, if the leaf may stand below that name.
+    """
     role = leaf.info.role
+    if role is not None and old is not None and role.param.startswith(f"{old}/"):
+        param += role.param.removeprefix(old)
     if role is None or role.param == param:
         return leaf
     info = dataclasses.replace(leaf.info, role=role._replace(param=param))

@@ -211,6 +211,8 @@ def _turned(
         return mirror, _same
     if info.shape[1:] == shape:  # several moments of one parameter, as L-BFGS has them
         return mirror, _transposition((0, *(axis + 1 for axis in order)))
+    if (maxima := _factored.maxima_of_axis(info, order, table)) is not None:
+        return maxima, _same
     new_shape = [shape[axis] for axis in order]
     found = _factored.source(info, shape, order, new_shape, table)
     if found is None:
@@ -221,7 +223,7 @@ def _turned(
 
 
 def _same(x: jax.Array) -> jax.Array:
-    """`x`: a norm has no axes, and a placeholder keeps its own."""
+    """`x`: norms have no axes, maxima of an axis have one, placeholders their own."""
     return x
 
 
