@@ -79,8 +79,13 @@ _JSON_HANDLERS = frozenset(("JsonCheckpointHandler", "JsonHandler", "MetricsHand
 _OF_NFS = re.compile(r"\.nfs[0-9a-f]{16,}")
 """How a client of NFS calls a file that is deleted, and open still."""
 
-_LITTER = re.compile(r"\.DS_Store|Thumbs\.db|desktop\.ini|\._.*", re.DOTALL)
-"""Files that browsers of files leave in any directory; nobody misses them."""
+_LITTER = re.compile(
+    r"\.DS_Store|Thumbs\.db|desktop\.ini|\._.*|\.ipynb_checkpoints", re.DOTALL
+)
+"""Files, and empty directories, that programs leave anywhere; nobody misses them."""
+
+_OWN_DIRECTORIES = frozenset((_orbax.STATE, "array_metadatas", *_OTHER_DIRECTORIES))
+"""Directories that checkpoints have, sometimes empty."""
 
 
 _CONVERTED = frozenset((".safetensors", ".msgpack"))
@@ -110,7 +115,7 @@ def check_name(final: Path, maker: Literal["save", "convert", "a run"]) -> None:
             f" flaxckpt.convert(checkpoint, {str(final)!r}, format={suffix[1:]!r})"
         )
     else:
-        advice = f"choose a name without {suffix}"
+        advice = f"choose another path, without {suffix}"
     made = "a directory"
     if maker == "convert":
         made = "directories, and files that end in .safetensors or .msgpack"
@@ -211,8 +216,8 @@ _NUMBERS = tuple(f"{number}." for number in range(2, 1000))
 def _foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
     """The files in a directory that are not of the checkpoint there.
 
-    A directory that has such files only stands for them. Empty directories are left
-    out: nothing is lost with them.
+    A directory that has such files only stands for them, and so does an empty one
+    beside the checkpoint's own. Those of file browsers are left out.
 
     Returns:
         Their paths in the directory; None if there is no checkpoint.
@@ -238,7 +243,22 @@ def _foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
         for name, is_link in files.items()
         if not is_link and (name in own or _is_passing(name))
     }
-    return _rows(files, own)
+    return [*_rows(files, own), *_empty_directories(directory)]
+
+
+def _empty_directories(directory: Path) -> list[str]:
+    """The empty directories right in a directory that somebody else has made."""
+    if _remote.is_remote(directory):
+        return []
+    handlers = _orbax_disk.item_handlers(directory)
+    items = handlers if isinstance(handlers, dict) else {}
+    return sorted(
+        f"{child.name}/"
+        for child in directory.iterdir()
+        if _is_empty(child)
+        and child.name not in (*_OWN_DIRECTORIES, *items)
+        and not _is_passing(child.name)
+    )
 
 
 def _content(directory: Path) -> dict[str, bool]:

@@ -474,3 +474,12 @@ def test_an_upload_after_an_outage_names_the_files_of_others(tmp_path):
     (directory / "1" / "notes.txt").unlink()
     run.close()
     assert flaxckpt.load(directory)["n"] == 2
+
+
+def test_an_empty_directory_of_a_user_is_not_replaced(tmp_path):
+    flaxckpt.save(tmp_path / "a", STATE)
+    (tmp_path / "a" / "tokenizer").mkdir()
+    with pytest.raises(errors.CheckpointExistsError) as info:
+        flaxckpt.save(tmp_path / "a", NEW, overwrite=True)
+    assert_refused(info, "tokenizer/")
+    assert (tmp_path / "a" / "tokenizer").is_dir()
