@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from flaxckpt import _forks, _optax, _tree
+from flaxckpt import _forks, _optimizer_roles, _optimizer_states, _tree
 from flaxckpt._info import LeafInfo, LeafTable, Role, StoredLeaf
 from flaxckpt._types import LeafPath
 
@@ -53,7 +53,7 @@ class _Transform:
         moments: Paths, below its own, of leaves that may mirror parameters.
     """
 
-    def __init__(self, known: _optax.Known) -> None:
+    def __init__(self, known: _optimizer_roles.Known) -> None:
         self.known = known
         self.leaf_fields: set[str] = set()
         self.moments: list[LeafPath] = []
@@ -94,7 +94,7 @@ class Finder:
         self,
         table: LeafTable,
         structure: _tree.Node | LeafPath,
-        known: Mapping[LeafPath, _optax.Known],
+        known: Mapping[LeafPath, _optimizer_roles.Known],
         at: Callable[[LeafPath], LeafPath | None],
     ) -> None:
         self._at = at
@@ -218,7 +218,7 @@ class Finder:
             optimizer
             for optimizer in {optimizer for optimizer, _ in seats}
             if (node := _node_at(self._structure, optimizer)) is not None
-            and _optax.may_be_several(node)
+            and _optimizer_states.may_be_several(node)
         }
         return {seat for optimizer, seat in seats if optimizer in doubtful}
 
@@ -253,7 +253,7 @@ class Finder:
             path for path in children if known.isdisjoint((path, *_above(path)))
         )
         for path, node in _containers(self._structure, ()):
-            if path in known and _optax.is_gone(node.type):
+            if path in known and _optimizer_states.is_gone(node.type):
                 unnamed[path] = None
                 children[path] = {str(key.name) for key in node.keys}
         by_fields: dict[frozenset[str], list[LeafPath]] = {}
@@ -517,9 +517,9 @@ def _below(place: LeafPath, path: LeafPath) -> LeafPath:
     return path[len(place) + 1 :] if place else path
 
 
-def _is_moment(tail: LeafPath, known: _optax.Known) -> bool:
+def _is_moment(tail: LeafPath, known: _optimizer_roles.Known) -> bool:
     """Whether a leaf of a transform's state may mirror a parameter."""
-    return "/" in tail and known.field not in _optax.NAMED_VALUES
+    return "/" in tail and known.field not in _optimizer_roles.NAMED_VALUES
 
 
 def _place(info: LeafInfo) -> LeafPath | None:

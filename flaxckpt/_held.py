@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxckpt import _flax
+from flaxckpt import _flax, _object_graph
 from flaxckpt._types import PyTree
 
 _COPIED_BYTES = 4 * 2**20
@@ -46,7 +46,7 @@ class Held:
     def __init__(self, state: PyTree, before: Held | None = None) -> None:
         self.fault = ""
         self.state = state
-        self._graph: _flax.ObjectGraph | None = None
+        self._graph: _object_graph.ObjectGraph | None = None
         self._values: list[Any] = []
         self._values_tree: Any = None
         self._prints: list[tuple[np.ndarray, Any]] = []
@@ -65,7 +65,7 @@ class Held:
                 or not known.is_of(objects)
                 or not known.has_same_contents()
             ):
-                known = _flax.ObjectGraph(objects)
+                known = _object_graph.ObjectGraph(objects)
             self._graph = known
             self._values, self._values_tree = jax.tree.flatten(known.values())
         self._keep_numpy()
@@ -258,7 +258,7 @@ def _all_leaves(state: PyTree) -> list[Any]:
     plain = [leaf for leaf in leaves if not _flax.is_object(leaf)]
     if not objects:
         return plain
-    return plain + jax.tree.leaves(_flax.ObjectGraph(objects).values())
+    return plain + jax.tree.leaves(_object_graph.ObjectGraph(objects).values())
 
 
 def _print(leaf: Any) -> Any:

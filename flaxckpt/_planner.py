@@ -16,7 +16,7 @@ from flaxckpt import (
     _flax,
     _forks,
     _layout,
-    _optax,
+    _optimizer_roles,
     _place,
     _plan,
     _read,
@@ -51,8 +51,8 @@ def make(
     flat = _flax.flatten(abstract_state)
     wanted = None
     if options.transforms:  # with roles, so that moments go with their parameters
-        roles = _optax.roles(flat.structure, flat.optimizer_states)
-        wanted = _optax.with_roles(flat.table, roles)
+        roles = _optimizer_roles.roles(flat.structure, flat.optimizer_states)
+        wanted = _optimizer_roles.with_roles(flat.table, roles)
     table = _transforms.apply(options.transforms, stored.table, wanted)
     return _Planner(stored, table, flat, abstract_state, options).plan()
 
@@ -195,7 +195,9 @@ class _Planner:
         self._abstract_state = abstract_state
         self._options = options
         self._flat = flat
-        self._roles = _optax.roles(self._flat.structure, self._flat.optimizer_states)
+        self._roles = _optimizer_roles.roles(
+            self._flat.structure, self._flat.optimizer_states
+        )
         self._leaves: dict[LeafPath, LeafPlan] = {}
         self._reading = _Reading()
         self._fresh: list[LeafInfo] = []
@@ -368,7 +370,7 @@ class _Planner:
             self._reading.add(found, wanted),
         )
 
-    def _start_afresh(self, leaf: Leaf, known: _optax.Known | None) -> None:
+    def _start_afresh(self, leaf: Leaf, known: _optimizer_roles.Known | None) -> None:
         """A leaf that is not to be had: its value in the state, or a new moment."""
         info = leaf.info
         is_optimizer = known is not None and self._options.optimizer != "exact"
@@ -420,7 +422,7 @@ class _Planner:
             self._leaves[name] = LeafPlan(("dropped",), (path,), None, leaf.info, 0)
 
 
-def step_counters(roles: Mapping[LeafPath, _optax.Known]) -> set[LeafPath]:
+def step_counters(roles: Mapping[LeafPath, _optimizer_roles.Known]) -> set[LeafPath]:
     """Where step counters are, if there are any: beside the optimizers."""
     optimizers = {known.group for known in roles.values()}
     return {"/".join((*path.split("/")[:-1], "step")) for path in optimizers}

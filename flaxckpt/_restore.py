@@ -20,7 +20,7 @@ from flaxckpt import (
     _flax,
     _locate,
     _multihost,
-    _optax,
+    _optimizer_roles,
     _place,
     _plan,
     _planner,
@@ -164,7 +164,7 @@ def step_of(state: PyTree) -> int:
         OptionError: They disagree.
     """
     flat = _flax.flatten(state)
-    roles = _optax.roles(flat.structure, flat.optimizer_states)
+    roles = _optimizer_roles.roles(flat.structure, flat.optimizer_states)
     found = {
         path: set(np.asarray(flat.table[path].source).ravel().tolist())
         for path in _planner.step_counters(roles)

@@ -21,7 +21,7 @@ from flaxckpt import (
     _json,
     _layout,
     _marked,
-    _optax,
+    _optimizer_roles,
     _progress,
     _remote,
     _snapshot,
@@ -271,7 +271,7 @@ def without_optimizer(table: LeafTable) -> LeafTable:
 def has_optimizer(state: PyTree) -> bool:
     """Whether anything of a state belongs to an optimizer."""
     flat = _flax.flatten(state)
-    return bool(_optax.roles(flat.structure, flat.optimizer_states))
+    return bool(_optimizer_roles.roles(flat.structure, flat.optimizer_states))
 
 
 @_collector.paused()
@@ -281,8 +281,8 @@ def trouble_undoing(state: PyTree, transforms: Sequence[Transform]) -> str | Non
     None if it gets back all but what it drops.
     """
     flat = _flax.flatten(state)
-    table = _optax.with_roles(
-        flat.table, _optax.roles(flat.structure, flat.optimizer_states)
+    table = _optimizer_roles.with_roles(
+        flat.table, _optimizer_roles.roles(flat.structure, flat.optimizer_states)
     )
     names = ", ".join(_transforms.describe(transforms))[:500]
     try:
@@ -316,10 +316,10 @@ def planned(
     flat: _flax.FlatState, options: Options
 ) -> tuple[LeafTable, _tree.Node | LeafPath]:
     """What to save: leaves with their roles and chunk shapes, and the containers."""
-    roles = _optax.roles(flat.structure, flat.optimizer_states)
+    roles = _optimizer_roles.roles(flat.structure, flat.optimizer_states)
     table, structure = flat.table, flat.structure
     if options.transforms:
-        table = _optax.with_roles(
+        table = _optimizer_roles.with_roles(
             table, roles
         )  # so that moments go with their parameters
         table = _computed.of_state(_transforms.apply(options.transforms, table))

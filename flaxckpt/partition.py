@@ -18,7 +18,16 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from flaxckpt import _arguments, _collector, _flax, _layout, _optax, _tree, errors
+from flaxckpt import (
+    _arguments,
+    _collector,
+    _flax,
+    _layout,
+    _optax,
+    _optimizer_roles,
+    _tree,
+    errors,
+)
 from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, LeafTable, checked_layout
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.transforms._patterns import compile_pattern
@@ -225,7 +234,7 @@ def _specs(
         if leaf.info.python_type == "jax.Array"
     }
     axis_names = _flax.axis_names(flat.structure)
-    roles = _optax.roles(flat.structure, flat.optimizer_states)
+    roles = _optimizer_roles.roles(flat.structure, flat.optimizer_states)
     optimizer = {path for path in infos if path in roles}
     faults: dict[LeafPath, str] = {}
     specs: dict[LeafPath, PartitionSpec] = {}

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from optax import contrib
 
-from flaxckpt import _flax, _optax, partition
+from flaxckpt import _flax, _optimizer_roles, partition
 
 PARAMS = {
     "embed": jnp.ones((16, 8)),
@@ -157,7 +157,7 @@ def rules_found(name):
     """How many leaves of a transform's state each rule has decided."""
     state = jax.eval_shape(lambda: create(name))
     flat = _flax.flatten(state)
-    roles = _optax.roles(flat.structure)
+    roles = _optimizer_roles.roles(flat.structure)
     infos = {path: leaf.info for path, leaf in flat.table.items() if leaf.info.dtype}
     specs = {
         path: next((s for p, s in SPECS.items() if path.endswith(f"/{p}")), P())

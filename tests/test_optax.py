@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from optax_zoo import MESH, PARAMS, ZOO, create, labels
 
 import flaxckpt
-from flaxckpt import _flax, _optax, _tree
+from flaxckpt import _flax, _optax, _optimizer_roles, _tree
 
 SPECS = [
     ("params/embed", P("data", "model")),
@@ -647,7 +647,7 @@ def test_roles_name_the_transform_whatever_the_parameters_are(kind):
     flat = _flax.flatten(state_of(ZOO["MultiSteps"], nested_params(kind)))
     found = {
         path: known.role(path)[:3]
-        for path, known in _optax.roles(flat.structure).items()
+        for path, known in _optimizer_roles.roles(flat.structure).items()
     }
     inner = "opt_state/inner_opt_state/0"
     assert found[f"{inner}/nu/mu/b"] == ("ScaleByAdamState", "nu", "mu/b")

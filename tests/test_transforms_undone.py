@@ -13,7 +13,7 @@ from flax import nnx
 from flax.core import freeze
 
 import flaxckpt
-from flaxckpt import _computed, _flax, _optax, errors
+from flaxckpt import _computed, _flax, _optimizer_roles, errors
 from flaxckpt.transforms import (
     _table,
     copy,
@@ -108,8 +108,8 @@ OPTIMIZERS = {
 
 def table_of(state):
     flat = _flax.flatten(state)
-    roles = _optax.roles(flat.structure, flat.optimizer_states)
-    return _optax.with_roles(flat.table, roles)
+    roles = _optimizer_roles.roles(flat.structure, flat.optimizer_states)
+    return _optimizer_roles.with_roles(flat.table, roles)
 
 
 def not_equal(table, other):

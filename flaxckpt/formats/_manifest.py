@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from flaxckpt import _dtypes, _layout, _optax, _structure, _tree, _zarr, errors
+from flaxckpt import (
+    _dtypes,
+    _layout,
+    _optimizer_roles,
+    _structure,
+    _tree,
+    _zarr,
+    errors,
+)
 from flaxckpt._info import LeafInfo, Lineage, Role
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _orbax_json
@@ -195,7 +203,7 @@ def with_trusted_roles(
 ) -> list[LeafInfo]:
     """The leaves of a structure, with wrong roles of older releases corrected."""
     recorded = {info.path: info.role for info in infos if info.role is not None}
-    corrected = _optax.trusted_roles(structure, recorded) if recorded else {}
+    corrected = _optimizer_roles.trusted_roles(structure, recorded) if recorded else {}
     return [
         dataclasses.replace(info, role=corrected[info.path])
         if info.path in corrected

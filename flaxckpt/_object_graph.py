@@ -1,0 +1,176 @@
+"""Where NNX objects keep their values, to read them and to put others there."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from flaxckpt import _flax
+
+
+class _Slot(NamedTuple):
+    """Where an array stands outside of variables.
+
+    Attributes:
+        container: An NNX object, a list or a dictionary.
+        key: The attribute, index or key.
+    """
+
+    container: Any
+    key: Any
+
+    @property
+    def is_item(self) -> bool:
+        """Whether it is no attribute."""
+        return isinstance(self.container, Mapping | Sequence)
+
+    def get(self) -> Any:
+        """The array."""
+        if self.is_item:
+            return self.container[self.key]
+        return getattr(self.container, self.key)
+
+    def set(self, value: Any) -> None:
+        """Puts another one there."""
+        if self.is_item:
+            self.container[self.key] = value
+        else:
+            setattr(self.container, self.key, value)
+
+
+class ObjectGraph:
+    """Where NNX objects keep their values: found once, it is quick to read again.
+
+    Args:
+        objects: Some modules, optimizers or streams of keys.
+    """
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        self._objects = tuple(objects)
+        nodes = self._nodes()
+        self._variables, self._slots = self._find(nodes)
+        containers = [node for node in nodes.values() if _is_changeable(node)]
+        self._contents = [_Contents(node) for node in containers]
+
+    def _nodes(self) -> dict[tuple[Any, ...], Any]:
+        """The objects, and whatever they hold, by path."""
+        nodes = dict(_flax.loaded_nnx().iter_graph(self._objects))
+        nodes[()] = self._objects
+        return nodes
+
+    @staticmethod
+    def _find(nodes: Mapping[tuple[Any, ...], Any]) -> tuple[list[Any], list[_Slot]]:
+        """The variables, and the places of arrays outside of them."""
+        nnx = _flax.loaded_nnx()
+        variables = [node for node in nodes.values() if isinstance(node, nnx.Variable)]
+        slots = [
+            _Slot(nodes[path[:-1]], path[-1])
+            for path, node in nodes.items()
+            if isinstance(node, jax.Array | np.ndarray)
+        ]
+        return variables, slots
+
+    def is_of(self, objects: Sequence[Any]) -> bool:
+        """Whether it is the graph of these."""
+        return _are(objects, self._objects)
+
+    def is_current(self) -> bool:
+        """Whether the objects keep their values in the same places still."""
+        variables, slots = self._find(self._nodes())
+        return (
+            _are(variables, self._variables)
+            and _are([s.container for s in slots], [s.container for s in self._slots])
+            and [s.key for s in slots] == [s.key for s in self._slots]
+        )
+
+    def has_same_contents(self) -> bool:
+        """Whether no object holds another object or variable than at the beginning.
+
+        That is quicker to see than `is_current`. Where it is so, the places are the
+        same; where not, they may be.
+        """
+        return not any(contents.have_changed() for contents in self._contents)
+
+    def values(self) -> list[Any]:
+        """What is there."""
+        found = [_raw_value(variable) for variable in self._variables]
+        return found + [slot.get() for slot in self._slots]
+
+    def set_values(self, values: Sequence[Any]) -> None:
+        """Puts other values there."""
+        variables = values[: len(self._variables)]
+        for variable, value in zip(self._variables, variables, strict=True):
+            _set_raw_value(variable, value)
+        slots = values[len(self._variables) :]
+        for slot, value in zip(self._slots, slots, strict=True):
+            if slot.get() is not value:
+                slot.set(value)
+
+
+def _are(these: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether they are the same objects."""
+    return len(these) == len(others) and all(map(operator.is_, these, others))
+
+
+class _Contents:
+    """What an object, dictionary or list holds.
+
+    Plain values and arrays may be replaced by others of their kind.
+    """
+
+    def __init__(self, node: Any) -> None:
+        self._items: Any = node if isinstance(node, dict | list) else vars(node)
+        self._keys, values = self._now()
+        # Arrays are not kept: a step may need their memory.
+        self._values = [_array_marked(value) for value in values]
+
+    def _now(self) -> tuple[list[Any], list[Any]]:
+        if isinstance(self._items, list):
+            return [], self._items
+        return list(self._items), list(self._items.values())
+
+    def have_changed(self) -> bool:
+        """Whether there are other keys, or other objects or variables."""
+        keys, values = self._now()
+        if keys != self._keys or len(values) != len(self._values):
+            return True
+        return not _are(values, self._values) and any(
+            value is not before and _marked(value) is not _marked(before)
+            for value, before in zip(values, self._values, strict=True)
+        )
+
+
+def _is_changeable(node: object) -> bool:
+    """Whether something in a graph may get other contents, beside variables."""
+    return _flax.is_object(node) or isinstance(node, dict | list)
+
+
+def _raw_value(variable: Any) -> Any:
+    """What a variable holds, without what reading it as a value does to it."""
+    if hasattr(type(variable), "get_raw_value"):
+        return variable.get_raw_value()
+    return variable.raw_value  # Flax 0.12.1
+
+
+def _set_raw_value(variable: Any, value: Any) -> None:
+    if hasattr(type(variable), "set_raw_value"):
+        variable.set_raw_value(value)
+    else:
+        variable.raw_value = value
+
+
+_STATIC = frozenset({type(None), bool, int, float, complex, str, bytes})
+
+
+def _array_marked(value: Any) -> Any:
+    """`value`, or a type for all arrays."""
+    return np.ndarray if isinstance(value, jax.Array | np.ndarray) else value
+
+
+def _marked(value: Any) -> Any:
+    """`value`, or a type for all arrays, or for all plain values."""
+    return object if type(value) in _STATIC else _array_marked(value)

@@ -1,0 +1,519 @@
+"""Roles of optimizer leaves: transform, field and parameter, wherever a leaf stands."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple, TypeAlias
+
+from flaxckpt import _forks, _optimizer_states, _tree
+from flaxckpt._info import Leaf, LeafTable, Role
+from flaxckpt._types import LeafPath
+
+Keys: TypeAlias = tuple[_tree.Key, ...]
+
+
+class Known(NamedTuple):
+    """What is known of the leaves in one field of a transform's state.
+
+    Attributes:
+        state_class: Class of the innermost transform's state; empty if there is none,
+            or if it is a dict with the fields of a state of optax.
+        field: The field.
+        fields: All fields of that state.
+        place: Path of that state.
+        skip: Length of a leaf's path up to what is below the field.
+        optimizer: Path of the whole optimizer's state.
+        group: Path of the container that holds this optimizer and others beside it;
+            the optimizer's own path if it stands alone.
+        seat: Path of the element of `optimizer` that it is in, if that may be a tuple
+            of several optimizers; else empty.
+    """
+
+    state_class: str
+    field: str
+    fields: frozenset[str]
+    place: LeafPath
+    skip: int
+    optimizer: LeafPath
+    group: LeafPath
+    seat: LeafPath = ""
+
+    def role(self, path: LeafPath) -> Role:
+        """The role of the leaf at `path`."""
+        if not self.state_class:
+            # Fields without a class help to find a leaf, and are not recorded.
+            skip = len(self.optimizer) + 1 if self.optimizer else 0
+            return Role("", "", path[skip:], self.optimizer)
+        return Role(self.state_class, self.field, path[self.skip :], self.optimizer)
+
+
+NAMED_VALUES = frozenset(("hyperparams", "measurements"))
+"""Fields of optax's states that hold values by name, and do not mirror parameters."""
+
+_COPY = re.compile("(ema|average|avg|target|teacher|shadow|swa|polyak)[^/]*/")
+"""Parts of paths below which a copy of the parameters stands, not a second network."""
+
+_LONGEST = 64
+"""More transforms than a chain of one optimizer has."""
+
+
+def with_roles(table: LeafTable, known: Mapping[LeafPath, Known]) -> LeafTable:
+    """The table of a state, each leaf of an optimizer with its role."""
+    return {
+        path: Leaf(
+            dataclasses.replace(leaf.info, role=known[path].role(path)), leaf.sources
+        )
+        if path in known
+        else leaf
+        for path, leaf in table.items()
+    }
+
+
+def roles(
+    structure: _tree.Node | LeafPath,
+    optimizer_states: Iterable[tuple[Keys, _tree.Node | LeafPath]] = (),
+) -> dict[LeafPath, Known]:
+    """What is known of all leaves that belong to optimizer states, by leaf path.
+
+    An optimizer state is a transform's state of optax, a tuple of such states, or
+    anything below a key `opt_state`.
+
+    Args:
+        structure: Of a state.
+        optimizer_states: Keys and structure of states that have lost their classes in
+            `structure`, each of one optimizer.
+    """
+    return _Roles(structure).all(optimizer_states)
+
+
+def trusted_roles(
+    structure: _tree.Node | LeafPath, recorded: Mapping[LeafPath, Role]
+) -> dict[LeafPath, Role | None]:
+    """The roles of a checkpoint's leaves: recorded ones, corrected by its containers.
+
+    flaxckpt 0.1.0 recorded the parameters' own classes as states of transforms, and
+    several optimizers in a tuple as one. The containers are recorded with their
+    classes, so that they tell better, except where those classes are lost (in NNX
+    optimizers, or by a transform).
+
+    Args:
+        structure: The containers as they are recorded.
+        recorded: Leaf path -> recorded role.
+
+    Returns:
+        Leaf path -> role, for the leaves whose recorded role is wrong; None for those
+        of which nothing is known.
+    """
+    found = _Roles(structure)
+    known = found.all(())
+    corrected: dict[LeafPath, Role | None] = {}
+    for path, role in recorded.items():
+        own = known.get(path)
+        if own is not None and own.state_class:
+            if (better := own.role(path)) != role:
+                corrected[path] = better
+        elif role.state_class in found.parameter_classes:
+            corrected[path] = None if own is None else own.role(path)
+    return corrected
+
+
+class _Mirror(NamedTuple):
+    """The parameters that a part of an optimizer has moments of.
+
+    Attributes:
+        roots: How the paths of all of them may begin.
+        params: Their paths below that.
+        is_masked: Whether others stand beside them that have no moments here.
+    """
+
+    roots: frozenset[LeafPath]
+    params: frozenset[LeafPath]
+    is_masked: bool
+
+    def leaves(self) -> set[LeafPath]:
+        """The leaves of the state that these may be moments of."""
+        return {root + param for root in self.roots for param in self.params}
+
+
+class _Roles:
+    """Tells the containers of optimizers from all others, in one structure."""
+
+    def __init__(self, structure: _tree.Node | LeafPath) -> None:
+        self.parameter_classes: set[str] = set()
+        self._outside: list[LeafPath] = []
+        self._types: set[str] = set()
+        self._optimizers: list[tuple[Keys, _tree.Node | LeafPath]] = []
+        self._structure = structure
+        self._found: dict[LeafPath, Known] = {}
+        self._find_optimizers(structure, ())
+
+    def all(
+        self, optimizer_states: Iterable[tuple[Keys, _tree.Node | LeafPath]]
+    ) -> dict[LeafPath, Known]:
+        """See `roles`."""
+        for keys, node in self._optimizers:
+            self._enter(node, keys, _tree.join(keys))
+        for keys, node in optimizer_states:
+            path = _tree.join(keys)
+            prefix = f"{path}/" if keys else ""
+            owner = Known("", "", frozenset(), "", _skip(keys), path, path)
+            self._collect(node, keys, prefix, owner, may_be_state=True)
+        return self._found
+
+    # -- which containers are optimizers --
+
+    def _find_optimizers(self, node: _tree.Node | LeafPath, keys: Keys) -> None:
+        if isinstance(node, str):
+            self._outside.append(node)
+            return
+        if _optimizer_states.is_state_of_optax(node) or _optimizer_states.is_chain(
+            node
+        ):
+            self._optimizers.append((keys, node))
+            return
+        self._types.add(node.type)
+        for key, child in zip(node.keys, node.children, strict=True):
+            inner = keys if node.is_box else (*keys, key)
+            if key.name == "opt_state":
+                self._optimizers.append((inner, child))
+            else:
+                self._find_optimizers(child, inner)
+
+    def _enter(self, node: _tree.Node | LeafPath, keys: Keys, group: LeafPath) -> None:
+        """Collects the leaves of one optimizer, or of several beside each other."""
+        path = _tree.join(keys)
+        owner = Known("", "", frozenset(), "", _skip(keys), path, group)
+        held = "one" if isinstance(node, str) else self._held(node, keys)
+        if isinstance(node, str) or held == "one":
+            self._collect(node, keys, "", owner, may_be_state=True)
+            return
+        for key, child in zip(node.keys, node.children, strict=True):
+            inner = (*keys, key)
+            if isinstance(child, str):
+                self._found[child] = owner
+            elif held == "several":
+                self._enter(child, inner, group)
+            else:
+                seated = owner._replace(seat=_tree.join(inner))
+                self._collect(child, inner, "", seated, may_be_state=True)
+
+    def _held(
+        self, node: _tree.Node, keys: Keys
+    ) -> Literal["one", "several", "either"]:
+        """How many optimizers the states in `node` are of.
+
+        A chain is a tuple of states, or a dict (`named_chain`), and so are optimizers
+        beside each other. A tuple is a chain unless its elements have moments of
+        different parameters. Where the parameters do not tell, as those of two equal
+        networks, a tuple of complete optimizers may be either.
+        """
+        by_key = {
+            key: child
+            for key, child in zip(node.keys, node.children, strict=True)
+            if isinstance(child, _tree.Node)
+        }
+        nodes = by_key.values()
+        if len(nodes) < 2:
+            return "one"
+        if not _optimizer_states.is_plain(node):
+            are_states = all(
+                _optimizer_states.is_state_of_optax(n) or _optimizer_states.is_chain(n)
+                for n in nodes
+            )
+            is_own = not node.type.startswith("optax")
+            is_holder = are_states and is_own and len(nodes) == len(node.children)
+            return "several" if is_holder else "one"
+        if node.type == "list":
+            return "several"  # optax makes none
+        complete = [child for child in nodes if _optimizer_states.is_complete(child)]
+        carriers = {
+            key: child
+            for key, child in by_key.items()
+            if self._has_moments(child, may_be_state=True)
+        }
+        if (
+            not carriers
+            and node.type != "tuple"
+            and not _optimizer_states.has_state_class(node)
+        ):
+            return self._held_without_classes(node)
+        candidates = [
+            n
+            for k, n in by_key.items()
+            if k in carriers or _optimizer_states.is_complete(n)
+        ]
+        if len(candidates) < 2 or (node.type == "tuple" and not carriers):
+            return "one"
+        if len(carriers) > _LONGEST:
+            return "several"
+        if node.type == "tuple":
+            n = len(node.children)
+            is_full, are_complete = len(candidates) == n, len(complete) == n
+            return self._held_in_tuple(
+                carriers, keys, n, is_full=is_full, are_complete=are_complete
+            )
+        classes = {child.type for child in carriers.values()}
+        if len(carriers) > 1 and classes == {"tuple"}:
+            return "several"
+        beside = _beside(keys)
+        mirrors = self._mirrors(carriers, keys)
+        known = set[LeafPath]().union(*[mirror.roots for mirror in mirrors])
+        if len(known) == 1 and (len(classes) != 1 or len(carriers) < 2):
+            is_of_params = (
+                bool(keys)
+                and keys[-1].name == "opt_state"
+                and not known.isdisjoint((f"{beside}params/", f"{beside}target/"))
+            )
+            return "one" if is_of_params or len(complete) < 2 else "several"
+        return "several"  # which their names tell apart
+
+    def _held_without_classes(self, node: _tree.Node) -> Literal["one", "several"]:
+        """See `_held`; for a dict without states of known classes in it."""
+        if self._is_unnamed_state(node) or _optimizer_states.has_indices(node):
+            return "one"
+        nodes = [child for child in node.children if isinstance(child, _tree.Node)]
+        holders = [child for child in nodes if self._has_unnamed_state(child)]
+        return "several" if len(holders) > 1 else "one"
+
+    def _held_in_tuple(
+        self,
+        carriers: Mapping[_tree.Key, _tree.Node],
+        keys: Keys,
+        n_elements: int,
+        *,
+        is_full: bool,
+        are_complete: bool,
+    ) -> Literal["one", "several", "either"]:
+        """See `_held`.
+
+        Args:
+            carriers: The elements with moments.
+            keys: Of the tuple.
+            n_elements: How many elements it has.
+            is_full: Whether each element has moments or is complete.
+            are_complete: Whether each element may be a whole optimizer.
+        """
+        beside = _beside(keys)
+        mirrors = self._mirrors(carriers, keys)
+        pairs = list(itertools.combinations(mirrors, 2))
+        if any(self._are_apart(one, other) for one, other in pairs):
+            return "several"
+        roots = set[LeafPath]().union(*[mirror.roots for mirror in mirrors])
+        params = f"{beside}params/"
+        are_branches = all(r.startswith(params) and r != params for r in roots)
+        if is_full and roots and are_branches and len(roots) == n_elements:
+            return "several"  # one for each of equal networks
+        are_groups = any(
+            one.is_masked and other.is_masked and one.params.isdisjoint(other.params)
+            for one, other in pairs
+        )
+        if not are_complete or are_groups:
+            return "one"
+        if len(roots) == 1:
+            [root] = roots
+            if root in (params, f"{beside}target/") or not any(
+                path.startswith(beside)
+                and not path.startswith(root)
+                and "/" in path[len(beside) :]
+                and not _COPY.search(path, len(beside))
+                for path in self._outside
+            ):
+                return "one"
+        return "either"
+
+    def _are_apart(self, one: _Mirror, other: _Mirror) -> bool:
+        """Whether two states surely have moments of different parameters."""
+        is_masked = one.is_masked or other.is_masked
+        if not one.roots and not other.roots and not self._outside:
+            return not is_masked and one.params.isdisjoint(other.params)
+        if not one.roots or not other.roots:
+            return False
+        if not is_masked:
+            return one.leaves().isdisjoint(other.leaves())
+        return not any(
+            a.startswith(b) or b.startswith(a) for a in one.roots for b in other.roots
+        )
+
+    def _has_moments(self, node: _tree.Node, *, may_be_state: bool) -> bool:
+        is_transform = self._is_transform(node, may_be_state)
+        for key, child in zip(node.keys, node.children, strict=True):
+            if isinstance(child, str):
+                continue
+            if is_transform and key.name in NAMED_VALUES:
+                continue
+            inner = (
+                _optimizer_states.holds_states(key) if is_transform else may_be_state
+            )
+            if self._has_moments(child, may_be_state=inner):
+                return True
+            if (
+                is_transform
+                and not inner
+                and next(_optimizer_states.leaves(child), None) is not None
+            ):
+                return True
+        return False
+
+    def _mirrors(
+        self, carriers: Mapping[_tree.Key, _tree.Node], keys: Keys
+    ) -> list[_Mirror]:
+        """The parameters of each element with moments, of a container at `keys`."""
+        return [
+            self._mirror(child, (*keys, key), _beside(keys))
+            for key, child in carriers.items()
+        ]
+
+    def _mirror(self, node: _tree.Node, keys: Keys, beside: LeafPath) -> _Mirror:
+        """The parameters that `node` has moments of.
+
+        Args:
+            node: An optimizer, or a transform's state.
+            keys: Its keys.
+            beside: How paths begin of all that stands beside the optimizer; parameters
+                elsewhere are considered if there are none of them here.
+        """
+        part = _Roles("")
+        part._types = self._types
+        owner = Known("", "", frozenset(), "", 0, "", "")
+        part._collect(node, keys, "", owner, may_be_state=True)
+        by_field: dict[tuple[LeafPath, str], list[LeafPath]] = {}
+        for path, known in part._found.items():
+            param = path[known.skip :]
+            if known.state_class and param and known.field not in NAMED_VALUES:
+                by_field.setdefault((known.place, known.field), []).append(param)
+        is_masked = _optimizer_states.is_masked(node)
+        outside = self._outside_set
+        for params in by_field.values():
+            first = params[0]
+            roots = {
+                path[: len(path) - len(first)]
+                for path in self._outside
+                if path == first or path.endswith(f"/{first}")
+            }
+            roots = {r for r in roots if all(r + p in outside for p in params)}
+            roots = {root for root in roots if root.startswith(beside)} or roots
+            if roots:
+                # A moving average has the paths of the parameters, too.
+                own = {root for root in roots if not _COPY.search(root, len(beside))}
+                return _Mirror(frozenset(own or roots), frozenset(params), is_masked)
+        every = itertools.chain.from_iterable(by_field.values())
+        return _Mirror(frozenset(), frozenset(every), is_masked)
+
+    @_forks.lazy
+    def _outside_set(self) -> frozenset[LeafPath]:
+        return frozenset(self._outside)
+
+    # -- which containers in them are the states of transforms --
+
+    def _collect(
+        self,
+        node: _tree.Node | LeafPath,
+        keys: Keys,
+        prefix: LeafPath,
+        owner: Known,
+        *,
+        may_be_state: bool,
+    ) -> None:
+        """Adds what is known of the leaves of `node`.
+
+        Args:
+            node: A container or a leaf, in an optimizer.
+            keys: Its keys.
+            prefix: Path that the leaves of `node` lack at their beginning.
+            owner: What is known of the leaves right in it, if it is no state.
+            may_be_state: Whether a transform's state may stand here, of any class.
+        """
+        if isinstance(node, str):
+            self._found[prefix + node] = owner
+            return
+        is_transform = self._is_transform(node, may_be_state)
+        is_unnamed = not is_transform and may_be_state and self._is_unnamed_state(node)
+        if not is_transform and not _optimizer_states.is_plain(node):
+            may_be_state = False
+            if not node.is_box:
+                self.parameter_classes.add(_optimizer_states.class_name(node))
+        place = _tree.join(keys) if is_transform or is_unnamed else ""
+        fields = frozenset([str(key.name) for key in node.keys])
+        for key, child in zip(node.keys, node.children, strict=True):
+            inner = keys if node.is_box else (*keys, key)
+            child_owner, inner_may_be_state = owner, may_be_state
+            if is_transform or is_unnamed:
+                child_owner = Known(
+                    _optimizer_states.class_name(node) if is_transform else "",
+                    str(key.name),
+                    fields,
+                    place,
+                    _skip(inner),
+                    owner.optimizer,
+                    owner.group,
+                    owner.seat,
+                )
+                inner_may_be_state = _optimizer_states.holds_states(key)
+            if isinstance(child, str):
+                self._found[prefix + child] = child_owner
+            else:
+                self._collect(
+                    child, inner, prefix, child_owner, may_be_state=inner_may_be_state
+                )
+
+    def _is_transform(self, node: _tree.Node, may_be_state: bool) -> bool:
+        """Whether `node` is the state of a transform, and no container of parameters.
+
+        States of optax are known by their names. Those of others are classes with
+        fields that stand where an optimizer has states, and not among the parameters.
+        A field such as `mu` has no states in it, whatever the class of the parameters.
+        """
+        if _optimizer_states.is_state_of_optax(node):
+            return True
+        return (
+            may_be_state
+            and not _optimizer_states.is_plain(node)
+            and node.type not in self._types
+        )
+
+    def _is_unnamed_state(self, node: _tree.Node) -> bool:
+        """Whether `node` is a dict with the fields of a state of optax.
+
+        So states look that have lost their classes, as in `nnx.state(optimizer)` and
+        `flax.serialization.to_state_dict`.
+        """
+        if (
+            node.is_box
+            or node.type in ("tuple", "list")
+            or not _optimizer_states.is_plain(node)
+        ):
+            return False
+        fields = frozenset([str(key.name) for key in node.keys])
+        return fields in self._fields_of_optax and not any(
+            isinstance(child, _tree.Node)
+            and (
+                _optimizer_states.is_state_of_optax(child)
+                or _optimizer_states.is_chain(child)
+            )
+            for child in node.children
+        )
+
+    def _has_unnamed_state(self, node: _tree.Node) -> bool:
+        return self._is_unnamed_state(node) or any(
+            isinstance(child, _tree.Node) and self._has_unnamed_state(child)
+            for child in node.children
+        )
+
+    @_forks.lazy
+    def _fields_of_optax(self) -> frozenset[frozenset[str]]:
+        return _optimizer_states.fields_of_states(
+            tuple(sorted(name for name in sys.modules if name.startswith("optax")))
+        )
+
+
+def _beside(keys: Keys) -> LeafPath:
+    """How the paths of all leaves begin that stand beside the container at `keys`."""
+    return _tree.join(keys[:-1]) + "/" if keys[:-1] else ""
+
+
+def _skip(keys: Keys) -> int:
+    return len(_tree.join(keys)) + 1 if keys else 0
