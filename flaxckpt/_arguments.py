@@ -19,7 +19,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
 
 def found(value: Any) -> str:
-    """A few words on a value that is not what was wanted; never the values in it."""
+    """Describes an unexpected value in a few words, never by its contents."""
     if value is None or type(value) in _PLAIN:
         return f"{value!r:.80}"
     if isinstance(value, type):

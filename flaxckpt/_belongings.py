@@ -99,7 +99,7 @@ _FILE_SUFFIXES = _CONVERTED | frozenset(
 
 
 def check_name(final: Path, maker: Literal["save", "convert", "a run"]) -> None:
-    """Refuses a name that asks for a file of a format that is not written there.
+    """Raises OptionError if a path ends like a file of a format that is not written.
 
     `save` and a run make directories. `convert` makes files of two formats.
 
@@ -153,7 +153,7 @@ def _is_empty(path: Path) -> bool:
 
 
 def check_replaceable(final: Path, *, of_any_format: bool = False) -> None:
-    """Refuses to replace what is no checkpoint, or a directory with other files in it.
+    """Raises an error unless `final` is a checkpoint without other files in it.
 
     Args:
         final: What is there.
@@ -182,7 +182,7 @@ def check_replaceable(final: Path, *, of_any_format: bool = False) -> None:
 
 
 def set_aside(final: Path) -> None:
-    """Renames a damaged step if it may not be replaced, as there are other files in it.
+    """Renames a damaged step that has other files in it and may not be replaced.
 
     Its new name is no step's. In a store, nothing can be renamed.
 
@@ -262,7 +262,7 @@ def _empty_directories(directory: Path) -> list[str]:
 
 
 def _content(directory: Path) -> dict[str, bool]:
-    """The path of each file in a directory, in order, and whether it is a link."""
+    """Maps the path of each file in a directory to True if the file is a link."""
     if _remote.is_remote(directory):
         keys = directory.keys()
         return {key: False for key in sorted(keys) if not key.endswith("/")}
@@ -306,7 +306,7 @@ def _is_orbax(directory: Path) -> bool:
 
 
 def _own(files: Collection[str]) -> set[str]:
-    """Which files are of our checkpoint, whose manifest is there."""
+    """The files of a checkpoint of ours that has its manifest."""
     found = set(files) & _FILES
     for name, inside in _by_directory(files).items():
         if name == _orbax.STATE:
@@ -386,7 +386,7 @@ def _by_directory(files: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _in_tree(files: Collection[str], *, is_damaged: bool) -> set[str]:
-    """Which files of an item are of arrays, and of what describes these."""
+    """The files of an item that hold arrays, or metadata of arrays."""
     found = {name for name in files if _OF_A_TREE.fullmatch(name)}
     return found | _in_arrays(files, is_damaged=is_damaged)
 

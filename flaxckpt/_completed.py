@@ -45,7 +45,7 @@ class Completed:
             )
 
     def get(self, name: str) -> Any:
-        """What was passed, or else what was bound gives now.
+        """The value that was passed, or the present value of the bound function.
 
         A bound state, or bound metrics, that were asked for when the step was reported
         are not asked for again.
@@ -69,7 +69,7 @@ class Completed:
     # ---- for the end of the loop --------------------------------------------------
 
     def hold(self, before: Completed | None, *, ask: bool, ask_metrics: bool) -> None:
-        """Keeps what the end of the loop may have to save, as it is now.
+        """Keeps the state, metrics and dataset position for the end of the loop.
 
         Args:
             before: The step that was reported before.
@@ -89,7 +89,7 @@ class Completed:
         self._given["dataset"] = datasets.held(self.get("dataset"))
 
     def says_itself(self) -> bool:
-        """Whether its state need not be kept: it says at the end at which step it is.
+        """Whether the state need not be kept, because it has a step counter of its own.
 
         That is so for a bound state that is replaced as a whole, as a `TrainState` is.
         """
@@ -103,11 +103,11 @@ class Completed:
 
     @property
     def fault(self) -> str:
-        """Why its state could not be kept; empty if it was, or was not to be."""
+        """The reason why the state could not be kept; empty if there is none."""
         return "" if self._state is None else self._state.fault
 
     def why_gone(self, *, check_step: bool, offset: int) -> str:
-        """Why its state cannot be had any more; empty if it can.
+        """The reason why the reported state is lost; empty if it can still be saved.
 
         Args:
             check_step: Whether the state's own step counter has to agree.
@@ -136,7 +136,7 @@ class Completed:
 
     @contextlib.contextmanager
     def as_reported(self) -> Iterator[None]:
-        """Gives in the `with` block what was there when the step was reported."""
+        """Restores the reported values for the duration of the `with` block."""
         metrics = self._given["metrics"]
         has_later = metrics is None and "metrics" in self._getters
         gone = "those that are bound may be of a later step"
@@ -158,7 +158,7 @@ class Completed:
                 self._given["metrics"] = metrics
 
     def _is_last(self) -> bool:
-        """Whether nothing can have happened since it was reported."""
+        """Whether the state cannot have changed since the report."""
         if self._state is None:
             return True  # its counter said so
         if self.is_bound:

@@ -210,7 +210,7 @@ def _check_current(stored: Stored, files: Sequence[_storage.Stamp]) -> None:
 def _check_readable(
     done: _journal.Journal, target: _targets.Target, step: int | None
 ) -> None:
-    """Reads what was made, but its arrays, as whoever loads it will.
+    """Reads a new checkpoint, except its arrays, as a load would.
 
     Raises:
         SaveFailedError: It cannot be read, and is removed.

@@ -56,7 +56,7 @@ def compare(path: Path, final: Path) -> Relation:
 
 
 def _content(file: Path) -> bytes | None:
-    """The content of a small file; None if it is missing, or none of ours."""
+    """The content of a small file; None if it is missing or not ours."""
     try:
         return _storage.read(file, max_bytes=_orbax_json.MAX_BYTES)
     except (

@@ -87,7 +87,7 @@ def mismatch(state: PyTree, step: int) -> str:
 
 
 def found(state: PyTree) -> dict[str, int]:
-    """Where a state keeps its step counters, and what they say."""
+    """Path of each step counter of a state -> its value."""
     return dict(_found(state))
 
 
@@ -96,7 +96,7 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 
 def _found(state: PyTree) -> Iterator[tuple[str, int]]:
-    """Where a state keeps its step counters, and what they say."""
+    """Yields the path and the value of each step counter of a state."""
     parts: dict[str, Any] = {"state": state}
     if isinstance(state, Mapping):
         parts |= {f"state[{name!r}]": part for name, part in state.items()}

@@ -60,7 +60,7 @@ class _Transform:
 
 
 class _Match(NamedTuple):
-    """Which stored transforms may be meant by a wanted one.
+    """The stored transforms that a wanted transform may match.
 
     Attributes:
         same: Path of the one that has its place; None if that is not certain.
@@ -127,7 +127,7 @@ class Finder:
         return all_found
 
     def _outside_of_transforms(self, path: LeafPath) -> list[LeafPath]:
-        """The stored leaf at the path of one that no transform's state contains."""
+        """The stored leaf at a path outside of all transforms' states."""
         if (found := self._at(path)) is None:
             return []
         role = self._table[found].info.role
@@ -161,7 +161,7 @@ class Finder:
 
     @_forks.lazy
     def _assigned(self) -> set[LeafPath]:
-        """Leaves that were put into the place of a wanted one, without their states."""
+        """Leaves that were assigned to a wanted leaf's path, without their states."""
         return self._survey[1]
 
     @_forks.lazy
@@ -326,7 +326,7 @@ class Finder:
 
     @_forks.lazy
     def _matches(self) -> dict[LeafPath, _Match]:
-        """For each wanted transform, by its path, which stored ones it may be."""
+        """Path of each wanted transform -> the stored transforms that it matches."""
         kinds: dict[_Kind, list[_Transform]] = {}
         for place, transform in self._wanted().items():
             known = transform.known
@@ -476,7 +476,7 @@ def _parts(optimizer: LeafPath, place: LeafPath) -> tuple[_Part, ...]:
 
 
 def _names(places: Sequence[Sequence[_Part]]) -> list[tuple[str, ...]]:
-    """The names in the parts of places, without those that all begin with."""
+    """The names in the parts of each place, without the common prefix."""
     names = [tuple(name for _, name in parts if name) for parts in places]
     if not names:
         return []
@@ -508,7 +508,7 @@ def _labels(parts: Sequence[_Part]) -> tuple[str, ...]:
 
 
 def _hyperparameter(place: LeafPath) -> str:
-    """The hyperparameter whose schedule the state at `place` is of, if it is of one."""
+    """The hyperparameter that the state at `place` schedules; empty if none."""
     _, found, name = f"/{place}".rpartition(f"/{_HYPERPARAMETERS}/")
     return name.partition("/")[0] if found else ""
 
@@ -523,7 +523,7 @@ def _is_moment(tail: LeafPath, known: _optimizer_roles.Known) -> bool:
 
 
 def _place(info: LeafInfo) -> LeafPath | None:
-    """Path of the state that a leaf has its role in; None if it has none."""
+    """Path of the state that contains a leaf; None if the leaf has no role."""
     role = info.role
     if role is None or not role.state_class or info.kind == "empty":
         return None
@@ -535,7 +535,7 @@ def _place(info: LeafInfo) -> LeafPath | None:
 
 
 def _tail(role: Role) -> LeafPath:
-    """Path of a leaf below the state that it has its role in."""
+    """Path of a leaf below the transform state that contains it."""
     return f"{role.field}/{role.param}" if role.param else role.field
 
 

@@ -46,7 +46,7 @@ def misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
 
 
 def too_wide(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
-    """Says that jax, as it is configured now, cannot hold a wanted jax array.
+    """The problem of a wanted jax array of 64 bits while x64 is off, or None.
 
     Without `jax_enable_x64`, jax cuts 64-bit values to 32 bits without an error.
 
@@ -126,7 +126,7 @@ class Moved(NamedTuple):
         return f"{them}: the checkpoint has them {where}"
 
     def rename(self, table: LeafTable) -> str | None:
-        """The transform that moves them, as text; None if that would be long."""
+        """The `rename` call that moves the leaves, as text; None if it is long."""
         pattern = f"{re.escape(self.found)}/(.*)"
         if not self.found:
             own = {name.split("/")[0] for name in self.names}
@@ -175,7 +175,7 @@ def moved(
 def _moved(
     lacking: Mapping[LeafPath, LeafInfo], free: Mapping[LeafPath, LeafInfo]
 ) -> Moved | None:
-    """Where all of the leaves `lacking` are among those that are `free`."""
+    """The container among the `free` leaves that has all `lacking` leaves."""
     first = next(iter(lacking)).split("/")
     candidates: dict[tuple[LeafPath, LeafPath], int] = {}
     for path in free:
@@ -204,7 +204,7 @@ def _moved(
 
 
 def _below(container: LeafPath, path: LeafPath) -> LeafPath | None:
-    """What `path` is called below a container; None if it is not there."""
+    """The path of a leaf relative to a container; None if the leaf is elsewhere."""
     if not container:
         return path
     inside = path.startswith(f"{container}/")
@@ -212,7 +212,7 @@ def _below(container: LeafPath, path: LeafPath) -> LeafPath | None:
 
 
 def rows(problems: Sequence[Mismatch], found: Sequence[Moved]) -> list[str] | None:
-    """The lines to show of `problems`: one for all leaves that are elsewhere alike.
+    """The lines that show `problems`, with one line for all leaves that moved together.
 
     None if there are no such leaves.
     """

@@ -107,7 +107,7 @@ def flatten(state: PyTree) -> FlatState:
 
 
 def check_state(state: PyTree) -> None:
-    """Refuses a function or a class, which was passed instead of what it makes.
+    """Raises OptionError if a function or class was passed as the state.
 
     Raises:
         OptionError: `state` is one.
@@ -263,7 +263,7 @@ def _share_variables(
     objects: Sequence[Any],
     shared: Mapping[int, int | tuple[Any, ...]],
 ) -> None:
-    """Puts one variable wherever a state had one, unless their values differ.
+    """Puts one variable in all places that shared it, unless the values differ.
 
     They may: the checkpoint may be of a state that did not share them, such as an
     average that begins as a view of the parameters.

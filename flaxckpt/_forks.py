@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class PerProcess(Generic[T]):
-    """An object of which a forked process has one of its own.
+    """An object that each process makes for itself, also after a fork.
 
     A thread that forks while it holds a lock releases the one that it holds.
 

@@ -31,7 +31,7 @@ _IMMUTABLE: set[type] = {type(None), bool, int, float, complex, str, bytes}
 
 
 class Held:
-    """The leaves of a state, kept as they are now.
+    """The leaves of a state as they were when it was reported.
 
     Args:
         state: Any pytree, or NNX objects.
@@ -101,7 +101,7 @@ class Held:
         return sum(_print(array) != before for array, before in self._prints)
 
     def why_gone(self) -> str:
-        """Why the state cannot be had as it was; empty if it can."""
+        """The reason why the reported state is lost; empty if it is not."""
         if self.fault:
             return f"it has {self.fault}"
         if any(map(_is_deleted, (*self._leaves, *self._values))):
@@ -165,7 +165,7 @@ def _flatten(state: PyTree, before: Held | None) -> tuple[list[Any], Any]:
 
 
 class Trace:
-    """What tells whether a state has changed, without keeping it in memory.
+    """Detects changes of a state without keeping the state in memory.
 
     Arrays may be put elsewhere, or copied, without a change: values are compared then,
     of numpy arrays and of the smallest of jax's.
@@ -242,7 +242,7 @@ def _content(array: Any) -> Any:
 
 
 def is_replaced_whole(state: PyTree) -> bool:
-    """Whether a state is never changed in place, and says itself at which step it is.
+    """Whether a state is immutable and has a step counter of its own.
 
     That is so for a `TrainState` and other frozen dataclasses and named tuples with a
     `step`.
@@ -262,7 +262,7 @@ def _all_leaves(state: PyTree) -> list[Any]:
 
 
 def _print(leaf: Any) -> Any:
-    """What is equal for a leaf only if it has not changed."""
+    """A fingerprint of a leaf that differs if the leaf has changed."""
     if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
         content = np.ascontiguousarray(leaf).view(np.uint8).data if leaf.size else b""
         return leaf.dtype, leaf.shape, crc32c.crc32c(content)

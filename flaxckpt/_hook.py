@@ -132,7 +132,7 @@ class Hook:
         self._asks_metrics = each_step
 
     def _hold(self, seen: Completed) -> None:
-        """Keeps what the end of the loop may save of a step."""
+        """Keeps the parts of a step that the end of the loop may save."""
         if not self._save_last:
             return
         seen.hold(
@@ -181,7 +181,7 @@ class Hook:
             self._consumption.note(seen.step, datasets.position(dataset))
 
     def _check_counted(self, state: PyTree, step: int) -> None:
-        """Refuses the step that was restored, if another one was trained since.
+        """Raises OptionError if the restored step is reported again with another state.
 
         States that count their steps are compared by that.
 
@@ -325,7 +325,7 @@ class Hook:
         return restored, step
 
     def _note_restored(self, state: PyTree, step: int) -> None:
-        """Remembers with which values the loop begins, and looks at their number."""
+        """Remembers the first state of the loop, and compares its step counter."""
         with contextlib.suppress(TypeError, ValueError):  # a save will say more of it
             self._restored = step, _held.Trace(state)
         if self._began_at is not None and (counters := _counters.mismatch(state, step)):

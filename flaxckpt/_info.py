@@ -76,7 +76,7 @@ class LeafInfo:
 
     @property
     def is_python_number(self) -> bool:
-        """Whether it is a Python number, which has no width, unlike numpy's scalars."""
+        """Whether the leaf is a Python number, which has no width."""
         return self.kind == "scalar" and self.python_type != "numpy.generic"
 
     def __str__(self) -> str:
@@ -215,7 +215,7 @@ class ArrayLayout:
 
 
 def checked_layout(layout: ArrayLayout | None) -> ArrayLayout:
-    """The layout that somebody has passed, or the default one.
+    """The layout that was passed, or the default layout.
 
     Raises:
         OptionError: It is something else.

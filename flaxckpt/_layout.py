@@ -180,7 +180,7 @@ def _chunk_shape(written: Shape, dtype: str, max_bytes: int, ragged: bool) -> Sh
 
 
 def fault(info: LeafInfo) -> str | None:
-    """Why readers refuse the array of a leaf with chunks; None if they take it."""
+    """The reason why readers refuse the array of a leaf; None if they accept it."""
     return _fault(info.shape, info.chunk_shape or ())
 
 

@@ -25,7 +25,7 @@ class _Slot(NamedTuple):
 
     @property
     def is_item(self) -> bool:
-        """Whether it is no attribute."""
+        """Whether the key is an index or a dictionary key."""
         return isinstance(self.container, Mapping | Sequence)
 
     def get(self) -> Any:
@@ -35,7 +35,7 @@ class _Slot(NamedTuple):
         return getattr(self.container, self.key)
 
     def set(self, value: Any) -> None:
-        """Puts another one there."""
+        """Replaces the value."""
         if self.is_item:
             self.container[self.key] = value
         else:
@@ -75,7 +75,7 @@ class ObjectGraph:
         return variables, slots
 
     def is_of(self, objects: Sequence[Any]) -> bool:
-        """Whether it is the graph of these."""
+        """Whether this is the graph of `objects`."""
         return _are(objects, self._objects)
 
     def is_current(self) -> bool:
@@ -150,7 +150,7 @@ def _is_changeable(node: object) -> bool:
 
 
 def _raw_value(variable: Any) -> Any:
-    """What a variable holds, without what reading it as a value does to it."""
+    """The raw value of a variable, without the hooks of `Variable.value`."""
     if hasattr(type(variable), "get_raw_value"):
         return variable.get_raw_value()
     return variable.raw_value  # Flax 0.12.1

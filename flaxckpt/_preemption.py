@@ -135,7 +135,7 @@ class _Program(NamedTuple):
 
 
 def _running_program() -> _Program | None:
-    """The one that runs now; None if it is not to be found, as in other threads."""
+    """The program part that runs now; None if unknown, as in other threads."""
     if threading.current_thread() is not threading.main_thread():
         return None
     names = vars(sys.modules["__main__"])

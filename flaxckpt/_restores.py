@@ -165,7 +165,7 @@ class Restores:
     def _marked_beyond(
         self, step: int | None, candidates: Sequence[tuple[int, Path]]
     ) -> _Marked:
-        """Why each step is marked as damaged that is newer than all `candidates`."""
+        """Step -> reason, of damaged steps that are newer than all `candidates`."""
         if step is not None:
             return {}
         newest = candidates[0][0]
@@ -173,7 +173,7 @@ class Restores:
         return dict(sorted(marked.items(), reverse=True))
 
     def _check_unmarked(self, newest: int, marked: _Marked) -> None:
-        """Refuses the newest step that is not marked, if a newer one is.
+        """Raises an error if a step newer than `newest` is marked as damaged.
 
         Raises:
             DamagedCheckpointError: There are newer ones.
@@ -301,7 +301,7 @@ class Restores:
         )
 
     def _check_unchanged(self, metadata: CheckpointMetadata, state: PyTree) -> None:
-        """Refuses to take values that transforms have changed for those of `state`."""
+        """Raises OptionError if transforms that cannot be undone changed the values."""
         changed = _transforms.changed_in_place(
             self._transforms, _flax.flatten(state).table
         )

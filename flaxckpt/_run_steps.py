@@ -100,7 +100,7 @@ class RunSteps:
             ) from error
 
     def _check_names(self) -> None:
-        """Refuses directories that are called like files, but for those of before."""
+        """Raises OptionError for new directories that are named like files."""
         new = self.saves_in / self.format.name(0)
         for path in (self.directory, self.saves_in, new):
             try:
@@ -210,7 +210,7 @@ class RunSteps:
             self.tiers.check_free(step)
 
     def check_replaceable(self, step: int) -> None:
-        """Refuses to replace a step if a directory behind staging has more in it.
+        """Raises an error if the directory's copy of a step has other files in it.
 
         Raises:
             CheckpointExistsError: It has.

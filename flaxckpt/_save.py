@@ -276,7 +276,7 @@ def has_optimizer(state: PyTree) -> bool:
 
 @_collector.paused()
 def trouble_undoing(state: PyTree, transforms: Sequence[Transform]) -> str | None:
-    """Says what a run that saves `state` with `transforms` would not get back.
+    """Describes the leaves that a run's transforms would lose; None if there are none.
 
     None if it gets back all but what it drops.
     """

@@ -163,7 +163,7 @@ def _called_like_steps(root: Path, number: Number | None) -> list[tuple[Path, in
 
 
 def _recorded(root: Path) -> set[str]:
-    """How names of steps begin, as the journal of the run says."""
+    """The prefix of step names in the run's journal."""
     found = set()
     for event in _event_journal.recent(root / _event_journal.NAME):
         name = event.path.rstrip("/").rpartition("/")[2]
@@ -181,7 +181,7 @@ def _ending_in_numbers(root: Path) -> Iterator[tuple[str, Path, int]]:
 
 
 def _finished(root: Path) -> Iterator[Path]:
-    """All that is under `root` but links, and what is being written or deleted."""
+    """The entries under `root`, except links and entries being written or deleted."""
     for path in sorted(root.iterdir()):
         is_temporary = _unfinished.TEMPORARY in path.name or _T5X_TEMPORARY.search(
             path.name
@@ -191,6 +191,6 @@ def _finished(root: Path) -> Iterator[Path]:
 
 
 def _prefix(name: str) -> str:
-    """What stands before the number in which a name ends."""
+    """The part of a name before its final number."""
     match = _ANY_NAME.fullmatch(name)
     return name[: match.start(1)] if match else name

@@ -152,7 +152,7 @@ class Uploads:
             self._is_tidy = True
 
     def start(self) -> None:
-        """Has what is marked be uploaded, on a thread behind the caller.
+        """Starts the thread that uploads marked steps.
 
         A fork leaves that to the process that opened the run, and says so once.
         """

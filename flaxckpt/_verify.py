@@ -142,7 +142,7 @@ def _description(
 
 
 def _unreadable(stored: Stored, found: _findings.Findings) -> dict[LeafPath, str]:
-    """Leaf path -> why a restore cannot read it, of the leaves for which that holds."""
+    """Leaf path -> the reason why a restore cannot read the leaf."""
     unreadable: dict[LeafPath, str] = {}
     for faults, default in (
         (found.problems, "damaged"),

@@ -230,7 +230,7 @@ def _write_files(
     is_remote = _remote.is_remote(root)
 
     def begin(array: HostArray) -> bool:
-        """Makes the directory; says whether its chunks should be those of before."""
+        """Makes the directory; returns whether the earlier metadata is the same."""
         directory = root / array.name
         directory.mkdir(exist_ok=not array.name or writer is not None)
         content = _raw_chunks.metadata_text(array, encoding)

@@ -197,7 +197,7 @@ def _refused(path: Path) -> str | None:
 
 
 def _of_clu(directory: Path) -> str | None:
-    """What a directory is in which `clu.checkpoint` has saved."""
+    """Describes a directory written by `clu.checkpoint`."""
     found = {path.name: path for path in directory.glob("*-*.flax")}
     numbers = {name[:-5].rpartition("-")[2]: name for name in found}
     if plain := [number for number in numbers if number.isdecimal()]:
@@ -231,7 +231,7 @@ def _above(directory: Path) -> str | None:
 
 
 def _of_runs(directory: Path) -> str | None:
-    """What a directory is that has run directories in it; None if it has none."""
+    """Describes a directory of run directories; None if it has none."""
     children = sorted(child for child in directory.iterdir() if child.is_dir())
     for child in children[:_MAX_TRIED]:
         with contextlib.suppress(errors.CheckpointError, OSError):

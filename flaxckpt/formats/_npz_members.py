@@ -191,7 +191,7 @@ def _member(file: IO[bytes], stamp: _storage.Stamp, info: zipfile.ZipInfo) -> Me
 
 
 def _fault(info: zipfile.ZipInfo, member: Member) -> str | None:
-    """Why a member cannot be one of an array, or None."""
+    """The reason why an archive member is not an array; None if it may be."""
     parts = member.name.split("/")
     if not info.filename.endswith(SUFFIX):
         return f"is no array: its name does not end in {SUFFIX}"
@@ -323,7 +323,7 @@ def parse(text: bytes) -> tuple[Shape, bool, np.dtype[Any]]:
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:
-    """The element type that is meant.
+    """The element type of a numpy header.
 
     Raises:
         UnsupportedError: None that is read.

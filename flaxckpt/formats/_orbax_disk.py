@@ -286,7 +286,7 @@ def _is_known(path: Path, metrics: bytes) -> bool:
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among `metrics`; those that no float can hold are none.
+    """The numbers among `metrics`, except numbers too large for a float.
 
     Nested names are joined by `/`, as in `eval/loss`; an item of a list has its index
     as name. If two metrics get one name, the less nested one counts.

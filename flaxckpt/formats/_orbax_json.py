@@ -82,7 +82,7 @@ def loads(content: bytes, path: object) -> dict[str, Any]:
 
 
 def check_size(content: bytes) -> None:
-    """Refuses JSON that is too large for `loads`, and for those who read files.
+    """Raises ValueError if JSON is too large for our readers.
 
     Raises:
         ValueError: It is.

@@ -40,7 +40,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def check_replacement(pattern: str, replacement: str) -> str:
-    """`replacement`, if it can be one.
+    """Returns `replacement` if it is a valid replacement text.
 
     Raises:
         OptionError: It is no text.

@@ -174,7 +174,7 @@ def undoing(transforms: Sequence[Transform]) -> list[Transform] | None:
 
 
 def not_restored(transforms: Sequence[Transform], table: LeafTable) -> list[LeafPath]:
-    """The leaves that a run would not get back of what it saves with `transforms`.
+    """The leaves that a run cannot restore from its own saves with `transforms`.
 
     Leaves that `drop` and `keep` leave out are not among them.
 
@@ -249,7 +249,7 @@ def _traced(table: LeafTable) -> LeafTable:
 
 
 def _origins(table: LeafTable) -> set[LeafPath]:
-    """The leaves that those of a traced table are made of."""
+    """The source leaves of a traced table."""
     sources = (source for leaf in table.values() for source in leaf.sources)
     return {source for source in sources if isinstance(source, str)}
 
