@@ -13,10 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from flax.core import FrozenDict
 from flax.training import train_state
 from hypothesis import strategies as st
+
+import flaxckpt
 
 # ---- parameters -------------------------------------------------------------------
 
@@ -415,3 +418,13 @@ def changed(draw, optimizer, kinds=tuple(TRANSFORMS)):
     if draw(st.booleans()):
         wrapper = draw(st.sampled_from(["", "steps", "finite", "mask", "label"]))
     return Optimizer(tuple(parts), form, wrapper)
+
+
+def save_with(writer, path, state):
+    """Saves with roles, as `flaxckpt` does, or without, as `orbax` does."""
+    if writer == "flaxckpt":
+        flaxckpt.save(path, state)
+        return
+    ocp = pytest.importorskip("orbax.checkpoint")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, state)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax_zoo import MESH, PARAMS, ZOO, create, labels
+from optimizer_states import save_with
 
 import flaxckpt
 from flaxckpt import _flax, _optax, _optimizer_roles, _tree
@@ -459,16 +460,6 @@ def test_nnx_optimizers_keep_their_moments_too(tmp_path):
 
 
 # ---- never another's moments --------------------------------------------------------
-
-
-def save_with(writer, path, state):
-    """Saves with roles, as we do, or without, as Orbax does."""
-    if writer == "flaxckpt":
-        flaxckpt.save(path, state)
-        return
-    ocp = pytest.importorskip("orbax.checkpoint")
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, state)
 
 
 def pair_of_networks(tx, **params):

@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from optimizer_states import save_with
 
 import flaxckpt
 
@@ -157,15 +158,6 @@ def moments(state):
     }
 
 
-def save(writer, path, state):
-    if writer == "flaxckpt":
-        flaxckpt.save(path, state)
-        return
-    ocp = pytest.importorskip("orbax.checkpoint")
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, state)
-
-
 def fill_layout(layout, tx):
     state = LAYOUTS[layout](tx)
     if layout == "nnx":
@@ -177,7 +169,7 @@ def fill_layout(layout, tx):
 def check(path, layout, change, writer="flaxckpt"):
     old, new = CHANGES[change]
     saved = fill_layout(layout, old)
-    save(writer, path, saved)
+    save_with(writer, path, saved)
     found = flaxckpt.load(path, LAYOUTS[layout](new), unused="ignore")
     before, after = moments(saved), moments(found)
     kept = before.keys() & after.keys()
