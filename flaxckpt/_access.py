@@ -44,6 +44,34 @@ def explained(path: Path) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Explains errors of the system, missing files too, while a checkpoint is read.
+
+    Args:
+        path: The checkpoint, which was there when the reading began.
+
+    Raises:
+        CheckpointNotFoundError: It was deleted meanwhile.
+        DamagedCheckpointError: A file is missing, or could not be read.
+    """
+    with explained(path):
+        try:
+            yield
+        except _MISSING as error:
+            if isinstance(error, errors.CheckpointError):
+                raise
+            if not path.exists():
+                raise errors.CheckpointNotFoundError(
+                    f"{path} was deleted or replaced while it was read: try again, or"
+                    " load another step"
+                ) from error
+            raise errors.DamagedCheckpointError(
+                f"{_where(path, error)} is missing: restore another step, or try again"
+                " if it was being replaced"
+            ) from error
+
+
 def is_unread(error: BaseException) -> bool:
     """Whether the system could not read something, which proves no damage."""
     found: BaseException | None = error

@@ -38,7 +38,7 @@ def locate(
         DamagedCheckpointError: It is one that is not intact, or may not be read.
         OptionError: `step` is no step, or `path` is one checkpoint.
     """
-    with _access.explained(path), _remote.looking(path):
+    with _access.reading(path), _remote.looking(path):
         number = None if step is None else _steps.check(step)
         return _locate(path, number, number_of(step_format))
 
@@ -147,7 +147,7 @@ def summary(steps: list[int]) -> str:
 
 def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Stored:
     """Reads everything of a checkpoint but its arrays."""
-    with _access.explained(path), _remote.looking(path):
+    with _access.reading(path), _remote.looking(path):
         reader = formats.detect(path).reader
         return reader.read(path, step=step, resolve=_classes.resolver(types))
 

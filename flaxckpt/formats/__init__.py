@@ -74,7 +74,7 @@ class Detected(NamedTuple):
 
 def recognises(path: Path) -> bool:
     """Whether `path` is a checkpoint in a format that is read here."""
-    with _access.explained(path), _remote.looking(path):
+    with _access.reading(path), _remote.looking(path):
         return any(reader.recognises(path) for reader in _readers(path).values())
 
 
@@ -90,7 +90,7 @@ def detect(path: PathLike) -> Detected:
         DamagedCheckpointError: It is the rest of one, or may not be read.
     """
     path = _storage.resolve(path)
-    with _access.explained(path), _remote.looking(path):
+    with _access.reading(path), _remote.looking(path):
         return _detect(path)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,10 +57,12 @@ def read(path: Path, step: int | None) -> Stored:
     """Reads everything but arrays.
 
     Raises:
-        DamagedCheckpointError: A file is missing or not what it should be.
+        DamagedCheckpointError: A file is missing or not what it should be, or all of
+            them went since the format was recognised.
     """
     item = _orbax_disk.item(path)
-    assert item is not None, path
+    if item is None:  # recognised as a checkpoint a moment ago
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     _orbax_disk.warn_of_others(path, item)
     if not (item / _orbax_disk.TREE).is_file():
         return _read_aggregate(path, item, step)
