@@ -50,6 +50,8 @@ class StepIndexed(Generic[Batch]):
         OptionError: `start` is no whole number from 0.
     """
 
+    __module__ = "flaxckpt.datasets._iterators"  # checkpoints record this path
+
     elastic = True
 
     def __init__(self, fn: Callable[[int], Batch], *, start: int = 0) -> None:
