@@ -18,20 +18,24 @@ if TYPE_CHECKING:
         policies,
         transforms,
     )
+    from flaxckpt._array_layout import ArrayLayout
     from flaxckpt._callback import CheckpointCallback
     from flaxckpt._checkpointer import Checkpointer
     from flaxckpt._connection import StoreOptions
+    from flaxckpt._convert import convert
     from flaxckpt._diff import CheckpointDiff, LeafDiff, diff
     from flaxckpt._events import Event
     from flaxckpt._findings import VerifyReport
     from flaxckpt._handle import SaveHandle
-    from flaxckpt._info import ArrayLayout, CheckpointMetadata, LeafInfo, SaveResult
+    from flaxckpt._info import LeafInfo
     from flaxckpt._plan import LeafPlan, RestorePlan
     from flaxckpt._restore import load, metadata, open_leaf, plan
     from flaxckpt._save import save, save_async
+    from flaxckpt._save_result import SaveResult
     from flaxckpt._simulation import Simulation, simulate
     from flaxckpt._stores import set_store_options
-    from flaxckpt._tools import convert, verify
+    from flaxckpt._verify import verify
+    from flaxckpt.formats._reader import CheckpointMetadata
     from flaxckpt.partition import abstract_state, parameter_infos
 
 __all__ = [
@@ -97,10 +101,10 @@ os.register_at_fork(
 # Imported when they are first asked for: jax takes a second, and the command's help
 # needs none of it.
 _HOMES = {
-    "ArrayLayout": "_info",
+    "ArrayLayout": "_array_layout",
     "CheckpointCallback": "_callback",
     "CheckpointDiff": "_diff",
-    "CheckpointMetadata": "_info",
+    "CheckpointMetadata": "formats._reader",
     "Checkpointer": "_checkpointer",
     "Event": "_events",
     "LeafDiff": "_diff",
@@ -108,12 +112,12 @@ _HOMES = {
     "LeafPlan": "_plan",
     "RestorePlan": "_plan",
     "SaveHandle": "_handle",
-    "SaveResult": "_info",
+    "SaveResult": "_save_result",
     "Simulation": "_simulation",
     "StoreOptions": "_connection",
     "VerifyReport": "_findings",
     "abstract_state": "partition",
-    "convert": "_tools",
+    "convert": "_convert",
     "diff": "_diff",
     "load": "_restore",
     "metadata": "_restore",
@@ -124,7 +128,7 @@ _HOMES = {
     "save_async": "_save",
     "set_store_options": "_stores",
     "simulate": "_simulation",
-    "verify": "_tools",
+    "verify": "_verify",
 }
 
 if not TYPE_CHECKING:  # else every name would be one that type checkers believe in

@@ -25,9 +25,10 @@ from flaxckpt import (
     _zarr,
     errors,
 )
-from flaxckpt._info import LeafInfo, Stored
+from flaxckpt._info import LeafInfo
 from flaxckpt._types import Shape
 from flaxckpt.formats import _manifest, _orbax, _orbax_disk, _orbax_json
+from flaxckpt.formats._reader import Stored
 
 _CRC_BYTES = 4
 

@@ -31,9 +31,6 @@ _log = logging.getLogger(__name__)
 # ---- what is replaced ------------------------------------------------------------
 
 
-_MAX_FILES = 200_000
-"""Files of one source that are watched."""
-
 _FILES = frozenset((_orbax_json.MANIFEST, _orbax_disk.CHECKPOINT, "commit_success.txt"))
 _CONTROL = rf"{_orbax_disk.CHECKPOINT}|commit_success\.txt|orbax\.checkpoint"
 """Files of Orbax that may be in a checkpoint and in each of its items."""
@@ -445,12 +442,12 @@ def _of_safetensors(directory: Path, names: Iterable[str]) -> set[str]:
     if len(indices) > 1:
         return set()
     if indices:
-        return {indices[0], *_shards(directory / indices[0])}
+        return {indices[0], *shards(directory / indices[0])}
     files = [name for name in names if name.endswith(_safetensors_json.SUFFIX)]
     return set(files) if len(files) == 1 else set()
 
 
-def _shards(index: Path) -> set[str]:
+def shards(index: Path) -> set[str]:
     """Names of the files that an index is of; none if it cannot be read."""
     try:
         text = _storage.read(index, max_bytes=_safetensors_json.MAX_HEADER_BYTES)
@@ -462,79 +459,5 @@ def _shards(index: Path) -> set[str]:
 # ---- what is read ----------------------------------------------------------------
 
 
-def stamps(source: Path) -> tuple[_storage.Stamp, ...]:
-    """All files of a checkpoint as they are now, in order; at most a fixed number."""
-    found: list[_storage.Stamp] = []
-    for path in _files(source):
-        if len(found) == _MAX_FILES:
-            break
-        if not _marks.is_mark(path.name):
-            found.append(_storage.stamp(path))
-    return tuple(found)
-
-
-def _files(source: Path) -> Iterator[Path]:
-    if _remote.is_remote(source):
-        yield from source.rglob("*")
-        return
-    if source.is_dir():
-        for directory, directories, names in os.walk(source):
-            directories.sort()
-            for name in sorted(names):
-                yield Path(directory, name)
-        return
-    yield source
-    if source.name.endswith(_safetensors_json.INDEX_SUFFIX):
-        for name in sorted(_shards(source)):
-            yield source.parent / name
-    elif _t5x.recognises(source):
-        for path in sorted(source.resolve().parent.iterdir()):
-            if (path / ".zarray").is_file() and not path.is_symlink():
-                yield from _files(path)
-
-
-def changed(found: Iterable[_storage.Stamp]) -> list[str]:
-    """Which files are not any more what they were."""
-    return [str(stamp.path) for stamp in found if not stamp.is_current()]
-
-
-def check_apart(
-    final: Path, sources: Iterable[Path], files: Iterable[_storage.Stamp]
-) -> None:
-    """Refuses a path that is, lies in or holds what is read, whatever it is called.
-
-    Args:
-        final: What is to be made.
-        sources: Checkpoints that are read.
-        files: Files of them.
-
-    Raises:
-        OptionError: It does.
-    """
-    made = _real(final)
-    for source in sources:
-        real = _real(source)
-        if made == real or _holds(made, real) or _holds(real, made):
-            raise errors.OptionError(
-                f"{final} lies in the checkpoint {source}, or that in it: choose a path"
-                " beside it"
-            )
-    for stamp in files:
-        real = _real(stamp.path)
-        if made == real or _holds(made, real):
-            raise errors.OptionError(
-                f"{final} is, or holds, {stamp.path}, which is read: choose another"
-                " path"
-            )
-
-
 def _is_taken(path: Path) -> bool:
     return path.is_file() if _remote.is_remote(path) else os.path.lexists(path)
-
-
-def _real(path: Path) -> str:
-    return str(path) if _remote.is_remote(path) else os.path.realpath(path)
-
-
-def _holds(directory: str, path: str) -> bool:
-    return path.startswith(directory.rstrip("/") + "/")

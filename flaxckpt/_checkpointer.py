@@ -23,7 +23,7 @@ from flaxckpt import (
     _write,
     errors,
 )
-from flaxckpt._info import ArrayLayout, checked_layout
+from flaxckpt._array_layout import ArrayLayout, checked_layout
 from flaxckpt._types import JSON, PathLike, PyTree
 from flaxckpt.policies import PreservationPolicy
 from flaxckpt.transforms import Transform

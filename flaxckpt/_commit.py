@@ -37,9 +37,11 @@ from flaxckpt import (
     _zarr,
     errors,
 )
-from flaxckpt._info import ArrayLayout, LeafInfo, Lineage
+from flaxckpt._array_layout import ArrayLayout
+from flaxckpt._info import LeafInfo
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _orbax, _orbax_json
+from flaxckpt.formats._reader import Lineage
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _table as _transforms
 

@@ -21,9 +21,11 @@ from flaxckpt import (
     _tree,
     errors,
 )
-from flaxckpt._info import ArrayLayout, Leaf, Stored, StoredLeaf, checked_layout
+from flaxckpt._array_layout import ArrayLayout, checked_layout
+from flaxckpt._info import Leaf, StoredLeaf
 from flaxckpt._types import JSON
 from flaxckpt.formats import _manifest, _orbax, _orbax_json
+from flaxckpt.formats._reader import Stored
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _table as _transforms
 

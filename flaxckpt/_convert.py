@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 from flaxckpt import (
     _belongings,
@@ -23,6 +24,7 @@ from flaxckpt import (
     _progress,
     _remote,
     _renames,
+    _source_files,
     _staging,
     _storage,
     _survey,
@@ -30,10 +32,14 @@ from flaxckpt import (
     _threads,
     errors,
 )
+from flaxckpt._array_layout import ArrayLayout
 from flaxckpt._conversion import Options
-from flaxckpt._info import SaveResult, Stored
 from flaxckpt._pieces import Piece
+from flaxckpt._save_result import SaveResult
+from flaxckpt._types import PathLike
 from flaxckpt._zarr import Array
+from flaxckpt.formats._reader import Stored
+from flaxckpt.transforms import Transform
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +47,81 @@ TEMPORARY = ".flaxckpt-convert-tmp"
 """In the name of a directory: an unfinished conversion, no checkpoint for anybody."""
 
 
-def run(source: Path, step: int | None, final: Path, options: Options) -> SaveResult:
+def convert(
+    src: PathLike,
+    dst: PathLike,
+    *,
+    format: Literal["orbax", "safetensors", "msgpack"] | None = None,
+    transforms: Sequence[Transform] = (),
+    layout: ArrayLayout | None = None,
+    step: int | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = 5 * 10**9,
+    max_concurrent_bytes: int = _conversion.DEFAULT_CONCURRENT_BYTES,
+    progress: Literal["auto"] | bool | Callable[[int, int], object] = "auto",
+) -> SaveResult:
+    """Makes a checkpoint in another format, or in another layout, of one that is read.
+
+    Arrays pass through memory in pieces, so that they need not fit into it. What is
+    read is verified, and `dst` is there only when it is whole and durable. A conversion
+    that was interrupted leaves `<dst>.flaxckpt-convert-tmp`; the same conversion goes
+    on there, and any other starts over.
+
+    ```python
+    convert("run", "model.safetensors")
+    ```
+
+    Args:
+        src: A checkpoint in any format that is read, or a run directory of steps.
+        dst: Where the new one shall be. `safetensors`: a path that ends in
+            `.safetensors` is one file; any other is a directory, with an index if the
+            arrays take several files. `msgpack`: a file. `orbax`: a directory.
+        format: `orbax` is what `save` writes. `safetensors` takes what we know of the
+            leaves along, in text that other readers ignore: it converts back to equal
+            values and types. `msgpack` is what `flax.serialization.to_bytes` writes.
+            By default what `dst` ends in, `.safetensors` or `.msgpack`, else `orbax`.
+        transforms: What to change on the way, as `transforms.cast`.
+        layout: How arrays are cut and encoded, for `orbax`.
+        step: Which step of a run directory; by default the newest.
+        overwrite: Whether to replace a checkpoint that is there. A directory with
+            anything else in it is never replaced.
+        max_shard_bytes: Upper bound on the arrays in one file of a directory of
+            safetensors; a larger array has a file of its own.
+        max_concurrent_bytes: Bytes of arrays in memory at one time. Arrays are cut
+            into rows and parts of rows, but chunks that are written and what transforms
+            compute are not cut.
+        progress: Whether to show a bar: `auto` does so on a terminal, if it takes some
+            seconds. Or a function that is called with the bytes that are done and those
+            in all.
+
+    Returns:
+        Where it is, its size, and the time it took.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointFormatError, DamagedCheckpointError: As for
+            `load`.
+        DamagedCheckpointError: Files of `src` were changed meanwhile, too.
+        OptionError: `dst` is a part of what is read, or ends as another format does.
+        CheckpointExistsError: `dst` is taken, or another process works there.
+        UnsupportedLeafError: The format lacks the types of some leaves, or would not
+            give back some values; all are named.
+        LeafNameError: Leaf names collide in it, or would not come back.
+        SaveFailedError: The bytes could not be written.
+    """
+    final = _storage.resolve(dst)
+    options = Options(
+        _conversion.format_of(final, format),
+        transforms,
+        ArrayLayout() if layout is None else layout,
+        overwrite,
+        max_shard_bytes,
+        max_concurrent_bytes,
+        progress,
+    )
+    return _run(_storage.resolve(src), step, final, options)
+
+
+def _run(source: Path, step: int | None, final: Path, options: Options) -> SaveResult:
     """Converts the checkpoint at `source` into one at `final`."""
     if final.suffix.lower() != f".{options.format}":
         _belongings.check_name(final, "convert")
@@ -49,16 +129,16 @@ def run(source: Path, step: int | None, final: Path, options: Options) -> SaveRe
         return _to_store(source, step, final, options)
     begun = time.monotonic()
     found, number = _locate.locate(source, step)
-    _belongings.check_apart(final, [found], ())
+    _source_files.check_apart(final, [found], ())
     _belongings.check_free(final, overwrite=options.overwrite)
-    files = _belongings.stamps(found)
+    files = _source_files.stamps(found)
     stored = _locate.read_stored(found, number)
     # Under a number of its own, it is no step of the run that it comes from.
     is_other = _survey.number(final.name) not in (number, None)
     state = _conversion.state(stored, None if is_other else number, options)
     roots = _conversion.roots(state)
-    files += tuple([f for r in roots if r != found for f in _belongings.stamps(r)])
-    _belongings.check_apart(final, roots, files)
+    files += tuple([f for r in roots if r != found for f in _source_files.stamps(r)])
+    _source_files.check_apart(final, roots, files)
     temporary = final.with_name(final.name + TEMPORARY)
     _conversion.check_sources(state)
     _conversion.check_space(final, temporary, state, options)
@@ -103,7 +183,7 @@ def _to_store(
     _belongings.check_free(final, overwrite=options.overwrite)
     with tempfile.TemporaryDirectory(prefix="flaxckpt-convert-") as directory:
         made = Path(directory) / final.name
-        run(source, step, made, options)
+        _run(source, step, made, options)
         size = _staging.upload(made, final, overwrite=options.overwrite)
     secs = time.monotonic() - begun
     return SaveResult(None, str(final), size, secs, secs)
@@ -200,7 +280,7 @@ def _check_current(stored: Stored, files: Sequence[_storage.Stamp]) -> None:
             f"{stored.metadata.path} was replaced or deleted while it was read;"
             " convert it again"
         )
-    if names := _belongings.changed(files):
+    if names := _source_files.changed(files):
         raise errors.DamagedCheckpointError(
             f"{len(names)} files were changed or deleted while they were read:\n"
             f"{errors.rows(names)}\nConvert {stored.metadata.path} again."

@@ -24,9 +24,10 @@ from flaxckpt import (
     policies,
 )
 from flaxckpt._findings import VerifyReport
-from flaxckpt._info import CheckpointMetadata, SaveResult
+from flaxckpt._save_result import SaveResult
 from flaxckpt._types import JSON, PathLike
 from flaxckpt.formats import _orbax
+from flaxckpt.formats._reader import CheckpointMetadata
 from flaxckpt.policies import PreservationPolicy
 
 
@@ -114,7 +115,7 @@ class RunDirectory:
         """
         step = _steps.check(step)
         self.wait()
-        return _verify.verify(self._run.path(step), step)
+        return _verify.verify_checkpoint(self._run.path(step), step)
 
     def latest_step(self) -> int | None:
         """The newest of `steps()`; None if there is none."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from flaxckpt import _arguments, _progress, errors
-from flaxckpt._info import SaveResult
+from flaxckpt._save_result import SaveResult
 
 
 class SaveHandle:

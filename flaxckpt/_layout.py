@@ -12,8 +12,9 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Sharding
 
-from flaxckpt import _chunks, _dtypes, _writers
-from flaxckpt._info import ArrayLayout, LeafInfo, Role
+from flaxckpt import _array_limits, _chunks, _dtypes, _writers
+from flaxckpt._array_layout import ArrayLayout
+from flaxckpt._info import LeafInfo, Role
 from flaxckpt._types import Shape
 
 _MIN_REPLICA_BYTES = 2**20
@@ -21,15 +22,6 @@ _MIN_REPLICA_BYTES = 2**20
 
 _MIN_GROUP_BYTES = 16 * 2**20
 """The same, if some replicas have no part. Much less than a process has to write."""
-
-MAX_AXES = 32
-"""Of an array as it is stored: TensorStore's limit."""
-
-MAX_SIZE = 2**48
-"""Elements along an axis are fewer."""
-
-MAX_CHUNKS = 2**20
-"""Of one array; beyond that, their names take gigabytes."""
 
 
 class Writing(NamedTuple):
@@ -187,13 +179,16 @@ def fault(info: LeafInfo) -> str | None:
 @functools.lru_cache(maxsize=4096)
 def _fault(shape: Shape, chunk_shape: Shape) -> str | None:
     axes = len(chunk_shape)  # a PRNG key has one more than its shape
-    if axes > MAX_AXES:
-        return f"{axes} axes, and readers take {MAX_AXES}"
-    if max(shape, default=0) >= MAX_SIZE:
-        return f"{max(shape)} elements along an axis, and readers take {MAX_SIZE - 1}"
+    if axes > _array_limits.MAX_AXES:
+        return f"{axes} axes, and readers take {_array_limits.MAX_AXES}"
+    if max(shape, default=0) >= _array_limits.MAX_SIZE:
+        return (
+            f"{max(shape)} elements along an axis, and readers take"
+            f" {_array_limits.MAX_SIZE - 1}"
+        )
     chunks = _chunks.chunk_count(shape, chunk_shape[: len(shape)])
-    if chunks > MAX_CHUNKS:
-        return f"{chunks} chunks, and readers take {MAX_CHUNKS}"
+    if chunks > _array_limits.MAX_CHUNKS:
+        return f"{chunks} chunks, and readers take {_array_limits.MAX_CHUNKS}"
     return None
 
 

@@ -16,7 +16,7 @@ from flaxckpt import (
     errors,
     formats,
 )
-from flaxckpt._info import Stored
+from flaxckpt.formats._reader import Stored
 
 _log = logging.getLogger(__name__)
 

@@ -25,10 +25,11 @@ from flaxckpt import (
 )
 from flaxckpt._finder import Finder
 from flaxckpt._fit import misfit, missing, too_wide
-from flaxckpt._info import Leaf, LeafInfo, LeafTable, Stored, StoredLeaf
+from flaxckpt._info import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._plan import LeafPlan, Options, Recipe, RestorePlan
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
+from flaxckpt.formats._reader import Stored
 from flaxckpt.transforms import _table as _transforms
 
 _log = logging.getLogger(__name__)

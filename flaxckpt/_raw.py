@@ -30,7 +30,8 @@ from flaxckpt import (
     _zarr,
 )
 from flaxckpt._blocks import Block, Bytes
-from flaxckpt._info import LeafInfo, RawArray
+from flaxckpt._info import LeafInfo
+from flaxckpt._raw_array import RawArray
 from flaxckpt._types import Shape
 from flaxckpt._zarr import Array, Region
 

@@ -33,18 +33,12 @@ from flaxckpt import (
     datasets,
     errors,
 )
-from flaxckpt._info import (
-    CheckpointMetadata,
-    LeafInfo,
-    LeafTable,
-    Lineage,
-    Stored,
-    StoredLeaf,
-)
+from flaxckpt._info import LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._plan import RestorePlan
 from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.errors import Mismatch
 from flaxckpt.formats import _orbax
+from flaxckpt.formats._reader import CheckpointMetadata, Lineage, Stored
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _table as _transforms
 

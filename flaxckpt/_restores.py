@@ -27,8 +27,8 @@ from flaxckpt import (
     errors,
     formats,
 )
-from flaxckpt._info import CheckpointMetadata, Lineage, Stored
 from flaxckpt._types import PyTree
+from flaxckpt.formats._reader import CheckpointMetadata, Lineage, Stored
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _table as _transforms
 
@@ -327,7 +327,7 @@ class Restores:
         if self._read_only or not _multihost.is_first():
             return
         try:
-            if _marks.is_damaged(path) and _verify.verify(path, number).ok:
+            if _marks.is_damaged(path) and _verify.verify_checkpoint(path, number).ok:
                 _marks.unmark_damaged(path)
                 _log.warning("step %d is good, and marked as damaged no more", number)
             for worse, there in left_out:

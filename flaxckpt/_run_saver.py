@@ -27,9 +27,10 @@ from flaxckpt import (
     errors,
 )
 from flaxckpt._handle import SaveHandle
-from flaxckpt._info import Lineage, SaveResult
+from flaxckpt._save_result import SaveResult
 from flaxckpt._types import JSON, PathLike, PyTree
 from flaxckpt.formats import _orbax
+from flaxckpt.formats._reader import Lineage
 from flaxckpt.policies import PreservationPolicy
 
 _log = logging.getLogger(__name__)

@@ -31,16 +31,11 @@ from flaxckpt import (
     datasets,
     errors,
 )
+from flaxckpt._array_layout import ArrayLayout, checked_layout
 from flaxckpt._commit import Options, Snapshot, Written
 from flaxckpt._handle import SaveHandle
-from flaxckpt._info import (
-    ArrayLayout,
-    Leaf,
-    LeafInfo,
-    LeafTable,
-    SaveResult,
-    checked_layout,
-)
+from flaxckpt._info import Leaf, LeafInfo, LeafTable
+from flaxckpt._save_result import SaveResult
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
 from flaxckpt.formats import _manifest, _orbax_json, _orbax_names
 from flaxckpt.transforms import Transform

@@ -29,9 +29,10 @@ from flaxckpt import (
     _write,
 )
 from flaxckpt._handle import SaveHandle
-from flaxckpt._info import Lineage, SaveResult
+from flaxckpt._save_result import SaveResult
 from flaxckpt._types import JSON, PyTree
 from flaxckpt.formats import _orbax
+from flaxckpt.formats._reader import Lineage
 
 _log = logging.getLogger(__name__)
 

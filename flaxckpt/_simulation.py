@@ -21,7 +21,8 @@ from flaxckpt import (
     _writers,
     errors,
 )
-from flaxckpt._info import ArrayLayout, LeafInfo, checked_layout
+from flaxckpt._array_layout import ArrayLayout, checked_layout
+from flaxckpt._info import LeafInfo
 from flaxckpt._types import PyTree
 from flaxckpt.formats import _orbax_json, _orbax_names
 

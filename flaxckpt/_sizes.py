@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flaxckpt import _layout, _remote
-from flaxckpt._info import CheckpointMetadata, LeafInfo
+from flaxckpt._info import LeafInfo
 from flaxckpt._types import LeafPath
+from flaxckpt.formats._reader import CheckpointMetadata
 
 
 class Subtree(NamedTuple):

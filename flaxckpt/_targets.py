@@ -24,7 +24,8 @@ from flaxckpt import (
     _tree,
     _write,
 )
-from flaxckpt._info import ArrayLayout, CheckpointMetadata, LeafInfo, LeafTable
+from flaxckpt._array_layout import ArrayLayout
+from flaxckpt._info import LeafInfo, LeafTable
 from flaxckpt._pieces import Piece
 from flaxckpt._snapshot import HostArray, HostShard
 from flaxckpt._types import LeafPath
@@ -38,6 +39,7 @@ from flaxckpt.formats import (
     _safetensors_json,
     _safetensors_write,
 )
+from flaxckpt.formats._reader import CheckpointMetadata
 
 _SYNCING_THREADS = 8
 
@@ -178,7 +180,7 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _safetensors(state: State, final: Path) -> Target:
+def _safetensors_target(state: State, final: Path) -> Target:
     is_file = final.suffix == _safetensors_json.SUFFIX
     layouts = _safetensors_write.layouts(
         state.infos,
@@ -190,7 +192,7 @@ def _safetensors(state: State, final: Path) -> Target:
     return _FlatTarget(state, layouts, layouts[0].name if is_file else "")
 
 
-def _msgpack(state: State, final: Path) -> Target:
+def _msgpack_target(state: State, final: Path) -> Target:
     infos = {info.path: info for info in state.infos}
     numbers = [
         _pieces.cut(leaf, chunk_shape=None, max_bytes=state.batch_bytes)[0]
@@ -324,7 +326,7 @@ def _write_anew(root: Path, files: Mapping[str, bytes]) -> None:
 
 MAKERS: dict[str, Callable[[State, Path], Any]] = {
     "orbax": _OrbaxTarget,
-    "safetensors": _safetensors,
-    "msgpack": _msgpack,
+    "safetensors": _safetensors_target,
+    "msgpack": _msgpack_target,
 }
 """Format -> how to begin with it: of a state, for a path."""

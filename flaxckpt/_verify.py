@@ -23,20 +23,52 @@ from flaxckpt import (
     _progress,
     _read,
     _remote,
+    _storage,
     _survey,
     errors,
 )
 from flaxckpt._file_checks import check_committed, check_digest, check_keys
-from flaxckpt._info import Leaf, Stored, StoredLeaf
-from flaxckpt._types import LeafPath
+from flaxckpt._info import Leaf, StoredLeaf
+from flaxckpt._types import LeafPath, PathLike
 from flaxckpt.formats import _manifest, _orbax, _orbax_disk, _orbax_json
+from flaxckpt.formats._reader import Stored
 
 _DECODED_AT_ONCE = 128 * 2**20
 _PIECE_BYTES = 64 * 2**20
 """No less than a chunk of ours, which would be read for each piece of it."""
 
 
-def verify(
+def verify(path: PathLike, *, step: int | None = None) -> _findings.VerifyReport:
+    """Reads all of a checkpoint, in any format, and compares it with its checksums.
+
+    What flaxckpt wrote is compared byte by byte: arrays with the CRC-32C of their
+    chunks, all other files with the digests in the manifest. Of other formats,
+    everything is read and decoded, and `unchecked` names the leaves that have no
+    checksums. Little memory is taken, however large the checkpoint is.
+
+    ```python
+    report = verify("run", step=1000)
+    print(report)
+    assert report.ok
+    ```
+
+    Args:
+        path: A checkpoint, or a run directory of steps.
+        step: Which step of a run directory; by default the newest.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is there.
+        CheckpointFormatError: What is there is no checkpoint.
+    """
+    root = _storage.resolve(path)
+    try:
+        found, number = _locate.locate(root, step)
+    except errors.DamagedCheckpointError as error:
+        return lost(root, step, error)
+    return verify_checkpoint(found, number)
+
+
+def verify_checkpoint(
     path: Path, step: int | None, *, thorough: bool = True
 ) -> _findings.VerifyReport:
     """Reads all of the checkpoint `path`, whose number is `step`.
@@ -88,7 +120,7 @@ def check(path: Path) -> None:
         DamagedCheckpointError: It is damaged, or cannot be read.
         CheckpointNotFoundError, CheckpointFormatError: There is none.
     """
-    report = verify(path, None)
+    report = verify_checkpoint(path, None)
     for name, why in {**report.problems, **report.unread}.items():
         if not name.startswith(f"{_orbax.METRICS}/"):
             where = path if name == _findings.HERE else name
@@ -109,7 +141,7 @@ def damage(path: Path, step: int | None) -> str | None:
     None if nothing is: it may be good, or it may be out of reach for now.
     """
     try:
-        report = verify(path, step, thorough=False)
+        report = verify_checkpoint(path, step, thorough=False)
     except (errors.CheckpointError, OSError) as error:
         if _access.is_unread(error):
             return None

@@ -11,12 +11,14 @@ import functools
 import itertools
 import json
 import math
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from flaxckpt import _dtypes, _remote
+from flaxckpt import _array_limits, _dtypes, _remote, _zarr_codecs
 from flaxckpt._types import JSON, Shape
 
 METADATA = "zarr.json"
@@ -274,3 +276,35 @@ def _place(root: Path, below: str) -> dict[str, JSON]:
     if _remote.is_remote(root):
         return root.store.connection.spec(root.prefix + below)
     return {"driver": "file", "path": f"{root}/{below}"}
+
+
+ZARR_2_NUMBER = re.compile(r"[<>|][biufc][0-9]{1,2}")
+
+
+def array(
+    metadata: Mapping[str, Any],
+) -> tuple[tuple[int, ...], str, tuple[int, ...]]:
+    """Shape, dtype and chunk shape from a `zarr.json` or a `.zarray`.
+
+    Raises:
+        ValueError, KeyError, TypeError: It is neither, or holds what is not read.
+    """
+    if metadata["zarr_format"] == 3:
+        dtype = metadata["data_type"]
+        chunks = metadata["chunk_grid"]["configuration"]["chunk_shape"]
+    else:
+        dtype, chunks = metadata["dtype"], metadata["chunks"]
+    shape, chunk_shape = (
+        _array_limits.sizes(metadata["shape"]),
+        _array_limits.sizes(chunks),
+    )
+    _zarr_codecs.check(metadata, chunk_shape)
+    return shape, _element_type(dtype), chunk_shape
+
+
+def _element_type(name: Any) -> str:
+    if not isinstance(name, str):
+        raise ValueError(f"element type {str(name)[:80]} is not read")
+    if ZARR_2_NUMBER.fullmatch(name):  # of any other text numpy makes what it likes
+        return _dtypes.name(_dtypes.to_numpy(np.dtype(name).name))
+    return _dtypes.name(_dtypes.to_numpy(name))

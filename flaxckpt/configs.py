@@ -33,9 +33,9 @@ from flaxckpt import (
     errors,
     policies,
 )
+from flaxckpt._array_layout import ArrayLayout
 from flaxckpt._callback import CheckpointCallback
 from flaxckpt._checkpointer import Checkpointer
-from flaxckpt._info import ArrayLayout
 from flaxckpt._parsing import Parser
 from flaxckpt._types import PathLike
 from flaxckpt.policies import PreservationPolicy

@@ -28,7 +28,8 @@ from flaxckpt import (
     _tree,
     errors,
 )
-from flaxckpt._info import ArrayLayout, Leaf, LeafInfo, LeafTable, checked_layout
+from flaxckpt._array_layout import ArrayLayout, checked_layout
+from flaxckpt._info import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.transforms._patterns import compile_pattern
 

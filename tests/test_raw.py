@@ -27,7 +27,8 @@ from flaxckpt import (
     _zarr,
     errors,
 )
-from flaxckpt._info import LeafInfo, RawArray
+from flaxckpt._info import LeafInfo
+from flaxckpt._raw_array import RawArray
 from flaxckpt._zarr import Encoding
 
 DTYPES = sorted(_dtypes._STORED_AS_IS)

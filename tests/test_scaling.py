@@ -30,7 +30,7 @@ from flaxckpt import (
     errors,
     transforms,
 )
-from flaxckpt.formats import _manifest, _orbax, _orbax_json
+from flaxckpt.formats import _manifest, _orbax, _orbax_json, _reader
 
 ADAMW = optax.adamw(1e-3)
 NOWHERE = pathlib.Path("/nonexistent/checkpoint")
@@ -96,10 +96,10 @@ def read(make, n, *, with_roles=True):
             row = {name: value for name, value in row.items() if name != "role"}
         info = _manifest.leaf_info(row, keys)
         table[info.path] = _info.Leaf(info, (_info.StoredLeaf(NOWHERE, info),))
-    metadata = _info.CheckpointMetadata(
+    metadata = _reader.CheckpointMetadata(
         *("/nonexistent", "flaxckpt", 1, {}, {}, None, None, {}, False, 0)
     )
-    return _info.Stored(metadata, table, structure)
+    return _reader.Stored(metadata, table, structure)
 
 
 def plan(stored, state, **options):

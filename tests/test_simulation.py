@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._info import ArrayLayout
+from flaxckpt._array_layout import ArrayLayout
 
 PROCESSES = 1024
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from flaxckpt._info import Lineage
 from flaxckpt._listing import Step
+from flaxckpt.formats._reader import Lineage
 
 
 class Save(NamedTuple):

@@ -27,11 +27,11 @@ from flaxckpt import (
     errors,
 )
 from flaxckpt._diff import CheckpointDiff
-from flaxckpt._info import CheckpointMetadata
 from flaxckpt._listing import Listing, Step
 from flaxckpt._report import _integrity, _parts, _positions, _saves
 from flaxckpt._report._data import Change, Changed, Measured, Position, Report
 from flaxckpt._types import PathLike
+from flaxckpt.formats._reader import CheckpointMetadata
 from flaxckpt.policies import BestN, PreservationPolicy
 
 _COMPARED_BYTES = 2**31

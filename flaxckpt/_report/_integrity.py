@@ -80,7 +80,7 @@ def _verified(step: Step) -> Integrity:
     path = _remote.from_text(step.path)
     try:
         try:
-            found = _verify.verify(path, step.step)
+            found = _verify.verify_checkpoint(path, step.step)
         except errors.DamagedCheckpointError as error:
             found = _verify.lost(path, step.step, error)
     except (errors.CheckpointError, OSError) as error:

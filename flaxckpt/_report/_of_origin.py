@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from flaxckpt import _wording
 from flaxckpt._drawing import _markup
 from flaxckpt._drawing._markup import Column, Markup, Row
-from flaxckpt._info import Lineage
 from flaxckpt._report import _section
 from flaxckpt._report._data import Report, State
 from flaxckpt._report._section import Section
+from flaxckpt.formats._reader import Lineage
 
 # ---- the dataset ------------------------------------------------------------------
 

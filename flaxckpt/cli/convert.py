@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from flaxckpt import errors
+from flaxckpt import _array_layout, errors
 from flaxckpt.cli import _app, _print
 
 _Patterns = list[str] | None
@@ -67,19 +67,19 @@ def convert(
     Example:
       flaxckpt convert runs/7 model.safetensors --only 'params/.*'
     """
-    from flaxckpt import _info, _tools, transforms
+    from flaxckpt import _convert, transforms
 
     changes: list[Any] = [transforms.keep(_any(only))] if only else []
     changes += [transforms.drop(pattern) for pattern in drop or ()]
     changes += [transforms.rename(*_pair("rename", text)) for text in rename or ()]
     changes += [transforms.cast(*_pair("cast", text)) for text in cast or ()]
     src, step = _app.checkpoint(src, step, step_format)
-    found = _tools.convert(
+    found = _convert.convert(
         src,
         dst,
         format=format,
         transforms=changes,
-        layout=_info.ArrayLayout(store=store, codec=codec),
+        layout=_array_layout.ArrayLayout(store=store, codec=codec),
         step=step,
         overwrite=overwrite,
     )

@@ -12,9 +12,9 @@ from flaxckpt.cli import _app, _print
 from flaxckpt.cli._print import Cell, Column
 
 if TYPE_CHECKING:
-    from flaxckpt._info import CheckpointMetadata
     from flaxckpt._leaf_statistics import LeafStatistics
     from flaxckpt._sizes import Subtree
+    from flaxckpt.formats._reader import CheckpointMetadata
 
 _ROWS_AT_ONCE = 100
 _BAR = 40

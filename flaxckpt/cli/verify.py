@@ -35,7 +35,7 @@ def verify(
     Example:
       flaxckpt verify runs/7 --all
     """
-    from flaxckpt import _keeping, _tools
+    from flaxckpt import _keeping, _verify
 
     if every and step is not None:
         raise errors.OptionError("--all is all steps: leave --step out")
@@ -45,7 +45,7 @@ def verify(
     for number in steps:
         try:
             one, at = _app.checkpoint(path, number, step_format)
-            reports.append(_tools.verify(one, step=at))
+            reports.append(_verify.verify(one, step=at))
         except errors.CheckpointFormatError as error:
             if not every:
                 raise

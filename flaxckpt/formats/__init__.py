@@ -16,7 +16,6 @@ from flaxckpt import (
     _unfinished,
     errors,
 )
-from flaxckpt._info import Reader
 from flaxckpt._types import PathLike
 from flaxckpt.formats import (
     _msgpack,
@@ -27,6 +26,7 @@ from flaxckpt.formats import (
     _streaming,
     _t5x,
 )
+from flaxckpt.formats._reader import Reader
 
 __all__ = ["Detected", "detect", "recognises"]
 

@@ -18,10 +18,12 @@ from flaxckpt import (
     _zarr,
     errors,
 )
-from flaxckpt._info import LeafInfo, Lineage, Role
+from flaxckpt._array_limits import sizes
+from flaxckpt._info import LeafInfo, Role
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _orbax_json
-from flaxckpt.formats._orbax_json import EMPTIES, sizes
+from flaxckpt.formats._orbax_json import EMPTIES
+from flaxckpt.formats._reader import Lineage
 
 VERSION = 1
 _PARSED_LEAVES = 20_000  # of which all rows are parsed anew before a commit

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from flaxckpt import _storage, _structure, _tree, errors
-from flaxckpt._info import Stored
 from flaxckpt.formats import _ndarray, _scan, _signatures
+from flaxckpt.formats._reader import Stored
 
 _ELSEWHERE = "//GDAPlaceholder:"
 """How a string begins that stands for an array of several processes."""

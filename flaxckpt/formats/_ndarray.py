@@ -12,8 +12,9 @@ import numpy as np
 import tensorstore as ts
 
 from flaxckpt import _dtypes, _layout, _spans, _storage, _tree, errors
-from flaxckpt._info import CheckpointMetadata, Leaf, LeafInfo, Stored, StoredLeaf
+from flaxckpt._info import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
+from flaxckpt.formats._reader import CheckpointMetadata, Stored
 from flaxckpt.formats._scan import Array, Run, Value
 
 _MAX_LEAVES = 5 * 10**5

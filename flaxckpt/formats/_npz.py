@@ -18,11 +18,11 @@ from typing import Any
 import tensorstore as ts
 
 from flaxckpt import _dtypes, _spans, _storage, _structure, _tree, errors
-from flaxckpt._info import Stored
 from flaxckpt._types import Shape
 from flaxckpt._zarr import Array
 from flaxckpt.formats import _ndarray, _npz_members, _signatures
 from flaxckpt.formats._npz_members import Header, Member
+from flaxckpt.formats._reader import Stored
 
 _log = logging.getLogger(__name__)
 

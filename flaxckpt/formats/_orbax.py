@@ -21,7 +21,7 @@ from flaxckpt import (
     datasets,
     errors,
 )
-from flaxckpt._info import LeafInfo, Lineage, Stored
+from flaxckpt._info import LeafInfo
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import (
     _manifest,
@@ -31,6 +31,7 @@ from flaxckpt.formats import (
     _orbax_json,
     _orbax_metrics,
 )
+from flaxckpt.formats._reader import Lineage, Stored
 
 COMMITTED = _marked.MARKER
 _ROOT_METADATA = "metadata/_ROOT_METADATA"

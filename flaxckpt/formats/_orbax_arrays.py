@@ -32,11 +32,13 @@ from flaxckpt import (
     _remote,
     _storage,
     _zarr,
+    _zarr_chunks,
     errors,
 )
-from flaxckpt._info import Leaf, LeafInfo, LeafTable, RawArray, StoredLeaf
+from flaxckpt._info import Leaf, LeafInfo, LeafTable, StoredLeaf
+from flaxckpt._raw_array import RawArray
 from flaxckpt._types import LeafPath, Shape
-from flaxckpt.formats import _orbax_json, _orbax_rows, _zarr_chunks
+from flaxckpt.formats import _orbax_json
 
 
 class ArrayForm(NamedTuple):
@@ -100,7 +102,7 @@ def form_in(text: bytes) -> ArrayForm:
     try:
         # TensorStore parses it again, and may take another one of two equal keys.
         data = json.loads(text.decode(), object_pairs_hook=_json.unique)
-        return ArrayForm(*_orbax_rows.array(data))
+        return ArrayForm(*_zarr.array(data))
     except (errors.CheckpointError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"its metadata is not read: {str(error)[:150]}") from None
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from flaxckpt import _layout, _links, _marked, _marks, _remote, _storage, errors
-from flaxckpt._info import CheckpointMetadata, LeafInfo
+from flaxckpt._info import LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _orbax_json, _signatures
+from flaxckpt.formats._reader import CheckpointMetadata
 
 _log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _dtypes, _layout, _ocdbt, _storage, _tree, errors
-from flaxckpt._info import Leaf, LeafInfo, Stored, StoredLeaf
+from flaxckpt import _dtypes, _layout, _ocdbt, _storage, _tree, _zarr_chunks, errors
+from flaxckpt._info import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import (
     _ndarray,
@@ -22,8 +22,8 @@ from flaxckpt.formats import (
     _orbax_rows,
     _scan,
     _zarr2,
-    _zarr_chunks,
 )
+from flaxckpt.formats._reader import Stored
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def read(path: Path, step: int | None) -> Stored:
     if ocdbt is None:
         ocdbt = (item / _ocdbt.MANIFEST).is_file()
     names = [row.name for row in rows if row.is_array and row.path not in inline]
-    arrays, blosc = _arrays(item, path, names, version=version, ocdbt=bool(ocdbt))
+    arrays, blosc = _array_specs(item, path, names, version=version, ocdbt=bool(ocdbt))
     impls = _prng_impls(item)
     splits = _splits(item, path)
     infos = [
@@ -124,7 +124,7 @@ def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
     opened: dict[str, _ndarray.Opened] = {}
     if ocdbt:
         # Without the flag that `_METADATA` has, but all chunks were written then.
-        arrays, blosc = _arrays(item, path, names, version=2, ocdbt=True)
+        arrays, blosc = _array_specs(item, path, names, version=2, ocdbt=True)
         kept = _orbax_arrays.Arrays(item, 2, ocdbt=True, is_checked=True, blosc=blosc)
         for name, found in arrays.items():
             form = _orbax_arrays.ArrayForm(*found)
@@ -239,7 +239,7 @@ def _rank(key: _tree.Key) -> tuple[str, int]:
     return ("", int(key.name)) if key.kind == "index" else (str(key.name), 0)
 
 
-def _arrays(
+def _array_specs(
     item: Path, checkpoint: Path, names: Sequence[str], *, version: int, ocdbt: bool
 ) -> tuple[dict[str, tuple[tuple[int, ...], str, tuple[int, ...]]], set[str]]:
     """Shape, dtype and chunk shape of every array, from its own zarr metadata.

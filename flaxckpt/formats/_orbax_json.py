@@ -229,17 +229,3 @@ def string_at(data: Mapping[str, Any], name: str) -> str:
     if not isinstance(found, str):
         raise KeyError(name)
     return found
-
-
-def sizes(value: Any) -> tuple[int, ...]:
-    """A shape from JSON.
-
-    Raises:
-        ValueError: It is none.
-    """
-    is_shape = isinstance(value, list) and len(value) <= _layout.MAX_AXES
-    for size in value if is_shape else ():
-        is_shape = is_shape and type(size) is int and 0 <= size < _layout.MAX_SIZE
-    if not is_shape:
-        raise ValueError(f"{str(value)[:80]} is no shape")
-    return tuple(value)

@@ -9,19 +9,15 @@ import base64
 import functools
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from jax.sharding import PartitionSpec
 
-from flaxckpt import _dtypes, _tree
-from flaxckpt.formats import _orbax_json, _zarr_codecs
+from flaxckpt import _array_limits, _dtypes, _tree
+from flaxckpt.formats import _orbax_json
 
 _MAX_AXES = 64
-
-ZARR_2_NUMBER = re.compile(r"[<>|][biufc][0-9]{1,2}")
 
 
 def keys(row: Any) -> tuple[_tree.Key, ...]:
@@ -66,32 +62,6 @@ def empty(value_type: str) -> str | None:
     return {"Dict": "dict", "List": "list", "Tuple": "tuple"}.get(
         value_type, "None" if value_type in ("None", "NamedTuple") else None
     )
-
-
-def array(
-    metadata: Mapping[str, Any],
-) -> tuple[tuple[int, ...], str, tuple[int, ...]]:
-    """Shape, dtype and chunk shape from a `zarr.json` or a `.zarray`.
-
-    Raises:
-        ValueError, KeyError, TypeError: It is neither, or holds what is not read.
-    """
-    if metadata["zarr_format"] == 3:
-        dtype = metadata["data_type"]
-        chunks = metadata["chunk_grid"]["configuration"]["chunk_shape"]
-    else:
-        dtype, chunks = metadata["dtype"], metadata["chunks"]
-    shape, chunk_shape = _orbax_json.sizes(metadata["shape"]), _orbax_json.sizes(chunks)
-    _zarr_codecs.check(metadata, chunk_shape)
-    return shape, _element_type(dtype), chunk_shape
-
-
-def _element_type(name: Any) -> str:
-    if not isinstance(name, str):
-        raise ValueError(f"element type {str(name)[:80]} is not read")
-    if ZARR_2_NUMBER.fullmatch(name):  # of any other text numpy makes what it likes
-        return _dtypes.name(_dtypes.to_numpy(np.dtype(name).name))
-    return _dtypes.name(_dtypes.to_numpy(name))
 
 
 # ---- how arrays were split -------------------------------------------------------
@@ -144,7 +114,7 @@ def _split(text: str) -> Split | None:
         if data["sharding_type"] != "NamedSharding":
             return None
         sizes = dict(
-            zip(data["axis_names"], _orbax_json.sizes(data["shape"]), strict=True)
+            zip(data["axis_names"], _array_limits.sizes(data["shape"]), strict=True)
         )
         spec = [tuple(p) if isinstance(p, list) else p for p in data["partition_spec"]]
         axes = [p if isinstance(p, tuple) else () if p is None else (p,) for p in spec]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flaxckpt import _layout, _spans, _storage, _structure, _survey, errors
-from flaxckpt._info import CheckpointMetadata, Leaf, LeafTable, Stored, StoredLeaf
+from flaxckpt._info import Leaf, LeafTable, StoredLeaf
 from flaxckpt._storage import Stamp
 from flaxckpt._types import JSON
 from flaxckpt.formats import (
@@ -18,6 +18,7 @@ from flaxckpt.formats import (
     _safetensors_leaves,
     _signatures,
 )
+from flaxckpt.formats._reader import CheckpointMetadata, Stored
 from flaxckpt.formats._safetensors_json import (
     INDEX_SUFFIX,
     OURS,

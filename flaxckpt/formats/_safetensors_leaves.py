@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flaxckpt import _layout, _structure, _tree
-from flaxckpt._info import CheckpointMetadata, LeafInfo, Lineage
+from flaxckpt._info import LeafInfo
 from flaxckpt._types import JSON, LeafPath, Shape
 from flaxckpt.formats import _manifest, _orbax_json, _safetensors_json
+from flaxckpt.formats._reader import CheckpointMetadata, Lineage
 from flaxckpt.formats._safetensors_json import Tensor
 
 _VERSION = 1

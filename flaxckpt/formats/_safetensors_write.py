@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from flaxckpt import _dtypes, _layout, _runs, _tree, errors
-from flaxckpt._info import CheckpointMetadata, LeafInfo
+from flaxckpt._info import LeafInfo
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _orbax_json, _safetensors_json, _safetensors_leaves
+from flaxckpt.formats._reader import CheckpointMetadata
 
 NAME = "model"
 """What files are called, as Hugging Face's libraries have it."""

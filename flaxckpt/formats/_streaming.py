@@ -12,8 +12,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from flaxckpt import _storage, _structure, _tree
-from flaxckpt._info import Stored
 from flaxckpt.formats import _ndarray, _scan, _signatures
+from flaxckpt.formats._reader import Stored
 from flaxckpt.formats._scan import Run, Scanner, Value
 
 

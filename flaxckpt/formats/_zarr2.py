@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import _chunks, _dtypes, _read, _storage, _zarr, errors
+from flaxckpt import _array_limits, _chunks, _dtypes, _read, _storage, _zarr, errors
 from flaxckpt._types import Shape
 from flaxckpt._zarr import Array
 from flaxckpt.formats import _ndarray, _orbax_json
@@ -127,7 +127,7 @@ def _parse(root: Path, name: str, data: Mapping[str, Any]) -> _Zarr2:
             raise ValueError(f".zarray has the {key} {str(data.get(key))[:40]!r}")
     if "shape" not in data or "chunks" not in data:
         raise ValueError(".zarray has no shape or no chunks")
-    shape, chunk_shape = (_orbax_json.sizes(data[key]) for key in ("shape", "chunks"))
+    shape, chunk_shape = (_array_limits.sizes(data[key]) for key in ("shape", "chunks"))
     array = _Zarr2(
         root,
         name,

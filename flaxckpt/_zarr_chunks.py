@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import tensorstore as ts
 
 from flaxckpt import _dtypes, _remote, _zarr
-from flaxckpt.formats import _orbax_rows
 
 _LONG_BYTES = 64 * 2**20
 """Shorter chunks may have any size: not much comes of them."""
@@ -59,7 +58,7 @@ def described(text: bytes) -> Chunks:
 
 
 def _described(data: Mapping[str, Any]) -> Chunks:
-    shape, dtype, chunk_shape = _orbax_rows.array(data)
+    shape, dtype, chunk_shape = _zarr.array(data)
     size = math.prod(chunk_shape) * _dtypes.to_numpy(dtype).itemsize
     if data["zarr_format"] == 3:
         codecs = [_name(codec) for codec in data["codecs"]]
