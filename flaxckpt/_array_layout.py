@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from flaxckpt import _arguments, _zarr, errors
+from flaxckpt import _util, _zarr, errors
 
 MIB = 2**20
 
@@ -31,7 +31,7 @@ class ArrayLayout:
     zarr_version: Literal[2, 3] = 3
 
     def __post_init__(self) -> None:
-        _arguments.whole("chunk_bytes", self.chunk_bytes, least=1)
+        _util.arguments.whole("chunk_bytes", self.chunk_bytes, least=1)
         for name, allowed in (
             ("store", ("auto", "files", "ocdbt")),
             ("codec", ("none", "compact", "zstd")),
@@ -59,7 +59,8 @@ def checked_layout(layout: ArrayLayout | None) -> ArrayLayout:
         return ArrayLayout()
     if not isinstance(layout, ArrayLayout):
         raise errors.OptionError(
-            f"layout must be a flaxckpt.ArrayLayout, got {_arguments.found(layout)}:"
+            "layout must be a flaxckpt.ArrayLayout, got"
+            f" {_util.arguments.found(layout)}:"
             " pass layout=ArrayLayout(store='files')"
         )
     return layout

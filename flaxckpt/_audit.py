@@ -15,13 +15,13 @@ from typing import Any
 
 from flaxckpt import (
     _access,
-    _collector,
     _dtypes,
     _layout,
     _locate,
     _ocdbt,
     _remote,
     _storage,
+    _util,
     _zarr,
     errors,
 )
@@ -37,7 +37,7 @@ _OUTSIDE_NODES_BYTES = 4096
 up to 100 bytes into its nodes, which it compresses."""
 
 
-@_collector.paused()
+@_util.gc_pause.paused()
 def check(path: Path) -> None:
     """Reads what describes a checkpoint of ours, and looks for its arrays' files.
 

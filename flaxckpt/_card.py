@@ -6,9 +6,8 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from flaxckpt import _directory, _remote, _sizes, _wording, policies
-from flaxckpt._drawing import _markup
-from flaxckpt._drawing._markup import Markup
+from flaxckpt import _directory, _remote, _sizes, _util, policies
+from flaxckpt._util.html import Markup
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ def of_run(run: _directory.RunDirectory, path_of: Callable[[int], Path]) -> str:
             return _card(run, path_of)
     except Exception as error:  # a notebook would show a traceback in its place
         _log.warning("%s cannot be shown: %s", run.directory, error)
-        told = _markup.element("div", f"cannot be looked at: {error}", style=_SOFT)
+        told = _util.html.element("div", f"cannot be looked at: {error}", style=_SOFT)
         return _framed(run, told)
 
 
@@ -63,12 +62,12 @@ def _card(run: _directory.RunDirectory, path_of: Callable[[int], Path]) -> str:
         cells = [
             str(step),
             *[_number(metrics[step], name) for name in names],
-            "" if usage is None else _wording.size(usage.bytes),
+            "" if usage is None else _util.humanize.size(usage.bytes),
             ", ".join(reasons[step]) or "nothing: it goes",
         ]
         is_best = not best.isdisjoint(reasons[step])
         rows.append(_row("td", cells, len(names) + 2, step, is_best=is_best))
-    told = [_wording.count(len(steps), "step")]
+    told = [_util.humanize.count(len(steps), "step")]
     if steps:
         told.append(f"newest {max(steps)}")
     found = [step for step, why in reasons.items() if not best.isdisjoint(why)]
@@ -76,17 +75,19 @@ def _card(run: _directory.RunDirectory, path_of: Callable[[int], Path]) -> str:
         told.append(f"best {', '.join(map(str, found))}")
     if len(reasons) > len(shown):
         told.append(f"the newest {len(shown)} are shown")
-    table = _markup.element("table", *rows, style="border-collapse:collapse;margin:0")
-    said = _markup.element("div", ", ".join(told), style=_SOFT)
+    table = _util.html.element(
+        "table", *rows, style="border-collapse:collapse;margin:0"
+    )
+    said = _util.html.element("div", ", ".join(told), style=_SOFT)
     return _framed(run, said, *([table] if shown else []))
 
 
 def _framed(run: _directory.RunDirectory, *parts: Markup) -> str:
     name = run.directory.name or str(run.directory)
-    return _markup.element(
+    return _util.html.element(
         "div",
-        _markup.element("strong", f"Checkpointer {name}"),
-        _markup.element("div", str(run.directory), style=_SOFT),
+        _util.html.element("strong", f"Checkpointer {name}"),
+        _util.html.element("div", str(run.directory), style=_SOFT),
         *parts,
         style=_FRAME,
     )
@@ -102,10 +103,10 @@ def _row(
 ) -> Markup:
     weight = ";font-weight:600" if is_best else ""
     made = [
-        _markup.element(tag, cell, style=(_RIGHT if n < numbers else _LEFT) + weight)
+        _util.html.element(tag, cell, style=(_RIGHT if n < numbers else _LEFT) + weight)
         for n, cell in enumerate(cells)
     ]
-    return _markup.element("tr", *made, data_step=step)
+    return _util.html.element("tr", *made, data_step=step)
 
 
 def _number(metrics: Mapping[str, float], name: str) -> str:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flaxckpt import _arguments, _flax, _structure, errors
+from flaxckpt import _flax, _structure, _util, errors
 from flaxckpt._types import JSON
 
 _log = logging.getLogger(__name__)
@@ -32,14 +32,15 @@ def resolver(types: Sequence[type] = ()) -> _structure.Resolve:
     Raises:
         OptionError: `types` is no list of classes.
     """
-    if not _arguments.is_list(types):
+    if not _util.arguments.is_list(types):
         raise errors.OptionError(
-            f"types must be a list of classes, got {_arguments.found(types)}"
+            f"types must be a list of classes, got {_util.arguments.found(types)}"
         )
     for cls in types:
         if not inspect.isclass(cls):
             raise errors.OptionError(
-                f"types must be a list of classes, got {_arguments.found(cls)} in it"
+                f"types must be a list of classes, got {_util.arguments.found(cls)} in"
+                " it"
             )
     own = {f"{cls.__module__}:{cls.__qualname__}": cls for cls in types}
 

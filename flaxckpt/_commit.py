@@ -18,21 +18,18 @@ import jax
 
 from flaxckpt import (
     _belongings,
-    _collector,
     _connection,
-    _forks,
     _layout,
     _marked,
     _marks,
-    _progress,
     _remote,
     _renames,
     _snapshot,
     _storage,
-    _threads,
     _together,
     _tree,
     _unfinished,
+    _util,
     _write,
     _zarr,
     errors,
@@ -78,7 +75,7 @@ class Options:
     lineage: Sequence[Lineage] = ()
     planned: Callable[..., object] | None = None
     temporary: bool = False
-    count: _write.Count = _progress.ignore
+    count: _write.Count = _util.progress.ignore
     together: _together.Operation | None = None
     marks: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
@@ -144,7 +141,7 @@ _locks: weakref.WeakValueDictionary[Path, threading.Lock] = (
 )
 """One writer at a time of a path, within this process; gone when nobody writes it."""
 
-_guard = _forks.PerProcess(threading.Lock)
+_guard = _util.forks.PerProcess(threading.Lock)
 
 
 def _lock(final: Path) -> threading.Lock:
@@ -260,12 +257,12 @@ def fill(
     contents = _contents(snapshot)
     files: dict[str, bytes] = {}
 
-    @_collector.paused()
+    @_util.gc_pause.paused()
     def describe() -> None:
         files.update(_orbax.files(contents))
         write_new(temporary, files)
 
-    with _threads.beside(describe) as check:
+    with _util.threads.beside(describe) as check:
         root = temporary / _orbax.STATE
         write_arrays(snapshot, root, previous, check)
     return contents, files

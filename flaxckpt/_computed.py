@@ -13,16 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from flaxckpt import (
-    _derive,
-    _description,
-    _layout,
-    _memory,
-    _place,
-    _read,
-    _tree,
-    errors,
-)
+from flaxckpt import _derive, _description, _layout, _place, _read, _tree, _util, errors
 from flaxckpt._info import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath
 from flaxckpt._zarr import Array
@@ -134,7 +125,7 @@ def read(leaves: Sequence[Leaf], options: _read.Options) -> dict[LeafPath, Any]:
 
 def _batches(leaves: Sequence[Leaf], max_bytes: int) -> Iterator[list[Leaf]]:
     sized = ((group, _bytes_of(group)) for group in _groups(leaves))
-    for groups in _memory.batches(sized, max_bytes):
+    for groups in _util.memory.batches(sized, max_bytes):
         yield [leaf for group in groups for leaf in group]
 
 

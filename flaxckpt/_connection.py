@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import tensorstore as ts
 
-from flaxckpt import _arguments, errors
+from flaxckpt import _util, errors
 from flaxckpt._types import JSON
 
 _T = TypeVar("_T")
@@ -88,15 +88,15 @@ class StoreOptions:
     concurrency: int = 32
 
     def __post_init__(self) -> None:
-        _arguments.positive("deadline_secs", self.deadline_secs)
+        _util.arguments.positive("deadline_secs", self.deadline_secs)
         if self.retries is not None:
-            _arguments.whole("retries", self.retries, least=0)
-        _arguments.whole("concurrency", self.concurrency, least=1)
+            _util.arguments.whole("retries", self.retries, least=0)
+        _util.arguments.whole("concurrency", self.concurrency, least=1)
         for name in ("endpoint", "region", "profile", "credentials_file"):
             value = getattr(self, name)
             if not isinstance(value, str | None):
                 raise errors.OptionError(
-                    f"{name} must be a text or None, got {_arguments.found(value)}"
+                    f"{name} must be a text or None, got {_util.arguments.found(value)}"
                 )
 
 

@@ -21,7 +21,6 @@ from flaxckpt import (
     _journal,
     _locate,
     _pieces,
-    _progress,
     _remote,
     _renames,
     _source_files,
@@ -29,7 +28,7 @@ from flaxckpt import (
     _storage,
     _survey,
     _targets,
-    _threads,
+    _util,
     errors,
 )
 from flaxckpt._array_layout import ArrayLayout
@@ -213,7 +212,7 @@ def _write(
     waiting: list[tuple[Piece, Array]] = []
     for batch in batches:
         values: list[Array] = []
-        with _threads.beside(functools.partial(_finish, target, journal, waiting)):
+        with _util.threads.beside(functools.partial(_finish, target, journal, waiting)):
             values += _pieces.read(batch, max_bytes=target.batch_bytes)
         done += sum(piece.nbytes for piece, _ in waiting)
         show(done, total)
@@ -242,7 +241,7 @@ class _Shown:
 
     def __init__(self, progress: _conversion.Progress, name: str) -> None:
         self._progress = progress
-        self._counter = _progress.Counter(f"converting to {name}")
+        self._counter = _util.progress.Counter(f"converting to {name}")
         self.raised: Exception | None = None
 
     @contextlib.contextmanager
@@ -251,7 +250,7 @@ class _Shown:
         if callable(self._progress):
             yield self._call
         elif self._progress == "auto":
-            with _progress.shown(self._counter):
+            with _util.progress.shown(self._counter):
                 yield self._counter.set
         elif not self._progress:
             yield lambda done, total: None

@@ -15,8 +15,8 @@ from flaxckpt import (
     _remote,
     _staging,
     _storage,
-    _threads,
     _unfinished,
+    _util,
     errors,
     formats,
 )
@@ -115,7 +115,7 @@ def make(path: Path, final: Path, *, overwrite: bool) -> int:
         def copy(file: Path) -> None:
             shutil.copyfile(file, temporary / file.relative_to(path))
 
-        _threads.each(copy, files, threads=_COPYING_THREADS)
+        _util.threads.each(copy, files, threads=_COPYING_THREADS)
         _commit.write_new(temporary, marks)
         size = _storage.sync_tree(temporary)
         _commit.name(temporary, final, overwrite=overwrite)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxckpt import _arguments, errors
+from flaxckpt import _util, errors
 from flaxckpt._types import PyTree
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def whole(step: Any) -> int:
     is_bool = isinstance(step, bool) or getattr(step, "dtype", None) == np.bool_
     if number is None or number != step or is_bool:
         raise errors.OptionError(
-            f"a step must be a whole number, got {_arguments.found(step)}"
+            f"a step must be a whole number, got {_util.arguments.found(step)}"
         )
     return number
 

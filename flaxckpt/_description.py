@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from flaxckpt import _arguments, _dtypes, _json, _tree
+from flaxckpt import _dtypes, _tree, _util
 from flaxckpt._info import LeafInfo
 from flaxckpt._types import LeafPath, Shape
 
@@ -62,7 +62,7 @@ def of(path: LeafPath, entry: _tree.Entry) -> LeafInfo | str:
         )
     if type(value) is str:
         try:
-            _json.text(value, "it")
+            _util.json_limits.text(value, "it")
         except ValueError:
             return _SURROGATES
         return LeafInfo(path, keys, "string", "str")
@@ -73,7 +73,7 @@ def of(path: LeafPath, entry: _tree.Entry) -> LeafInfo | str:
             path, keys, "scalar", type(value).__name__, (), number, weak_type=True
         )
     if callable(value) and (isinstance(value, type) or hasattr(value, "__name__")):
-        return _arguments.found(value)
+        return _util.arguments.found(value)
     return f"a {type(value).__module__}.{type(value).__qualname__}"
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from flaxckpt import _layout, _locate, _pieces, _progress, _storage
+from flaxckpt import _layout, _locate, _pieces, _storage, _util
 from flaxckpt._info import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt._zarr import Array
@@ -168,8 +168,8 @@ def diff(
             changed[path] = LeafDiff(kind, pair[0].info, pair[1].info)
         elif values and pair[0].info.kind != "empty":
             pairs.append(pair)
-    counter = _progress.Counter(f"comparing {sides[0].metadata.path}")
-    with _progress.shown(counter):
+    counter = _util.progress.Counter(f"comparing {sides[0].metadata.path}")
+    with _util.progress.shown(counter):
         changed |= _compare(pairs, counter)
     ranked = sorted(changed.items(), key=lambda item: -_rank(item[1]))
     return CheckpointDiff(
@@ -207,7 +207,7 @@ def _kind(a: LeafInfo, b: LeafInfo) -> Kind | None:
 
 
 def _compare(
-    pairs: Sequence[tuple[Leaf, Leaf]], counter: _progress.Counter
+    pairs: Sequence[tuple[Leaf, Leaf]], counter: _util.progress.Counter
 ) -> dict[LeafPath, LeafDiff]:
     """Those pairs of leaves whose values or types differ, and how."""
     changed: dict[LeafPath, LeafDiff] = {}

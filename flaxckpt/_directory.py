@@ -12,12 +12,12 @@ from flaxckpt import (
     _inventory,
     _locate,
     _marks,
-    _multihost,
     _retention,
     _run_steps,
     _steps,
     _survey,
     _tiers,
+    _util,
     _verify,
     errors,
     formats,
@@ -219,7 +219,7 @@ class RunDirectory:
         """
         self.check_writable("add metrics")
         self.wait()
-        if _multihost.is_first():
+        if _util.processes.is_first():
             with self._run.changing(step) as path:
                 _changes.add_metrics(path, metrics)
 
@@ -256,7 +256,7 @@ class RunDirectory:
         if dry_run:
             return tuple(step for step, why in self.explain().items() if not why)
         self.check_writable("prune")
-        deleted = self._run.retire() if _multihost.is_first() else ()
+        deleted = self._run.retire() if _util.processes.is_first() else ()
         if self._run.tiers is None:
             return deleted
         gone = {*deleted, *self._run.tiers.prune()} - self._run.listed().keys()
@@ -271,7 +271,7 @@ class RunDirectory:
         """
         self.check_writable("delete")
         self.wait()
-        if _multihost.is_first():
+        if _util.processes.is_first():
             self._run.delete(step)
 
     def make_permanent(self, step: int) -> None:
@@ -290,14 +290,14 @@ class RunDirectory:
             SaveFailedError: That could not be written down.
         """
         self.check_writable("pin")
-        if _multihost.is_first():
+        if _util.processes.is_first():
             with self._run.changing(step) as path:
                 _changes.pin(path)
 
     def unpin(self, step: int) -> None:
         """Leaves a step to the policies again; raises as `pin` does."""
         self.check_writable("unpin")
-        if _multihost.is_first():
+        if _util.processes.is_first():
             with self._run.changing(step, _marks.PIN) as path:
                 _changes.unpin(path)
 

@@ -11,7 +11,7 @@ import stat
 import threading
 from pathlib import Path
 
-from flaxckpt import _forks, _remote, _storage
+from flaxckpt import _remote, _storage, _util
 from flaxckpt._events import KINDS, Event
 
 NAME = "events.jsonl"
@@ -38,8 +38,8 @@ class EventJournal:
     def __init__(self, path: Path) -> None:
         self._path = path
         # Of one in a store. What happened before a fork is written by the parent.
-        self._unwritten = _forks.PerProcess(_no_lines)
-        self._writing = _forks.PerProcess(threading.Lock)
+        self._unwritten = _util.forks.PerProcess(_no_lines)
+        self._writing = _util.forks.PerProcess(threading.Lock)
 
     def __str__(self) -> str:
         return str(self._path)

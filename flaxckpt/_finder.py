@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from flaxckpt import _forks, _optimizer_roles, _optimizer_states, _tree
+from flaxckpt import _optimizer_roles, _optimizer_states, _tree, _util
 from flaxckpt._info import LeafInfo, LeafTable, Role, StoredLeaf
 from flaxckpt._types import LeafPath
 
@@ -154,17 +154,17 @@ class Finder:
 
     # ---- transforms of the checkpoint -----------------------------------------------
 
-    @_forks.lazy
+    @_util.forks.lazy
     def _places(self) -> dict[tuple[LeafPath, str, LeafPath], None]:
         """Optimizer, class and path of each state that leaves have roles in."""
         return self._survey[0]
 
-    @_forks.lazy
+    @_util.forks.lazy
     def _assigned(self) -> set[LeafPath]:
         """Leaves that were assigned to a wanted leaf's path, without their states."""
         return self._survey[1]
 
-    @_forks.lazy
+    @_util.forks.lazy
     def _survey(
         self,
     ) -> tuple[dict[tuple[LeafPath, str, LeafPath], None], set[LeafPath]]:
@@ -192,7 +192,7 @@ class Finder:
                 places[state] = None
         return places, assigned
 
-    @_forks.lazy
+    @_util.forks.lazy
     def _stored(self) -> dict[_Kind, list[LeafPath]]:
         """The states that leaves have roles in, by their kind."""
         stored: dict[_Kind, list[LeafPath]] = {}
@@ -203,7 +203,7 @@ class Finder:
             stored.setdefault(kind, []).append(place)
         return stored
 
-    @_forks.lazy
+    @_util.forks.lazy
     def _seats(self) -> set[LeafPath]:
         """Elements of tuples of which nobody knows whether each is an optimizer.
 
@@ -222,7 +222,7 @@ class Finder:
         }
         return {seat for optimizer, seat in seats if optimizer in doubtful}
 
-    @_forks.lazy
+    @_util.forks.lazy
     def _optimizers(self) -> set[LeafPath]:
         """The paths of all optimizers, stored and wanted."""
         stored = {optimizer for optimizer, _, _ in self._places}
@@ -240,7 +240,7 @@ class Finder:
                 return path
         return optimizer
 
-    @_forks.lazy
+    @_util.forks.lazy
     def _unnamed(self) -> dict[frozenset[str], list[LeafPath]]:
         """States whose classes nobody knows, by the names of their fields; sorted.
 
@@ -261,7 +261,7 @@ class Finder:
             by_fields.setdefault(frozenset(children[path]), []).append(path)
         return by_fields
 
-    @_forks.lazy
+    @_util.forks.lazy
     def _all_by_fields(self) -> dict[frozenset[str], list[LeafPath]]:
         """All containers, by the names of what is in them; sorted."""
         by_fields: dict[frozenset[str], list[LeafPath]] = {}
@@ -324,7 +324,7 @@ class Finder:
 
     # ---- matching transforms --------------------------------------------------------
 
-    @_forks.lazy
+    @_util.forks.lazy
     def _matches(self) -> dict[LeafPath, _Match]:
         """Path of each wanted transform -> the stored transforms that it matches."""
         kinds: dict[_Kind, list[_Transform]] = {}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from flaxckpt import _access, _links, _progress, _remote, _threads, _wording, errors
+from flaxckpt import _access, _links, _remote, _util, errors
 from flaxckpt._types import LeafPath
 
 _THREADS = 8
@@ -85,7 +85,7 @@ class VerifyReport:
             for leaf, why in self.unreadable.items()
             if leaf not in self.problems and leaf not in self.unread
         }
-        count = _wording.count(self.leaves, "leaf", "leaves")
+        count = _util.humanize.count(self.leaves, "leaf", "leaves")
         names = errors.first_few(list(self.unreadable), 3)
         told = f"{len(self.unreadable):,} of {count} cannot be read: "
         return told + (
@@ -93,8 +93,8 @@ class VerifyReport:
         )
 
     def __str__(self) -> str:
-        size = _wording.size(self.bytes_checked)
-        size = f"{size} checked in {_wording.secs(self.secs)}"
+        size = _util.humanize.size(self.bytes_checked)
+        size = f"{size} checked in {_util.humanize.secs(self.secs)}"
         if self.problems:
             verdict = "is damaged"
         else:
@@ -123,7 +123,7 @@ class Findings:
         thorough: Whether to go on after the first problem.
     """
 
-    def __init__(self, counter: _progress.Counter, *, thorough: bool) -> None:
+    def __init__(self, counter: _util.progress.Counter, *, thorough: bool) -> None:
         self.problems: dict[str, str] = {}
         self.unread: dict[str, str] = {}
         self.unchecked: dict[str, str] = {}
@@ -183,7 +183,7 @@ class Findings:
 
     def run(self, checks: Sequence[tuple[str, Callable[[], object]]]) -> None:
         """Does all `checks`, several at a time."""
-        _threads.each(lambda check: self.attempt(*check), checks, threads=_THREADS)
+        _util.threads.each(lambda check: self.attempt(*check), checks, threads=_THREADS)
 
 
 def _told(found: Mapping[str, str]) -> Mapping[str, str]:
@@ -281,13 +281,13 @@ def unreadable(path: Path) -> str | None:
         return _unreadable_object(path)
     try:
         if path.is_file():
-            stream(path, path.parent, _progress.ignore, lambda part: None)
+            stream(path, path.parent, _util.progress.ignore, lambda part: None)
             return None
         for directory, _, names in os.walk(path, onerror=_raise):
             for name in names:
                 file = Path(directory, name)
                 with contextlib.suppress(FileNotFoundError, ValueError):
-                    stream(file, path, _progress.ignore, lambda part: None)
+                    stream(file, path, _util.progress.ignore, lambda part: None)
     except OSError as error:
         return str(error)
     return None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from flaxckpt import _arguments, _leases
+from flaxckpt import _leases, _util
 
 _log = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ def new_steps(
         timeout_secs: Ends after so long without a new step; None never ends.
         poll_secs: How often `listed` is asked.
     """
-    _arguments.seconds("timeout_secs", timeout_secs)
-    _arguments.not_negative("poll_secs", poll_secs)
+    _util.arguments.seconds("timeout_secs", timeout_secs)
+    _util.arguments.not_negative("poll_secs", poll_secs)
     seen: set[int] = set()
     is_warned = False
     since = time.monotonic()

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from flaxckpt import _arguments, _progress, errors
+from flaxckpt import _util, errors
 from flaxckpt._save_result import SaveResult
 
 
@@ -24,7 +24,7 @@ class SaveHandle:
         work: Callable[[], SaveResult],
         *,
         name: str,
-        counter: _progress.Counter,
+        counter: _util.progress.Counter,
     ) -> None:
         self._name = name
         self._counter = counter
@@ -96,10 +96,10 @@ class SaveHandle:
             CheckpointTimeoutError: It is still running after `timeout_secs`.
             CheckpointError: The save failed; nothing of it counts as saved.
         """
-        _arguments.seconds("timeout_secs", timeout_secs)
+        _util.arguments.seconds("timeout_secs", timeout_secs)
         self._is_awaited = True
         if not self.done():
-            with _progress.shown(self._counter):
+            with _util.progress.shown(self._counter):
                 self._ended.wait(timeout_secs)
         if not self.done():
             raise errors.CheckpointTimeoutError(

@@ -16,9 +16,9 @@ from flaxckpt import (
     _flax,
     _held,
     _measured,
-    _multihost,
     _preflight,
     _sinks,
+    _util,
     datasets,
     errors,
 )
@@ -273,7 +273,7 @@ class Hook:
             return "was saved already", False
         self._note_duration()
         # By the first process's clock: all of them save the same.
-        if not _multihost.gather_flags([self._grace.is_enough(notice)])[0][0]:
+        if not _util.processes.gather_flags([self._grace.is_enough(notice)])[0][0]:
             path = self._checkpointer.save_params_only(seen.step, seen.get("state"))
             if path is not None:
                 return f"is saved without its optimizer, as {path}", False

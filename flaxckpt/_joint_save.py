@@ -24,7 +24,7 @@ from flaxckpt import (
     _remote,
     _snapshot,
     _storage,
-    _threads,
+    _util,
     _write,
     datasets,
     errors,
@@ -238,4 +238,4 @@ def _sync(root: Path, snapshot: Snapshot) -> None:
         finally:
             os.close(descriptor)
 
-    _threads.each(sync, paths, threads=_SYNCING_THREADS)
+    _util.threads.each(sync, paths, threads=_SYNCING_THREADS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flaxckpt import _layout, _locate, _pieces, _progress, _storage, errors
+from flaxckpt import _layout, _locate, _pieces, _storage, _util, errors
 from flaxckpt._info import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt._zarr import Array
@@ -84,13 +84,15 @@ def leaf_statistics(
         source = leaf.source
         value = source.value if isinstance(source, StoredLeaf) else source
         return LeafStatistics(leaf.info, int(value is not None), values=value)
-    counter = _progress.Counter(f"reading {leaf_path}")
+    counter = _util.progress.Counter(f"reading {leaf_path}")
     counter.total = 2 * _layout.stored_bytes(leaf.info)
-    with _progress.shown(counter):
+    with _util.progress.shown(counter):
         return _of_numbers(leaf, bins, counter)
 
 
-def _of_numbers(leaf: Leaf, bins: int, counter: _progress.Counter) -> LeafStatistics:
+def _of_numbers(
+    leaf: Leaf, bins: int, counter: _util.progress.Counter
+) -> LeafStatistics:
     count = math.prod(_layout.stored_form(leaf.info)[0])
     sums = _Sums()
     few: list[Any] = []
@@ -122,7 +124,7 @@ def _of_numbers(leaf: Leaf, bins: int, counter: _progress.Counter) -> LeafStatis
     )
 
 
-def _read(leaf: Leaf, counter: _progress.Counter) -> Any:
+def _read(leaf: Leaf, counter: _util.progress.Counter) -> Any:
     """The values of a leaf, piece by piece, as numbers that numpy can add."""
     pieces = _pieces.cut(leaf, chunk_shape=None, max_bytes=_PIECE_BYTES)
     for batch in _pieces.batches(pieces, _AT_ONCE):

@@ -15,9 +15,9 @@ from flaxckpt import (
     _locate,
     _marks,
     _measured,
-    _progress,
     _sizes,
     _storage,
+    _util,
     errors,
     formats,
     policies,
@@ -125,10 +125,10 @@ def listing(
 
 def _watched(steps: Sequence[_Step], root: Path) -> Iterator[_Step]:
     """Goes through steps, and shows how far it is if that takes long."""
-    counter = _progress.Counter(
+    counter = _util.progress.Counter(
         f"looking at {root.name}", of_bytes=False, total=len(steps)
     )
-    with _progress.shown(counter):
+    with _util.progress.shown(counter):
         for step in steps:
             yield step
             counter.add(1)

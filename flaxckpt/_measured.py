@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from flaxckpt import _json, _storage, errors
+from flaxckpt import _storage, _util, errors
 from flaxckpt.formats import _orbax, _orbax_json
 
 _log = logging.getLogger(__name__)
@@ -141,9 +141,10 @@ def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 def _add_metrics(
     flat: dict[str, float], metrics: Mapping[Any, Any], prefix: str, depth: int
 ) -> None:
-    if depth > _json.MAX_DEPTH:
+    if depth > _util.json_limits.MAX_DEPTH:
         raise errors.OptionError(
-            f"the metrics {prefix[:80]!r} are nested more than {_json.MAX_DEPTH} deep,"
+            f"the metrics {prefix[:80]!r} are nested more than"
+            f" {_util.json_limits.MAX_DEPTH} deep,"
             " or hold themselves"
         )
     for key, value in metrics.items():
@@ -151,7 +152,7 @@ def _add_metrics(
             raise errors.OptionError(
                 f"names of metrics must be str, got {key!r:.80}: write str({key!r:.80})"
             )
-        name = f"{prefix}{_json.text(key, 'a name')}"
+        name = f"{prefix}{_util.json_limits.text(key, 'a name')}"
         if isinstance(value, Mapping):
             _add_metrics(flat, value, f"{name}/", depth + 1)
             continue

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
-from flaxckpt import _forks, _optimizer_states, _tree
+from flaxckpt import _optimizer_states, _tree, _util
 from flaxckpt._info import Leaf, LeafTable, Role
 from flaxckpt._types import LeafPath
 
@@ -403,7 +403,7 @@ class _Roles:
         every = itertools.chain.from_iterable(by_field.values())
         return _Mirror(frozenset(), frozenset(every), is_masked)
 
-    @_forks.lazy
+    @_util.forks.lazy
     def _outside_set(self) -> frozenset[LeafPath]:
         return frozenset(self._outside)
 
@@ -503,7 +503,7 @@ class _Roles:
             for child in node.children
         )
 
-    @_forks.lazy
+    @_util.forks.lazy
     def _fields_of_optax(self) -> frozenset[frozenset[str]]:
         return _optimizer_states.fields_of_states(
             tuple(sorted(name for name in sys.modules if name.startswith("optax")))

@@ -22,9 +22,9 @@ from flaxckpt import (
     _dtypes,
     _file_systems,
     _layout,
-    _memory,
     _read,
     _remote,
+    _util,
     _zarr,
     errors,
 )
@@ -162,7 +162,7 @@ def batches(pieces: Iterable[Piece], max_bytes: int) -> Iterator[list[Piece]]:
         alone = piece.leaf.fn is None or not sources
         groups.setdefault(n if alone else sources, []).append(piece)
     sized = ((group, sum(piece.nbytes for piece in group)) for group in groups.values())
-    for together in _memory.batches(sized, max_bytes):
+    for together in _util.memory.batches(sized, max_bytes):
         yield [piece for group in together for piece in group]
 
 

@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from jax.sharding import PartitionSpec
 
-from flaxckpt import (
-    _arguments,
-    _flax,
-    _read,
-    _tree,
-    _write,
-    errors,
-)
+from flaxckpt import _flax, _read, _tree, _util, _write, errors
 from flaxckpt._info import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath
 from flaxckpt.errors import Mismatch
@@ -81,7 +74,7 @@ class Options:
             if getattr(self, name) not in allowed:
                 raise errors.OptionError(
                     f"{name} must be one of {allowed}, got"
-                    f" {_arguments.found(getattr(self, name))}"
+                    f" {_util.arguments.found(getattr(self, name))}"
                 )
 
 

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from flaxckpt import (
     _containers,
     _flax,
-    _forks,
     _layout,
     _optimizer_roles,
     _place,
     _plan,
     _read,
     _tree,
+    _util,
     errors,
 )
 from flaxckpt._finder import Finder
@@ -207,7 +207,7 @@ class _Planner:
         self._as_asked: set[LeafPath] = set()
         self._finder = Finder(table, stored.structure, self._roles, self._at)
 
-    @_forks.lazy
+    @_util.forks.lazy
     def _can_init(self) -> tuple[str, ...]:
         """How paths in optimizer states begin that `tx.init` can make anew."""
         return tuple(
@@ -255,7 +255,7 @@ class _Planner:
                 chosen.update((path, [source, source]) for path in paths)
         return chosen
 
-    @_forks.lazy
+    @_util.forks.lazy
     def _kept(self) -> set[LeafPath]:
         """Step counters that keep their values."""
         if not self._options.keeps_steps:
@@ -326,7 +326,7 @@ class _Planner:
         is_ours = self._stored.metadata.format == _OURS
         return path in self._single and (not is_ours or path in self._boxed)
 
-    @_forks.lazy
+    @_util.forks.lazy
     def _single(self) -> set[LeafPath]:
         """The containers of the checkpoint that hold one leaf, named as in a box."""
         others: set[LeafPath] = set()
@@ -344,7 +344,7 @@ class _Planner:
                 inner = container
         return seen - others
 
-    @_forks.lazy
+    @_util.forks.lazy
     def _boxed(self) -> frozenset[LeafPath]:
         """The wanted leaves that are in boxes."""
         return frozenset(_tree.boxed(self._flat.structure))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from flaxckpt import _arguments, _multihost
+from flaxckpt import _util
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Watch:
         """
         self._polls += 1
         self._program = _running_program()
-        if self.notice is None and _multihost.reached_preemption(self._polls):
+        if self.notice is None and _util.processes.reached_preemption(self._polls):
             self.note("jax's preemption sync point")
         return self.notice
 
@@ -164,7 +164,7 @@ def _install() -> None:
                 " restore_or_init there, or pass on_preemption=False"
             )
         return
-    is_jaxs = _multihost.has_preemption_service()
+    is_jaxs = _util.processes.has_preemption_service()
     for number in SIGNALS:
         if number == signal.SIGTERM and is_jaxs:
             continue  # its handler is not Python's, and would be lost
@@ -241,7 +241,7 @@ class Grace:
 
     def __init__(self, secs: float | None, clock: Callable[[], float]) -> None:
         if secs is not None:
-            _arguments.positive("grace_secs", secs)
+            _util.arguments.positive("grace_secs", secs)
         self.save_secs: float | None = None
         self._secs = secs
         self._clock = clock

@@ -26,7 +26,7 @@ from flaxckpt import (
     _ocdbt,
     _remote,
     _storage,
-    _threads,
+    _util,
     _zarr,
 )
 from flaxckpt._blocks import Block, Bytes
@@ -96,7 +96,7 @@ def failed(error: Exception) -> Reading:
 def run(readings: Sequence[Reading]) -> None:
     """Does the tasks of all readings."""
     tasks = [task for reading in readings for task in reading.tasks]
-    _threads.each(lambda task: task(), tasks, threads=_THREADS)
+    _util.threads.each(lambda task: task(), tasks, threads=_THREADS)
 
 
 class _Form:

@@ -18,12 +18,11 @@ from flaxckpt import (
     _dtypes,
     _layout,
     _links,
-    _memory,
     _place,
-    _progress,
     _raw,
     _regions,
     _remote,
+    _util,
     _zarr,
     errors,
 )
@@ -71,7 +70,7 @@ class Options(NamedTuple):
     memory_map: bool
     verify: bool
     max_concurrent_bytes: int
-    report: Callable[[int], object] = _progress.ignore
+    report: Callable[[int], object] = _util.progress.ignore
 
 
 def open_one(stored: StoredLeaf) -> ts.TensorStore:
@@ -229,7 +228,7 @@ def _batches(jobs: Sequence[ReadJob], max_bytes: int) -> Iterator[list[_Work]]:
             if (job.stored.raw is not None) == is_raw
             for work in [_Work(job, _regions.to_read(job.found, job.wanted))]
         )
-        yield from _memory.batches(sized, at_once)
+        yield from _util.memory.batches(sized, at_once)
 
 
 # ---- reading --------------------------------------------------------------------
@@ -279,7 +278,7 @@ def _from_store(
         if _is_cast_by_tensorstore(job):
             store = ts.cast(store, job.wanted.dtype or "")
         dtype = store.dtype.numpy_dtype
-        _memory.check(_regions.nbytes(regions, _layout.stored_form(job.found)[1]))
+        _util.memory.check(_regions.nbytes(regions, _layout.stored_form(job.found)[1]))
         for region in regions:
             # Into memory that jax takes over as it is; TensorStore's own it copies.
             target = _raw.empty(_zarr.extent(region), dtype)

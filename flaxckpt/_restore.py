@@ -12,24 +12,21 @@ import numpy as np
 
 from flaxckpt import (
     _afresh,
-    _arguments,
-    _collector,
     _computed,
     _file_systems,
     _fit,
     _flax,
     _locate,
-    _multihost,
     _optimizer_roles,
     _place,
     _plan,
     _planner,
-    _progress,
     _read,
     _remote,
     _share,
     _storage,
     _tree,
+    _util,
     datasets,
     errors,
 )
@@ -56,7 +53,7 @@ _DIGESTED_BYTES = 2**30
 # ---- public functions -----------------------------------------------------------
 
 
-@_collector.paused()
+@_util.gc_pause.paused()
 def load(
     path: PathLike,
     abstract_state: PyTree | None = None,
@@ -129,17 +126,17 @@ def load(
     )
     found, number = _locate.locate(_storage.resolve(path), step)
     stored = _locate.read_stored(found, number, types)
-    counter = _progress.Counter(f"loading {found.name}")
+    counter = _util.progress.Counter(f"loading {found.name}")
     return restore(stored, abstract_state, options, counter)
 
 
-@_collector.paused()
+@_util.gc_pause.paused()
 def load_source(
     path: Path,
     step: int | None,
     abstract_state: PyTree,
     options: _plan.Options,
-    counter: _progress.Counter,
+    counter: _util.progress.Counter,
 ) -> tuple[PyTree, tuple[Lineage, ...]]:
     """Loads a checkpoint for a run to begin from, and says where it came from."""
     found, number = _locate.locate(path, step)
@@ -183,7 +180,7 @@ def _digest(stored: Stored) -> str | None:
         return None
 
 
-@_collector.paused()
+@_util.gc_pause.paused()
 def plan(
     path: PathLike,
     abstract_state: PyTree,
@@ -208,7 +205,7 @@ def plan(
     return _planner.make(stored, abstract_state, options)[0]
 
 
-@_collector.paused()
+@_util.gc_pause.paused()
 def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
     """Describes a checkpoint without reading any array.
 
@@ -246,7 +243,7 @@ def open_leaf(
     if not isinstance(leaf_path, str):
         raise errors.OptionError(
             "leaf_path must be a text such as 'params/dense/kernel', got"
-            f" {_arguments.found(leaf_path)}"
+            f" {_util.arguments.found(leaf_path)}"
         )
     stored = _locate.read_stored(*_locate.locate(_storage.resolve(path), step))
     found = stored.table.get(leaf_path)
@@ -269,7 +266,7 @@ def restore(
     stored: Stored,
     abstract_state: PyTree | None,
     options: _plan.Options,
-    counter: _progress.Counter,
+    counter: _util.progress.Counter,
     has_read: Callable[[], object] = lambda: None,
 ) -> PyTree:
     """Loads what `abstract_state` asks for, or everything.
@@ -287,13 +284,13 @@ def restore(
             shown=_fit.rows(planned.problems, elsewhere),
         )
     jobs: Sequence[_read.ReadJob] = recipe.jobs
-    if options.read_once and _multihost.process_count() > 1:
+    if options.read_once and _util.processes.process_count() > 1:
         jobs = _share.divided(jobs)
     counter.total = planned.bytes_here
     if abstract_state is not None:
         _tell(planned, recipe, options)
     try:
-        with _progress.shown(counter):
+        with _util.progress.shown(counter):
             reading = _reading(planned.path, options, counter.add)
             found = _read.read(jobs, reading)
             has_read()

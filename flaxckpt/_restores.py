@@ -11,18 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from flaxckpt import (
-    _collector,
     _events,
     _flax,
     _joint,
     _locate,
     _marks,
-    _multihost,
     _plan,
-    _progress,
     _remote,
     _restore,
     _run_steps,
+    _util,
     _verify,
     errors,
     formats,
@@ -87,7 +85,7 @@ class Restores:
         self._wait = wait
         self._read_only = read_only
 
-    @_collector.paused()
+    @_util.gc_pause.paused()
     def restore(
         self,
         abstract_state: PyTree | None,
@@ -115,7 +113,10 @@ class Restores:
         options: _plan.Options,
     ) -> tuple[PyTree, tuple[Lineage, ...]]:
         """Loads another checkpoint, and says what a run has begun from then."""
-        start, counter = time.monotonic(), _progress.Counter(f"loading {path.name}")
+        start, counter = (
+            time.monotonic(),
+            _util.progress.Counter(f"loading {path.name}"),
+        )
         state, lineage = _restore.load_source(
             path, step, abstract_state, options, counter
         )
@@ -126,7 +127,7 @@ class Restores:
         self,
         step: int | None,
         path: Path | str,
-        counter: _progress.Counter,
+        counter: _util.progress.Counter,
         start: float,
     ) -> None:
         secs = time.monotonic() - start
@@ -216,7 +217,10 @@ class Restores:
         damage: errors.DamagedCheckpointError | None = None
         left_out: list[tuple[int, Path]] = []
         for number, path in candidates:
-            start, counter = time.monotonic(), _progress.Counter(f"loading {path.name}")
+            start, counter = (
+                time.monotonic(),
+                _util.progress.Counter(f"loading {path.name}"),
+            )
             one = functools.partial(self._one, number, path, wanted, counter)
             together = self._processes.begin("restore", f"step {number}")
             try:
@@ -257,7 +261,7 @@ class Restores:
         number: int,
         path: Path,
         wanted: _Wanted,
-        counter: _progress.Counter,
+        counter: _util.progress.Counter,
         has_read: Callable[[], object],
     ) -> tuple[Stored, PyTree]:
         """Restores a step; `has_read` is called when all of it is in memory.
@@ -324,7 +328,7 @@ class Restores:
 
         Each is read once more for that: a disk or a network may fail for a moment.
         """
-        if self._read_only or not _multihost.is_first():
+        if self._read_only or not _util.processes.is_first():
             return
         try:
             if _marks.is_damaged(path) and _verify.verify_checkpoint(path, number).ok:

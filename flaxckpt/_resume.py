@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxckpt import _arguments, _flax, _unfinished, errors
+from flaxckpt import _flax, _unfinished, _util, errors
 from flaxckpt._checkpointer import Checkpointer
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
@@ -39,7 +39,7 @@ def check(
     if not callable(step_fn):
         raise errors.OptionError(
             "step_fn must be a function of a state and a batch, got"
-            f" {_arguments.found(step_fn)}"
+            f" {_util.arguments.found(step_fn)}"
         )
     with _directory(checkpointer) as directory:
         trial = checkpointer.sibling(directory)

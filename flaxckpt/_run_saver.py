@@ -11,12 +11,10 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
 from flaxckpt import (
-    _arguments,
     _commit,
     _deletion,
     _directory,
     _joint,
-    _multihost,
     _remote,
     _retention,
     _save,
@@ -24,6 +22,7 @@ from flaxckpt import (
     _sinks,
     _steps,
     _together,
+    _util,
     errors,
 )
 from flaxckpt._handle import SaveHandle
@@ -97,7 +96,7 @@ class RunSaver(_directory.RunDirectory):
             ("max_concurrent_bytes", options.max_concurrent_bytes),
             ("peer_timeout_secs", peer_timeout_secs),
         ):
-            _arguments.positive(name, value)
+            _util.arguments.positive(name, value)
         self._processes = _joint.Processes(self.directory, peer_timeout_secs)
         self._saves = _saves.Saves(self._run, options, self._processes)
         self._trainers: list[Trainer] = []
@@ -105,12 +104,12 @@ class RunSaver(_directory.RunDirectory):
             self.events.subscribe(sink)
         if not read_only:
             self._run.make_directory()
-            if _multihost.is_first():
+            if _util.processes.is_first():
                 self._tidy()
         if metadata is not None:
             self.check_writable("keep metadata")
             taken = _save.json_of(metadata)
-            if _multihost.is_first():
+            if _util.processes.is_first():
                 self._write_metadata(taken)
         _together.attend(self.directory)
 

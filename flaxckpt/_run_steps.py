@@ -13,12 +13,12 @@ from flaxckpt import (
     _inventory,
     _locate,
     _marks,
-    _multihost,
     _retention,
     _steps,
     _storage,
     _stream,
     _tiers,
+    _util,
     errors,
     formats,
     policies,
@@ -271,7 +271,7 @@ class RunSteps:
         Raises:
             SaveFailedError: That could not be written down.
         """
-        if _multihost.is_first():
+        if _util.processes.is_first():
             with self.changing(step, _marks.UNTIL_NEXT) as path:
                 _changes.make_permanent(path)
 

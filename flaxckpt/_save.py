@@ -11,22 +11,20 @@ from pathlib import Path
 from flaxckpt import (
     _access,
     _belongings,
-    _collector,
     _commit,
     _computed,
     _containers,
     _flax,
     _joint,
     _joint_save,
-    _json,
     _layout,
     _marked,
     _optimizer_roles,
-    _progress,
     _remote,
     _snapshot,
     _storage,
     _tree,
+    _util,
     _write,
     datasets,
     errors,
@@ -110,7 +108,7 @@ def save_async(
     start = time.monotonic()
     final = _storage.resolve(path)
     _belongings.check_name(final, "save")
-    counter = _progress.Counter(f"saving {final.name}")
+    counter = _util.progress.Counter(f"saving {final.name}")
     together = _joint.begin("save", final, str(final))
     options = Options(
         layout=checked_layout(layout),
@@ -148,7 +146,7 @@ def _log_saved(path: Path, written: int, total: float, blocked: float) -> None:
 # ---- on the caller's thread -----------------------------------------------------
 
 
-@_collector.paused()
+@_util.gc_pause.paused()
 def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     """Plans the save and takes the state's values.
 
@@ -218,7 +216,7 @@ def _may_be_too_large(infos: Sequence[LeafInfo]) -> bool:
     """Whether a manifest of these leaves may be more than readers take."""
     names = sum([len(info.path) for info in infos])
     return (
-        _STRINGS_OF_A_LEAF * len(infos) > _json.MAX_STRINGS
+        _STRINGS_OF_A_LEAF * len(infos) > _util.json_limits.MAX_STRINGS
         or _BYTES_OF_A_LEAF * len(infos) + 3 * names > _orbax_json.MAX_BYTES
     )
 
@@ -269,7 +267,7 @@ def has_optimizer(state: PyTree) -> bool:
     return bool(_optimizer_roles.roles(flat.structure, flat.optimizer_states))
 
 
-@_collector.paused()
+@_util.gc_pause.paused()
 def trouble_undoing(state: PyTree, transforms: Sequence[Transform]) -> str | None:
     """Describes the leaves that a run's transforms would lose; None if there are none.
 
@@ -374,7 +372,7 @@ def json_of(metadata: Mapping[str, JSON]) -> dict[str, JSON]:
     try:
         if not isinstance(metadata, Mapping):
             raise ValueError(f"metadata is a {type(metadata).__name__}")
-        copy = _json.copied(metadata, "metadata")
+        copy = _util.json_limits.copied(metadata, "metadata")
         _orbax_json.check_size(_orbax_json.dumps(copy))
     except ValueError as error:
         raise errors.OptionError(

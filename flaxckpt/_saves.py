@@ -16,16 +16,14 @@ from flaxckpt import (
     _belongings,
     _commit,
     _events,
-    _forks,
     _joint,
     _marks,
     _measured,
-    _multihost,
-    _progress,
     _remote,
     _run_steps,
     _save,
     _together,
+    _util,
     _write,
 )
 from flaxckpt._handle import SaveHandle
@@ -86,7 +84,7 @@ class Saves:
         self._processes = processes
         self.aside = _aside.Aside(run.directory, run.format)
         # One save at a time, whichever thread asks.
-        self._lock = _forks.PerProcess(threading.RLock)
+        self._lock = _util.forks.PerProcess(threading.RLock)
         self._pending: SaveHandle | None = None
         self._pending_step: int | None = None
         self._saved: _write.Previous | None = None  # by the last save of ours
@@ -117,7 +115,7 @@ class Saves:
             if not asked.temporary:
                 self._run.make_permanent(asked.step)
             return self._skipped(asked, final)
-        counter = _progress.Counter(f"saving step {asked.step}")
+        counter = _util.progress.Counter(f"saving step {asked.step}")
         with self._failing(asked.step, final):
             snapshot = self._snapshot(asked, final, counter, together)
         counter.total = snapshot.nbytes
@@ -137,7 +135,7 @@ class Saves:
         self,
         asked: Asked,
         final: Path,
-        counter: _progress.Counter,
+        counter: _util.progress.Counter,
         together: _together.Operation | None,
     ) -> _commit.Snapshot:
         if not self._own:
@@ -255,7 +253,7 @@ class Saves:
         result = SaveResult(
             step, str(path), 0, elapsed, elapsed, skipped=reason, tier=tier
         )
-        counter = _progress.Counter(reason)
+        counter = _util.progress.Counter(reason)
         return SaveHandle(lambda: result, name=f"save of {final}", counter=counter)
 
     @contextlib.contextmanager
@@ -294,7 +292,7 @@ class Saves:
             with _commit.beginning(path):
                 snapshot = _save.take(path, state, options)
             _save.execute(snapshot)
-            if _multihost.is_first():
+            if _util.processes.is_first():
                 self.aside.keep_only(path)
         return path
 
@@ -348,7 +346,7 @@ class Saves:
         if pending is not None and self._pending_step == step:
             return not pending.has_untold_error()
         # Of several processes, some may see it later than others.
-        is_there = _multihost.is_together() or step in self._run.seen()
+        is_there = _util.processes.is_together() or step in self._run.seen()
         return step in self._own and is_there
 
     def own(self, step: int) -> None:

@@ -11,16 +11,7 @@ from pathlib import Path
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from flaxckpt import (
-    _chunks,
-    _collector,
-    _commit,
-    _flax,
-    _layout,
-    _save,
-    _writers,
-    errors,
-)
+from flaxckpt import _chunks, _commit, _flax, _layout, _save, _util, _writers, errors
 from flaxckpt._array_layout import ArrayLayout, checked_layout
 from flaxckpt._info import LeafInfo
 from flaxckpt._types import PyTree
@@ -107,7 +98,7 @@ class Simulation:
         return "\n".join(lines)
 
 
-@_collector.paused()
+@_util.gc_pause.paused()
 def simulate(
     abstract_state: PyTree,
     *,

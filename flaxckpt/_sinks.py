@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
-from flaxckpt import _arguments, errors
+from flaxckpt import _util, errors
 from flaxckpt._events import Event
 
 _log = logging.getLogger(__name__)
@@ -65,9 +65,10 @@ def listed(sinks: Iterable[Sink]) -> tuple[Sink, ...]:
     Raises:
         OptionError: They are no list.
     """
-    if not _arguments.is_list(sinks):
+    if not _util.arguments.is_list(sinks):
         raise errors.OptionError(
-            f"sinks must be a list, got {_arguments.found(sinks)}: write sinks=[sink]"
+            f"sinks must be a list, got {_util.arguments.found(sinks)}: write"
+            " sinks=[sink]"
         )
     return tuple(sinks)
 

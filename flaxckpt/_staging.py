@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from flaxckpt import _marked, _remote, _stores, _threads
+from flaxckpt import _marked, _remote, _stores, _util
 
 _BUCKET = "flaxckpt-staging-"
 _THREADS = 32
@@ -40,7 +40,7 @@ def staged(root: Path) -> Iterator[Path]:
     try:
         yield memory
         move = functools.partial(_move, memory, root)
-        _threads.each(move, memory.keys(), threads=_THREADS)
+        _util.threads.each(move, memory.keys(), threads=_THREADS)
     finally:
         memory.store.delete_under("")
         _stores.forget(memory.store)
@@ -81,7 +81,7 @@ def upload(
         files = [path for path in directory.rglob("*") if path.is_file()]
     with _marked.made(final, overwrite=overwrite, keep=keep):
         rest = [file for file in files if file != directory / _marked.MARKER]
-        _threads.each(write, rest, threads=_THREADS_OF_FILES)
+        _util.threads.each(write, rest, threads=_THREADS_OF_FILES)
         for name, content in marks.items():
             _marked.write_new(final / name, content)
         return _marked.commit(final, marker)

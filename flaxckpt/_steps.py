@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _access, _arguments, _marked, _marks, _remote, _storage, errors
+from flaxckpt import _access, _marked, _marks, _remote, _storage, _util, errors
 
 _FIELD = re.compile(r"\{step(?::0(\d+)d)?\}")
 
@@ -34,7 +34,7 @@ class StepFormat:
         if not isinstance(self.template, str):
             raise errors.OptionError(
                 "step_format must be a text such as 'step_{step}', got"
-                f" {_arguments.found(self.template)}"
+                f" {_util.arguments.found(self.template)}"
             )
         fields = _FIELD.findall(self.template)
         rest = _FIELD.sub("", self.template)
@@ -73,7 +73,7 @@ def check(step: Any) -> int:
     if isinstance(step, bool) or not 0 <= number < 10**18:
         raise errors.OptionError(
             "a step is the number of completed training steps, 0 or more, as an int,"
-            f" got {_arguments.found(step)}"
+            f" got {_util.arguments.found(step)}"
         )
     return number
 

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable
 
-from flaxckpt import _arguments, _multihost, _stream, errors
+from flaxckpt import _stream, _util, errors
 from flaxckpt._preemption import Notice, Watch
 from flaxckpt._triggers import Triggers
 
@@ -31,7 +31,7 @@ class Stopping:
         self.is_heeded = False
         self._watch = Watch(clock) if watches else None
         if exit_code is not None and (
-            _arguments.whole("exit_code", exit_code) not in range(256)
+            _util.arguments.whole("exit_code", exit_code) not in range(256)
         ):
             raise errors.OptionError(
                 f"exit_code must be None or from 0 to 255, got {exit_code}"
@@ -66,7 +66,7 @@ class Stopping:
         if self._watch is None:
             return False
         told = self._watch.poll() is not None
-        return any(row[0] for row in _multihost.gather_flags([told]))
+        return any(row[0] for row in _util.processes.gather_flags([told]))
 
     def agreed(self, triggers: Triggers) -> tuple[bool, Notice | None]:
         """Whether the time is up, and what tells to stop, the same on all processes.
@@ -77,7 +77,7 @@ class Stopping:
         if self._watch is None and not triggers.has_clock:
             return False, None
         mine = [triggers.time_is_up(), notice is not None]
-        rows = _multihost.gather_flags(mine)
+        rows = _util.processes.gather_flags(mine)
         if notice is None and any(row[1] for row in rows):
             notice = Notice("a signal to another process", self._clock())
         return rows[0][0], notice

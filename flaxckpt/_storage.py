@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 from urllib.parse import unquote, urlsplit
 
-from flaxckpt import _arguments, _locks, _marked, _remote, _stores, _threads, errors
+from flaxckpt import _locks, _marked, _remote, _stores, _util, errors
 from flaxckpt._types import PathLike
 
 _URL_IN_A_PATH = re.compile(r"(s3|gs|memory|file):/", re.IGNORECASE)
@@ -40,10 +40,10 @@ def resolve(path: PathLike) -> Path:
     """
     if isinstance(path, _remote.RemotePath):
         return path
-    if not _arguments.is_path(path):
+    if not _util.arguments.is_path(path):
         raise errors.OptionError(
             "wanted a path, as a str or a pathlib.Path, found"
-            f" {_arguments.found(path)}; the path comes before the state"
+            f" {_util.arguments.found(path)}; the path comes before the state"
         )
     text = os.fspath(path)
     if not text:
@@ -305,7 +305,7 @@ def sync_tree(root: Path) -> int:
         for directory, _, files in os.walk(root, topdown=False)
         for name in (*files, "")
     ]
-    _threads.each(sync, paths, threads=_SYNCING_THREADS)
+    _util.threads.each(sync, paths, threads=_SYNCING_THREADS)
     return sum(sizes)
 
 

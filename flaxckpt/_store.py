@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import tensorstore as ts
 
-from flaxckpt import _forks, errors
+from flaxckpt import _util, errors
 from flaxckpt._connection import Connection, PassingError, StoreOptions
 
 _PART_BYTES = 8 * 2**20
@@ -83,7 +83,7 @@ class Store:
         self.connection = Connection(scheme, bucket, options or StoreOptions())
         self.url = self.connection.url
         self.options = self.connection.options
-        self._lock = _forks.PerProcess(threading.Lock)
+        self._lock = _util.forks.PerProcess(threading.Lock)
         self._counts: dict[str, int] = {}
         self._looks = threading.local()
         self._changes = 0

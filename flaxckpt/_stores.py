@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from flaxckpt import _arguments, errors
+from flaxckpt import _util, errors
 from flaxckpt._connection import StoreOptions
 from flaxckpt._store import Store
 
@@ -33,12 +33,12 @@ def set_store_options(url: str, options: StoreOptions | None) -> None:
     if not isinstance(url, str):
         raise errors.OptionError(
             "wanted the URL of a bucket, such as s3://bucket, found"
-            f" {_arguments.found(url)}; it comes before the options"
+            f" {_util.arguments.found(url)}; it comes before the options"
         )
     if not isinstance(options, StoreOptions | None):
         raise errors.OptionError(
             "options must be a flaxckpt.StoreOptions or None, got"
-            f" {_arguments.found(options)}"
+            f" {_util.arguments.found(options)}"
         )
     scheme, found, bucket = url.partition("://")
     if scheme not in SCHEMES or not found or "/" in bucket:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _event_journal, _events, _forks, _multihost, _sinks
+from flaxckpt import _event_journal, _events, _sinks, _util
 from flaxckpt._events import Event, Kind
 from flaxckpt._sinks import Sink
 
@@ -37,8 +37,8 @@ class Stream:
         self._has_lost = False
         self._sinks: list[_sinks.Teller] = []
         # What happened before a fork is told by the parent.
-        self._queue = _forks.PerProcess(_new_queue)
-        self._delivering = _forks.PerProcess(threading.Lock)
+        self._queue = _util.forks.PerProcess(_new_queue)
+        self._delivering = _util.forks.PerProcess(threading.Lock)
         self._caller_step: int | None = None
 
     def emit(
@@ -63,7 +63,7 @@ class Stream:
             event = Event(kind, number, str(path or self._path), time.time(), plain)
             if self._sinks:
                 self._queue.get().append(event)
-            if self._journal is not None and _multihost.is_first():
+            if self._journal is not None and _util.processes.is_first():
                 self._journal.write(event)
         except Exception as error:
             if not self._has_lost:

@@ -20,8 +20,8 @@ from flaxckpt import (
     _runs,
     _save,
     _storage,
-    _threads,
     _tree,
+    _util,
     _write,
 )
 from flaxckpt._array_layout import ArrayLayout
@@ -274,7 +274,9 @@ class _OrbaxTarget:
         else:
             names = {array.name for array in (*whole, *parts)}
             directories = [self._root / name for name in names]
-            _threads.each(_storage.sync_tree, directories, threads=_SYNCING_THREADS)
+            _util.threads.each(
+                _storage.sync_tree, directories, threads=_SYNCING_THREADS
+            )
             _storage.sync_directory(self._root)
 
     def _host_array(self, piece: Piece, array: Array) -> HostArray:

@@ -19,13 +19,13 @@ from flaxckpt import (
     _changes,
     _copies,
     _marks,
-    _multihost,
     _remote,
     _retention,
     _steps,
     _storage,
     _stream,
     _uploads,
+    _util,
     errors,
     policies,
 )
@@ -57,7 +57,7 @@ def resolve(staging: PathLike, directory: Path) -> Path:
             f"staging wants a directory of this machine, got {path}: pass the path of"
             " a fast disk"
         )
-    if _multihost.is_together():
+    if _util.processes.is_together():
         raise errors.OptionError(
             f"staging={path} is for one process: a machine's disk would have only its"
             " part of a step. Leave staging out, so that all save to the directory"

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from flaxckpt import _beats, _multihost, _remote, _texts, errors
+from flaxckpt import _beats, _remote, _texts, _util, errors
 from flaxckpt._notes import LATE, STOPPED, ApartError, Failure, Notes, failed_in
 
 _log = logging.getLogger(__name__)
@@ -354,12 +354,12 @@ def group(directory: Path) -> Group | None:
     All of them call this at the same place of the program, on the thread that trains:
     without the coordination service they agree on a directory by a collective.
     """
-    if not _multihost.is_together():
+    if not _util.processes.is_together():
         return None
-    service = None if USES_FILES else _multihost.service()
+    service = None if USES_FILES else _util.processes.service()
     key = directory if service is None else None
     if key not in _groups:
-        index, count = _multihost.process_index(), _multihost.process_count()
+        index, count = _util.processes.process_index(), _util.processes.process_count()
         made = Group(service or _files(directory), index, count)
         _groups.setdefault(key, made)
     return _groups[key]
@@ -370,7 +370,7 @@ def attend(directory: Path) -> None:
 
     It waits for nobody: without the coordination service, the first operation begins.
     """
-    if USES_FILES or _multihost.service() is None:
+    if USES_FILES or _util.processes.service() is None:
         return
     if (found := group(directory)) is not None:
         found.attend()
@@ -383,5 +383,5 @@ def _files(directory: Path) -> _texts.Files:
             " which several processes save to a file system only"
         )
     # A name of its own, or what an earlier run has left there would be believed.
-    token = _multihost.same_bytes(secrets.token_bytes(8)).hex()
+    token = _util.processes.same_bytes(secrets.token_bytes(8)).hex()
     return _texts.Files(directory / f"together.orbax-checkpoint-tmp-{token}")

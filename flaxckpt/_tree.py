@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from flaxckpt import _json, errors
+from flaxckpt import _util, errors
 from flaxckpt._types import JSON, LeafPath, PyTree
 
 MAX_DEPTH = 64
@@ -364,7 +364,7 @@ def _static_bytes(field: JSON) -> int:
         ValueError: JSON would give back another text.
     """
     if isinstance(field, str):
-        _json.text(field, "it")
+        _util.json_limits.text(field, "it")
         return len(field) if len(field) < _SHORT else len(json.dumps(field))
     if isinstance(field, list):
         return 2 + sum([1 + _static_bytes(item) for item in field])

@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from flaxckpt import _arguments, errors
+from flaxckpt import _util, errors
 
 
 class Due(NamedTuple):
@@ -42,10 +42,11 @@ class Triggers:
         clock: Callable[[], float],
     ) -> None:
         if every_secs is not None:
-            _arguments.positive("every_secs", every_secs)
-        if not _arguments.is_list(on_steps):
+            _util.arguments.positive("every_secs", every_secs)
+        if not _util.arguments.is_list(on_steps):
             raise errors.OptionError(
-                f"on_steps must be a list of steps, got {_arguments.found(on_steps)}"
+                "on_steps must be a list of steps, got"
+                f" {_util.arguments.found(on_steps)}"
             )
         steps = () if every_steps is None else (every_steps,)
         for name, numbers in (("every_steps", steps), ("on_steps", on_steps)):

@@ -23,7 +23,6 @@ from flaxckpt import (
     _deletion,
     _event_journal,
     _events,
-    _forks,
     _marks,
     _measured,
     _retention,
@@ -31,6 +30,7 @@ from flaxckpt import (
     _storage,
     _stream,
     _unfinished,
+    _util,
     errors,
 )
 from flaxckpt.formats import _orbax
@@ -94,10 +94,10 @@ class Uploads:
         self._far = far
         self._events = events
         self.known: dict[int, Path] = {}
-        self.changing = _forks.PerProcess(threading.Lock)
-        self.busy = _forks.PerProcess(threading.Lock)
+        self.changing = _util.forks.PerProcess(threading.Lock)
+        self.busy = _util.forks.PerProcess(threading.Lock)
         self._is_tidy = False
-        self._guard = _forks.PerProcess(threading.Lock)
+        self._guard = _util.forks.PerProcess(threading.Lock)
         self._turn: _Turn | None = None
         self._pid = os.getpid()
         self._is_left = False

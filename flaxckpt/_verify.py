@@ -20,11 +20,11 @@ from flaxckpt import (
     _marks,
     _ocdbt,
     _pieces,
-    _progress,
     _read,
     _remote,
     _storage,
     _survey,
+    _util,
     errors,
 )
 from flaxckpt._file_checks import check_committed, check_digest, check_keys
@@ -81,9 +81,9 @@ def verify_checkpoint(
     Raises:
         CheckpointNotFoundError, CheckpointFormatError: There is none.
     """
-    start, counter = time.monotonic(), _progress.Counter(f"verifying {path.name}")
+    start, counter = time.monotonic(), _util.progress.Counter(f"verifying {path.name}")
     found = _findings.Findings(counter, thorough=thorough)
-    with _progress.shown(counter), _remote.looking(path):
+    with _util.progress.shown(counter), _remote.looking(path):
         stored = _description(path, step, found)
         format_name = "unknown" if stored is None else stored.metadata.format
         extra: list[str] = []
@@ -129,7 +129,7 @@ def check(path: Path) -> None:
 
 def lost(path: Path, step: int | None, error: Exception) -> _findings.VerifyReport:
     """The report on what is not recognised as the checkpoint that it was."""
-    found = _findings.Findings(_progress.Counter(""), thorough=True)
+    found = _findings.Findings(_util.progress.Counter(""), thorough=True)
     is_unread = _access.is_unread(error)
     found.add(found.unread if is_unread else found.problems, _findings.HERE, str(error))
     return found.report(path, "unknown", step, (), 0.0)

@@ -21,13 +21,11 @@ from flaxckpt import (
     _blocks,
     _connection,
     _dtypes,
-    _memory,
     _ocdbt,
-    _progress,
     _raw_chunks,
     _remote,
     _staging,
-    _threads,
+    _util,
     _zarr,
 )
 from flaxckpt._snapshot import HostArray, HostShard
@@ -87,7 +85,7 @@ def write(
     ocdbt: bool,
     previous: Previous | None = None,
     max_concurrent_bytes: int = DEFAULT_CONCURRENT_BYTES,
-    count: Count = _progress.ignore,
+    count: Count = _util.progress.ignore,
     writer: int | None = None,
 ) -> None:
     """Writes `arrays` under `root` as zarr.
@@ -129,7 +127,7 @@ def write(
         previous = None  # stores have no links
     if ocdbt:
         sized = ((array, array.nbytes) for array in arrays)
-        for batch in _memory.batches(sized, max_concurrent_bytes):
+        for batch in _util.memory.batches(sized, max_concurrent_bytes):
             _write_database(root, batch, encoding, context, max_concurrent_bytes, count)
     else:
         _write_directories(
@@ -159,13 +157,13 @@ def _write_directories(
     encoded: list[HostArray] = []
     for array in arrays:
         (raw if _raw_chunks.is_raw(array, encoding) else encoded).append(array)
-    budget = _threads.Budget(max_concurrent_bytes)
+    budget = _util.threads.Budget(max_concurrent_bytes)
     _write_files(root, raw, encoding, previous, budget, count, writer)
     at_once = min(max_concurrent_bytes, _ENCODED_AT_ONCE)
     if encoded and _staging.is_needed(root):
         at_once = min(at_once, max_concurrent_bytes // (1 + _COPIES_IN_REQUESTS))
         sized = ((array, array.nbytes) for array in encoded)
-        for batch in _memory.batches(sized, at_once):
+        for batch in _util.memory.batches(sized, at_once):
             with _staging.staged(root) as memory:
                 _write_encoded(memory, batch, encoding, context, at_once, count=count)
         return
@@ -222,7 +220,7 @@ def _write_files(
     arrays: Sequence[HostArray],
     encoding: Encoding,
     previous: Previous | None,
-    budget: _threads.Budget,
+    budget: _util.threads.Budget,
     count: Count,
     writer: int | None = None,
 ) -> None:
@@ -270,7 +268,7 @@ def _write_files(
             for chunk in _raw_chunks.chunks(array)
         ]
     threads = _THREADS_OF_STORES if is_remote else _THREADS
-    _threads.each(lambda task: task(), tasks, threads=threads)
+    _util.threads.each(lambda task: task(), tasks, threads=threads)
     if previous is not None and not previous.is_current():
         # Arrays that were saved there may have been linked from what is there now.
         raise OSError(f"{previous.root} was replaced by somebody else meanwhile")
@@ -341,7 +339,7 @@ def _write_encoded(
     transaction: ts.Transaction | None = None,
     *,
     may_exist: bool = False,
-    count: Count = _progress.ignore,
+    count: Count = _util.progress.ignore,
 ) -> None:
     """Writes arrays by TensorStore; into the transaction, if there is one."""
     if arrays:

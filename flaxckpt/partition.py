@@ -18,16 +18,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from flaxckpt import (
-    _arguments,
-    _collector,
-    _flax,
-    _layout,
-    _optax,
-    _optimizer_roles,
-    _tree,
-    errors,
-)
+from flaxckpt import _flax, _layout, _optax, _optimizer_roles, _tree, _util, errors
 from flaxckpt._array_layout import ArrayLayout, checked_layout
 from flaxckpt._info import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath, PyTree
@@ -88,7 +79,7 @@ def abstract_state(
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise errors.OptionError(
             "mesh must be a jax.sharding.Mesh or AbstractMesh, got"
-            f" {_arguments.found(mesh)}: jax.make_mesh((4, 2), ('data', 'model'))"
+            f" {_util.arguments.found(mesh)}: jax.make_mesh((4, 2), ('data', 'model'))"
         )
     if any(isinstance(arg, Mesh | AbstractMesh) for arg in args):
         raise errors.OptionError("the mesh must be passed by name: mesh=mesh")
@@ -97,7 +88,7 @@ def abstract_state(
         state = _flax.eval_shape(init_fn_or_state, *args)
     elif args:
         raise errors.OptionError(
-            f"{_arguments.found(init_fn_or_state)} takes no arguments, got"
+            f"{_util.arguments.found(init_fn_or_state)} takes no arguments, got"
             f" {len(args)}: pass them with a function that makes the state, or none"
         )
     axis_rules = _axis_rules(rules)
@@ -109,7 +100,7 @@ def abstract_state(
     return _abstracted(state, mesh, axis_rules, compiled)
 
 
-@_collector.paused()
+@_util.gc_pause.paused()
 def _abstracted(
     state: PyTree,
     mesh: AnyMesh | None,
@@ -138,7 +129,7 @@ def _abstract(leaf: Leaf, mesh: AnyMesh | None, spec: PartitionSpec | None) -> A
     )
 
 
-@_collector.paused()
+@_util.gc_pause.paused()
 def parameter_infos(state: PyTree, *, layout: ArrayLayout | None = None) -> PyTree:
     """What a save of `state` would record of each leaf.
 

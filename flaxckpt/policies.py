@@ -16,7 +16,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from flaxckpt import _arguments, errors
+from flaxckpt import _util, errors
 
 __all__ = [
     "BestN",
@@ -261,11 +261,11 @@ def decide(
         "being read by …" or a policy, as in "LatestN(3)".
     """
     policies = checked(policies, "policies")
-    listed = tuple(checkpoints) if _arguments.is_list(checkpoints) else None
+    listed = tuple(checkpoints) if _util.arguments.is_list(checkpoints) else None
     if listed is None or not all(hasattr(each, "step") for each in listed):
         raise errors.OptionError(
             "checkpoints must be a list of what has a step and metrics, such as"
-            f" flaxckpt.CheckpointMetadata, got {_arguments.found(checkpoints)}"
+            f" flaxckpt.CheckpointMetadata, got {_util.arguments.found(checkpoints)}"
         )
     ordered = sorted(listed, key=lambda c: c.step)
     reasons: dict[int, list[str]] = {c.step: [] for c in ordered}

@@ -5,7 +5,8 @@ import itertools
 import grain
 import pytest
 
-from flaxckpt import _multihost, datasets, errors
+from flaxckpt import datasets, errors
+from flaxckpt._util import processes
 from flaxckpt.datasets import Buffered, Restarting, StepIndexed
 
 BATCHES = 24
@@ -16,8 +17,8 @@ def process(monkeypatch):
     """Makes this process one of several."""
 
     def become(index, count):
-        monkeypatch.setattr(_multihost, "process_index", lambda: index)
-        monkeypatch.setattr(_multihost, "process_count", lambda: count)
+        monkeypatch.setattr(processes, "process_index", lambda: index)
+        monkeypatch.setattr(processes, "process_count", lambda: count)
 
     return become
 

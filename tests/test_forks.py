@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import _event_journal, _events, _forks, _storage, configs, integrations
+from flaxckpt import _event_journal, _events, _storage, configs, integrations
+from flaxckpt._util import forks
 
 CHILD_SECS = 20
 
@@ -65,7 +66,7 @@ class Held:
 
 @pytest.mark.parametrize("make", [threading.Lock, threading.RLock])
 def test_a_fork_has_locks_of_its_own(make):
-    lock = _forks.PerProcess(make)
+    lock = forks.PerProcess(make)
 
     def hold(wait):
         with lock.get():
@@ -82,7 +83,7 @@ def test_a_fork_has_locks_of_its_own(make):
 
 
 def test_whoever_forks_inside_of_a_lock_leaves_it_in_both():
-    lock = _forks.PerProcess(threading.Lock)
+    lock = forks.PerProcess(threading.Lock)
 
     def enter():
         with lock.get():
@@ -101,7 +102,7 @@ def test_whoever_forks_inside_of_a_lock_leaves_it_in_both():
 
 def test_threads_of_a_process_have_one_object():
     for _ in range(50):
-        shared, found = _forks.PerProcess(threading.Lock), []
+        shared, found = forks.PerProcess(threading.Lock), []
         barrier = threading.Barrier(8)
 
         def ask(shared=shared, found=found, barrier=barrier):
@@ -120,7 +121,7 @@ def test_a_property_that_a_thread_computes_holds_up_no_fork():
     waits = []
 
     class Owner:
-        @_forks.lazy
+        @forks.lazy
         def value(self):
             if waits:
                 waits.pop()()
@@ -161,7 +162,7 @@ def locks_of(name, value, seen):
         for each in list(value):
             yield from locks_of(f"{name}[…]", each, seen)
     elif type(value).__module__.startswith("flaxckpt") and not isinstance(
-        value, (type, types.ModuleType, _forks.PerProcess)
+        value, (type, types.ModuleType, forks.PerProcess)
     ):
         fields = dict(getattr(value, "__dict__", {}))
         for slot in getattr(type(value), "__slots__", ()):

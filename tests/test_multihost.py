@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flaxckpt import _multihost
+from flaxckpt._util import processes as util_processes
 
 PROGRAM = Path(__file__).with_name("two_processes.py")
 
@@ -52,7 +52,7 @@ def test_the_first_ones_clock_counts_and_anybodys_signal(tmp_path):
 
 
 def test_one_process_asks_nobody():
-    assert _multihost.gather_flags([True, False]) == [[True, False]]
-    assert _multihost.is_first()
-    assert not _multihost.has_preemption_service()
-    assert not _multihost.reached_preemption(3)
+    assert util_processes.gather_flags([True, False]) == [[True, False]]
+    assert util_processes.is_first()
+    assert not util_processes.has_preemption_service()
+    assert not util_processes.reached_preemption(3)

@@ -15,7 +15,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flaxckpt
-from flaxckpt import _locate, _plan, _progress, _restore, _save, transforms
+from flaxckpt import _locate, _plan, _restore, _save, transforms
+from flaxckpt._util import progress
 
 # Each operation goes on only when it gets a line from the terminal, or, if it is to be
 # quiet, when nobody draws any more.
@@ -228,14 +229,14 @@ def state():
 )
 @pytest.mark.parametrize("verify", [True, False])
 def test_all_bytes_are_counted_once(tmp_path, options, verify):
-    saved = _progress.Counter("saving")
+    saved = progress.Counter("saving")
     layout = flaxckpt.ArrayLayout(**options)
     half = [transforms.cast("large", "float32")]
     given = _save.Options(layout=layout, transforms=half, count=saved.add)
     snapshot = _save.take(tmp_path / "c", state(), given)
     _save.execute(snapshot)
     assert saved.done == snapshot.nbytes > 0
-    loaded = _progress.Counter("loading")
+    loaded = progress.Counter("loading")
     stored = _locate.read_stored(tmp_path / "c", None)
     _restore.restore(stored, state(), _plan.Options(verify=verify), loaded)
     assert loaded.done == loaded.total > 0

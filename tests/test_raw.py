@@ -19,7 +19,6 @@ from flaxckpt import (
     _blocks,
     _dtypes,
     _file_systems,
-    _progress,
     _raw,
     _read,
     _snapshot,
@@ -29,6 +28,7 @@ from flaxckpt import (
 )
 from flaxckpt._info import LeafInfo
 from flaxckpt._raw_array import RawArray
+from flaxckpt._util import progress
 from flaxckpt._zarr import Encoding
 
 DTYPES = sorted(_dtypes._STORED_AS_IS)
@@ -124,7 +124,7 @@ def test_we_write_what_tensorstore_would(tmp_path, dtype):
         root.mkdir()
     written = host("w", array, (2, 3))
     budget = _write._threads.Budget(1)
-    _write._write_files(ours, [written], encoding, None, budget, _progress.ignore)
+    _write._write_files(ours, [written], encoding, None, budget, progress.ignore)
     _write._write_encoded(theirs, [written], encoding, ts.Context(), 1)
     for file in theirs.rglob("c*"):
         assert (ours / "w" / file.name).read_bytes() == file.read_bytes()

@@ -25,9 +25,12 @@ from report_runs import (
 import flaxckpt
 from examples import report as examples_report
 from flaxckpt import _events, _report, _sizes, errors
-from flaxckpt._drawing import _markup, _scales, _treemap
+from flaxckpt._drawing import _scales as drawing__scales
+from flaxckpt._drawing import _treemap as drawing__treemap
 from flaxckpt._info import LeafInfo
-from flaxckpt._report import _parts, _saves
+from flaxckpt._report import _parts as report__parts
+from flaxckpt._report import _saves as report__saves
+from flaxckpt._util import html
 from flaxckpt.policies import BestN, LatestN
 
 
@@ -341,7 +344,7 @@ def event(kind, step=1, time=100.0, **details):
 
 
 def test_saves_that_did_not_end_well_are_told_apart():
-    found = _saves.saves(
+    found = report__saves.saves(
         [
             event("started", 1, 10.0),
             event("snapshot", 1, 11.0, blocked_secs=1.0),
@@ -371,7 +374,7 @@ def test_saves_that_did_not_end_well_are_told_apart():
 
 
 def test_what_a_journal_cannot_say_is_left_out():
-    found = _saves.saves([event("committed", total_secs="soon", bytes="many")])
+    found = report__saves.saves([event("committed", total_secs="soon", bytes="many")])
     assert found[0].total_secs is None
     assert found[0].bytes is None
     assert found[0].outcome == "durable"
@@ -391,7 +394,7 @@ trees = st.recursive(
 @given(st.lists(st.integers(0, 10**6), max_size=40))
 def test_rectangles_of_a_treemap_have_their_areas_and_stay_inside(sizes):
     sizes = sorted(sizes, reverse=True)
-    boxes = _treemap.squarified(sizes, _treemap.Box(0, 0, 300, 200))
+    boxes = drawing__treemap.squarified(sizes, drawing__treemap.Box(0, 0, 300, 200))
     assert len(boxes) == len(sizes)
     total = sum(sizes)
     for size, box in zip(sizes, boxes, strict=True):
@@ -418,7 +421,7 @@ def test_parts_add_up_whatever_the_tree(sizes):
         for path, size in sizes.items()
         if not any(other.startswith(f"{path}/") for other in sizes)
     }
-    found = _parts.parts(_sizes.subtrees(leaves))
+    found = report__parts.parts(_sizes.subtrees(leaves))
     assert sum(p.leaves for p in found) == len(leaves)
     assert sum(p.bytes for p in found) == sum(
         math.prod(info.shape) for info in leaves.values()
@@ -436,7 +439,7 @@ def _info(path, size):
 )
 def test_ticks_are_few_and_in_their_range(a, b):
     low, high = sorted((a, b))
-    found = _scales.ticks(low, high, 5)
+    found = drawing__scales.ticks(low, high, 5)
     assert 1 <= len(found) <= 8
     slack = (high / 2 - low / 2) * 1e-6 + 1e-300
     assert all(low - slack <= tick <= high + slack for tick in found)
@@ -444,7 +447,7 @@ def test_ticks_are_few_and_in_their_range(a, b):
 
 @given(names)
 def test_any_text_stays_text(name):
-    made = _markup.element("p", name, title=name)
+    made = html.element("p", name, title=name)
     [(tag, given, _)] = Elements(str(made)).found
     assert tag == "p"
     assert given.keys() == {"title"}
@@ -527,7 +530,7 @@ def test_ten_thousand_leaves_are_few_parts(tmp_path):
         )
         for n in range(10_000)
     }
-    found = _parts.parts(_sizes.subtrees(leaves))
+    found = report__parts.parts(_sizes.subtrees(leaves))
     assert len(found) <= 60
     assert sum(part.leaves for part in found) == 10_000
     assert sum(part.bytes for part in found) == 55_000

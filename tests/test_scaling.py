@@ -18,7 +18,6 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import flaxckpt
 from flaxckpt import (
     _classes,
-    _collector,
     _commit,
     _flax,
     _info,
@@ -30,6 +29,7 @@ from flaxckpt import (
     errors,
     transforms,
 )
+from flaxckpt._util import gc_pause
 from flaxckpt.formats import _manifest, _orbax, _orbax_json, _reader
 
 ADAMW = optax.adamw(1e-3)
@@ -201,7 +201,7 @@ def test_a_flattened_state_is_freed_without_the_garbage_collector(wrap):
 
 
 def test_the_garbage_collector_goes_on_after_a_pause():
-    with _collector.paused():
+    with gc_pause.paused():
         assert not gc.isenabled()
     assert gc.isenabled()
     with pytest.raises(errors.UnsupportedLeafError):

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flaxckpt import _wording
-from flaxckpt._drawing import _markup, _scales
-from flaxckpt._drawing._markup import Markup
+from flaxckpt import _util
+from flaxckpt._drawing import _scales
+from flaxckpt._util.html import Markup
 
 _WIDTH, _HEIGHT = 320, 206
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 14, 14, 34
@@ -49,10 +49,10 @@ def curve(name: str, points: Sequence[Point]) -> Markup:
     x = _scales.Scale(min(steps), max(steps), _LEFT + 6, _WIDTH - _RIGHT)
     y = _scales.Scale(low, high, _HEIGHT - _BOTTOM, _TOP)
     said = (
-        f"{_wording.count(len(drawn), 'value')} from step {min(steps)} to"
+        f"{_util.humanize.count(len(drawn), 'value')} from step {min(steps)} to"
         f" {max(steps)}, from {min(values):.6g} to {max(values):.6g}."
     )
-    return _markup.picture(
+    return _util.html.picture(
         f"{name} over steps",
         said,
         (_WIDTH, _HEIGHT),
@@ -76,16 +76,18 @@ def _axes(x: _scales.Scale, y: _scales.Scale) -> list[Markup]:
     parts = []
     for tick in _scales.ticks(y.low, y.high, 5):
         at = y(tick)
-        parts.append(_markup.line(_LEFT, at, _WIDTH - _RIGHT, at, "grid"))
+        parts.append(_util.html.line(_LEFT, at, _WIDTH - _RIGHT, at, "grid"))
         shown = f"{tick:.4g}" if abs(tick) > 1e-12 * (y.high - y.low) else "0"
-        parts.append(_markup.label(_LEFT - 6, at + 4, shown, class_="tick end"))
+        parts.append(_util.html.label(_LEFT - 6, at + 4, shown, class_="tick end"))
     bottom = _HEIGHT - _BOTTOM
-    parts.append(_markup.line(_LEFT, bottom, _WIDTH - _RIGHT, bottom, "baseline"))
+    parts.append(_util.html.line(_LEFT, bottom, _WIDTH - _RIGHT, bottom, "baseline"))
     for step in _scales.whole_ticks(x.low, x.high, 5):
         shown = _scales.short(step)
-        parts.append(_markup.label(x(step), bottom + 16, shown, class_="tick middle"))
+        parts.append(
+            _util.html.label(x(step), bottom + 16, shown, class_="tick middle")
+        )
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    parts.append(_markup.label(middle, _HEIGHT - 3, "step", class_="tick middle"))
+    parts.append(_util.html.label(middle, _HEIGHT - 3, "step", class_="tick middle"))
     return parts
 
 
@@ -98,7 +100,7 @@ def _lines(points: Sequence[Point], x: _scales.Scale, y: _scales.Scale) -> list[
         elif pieces[-1]:
             pieces.append([])
     return [
-        _markup.element("polyline", points=Markup(" ".join(piece)), class_="curve")
+        _util.html.element("polyline", points=Markup(" ".join(piece)), class_="curve")
         for piece in pieces
         if len(piece) > 1
     ]
@@ -126,7 +128,7 @@ def _with_markers(drawn: Sequence[Point]) -> Sequence[Point]:
 def _marker(name: str, point: Point, x: _scales.Scale, y: _scales.Scale) -> Markup:
     stays = "stays" if point.is_kept else "would go"
     best = f", {point.best}" if point.best else ""
-    told = _markup.element(
+    told = _util.html.element(
         "title", f"step {point.step}: {name} {point.value:.6g} ({stays}{best})"
     )
     across, down = x(point.step), y(point.value)
@@ -140,15 +142,15 @@ def _marker(name: str, point: Point, x: _scales.Scale, y: _scales.Scale) -> Mark
         size = 6.5
         corners = [(0, -size), (size, 0), (0, size), (-size, 0)]
         places = " ".join(f"{across + dx:.1f},{down + dy:.1f}" for dx, dy in corners)
-        return _markup.element(
+        return _util.html.element(
             "polygon", told, points=places, class_="point best", **given
         )
     kind = "kept" if point.is_kept else "goes"
-    return _markup.element(
+    return _util.html.element(
         "circle",
         told,
-        cx=_markup.px(across),
-        cy=_markup.px(down),
+        cx=_util.html.px(across),
+        cy=_util.html.px(down),
         r=3.5,
         class_=f"point {kind}",
         **given,
@@ -168,7 +170,7 @@ def _best_labels(
         is_low = y(point.value) > (_TOP + _HEIGHT - _BOTTOM) / 2
         down = y(point.value) + (18 if is_low else -10)
         parts.append(
-            _markup.label(
+            _util.html.label(
                 across + (4 if is_right else -4),
                 down,
                 f"{point.best} {point.value:.4g}",

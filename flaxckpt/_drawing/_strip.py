@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from flaxckpt import _wording
-from flaxckpt._drawing import _markup, _scales
-from flaxckpt._drawing._markup import Markup
+from flaxckpt import _util
+from flaxckpt._drawing import _scales
+from flaxckpt._util.html import Markup
 
 _HEIGHT, _MIDDLE, _LEFT, _RIGHT = 62, 22, 14, 14
 _MOST_GONE = 400
@@ -26,24 +26,27 @@ def strip(
     """
     steps = [*kept, *gone]
     x = _scales.Scale(min(steps), max(steps), _LEFT, width - _RIGHT)
-    parts = [_markup.line(_LEFT, _MIDDLE, width - _RIGHT, _MIDDLE, "baseline")]
-    places = {_markup.px(x(step)) for step in sorted(gone)[-_MOST_GONE:]}
+    parts = [_util.html.line(_LEFT, _MIDDLE, width - _RIGHT, _MIDDLE, "baseline")]
+    places = {_util.html.px(x(step)) for step in sorted(gone)[-_MOST_GONE:]}
     parts += [
-        _markup.element(
+        _util.html.element(
             "line", x1=at, x2=at, y1=_MIDDLE - 5, y2=_MIDDLE + 5, class_="gone"
         )
         for at in sorted(places, key=float)
     ]
     for step in _apart(kept, best, x):
         said = kept[step]
-        told = _markup.element("title", f"step {step}: {said}")
+        told = _util.html.element("title", f"step {step}: {said}")
         parts.append(_mark(step, x(step), step in best, told))
     for step in _scales.whole_ticks(x.low, x.high, max(2, int(width / 90))):
         shown = _scales.short(step)
-        parts.append(_markup.label(x(step), _MIDDLE + 28, shown, class_="tick middle"))
-    return _markup.picture(
+        parts.append(
+            _util.html.label(x(step), _MIDDLE + 28, shown, class_="tick middle")
+        )
+    return _util.html.picture(
         "Steps that stay",
-        f"{_wording.count(len(kept), 'step')} there, {len(gone)} deleted, from step"
+        f"{_util.humanize.count(len(kept), 'step')} there, {len(gone)} deleted, from"
+        " step"
         f" {min(steps)} to {max(steps)}.",
         (width, _HEIGHT),
         *parts,
@@ -66,13 +69,13 @@ def _mark(step: int, x: float, is_best: bool, told: Markup) -> Markup:
     if is_best:
         around = [(0, -8), (8, 0), (0, 8), (-8, 0)]
         places = " ".join(f"{x + dx:.1f},{_MIDDLE + dy}" for dx, dy in around)
-        return _markup.element(
+        return _util.html.element(
             "polygon", told, points=places, class_="point best", data_step=step
         )
-    return _markup.element(
+    return _util.html.element(
         "circle",
         told,
-        cx=_markup.px(x),
+        cx=_util.html.px(x),
         cy=_MIDDLE,
         r=5,
         class_="point kept",

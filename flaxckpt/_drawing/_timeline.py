@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flaxckpt import _wording
-from flaxckpt._drawing import _markup, _scales
-from flaxckpt._drawing._markup import Markup
+from flaxckpt import _util
+from flaxckpt._drawing import _scales
+from flaxckpt._util.html import Markup
 
 _LEAST_PITCH = 3.5
 """From a bar to the next; where there are more saves, several share one."""
@@ -64,9 +64,9 @@ def timeline(
     blocked = [max(bar.blocked for bar in group) for group in groups]
     behind = [max(bar.behind or 0.0 for bar in group) for group in groups]
     second = _TOP + _PANEL + _GAP
-    return _markup.picture(
+    return _util.html.picture(
         "Timeline of saves",
-        f"{_wording.count(len(bars), 'save')}, the oldest first: above, how long"
+        f"{_util.humanize.count(len(bars), 'save')}, the oldest first: above, how long"
         " training waited for each; in the middle, how long was written behind it;"
         " below, when they were.",
         (width, height),
@@ -123,24 +123,28 @@ def _panel(
     top = _scales.top(max(values))
     unit, write = _scales.seconds(top)
     scale = _scales.Scale(0.0, top, y + _PANEL, y)
-    parts = [_markup.label(place.start, y - 8, f"{title}, {unit}", class_="axis-title")]
+    parts = [
+        _util.html.label(place.start, y - 8, f"{title}, {unit}", class_="axis-title")
+    ]
     for tick in _scales.ticks(0.0, top, 4):
         at = scale(tick)
-        parts.append(_markup.line(place.start, at, place.stop, at, "grid"))
+        parts.append(_util.html.line(place.start, at, place.stop, at, "grid"))
         parts.append(
-            _markup.label(place.start - 6, at + 4, write(tick), class_="tick end")
+            _util.html.label(place.start - 6, at + 4, write(tick), class_="tick end")
         )
     for n, (group, value) in enumerate(zip(groups, values, strict=True)):
         at = scale(value)
         has_failed = any(bar.trouble for bar in group)
         parts.append(
-            _markup.element(
+            _util.html.element(
                 "rect",
-                _markup.element("title", _told(group, title, _wording.secs(value))),
-                x=_markup.px(place.left(n)),
-                y=_markup.px(min(at, y + _PANEL - 0.8)),
-                width=_markup.px(place.width),
-                height=_markup.px(max(y + _PANEL - at, 0.8)),
+                _util.html.element(
+                    "title", _told(group, title, _util.humanize.secs(value))
+                ),
+                x=_util.html.px(place.left(n)),
+                y=_util.html.px(min(at, y + _PANEL - 0.8)),
+                width=_util.html.px(place.width),
+                height=_util.html.px(max(y + _PANEL - at, 0.8)),
                 class_=f"bar {name}{' failed' if has_failed else ''}",
                 data_step=group[-1].step,
                 data_count=len(group),
@@ -149,9 +153,9 @@ def _panel(
         )
         if has_failed and name == "behind":
             x = place.left(n) + place.width / 2
-            parts.append(_markup.label(x, y + _PANEL - 5, "×", class_="cross"))  # noqa: RUF001
+            parts.append(_util.html.label(x, y + _PANEL - 5, "×", class_="cross"))  # noqa: RUF001
     parts.append(
-        _markup.line(place.start, y + _PANEL, place.stop, y + _PANEL, "baseline")
+        _util.html.line(place.start, y + _PANEL, place.stop, y + _PANEL, "baseline")
     )
     return parts
 
@@ -171,14 +175,14 @@ def _step_labels(
 ) -> list[Markup]:
     most = max(2, int((place.stop - place.start) / 70))
     every = max(1, -(-len(groups) // most))
-    parts = [_markup.label(place.start - 6, y, "step", class_="tick end")]
+    parts = [_util.html.label(place.start - 6, y, "step", class_="tick end")]
     for n in range(0, len(groups), every):
         step = groups[n][-1].step
         if step is not None:
             is_tight = n == 0 and place.pitch < _LEAST_LABELLED
             x = place.left(n) + (0 if is_tight else place.width / 2)
             class_ = "tick" if is_tight else "tick middle"
-            parts.append(_markup.label(x, y, _scales.short(step), class_=class_))
+            parts.append(_util.html.label(x, y, _scales.short(step), class_=class_))
     return parts
 
 
@@ -190,32 +194,37 @@ def _lane(
     scale = _scales.Scale(min(times), max(times), _LEFT + 4, width - _RIGHT - 4)
     middle = y + _LANE / 2
     parts = [
-        _markup.label(_LEFT - 6, middle + 4, "when", class_="tick end"),
-        _markup.line(_LEFT, middle, width - _RIGHT, middle, "baseline"),
+        _util.html.label(_LEFT - 6, middle + 4, "when", class_="tick end"),
+        _util.html.line(_LEFT, middle, width - _RIGHT, middle, "baseline"),
     ]
-    ticks = {_markup.px(scale(bar.began)) for bar in bars}
+    ticks = {_util.html.px(scale(bar.began)) for bar in bars}
     parts += [
-        _markup.element("line", x1=x, x2=x, y1=y + 5, y2=y + _LANE - 5, class_="save")
+        _util.html.element(
+            "line", x1=x, x2=x, y1=y + 5, y2=y + _LANE - 5, class_="save"
+        )
         for x in sorted(ticks, key=float)
     ]
     for each in happenings[-_MOST_HAPPENINGS:]:
         mark = _MARKS.get(each.kind, "•")
-        told = _markup.element("title", f"{each.kind}: {each.text}")
+        told = _util.html.element("title", f"{each.kind}: {each.text}")
         parts.append(
-            _markup.element(
+            _util.html.element(
                 "g",
                 told,
-                _markup.label(scale(each.time), middle + 5, mark, class_="happening"),
+                _util.html.label(
+                    scale(each.time), middle + 5, mark, class_="happening"
+                ),
                 class_=each.kind,
             )
         )
     bottom = y + _LANE + 14
     first, last = (
-        _wording.when(time, _wording.TO_THE_SECOND) for time in (min(times), max(times))
+        _util.humanize.when(time, _util.humanize.TO_THE_SECOND)
+        for time in (min(times), max(times))
     )
-    parts.append(_markup.label(_LEFT, bottom, first, class_="tick"))
+    parts.append(_util.html.label(_LEFT, bottom, first, class_="tick"))
     if last != first:
-        parts.append(_markup.label(width - _RIGHT, bottom, last, class_="tick end"))
+        parts.append(_util.html.label(width - _RIGHT, bottom, last, class_="tick end"))
     return parts
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flaxckpt import _wording
-from flaxckpt._drawing import _markup
-from flaxckpt._drawing._markup import Markup
+from flaxckpt import _util
+from flaxckpt._util.html import Markup
 
 _HEAD = 20.0
 _PAD = 3.0
@@ -64,9 +63,9 @@ def treemap(groups: Sequence[Group], width: float, height: float) -> Markup:
         if groups[n].bytes:
             parts += _group(groups[n], box, min(colour, COLOURS - 1), total)
     named = ", ".join(
-        f"{groups[n].name} {_wording.size(groups[n].bytes)}" for n in order[:6]
+        f"{groups[n].name} {_util.humanize.size(groups[n].bytes)}" for n in order[:6]
     )
-    return _markup.picture(
+    return _util.html.picture(
         "Sizes by subtree",
         f"Areas are bytes of arrays: {named}.",
         (width, height),
@@ -80,10 +79,12 @@ def _group(group: Group, box: Box, colour: int, total: int) -> list[Markup]:
     parts = []
     has_head = inner.height > 2.4 * _HEAD and inner.width > 50
     if has_head:
-        share = f"{_wording.size(group.bytes)}, {group.bytes / total:.0%}"
+        share = f"{_util.humanize.size(group.bytes)}, {group.bytes / total:.0%}"
         head = _fitting(f"{group.name}  {share}", inner.width - 2, _BOLD)
         parts.append(
-            _markup.label(inner.x + 2, inner.y + 14, head or "…", class_="group-name")
+            _util.html.label(
+                inner.x + 2, inner.y + 14, head or "…", class_="group-name"
+            )
         )
         inner = Box(inner.x, inner.y + _HEAD, inner.width, inner.height - _HEAD)
     tiles = sorted(group.tiles, key=lambda tile: -tile.bytes)
@@ -97,26 +98,28 @@ def _group(group: Group, box: Box, colour: int, total: int) -> list[Markup]:
 
 
 def _tile(tile: Tile, box: Box, colour: int, total: int) -> Markup:
-    share = f"{_wording.size(tile.bytes)}, {tile.bytes / total:.1%}"
-    rectangle = _markup.element(
+    share = f"{_util.humanize.size(tile.bytes)}, {tile.bytes / total:.1%}"
+    rectangle = _util.html.element(
         "rect",
-        x=_markup.px(box.x + 0.8),
-        y=_markup.px(box.y + 0.8),
-        width=_markup.px(max(box.width - 1.6, 0.4)),
-        height=_markup.px(max(box.height - 1.6, 0.4)),
+        x=_util.html.px(box.x + 0.8),
+        y=_util.html.px(box.y + 0.8),
+        width=_util.html.px(max(box.width - 1.6, 0.4)),
+        height=_util.html.px(max(box.height - 1.6, 0.4)),
         rx=2.5,
         class_=f"tile c{colour}",
     )
     texts = []
     name = _tail(tile.name, box.width - 8)
     if name and box.height > 20:
-        texts.append(_markup.label(box.x + 6, box.y + 16, name, class_="tile-name"))
-        size = _fitting(_wording.size(tile.bytes), box.width - 8)
+        texts.append(_util.html.label(box.x + 6, box.y + 16, name, class_="tile-name"))
+        size = _fitting(_util.humanize.size(tile.bytes), box.width - 8)
         if size and box.height > 36:
-            texts.append(_markup.label(box.x + 6, box.y + 31, size, class_="tile-size"))
-    return _markup.element(
+            texts.append(
+                _util.html.label(box.x + 6, box.y + 31, size, class_="tile-size")
+            )
+    return _util.html.element(
         "g",
-        _markup.element("title", f"{tile.told}: {share}"),
+        _util.html.element("title", f"{tile.told}: {share}"),
         rectangle,
         *texts,
         data_path=tile.path,

@@ -23,7 +23,7 @@ from flaxckpt import (
     _remote,
     _sizes,
     _storage,
-    _wording,
+    _util,
     errors,
 )
 from flaxckpt._diff import CheckpointDiff
@@ -211,7 +211,8 @@ def _change(
         size = _locate.read_stored(paths[1], pair[1]).metadata.total_bytes
         if size > _COMPARED_BYTES and not is_asked_for:
             notes["change"] = (
-                f"To compare two steps takes reading both, {_wording.size(size)} each:"
+                f"To compare two steps takes reading both, {_util.humanize.size(size)}"
+                " each:"
                 " --diff does so."
             )
             return None

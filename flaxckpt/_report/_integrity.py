@@ -12,8 +12,8 @@ from flaxckpt import (
     _locate,
     _remote,
     _storage,
+    _util,
     _verify,
-    _wording,
     errors,
 )
 from flaxckpt._findings import VerifyReport
@@ -96,8 +96,8 @@ def _verified(step: Step) -> Integrity:
 
 
 def _good(found: VerifyReport) -> str:
-    told = f"{_wording.size(found.bytes_checked)} read"
+    told = f"{_util.humanize.size(found.bytes_checked)} read"
     if found.unchecked:
-        leaves = _wording.count(len(found.unchecked), "leaf", "leaves")
+        leaves = _util.humanize.count(len(found.unchecked), "leaf", "leaves")
         told += f"; {leaves} without checksums"
     return told

@@ -5,12 +5,11 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping
 
-from flaxckpt import _wording
-from flaxckpt._drawing import _markup
-from flaxckpt._drawing._markup import Column, Markup, Row
+from flaxckpt import _util
 from flaxckpt._report import _section
 from flaxckpt._report._data import Report, State
 from flaxckpt._report._section import Section
+from flaxckpt._util.html import Column, Markup, Row
 from flaxckpt.formats._reader import Lineage
 
 # ---- the dataset ------------------------------------------------------------------
@@ -24,7 +23,8 @@ def dataset(report: Report) -> Section | None:
     types = [each.type for each in report.positions if each.type]
     kinds = dict.fromkeys(name.rpartition(".")[2] for name in types)
     said = (
-        f"{_wording.count(len(report.positions), 'step')} can go on where the data was"
+        f"{_util.humanize.count(len(report.positions), 'step')} can go on where the"
+        " data was"
     )
     said += f": {', '.join(kinds)}." if kinds else "."
     names = list(
@@ -39,7 +39,7 @@ def dataset(report: Report) -> Section | None:
     rows = []
     for each in report.positions[::-1]:
         values = ["" if n not in each.values else str(each.values[n]) for n in names]
-        size = "" if each.bytes is None else _wording.size(each.bytes)
+        size = "" if each.bytes is None else _util.humanize.size(each.bytes)
         step = "" if each.step is None else str(each.step)
         data: dict[str, object] = {
             "data_step": each.step,
@@ -63,10 +63,10 @@ def lineage(report: Report) -> Section | None:
     if not report.lineage:
         return None
     said = "This run began from another checkpoint; each step records it."
-    here = _markup.element(
+    here = _util.html.element(
         "li",
-        _markup.element("strong", _section.last(report.path) or report.path),
-        _markup.element("p", "this run" if report.is_run else "this checkpoint"),
+        _util.html.element("strong", _section.last(report.path) or report.path),
+        _util.html.element("p", "this run" if report.is_run else "this checkpoint"),
         class_="here",
     )
     items = [_origin(each) for each in reversed(report.lineage)]
@@ -74,24 +74,24 @@ def lineage(report: Report) -> Section | None:
         "lineage",
         "Lineage",
         said,
-        [_markup.element("ol", *items, here, class_="lineage")],
+        [_util.html.element("ol", *items, here, class_="lineage")],
     )
 
 
 def _origin(found: Lineage) -> Markup:
-    parts: list[object] = [_markup.element("strong", found.path)]
+    parts: list[object] = [_util.html.element("strong", found.path)]
     told = [] if found.step is None else [f"step {found.step}"]
     if found.digest is not None:
         told.append(found.digest)
     if told:
-        parts.append(_markup.element("p", ", ".join(told), class_="digest"))
+        parts.append(_util.html.element("p", ", ".join(told), class_="digest"))
     if found.transforms:
         changes = [
-            _markup.element("li", _markup.element("code", each))
+            _util.html.element("li", _util.html.element("code", each))
             for each in found.transforms
         ]
-        parts.append(_markup.element("ul", *changes, aria_label="Changes"))
-    return _markup.element("li", *parts, data_path=found.path, data_step=found.step)
+        parts.append(_util.html.element("ul", *changes, aria_label="Changes"))
+    return _util.html.element("li", *parts, data_path=found.path, data_step=found.step)
 
 
 # ---- integrity --------------------------------------------------------------------
@@ -115,7 +115,9 @@ def integrity(report: Report) -> Section | None:
     ]
     rows = []
     for each in report.integrity[::-1]:
-        state = _markup.element("span", _SAID[each.state], class_=f"state {each.state}")
+        state = _util.html.element(
+            "span", _SAID[each.state], class_=f"state {each.state}"
+        )
         step = "" if each.step is None else str(each.step)
         kind = "bad" if each.state in ("damaged", "unread") else None
         data: dict[str, object] = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 
-from flaxckpt import _wording
-from flaxckpt._drawing import _markup, _timeline
-from flaxckpt._drawing._markup import Column, Row
+from flaxckpt import _util
+from flaxckpt._drawing import _timeline
 from flaxckpt._report import _section
 from flaxckpt._report._data import Report, Save
 from flaxckpt._report._section import Section
+from flaxckpt._util.html import Column, Row
 
 
 def saves(report: Report) -> Section:
@@ -57,7 +57,7 @@ def saves(report: Report) -> Section:
         "saves",
         "Saves",
         _saves_said(report.saves),
-        [key, _markup.both(*pictures), *rows],
+        [key, _util.html.both(*pictures), *rows],
     )
 
 
@@ -90,16 +90,18 @@ def _saves_said(found: Sequence[Save]) -> str:
     blocked = sum(save.blocked_secs or 0.0 for save in durable)
     total = sum(save.total_secs or 0.0 for save in durable)
     longest = max((save.blocked_secs or 0.0 for save in durable), default=0.0)
-    told = f"{_wording.count(len(durable), 'save')} became durable."
+    told = f"{_util.humanize.count(len(durable), 'save')} became durable."
     if total:
         told += (
-            f" Training waited {_wording.secs(blocked)} of the {_wording.secs(total)}"
-            f" that they took ({blocked / total:.0%}), {_wording.secs(longest)} at most"
+            f" Training waited {_util.humanize.secs(blocked)} of the"
+            f" {_util.humanize.secs(total)}"
+            f" that they took ({blocked / total:.0%}), {_util.humanize.secs(longest)}"
+            " at most"
             " for one."
         )
     counts = collections.Counter(save.outcome for save in found)
     if counts["failed"]:
-        told += f" {_wording.count(counts['failed'], 'save')} failed."
+        told += f" {_util.humanize.count(counts['failed'], 'save')} failed."
     if counts["unfinished"]:
         told += f" {counts['unfinished']} did not come to an end."
     return told
@@ -120,9 +122,9 @@ _SAVE_COLUMNS = [
 def _save_row(save: Save) -> Row:
     cells = [
         "" if save.step is None else str(save.step),
-        _markup.moment(save.began, _wording.TO_THE_SECOND),
+        _util.html.moment(save.began, _util.humanize.TO_THE_SECOND),
         *map(_secs, (save.blocked_secs, save.behind_secs, save.total_secs)),
-        "" if save.bytes is None else _wording.size(save.bytes),
+        "" if save.bytes is None else _util.humanize.size(save.bytes),
         _secs(save.uploaded_secs),
         _trouble(save) or "",
     ]
@@ -138,4 +140,4 @@ def _save_row(save: Save) -> Row:
 
 
 def _secs(value: float | None) -> str:
-    return "" if value is None else _wording.secs(value)
+    return "" if value is None else _util.humanize.secs(value)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import collections
 import math
 
-from flaxckpt import _wording
-from flaxckpt._drawing import _markup, _treemap
-from flaxckpt._drawing._markup import Column, Row
+from flaxckpt import _util
+from flaxckpt._drawing import _treemap
 from flaxckpt._report import _section
 from flaxckpt._report._data import Changed, Part, Report
 from flaxckpt._report._section import Section
+from flaxckpt._util.html import Column, Row
 
 _MOST_CHANGES = 20
 
@@ -35,9 +35,10 @@ def sizes(report: Report) -> Section:
     ]
     ordered = sorted(report.parts, key=lambda part: -part.bytes)
     rows = [_part_row(part, report.total_bytes) for part in ordered]
-    leaves = _wording.count(report.leaves, "leaf", "leaves")
+    leaves = _util.humanize.count(report.leaves, "leaf", "leaves")
     said = (
-        f"{_wording.size(report.total_bytes)} of arrays, uncompressed, in {leaves} of"
+        f"{_util.humanize.size(report.total_bytes)} of arrays, uncompressed, in"
+        f" {leaves} of"
         f" {_section.last(report.shown)}."
     )
     columns = [
@@ -46,12 +47,12 @@ def sizes(report: Report) -> Section:
         Column("size", is_number=True),
         Column("share", is_number=True),
     ]
-    opened = _markup.element(
+    opened = _util.html.element(
         "details",
-        _markup.element("summary", "The same as a table"),
-        _markup.table("Sizes by subtree", columns, rows),
+        _util.html.element("summary", "The same as a table"),
+        _util.html.table("Sizes by subtree", columns, rows),
     )
-    return Section("sizes", "Sizes", said, [_markup.both(*pictures), opened])
+    return Section("sizes", "Sizes", said, [_util.html.both(*pictures), opened])
 
 
 def _named(part: Part) -> str:
@@ -62,7 +63,7 @@ def _named(part: Part) -> str:
 
 def _tile(part: Part) -> _treemap.Tile:
     name = _named(part)
-    told = f"{name}, {_wording.count(part.leaves, 'leaf', 'leaves')}"
+    told = f"{name}, {_util.humanize.count(part.leaves, 'leaf', 'leaves')}"
     inside = name.removeprefix(f"{part.group}/")
     return _treemap.Tile(inside, told, name, part.bytes)
 
@@ -72,7 +73,7 @@ def _part_row(part: Part, total: int) -> Row:
     cells = [
         _named(part),
         f"{part.leaves:,}",
-        _wording.size(part.bytes),
+        _util.humanize.size(part.bytes),
         f"{share:.1%}",
     ]
     return Row(cells, {"data_path": _named(part), "data_bytes": part.bytes})
@@ -92,7 +93,7 @@ def change(report: Report) -> Section | None:
     between = f"From step {found.step_a} to step {found.step_b}"
     if not found.leaves:
         return Section("change", title, f"{between}, nothing has changed.")
-    count = _wording.count(len(found.leaves), "leaf", "leaves")
+    count = _util.humanize.count(len(found.leaves), "leaf", "leaves")
     said = f"{between}, {count} changed and {found.equal:,} did not."
     shown = found.leaves[:_MOST_CHANGES]
     if len(found.leaves) > len(shown):
@@ -108,7 +109,7 @@ def change(report: Report) -> Section | None:
     ]
     rows = [_change_row(leaf, largest) for leaf in shown]
     caption = "Largest relative changes first: norm of the change / norm before"
-    return Section("change", title, said, [_markup.table(caption, columns, rows)])
+    return Section("change", title, said, [_util.html.table(caption, columns, rows)])
 
 
 def _change_row(leaf: Changed, largest: float) -> Row:
@@ -119,14 +120,14 @@ def _change_row(leaf: Changed, largest: float) -> Row:
     part = min(leaf.rel_norm / largest, 1.0) if largest else 0.0
     if not math.isfinite(leaf.rel_norm):
         part = 1.0
-    bar = _markup.element(
+    bar = _util.html.element(
         "svg",
-        _markup.element("rect", x=0, y=1, width=100, height=8, class_="track"),
-        _markup.element(
+        _util.html.element("rect", x=0, y=1, width=100, height=8, class_="track"),
+        _util.html.element(
             "rect",
             x=0,
             y=1,
-            width=_markup.px(100 * part),
+            width=_util.html.px(100 * part),
             height=8,
             class_="bar behind",
         ),
@@ -142,7 +143,7 @@ def _change_row(leaf: Changed, largest: float) -> Row:
     }
     cells = [
         leaf.path,
-        _markup.element("div", f"{leaf.rel_norm:.3g}", bar, class_="with-bar"),
+        _util.html.element("div", f"{leaf.rel_norm:.3g}", bar, class_="with-bar"),
         f"{leaf.max_abs:.3g}",
         f"{leaf.different:,}",
         leaf.shown,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from flaxckpt import _wording
-from flaxckpt._drawing import _curves, _markup, _strip
-from flaxckpt._drawing._markup import Column, Row
+from flaxckpt import _util
+from flaxckpt._drawing import _curves, _strip
 from flaxckpt._listing import Step
 from flaxckpt._report import _saves, _section
 from flaxckpt._report._data import Report
 from flaxckpt._report._section import Section
+from flaxckpt._util.html import Column, Row
 
 _MOST_CURVES = 12
 _MOST_COLUMNS = 3
@@ -31,9 +31,9 @@ def metrics(report: Report) -> Section:
         return Section("metrics", "Metrics", "No metrics are stored with the steps.")
     figures = []
     for name, points in list(drawn.items())[:_MOST_CURVES]:
-        caption = _markup.element("figcaption", name)
+        caption = _util.html.element("figcaption", name)
         figures.append(
-            _markup.element(
+            _util.html.element(
                 "figure", caption, _curves.curve(name, points), data_metric=name
             )
         )
@@ -54,7 +54,7 @@ def metrics(report: Report) -> Section:
     missing = [name for name in report.metrics if name not in drawn]
     if missing:
         said += f" Never finite: {', '.join(missing[:5])}."
-    grid = _markup.element("div", *figures, class_="figures")
+    grid = _util.html.element("div", *figures, class_="figures")
     return Section("metrics", "Metrics", said, [key, grid])
 
 
@@ -90,7 +90,7 @@ def retention(report: Report) -> Section | None:
         _retention_said(report, len(gone)),
         [
             _section.legend(items if gone or best else items[:1]),
-            _markup.both(*pictures),
+            _util.html.both(*pictures),
             *_section.table("Steps, the newest first", _columns(metrics), rows),
         ],
     )
@@ -104,7 +104,7 @@ def _retention_said(report: Report, gone: int) -> str:
             "No run records its policies: --keep or --config has the page say what"
             " each step stays for."
         )
-    there = f"{_wording.count(len(report.steps), 'step')}"
+    there = f"{_util.humanize.count(len(report.steps), 'step')}"
     going = [s for s in report.steps if not s.why]
     told = f"{there} here" + (f", {gone:,} deleted. " if gone else ". ") + told
     if going and report.policies:
@@ -126,16 +126,16 @@ def _columns(metrics: Sequence[str]) -> list[Column]:
 
 def _step_row(report: Report, step: Step, metrics: Sequence[str]) -> Row:
     marks = [
-        _markup.element("span", mark, class_=f"mark {mark.replace(' ', '-')}")
+        _util.html.element("span", mark, class_=f"mark {mark.replace(' ', '-')}")
         for mark in step.marks
     ]
     cells = [
         "" if step.step is None else str(step.step),
-        _markup.moment(step.created),
+        _util.html.moment(step.created),
         _why(report, step),
-        _markup.join(marks),
+        _util.html.join(marks),
         *[f"{step.metrics[m]:.4g}" if m in step.metrics else "" for m in metrics],
-        "" if step.bytes is None else _wording.size(step.bytes),
+        "" if step.bytes is None else _util.humanize.size(step.bytes),
         step.format if len(report.formats) > 1 else "",
     ]
     data: dict[str, object] = {

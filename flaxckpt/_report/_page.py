@@ -7,12 +7,12 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
 
-from flaxckpt import _wording
-from flaxckpt._drawing import _markup, _style
-from flaxckpt._drawing._markup import Markup
+from flaxckpt import _util
+from flaxckpt._drawing import _style
 from flaxckpt._report import _of_origin, _of_saves, _of_state, _of_steps
 from flaxckpt._report._data import Report
 from flaxckpt._report._section import Section
+from flaxckpt._util.html import Markup
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """Of the page itself: whatever a name in it says, nothing is run or loaded."""
@@ -33,61 +33,63 @@ _SECTIONS: Sequence[Callable[[Report], Section | None]] = (
 def page(report: Report) -> str:
     """The whole page."""
     name = PurePosixPath(report.path).name or report.path
-    head = _markup.element(
+    head = _util.html.element(
         "head",
-        _markup.element("meta", charset="utf-8"),
-        _markup.element(
+        _util.html.element("meta", charset="utf-8"),
+        _util.html.element(
             "meta", name_="viewport", content="width=device-width, initial-scale=1"
         ),
-        _markup.element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        _markup.element("meta", name_="color-scheme", content="light dark"),
-        _markup.element("link", rel="icon", href="data:,"),
-        _markup.element("title", f"{name}: flaxckpt report"),
-        _markup.element("style", Markup(_style.PAGE)),
+        _util.html.element(
+            "meta", http_equiv="Content-Security-Policy", content=_POLICY
+        ),
+        _util.html.element("meta", name_="color-scheme", content="light dark"),
+        _util.html.element("link", rel="icon", href="data:,"),
+        _util.html.element("title", f"{name}: flaxckpt report"),
+        _util.html.element("style", Markup(_style.PAGE)),
     )
     made = [section(report) for section in _SECTIONS]
     sections = [section for section in made if section is not None]
-    body = _markup.element(
+    body = _util.html.element(
         "body",
-        _markup.element(
+        _util.html.element(
             "header",
             _header(report, name),
-            _markup.element("div", *_headline(report), class_="cards"),
+            _util.html.element("div", *_headline(report), class_="cards"),
             _navigation(sections),
         ),
-        _markup.element("main", *[section.markup() for section in sections]),
+        _util.html.element("main", *[section.markup() for section in sections]),
         _footer(report),
     )
-    document = _markup.element("html", head, body, lang="en")
+    document = _util.html.element("html", head, body, lang="en")
     return f"<!doctype html>\n{document}\n"
 
 
 def _header(report: Report, name: str) -> Markup:
     what = "Run" if report.is_run else "Checkpoint"
     whose = f", {', '.join(report.formats)}" if report.formats else ""
-    return _markup.element(
+    return _util.html.element(
         "div",
-        _markup.element("p", f"{what} report{whose}", class_="over"),
-        _markup.element("h1", name),
-        _markup.element("p", report.path, class_="path"),
+        _util.html.element("p", f"{what} report{whose}", class_="over"),
+        _util.html.element("h1", name),
+        _util.html.element("p", report.path, class_="path"),
         class_="title",
     )
 
 
 def _navigation(sections: list[Section]) -> Markup:
     links = [
-        _markup.element("a", section.title, href=f"#{section.name}")
+        _util.html.element("a", section.title, href=f"#{section.name}")
         for section in sections
     ]
-    return _markup.element("nav", *links, aria_label="Sections")
+    return _util.html.element("nav", *links, aria_label="Sections")
 
 
 def _footer(report: Report) -> Markup:
     made = datetime.datetime.fromtimestamp(report.made, datetime.UTC)
-    return _markup.element(
+    return _util.html.element(
         "footer",
         f"flaxckpt {report.version}, ",
-        _markup.element(
+        _util.html.element(
             "time",
             f"{made:%Y-%m-%d %H:%M} UTC",
             datetime=made.isoformat(timespec="seconds"),
@@ -114,11 +116,11 @@ def _card(
     kind: str | None = None,
     **data: object,
 ) -> Markup:
-    return _markup.element(
+    return _util.html.element(
         "div",
-        _markup.element("p", title, class_="card-title"),
-        _markup.element("p", value, class_="card-value"),
-        _markup.element("p", told, class_="card-told"),
+        _util.html.element("p", title, class_="card-title"),
+        _util.html.element("p", value, class_="card-value"),
+        _util.html.element("p", told, class_="card-told"),
         class_=f"card {kind}" if kind else "card",
         data_card=name,
         **data,
@@ -139,10 +141,10 @@ def _newest(report: Report) -> Markup | None:
     if newest is None:
         return None
     if newest.step is None:
-        size = f"{_wording.count(report.leaves, 'leaf', 'leaves')}"
-        value = _wording.size(report.total_bytes)
+        size = f"{_util.humanize.count(report.leaves, 'leaf', 'leaves')}"
+        value = _util.humanize.size(report.total_bytes)
         return _card("newest", "Arrays", value, size, data_value=report.total_bytes)
-    saved = _markup.join(("saved ", _markup.moment(newest.created)))
+    saved = _util.html.join(("saved ", _util.html.moment(newest.created)))
     return _card(
         "newest", "Newest step", str(newest.step), saved, data_value=newest.step
     )
@@ -180,7 +182,7 @@ def _disk(report: Report) -> Markup:
     if report.bytes is None:
         told = "an object store does not tell"
         return _card("bytes", "On the disk", "unknown", told)
-    told = f"a step has {_wording.size(report.total_bytes)} of arrays"
+    told = f"a step has {_util.humanize.size(report.total_bytes)} of arrays"
     if not report.is_run:
         told = "all files"
     elif report.shown is None:
@@ -188,7 +190,7 @@ def _disk(report: Report) -> Markup:
     return _card(
         "bytes",
         "On the disk",
-        _wording.size(report.bytes),
+        _util.humanize.size(report.bytes),
         told,
         data_value=report.bytes,
     )
@@ -234,12 +236,12 @@ def _last_save(report: Report) -> Markup | None:
     last = next((s for s in reversed(report.saves) if s.outcome == "durable"), None)
     if last is None or last.total_secs is None:
         return None
-    blocked = _wording.secs(last.blocked_secs or 0.0)
+    blocked = _util.humanize.secs(last.blocked_secs or 0.0)
     return _card(
         "last-save",
         "Last save blocked",
         blocked,
-        f"durable after {_wording.secs(last.total_secs)}",
+        f"durable after {_util.humanize.secs(last.total_secs)}",
         data_value=last.blocked_secs,
         data_total=last.total_secs,
     )

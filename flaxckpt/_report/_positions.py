@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _json, datasets
+from flaxckpt import _util, datasets
 from flaxckpt._report._data import Position
 from flaxckpt.formats import _orbax
 
@@ -53,7 +53,7 @@ def _files(path: Path) -> list[Path]:
 
 def _parsed(content: bytes) -> Any:
     try:
-        _json.check(content)
+        _util.json_limits.check(content)
         return json.loads(content)
     except (ValueError, RecursionError):
         return None

@@ -6,9 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flaxckpt import _wording
-from flaxckpt._drawing import _markup
-from flaxckpt._drawing._markup import Column, Markup, Row
+from flaxckpt import _util
+from flaxckpt._util.html import Column, Markup, Row
 
 WIDE, NARROW = 960, 340
 """How wide pictures are, on screens and on phones."""
@@ -37,10 +36,10 @@ class Section(NamedTuple):
 
     def markup(self) -> Markup:
         """It as HTML."""
-        return _markup.element(
+        return _util.html.element(
             "section",
-            _markup.element("h2", self.title, id=f"{self.name}-title"),
-            _markup.element("p", _with_options(self.said), class_="said"),
+            _util.html.element("h2", self.title, id=f"{self.name}-title"),
+            _util.html.element("p", _with_options(self.said), class_="said"),
             *self.body,
             id=self.name,
             aria_labelledby=f"{self.name}-title",
@@ -52,8 +51,9 @@ def _with_options(said: object) -> Markup:
     if isinstance(said, Markup):
         return said
     parts = _OPTION.split(str(said))
-    return _markup.join(
-        _markup.element("code", part) if n % 2 else part for n, part in enumerate(parts)
+    return _util.html.join(
+        _util.html.element("code", part) if n % 2 else part
+        for n, part in enumerate(parts)
     )
 
 
@@ -62,20 +62,20 @@ _OPTION = re.compile(r"(--[a-z][a-z-]*)")
 
 def table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> list[Markup]:
     """A table whose rows beyond the first few are opened by the reader."""
-    parts = [_markup.table(title, columns, rows[:_SHOWN])]
+    parts = [_util.html.table(title, columns, rows[:_SHOWN])]
     more = rows[_SHOWN:_MOST_ROWS]
     if more:
-        told = f"{_wording.count(len(more), 'more row')}"
+        told = f"{_util.humanize.count(len(more), 'more row')}"
         parts.append(
-            _markup.element(
+            _util.html.element(
                 "details",
-                _markup.element("summary", told),
-                _markup.table(f"{title}, continued", columns, more),
+                _util.html.element("summary", told),
+                _util.html.table(f"{title}, continued", columns, more),
             )
         )
     if len(rows) > _MOST_ROWS:
         told = f"… and {len(rows) - _MOST_ROWS:,} more: --json lists them all."
-        parts.append(_markup.element("p", told, class_="note"))
+        parts.append(_util.html.element("p", told, class_="note"))
     return parts
 
 
@@ -83,23 +83,25 @@ def legend(items: Sequence[tuple[str, str]]) -> Markup:
     """A key to a picture: the class of a mark, or nothing; and what it means."""
     found = []
     for class_, name in items:
-        swatch = _markup.NOTHING
+        swatch = _util.html.NOTHING
         if class_:  # drawn as it is in the picture
-            square = _markup.element(
+            square = _util.html.element(
                 "rect", x=1, y=1, width=10, height=10, rx=2, class_=class_
             )
             if class_ == "point best":
                 places = "6,0.5 11.5,6 6,11.5 0.5,6"
-                square = _markup.element("polygon", points=places, class_=class_)
+                square = _util.html.element("polygon", points=places, class_=class_)
             elif class_.startswith("point"):
-                square = _markup.element("circle", cx=6, cy=6, r=4.2, class_=class_)
+                square = _util.html.element("circle", cx=6, cy=6, r=4.2, class_=class_)
             elif class_ == "gone":
-                square = _markup.element("line", x1=6, x2=6, y1=0, y2=12, class_=class_)
-            swatch = _markup.element(
+                square = _util.html.element(
+                    "line", x1=6, x2=6, y1=0, y2=12, class_=class_
+                )
+            swatch = _util.html.element(
                 "svg", square, viewBox="0 0 12 12", class_="swatch", aria_hidden="true"
             )
-        found.append(_markup.element("li", swatch, name))
-    return _markup.element("ul", *found, class_="legend", aria_label="Key")
+        found.append(_util.html.element("li", swatch, name))
+    return _util.html.element("ul", *found, class_="legend", aria_label="Key")
 
 
 def last(path: str | None) -> str:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flaxckpt import errors
-from flaxckpt._wording import number as number
-from flaxckpt._wording import secs as secs
-from flaxckpt._wording import size as size
-from flaxckpt._wording import when as when
+from flaxckpt._util.humanize import number as number
+from flaxckpt._util.humanize import secs as secs
+from flaxckpt._util.humanize import size as size
+from flaxckpt._util.humanize import when as when
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

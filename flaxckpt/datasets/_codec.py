@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from flaxckpt import _dtypes, _json
+from flaxckpt import _dtypes, _util
 from flaxckpt.datasets import _kinds
 
 VERSION = 2
@@ -81,7 +81,7 @@ def check_size(content: bytes) -> None:
             " use an iterator without a large shuffle buffer"
         )
     try:
-        _json.check(content)
+        _util.json_limits.check(content)
     except ValueError as error:
         raise ValueError(f"{error}: keep what is long in numpy arrays") from None
 
@@ -107,14 +107,15 @@ def _is_tagged(found: Any) -> bool:
 
 
 def _encode(state: Any, at: str, depth: int) -> Any:
-    if depth > _json.MAX_DEPTH:
+    if depth > _util.json_limits.MAX_DEPTH:
         raise TypeError(
-            f"{at[:80]} … is nested more than {_json.MAX_DEPTH} deep, or holds itself"
+            f"{at[:80]} … is nested more than {_util.json_limits.MAX_DEPTH} deep, or"
+            " holds itself"
         )
     if isinstance(state, np.generic) and not isinstance(state, str | bytes):
         return {_SCALAR: _array(np.asarray(state), at)}
     if isinstance(state, str):
-        return _json.text(state, at)
+        return _util.json_limits.text(state, at)
     if state is None or isinstance(state, bool | int | float):
         return state
     if isinstance(state, bytes):
@@ -145,7 +146,7 @@ def _dict(state: Mapping[Any, Any], at: str, depth: int) -> Any:
         for key, value in state.items()
     ]
     for key in state if plain else ():
-        _json.text(key, f"{at}.keys()")
+        _util.json_limits.text(key, f"{at}.keys()")
     if plain and not _is_tagged(made := dict(encoded)):
         return made
     rows = [[_encode(key, f"{at}.keys()", depth + 1), value] for key, value in encoded]

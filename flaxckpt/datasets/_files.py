@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _multihost, errors
+from flaxckpt import _util, errors
 from flaxckpt.datasets import _adapters, _codec, _hints, _kinds, _parts
 from flaxckpt.datasets._buffered import Buffered
 from flaxckpt.datasets._iterators import Restarting
@@ -49,7 +49,7 @@ def state_files(dataset: Any) -> dict[str, bytes]:
         "type": _kinds.type_name(first),
         "is_bytes": as_bytes,
         "codec": _codec.VERSION,
-        "process_count": _multihost.process_count(),
+        "process_count": _util.processes.process_count(),
         "version": _kinds.version(first),
     }
     files[DESCRIPTION] = json.dumps(description).encode()

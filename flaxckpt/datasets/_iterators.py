@@ -8,7 +8,7 @@ import numbers
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from flaxckpt import _arguments, errors
+from flaxckpt import _util, errors
 
 Batch = TypeVar("Batch")
 
@@ -58,10 +58,10 @@ class StepIndexed(Generic[Batch]):
         if not callable(fn):
             raise errors.OptionError(
                 "StepIndexed wants a function that makes batch i, got"
-                f" {_arguments.found(fn)}: StepIndexed(lambda i: batches[i])"
+                f" {_util.arguments.found(fn)}: StepIndexed(lambda i: batches[i])"
             )
         self._fn = fn
-        self._next = _arguments.whole("start", start, least=0)
+        self._next = _util.arguments.whole("start", start, least=0)
 
     def __iter__(self) -> Iterator[Batch]:
         return self

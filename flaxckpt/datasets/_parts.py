@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _multihost, errors
+from flaxckpt import _util, errors
 from flaxckpt.datasets import _codec, _kinds
 
 _STATE = re.compile(r"process_(\d+)-of-(\d+)\.json")
@@ -16,9 +16,9 @@ _SHARD = re.compile(r"shard_state_(\d+)\.json")
 
 def own_names(iterators: int) -> list[str]:
     """The files of this process; those of all are numbered by the parts of the data."""
-    processes = _multihost.process_count()
+    processes = _util.processes.process_count()
     return [
-        f"process_{_multihost.process_index() + i * processes}"
+        f"process_{_util.processes.process_index() + i * processes}"
         f"-of-{processes * iterators}.json"
         for i in range(iterators)
     ]
@@ -38,7 +38,7 @@ def choose(
         return own
     saved = sorted(name for name in files if _STATE.fullmatch(name))
     count = int(match[2]) if saved and (match := _STATE.fullmatch(saved[0])) else 0
-    if count == _multihost.process_count() * len(iterators) or len(saved) != count:
+    if count == _util.processes.process_count() * len(iterators) or len(saved) != count:
         raise errors.DamagedCheckpointError(
             f"{path} has the dataset states {saved[: errors.ROWS_SHOWN]}, and not all"
             f" {count}; restore another step"
@@ -64,7 +64,7 @@ def _is_elastic(iterator: Any, content: bytes) -> bool:
 
 
 def _other_count(path: Path, count: int, iterators: int) -> errors.DatasetStateError:
-    processes = _multihost.process_count()
+    processes = _util.processes.process_count()
     ways = []
     if count % iterators == 0:
         ways.append(f"restart with {count // iterators} processes")
@@ -100,7 +100,7 @@ def has_shards(iterators: Sequence[Any]) -> bool:
 
 def shard_name(i: int) -> str:
     """The file of the `i`th shard of this process; those of all have their number."""
-    index = _multihost.process_index() + i * _multihost.process_count()
+    index = _util.processes.process_index() + i * _util.processes.process_count()
     return f"shard_state_{index}.json"
 
 
@@ -111,7 +111,7 @@ def own_shards(iterator: Any, files: Mapping[str, bytes]) -> list[str]:
         DatasetStateError: Its iterator has another number of shards.
     """
     count = sum(_SHARD.fullmatch(name) is not None for name in files)
-    index, step = _multihost.process_index(), _multihost.process_count()
+    index, step = _util.processes.process_index(), _util.processes.process_count()
     wanted = len(list(iterator.get_shard_states()))
     own = [f"shard_state_{i}.json" for i in range(index, count, step)]
     if len(own) != wanted or not all(name in files for name in own):

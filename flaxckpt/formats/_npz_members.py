@@ -25,7 +25,7 @@ from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 
-from flaxckpt import _dtypes, _memory, _storage, errors
+from flaxckpt import _dtypes, _storage, _util, errors
 from flaxckpt._types import Shape
 from flaxckpt._zarr import Array
 
@@ -349,7 +349,7 @@ def expanded(member: Member, start: int, stop: int) -> Array:
     Raises:
         ValueError, OSError: It is not what was written.
     """
-    _memory.check(stop - start)
+    _util.memory.check(stop - start)
     wanted = np.empty(stop - start, np.uint8)
     position = 0
     for part in _parts(member):

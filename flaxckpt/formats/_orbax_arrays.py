@@ -23,14 +23,13 @@ from flaxckpt import (
     _blocks,
     _connection,
     _dtypes,
-    _json,
     _layout,
     _links,
-    _memory,
     _ocdbt,
     _read,
     _remote,
     _storage,
+    _util,
     _zarr,
     _zarr_chunks,
     errors,
@@ -68,7 +67,7 @@ def check_size(form: ArrayForm, stored_bytes: int) -> None:
     size = math.prod(form.shape) * itemsize
     if size > _MAX_ZEROS_BYTES and size > stored_bytes * _BEST_RATIO:
         raise ValueError(f"{size} bytes, of which only {stored_bytes} are stored")
-    _memory.check(math.prod(form.chunk_shape) * itemsize)
+    _util.memory.check(math.prod(form.chunk_shape) * itemsize)
 
 
 def _check_form(text: bytes, form: ArrayForm) -> None:
@@ -101,7 +100,7 @@ def form_in(text: bytes) -> ArrayForm:
         raise ValueError("its metadata is too large")
     try:
         # TensorStore parses it again, and may take another one of two equal keys.
-        data = json.loads(text.decode(), object_pairs_hook=_json.unique)
+        data = json.loads(text.decode(), object_pairs_hook=_util.json_limits.unique)
         return ArrayForm(*_zarr.array(data))
     except (errors.CheckpointError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"its metadata is not read: {str(error)[:150]}") from None

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from flaxckpt import _json, _layout, _tree, errors
+from flaxckpt import _layout, _tree, _util, errors
 from flaxckpt._info import LeafInfo
 from flaxckpt._types import JSON, Shape
 
@@ -68,7 +68,7 @@ def loads(content: bytes, path: object) -> dict[str, Any]:
         DamagedCheckpointError: `content` is something else.
     """
     try:
-        _json.check(content)
+        _util.json_limits.check(content)
         data = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
         raise errors.DamagedCheckpointError(
@@ -89,7 +89,7 @@ def check_size(content: bytes) -> None:
     """
     if len(content) > MAX_BYTES:
         raise ValueError(f"it takes {len(content)} bytes, and readers take {MAX_BYTES}")
-    _json.check(content)
+    _util.json_limits.check(content)
 
 
 # ---- written for Orbax ----------------------------------------------------------

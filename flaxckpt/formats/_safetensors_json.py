@@ -14,7 +14,7 @@ import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from flaxckpt import _dtypes, _json, _layout
+from flaxckpt import _dtypes, _layout, _util
 from flaxckpt._info import LeafInfo
 from flaxckpt._types import JSON, Shape
 
@@ -260,9 +260,9 @@ def load(text: bytes) -> dict[str, Any]:
     """
     if not _OBJECT.match(text):
         raise ValueError("wanted a JSON object")
-    _json.check(text, max_containers=_MAX_CONTAINERS)
+    _util.json_limits.check(text, max_containers=_MAX_CONTAINERS)
     try:
-        data = json.loads(text.decode(), object_pairs_hook=_json.unique)
+        data = json.loads(text.decode(), object_pairs_hook=_util.json_limits.unique)
     except RecursionError:
         raise ValueError("its JSON is nested too deep") from None
     except UnicodeDecodeError:

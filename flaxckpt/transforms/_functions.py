@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from flaxckpt import _arguments, _derive, _tree, errors
+from flaxckpt import _derive, _tree, _util, errors
 from flaxckpt._info import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
 from flaxckpt.transforms import _table
@@ -63,7 +63,7 @@ class _Function(TableTransform):
             if not isinstance(result, Mapping):
                 raise errors.OptionError(
                     f"{self} must return the state as nested dicts, got"
-                    f" {_arguments.found(result)}"
+                    f" {_util.arguments.found(result)}"
                 )
             found = list(_flat(result))
             shape[:] = [

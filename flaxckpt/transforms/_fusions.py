@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from flaxckpt import _arguments, errors
+from flaxckpt import _util, errors
 from flaxckpt._info import LeafTable
 from flaxckpt.transforms import _parts, _table
 from flaxckpt.transforms._patterns import (
@@ -112,12 +112,12 @@ def fuse(
         (compile_pattern(pattern), check_replacement(pattern, replacement))
         for pattern in patterns
     )
-    axis = _arguments.whole("axis", axis)
+    axis = _util.arguments.whole("axis", axis)
     return _Fuse(parts, axis, _checked_sizes(sizes))
 
 
 def _checked_sizes(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if sizes is None else _arguments.wholes("sizes", sizes, least=0)
+    return None if sizes is None else _util.arguments.wholes("sizes", sizes, least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +201,7 @@ def split(
     return _Split(
         compile_pattern(pattern),
         tuple([check_replacement(pattern, part) for part in replacements]),
-        _arguments.whole("axis", axis),
+        _util.arguments.whole("axis", axis),
         checked,
     )
 

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from flaxckpt import _arguments, errors
+from flaxckpt import _util, errors
 from flaxckpt._info import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
 from flaxckpt.transforms import _table
@@ -91,7 +91,8 @@ def _as_rules(
     if not isinstance(pattern, str) or not isinstance(replacement, str):
         raise errors.OptionError(
             "wanted a pattern and its replacement, or a dict of them, got"
-            f" {_arguments.found(pattern)} and {_arguments.found(replacement)}"
+            f" {_util.arguments.found(pattern)} and"
+            f" {_util.arguments.found(replacement)}"
         )
     return _rules([(pattern, replacement)])
 
@@ -341,10 +342,10 @@ def assign(
     Source: `assignment_map` and `require_all_rules_match` of T5X.
     """
     pairs = rules.items() if isinstance(rules, Mapping) else rules
-    is_list = isinstance(rules, Mapping) or _arguments.is_list(rules)
+    is_list = isinstance(rules, Mapping) or _util.arguments.is_list(rules)
     pairs = tuple(pairs) if is_list else ()
     if not is_list or not all(
-        _arguments.is_list(pair) and len(pair) == 2 for pair in pairs
+        _util.arguments.is_list(pair) and len(pair) == 2 for pair in pairs
     ):
         raise errors.OptionError(
             "assign wants a list of pairs or a dict: a pattern on the paths of the"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from flaxckpt import _arguments, errors
+from flaxckpt import _util, errors
 from flaxckpt._info import Leaf, LeafTable
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt.transforms import _factored, _parts, _table
@@ -111,7 +111,7 @@ def stack(pattern: str, replacement: str, *, axis: int = 0) -> TableTransform:
             do not go together.
     """
     compile_pattern(pattern)
-    axis = _arguments.whole("axis", axis)
+    axis = _util.arguments.whole("axis", axis)
     named = compile_pattern(name_index(pattern))
     return _Stack(named, check_replacement(pattern, replacement), axis, pattern)
 
@@ -190,7 +190,7 @@ def unstack(pattern: str, replacement: str, *, axis: int = 0) -> TableTransform:
         OptionError: `pattern` is no regular expression, or `{i}` is missing. When
             applied: nothing matches, or a leaf has no such axis.
     """
-    axis = _arguments.whole("axis", axis)
+    axis = _util.arguments.whole("axis", axis)
     if INDEX not in check_replacement(pattern, replacement):
         raise errors.OptionError(
             f"unstack needs {INDEX} in the path of a part, got {replacement!r}"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from flaxckpt import _arguments, _tree, errors
+from flaxckpt import _tree, _util, errors
 from flaxckpt._info import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
 from flaxckpt.transforms._mirrors import Mirror, Mirrors, Slot, beginnings
@@ -108,7 +108,7 @@ def checked(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
     Raises:
         OptionError: They are no list of functions.
     """
-    if callable(transforms) or not _arguments.is_list(transforms):
+    if callable(transforms) or not _util.arguments.is_list(transforms):
         raise errors.OptionError(
             f"transforms must be a list of transforms, got {_shown(transforms)}:"
             " write transforms=[rename('old/(.*)', 'new/\\1')]"
@@ -134,7 +134,7 @@ _PACKAGE = __name__.rpartition(".")[0]
 
 def _shown(transform: object) -> str:
     is_ours = isinstance(transform, TableTransform)
-    return f"{transform!s:.80}" if is_ours else _arguments.found(transform)
+    return f"{transform!s:.80}" if is_ours else _util.arguments.found(transform)
 
 
 def _with_containers(table: LeafTable) -> LeafTable:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from flaxckpt import _arguments, _derive, _dtypes, errors
+from flaxckpt import _derive, _dtypes, _util, errors
 from flaxckpt._info import Leaf, LeafTable
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt.transforms import _factored, _table
@@ -92,7 +92,7 @@ def cast(pattern: str, dtype: Any, *, lossy: bool = False) -> TableTransform:
     if not wanted:
         raise errors.OptionError(
             "cast wants an element type, by name or as jax.numpy.bfloat16, got"
-            f" {_arguments.found(dtype)}"
+            f" {_util.arguments.found(dtype)}"
         )
     wanted = _dtypes.name(_dtypes.to_numpy(wanted))
     return _Cast(compile_pattern(pattern), wanted, lossy)
@@ -320,7 +320,7 @@ def transpose(pattern: str, axes: Sequence[int] | None = None) -> TableTransform
     Raises:
         OptionError: As for `map_leaf`.
     """
-    order = None if axes is None else _arguments.wholes("axes", axes)
+    order = None if axes is None else _util.arguments.wholes("axes", axes)
     if order is not None and len(set(order)) < len(order):
         raise errors.OptionError(f"axes must be different ones, got {order}")
 
@@ -360,8 +360,8 @@ def pad(
     Raises:
         OptionError: As for `map_leaf`; or a leaf has other axes, or is larger already.
     """
-    wanted = _arguments.wholes("shape", shape, least=0, or_none=True)
-    _arguments.number("value", value)
+    wanted = _util.arguments.wholes("shape", shape, least=0, or_none=True)
+    _util.arguments.number("value", value)
 
     def padded(x: jax.Array, fill: float) -> jax.Array:
         widths = [(0, new - old) for old, new in _extents(x, wanted)]
@@ -388,7 +388,7 @@ def slice(pattern: str, shape: Sequence[int | None]) -> TableTransform:
     Raises:
         OptionError: As for `map_leaf`; or a leaf has other axes, or is smaller already.
     """
-    wanted = _arguments.wholes("shape", shape, least=0, or_none=True)
+    wanted = _util.arguments.wholes("shape", shape, least=0, or_none=True)
 
     def cut(x: jax.Array) -> jax.Array:
         extents = list(_extents(x, wanted))
@@ -434,8 +434,11 @@ def grow(
         raise errors.OptionError(
             f"init must be 'mean', 'normal' or 'zeros', got {init!r}"
         )
-    axis, seed = _arguments.whole("axis", axis), _arguments.whole("seed", seed)
-    size = _arguments.whole("size", size, least=0)
+    axis, seed = (
+        _util.arguments.whole("axis", axis),
+        _util.arguments.whole("seed", seed),
+    )
+    size = _util.arguments.whole("size", size, least=0)
 
     def grown(x: jax.Array, how: str, path: LeafPath = "") -> jax.Array:
         if not -x.ndim <= axis < x.ndim:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from flaxckpt import _forks, _multihost
+from flaxckpt._util import forks, processes
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _REFRESH_SECS = 0.1
 _JOIN_SECS = 2.0
 """A terminal that is held back (Ctrl-S) holds back no more than the bar."""
 
-_showing = _forks.PerProcess(threading.Lock)
+_showing = forks.PerProcess(threading.Lock)
 """Held by whoever draws: there is one bar at a time."""
 
 
@@ -89,7 +89,7 @@ def _is_watched() -> bool:
         in_front = os.tcgetpgrp(sys.stderr.fileno()) == os.getpgrp()
     except (AttributeError, ValueError, OSError):  # none, closed, or no terminal
         return False
-    return in_front and _multihost.is_first()
+    return in_front and processes.is_first()
 
 
 def _show(counter: Counter, over: threading.Event) -> None:

@@ -7,7 +7,8 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from flaxckpt import _wording, errors
+from flaxckpt import errors
+from flaxckpt._util import humanize
 
 
 class Markup(str):
@@ -63,7 +64,7 @@ def px(value: float) -> str:
 
 def moment(seconds: float | None, form: str = _MINUTES) -> Markup:
     """A time since 1970."""
-    shown = _wording.when(seconds, form)
+    shown = humanize.when(seconds, form)
     if seconds is None or not shown:
         return NOTHING
     exact = datetime.datetime.fromtimestamp(seconds, datetime.UTC)

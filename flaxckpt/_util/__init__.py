@@ -1,0 +1,37 @@
+"""Tools that know nothing of checkpoints: threads, memory, arguments, progress."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flaxckpt import _doors
+
+if TYPE_CHECKING:
+    from flaxckpt._util import (
+        arguments,
+        forks,
+        gc_pause,
+        html,
+        humanize,
+        json_limits,
+        memory,
+        processes,
+        progress,
+        threads,
+    )
+
+__all__ = [
+    "arguments",
+    "forks",
+    "gc_pause",
+    "html",
+    "humanize",
+    "json_limits",
+    "memory",
+    "processes",
+    "progress",
+    "threads",
+]
+
+if not TYPE_CHECKING:
+    __getattr__ = _doors.opener(__name__, __all__)
