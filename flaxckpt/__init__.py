@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from flaxckpt._events import Event
     from flaxckpt._findings import VerifyReport
     from flaxckpt._handle import SaveHandle
-    from flaxckpt._info import LeafInfo
     from flaxckpt._plan import LeafPlan, RestorePlan
     from flaxckpt._restore import load, metadata, open_leaf, plan
     from flaxckpt._save import save, save_async
     from flaxckpt._save_result import SaveResult
     from flaxckpt._simulation import Simulation, simulate
+    from flaxckpt._state.leaf import LeafInfo
     from flaxckpt._stores import set_store_options
     from flaxckpt._verify import verify
     from flaxckpt.formats._reader import CheckpointMetadata
@@ -108,7 +108,7 @@ _HOMES = {
     "Checkpointer": "_checkpointer",
     "Event": "_events",
     "LeafDiff": "_diff",
-    "LeafInfo": "_info",
+    "LeafInfo": "_state.leaf",
     "LeafPlan": "_plan",
     "RestorePlan": "_plan",
     "SaveHandle": "_handle",

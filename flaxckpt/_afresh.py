@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
-from flaxckpt import _flax, _place, _plan, _tree, errors
+from flaxckpt import _place, _plan, _state, errors
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
 
@@ -65,17 +65,19 @@ def _made(
 ) -> dict[LeafPath, Any]:
     """Optimizer leaves as their transforms' `init` makes them from restored params."""
     made: dict[LeafPath, Any] = {}
-    for part in _flax.optimizers(abstract_state):
-        flat = _tree.flatten(part.params, boxes=_flax.boxes())
+    for part in _state.flax_state.optimizers(abstract_state):
+        flat = _state.tree.flatten(part.params, boxes=_state.flax_state.boxes())
         params = {
-            path: values[_tree.join((*part.params_keys, *entry.keys))]
+            path: values[_state.tree.join((*part.params_keys, *entry.keys))]
             for path, entry in flat.entries.items()
             if not entry.is_empty
         }
         with _mesh_of(params.values()):
-            state = jax.jit(part.init)(_tree.unflatten(flat.structure, params))
-        for entry in _tree.flatten(state, boxes=_flax.boxes()).entries.values():
-            made[_tree.join((*part.state_keys, *entry.keys))] = entry.value
+            state = jax.jit(part.init)(_state.tree.unflatten(flat.structure, params))
+        for entry in _state.tree.flatten(
+            state, boxes=_state.flax_state.boxes()
+        ).entries.values():
+            made[_state.tree.join((*part.state_keys, *entry.keys))] = entry.value
     return made
 
 

@@ -15,17 +15,17 @@ from typing import Any
 
 from flaxckpt import (
     _access,
-    _dtypes,
     _layout,
     _locate,
     _ocdbt,
     _remote,
+    _state,
     _storage,
     _util,
     _zarr,
     errors,
 )
-from flaxckpt._info import LeafInfo
+from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import Shape
 from flaxckpt.formats import _manifest, _orbax, _orbax_disk, _orbax_json
 from flaxckpt.formats._reader import Stored
@@ -149,7 +149,7 @@ def chunk_bytes(encoding: _zarr.Encoding, info: LeafInfo) -> int:
     shape, dtype = _layout.stored_form(info)
     if not _zarr.is_raw(encoding, shape, dtype) or info.chunk_shape is None:
         return 0
-    size = math.prod(info.chunk_shape) * _dtypes.to_numpy(dtype).itemsize
+    size = math.prod(info.chunk_shape) * _state.dtypes.to_numpy(dtype).itemsize
     return size + (_CRC_BYTES if encoding.checksum else 0)
 
 

@@ -16,13 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxckpt import (
-    _beginning,
-    _completed,
-    _counters,
-    _resume,
-    errors,
-)
+from flaxckpt import _beginning, _completed, _resume, _state, errors
 from flaxckpt._checkpointer import Checkpointer
 from flaxckpt._handle import SaveHandle
 from flaxckpt._hook import Hook
@@ -229,7 +223,7 @@ class CheckpointCallback:
         """
         if others:
             _check_others(others)
-        completed = _counters.whole(step) + self._offset
+        completed = _state.step_counter.whole(step) + self._offset
         is_flag, is_bound = isinstance(state, bool), "state" in self._hook.getters
         if isinstance(state, numbers.Real) or (is_bound and _is_number(state)):
             if is_flag or not is_bound:
@@ -251,12 +245,14 @@ class CheckpointCallback:
         """
         completed = getattr(info, "next_step", None)
         if completed is None:
-            completed = _counters.whole(info.step) + 1
+            completed = _state.step_counter.whole(info.step) + 1
         metrics = getattr(info, "metrics", None)
         loss = getattr(info, "loss", None)
         if metrics is None and loss is not None:
             metrics = {"loss": loss}
-        return self._after(_counters.whole(completed), info.state, metrics, None, force)
+        return self._after(
+            _state.step_counter.whole(completed), info.state, metrics, None, force
+        )
 
     def should_stop(self) -> bool:
         """Whether the program was told to stop, by a signal.
@@ -328,7 +324,9 @@ class CheckpointCallback:
             metrics: Numbers by name, or a clu metric collection.
         """
         named = _completed.values(metrics) or {}
-        self.checkpointer.add_metrics(_counters.whole(step) + self._offset, named)
+        self.checkpointer.add_metrics(
+            _state.step_counter.whole(step) + self._offset, named
+        )
 
     def check_resume(
         self,

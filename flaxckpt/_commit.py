@@ -25,9 +25,9 @@ from flaxckpt import (
     _remote,
     _renames,
     _snapshot,
+    _state,
     _storage,
     _together,
-    _tree,
     _unfinished,
     _util,
     _write,
@@ -35,7 +35,7 @@ from flaxckpt import (
     errors,
 )
 from flaxckpt._array_layout import ArrayLayout
-from flaxckpt._info import LeafInfo
+from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _orbax, _orbax_json
 from flaxckpt.formats._reader import Lineage
@@ -98,7 +98,7 @@ class Snapshot:
 
     final: Path
     infos: tuple[LeafInfo, ...]
-    structure: _tree.Node | LeafPath
+    structure: _state.tree.Node | LeafPath
     arrays: tuple[_snapshot.HostArray, ...]
     strings: Mapping[str, str]
     dataset: Mapping[str, bytes]

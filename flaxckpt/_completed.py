@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from flaxckpt import _counters, _held, datasets, errors
+from flaxckpt import _held, _state, datasets, errors
 from flaxckpt._held import Held
 
 _log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Completed:
         """
         state = self.get("state")
         is_one = self.is_bound and _held.is_replaced_whole(state)
-        return is_one and bool(_counters.found(state))
+        return is_one and bool(_state.step_counter.found(state))
 
     def let_state_go(self) -> None:
         """Keeps its state no more."""
@@ -115,13 +115,13 @@ class Completed:
         """
         if self._state is not None:
             return self._state.why_gone() or self._why_wrong(check_step, offset)
-        counts = _counters.found(self.get("state")) if check_step else {}
+        counts = _state.step_counter.found(self.get("state")) if check_step else {}
         if not counts:
             return _UNKNOWN
         if self.step in counts.values():
             return ""
         # The loop may be right: this is not the state that it has reported.
-        mismatch = _counters.mismatch(self.get("state"), self.step)
+        mismatch = _state.step_counter.mismatch(self.get("state"), self.step)
         return f"its state is bound, and was changed after the report: {mismatch} now"
 
     def _why_wrong(self, check_step: bool, offset: int) -> str:
@@ -129,7 +129,9 @@ class Completed:
         if check_step:
             with self._as_reported():
                 try:
-                    _counters.check(self.get("state"), self.step, offset=offset)
+                    _state.step_counter.check(
+                        self.get("state"), self.step, offset=offset
+                    )
                 except errors.OptionError as error:
                     return str(error)
         return ""

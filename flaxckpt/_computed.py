@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from flaxckpt import _derive, _description, _layout, _place, _read, _tree, _util, errors
-from flaxckpt._info import Leaf, LeafInfo, LeafTable, StoredLeaf
+from flaxckpt import _derive, _layout, _place, _read, _state, _util, errors
+from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath
 from flaxckpt._zarr import Array
 
@@ -58,7 +58,9 @@ def _computed(leaf: Leaf) -> Leaf:
         value = np.asarray(value)
         if info.kind == "scalar":
             value = value[()] if info.python_type == "numpy.generic" else value.item()
-    described = _description.of(info.path, _tree.Entry(info.keys, value, False))
+    described = _state.leaf_info.of(
+        info.path, _state.tree.Entry(info.keys, value, False)
+    )
     assert isinstance(described, LeafInfo), described
     return Leaf(dataclasses.replace(described, role=info.role), (value,))
 

@@ -10,19 +10,9 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from flaxckpt import (
-    _containers,
-    _layout,
-    _read,
-    _remote,
-    _storage,
-    _structure,
-    _targets,
-    _tree,
-    errors,
-)
+from flaxckpt import _layout, _read, _remote, _state, _storage, _targets, errors
 from flaxckpt._array_layout import ArrayLayout, checked_layout
-from flaxckpt._info import Leaf, StoredLeaf
+from flaxckpt._state.leaf import Leaf, StoredLeaf
 from flaxckpt._types import JSON
 from flaxckpt.formats import _manifest, _orbax, _orbax_json
 from flaxckpt.formats._reader import Stored
@@ -150,8 +140,8 @@ def state(stored: Stored, step: int | None, options: Options) -> _targets.State:
         options: How to convert.
     """
     table = _transforms.apply(options.transforms, stored.table)
-    structure = _containers.of(stored.structure, stored.table, table)
-    keys = dict(_tree.key_paths(structure))
+    structure = _state.containers.of(stored.structure, stored.table, table)
+    keys = dict(_state.tree.key_paths(structure))
     for path, leaf in table.items():
         info = dataclasses.replace(leaf.info, keys=keys[path])
         info = _layout.with_chunk_shape(info, options.layout)
@@ -207,7 +197,7 @@ def work(
     # Of other checkpoints nobody knows whether they are still the same.
     others = [str(root) for root in roots(state) if str(root) != stored.metadata.path]
     identity = None if stored.stamp is None else stored.stamp.identity
-    content = _orbax_json.dumps([rows, _structure.to_json(state.structure)])
+    content = _orbax_json.dumps([rows, _state.treedef.to_json(state.structure)])
     return {
         "version": 1,
         "source": stored.metadata.path,

@@ -15,13 +15,8 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from flaxckpt import (
-    _description,
-    _dtypes,
-    _tree,
-    errors,
-)
-from flaxckpt._info import Leaf, LeafInfo
+from flaxckpt import _state, errors
+from flaxckpt._state.leaf import Leaf, LeafInfo
 
 Fn: TypeAlias = Callable[..., jax.Array]
 
@@ -141,7 +136,7 @@ def value_fn(leaf: Leaf) -> Fn:
         array = args[0] if fn is None else fn(*args)
         if info.kind == "prng_key":
             return array
-        dtype = jax.dtypes.canonicalize_dtype(_dtypes.to_numpy(info.dtype or ""))
+        dtype = jax.dtypes.canonicalize_dtype(_state.dtypes.to_numpy(info.dtype or ""))
         return jnp.asarray(array, dtype)
 
     return value
@@ -152,14 +147,16 @@ def abstract(info: LeafInfo) -> jax.ShapeDtypeStruct:
     if info.kind == "prng_key":
         key = jax.eval_shape(lambda: jax.random.key(0, impl=info.prng_impl))
         return jax.ShapeDtypeStruct(info.shape, key.dtype)
-    dtype = jax.dtypes.canonicalize_dtype(_dtypes.to_numpy(info.dtype or ""))
+    dtype = jax.dtypes.canonicalize_dtype(_state.dtypes.to_numpy(info.dtype or ""))
     return jax.ShapeDtypeStruct(info.shape, dtype)
 
 
 def _derived_info(base: LeafInfo, made: Any, what: str) -> LeafInfo:
     found = made
     if isinstance(made, jax.ShapeDtypeStruct):
-        found = _description.of(base.path, _tree.Entry(base.keys, made, False))
+        found = _state.leaf_info.of(
+            base.path, _state.tree.Entry(base.keys, made, False)
+        )
     if not isinstance(found, LeafInfo):
         raise errors.OptionError(
             f"{what} must give one array for {base.path}, got {str(found)[:80]}"

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from flaxckpt import _layout, _locate, _pieces, _storage, _util
-from flaxckpt._info import Leaf, LeafInfo, LeafTable, StoredLeaf
+from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt._zarr import Array
 from flaxckpt.transforms import Transform

@@ -14,17 +14,8 @@ from typing import NamedTuple
 
 import crc32c
 
-from flaxckpt import (
-    _audit,
-    _blocks,
-    _dtypes,
-    _findings,
-    _layout,
-    _ocdbt,
-    _remote,
-    _zarr,
-)
-from flaxckpt._info import Leaf, LeafInfo
+from flaxckpt import _audit, _blocks, _findings, _layout, _ocdbt, _remote, _state, _zarr
+from flaxckpt._state.leaf import Leaf, LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _orbax, _orbax_disk, _orbax_json
 
@@ -82,7 +73,7 @@ def of_array(
 
         checks.append(check_metadata)
     size = _audit.chunk_bytes(encoding, info)
-    most = size or math.prod(chunk_shape) * _dtypes.item_bits(dtype) // 8
+    most = size or math.prod(chunk_shape) * _state.dtypes.item_bits(dtype) // 8
     for key in _audit.keys(encoding, shape, chunk_shape):
         file = f"{directory}/{key}"
         files.add(file)

@@ -13,8 +13,8 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from flaxckpt import _optimizer_roles, _optimizer_states, _tree, _util
-from flaxckpt._info import LeafInfo, LeafTable, Role, StoredLeaf
+from flaxckpt import _state, _util
+from flaxckpt._state.leaf import LeafInfo, LeafTable, Role, StoredLeaf
 from flaxckpt._types import LeafPath
 
 _BRANCHES = "inner_states"
@@ -53,7 +53,7 @@ class _Transform:
         moments: Paths, below its own, of leaves that may mirror parameters.
     """
 
-    def __init__(self, known: _optimizer_roles.Known) -> None:
+    def __init__(self, known: _state.optimizer_roles.Known) -> None:
         self.known = known
         self.leaf_fields: set[str] = set()
         self.moments: list[LeafPath] = []
@@ -93,8 +93,8 @@ class Finder:
     def __init__(
         self,
         table: LeafTable,
-        structure: _tree.Node | LeafPath,
-        known: Mapping[LeafPath, _optimizer_roles.Known],
+        structure: _state.tree.Node | LeafPath,
+        known: Mapping[LeafPath, _state.optimizer_roles.Known],
         at: Callable[[LeafPath], LeafPath | None],
     ) -> None:
         self._at = at
@@ -218,7 +218,7 @@ class Finder:
             optimizer
             for optimizer in {optimizer for optimizer, _ in seats}
             if (node := _node_at(self._structure, optimizer)) is not None
-            and _optimizer_states.may_be_several(node)
+            and _state.optimizer_states.may_be_several(node)
         }
         return {seat for optimizer, seat in seats if optimizer in doubtful}
 
@@ -253,7 +253,7 @@ class Finder:
             path for path in children if known.isdisjoint((path, *_above(path)))
         )
         for path, node in _containers(self._structure, ()):
-            if path in known and _optimizer_states.is_gone(node.type):
+            if path in known and _state.optimizer_states.is_gone(node.type):
                 unnamed[path] = None
                 children[path] = {str(key.name) for key in node.keys}
         by_fields: dict[frozenset[str], list[LeafPath]] = {}
@@ -517,9 +517,9 @@ def _below(place: LeafPath, path: LeafPath) -> LeafPath:
     return path[len(place) + 1 :] if place else path
 
 
-def _is_moment(tail: LeafPath, known: _optimizer_roles.Known) -> bool:
+def _is_moment(tail: LeafPath, known: _state.optimizer_roles.Known) -> bool:
     """Whether a leaf of a transform's state may mirror a parameter."""
-    return "/" in tail and known.field not in _optimizer_roles.NAMED_VALUES
+    return "/" in tail and known.field not in _state.optimizer_roles.NAMED_VALUES
 
 
 def _place(info: LeafInfo) -> LeafPath | None:
@@ -528,7 +528,7 @@ def _place(info: LeafInfo) -> LeafPath | None:
     if role is None or not role.state_class or info.kind == "empty":
         return None
     tail = _tail(role)
-    path = info.path if info.path.endswith(tail) else _tree.without_box(info.path)
+    path = info.path if info.path.endswith(tail) else _state.tree.without_box(info.path)
     if path == tail:
         return ""
     return path[: -len(tail) - 1] if path.endswith(f"/{tail}") else None
@@ -546,7 +546,9 @@ def _above(path: LeafPath) -> Iterator[LeafPath]:
         yield path
 
 
-def _node_at(node: _tree.Node | LeafPath, path: LeafPath) -> _tree.Node | None:
+def _node_at(
+    node: _state.tree.Node | LeafPath, path: LeafPath
+) -> _state.tree.Node | None:
     """The container at a path of a structure, if there is one."""
     for part in path.split("/") if path else ():
         while not isinstance(node, str) and node.is_box and node.children:
@@ -554,7 +556,7 @@ def _node_at(node: _tree.Node | LeafPath, path: LeafPath) -> _tree.Node | None:
         if isinstance(node, str):
             return None
         for key, child in zip(node.keys, node.children, strict=True):
-            if _tree.join((key,)) == part:
+            if _state.tree.join((key,)) == part:
                 node = child
                 break
         else:
@@ -563,10 +565,10 @@ def _node_at(node: _tree.Node | LeafPath, path: LeafPath) -> _tree.Node | None:
 
 
 def _containers(
-    node: _tree.Node | LeafPath, keys: tuple[_tree.Key, ...]
-) -> Iterator[tuple[LeafPath, _tree.Node]]:
+    node: _state.tree.Node | LeafPath, keys: tuple[_state.tree.Key, ...]
+) -> Iterator[tuple[LeafPath, _state.tree.Node]]:
     if isinstance(node, str):
         return
-    yield _tree.join(keys), node
+    yield _state.tree.join(keys), node
     for key, child in zip(node.keys, node.children, strict=True):
         yield from _containers(child, keys if node.is_box else (*keys, key))

@@ -11,12 +11,8 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from flaxckpt import (
-    _derive,
-    _dtypes,
-    _layout,
-)
-from flaxckpt._info import LeafInfo, LeafTable
+from flaxckpt import _derive, _layout, _state
+from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
 
@@ -56,7 +52,7 @@ def too_wide(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
     """
     if wanted.python_type != "jax.Array" or not _derive.needs_64_bits(wanted):
         return None
-    widest = _dtypes.name(jax.dtypes.canonicalize_dtype(wanted.dtype))
+    widest = _state.dtypes.name(jax.dtypes.canonicalize_dtype(wanted.dtype))
     if widest == wanted.dtype:
         return None
     asked = f"{wanted}, where jax without {_X64} has at most {widest}"
@@ -79,11 +75,11 @@ def _fits(wanted: LeafInfo, found: LeafInfo) -> bool:
     if wanted.is_python_number or found.is_python_number:
         # It has no width; whether it fits is seen when it is read.
         return _number_kind(wanted.dtype) == _number_kind(found.dtype)
-    return _dtypes.restores_as(found.dtype, wanted.dtype)
+    return _state.dtypes.restores_as(found.dtype, wanted.dtype)
 
 
 def _number_kind(dtype: str) -> str:
-    return _dtypes.kind(dtype).removeprefix("u")
+    return _state.dtypes.kind(dtype).removeprefix("u")
 
 
 def _sharding_misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:

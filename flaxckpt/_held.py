@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxckpt import _flax, _object_graph
+from flaxckpt import _state
 from flaxckpt._types import PyTree
 
 _COPIED_BYTES = 4 * 2**20
@@ -46,7 +46,7 @@ class Held:
     def __init__(self, state: PyTree, before: Held | None = None) -> None:
         self.fault = ""
         self.state = state
-        self._graph: _object_graph.ObjectGraph | None = None
+        self._graph: _state.object_graph.ObjectGraph | None = None
         self._values: list[Any] = []
         self._values_tree: Any = None
         self._prints: list[tuple[np.ndarray, Any]] = []
@@ -57,7 +57,9 @@ class Held:
             return
         objects: list[Any] = []
         if not _IMMUTABLE.issuperset(map(type, self._leaves)):
-            objects = [leaf for leaf in self._leaves if _flax.is_object(leaf)]
+            objects = [
+                leaf for leaf in self._leaves if _state.flax_state.is_object(leaf)
+            ]
         if objects:
             known = None if before is None else before._graph
             if (
@@ -65,7 +67,7 @@ class Held:
                 or not known.is_of(objects)
                 or not known.has_same_contents()
             ):
-                known = _object_graph.ObjectGraph(objects)
+                known = _state.object_graph.ObjectGraph(objects)
             self._graph = known
             self._values, self._values_tree = jax.tree.flatten(known.values())
         self._keep_numpy()
@@ -161,7 +163,7 @@ def _flatten(state: PyTree, before: Held | None) -> tuple[list[Any], Any]:
         leaves, tree = jax.tree.flatten(state)
         if _are_equal(tree, before._tree):
             return leaves, tree
-    return _flax.flatten_around_objects(state)
+    return _state.flax_state.flatten_around_objects(state)
 
 
 class Trace:
@@ -253,12 +255,12 @@ def is_replaced_whole(state: PyTree) -> bool:
 
 
 def _all_leaves(state: PyTree) -> list[Any]:
-    leaves, _ = _flax.flatten_around_objects(state)
-    objects = [leaf for leaf in leaves if _flax.is_object(leaf)]
-    plain = [leaf for leaf in leaves if not _flax.is_object(leaf)]
+    leaves, _ = _state.flax_state.flatten_around_objects(state)
+    objects = [leaf for leaf in leaves if _state.flax_state.is_object(leaf)]
+    plain = [leaf for leaf in leaves if not _state.flax_state.is_object(leaf)]
     if not objects:
         return plain
-    return plain + jax.tree.leaves(_object_graph.ObjectGraph(objects).values())
+    return plain + jax.tree.leaves(_state.object_graph.ObjectGraph(objects).values())
 
 
 def _print(leaf: Any) -> Any:

@@ -12,12 +12,11 @@ from typing import Any, Literal
 
 from flaxckpt import (
     _beginning,
-    _counters,
-    _flax,
     _held,
     _measured,
     _preflight,
     _sinks,
+    _state,
     _util,
     datasets,
     errors,
@@ -88,7 +87,7 @@ class Hook:
         self._began_at: int | None = None
         self._last: Completed | None = None
         self._restored: tuple[int, _held.Trace] | None = None
-        self._consumption = _counters.Consumption()
+        self._consumption = _state.step_counter.Consumption()
         for sink in self._sinks:
             _sinks.check(sink)
 
@@ -162,7 +161,7 @@ class Hook:
         _measured.as_metrics(seen.metrics())
         state, dataset = seen.get("state"), seen.get("dataset")
         if self._check_step:
-            _counters.check(state, seen.step, offset=self._offset)
+            _state.step_counter.check(state, seen.step, offset=self._offset)
             if not is_forced:  # else it may be meant, after the state was moved
                 self._check_counted(state, seen.step)
         if seen.fault:
@@ -189,7 +188,7 @@ class Hook:
             OptionError: The loop counts from 0.
         """
         restored, self._restored = self._restored, None
-        if restored is None or restored[0] != step or _counters.found(state):
+        if restored is None or restored[0] != step or _state.step_counter.found(state):
             return
         if restored[1].has_changed(state):
             raise errors.OptionError(
@@ -216,7 +215,7 @@ class Hook:
             return False
         state, dataset = seen.get("state"), seen.get("dataset")
         if self._check_step:
-            _counters.check(state, step, offset=self._offset)
+            _state.step_counter.check(state, step, offset=self._offset)
         if self._consumption.wants:
             self._consumption.note(step, datasets.position(dataset))
         self._note_duration()
@@ -300,7 +299,7 @@ class Hook:
         self, state: PyTree, source: _beginning.Source, dataset: Any
     ) -> tuple[PyTree, int]:
         """See `CheckpointCallback.restore_or_init`."""
-        _flax.check_state(state)
+        _state.flax_state.check_state(state)
         if isinstance(state, str | os.PathLike):
             raise errors.OptionError(
                 f"wanted a state to begin with, got {state!r:.80}: a checkpoint to"
@@ -328,7 +327,9 @@ class Hook:
         """Remembers the first state of the loop, and compares its step counter."""
         with contextlib.suppress(TypeError, ValueError):  # a save will say more of it
             self._restored = step, _held.Trace(state)
-        if self._began_at is not None and (counters := _counters.mismatch(state, step)):
+        if self._began_at is not None and (
+            counters := _state.step_counter.mismatch(state, step)
+        ):
             _log.warning(
                 "step %d of %s is restored, and %s: its steps were numbered otherwise,"
                 " such as from 0. Begin the loop where the state says, or pass"

@@ -30,8 +30,8 @@ from flaxckpt import (
     errors,
 )
 from flaxckpt._commit import Snapshot, Written
-from flaxckpt._info import Leaf, LeafInfo
 from flaxckpt._notes import ApartError
+from flaxckpt._state.leaf import Leaf, LeafInfo
 from flaxckpt._together import Operation
 from flaxckpt._types import Shape
 from flaxckpt.formats import _orbax, _orbax_json

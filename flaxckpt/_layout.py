@@ -12,9 +12,9 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Sharding
 
-from flaxckpt import _array_limits, _chunks, _dtypes, _writers
+from flaxckpt import _array_limits, _chunks, _state, _writers
 from flaxckpt._array_layout import ArrayLayout
-from flaxckpt._info import LeafInfo, Role
+from flaxckpt._state.leaf import LeafInfo, Role
 from flaxckpt._types import Shape
 
 _MIN_REPLICA_BYTES = 2**20
@@ -68,7 +68,7 @@ def _shared_writing(
     slices = _chunks.replica_slices(
         stored_shard,
         replicas,
-        itemsize=_dtypes.item_bits(dtype) / 8,
+        itemsize=_state.dtypes.item_bits(dtype) / 8,
         min_bytes=_MIN_REPLICA_BYTES,
         min_group_bytes=_MIN_GROUP_BYTES,
     )
@@ -79,7 +79,7 @@ def task(info: LeafInfo) -> _writers.Task:
     """What is to be written of a leaf, to be divided among processes."""
     shape, dtype = stored_form(info)
     part = writing(info, shape)
-    nbytes = math.prod(part.shape) * _dtypes.item_bits(dtype) // 8
+    nbytes = math.prod(part.shape) * _state.dtypes.item_bits(dtype) // 8
     return _writers.Task(info.sharding, info.shape, part.parts, nbytes)
 
 
@@ -87,7 +87,7 @@ def stored_form(info: LeafInfo) -> tuple[Shape, str]:
     """Shape and type name under which the values of a leaf are stored."""
     if info.kind == "prng_key":
         return (*info.shape, key_words(info.prng_impl or "")), "uint32"
-    dtype = _dtypes.stored_name(info.dtype or "")
+    dtype = _state.dtypes.stored_name(info.dtype or "")
     assert dtype is not None, info
     return info.shape, dtype
 
@@ -165,7 +165,7 @@ def with_chunk_shape(
 def _chunk_shape(written: Shape, dtype: str, max_bytes: int, ragged: bool) -> Shape:
     return _chunks.choose_chunk_shape(
         written,
-        itemsize=_dtypes.item_bits(dtype) / 8,
+        itemsize=_state.dtypes.item_bits(dtype) / 8,
         max_bytes=max_bytes,
         ragged=ragged,
     )
@@ -197,4 +197,4 @@ def stored_bytes(info: LeafInfo) -> int:
     if info.dtype is None:
         return 0
     shape, dtype = stored_form(info)
-    return math.prod(shape) * _dtypes.item_bits(dtype) // 8
+    return math.prod(shape) * _state.dtypes.item_bits(dtype) // 8

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flaxckpt import _layout, _locate, _pieces, _storage, _util, errors
-from flaxckpt._info import Leaf, LeafInfo, StoredLeaf
+from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt._zarr import Array
 from flaxckpt.errors import Mismatch

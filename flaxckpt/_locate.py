@@ -6,16 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from flaxckpt import (
-    _access,
-    _classes,
-    _marks,
-    _remote,
-    _steps,
-    _survey,
-    errors,
-    formats,
-)
+from flaxckpt import _access, _marks, _remote, _state, _steps, _survey, errors, formats
 from flaxckpt.formats._reader import Stored
 
 _log = logging.getLogger(__name__)
@@ -149,7 +140,7 @@ def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Sto
     """Reads everything of a checkpoint but its arrays."""
     with _access.reading(path), _remote.looking(path):
         reader = formats.detect(path).reader
-        return reader.read(path, step=step, resolve=_classes.resolver(types))
+        return reader.read(path, step=step, resolve=_state.classes.resolver(types))
 
 
 def read_step(path: Path, step: int, types: Sequence[type] = ()) -> Stored:

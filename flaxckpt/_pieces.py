@@ -19,16 +19,16 @@ import tensorstore as ts
 from flaxckpt import (
     _computed,
     _connection,
-    _dtypes,
     _file_systems,
     _layout,
     _read,
     _remote,
+    _state,
     _util,
     _zarr,
     errors,
 )
-from flaxckpt._info import Leaf, LeafInfo, StoredLeaf
+from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt._zarr import Array, Region
 
@@ -70,7 +70,7 @@ class Piece(NamedTuple):
     @property
     def itemsize(self) -> int:
         """The size of one of its elements in bytes, in memory."""
-        return _dtypes.to_numpy(self.leaf.info.dtype or "").itemsize
+        return _state.dtypes.to_numpy(self.leaf.info.dtype or "").itemsize
 
     @property
     def start(self) -> int:
@@ -231,7 +231,7 @@ def _parts(pieces: Sequence[Piece]) -> list[Array]:
                 source = piece.leaf.source
                 assert isinstance(source, StoredLeaf), piece.path
                 read = _remote.result(future, source.root, piece.nbytes)
-                array = _dtypes.from_stored(read, source.info.dtype or "")
+                array = _state.dtypes.from_stored(read, source.info.dtype or "")
                 values.append(_converted(array, piece.leaf.info))
             elif future is not None:
                 values.append(future)
@@ -297,7 +297,9 @@ def _given(leaf: Leaf) -> Array:
 
 def _converted(array: Array, info: LeafInfo) -> Array:
     return (
-        array if info.kind == "prng_key" else _dtypes.convert(array, info.dtype or "")
+        array
+        if info.kind == "prng_key"
+        else _state.dtypes.convert(array, info.dtype or "")
     )
 
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from flaxckpt import _dtypes
-from flaxckpt._info import LeafInfo
+from flaxckpt import _state
+from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import Shape
 from flaxckpt._zarr import Array, Region, region_of, whole
 
@@ -72,19 +72,21 @@ def _wrapping(impl: str | None, sharding: Sharding) -> Any:
 
 def _values(block: Array, found: str, wanted: str) -> Array:
     """What was stored, in the type it has; or in the wanted one, if read as that."""
-    is_cast = _dtypes.name(block.dtype) == wanted != _dtypes.stored_name(found)
-    return block if is_cast else _dtypes.from_stored(block, found)
+    is_cast = (
+        _state.dtypes.name(block.dtype) == wanted != _state.dtypes.stored_name(found)
+    )
+    return block if is_cast else _state.dtypes.from_stored(block, found)
 
 
 def _as_dtype(array: Array, dtype_name: str, is_number: bool) -> Array:
-    if _dtypes.name(array.dtype) == dtype_name:
+    if _state.dtypes.name(array.dtype) == dtype_name:
         return array
-    if is_number and _dtypes.kind(dtype_name) in ("int", "uint"):
-        low, high = _dtypes.bounds(dtype_name)
+    if is_number and _state.dtypes.kind(dtype_name) in ("int", "uint"):
+        low, high = _state.dtypes.bounds(dtype_name)
         if not low <= array.item() <= high:
             raise OverflowError(str(array))
-    converted = _dtypes.convert(array, dtype_name)
-    is_float = _dtypes.kind(dtype_name) in ("float", "complex")
+    converted = _state.dtypes.convert(array, dtype_name)
+    is_float = _state.dtypes.kind(dtype_name) in ("float", "complex")
     if is_number and is_float and np.isfinite(array) and not np.isfinite(converted):
         raise OverflowError(str(array))
     return converted
@@ -114,7 +116,7 @@ def _to_devices(blocks: Mapping[Region, Array], wanted: LeafInfo) -> jax.Array:
                 )
                 for device, index in indices.items()
             ],
-            dtype=_dtypes.to_numpy(wanted.dtype or ""),
+            dtype=_state.dtypes.to_numpy(wanted.dtype or ""),
         )
     return _weak(placed, sharding) if wanted.weak_type else placed
 
@@ -123,7 +125,7 @@ def place(value: Any, wanted: LeafInfo) -> Any:
     """A computed leaf, where and as the caller wants it."""
     if wanted.python_type != "jax.Array":
         # A copy, because a view of jax's could not be written to.
-        array = _dtypes.convert(np.array(value), wanted.dtype or "")
+        array = _state.dtypes.convert(np.array(value), wanted.dtype or "")
         if wanted.python_type == "numpy.generic":
             return array[()]
         return array if wanted.kind == "array" else array.item()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from jax.sharding import PartitionSpec
 
-from flaxckpt import _flax, _read, _tree, _util, _write, errors
-from flaxckpt._info import Leaf, LeafInfo, StoredLeaf
+from flaxckpt import _read, _state, _util, _write, errors
+from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath
 from flaxckpt.errors import Mismatch
 from flaxckpt.transforms import Transform
@@ -215,8 +215,8 @@ class Recipe:
     derived: tuple[Leaf, ...]
     given: Mapping[LeafPath, Any]
     fresh: tuple[LeafInfo, ...]
-    flat: _flax.FlatState | None
-    structure: _tree.Node | LeafPath
+    flat: _state.flax_state.FlatState | None
+    structure: _state.tree.Node | LeafPath
     as_asked: frozenset[LeafPath] = frozenset()
     numbers: tuple[ComputedNumber, ...] = ()
 
@@ -235,7 +235,7 @@ def actions(
         done += ("renamed",)
     if leaf.fn is not None:
         done += ("transformed",)
-    if path not in (source_path, _tree.without_box(source_path)):
+    if path not in (source_path, _state.tree.without_box(source_path)):
         done += ("matched",)
     if wanted.shard_shape != stored.shard_shape or (
         wanted.spec is not None and _ways(wanted.spec) != _ways(stored.spec)

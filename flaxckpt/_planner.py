@@ -11,22 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flaxckpt import (
-    _containers,
-    _flax,
-    _layout,
-    _optimizer_roles,
-    _place,
-    _plan,
-    _read,
-    _tree,
-    _util,
-    errors,
-)
+from flaxckpt import _layout, _place, _plan, _read, _state, _util, errors
 from flaxckpt._finder import Finder
 from flaxckpt._fit import misfit, missing, too_wide
-from flaxckpt._info import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._plan import LeafPlan, Options, Recipe, RestorePlan
+from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
 from flaxckpt.formats._reader import Stored
@@ -49,11 +38,11 @@ def make(
         return _plan_all(stored, _transforms.apply(options.transforms, stored.table))
     if not options.transforms:
         _check_template(stored, abstract_state)
-    flat = _flax.flatten(abstract_state)
+    flat = _state.flax_state.flatten(abstract_state)
     wanted = None
     if options.transforms:  # with roles, so that moments go with their parameters
-        roles = _optimizer_roles.roles(flat.structure, flat.optimizer_states)
-        wanted = _optimizer_roles.with_roles(flat.table, roles)
+        roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
+        wanted = _state.optimizer_roles.with_roles(flat.table, roles)
     table = _transforms.apply(options.transforms, stored.table, wanted)
     return _Planner(stored, table, flat, abstract_state, options).plan()
 
@@ -100,7 +89,7 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
         sources = _plan.source_paths(leaf)
         actions = _plan.actions(wanted, leaf, path, path)
         leaves[path] = LeafPlan(actions, sources, wanted, _plan.stored_info(leaf), size)
-    structure = _containers.of(stored.structure, stored.table, table)
+    structure = _state.containers.of(stored.structure, stored.table, table)
     total = reading.bytes_to_read
     return (
         RestorePlan(stored.metadata.path, leaves, total, total, tuple(problems)),
@@ -163,8 +152,8 @@ class _Reading:
     def recipe(
         self,
         fresh: Sequence[LeafInfo],
-        flat: _flax.FlatState | None,
-        structure: _tree.Node | LeafPath,
+        flat: _state.flax_state.FlatState | None,
+        structure: _state.tree.Node | LeafPath,
         as_asked: Iterable[LeafPath] = (),
     ) -> Recipe:
         """How all of it is done."""
@@ -187,7 +176,7 @@ class _Planner:
         self,
         stored: Stored,
         table: LeafTable,
-        flat: _flax.FlatState,
+        flat: _state.flax_state.FlatState,
         abstract_state: PyTree,
         options: Options,
     ) -> None:
@@ -196,7 +185,7 @@ class _Planner:
         self._abstract_state = abstract_state
         self._options = options
         self._flat = flat
-        self._roles = _optimizer_roles.roles(
+        self._roles = _state.optimizer_roles.roles(
             self._flat.structure, self._flat.optimizer_states
         )
         self._leaves: dict[LeafPath, LeafPlan] = {}
@@ -211,8 +200,8 @@ class _Planner:
     def _can_init(self) -> tuple[str, ...]:
         """How paths in optimizer states begin that `tx.init` can make anew."""
         return tuple(
-            _tree.join(part.state_keys) + "/"
-            for part in _flax.optimizers(self._abstract_state)
+            _state.tree.join(part.state_keys) + "/"
+            for part in _state.flax_state.optimizers(self._abstract_state)
         )
 
     def plan(self) -> tuple[RestorePlan, Recipe]:
@@ -308,7 +297,7 @@ class _Planner:
         leaf = self._table.get(path)
         if leaf is not None and leaf.info.kind != "empty":
             return path
-        for field in _tree.BOX_FIELDS:
+        for field in _state.tree.BOX_FIELDS:
             in_box = f"{path}/{field}"
             leaf = self._table.get(in_box)
             if leaf is None or leaf.info.kind == "empty":
@@ -335,7 +324,7 @@ class _Planner:
             inner = path
             while inner:
                 container, _, name = inner.rpartition("/")
-                is_in_box = name in _tree.BOX_FIELDS and inner is path
+                is_in_box = name in _state.tree.BOX_FIELDS and inner is path
                 if not is_in_box or container in seen:
                     others.add(container)
                 if container in seen:
@@ -347,7 +336,7 @@ class _Planner:
     @_util.forks.lazy
     def _boxed(self) -> frozenset[LeafPath]:
         """The wanted leaves that are in boxes."""
-        return frozenset(_tree.boxed(self._flat.structure))
+        return frozenset(_state.tree.boxed(self._flat.structure))
 
     def _take(self, path: LeafPath, leaf: Leaf, source_path: LeafPath) -> None:
         wanted, found = leaf.info, self._table[source_path]
@@ -371,7 +360,9 @@ class _Planner:
             self._reading.add(found, wanted),
         )
 
-    def _start_afresh(self, leaf: Leaf, known: _optimizer_roles.Known | None) -> None:
+    def _start_afresh(
+        self, leaf: Leaf, known: _state.optimizer_roles.Known | None
+    ) -> None:
         """A leaf that is not to be had: its value in the state, or a new moment."""
         info = leaf.info
         is_optimizer = known is not None and self._options.optimizer != "exact"
@@ -423,7 +414,9 @@ class _Planner:
             self._leaves[name] = LeafPlan(("dropped",), (path,), None, leaf.info, 0)
 
 
-def step_counters(roles: Mapping[LeafPath, _optimizer_roles.Known]) -> set[LeafPath]:
+def step_counters(
+    roles: Mapping[LeafPath, _state.optimizer_roles.Known],
+) -> set[LeafPath]:
     """Where step counters are, if there are any: beside the optimizers."""
     optimizers = {known.group for known in roles.values()}
     return {"/".join((*path.split("/")[:-1], "step")) for path in optimizers}

@@ -20,18 +20,18 @@ import tensorstore as ts
 from flaxckpt import (
     _blocks,
     _connection,
-    _dtypes,
     _layout,
     _links,
     _ocdbt,
     _remote,
+    _state,
     _storage,
     _util,
     _zarr,
 )
 from flaxckpt._blocks import Block, Bytes
-from flaxckpt._info import LeafInfo
 from flaxckpt._raw_array import RawArray
+from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import Shape
 from flaxckpt._zarr import Array, Region
 
@@ -109,7 +109,7 @@ class _Form:
         self.shape = shape
         self.stored = stored
         self.chunk_shape = chunk_shape
-        self.dtype: np.dtype[Any] = _dtypes.to_numpy(stored)
+        self.dtype: np.dtype[Any] = _state.dtypes.to_numpy(stored)
         self.chunk_bytes = math.prod(chunk_shape) * self.dtype.itemsize
 
     def check_metadata(self, text: bytes) -> None:

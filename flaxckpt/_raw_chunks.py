@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flaxckpt import _blocks, _dtypes, _zarr
+from flaxckpt import _blocks, _state, _zarr
 from flaxckpt._snapshot import HostArray, HostShard
 from flaxckpt._types import JSON
 from flaxckpt._zarr import Array, Encoding, Region
@@ -36,7 +36,7 @@ def metadata_text(array: HostArray, encoding: Encoding) -> bytes:
 
 
 def _stored_name(array: HostArray) -> str:
-    name = _dtypes.stored_name(array.dtype)
+    name = _state.dtypes.stored_name(array.dtype)
     assert name is not None, array.name
     return name
 
@@ -62,7 +62,7 @@ class Chunk(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes of it as stored, less the checksum."""
-        bits = _dtypes.item_bits(self.array.dtype)
+        bits = _state.dtypes.item_bits(self.array.dtype)
         return math.prod(self.array.chunk_shape) * bits // 8
 
     @property
@@ -89,7 +89,7 @@ class Chunk(NamedTuple):
 
     def _content(self) -> list[memoryview]:
         array = self.array
-        data = _dtypes.to_stored(_dtypes.convert(self._data(), array.dtype))
+        data = _state.dtypes.to_stored(_state.dtypes.convert(self._data(), array.dtype))
         missing = self.size - data.nbytes
         if missing and data.shape[1:] != array.chunk_shape[1:]:
             # The chunk sticks out of the array along another axis than the first.

@@ -15,19 +15,19 @@ import tensorstore as ts
 
 from flaxckpt import (
     _connection,
-    _dtypes,
     _layout,
     _links,
     _place,
     _raw,
     _regions,
     _remote,
+    _state,
     _util,
     _zarr,
     errors,
 )
-from flaxckpt._info import LeafInfo, StoredLeaf
 from flaxckpt._raw import Reading
+from flaxckpt._state.leaf import LeafInfo, StoredLeaf
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt._zarr import Array, Region
 
@@ -157,7 +157,7 @@ def _read_batch(
             arrays = begun.result()
             options.report(unreported)
             for array in arrays.values():
-                _dtypes.check_bools(array)
+                _state.dtypes.check_bools(array)
             blocks.append((work.job, _regions.cut(work.reads, arrays)))
         except errors.StoreError:
             raise  # nothing is wrong with the leaf
@@ -301,9 +301,9 @@ def _is_cast_by_tensorstore(job: ReadJob) -> bool:
     wanted, found = job.wanted.dtype or "", job.found.dtype or ""
     return (
         wanted != found
-        and _dtypes.kind(wanted) == _dtypes.kind(found) == "float"
-        and _dtypes.stored_name(wanted) == wanted
-        and _dtypes.stored_name(found) == found
+        and _state.dtypes.kind(wanted) == _state.dtypes.kind(found) == "float"
+        and _state.dtypes.stored_name(wanted) == wanted
+        and _state.dtypes.stored_name(found) == found
     )
 
 

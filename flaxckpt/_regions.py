@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from flaxckpt import _dtypes, _layout, _zarr
-from flaxckpt._info import LeafInfo
+from flaxckpt import _layout, _state, _zarr
+from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import Shape
 from flaxckpt._zarr import Array, Region
 
@@ -69,4 +69,4 @@ def cut(
 def nbytes(regions: Iterable[Region], dtype: str) -> int:
     """Uncompressed size of regions of an array, in bytes."""
     elements = sum(math.prod(b - a for a, b in region) for region in regions)
-    return elements * _dtypes.item_bits(dtype) // 8
+    return elements * _state.dtypes.item_bits(dtype) // 8

@@ -15,23 +15,21 @@ from flaxckpt import (
     _computed,
     _file_systems,
     _fit,
-    _flax,
     _locate,
-    _optimizer_roles,
     _place,
     _plan,
     _planner,
     _read,
     _remote,
     _share,
+    _state,
     _storage,
-    _tree,
     _util,
     datasets,
     errors,
 )
-from flaxckpt._info import LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._plan import RestorePlan
+from flaxckpt._state.leaf import LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.errors import Mismatch
 from flaxckpt.formats import _orbax
@@ -154,8 +152,8 @@ def step_of(state: PyTree) -> int:
     Raises:
         OptionError: They disagree.
     """
-    flat = _flax.flatten(state)
-    roles = _optimizer_roles.roles(flat.structure, flat.optimizer_states)
+    flat = _state.flax_state.flatten(state)
+    roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
     found = {
         path: set(np.asarray(flat.table[path].source).ravel().tolist())
         for path in _planner.step_counters(roles)
@@ -411,7 +409,7 @@ def _built(
     values: dict[LeafPath, Any],
 ) -> PyTree:
     if recipe.flat is None:
-        return _tree.unflatten(recipe.structure, values)
+        return _state.tree.unflatten(recipe.structure, values)
     if recipe.fresh:
         fresh, kept = _afresh.values(recipe, abstract_state, values, path)
         if kept:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from flaxckpt import (
     _events,
-    _flax,
     _joint,
     _locate,
     _marks,
@@ -20,6 +19,7 @@ from flaxckpt import (
     _remote,
     _restore,
     _run_steps,
+    _state,
     _util,
     _verify,
     errors,
@@ -307,7 +307,7 @@ class Restores:
     def _check_unchanged(self, metadata: CheckpointMetadata, state: PyTree) -> None:
         """Raises OptionError if transforms that cannot be undone changed the values."""
         changed = _transforms.changed_in_place(
-            self._transforms, _flax.flatten(state).table
+            self._transforms, _state.flax_state.flatten(state).table
         )
         if changed:
             made = ", ".join(metadata.transforms)

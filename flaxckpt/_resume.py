@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxckpt import _flax, _unfinished, _util, errors
+from flaxckpt import _state, _unfinished, _util, errors
 from flaxckpt._checkpointer import Checkpointer
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
@@ -50,7 +50,9 @@ def check(
             made = step_fn(begin, *batch)
             # What is changed in place, as NNX objects are, need not be returned.
             result = begin if made is None else made
-            return _flax.values({"state": result, _GIVEN: begin, "batch": batch})
+            return _state.flax_state.values(
+                {"state": result, _GIVEN: begin, "batch": batch}
+            )
 
         try:
             straight = step(_copied(state))
@@ -103,7 +105,7 @@ def _rewind(trial: Checkpointer, state: PyTree, dataset: Any) -> None:
 
 def _copied(state: PyTree) -> PyTree:
     """A state of its own, which may be donated or changed in place."""
-    flat = _flax.flatten(state)
+    flat = _state.flax_state.flatten(state)
     return flat.rebuild({path: _copy(leaf.source) for path, leaf in flat.table.items()})
 
 

@@ -13,17 +13,14 @@ from flaxckpt import (
     _belongings,
     _commit,
     _computed,
-    _containers,
-    _flax,
     _joint,
     _joint_save,
     _layout,
     _marked,
-    _optimizer_roles,
     _remote,
     _snapshot,
+    _state,
     _storage,
-    _tree,
     _util,
     _write,
     datasets,
@@ -32,8 +29,8 @@ from flaxckpt import (
 from flaxckpt._array_layout import ArrayLayout, checked_layout
 from flaxckpt._commit import Options, Snapshot, Written
 from flaxckpt._handle import SaveHandle
-from flaxckpt._info import Leaf, LeafInfo, LeafTable
 from flaxckpt._save_result import SaveResult
+from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
 from flaxckpt.formats import _manifest, _orbax_json, _orbax_names
 from flaxckpt.transforms import Transform
@@ -166,7 +163,7 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
         metadata=json_of(options.metadata),
         transforms=tuple(options.transforms),
     )
-    flat = _flax.flatten(state)
+    flat = _state.flax_state.flatten(state)
     table, structure = planned(flat, options)
     infos = tuple([leaf.info for leaf in table.values()])
     names = [_orbax_json.param_name(info.keys) for info in infos]
@@ -263,8 +260,8 @@ def without_optimizer(table: LeafTable) -> LeafTable:
 
 def has_optimizer(state: PyTree) -> bool:
     """Whether anything of a state belongs to an optimizer."""
-    flat = _flax.flatten(state)
-    return bool(_optimizer_roles.roles(flat.structure, flat.optimizer_states))
+    flat = _state.flax_state.flatten(state)
+    return bool(_state.optimizer_roles.roles(flat.structure, flat.optimizer_states))
 
 
 @_util.gc_pause.paused()
@@ -273,9 +270,9 @@ def trouble_undoing(state: PyTree, transforms: Sequence[Transform]) -> str | Non
 
     None if it gets back all but what it drops.
     """
-    flat = _flax.flatten(state)
-    table = _optimizer_roles.with_roles(
-        flat.table, _optimizer_roles.roles(flat.structure, flat.optimizer_states)
+    flat = _state.flax_state.flatten(state)
+    table = _state.optimizer_roles.with_roles(
+        flat.table, _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
     )
     names = ", ".join(_transforms.describe(transforms))[:500]
     try:
@@ -306,18 +303,18 @@ def trouble_undoing(state: PyTree, transforms: Sequence[Transform]) -> str | Non
 
 
 def planned(
-    flat: _flax.FlatState, options: Options
-) -> tuple[LeafTable, _tree.Node | LeafPath]:
+    flat: _state.flax_state.FlatState, options: Options
+) -> tuple[LeafTable, _state.tree.Node | LeafPath]:
     """What to save: leaves with their roles and chunk shapes, and the containers."""
-    roles = _optimizer_roles.roles(flat.structure, flat.optimizer_states)
+    roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
     table, structure = flat.table, flat.structure
     if options.transforms:
-        table = _optimizer_roles.with_roles(
+        table = _state.optimizer_roles.with_roles(
             table, roles
         )  # so that moments go with their parameters
         table = _computed.of_state(_transforms.apply(options.transforms, table))
-        structure = _containers.of(structure, flat.table, table)
-        table = _with_keys(table, dict(_tree.key_paths(structure)))
+        structure = _state.containers.of(structure, flat.table, table)
+        table = _with_keys(table, dict(_state.tree.key_paths(structure)))
         roles = {}
     for path, leaf in table.items():
         known = roles.get(path)
@@ -328,7 +325,7 @@ def planned(
 
 
 def _with_keys(
-    table: LeafTable, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]
+    table: LeafTable, keys: Mapping[LeafPath, tuple[_state.tree.Key, ...]]
 ) -> LeafTable:
     return {
         path: Leaf(dataclasses.replace(leaf.info, keys=keys[path]), leaf.sources)

@@ -11,8 +11,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flaxckpt import _layout
-from flaxckpt._info import LeafInfo
 from flaxckpt._read import ReadJob
+from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 
 _MIN_PART_BYTES = 2**20

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from flaxckpt import _chunks, _commit, _flax, _layout, _save, _util, _writers, errors
+from flaxckpt import _chunks, _commit, _layout, _save, _state, _util, _writers, errors
 from flaxckpt._array_layout import ArrayLayout, checked_layout
-from flaxckpt._info import LeafInfo
+from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import PyTree
 from flaxckpt.formats import _orbax_json, _orbax_names
 
@@ -137,7 +137,7 @@ def simulate(
         UnsupportedLeafError, LeafNameError: As `save` says.
     """
     options = _commit.Options(layout=checked_layout(layout))
-    table, structure = _save.planned(_flax.flatten(abstract_state), options)
+    table, structure = _save.planned(_state.flax_state.flatten(abstract_state), options)
     infos = tuple([leaf.info for leaf in table.values()])
     _check_meshes(infos, processes)
     names = [_orbax_json.param_name(info.keys) for info in infos]

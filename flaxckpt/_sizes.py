@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flaxckpt import _layout, _remote
-from flaxckpt._info import LeafInfo
+from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats._reader import CheckpointMetadata
 

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from flaxckpt import _chunks, _dtypes, _layout, _writers, errors
-from flaxckpt._info import Leaf, LeafInfo
+from flaxckpt import _chunks, _layout, _state, _writers, errors
+from flaxckpt._state.leaf import Leaf, LeafInfo
 from flaxckpt._types import Shape
 from flaxckpt._zarr import Array, Region, region_of, whole
 
@@ -245,7 +245,7 @@ def _sources(leaf: Leaf, place: int) -> list[HostShard | _DevicePart]:
     if not isinstance(value, jax.Array):
         array = np.array(value)
         if leaf.info.kind == "scalar":
-            array = array.astype(_dtypes.to_numpy(leaf.info.dtype or ""))
+            array = array.astype(_state.dtypes.to_numpy(leaf.info.dtype or ""))
         return [HostShard(whole(array.shape), array)] if array.size else []
     if leaf.info.kind == "prng_key":
         value = jax.random.key_data(value)

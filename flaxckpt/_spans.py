@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import _dtypes, _storage
+from flaxckpt import _state, _storage
 from flaxckpt._types import Shape
 from flaxckpt._zarr import Array
 
@@ -55,7 +55,7 @@ class Span(NamedTuple):
     @property
     def itemsize(self) -> int:
         """The size of one element in bytes."""
-        return _dtypes.to_numpy(self.dtype).itemsize
+        return _state.dtypes.to_numpy(self.dtype).itemsize
 
 
 def opened(spans: Sequence[Span], context: ts.Context) -> ts.Future[ts.TensorStore]:
@@ -135,7 +135,7 @@ def _read_run(descriptor: int, span: Span, start: Sequence[int], target: Array) 
         start_byte = max(start_byte - size, 0)
     if span.is_big_endian:
         run.byteswap(inplace=True)
-    _dtypes.check_bools(run)
+    _state.dtypes.check_bools(run)
     if run is not target:
         target[...] = run
 

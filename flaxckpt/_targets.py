@@ -19,15 +19,15 @@ from flaxckpt import (
     _pieces,
     _runs,
     _save,
+    _state,
     _storage,
-    _tree,
     _util,
     _write,
 )
 from flaxckpt._array_layout import ArrayLayout
-from flaxckpt._info import LeafInfo, LeafTable
 from flaxckpt._pieces import Piece
 from flaxckpt._snapshot import HostArray, HostShard
+from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
 from flaxckpt._zarr import Array
 from flaxckpt.formats import (
@@ -61,7 +61,7 @@ class State:
     """
 
     table: LeafTable
-    structure: _tree.Node | LeafPath
+    structure: _state.tree.Node | LeafPath
     strings: Mapping[LeafPath, str]
     metadata: CheckpointMetadata
     step: int | None

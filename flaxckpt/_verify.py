@@ -28,7 +28,7 @@ from flaxckpt import (
     errors,
 )
 from flaxckpt._file_checks import check_committed, check_digest, check_keys
-from flaxckpt._info import Leaf, StoredLeaf
+from flaxckpt._state.leaf import Leaf, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt.formats import _manifest, _orbax, _orbax_disk, _orbax_json
 from flaxckpt.formats._reader import Stored

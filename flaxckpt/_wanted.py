@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from flaxckpt import _dtypes, _locate, _storage, _tree, errors, formats
-from flaxckpt._info import LeafInfo
+from flaxckpt import _locate, _state, _storage, errors, formats
+from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import PathLike, PyTree
 
 _MAX_FILE_BYTES = 2**28
@@ -65,7 +65,7 @@ def wanted(target: PathLike, *, step: int | None = None) -> Wanted:
     stored = _locate.read_stored(*_locate.locate(root, step))
     values = {path: _abstract(row.info) for path, row in stored.table.items()}
     has_roles = any(row.info.role is not None for row in stored.table.values())
-    return Wanted(_tree.unflatten(stored.structure, values), has_roles)
+    return Wanted(_state.tree.unflatten(stored.structure, values), has_roles)
 
 
 def _of_file(file: Path) -> PyTree:
@@ -92,7 +92,7 @@ def _nested(leaves: Mapping[str, Any]) -> PyTree:
     for path, leaf in leaves.items():
         if not path:
             return leaf
-        *above, name = [_tree.unescape(part) for part in path.split("/")]
+        *above, name = [_state.tree.unescape(part) for part in path.split("/")]
         inner = root
         for part in above:
             inner = inner.setdefault(part, {})
@@ -101,7 +101,7 @@ def _nested(leaves: Mapping[str, Any]) -> PyTree:
 
 
 def _filled(file: Path, found: Any, above: tuple[str, ...]) -> PyTree:
-    if len(above) > _tree.MAX_DEPTH:
+    if len(above) > _state.tree.MAX_DEPTH:
         raise errors.OptionError(f"{file} is nested too deeply")
     if isinstance(found, dict):
         return {k: _filled(file, v, (*above, k)) for k, v in found.items()}
@@ -124,7 +124,7 @@ def _leaf(file: Path, path: str, found: object) -> Any:
         text = f"{text.removeprefix('numpy ')}[]"
     try:
         if array := _ARRAY.fullmatch(text):
-            dtype = _dtypes.to_numpy(array[1])
+            dtype = _state.dtypes.to_numpy(array[1])
             return jax.ShapeDtypeStruct(_shape(array[2]), dtype)
         if keys := _KEYS.fullmatch(text):
             return _abstract_keys(_shape(keys[2]), keys[1])
@@ -153,7 +153,7 @@ def _abstract(info: LeafInfo) -> Any:
         return _abstract_keys(info.shape, info.prng_impl or "")
     if info.dtype is None:
         return _VALUES.get(info.python_type)
-    dtype = _dtypes.to_numpy(info.dtype)
+    dtype = _state.dtypes.to_numpy(info.dtype)
     if info.kind == "scalar":
         value = _VALUES.get(info.python_type)
         return np.zeros((), dtype)[()] if value is None else value

@@ -20,11 +20,11 @@ import tensorstore as ts
 from flaxckpt import (
     _blocks,
     _connection,
-    _dtypes,
     _ocdbt,
     _raw_chunks,
     _remote,
     _staging,
+    _state,
     _util,
     _zarr,
 )
@@ -394,7 +394,9 @@ def _start_write(
     transaction: ts.Transaction | None,
 ) -> ts.Future[Any]:
     target = store[tuple(slice(*bounds) for bounds in shard.region)]
-    data = _dtypes.to_stored(_dtypes.convert(np.asarray(shard.data), array.dtype))
+    data = _state.dtypes.to_stored(
+        _state.dtypes.convert(np.asarray(shard.data), array.dtype)
+    )
     write = target.write(data, can_reference_source_data_indefinitely=True)
     # In a transaction, nothing is written before the commit.
     return write.copy if transaction else write.commit

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from flaxckpt import _array_limits, _dtypes, _remote, _zarr_codecs
+from flaxckpt import _array_limits, _remote, _state, _zarr_codecs
 from flaxckpt._types import JSON, Shape
 
 METADATA = "zarr.json"
@@ -60,7 +60,7 @@ def is_raw(encoding: Encoding, shape: Shape, dtype: str) -> bool:
 
 
 def _codec(encoding: Encoding, shape: Shape, dtype: str) -> str:
-    size = math.prod(shape) * _dtypes.item_bits(dtype) // 8
+    size = math.prod(shape) * _state.dtypes.item_bits(dtype) // 8
     return "none" if size < COMPRESSED_FROM else encoding.codec
 
 
@@ -155,7 +155,7 @@ def _metadata_2(
         "zarr_format": 2,
         "shape": list(shape),
         "chunks": list(chunk_shape),
-        "dtype": _dtypes.zarr_2_name(dtype),
+        "dtype": _state.dtypes.zarr_2_name(dtype),
         "compressor": compressors[_codec(encoding, shape, dtype)],
         "fill_value": None,
         "filters": None,
@@ -165,7 +165,7 @@ def _metadata_2(
 
 
 def _zero(dtype: str) -> JSON:
-    match _dtypes.kind(dtype):
+    match _state.dtypes.kind(dtype):
         case "bool":
             return False
         case "complex":
@@ -178,7 +178,7 @@ def _zero(dtype: str) -> JSON:
 
 def _codecs(codec: str, dtype: str, checksum: bool) -> list[JSON]:
     values: dict[str, JSON] = {"name": "bytes"}
-    if _dtypes.item_bits(dtype) > 8:
+    if _state.dtypes.item_bits(dtype) > 8:
         values["configuration"] = {"endian": "little"}
     codecs: list[JSON] = [values]
     if codec == "compact":
@@ -186,7 +186,7 @@ def _codecs(codec: str, dtype: str, checksum: bool) -> list[JSON]:
             "cname": "lz4",
             "clevel": 1,
             "shuffle": "bitshuffle",
-            "typesize": _dtypes.item_bits(dtype) // 8,
+            "typesize": _state.dtypes.item_bits(dtype) // 8,
             "blocksize": 0,
         }
         codecs.append({"name": "blosc", "configuration": blosc})
@@ -306,5 +306,5 @@ def _element_type(name: Any) -> str:
     if not isinstance(name, str):
         raise ValueError(f"element type {str(name)[:80]} is not read")
     if ZARR_2_NUMBER.fullmatch(name):  # of any other text numpy makes what it likes
-        return _dtypes.name(_dtypes.to_numpy(np.dtype(name).name))
-    return _dtypes.name(_dtypes.to_numpy(name))
+        return _state.dtypes.name(_state.dtypes.to_numpy(np.dtype(name).name))
+    return _state.dtypes.name(_state.dtypes.to_numpy(name))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import tensorstore as ts
 
-from flaxckpt import _dtypes, _remote, _zarr
+from flaxckpt import _remote, _state, _zarr
 
 _LONG_BYTES = 64 * 2**20
 """Shorter chunks may have any size: not much comes of them."""
@@ -59,7 +59,7 @@ def described(text: bytes) -> Chunks:
 
 def _described(data: Mapping[str, Any]) -> Chunks:
     shape, dtype, chunk_shape = _zarr.array(data)
-    size = math.prod(chunk_shape) * _dtypes.to_numpy(dtype).itemsize
+    size = math.prod(chunk_shape) * _state.dtypes.to_numpy(dtype).itemsize
     if data["zarr_format"] == 3:
         codecs = [_name(codec) for codec in data["codecs"]]
         known = [name for name in codecs if name in _BEST_RATIO]

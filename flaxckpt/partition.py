@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from flaxckpt import _flax, _layout, _optax, _optimizer_roles, _tree, _util, errors
+from flaxckpt import _layout, _state, _util, errors
 from flaxckpt._array_layout import ArrayLayout, checked_layout
-from flaxckpt._info import Leaf, LeafInfo, LeafTable
+from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.transforms._patterns import compile_pattern
 
@@ -84,8 +84,8 @@ def abstract_state(
     if any(isinstance(arg, Mesh | AbstractMesh) for arg in args):
         raise errors.OptionError("the mesh must be passed by name: mesh=mesh")
     state = init_fn_or_state
-    if callable(init_fn_or_state) and not _flax.is_object(init_fn_or_state):
-        state = _flax.eval_shape(init_fn_or_state, *args)
+    if callable(init_fn_or_state) and not _state.flax_state.is_object(init_fn_or_state):
+        state = _state.flax_state.eval_shape(init_fn_or_state, *args)
     elif args:
         raise errors.OptionError(
             f"{_util.arguments.found(init_fn_or_state)} takes no arguments, got"
@@ -107,7 +107,7 @@ def _abstracted(
     rules: Sequence[tuple[str, MeshAxes]],
     leaf_rules: Sequence[_Rule],
 ) -> PyTree:
-    flat = _flax.flatten(state)
+    flat = _state.flax_state.flatten(state)
     specs = {} if mesh is None else _specs(state, flat, mesh, rules, leaf_rules)
     values = {
         path: _abstract(leaf, mesh, specs.get(path))
@@ -142,12 +142,12 @@ def parameter_infos(state: PyTree, *, layout: ArrayLayout | None = None) -> PyTr
         of each leaf: name, shape, dtype, partition spec and chunk shape.
     """
     layout = checked_layout(layout)
-    flat = _flax.flatten(state)
+    flat = _state.flax_state.flatten(state)
     infos = {
         path: _layout.with_chunk_shape(leaf.info, layout)
         for path, leaf in flat.table.items()
     }
-    return _tree.unflatten(flat.structure, infos)
+    return _state.tree.unflatten(flat.structure, infos)
 
 
 # ---- deciding ---------------------------------------------------------------------
@@ -214,7 +214,7 @@ def _pairs(rules: Any, what: str, example: str) -> list[tuple[Any, Any]]:
 
 def _specs(
     state: PyTree,
-    flat: _flax.FlatState,
+    flat: _state.flax_state.FlatState,
     mesh: AnyMesh,
     rules: Sequence[tuple[str, MeshAxes]],
     compiled: Sequence[_Rule],
@@ -225,8 +225,8 @@ def _specs(
         for path, leaf in flat.table.items()
         if leaf.info.python_type == "jax.Array"
     }
-    axis_names = _flax.axis_names(flat.structure)
-    roles = _optimizer_roles.roles(flat.structure, flat.optimizer_states)
+    axis_names = _state.flax_state.axis_names(flat.structure)
+    roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
     optimizer = {path for path in infos if path in roles}
     faults: dict[LeafPath, str] = {}
     specs: dict[LeafPath, PartitionSpec] = {}
@@ -248,7 +248,7 @@ def _specs(
 
 def _decide(
     info: LeafInfo,
-    axes: _flax.AxisNames | None,
+    axes: _state.flax_state.AxisNames | None,
     mesh: AnyMesh,
     rules: Sequence[tuple[str, MeshAxes]],
     leaf_rules: Iterable[_Rule],
@@ -260,7 +260,7 @@ def _decide(
     if matching is not None:
         return matching
     if axes is not None and len(axes.names) == len(info.shape):
-        return _flax.mesh_spec(axes, rules)
+        return _state.flax_state.mesh_spec(axes, rules)
     if info.spec is not None and _axes_of(info.spec) <= set(mesh.axis_names):
         return info.spec
     return None
@@ -344,43 +344,48 @@ def derive(
     optimizer: set[LeafPath],
     specs: Mapping[LeafPath, PartitionSpec],
     mesh: AnyMesh,
-) -> dict[LeafPath, _optax.Derived]:
+) -> dict[LeafPath, _state.optax_state.Derived]:
     """How each optimizer leaf follows the parameters, and by which rule."""
     by_types: dict[LeafPath, PartitionSpec | None] = {}
-    params: list[_optax.Param] = []
-    for part in _flax.optimizers(state):
-        entries = _tree.flatten(part.params, boxes=_flax.boxes()).entries
+    params: list[_state.optax_state.Param] = []
+    for part in _state.flax_state.optimizers(state):
+        entries = _state.tree.flatten(
+            part.params, boxes=_state.flax_state.boxes()
+        ).entries
         paths = {
-            path: _tree.join((*part.params_keys, *entry.keys))
+            path: _state.tree.join((*part.params_keys, *entry.keys))
             for path, entry in entries.items()
             if not entry.is_empty
         }
         if not all(whole in specs for whole in paths.values()):
             continue
         params += [
-            _optax.Param(entries[path].keys, infos[whole].shape, specs[whole])
+            _state.optax_state.Param(
+                entries[path].keys, infos[whole].shape, specs[whole]
+            )
             for path, whole in paths.items()
         ]
-        typed = _optax.specs_by_types(
+        typed = _state.optax_state.specs_by_types(
             part.init,
             part.params,
             {path: specs[whole] for path, whole in paths.items()},
             dict(mesh.shape),
-            _flax.boxes(),
+            _state.flax_state.boxes(),
         )
         by_types |= {
-            _tree.join((*part.state_keys, *keys)): spec for keys, spec in typed.items()
+            _state.tree.join((*part.state_keys, *keys)): spec
+            for keys, spec in typed.items()
         }
     if not params:
         # No optimizer to ask: what is left of the state are the parameters, or their
         # branch of it.
         params = [
-            _optax.Param(keys, infos[path].shape, spec)
+            _state.optax_state.Param(keys, infos[path].shape, spec)
             for path, spec in specs.items()
             for keys in (infos[path].keys, infos[path].keys[1:])
         ]
     leaves = {path: (infos[path].keys, infos[path].shape) for path in optimizer}
-    return _optax.derive_specs(leaves, params, by_types=by_types)
+    return _state.optax_state.derive_specs(leaves, params, by_types=by_types)
 
 
 def _check_rules(
@@ -428,7 +433,7 @@ def _has(name: str, axes: Iterable[str]) -> str:
 
 def _tell_of_unused(
     rules: Sequence[tuple[str, MeshAxes]],
-    axis_names: Iterable[_flax.AxisNames],
+    axis_names: Iterable[_state.flax_state.AxisNames],
     mesh: AnyMesh,
 ) -> None:
     """Warns of rules on logical axes that look like mistakes.

@@ -24,7 +24,8 @@ from flax import nnx
 from flax.training import train_state
 
 import flaxckpt
-from flaxckpt import _counters, _event_journal, _flax, _held, _storage, errors
+from flaxckpt import _event_journal, _held, _storage, errors
+from flaxckpt._state import flax_state, step_counter
 from flaxckpt.datasets import StepIndexed
 
 
@@ -592,7 +593,7 @@ def test_of_several_counters_one_has_to_agree(ckpt):
 
 @pytest.mark.parametrize("step", [True, 0.5, jnp.ones(3), "third", len])
 def test_what_is_no_counter_does_not_count(ckpt, step):
-    assert not list(_counters._found({"step": step}))
+    assert not list(step_counter._found({"step": step}))
 
 
 def test_a_call_can_force_a_save_even_of_step_0(ckpt):
@@ -865,7 +866,7 @@ def copied(state):
     """The leaves by their paths, as numpy arrays of their own."""
     return {
         path: np.array(jax.random.key_data(leaf) if is_key(leaf) else leaf)
-        for path, leaf in _flax.values(state).items()
+        for path, leaf in flax_state.values(state).items()
     }
 
 

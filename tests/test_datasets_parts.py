@@ -6,7 +6,7 @@ import grain
 import pytest
 
 from flaxckpt import datasets, errors
-from flaxckpt._util import processes
+from flaxckpt._util import processes as util_processes
 from flaxckpt.datasets import Buffered, Restarting, StepIndexed
 
 BATCHES = 24
@@ -17,8 +17,8 @@ def process(monkeypatch):
     """Makes this process one of several."""
 
     def become(index, count):
-        monkeypatch.setattr(processes, "process_index", lambda: index)
-        monkeypatch.setattr(processes, "process_count", lambda: count)
+        monkeypatch.setattr(util_processes, "process_index", lambda: index)
+        monkeypatch.setattr(util_processes, "process_count", lambda: count)
 
     return become
 

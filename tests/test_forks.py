@@ -14,7 +14,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt import _event_journal, _events, _storage, configs, integrations
-from flaxckpt._util import forks
+from flaxckpt._util import forks as util_forks
 
 CHILD_SECS = 20
 
@@ -66,7 +66,7 @@ class Held:
 
 @pytest.mark.parametrize("make", [threading.Lock, threading.RLock])
 def test_a_fork_has_locks_of_its_own(make):
-    lock = forks.PerProcess(make)
+    lock = util_forks.PerProcess(make)
 
     def hold(wait):
         with lock.get():
@@ -83,7 +83,7 @@ def test_a_fork_has_locks_of_its_own(make):
 
 
 def test_whoever_forks_inside_of_a_lock_leaves_it_in_both():
-    lock = forks.PerProcess(threading.Lock)
+    lock = util_forks.PerProcess(threading.Lock)
 
     def enter():
         with lock.get():
@@ -102,7 +102,7 @@ def test_whoever_forks_inside_of_a_lock_leaves_it_in_both():
 
 def test_threads_of_a_process_have_one_object():
     for _ in range(50):
-        shared, found = forks.PerProcess(threading.Lock), []
+        shared, found = util_forks.PerProcess(threading.Lock), []
         barrier = threading.Barrier(8)
 
         def ask(shared=shared, found=found, barrier=barrier):
@@ -121,7 +121,7 @@ def test_a_property_that_a_thread_computes_holds_up_no_fork():
     waits = []
 
     class Owner:
-        @forks.lazy
+        @util_forks.lazy
         def value(self):
             if waits:
                 waits.pop()()
@@ -162,7 +162,7 @@ def locks_of(name, value, seen):
         for each in list(value):
             yield from locks_of(f"{name}[…]", each, seen)
     elif type(value).__module__.startswith("flaxckpt") and not isinstance(
-        value, (type, types.ModuleType, forks.PerProcess)
+        value, (type, types.ModuleType, util_forks.PerProcess)
     ):
         fields = dict(getattr(value, "__dict__", {}))
         for slot in getattr(type(value), "__slots__", ()):
@@ -427,7 +427,7 @@ def test_a_fork_waits_for_an_import_that_another_thread_is_in(tmp_path):
 
         first = threading.Thread(target=save, args=["/a"])
         first.start()
-        while "flaxckpt._tree" not in sys.modules:  # in the midst of it
+        while "flaxckpt._state.tree" not in sys.modules:  # in the midst of it
             time.sleep(0.001)
         child = os.fork()
         if child == 0:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flaxckpt
 from flaxckpt import _locate, _plan, _restore, _save, transforms
-from flaxckpt._util import progress
+from flaxckpt._util import progress as util_progress
 
 # Each operation goes on only when it gets a line from the terminal, or, if it is to be
 # quiet, when nobody draws any more.
@@ -229,14 +229,14 @@ def state():
 )
 @pytest.mark.parametrize("verify", [True, False])
 def test_all_bytes_are_counted_once(tmp_path, options, verify):
-    saved = progress.Counter("saving")
+    saved = util_progress.Counter("saving")
     layout = flaxckpt.ArrayLayout(**options)
     half = [transforms.cast("large", "float32")]
     given = _save.Options(layout=layout, transforms=half, count=saved.add)
     snapshot = _save.take(tmp_path / "c", state(), given)
     _save.execute(snapshot)
     assert saved.done == snapshot.nbytes > 0
-    loaded = progress.Counter("loading")
+    loaded = util_progress.Counter("loading")
     stored = _locate.read_stored(tmp_path / "c", None)
     _restore.restore(stored, state(), _plan.Options(verify=verify), loaded)
     assert loaded.done == loaded.total > 0

@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 import flaxckpt
 from flaxckpt import (
     _blocks,
-    _dtypes,
     _file_systems,
     _raw,
     _read,
@@ -26,19 +25,20 @@ from flaxckpt import (
     _zarr,
     errors,
 )
-from flaxckpt._info import LeafInfo
 from flaxckpt._raw_array import RawArray
-from flaxckpt._util import progress
+from flaxckpt._state import dtypes
+from flaxckpt._state.leaf import LeafInfo
+from flaxckpt._util import progress as util_progress
 from flaxckpt._zarr import Encoding
 
-DTYPES = sorted(_dtypes._STORED_AS_IS)
+DTYPES = sorted(dtypes._STORED_AS_IS)
 RAW_DTYPES = [dtype for dtype in DTYPES if dtype not in _zarr._NEVER_RAW]
 
 
 def array_of(dtype, shape, seed=0):
     """Random bits, but for booleans, which have only two values."""
     rng = np.random.default_rng(seed)
-    kind = _dtypes.to_numpy(dtype)
+    kind = dtypes.to_numpy(dtype)
     if dtype == "bool":
         return rng.integers(0, 2, shape).astype(bool)
     bits = rng.integers(0, 256, (*shape, kind.itemsize), np.uint8)
@@ -124,7 +124,7 @@ def test_we_write_what_tensorstore_would(tmp_path, dtype):
         root.mkdir()
     written = host("w", array, (2, 3))
     budget = _write._threads.Budget(1)
-    _write._write_files(ours, [written], encoding, None, budget, progress.ignore)
+    _write._write_files(ours, [written], encoding, None, budget, util_progress.ignore)
     _write._write_encoded(theirs, [written], encoding, ts.Context(), 1)
     for file in theirs.rglob("c*"):
         assert (ours / "w" / file.name).read_bytes() == file.read_bytes()

@@ -27,10 +27,10 @@ from examples import report as examples_report
 from flaxckpt import _events, _report, _sizes, errors
 from flaxckpt._drawing import _scales as drawing__scales
 from flaxckpt._drawing import _treemap as drawing__treemap
-from flaxckpt._info import LeafInfo
 from flaxckpt._report import _parts as report__parts
 from flaxckpt._report import _saves as report__saves
-from flaxckpt._util import html
+from flaxckpt._state.leaf import LeafInfo
+from flaxckpt._util import html as util_html
 from flaxckpt.policies import BestN, LatestN
 
 
@@ -447,7 +447,7 @@ def test_ticks_are_few_and_in_their_range(a, b):
 
 @given(names)
 def test_any_text_stays_text(name):
-    made = html.element("p", name, title=name)
+    made = util_html.element("p", name, title=name)
     [(tag, given, _)] = Elements(str(made)).found
     assert tag == "p"
     assert given.keys() == {"title"}

@@ -17,7 +17,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxckpt
-from flaxckpt import _dtypes, _read, errors, transforms
+from flaxckpt import _read, errors, transforms
+from flaxckpt._state import dtypes
 
 STATE = {
     "params": {"dense": {"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)}},
@@ -593,10 +594,10 @@ def test_a_checkpoint_deleted_while_it_is_read_says_so(tmp_path, monkeypatch):
     [("int4", "int8"), ("uint4", "uint8"), ("int2", "int4"), ("uint2", "uint16")],
 )
 def test_small_integers_are_widened_and_never_narrowed(tmp_path, found, wanted):
-    low, high = _dtypes.bounds(found)
-    values = np.array([low, high, 0, 1], _dtypes.to_numpy(found))
+    low, high = dtypes.bounds(found)
+    values = np.array([low, high, 0, 1], dtypes.to_numpy(found))
     flaxckpt.save(tmp_path / "c", {"w": values})
-    like = np.zeros(4, _dtypes.to_numpy(wanted))
+    like = np.zeros(4, dtypes.to_numpy(wanted))
     again = flaxckpt.load(tmp_path / "c", {"w": like})["w"]
     assert again.dtype == like.dtype
     assert [int(value) for value in again] == [low, high, 0, 1]

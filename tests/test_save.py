@@ -25,7 +25,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxckpt
-from flaxckpt import _dtypes, _storage, errors
+from flaxckpt import _storage, errors
+from flaxckpt._state import dtypes
 
 STORES = ("files", "ocdbt")
 
@@ -50,8 +51,8 @@ def test_any_tree_comes_back_without_a_template(tmp_path_factory, tree, store):
 
 @pytest.mark.parametrize("store", STORES)
 def test_every_stored_dtype_comes_back(tmp_path, store):
-    names = sorted(_dtypes._STORED_AS_IS | _dtypes._STORED_AS_BYTES)
-    tree = {n: np.array([[0, 1], [1, 0]], _dtypes.to_numpy(n)) for n in names}
+    names = sorted(dtypes._STORED_AS_IS | dtypes._STORED_AS_BYTES)
+    tree = {n: np.array([[0, 1], [1, 0]], dtypes.to_numpy(n)) for n in names}
     tree["on jax"] = {
         n: jnp.asarray(tree[n])
         for n in names

@@ -13,7 +13,8 @@ from flax.core import FrozenDict
 from hypothesis import strategies as st
 
 import flaxckpt
-from flaxckpt import _flax, errors
+from flaxckpt import errors
+from flaxckpt._state import flax_state
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Explicitly requested dtype:UserWarning"),
@@ -149,7 +150,7 @@ def test_stock_orbax_reads_what_was_acknowledged(tmp_path_factory, state, layout
         hypothesis.reject()
     with ocp.PyTreeCheckpointer() as checkpointer:
         found = checkpointer.restore(path / "state")
-    for leaf in _flax.flatten(state).table.values():
+    for leaf in flax_state.flatten(state).table.values():
         if leaf.info.kind == "empty":
             continue
         value = found

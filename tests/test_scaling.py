@@ -16,20 +16,10 @@ from flax.training.train_state import TrainState
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import flaxckpt
-from flaxckpt import (
-    _classes,
-    _commit,
-    _flax,
-    _info,
-    _plan,
-    _planner,
-    _save,
-    _structure,
-    _tree,
-    errors,
-    transforms,
-)
-from flaxckpt._util import gc_pause
+from flaxckpt import _commit, _plan, _planner, _save, errors, transforms
+from flaxckpt._state import classes, flax_state, tree, treedef
+from flaxckpt._state import leaf as state_leaf
+from flaxckpt._util import gc_pause as util_gc_pause
 from flaxckpt.formats import _manifest, _orbax, _orbax_json, _reader
 
 ADAMW = optax.adamw(1e-3)
@@ -88,14 +78,16 @@ def manifest(make, n):
 def read(make, n, *, with_roles=True):
     """The checkpoint of a state, without a disk."""
     data = manifest(make, n)
-    structure = _structure.from_json(data["structure"], _classes.resolve, set())
-    keys = dict(_tree.key_paths(structure))
+    structure = treedef.from_json(data["structure"], classes.resolve, set())
+    keys = dict(tree.key_paths(structure))
     table = {}
     for row in data["leaves"]:
         if not with_roles:
             row = {name: value for name, value in row.items() if name != "role"}
         info = _manifest.leaf_info(row, keys)
-        table[info.path] = _info.Leaf(info, (_info.StoredLeaf(NOWHERE, info),))
+        table[info.path] = state_leaf.Leaf(
+            info, (state_leaf.StoredLeaf(NOWHERE, info),)
+        )
     metadata = _reader.CheckpointMetadata(
         *("/nonexistent", "flaxckpt", 1, {}, {}, None, None, {}, False, 0)
     )
@@ -154,7 +146,7 @@ WORK = {
     "a save by many processes": lambda n: flaxckpt.simulate(
         abstract_linen_like(n), processes=64
     ),
-    "rebuilding": lambda n: _tree.unflatten(
+    "rebuilding": lambda n: tree.unflatten(
         contents(linen_like, n).structure,
         dict.fromkeys([info.path for info in contents(linen_like, n).infos]),
     ),
@@ -191,8 +183,8 @@ def test_a_flattened_state_is_freed_without_the_garbage_collector(wrap):
     state = wrap(leaf)
     gc.disable()
     try:
-        _flax.flatten(state)
-        _tree.flatten(state)
+        flax_state.flatten(state)
+        tree.flatten(state)
         _save.take(NOWHERE, {"a": state}, _save.Options())
         del state, leaf
         assert gone() is None
@@ -201,7 +193,7 @@ def test_a_flattened_state_is_freed_without_the_garbage_collector(wrap):
 
 
 def test_the_garbage_collector_goes_on_after_a_pause():
-    with gc_pause.paused():
+    with util_gc_pause.paused():
         assert not gc.isenabled()
     assert gc.isenabled()
     with pytest.raises(errors.UnsupportedLeafError):

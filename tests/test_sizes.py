@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flaxckpt import _sizes
-from flaxckpt._info import LeafInfo
+from flaxckpt._state.leaf import LeafInfo
 
 
 def info(path, count):

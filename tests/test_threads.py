@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from flaxckpt._util import threads
+from flaxckpt._util import threads as util_threads
 
 
 @pytest.fixture(params=["threads", "no threads"])
@@ -24,7 +24,7 @@ def any_threads(request, monkeypatch):
 @pytest.mark.parametrize("count", [0, 1, 3, 100])
 def test_every_item_is_done_once(count):
     done = []
-    threads.each(done.append, range(count), threads=4)
+    util_threads.each(done.append, range(count), threads=4)
     assert sorted(done) == list(range(count))
 
 
@@ -38,7 +38,7 @@ def test_the_first_error_is_raised_and_the_rest_left_out():
             raise ValueError(item)
 
     with pytest.raises(ValueError, match="5"):
-        threads.each(work, range(1000), threads=2)
+        util_threads.each(work, range(1000), threads=2)
     assert len(done) < 1000
     assert set(threading.enumerate()) <= before  # nothing is running any more
 
@@ -46,7 +46,7 @@ def test_the_first_error_is_raised_and_the_rest_left_out():
 @pytest.mark.usefixtures("any_threads")
 def test_work_beside_is_done_when_the_block_is_left():
     done = []
-    with threads.beside(lambda: done.append(1)):
+    with util_threads.beside(lambda: done.append(1)):
         pass
     assert done == [1]
 
@@ -56,9 +56,9 @@ def test_errors_beside_are_told():
     def fail():
         raise ValueError("beside")
 
-    with pytest.raises(ValueError, match="beside"), threads.beside(fail):
+    with pytest.raises(ValueError, match="beside"), util_threads.beside(fail):
         pass
-    with pytest.raises(OSError, match="block"), threads.beside(fail):
+    with pytest.raises(OSError, match="block"), util_threads.beside(fail):
         raise OSError("block")
 
 
@@ -72,7 +72,7 @@ def test_a_block_can_end_at_once_if_what_is_beside_it_fails():
     turns = []
 
     def work():
-        with threads.beside(fail) as check:
+        with util_threads.beside(fail) as check:
             failed.wait()
             for turn in range(10_000):
                 check()
@@ -85,7 +85,7 @@ def test_a_block_can_end_at_once_if_what_is_beside_it_fails():
 
 
 def test_a_budget_is_never_exceeded():
-    budget = threads.Budget(10)
+    budget = util_threads.Budget(10)
     held, most, lock = [], [], threading.Lock()
 
     def work(size):
@@ -96,12 +96,12 @@ def test_a_budget_is_never_exceeded():
             with lock:
                 held.remove(size)
 
-    threads.each(work, [3, 4, 5, 2] * 50, threads=6)
+    util_threads.each(work, [3, 4, 5, 2] * 50, threads=6)
     assert max(most) <= 10
 
 
 def test_what_exceeds_the_budget_is_let_through_alone():
-    budget = threads.Budget(10)
+    budget = util_threads.Budget(10)
     with budget.hold(1000), budget.hold(0):
         waiting = threading.Thread(target=lambda: budget.hold(1).__enter__())
         waiting.start()

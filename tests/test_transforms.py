@@ -1364,7 +1364,8 @@ CHANGES = st.lists(
 @given(tree=TREES, changes=CHANGES)
 def test_what_applies_is_undone_by_its_inverse(tree, changes):
     """On tables alone: whatever can be applied at all. Or the inverse is refused."""
-    from flaxckpt import _computed, _flax
+    from flaxckpt import _computed
+    from flaxckpt._state import flax_state
     from flaxckpt.transforms import _table
 
     state = {
@@ -1374,7 +1375,7 @@ def test_what_applies_is_undone_by_its_inverse(tree, changes):
         }
         for outer, leaves in tree.items()
     }
-    table = _flax.flatten(state).table
+    table = flax_state.flatten(state).table
     undone = table
     applied = []
     for change in changes:

@@ -13,7 +13,8 @@ from flax import nnx
 from flax.core import freeze
 
 import flaxckpt
-from flaxckpt import _computed, _flax, _optimizer_roles, errors
+from flaxckpt import _computed, errors
+from flaxckpt._state import flax_state, optimizer_roles
 from flaxckpt.transforms import (
     _table,
     copy,
@@ -107,9 +108,9 @@ OPTIMIZERS = {
 
 
 def table_of(state):
-    flat = _flax.flatten(state)
-    roles = _optimizer_roles.roles(flat.structure, flat.optimizer_states)
-    return _optimizer_roles.with_roles(flat.table, roles)
+    flat = flax_state.flatten(state)
+    roles = optimizer_roles.roles(flat.structure, flat.optimizer_states)
+    return optimizer_roles.with_roles(flat.table, roles)
 
 
 def not_equal(table, other):

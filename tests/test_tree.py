@@ -9,7 +9,9 @@ import pytest
 import strategies
 from hypothesis import strategies as st
 
-from flaxckpt import _classes, _structure, _tree, errors
+from flaxckpt import errors
+from flaxckpt._state import classes, treedef
+from flaxckpt._state import tree as state_tree
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -21,25 +23,25 @@ def values(flat):
 @hypothesis.given(strategies.trees)
 def test_a_tree_comes_back_from_its_leaves(tree):
     hypothesis.assume(is_nameable(tree))
-    flat = _tree.flatten(tree)
-    strategies.assert_same(tree, _tree.unflatten(flat.structure, values(flat)))
+    flat = state_tree.flatten(tree)
+    strategies.assert_same(tree, state_tree.unflatten(flat.structure, values(flat)))
 
 
 @hypothesis.given(strategies.trees)
 def test_a_tree_comes_back_from_its_written_description(tree):
     hypothesis.assume(is_nameable(tree))
-    flat = _tree.flatten(tree)
-    written = json.loads(json.dumps(_structure.to_json(flat.structure)))
+    flat = state_tree.flatten(tree)
+    written = json.loads(json.dumps(treedef.to_json(flat.structure)))
     unknown = set()
-    structure = _structure.from_json(written, _classes.resolve, unknown)
+    structure = treedef.from_json(written, classes.resolve, unknown)
     assert not unknown
-    strategies.assert_same(tree, _tree.unflatten(structure, values(flat)))
-    assert [path for path, _ in _tree.key_paths(structure)] == list(flat.entries)
+    strategies.assert_same(tree, state_tree.unflatten(structure, values(flat)))
+    assert [path for path, _ in state_tree.key_paths(structure)] == list(flat.entries)
 
 
 def is_nameable(tree):
     try:
-        _tree.flatten(tree)
+        state_tree.flatten(tree)
     except errors.LeafNameError:
         return False
     return True
@@ -48,28 +50,29 @@ def is_nameable(tree):
 @hypothesis.given(st.lists(st.text(), min_size=1), st.lists(st.text(), min_size=1))
 def test_different_keys_have_different_leaf_paths(one, other):
     path, other_path = (
-        _tree.join([_tree.Key(name, "key") for name in names]) for names in (one, other)
+        state_tree.join([state_tree.Key(name, "key") for name in names])
+        for names in (one, other)
     )
     assert (path == other_path) == (one == other)
 
 
 def test_leaf_paths_name_keys_fields_and_indices():
     tree = {"a": [Point(1, {"b/c": 2, "50%": 3})], 7: None, "empty": {}}
-    flat = _tree.flatten(tree)
+    flat = state_tree.flatten(tree)
     assert list(flat.entries) == ["a/0/x", "a/0/y/b%2Fc", "a/0/y/50%25", "7", "empty"]
     assert [path for path, e in flat.entries.items() if e.is_empty] == ["7", "empty"]
 
 
 def test_a_bare_leaf_has_the_empty_path():
-    flat = _tree.flatten(3)
+    flat = state_tree.flatten(3)
     assert list(flat.entries) == [""]
-    assert _tree.unflatten(flat.structure, {"": 4}) == 4
+    assert state_tree.unflatten(flat.structure, {"": 4}) == 4
 
 
 def test_order_of_a_dict_is_kept():
     tree = {"b": 1, "a": {"z": 2, "y": 3}}
-    flat = _tree.flatten(tree)
-    rebuilt = _tree.unflatten(flat.structure, values(flat))
+    flat = state_tree.flatten(tree)
+    rebuilt = state_tree.unflatten(flat.structure, values(flat))
     assert list(rebuilt) == ["b", "a"]
     assert list(rebuilt["a"]) == ["z", "y"]
 
@@ -79,24 +82,24 @@ def test_order_of_a_dict_is_kept():
 )
 def test_keys_that_cannot_be_told_apart_on_disk_are_refused(tree):
     with pytest.raises(errors.LeafNameError):
-        _tree.flatten(tree)
+        state_tree.flatten(tree)
 
 
 def test_what_is_nested_too_deep_to_be_read_is_refused():
     tree = 1
-    for _ in range(_tree.MAX_DEPTH):
+    for _ in range(state_tree.MAX_DEPTH):
         tree = {"a": tree}
     with pytest.raises(errors.LeafNameError, match="deep"):
-        _tree.flatten(tree)
+        state_tree.flatten(tree)
 
 
 def test_an_unknown_class_becomes_a_dict_and_is_reported():
-    flat = _tree.flatten({"p": Point(1, 2), "q": jax.tree_util.Partial(sum, 3)})
+    flat = state_tree.flatten({"p": Point(1, 2), "q": jax.tree_util.Partial(sum, 3)})
     unknown = set()
-    structure = _structure.from_json(
-        _structure.to_json(flat.structure), lambda name: None, unknown
+    structure = treedef.from_json(
+        treedef.to_json(flat.structure), lambda name: None, unknown
     )
-    rebuilt = _tree.unflatten(structure, values(flat))
+    rebuilt = state_tree.unflatten(structure, values(flat))
     assert rebuilt == {"p": {"x": 1, "y": 2}, "q": [[3], {}]} or rebuilt == {
         "p": {"x": 1, "y": 2},
         "q": [(3,), {}],
@@ -121,12 +124,12 @@ def test_an_unknown_class_becomes_a_dict_and_is_reported():
 )
 def test_rubbish_is_no_description(description):
     with pytest.raises(ValueError, match=r"."):
-        _structure.from_json(description, _classes.resolve, set())
+        treedef.from_json(description, classes.resolve, set())
 
 
 def test_a_description_nested_too_deep_is_refused():
     description = "leaf"
-    for _ in range(_tree.MAX_DEPTH + 2):
+    for _ in range(state_tree.MAX_DEPTH + 2):
         description = ["list", [0], [description]]
     with pytest.raises(ValueError, match="nested"):
-        _structure.from_json(description, _classes.resolve, set())
+        treedef.from_json(description, classes.resolve, set())

@@ -24,7 +24,7 @@ from flaxckpt._util.humanize import when as when
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from flaxckpt._info import LeafInfo
+    from flaxckpt._state.leaf import LeafInfo
 
 
 class Column(NamedTuple):

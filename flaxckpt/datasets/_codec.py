@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from flaxckpt import _dtypes, _util
+from flaxckpt import _state, _util
 from flaxckpt.datasets import _kinds
 
 VERSION = 2
@@ -154,9 +154,9 @@ def _dict(state: Mapping[Any, Any], at: str, depth: int) -> Any:
 
 
 def _array(array: np.ndarray[Any, Any], at: str) -> dict[str, Any]:
-    if _dtypes.stored_name(array.dtype.name) is None:
+    if _state.dtypes.stored_name(array.dtype.name) is None:
         raise _refused(array, at)
-    native = _dtypes.to_stored(array)
+    native = _state.dtypes.to_stored(array)
     return {
         "dtype": ("" if array.dtype.isnative else ">") + array.dtype.name,
         "shape": array.shape,
@@ -216,9 +216,9 @@ def _data(text: str) -> bytes:
 
 def _to_array(found: Mapping[str, Any]) -> np.ndarray[Any, Any]:
     name = found["dtype"]
-    dtype = _dtypes.to_numpy(name.removeprefix(">"))
+    dtype = _state.dtypes.to_numpy(name.removeprefix(">"))
     array = np.frombuffer(_data(found["data"]), dtype).reshape(found["shape"])
-    _dtypes.check_bools(array)
+    _state.dtypes.check_bools(array)
     swapped = name.startswith(">")
     return array.astype(dtype.newbyteorder(">")) if swapped else array.copy()
 

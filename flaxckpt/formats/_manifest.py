@@ -9,17 +9,9 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from flaxckpt import (
-    _dtypes,
-    _layout,
-    _optimizer_roles,
-    _structure,
-    _tree,
-    _zarr,
-    errors,
-)
+from flaxckpt import _layout, _state, _zarr, errors
 from flaxckpt._array_limits import sizes
-from flaxckpt._info import LeafInfo, Role
+from flaxckpt._state.leaf import LeafInfo, Role
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _orbax_json
 from flaxckpt.formats._orbax_json import EMPTIES
@@ -46,7 +38,7 @@ class Manifest(NamedTuple):
     """
 
     infos: Sequence[LeafInfo]
-    structure: _tree.Node | LeafPath
+    structure: _state.tree.Node | LeafPath
     unknown_types: frozenset[str]
     digests: Mapping[str, str]
     ocdbt: bool
@@ -56,14 +48,14 @@ class Manifest(NamedTuple):
     step: int | None
 
 
-def parse(data: Mapping[str, Any], resolve: _structure.Resolve) -> Manifest:
+def parse(data: Mapping[str, Any], resolve: _state.treedef.Resolve) -> Manifest:
     """Reads a manifest of this version.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: It is none.
     """
     unknown: set[str] = set()
-    structure = _structure.from_json(data["structure"], resolve, unknown)
+    structure = _state.treedef.from_json(data["structure"], resolve, unknown)
     keys = key_paths(structure)
     infos = with_trusted_roles(
         [leaf_info(row, keys) for row in data["leaves"]], structure
@@ -159,7 +151,9 @@ def leaf_row(info: LeafInfo) -> JSON:
     return row
 
 
-def leaf_info(row: Any, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]) -> LeafInfo:
+def leaf_info(
+    row: Any, keys: Mapping[LeafPath, tuple[_state.tree.Key, ...]]
+) -> LeafInfo:
     """Reads what `leaf_row` wrote.
 
     Raises:
@@ -201,11 +195,13 @@ def leaf_info(row: Any, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]) -> LeafI
 
 
 def with_trusted_roles(
-    infos: Sequence[LeafInfo], structure: _tree.Node | LeafPath
+    infos: Sequence[LeafInfo], structure: _state.tree.Node | LeafPath
 ) -> list[LeafInfo]:
     """The leaves of a structure, with wrong roles of older releases corrected."""
     recorded = {info.path: info.role for info in infos if info.role is not None}
-    corrected = _optimizer_roles.trusted_roles(structure, recorded) if recorded else {}
+    corrected = (
+        _state.optimizer_roles.trusted_roles(structure, recorded) if recorded else {}
+    )
     return [
         dataclasses.replace(info, role=corrected[info.path])
         if info.path in corrected
@@ -216,7 +212,7 @@ def with_trusted_roles(
 
 @functools.cache
 def _dtype(name: str) -> str:
-    return _dtypes.name(_dtypes.to_numpy(name))
+    return _state.dtypes.name(_state.dtypes.to_numpy(name))
 
 
 def _spec(parts: Any) -> PartitionSpec:
@@ -240,14 +236,14 @@ def _role(row: Any) -> Role:
 
 
 def key_paths(
-    structure: _tree.Node | LeafPath,
-) -> dict[LeafPath, tuple[_tree.Key, ...]]:
+    structure: _state.tree.Node | LeafPath,
+) -> dict[LeafPath, tuple[_state.tree.Key, ...]]:
     """The leaves of a structure that was read, each with its keys.
 
     Raises:
         ValueError: One is there twice, or not where its name says.
     """
-    places = list(_tree.key_paths(structure))
+    places = list(_state.tree.key_paths(structure))
     keys = dict(places)
     names = _names(structure)
     if len(keys) != len(places) or not all(
@@ -260,7 +256,7 @@ def key_paths(
 def check_leaves(
     infos: Sequence[LeafInfo],
     keys: Mapping[LeafPath, object],
-    structure: _tree.Node | LeafPath,
+    structure: _state.tree.Node | LeafPath,
 ) -> None:
     """Asserts that leaves are those of a structure, each of them once.
 
@@ -274,7 +270,7 @@ def check_leaves(
         raise ValueError("its leaves and its structure do not agree")
 
 
-def _names(structure: _tree.Node | LeafPath) -> Iterator[LeafPath | None]:
+def _names(structure: _state.tree.Node | LeafPath) -> Iterator[LeafPath | None]:
     """The names of the leaves in a structure; None for each empty container."""
     if isinstance(structure, str) or not structure.children:
         yield structure if isinstance(structure, str) else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flaxckpt import _storage, _structure, _tree, errors
+from flaxckpt import _state, _storage, errors
 from flaxckpt.formats import _ndarray, _scan, _signatures
 from flaxckpt.formats._reader import Stored
 
@@ -25,7 +25,7 @@ def recognises(path: Path) -> str | None:
     return f"it begins with a msgpack map, whose first key is {keys[0][:60]!r}"
 
 
-def read(path: Path, *, step: int | None, resolve: _structure.Resolve) -> Stored:
+def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
     """Reads everything but arrays.
 
     Raises:
@@ -38,7 +38,7 @@ def read(path: Path, *, step: int | None, resolve: _structure.Resolve) -> Stored
         scan.leave()
     beside = path.with_name(f"{path.name}_gda")
     elsewhere = [
-        _tree.join(keys)
+        _state.tree.join(keys)
         for keys, value in _ndarray.walk(tree)
         if isinstance(value, str) and value.startswith(_ELSEWHERE)
     ]

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import msgpack
 
-from flaxckpt import _dtypes, _layout, _runs, _tree, errors
-from flaxckpt._info import LeafInfo
+from flaxckpt import _layout, _runs, _state, errors
+from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath, Shape
 
 MAX_CHUNK_BYTES = 2**30
@@ -38,7 +38,7 @@ class Contents(NamedTuple):
         strings: Leaf path -> value of the string leaves.
     """
 
-    structure: _tree.Node | LeafPath
+    structure: _state.tree.Node | LeafPath
     infos: Mapping[LeafPath, LeafInfo]
     numbers: Mapping[LeafPath, bool | int | float | complex]
     strings: Mapping[LeafPath, str]
@@ -57,7 +57,7 @@ def layout(name: str, contents: Contents) -> _runs.FileLayout:
     return file
 
 
-def _parts(node: _tree.Node) -> list[tuple[str, _tree.Node | LeafPath]]:
+def _parts(node: _state.tree.Node) -> list[tuple[str, _state.tree.Node | LeafPath]]:
     """The map that a container becomes."""
     names = ["value"] if node.is_box else [str(key.name) for key in node.keys]
     return list(zip(names, node.children, strict=True))
@@ -114,8 +114,8 @@ def _check(contents: Contents) -> None:
 
 def _check_names(
     contents: Contents,
-    node: _tree.Node | LeafPath,
-    path: tuple[_tree.Key, ...],
+    node: _state.tree.Node | LeafPath,
+    path: tuple[_state.tree.Key, ...],
     depth: int,
     faults: dict[LeafPath, str],
 ) -> None:
@@ -130,8 +130,8 @@ def _check_names(
     """
     if isinstance(node, str) or node.type == "None":
         return
-    if depth >= _tree.MAX_DEPTH:
-        reason = f"is in containers nested more than {_tree.MAX_DEPTH} deep"
+    if depth >= _state.tree.MAX_DEPTH:
+        reason = f"is in containers nested more than {_state.tree.MAX_DEPTH} deep"
         faults |= dict.fromkeys(_leaves(node, path), reason)
         return
     parts = dict(_parts(node))
@@ -149,7 +149,7 @@ def _check_names(
 
 
 def _is_named_tuple(
-    contents: Contents, parts: Mapping[str, _tree.Node | LeafPath]
+    contents: Contents, parts: Mapping[str, _state.tree.Node | LeafPath]
 ) -> bool:
     if parts["name"] not in contents.strings:
         return False
@@ -175,16 +175,18 @@ def _fault_of_text(text: str) -> str | None:
     return "is no valid Unicode" if _SURROGATES.search(text) else None
 
 
-def _leaves(node: _tree.Node | LeafPath, path: tuple[_tree.Key, ...]) -> list[LeafPath]:
+def _leaves(
+    node: _state.tree.Node | LeafPath, path: tuple[_state.tree.Key, ...]
+) -> list[LeafPath]:
     """A leaf or an empty container, or all of them in a container."""
-    return [leaf for leaf, _ in _tree.key_paths(node, path)]
+    return [leaf for leaf, _ in _state.tree.key_paths(node, path)]
 
 
 # ---- the file ---------------------------------------------------------------------
 
 
 def _add(
-    file: _runs.FileLayout, contents: Contents, node: _tree.Node | LeafPath
+    file: _runs.FileLayout, contents: Contents, node: _state.tree.Node | LeafPath
 ) -> None:
     if isinstance(node, str):
         _add_leaf(file, contents, contents.infos[node])
@@ -216,7 +218,7 @@ def _add_leaf(file: _runs.FileLayout, contents: Contents, info: LeafInfo) -> Non
 
 def _add_array(file: _runs.FileLayout, info: LeafInfo) -> None:
     shape, dtype = _layout.stored_form(info)[0], info.dtype or ""
-    itemsize = _dtypes.to_numpy(dtype).itemsize
+    itemsize = _state.dtypes.to_numpy(dtype).itemsize
     elements = math.prod(shape)
     if info.python_type == "numpy.generic":
         _add_elements(file, info, shape, 0, itemsize, _NUMPY_SCALAR)
@@ -256,7 +258,7 @@ def _add_elements(
     kind: int = _NDARRAY,
 ) -> None:
     """Appends the elements in the bytes from `start` to `stop`, as an array."""
-    name = _dtypes.to_numpy(info.dtype or "").name
+    name = _state.dtypes.to_numpy(info.dtype or "").name
     size = stop - start
     inner = b"\x93" + _pack(shape) + _pack(name) + _bin_header(size)
     file.add(_ext_header(kind, len(inner) + size) + inner)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import _dtypes, _layout, _spans, _storage, _tree, errors
-from flaxckpt._info import Leaf, LeafInfo, StoredLeaf
+from flaxckpt import _layout, _spans, _state, _storage, errors
+from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt.formats._reader import CheckpointMetadata, Stored
 from flaxckpt.formats._scan import Array, Run, Value
@@ -46,7 +46,7 @@ def _is_sequence(names: Mapping[str, object]) -> bool:
     return bool(names) and all(str(i) in names for i in range(len(names)))
 
 
-def walk(tree: Value) -> Iterator[tuple[tuple[_tree.Key, ...], Value]]:
+def walk(tree: Value) -> Iterator[tuple[tuple[_state.tree.Key, ...], Value]]:
     """The leaves and empty containers of what was scanned, each with its keys.
 
     Maps whose keys are 0, 1, … are lists, in that order; so are Flax's old named
@@ -56,8 +56,8 @@ def walk(tree: Value) -> Iterator[tuple[tuple[_tree.Key, ...], Value]]:
 
 
 def _walk(
-    value: Value, keys: tuple[_tree.Key, ...]
-) -> Iterator[tuple[tuple[_tree.Key, ...], Value]]:
+    value: Value, keys: tuple[_state.tree.Key, ...]
+) -> Iterator[tuple[tuple[_state.tree.Key, ...], Value]]:
     value = _without_name(value)
     if isinstance(value, dict) and _is_sequence(value):
         value = [value[str(i)] for i in range(len(value))]
@@ -65,10 +65,10 @@ def _walk(
         yield keys, value
     elif isinstance(value, list):
         for i, child in enumerate(value):
-            yield from _walk(child, (*keys, _tree.Key(i, "index")))
+            yield from _walk(child, (*keys, _state.tree.Key(i, "index")))
     else:
         for name, child in value.items():
-            yield from _walk(child, (*keys, _tree.Key(name, "key")))
+            yield from _walk(child, (*keys, _state.tree.Key(name, "key")))
 
 
 def _without_name(value: Value) -> Value:
@@ -114,7 +114,7 @@ def stored(
     path_bytes = 0
     of_file = stamp if stamp.path == file else _storage.Stamp(file, None)
     for keys, value in walk(tree):
-        name = _tree.join(keys)
+        name = _state.tree.join(keys)
         path_bytes += len(name)
         if len(leaves) >= _MAX_LEAVES or path_bytes > _MAX_PATH_BYTES:
             raise errors.DamagedCheckpointError(
@@ -143,7 +143,7 @@ def stored(
             sum(_layout.stored_bytes(info) for info in infos),
         ),
         {name: Leaf(leaf.info, (leaf,)) for name, leaf in leaves.items()},
-        _tree.plain_structure(
+        _state.tree.plain_structure(
             (i.path, i.keys, i.python_type if i.kind == "empty" else None)
             for i in infos
         ),
@@ -167,7 +167,7 @@ def _leaf(
     path: Path,
     file: _storage.Stamp,
     name: LeafPath,
-    keys: tuple[_tree.Key, ...],
+    keys: tuple[_state.tree.Key, ...],
     value: Value,
 ) -> StoredLeaf:
     match value:
@@ -178,7 +178,7 @@ def _leaf(
             info = LeafInfo(name, keys, "string", "str")
             return StoredLeaf(path, info, value=value)
         case Array():
-            dtype = _dtypes.stored_name(value.dtype)
+            dtype = _state.dtypes.stored_name(value.dtype)
             assert dtype is not None, value
             span = _spans.Span(
                 file.path, 0, value.shape, dtype, value.pieces, file.identity

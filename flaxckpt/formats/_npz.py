@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorstore as ts
 
-from flaxckpt import _dtypes, _spans, _storage, _structure, _tree, errors
+from flaxckpt import _spans, _state, _storage, errors
 from flaxckpt._types import Shape
 from flaxckpt._zarr import Array
 from flaxckpt.formats import _ndarray, _npz_members, _signatures
@@ -36,7 +36,7 @@ def recognises(path: Path) -> str | None:
     return None
 
 
-def read(path: Path, *, step: int | None, resolve: _structure.Resolve) -> Stored:
+def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
     """Reads the names, shapes and types of all arrays.
 
     Raises:
@@ -104,7 +104,7 @@ def _tree_of(
         "/".join(parts[:n]) for parts in split.values() for n in range(1, len(parts))
     }
     if not inner.isdisjoint(split) or any(
-        len(parts) > _tree.MAX_DEPTH // 2 for parts in split.values()
+        len(parts) > _state.tree.MAX_DEPTH // 2 for parts in split.values()
     ):
         _log.warning(
             "the names of the arrays in %s stay whole: one continues another one after"
@@ -177,7 +177,7 @@ def _open_deflated(
     member: Member, header: Header, context: ts.Context
 ) -> ts.Future[ts.TensorStore]:
     shape = _c_shape(header)
-    dtype = _dtypes.to_numpy(header.dtype)
+    dtype = _state.dtypes.to_numpy(header.dtype)
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
 
     def read(domain: ts.IndexDomain, target: Array, _: Any) -> None:
@@ -187,7 +187,7 @@ def _open_deflated(
         values = _npz_members.expanded(member, start, stop).view(dtype)
         if header.is_big_endian:
             values.byteswap(inplace=True)
-        _dtypes.check_bools(values)
+        _state.dtypes.check_bools(values)
         values = values.reshape((-1, *shape[1:]) if shape else ())
         inner = domain.index_exp[1:]
         target[...] = values[(slice(None), *inner)] if shape else values

@@ -25,7 +25,7 @@ from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 
-from flaxckpt import _dtypes, _storage, _util, errors
+from flaxckpt import _state, _storage, _util, errors
 from flaxckpt._types import Shape
 from flaxckpt._zarr import Array
 
@@ -249,7 +249,7 @@ def header(file: IO[bytes], member: Member) -> Header:
         head = _beginning(file, member, size)
     shape, is_fortran, dtype = parse(head[start:size])
     name = _dtype_name(dtype)
-    wanted = size + math.prod(shape) * _dtypes.to_numpy(name).itemsize
+    wanted = size + math.prod(shape) * _state.dtypes.to_numpy(name).itemsize
     if wanted != member.nbytes:
         raise ValueError(f"has {member.nbytes} bytes, its header says {wanted}")
     is_big_endian = dtype.kind != "V" and not dtype.isnative
@@ -335,7 +335,7 @@ def _dtype_name(dtype: np.dtype[Any]) -> str:
             f"has elements of {dtype.itemsize} bytes whose type numpy has not written"
             " down"
         )
-    if dtype.kind not in "biufc" or _dtypes.stored_name(dtype.name) is None:
+    if dtype.kind not in "biufc" or _state.dtypes.stored_name(dtype.name) is None:
         raise UnsupportedError(f"is an array of {dtype.name}")
     return dtype.name
 

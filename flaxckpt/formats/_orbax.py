@@ -10,18 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import (
-    _links,
-    _marked,
-    _ocdbt,
-    _storage,
-    _structure,
-    _tree,
-    _zarr,
-    datasets,
-    errors,
-)
-from flaxckpt._info import LeafInfo
+from flaxckpt import _links, _marked, _ocdbt, _state, _storage, _zarr, datasets, errors
+from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import (
     _manifest,
@@ -84,7 +74,7 @@ class Contents:
 
     step: int | None
     infos: Sequence[LeafInfo]
-    structure: _tree.Node | LeafPath
+    structure: _state.tree.Node | LeafPath
     strings: Mapping[str, str]
     ocdbt: bool
     encoding: _zarr.Encoding
@@ -260,7 +250,7 @@ def _manifest_text(contents: Contents, digests: Mapping[str, str]) -> bytes:
             "ocdbt": contents.ocdbt,
             "encoding": _manifest.encoding_row(contents.encoding),
             "leaves": [_manifest.leaf_row(info) for info in contents.infos],
-            "structure": _structure.to_json(contents.structure),
+            "structure": _state.treedef.to_json(contents.structure),
             "digests": digests,
             **origin,
         }
@@ -291,7 +281,7 @@ def is_whole(path: Path) -> bool:
     )
 
 
-def read(path: Path, *, step: int | None, resolve: _structure.Resolve) -> Stored:
+def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
     """Reads everything but arrays.
 
     Raises:
@@ -378,7 +368,7 @@ def write_run_metadata(root: Path, custom: Mapping[str, JSON]) -> None:
     )
 
 
-def _read_own(path: Path, step: int | None, resolve: _structure.Resolve) -> Stored:
+def _read_own(path: Path, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
     stamp = _storage.stamp(path / _orbax_json.MANIFEST)
     raw = _orbax_disk.read_file(path / _orbax_json.MANIFEST, path)
     if _storage.lexists(path / COMMITTED):

@@ -22,20 +22,20 @@ import tensorstore as ts
 from flaxckpt import (
     _blocks,
     _connection,
-    _dtypes,
     _layout,
     _links,
     _ocdbt,
     _read,
     _remote,
+    _state,
     _storage,
     _util,
     _zarr,
     _zarr_chunks,
     errors,
 )
-from flaxckpt._info import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._raw_array import RawArray
+from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt.formats import _orbax_json
 
@@ -63,7 +63,7 @@ def check_size(form: ArrayForm, stored_bytes: int) -> None:
     Raises:
         ValueError: It is refused.
     """
-    itemsize = _dtypes.to_numpy(form.dtype).itemsize
+    itemsize = _state.dtypes.to_numpy(form.dtype).itemsize
     size = math.prod(form.shape) * itemsize
     if size > _MAX_ZEROS_BYTES and size > stored_bytes * _BEST_RATIO:
         raise ValueError(f"{size} bytes, of which only {stored_bytes} are stored")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flaxckpt import _layout, _links, _marked, _marks, _remote, _storage, errors
-from flaxckpt._info import LeafInfo
+from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _orbax_json, _signatures
 from flaxckpt.formats._reader import CheckpointMetadata

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _dtypes, _layout, _ocdbt, _storage, _tree, _zarr_chunks, errors
-from flaxckpt._info import Leaf, LeafInfo, StoredLeaf
+from flaxckpt import _layout, _ocdbt, _state, _storage, _zarr_chunks, errors
+from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import (
     _ndarray,
@@ -30,12 +30,12 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Row:
-    keys: tuple[_tree.Key, ...]
+    keys: tuple[_state.tree.Key, ...]
     value_type: str
 
     @property
     def path(self) -> LeafPath:
-        return _tree.join(self.keys)
+        return _state.tree.join(self.keys)
 
     @property
     def name(self) -> str:
@@ -103,7 +103,7 @@ def read(path: Path, step: int | None) -> Stored:
     return Stored(
         _orbax_disk.checkpoint_info(path, "orbax", step, infos, {}),
         {info.path: table[info.path] for info in infos},
-        _tree.plain_structure(
+        _state.tree.plain_structure(
             (i.path, i.keys, i.python_type if i.kind == "empty" else None)
             for i in infos
         ),
@@ -235,7 +235,7 @@ def _check_places(item: Path, rows: Sequence[_Row]) -> None:
         raise _ndarray.unreadable(item, faults)
 
 
-def _rank(key: _tree.Key) -> tuple[str, int]:
+def _rank(key: _state.tree.Key) -> tuple[str, int]:
     return ("", int(key.name)) if key.kind == "index" else (str(key.name), 0)
 
 
@@ -277,7 +277,7 @@ def _checked(
     Raises:
         ValueError: It cannot.
     """
-    itemsize = _dtypes.to_numpy(dtype).itemsize
+    itemsize = _state.dtypes.to_numpy(dtype).itemsize
     chunk_bytes = math.prod(chunk_shape) * itemsize
     if (
         len(chunk_shape) != len(shape)
@@ -333,7 +333,7 @@ def _info(
     arrays: Mapping[str, tuple[tuple[int, ...], str, tuple[int, ...]]],
     impls: Mapping[str, str],
 ) -> LeafInfo:
-    path = _tree.join(row.keys)
+    path = _state.tree.join(row.keys)
     if empty := _orbax_rows.empty(row.value_type):
         return LeafInfo(path, row.keys, "empty", empty)
     if row.value_type == "string":

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from flaxckpt import _layout, _tree, _util, errors
-from flaxckpt._info import LeafInfo
+from flaxckpt import _layout, _state, _util, errors
+from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, Shape
 
 MANIFEST = "flaxckpt.json"
@@ -95,7 +95,7 @@ def check_size(content: bytes) -> None:
 # ---- written for Orbax ----------------------------------------------------------
 
 
-def param_name(keys: Iterable[_tree.Key]) -> str:
+def param_name(keys: Iterable[_state.tree.Key]) -> str:
     """What Orbax calls a leaf: its keys joined by dots."""
     return ".".join([str(key.name) for key in keys])
 
@@ -121,7 +121,7 @@ def tree_metadata(
     ).encode()
 
 
-def _key_text(key: _tree.Key) -> str:
+def _key_text(key: _state.tree.Key) -> str:
     return _text({"key": str(key.name), "key_type": 1 if key.kind == "index" else 2})
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from flaxckpt import _ocdbt, errors
-from flaxckpt._info import LeafInfo
+from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _orbax_disk
 

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from flaxckpt import _array_limits, _dtypes, _tree
+from flaxckpt import _array_limits, _state
 from flaxckpt.formats import _orbax_json
 
 _MAX_AXES = 64
 
 
-def keys(row: Any) -> tuple[_tree.Key, ...]:
+def keys(row: Any) -> tuple[_state.tree.Key, ...]:
     """The keys of one entry of `_METADATA`.
 
     Raises:
@@ -32,10 +32,10 @@ def keys(row: Any) -> tuple[_tree.Key, ...]:
         if type(name) not in (str, int):
             raise ValueError(f"the key {str(name)[:80]} is no text")
         if key["key_type"] == 1:
-            keys.append(_tree.Key(int(name), "index"))
+            keys.append(_state.tree.Key(int(name), "index"))
         else:
-            keys.append(_tree.Key(str(name), "key"))
-    if len(keys) > _tree.MAX_DEPTH:
+            keys.append(_state.tree.Key(str(name), "key"))
+    if len(keys) > _state.tree.MAX_DEPTH:
         raise ValueError(f"{keys[0].name} … is nested {len(keys)} deep")
     return tuple(keys)
 
@@ -52,7 +52,7 @@ def python_type(value_type: str, dtype: str) -> str:
         case "np.ndarray":
             return "numpy.ndarray"
         case "scalar":
-            return _orbax_json.PYTHON_OF_KIND[_dtypes.kind(dtype)]
+            return _orbax_json.PYTHON_OF_KIND[_state.dtypes.kind(dtype)]
         case _:
             raise ValueError(f"value type {value_type!r} is not known")
 

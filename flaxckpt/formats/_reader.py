@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from flaxckpt import _storage, _structure, _tree
-from flaxckpt._info import LeafInfo, LeafTable
+from flaxckpt import _state, _storage
+from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import JSON, LeafPath
 
 
@@ -79,7 +79,7 @@ class Stored:
 
     metadata: CheckpointMetadata
     table: LeafTable
-    structure: _tree.Node | LeafPath
+    structure: _state.tree.Node | LeafPath
     unknown_types: frozenset[str] = frozenset()
     digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stamp: _storage.Stamp | None = None
@@ -97,7 +97,7 @@ class Reader(Protocol):
         ...
 
     def read(
-        self, path: Path, *, step: int | None, resolve: _structure.Resolve
+        self, path: Path, *, step: int | None, resolve: _state.treedef.Resolve
     ) -> Stored:
         """Reads everything but arrays."""
         ...

@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from flaxckpt import _layout, _spans, _storage, _structure, _survey, errors
-from flaxckpt._info import Leaf, LeafTable, StoredLeaf
+from flaxckpt import _layout, _spans, _state, _storage, _survey, errors
+from flaxckpt._state.leaf import Leaf, LeafTable, StoredLeaf
 from flaxckpt._storage import Stamp
 from flaxckpt._types import JSON
 from flaxckpt.formats import (
@@ -134,7 +134,7 @@ def _is_beside(path: Path) -> bool:
         return _survey.is_usual_name(path.name)
 
 
-def read(path: Path, *, step: int | None, resolve: _structure.Resolve) -> Stored:
+def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
     """Reads everything but arrays.
 
     Raises:
@@ -204,7 +204,7 @@ def _describe(
     path: Path,
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, JSON],
-    resolve: _structure.Resolve,
+    resolve: _state.treedef.Resolve,
     unknown: set[str],
 ) -> Described:
     ours = metadata.get(OURS)

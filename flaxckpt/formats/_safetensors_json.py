@@ -14,8 +14,8 @@ import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from flaxckpt import _dtypes, _layout, _util
-from flaxckpt._info import LeafInfo
+from flaxckpt import _layout, _state, _util
+from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, Shape
 
 MAX_HEADER_BYTES = 100 * 10**6
@@ -208,7 +208,7 @@ def _tensor(name: str, row: Any, begin: int) -> tuple[str, Tensor, int]:
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"{short(name)} lies at {reprlib.repr(offsets)}")
     start, stop = offsets
-    size = math.prod(shape) * _dtypes.to_numpy(DTYPES[dtype]).itemsize
+    size = math.prod(shape) * _state.dtypes.to_numpy(DTYPES[dtype]).itemsize
     if size != stop - start:
         raise ValueError(
             f"{short(name)} is {dtype}{reprlib.repr(shape)}, {size} bytes, and takes"

@@ -12,8 +12,8 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flaxckpt import _layout, _structure, _tree
-from flaxckpt._info import LeafInfo
+from flaxckpt import _layout, _state
+from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath, Shape
 from flaxckpt.formats import _manifest, _orbax_json, _safetensors_json
 from flaxckpt.formats._reader import CheckpointMetadata, Lineage
@@ -38,7 +38,7 @@ class Described(NamedTuple):
 
     infos: tuple[LeafInfo, ...]
     names: Mapping[LeafPath, str]
-    structure: _tree.Node | LeafPath
+    structure: _state.tree.Node | LeafPath
     strings: Mapping[LeafPath, str]
     metrics: Mapping[str, float]
     custom: Mapping[str, JSON]
@@ -60,22 +60,24 @@ def describe_foreign(
         ".".join(parts[:n]) for parts in split.values() for n in range(1, len(parts))
     }
     is_split = inner.isdisjoint(split) and all(
-        len(parts) <= _tree.MAX_DEPTH // 2 for parts in split.values()
+        len(parts) <= _state.tree.MAX_DEPTH // 2 for parts in split.values()
     )
     infos, names = [], {}
     for name, tensor in tensors.items():
         parts = split[name] if is_split else [name]
-        keys = tuple([_tree.Key(part, "key") for part in parts])
-        path = _tree.join(keys)
+        keys = tuple([_state.tree.Key(part, "key") for part in parts])
+        path = _state.tree.join(keys)
         infos.append(_foreign_info(path, keys, tensor))
         names[path] = name
-    structure = _tree.plain_structure((info.path, info.keys, None) for info in infos)
+    structure = _state.tree.plain_structure(
+        (info.path, info.keys, None) for info in infos
+    )
     found = Described(tuple(infos), names, structure, {}, {}, dict(metadata))
     return found, is_split
 
 
 def _foreign_info(
-    path: LeafPath, keys: tuple[_tree.Key, ...], tensor: Tensor
+    path: LeafPath, keys: tuple[_state.tree.Key, ...], tensor: Tensor
 ) -> LeafInfo:
     # jax cuts elements of 64 bits down to 32, unless it is told not to.
     is_wide = tensor.dtype in ("int64", "uint64", "float64")
@@ -93,7 +95,7 @@ class LaterVersionError(ValueError):
 def describe_own(
     text: str,
     tensors: Mapping[str, Tensor],
-    resolve: _structure.Resolve,
+    resolve: _state.treedef.Resolve,
     unknown: set[str],
 ) -> Described:
     """The leaves of a checkpoint that we wrote.
@@ -111,7 +113,7 @@ def describe_own(
     try:
         data = _safetensors_json.load(text.encode(errors="surrogatepass"))
         _check_version(data["version"])
-        structure = _structure.from_json(data["structure"], resolve, unknown)
+        structure = _state.treedef.from_json(data["structure"], resolve, unknown)
         keys = _manifest.key_paths(structure)
         own = [_own_info(row, keys) for row in data["leaves"]]
         infos = tuple(_manifest.with_trusted_roles(own, structure))
@@ -155,7 +157,9 @@ def _check_version(version: Any) -> None:
         raise ValueError(f"it has version {told}, and {_VERSION} is read")
 
 
-def _own_info(row: Any, keys: Mapping[LeafPath, tuple[_tree.Key, ...]]) -> LeafInfo:
+def _own_info(
+    row: Any, keys: Mapping[LeafPath, tuple[_state.tree.Key, ...]]
+) -> LeafInfo:
     info = _manifest.leaf_info(row, keys)
     if info.chunk_shape is None:
         return info
@@ -199,7 +203,7 @@ def _each(shape: Shape) -> Shape:
 
 def own_metadata(
     infos: Iterable[LeafInfo],
-    structure: _tree.Node | LeafPath,
+    structure: _state.tree.Node | LeafPath,
     strings: Mapping[LeafPath, str],
     metadata: CheckpointMetadata,
 ) -> str:
@@ -207,7 +211,7 @@ def own_metadata(
     data: dict[str, JSON] = {
         "version": _VERSION,
         "leaves": [_manifest.leaf_row(_whole(info)) for info in infos],
-        "structure": _structure.to_json(structure),
+        "structure": _state.treedef.to_json(structure),
         "strings": dict(strings),
         "metrics": dict(metadata.metrics),
         "custom": dict(metadata.custom),

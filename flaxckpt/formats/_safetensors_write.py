@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from flaxckpt import _dtypes, _layout, _runs, _tree, errors
-from flaxckpt._info import LeafInfo
+from flaxckpt import _layout, _runs, _state, errors
+from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _orbax_json, _safetensors_json, _safetensors_leaves
 from flaxckpt.formats._reader import CheckpointMetadata
@@ -22,7 +22,7 @@ _FORMAT = {"format": "flax"}
 
 def layouts(
     infos: Sequence[LeafInfo],
-    structure: _tree.Node | LeafPath,
+    structure: _state.tree.Node | LeafPath,
     strings: Mapping[LeafPath, str],
     metadata: CheckpointMetadata,
     *,
@@ -102,7 +102,7 @@ def _advice(info: LeafInfo) -> str:
     if info.kind != "scalar":
         return f"cast it to {_nearest(dtype)}"
     # Casts leave the types of numbers as they are.
-    if _dtypes.kind(dtype) == "complex":
+    if _state.dtypes.kind(dtype) == "complex":
         function = "lambda x: jnp.stack([x.real, x.imag])"
     else:
         function = f"lambda x: x.astype({_nearest(dtype)!r})"
@@ -111,7 +111,7 @@ def _advice(info: LeafInfo) -> str:
 
 def _nearest(dtype: str) -> str:
     """The smallest type of safetensors that holds such values."""
-    match _dtypes.kind(dtype):
+    match _state.dtypes.kind(dtype):
         case "float":
             return "float16"
         case "complex":
@@ -146,7 +146,7 @@ def _file(
 ) -> _runs.FileLayout:
     # Large elements first: so all of them are where their size divides their place.
     ordered = sorted(
-        infos, key=lambda i: (-_dtypes.item_bits(i.dtype or ""), names[i.path])
+        infos, key=lambda i: (-_state.dtypes.item_bits(i.dtype or ""), names[i.path])
     )
     file = _runs.FileLayout(name)
     tensors = [(names[info.path], info) for info in ordered]

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
-from flaxckpt import _dtypes, _storage, _tree, errors
+from flaxckpt import _state, _storage, errors
 from flaxckpt._types import Shape
 
 MAX_NODES = 2 * 10**6
@@ -261,11 +261,11 @@ class Scanner:
     def _array(self, *, is_scalar: bool) -> Array:
         if self.head() != ("array", 3):
             raise self.fault("an array that is not its shape, type and values")
-        shape = self._shape(self._value(_tree.MAX_DEPTH - 2))
+        shape = self._shape(self._value(_state.tree.MAX_DEPTH - 2))
         kind, size = self.head()
         name = self.text(kind, size)
         try:
-            itemsize = _dtypes.to_numpy(name).itemsize
+            itemsize = _state.dtypes.to_numpy(name).itemsize
         except errors.OptionError:
             raise self.fault(f"an array of the element type {name[:40]!r}") from None
         kind, size = self.head()
@@ -292,7 +292,7 @@ class Scanner:
     def _complex(self) -> complex:
         if self.head() != ("array", 2):
             raise self.fault("a complex number that is not two numbers")
-        parts = [self._value(_tree.MAX_DEPTH) for _ in range(2)]
+        parts = [self._value(_state.tree.MAX_DEPTH) for _ in range(2)]
         for part in parts:
             if type(part) not in (int, float):
                 raise self.fault("a complex number that is not two numbers")
@@ -321,8 +321,10 @@ class Scanner:
         return Array(pieces, shape, arrays[0].dtype)
 
     def _deepen(self, depth: int) -> None:
-        if depth >= _tree.MAX_DEPTH:
-            raise self.fault(f"containers nested more than {_tree.MAX_DEPTH} deep")
+        if depth >= _state.tree.MAX_DEPTH:
+            raise self.fault(
+                f"containers nested more than {_state.tree.MAX_DEPTH} deep"
+            )
 
     # ---- bytes
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flaxckpt import _storage, _structure, _tree
+from flaxckpt import _state, _storage
 from flaxckpt.formats import _ndarray, _scan, _signatures
 from flaxckpt.formats._reader import Stored
 from flaxckpt.formats._scan import Run, Scanner, Value
@@ -24,7 +24,7 @@ def recognises(path: Path) -> str | None:
     return "it begins with a msgpack record of keys and a value"
 
 
-def read(path: Path, *, step: int | None, resolve: _structure.Resolve) -> Stored:
+def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
     """Reads everything but arrays.
 
     Raises:
@@ -70,7 +70,7 @@ def _keys(scan: Scanner) -> list[str]:
     if scan.head() != ("array", 2):
         raise scan.fault("what is no record of keys and a value")
     kind, size = scan.head()
-    if kind != "array" or not 0 < size <= _tree.MAX_DEPTH:
+    if kind != "array" or not 0 < size <= _state.tree.MAX_DEPTH:
         raise scan.fault("a record without keys, or with too many")
     return [scan.key() for _ in range(size)]
 

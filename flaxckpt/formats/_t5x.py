@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _array_limits, _storage, _structure, _tree, errors
+from flaxckpt import _array_limits, _state, _storage, errors
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _ndarray, _scan, _signatures, _zarr2
 from flaxckpt.formats._reader import Stored
@@ -68,7 +68,7 @@ def _is_ours(file: Path) -> bool:
     return set(tree) == _KEYS and isinstance(tree["version"], int)
 
 
-def read(path: Path, *, step: int | None, resolve: _structure.Resolve) -> Stored:
+def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
     """Reads everything but arrays.
 
     Raises:
@@ -119,7 +119,7 @@ class _Finder:
             return {
                 key: self.replaced(child, (*keys, key)) for key, child in value.items()
             }
-        leaf = _tree.join([_tree.Key(key, "key") for key in keys])
+        leaf = _state.tree.join([_state.tree.Key(key, "key") for key in keys])
         try:
             return self._array(value, leaf)
         except PermissionError:

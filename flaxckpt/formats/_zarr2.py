@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import _array_limits, _chunks, _dtypes, _read, _storage, _zarr, errors
+from flaxckpt import _array_limits, _chunks, _read, _state, _storage, _zarr, errors
 from flaxckpt._types import Shape
 from flaxckpt._zarr import Array
 from flaxckpt.formats import _ndarray, _orbax_json
@@ -76,7 +76,7 @@ def find(root: Path, name: str) -> _ndarray.Opened:
     array = _parse(root, name, _metadata(root, name))
     return _ndarray.Opened(
         array.shape,
-        _dtypes.name(array.dtype.newbyteorder("=")),
+        _state.dtypes.name(array.dtype.newbyteorder("=")),
         array.chunk_shape,
         functools.partial(_open, array),
     )
@@ -150,14 +150,14 @@ def _dtype(name: object) -> np.dtype[Any]:
     if isinstance(name, str) and _NUMBER.fullmatch(name):
         try:
             dtype = np.dtype(name)
-            _dtypes.to_numpy(dtype.name)
+            _state.dtypes.to_numpy(dtype.name)
         except (TypeError, errors.OptionError):
             pass
         else:
             return dtype
     elif isinstance(name, str):
         try:
-            return _dtypes.to_numpy(name)
+            return _state.dtypes.to_numpy(name)
         except errors.OptionError:
             pass
     raise ValueError(f"element type {str(name)[:40]!r} is not read")
@@ -208,7 +208,7 @@ def _open(array: _Zarr2, context: ts.Context) -> ts.Future[ts.TensorStore]:
     promise.set_result(
         ts.virtual_chunked(
             read,
-            dtype=ts.dtype(_dtypes.stored_name(array.dtype.name) or ""),
+            dtype=ts.dtype(_state.dtypes.stored_name(array.dtype.name) or ""),
             shape=array.shape,
             chunk_layout=ts.ChunkLayout(read_chunk_shape=array.chunk_shape),
             context=context,
@@ -266,8 +266,8 @@ def _chunk(array: _Zarr2, key: str) -> Array:
             f"chunk {key} has {len(content)} bytes instead of {array.chunk_bytes}"
         )
     values = np.frombuffer(content, array.dtype)
-    _dtypes.check_bools(values)
-    if array.dtype.name != _dtypes.stored_name(array.dtype.name):
+    _state.dtypes.check_bools(values)
+    if array.dtype.name != _state.dtypes.stored_name(array.dtype.name):
         values = values.view(np.uint8)
     return values.reshape(array.chunk_shape, order="C" if array.order == "C" else "F")
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flaxckpt import _tree
-from flaxckpt._info import Leaf, LeafInfo, LeafTable
+from flaxckpt import _state
+from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath, Shape
 
 _CLASS = "FactoredState"
@@ -113,7 +113,7 @@ def maxima_of_axis(
     """
     if info.role is None or (info.role.state_class, info.role.field) != _SM3:
         return None
-    head, _, axis = _tree.without_box(info.path).rpartition("/")
+    head, _, axis = _state.tree.without_box(info.path).rpartition("/")
     if not axis.isdecimal() or int(axis) >= len(order):
         return None
     box = info.path.removeprefix(f"{head}/{axis}")

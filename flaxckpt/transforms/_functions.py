@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from flaxckpt import _derive, _tree, _util, errors
-from flaxckpt._info import Leaf, LeafInfo, LeafTable
+from flaxckpt import _derive, _state, _util, errors
+from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
 from flaxckpt.transforms import _table
 from flaxckpt.transforms._table import TableTransform, Transform
@@ -180,7 +180,7 @@ def _is_traced(leaf: Leaf) -> bool:
 def _nested(leaves: Mapping[LeafPath, Any]) -> Tree:
     tree: Tree = {}
     for path, value in leaves.items():
-        *parents, last = (_tree.unescape(part) for part in path.split("/"))
+        *parents, last = (_state.tree.unescape(part) for part in path.split("/"))
         inner = tree
         for parent in parents:
             inner = inner.setdefault(parent, {})
@@ -194,14 +194,14 @@ def _flat(tree: Any) -> list[tuple[LeafPath, Any]]:
     """Leaf path -> a traced array or a constant, of what a function returned."""
     found: list[tuple[LeafPath, Any]] = []
 
-    def visit(value: Any, keys: tuple[_tree.Key, ...]) -> None:
-        path = _tree.join(keys)
+    def visit(value: Any, keys: tuple[_state.tree.Key, ...]) -> None:
+        path = _state.tree.join(keys)
         if isinstance(value, Mapping) and value:
             for name, child in value.items():
-                visit(child, (*keys, _tree.Key(name, "key")))
+                visit(child, (*keys, _state.tree.Key(name, "key")))
         elif isinstance(value, tuple | list) and value:
             for i, child in enumerate(value):
-                visit(child, (*keys, _tree.Key(i, "index")))
+                visit(child, (*keys, _state.tree.Key(i, "index")))
         elif value is None or isinstance(value, Mapping | tuple | list):
             kind = "None" if value is None else "dict"
             empty = Leaf(LeafInfo(path, keys, "empty", kind), (None,))
@@ -331,7 +331,7 @@ def _has_body(equation: Any) -> bool:
     )
 
 
-def _tree_keys(path: LeafPath) -> tuple[_tree.Key, ...]:
+def _tree_keys(path: LeafPath) -> tuple[_state.tree.Key, ...]:
     return _table.keys(path, LeafInfo("", (), "array", "jax.Array"))
 
 

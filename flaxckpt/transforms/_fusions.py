@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxckpt import _util, errors
-from flaxckpt._info import LeafTable
+from flaxckpt._state.leaf import LeafTable
 from flaxckpt.transforms import _parts, _table
 from flaxckpt.transforms._patterns import (
     check_replacement,

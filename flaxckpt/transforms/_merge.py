@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from flaxckpt import _locate, _steps, _storage, errors
-from flaxckpt._info import LeafTable
+from flaxckpt._state.leaf import LeafTable
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt.transforms import _table
 from flaxckpt.transforms._table import TableTransform, Transform

@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from flaxckpt import _tree
-from flaxckpt._info import LeafTable
+from flaxckpt import _state
+from flaxckpt._state.leaf import LeafTable
 from flaxckpt._types import LeafPath
 
 _ROOTS = frozenset(("params", "target"))
@@ -200,7 +200,10 @@ class _Found:
 def _slot_of_role(path: LeafPath, param: LeafPath) -> Slot | None:
     if not param:
         return None
-    for bare in (path, _tree.without_box(path)):  # which may be a parameter's name
+    for bare in (
+        path,
+        _state.tree.without_box(path),
+    ):  # which may be a parameter's name
         if bare.endswith(f"/{param}"):
             return Slot(bare[: -len(param) - 1], path[len(bare) + 1 :])
     return None

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from flaxckpt import _util, errors
-from flaxckpt._info import Leaf, LeafInfo, LeafTable
+from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
 from flaxckpt.transforms import _table
 from flaxckpt.transforms._mirrors import Mirror

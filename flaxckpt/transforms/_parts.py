@@ -9,7 +9,7 @@ from typing import TypeAlias
 import jax
 
 from flaxckpt import _derive, errors
-from flaxckpt._info import Leaf, LeafTable
+from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt.transforms import _table
 from flaxckpt.transforms._table import Row

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxckpt import _util, errors
-from flaxckpt._info import Leaf, LeafTable
+from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt.transforms import _factored, _parts, _table
 from flaxckpt.transforms._patterns import (

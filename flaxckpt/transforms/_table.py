@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from flaxckpt import _tree, _util, errors
-from flaxckpt._info import Leaf, LeafInfo, LeafTable
+from flaxckpt import _state, _util, errors
+from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
 from flaxckpt.transforms._mirrors import Mirror, Mirrors, Slot, beginnings
 from flaxckpt.transforms._mirrors import mirrors as find_mirrors
@@ -408,7 +408,7 @@ def _tell_of_lost(
 def _retargeted(row: Row, names: Sequence[LeafPath]) -> Row:
     """A mirror that was moved by itself, with the role of where it went."""
     for name in names:
-        ends = (name, *(f"{name}/{field}" for field in _tree.BOX_FIELDS))
+        ends = (name, *(f"{name}/{field}" for field in _state.tree.BOX_FIELDS))
         if row.path.endswith(tuple(f"/{end}" for end in ends)):
             return row._replace(leaf=_with_role_of(row.leaf, name))
     return row
@@ -488,10 +488,13 @@ def _optimizer(optimizer: LeafPath, old: LeafPath, new: LeafPath) -> LeafPath | 
     return new.removesuffix(f"/{inner}") if new.endswith(f"/{inner}") else None
 
 
-def keys(path: LeafPath, info: LeafInfo) -> tuple[_tree.Key, ...]:
+def keys(path: LeafPath, info: LeafInfo) -> tuple[_state.tree.Key, ...]:
     """The keys of a new path; what it shares with the old one keeps its kind."""
-    names = [_tree.unescape(part) for part in path.split("/")]
-    if "" in names or _tree.join([_tree.Key(name, "key") for name in names]) != path:
+    names = [_state.tree.unescape(part) for part in path.split("/")]
+    if (
+        "" in names
+        or _state.tree.join([_state.tree.Key(name, "key") for name in names]) != path
+    ):
         raise errors.OptionError(
             f"{path!r} is no leaf path: no part may be empty, and % is written as %25"
         )
@@ -506,6 +509,9 @@ def keys(path: LeafPath, info: LeafInfo) -> tuple[_tree.Key, ...]:
         trailing += 1
     return (
         *old[:leading],
-        *(_tree.Key(name, "key") for name in names[leading : len(names) - trailing]),
+        *(
+            _state.tree.Key(name, "key")
+            for name in names[leading : len(names) - trailing]
+        ),
         *old[len(old) - trailing :],
     )

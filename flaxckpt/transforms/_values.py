@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from flaxckpt import _derive, _dtypes, _util, errors
-from flaxckpt._info import Leaf, LeafTable
+from flaxckpt import _derive, _state, _util, errors
+from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt.transforms import _factored, _table
 from flaxckpt.transforms._patterns import compile_pattern
@@ -86,7 +86,7 @@ def cast(pattern: str, dtype: Any, *, lossy: bool = False) -> TableTransform:
     if not isinstance(dtype, str):
         try:
             # numpy takes None for float64.
-            wanted = "" if dtype is None else _dtypes.name(dtype)
+            wanted = "" if dtype is None else _state.dtypes.name(dtype)
         except TypeError:
             wanted = ""
     if not wanted:
@@ -94,7 +94,7 @@ def cast(pattern: str, dtype: Any, *, lossy: bool = False) -> TableTransform:
             "cast wants an element type, by name or as jax.numpy.bfloat16, got"
             f" {_util.arguments.found(dtype)}"
         )
-    wanted = _dtypes.name(_dtypes.to_numpy(wanted))
+    wanted = _state.dtypes.name(_state.dtypes.to_numpy(wanted))
     return _Cast(compile_pattern(pattern), wanted, lossy)
 
 
@@ -102,8 +102,8 @@ def _is_safe(leaf: Leaf, wanted: str) -> bool:
     found = leaf.info.dtype
     if leaf.info.kind != "array" or found is None:
         return True
-    kinds = (_dtypes.kind(found), _dtypes.kind(wanted))
-    return kinds[1] == "float" or _dtypes.restores_as(found, wanted)
+    kinds = (_state.dtypes.kind(found), _state.dtypes.kind(wanted))
+    return kinds[1] == "float" or _state.dtypes.restores_as(found, wanted)
 
 
 def _cast(leaf: Leaf, wanted: str, lossy: bool) -> Leaf:
@@ -111,7 +111,7 @@ def _cast(leaf: Leaf, wanted: str, lossy: bool) -> Leaf:
     is_numpy_scalar = leaf.info.python_type == "numpy.generic"
     if found is None or not (leaf.info.kind == "array" or (lossy and is_numpy_scalar)):
         return leaf
-    if not lossy and not _dtypes.restores_as(found, wanted):
+    if not lossy and not _state.dtypes.restores_as(found, wanted):
         return leaf
     return dataclasses.replace(
         leaf, info=dataclasses.replace(leaf.info, dtype=wanted, weak_type=False)

@@ -23,15 +23,8 @@ import numpy as np
 from golden_cases import GOLDEN
 
 import flaxckpt
-from flaxckpt import (
-    _classes,
-    _event_journal,
-    _steps,
-    _storage,
-    _survey,
-    errors,
-    formats,
-)
+from flaxckpt import _event_journal, _steps, _storage, _survey, errors, formats
+from flaxckpt._state import classes
 from flaxckpt.datasets import _codec
 
 TESTS: Final = Path(__file__).parents[1]
@@ -98,7 +91,7 @@ def only_ours() -> Iterator[None]:
         assert len(outcome) < 20_000, outcome[:1000]
 
 
-RESOLVE: Final = _classes.resolver()
+RESOLVE: Final = classes.resolver()
 LARGE: Final = 2**24
 
 

@@ -19,7 +19,7 @@ import strategies
 
 import flaxckpt
 from flaxckpt import _connection, _event_journal, _marks, _staging, _storage, errors
-from flaxckpt._util import processes
+from flaxckpt._util import processes as util_processes
 from flaxckpt.configs import CheckpointConfig
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
@@ -789,7 +789,7 @@ def test_staging_that_cannot_be_is_refused(tmp_path):
 
 
 def test_staging_is_for_one_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "is_together", lambda: True)
+    monkeypatch.setattr(util_processes, "is_together", lambda: True)
     with pytest.raises(errors.OptionError, match="for one process"):
         flaxckpt.Checkpointer(tmp_path / "run", staging=tmp_path / "ssd")
 

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flaxckpt import _flax, _structure, _util, errors
+from flaxckpt import _util, errors
+from flaxckpt._state import flax_state, treedef
 from flaxckpt._types import JSON
 
 _log = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ _NO_STATE = re.compile(r"_test$|\.testing(\.|$)")
 Build = Callable[[dict[str | int, Any], Mapping[str, JSON]], Any]
 
 
-def resolver(types: Sequence[type] = ()) -> _structure.Resolve:
+def resolver(types: Sequence[type] = ()) -> treedef.Resolve:
     """Finds the builders of classes that a checkpoint names.
 
     Args:
@@ -93,7 +94,7 @@ def _builder(cls: Any) -> Build | None:
 
 
 def _exact_builder(cls: Any) -> Build | None:
-    nnx = _flax.loaded_nnx()
+    nnx = flax_state.loaded_nnx()
     if nnx is not None and issubclass(cls, nnx.Variable):
         return lambda children, static: _variable(cls, children["value"], static)
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
@@ -121,7 +122,7 @@ def _dataclass(
 ) -> Any:
     """An instance with the fields known; None for unsaved ones such as `tx`."""
     known = {
-        **{name: _flax.tuples(value) for name, value in static.items()},
+        **{name: flax_state.tuples(value) for name, value in static.items()},
         **children,
     }
     required = [

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec, Sharding
 
-from flaxckpt import _tree
+from flaxckpt._state import tree
 from flaxckpt._types import LeafPath, Shape
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class LeafInfo:
     """
 
     path: LeafPath
-    keys: tuple[_tree.Key, ...]
+    keys: tuple[tree.Key, ...]
     kind: Literal["array", "scalar", "string", "prng_key", "empty"]
     python_type: str
     shape: Shape = ()

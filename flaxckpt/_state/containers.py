@@ -6,14 +6,15 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
-from flaxckpt import _tree, errors
-from flaxckpt._info import Leaf, LeafTable, StoredLeaf
+from flaxckpt import errors
+from flaxckpt._state import tree
+from flaxckpt._state.leaf import Leaf, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath
 
 
 def of(
-    structure: _tree.Node | LeafPath, old: LeafTable, table: LeafTable
-) -> _tree.Node | LeafPath:
+    structure: tree.Node | LeafPath, old: LeafTable, table: LeafTable
+) -> tree.Node | LeafPath:
     """The containers of a table that transforms have made of another.
 
     A container that has the same keys as the one that stood in its place is of the same
@@ -47,44 +48,44 @@ def of(
     return _built(root, structure)
 
 
-_Parts: TypeAlias = "dict[str, tuple[_tree.Key, _Parts | _tree.Node | LeafPath]]"
+_Parts: TypeAlias = "dict[str, tuple[tree.Key, _Parts | tree.Node | LeafPath]]"
 """Children by the last part of their paths, each with its key."""
 
 
 def _empties(
-    node: _tree.Node | LeafPath, keys: tuple[_tree.Key, ...]
-) -> Iterator[tuple[LeafPath, _tree.Node]]:
+    node: tree.Node | LeafPath, keys: tuple[tree.Key, ...]
+) -> Iterator[tuple[LeafPath, tree.Node]]:
     if isinstance(node, str):
         return
     if not node.children:
-        yield _tree.join(keys), node
+        yield tree.join(keys), node
     for key, child in zip(node.keys, node.children, strict=True):
         yield from _empties(child, keys if node.is_box else (*keys, key))
 
 
 def _empty(
-    path: LeafPath, leaf: Leaf, empties: Mapping[LeafPath, _tree.Node]
-) -> _tree.Node:
+    path: LeafPath, leaf: Leaf, empties: Mapping[LeafPath, tree.Node]
+) -> tree.Node:
     """The node of an empty container, which may have been elsewhere."""
     [source] = leaf.sources
     before = source.info.path if isinstance(source, StoredLeaf) else path
-    return empties.get(before) or _tree.empty_node(leaf.info.python_type)
+    return empties.get(before) or tree.empty_node(leaf.info.python_type)
 
 
 def _built(
-    part: _Parts | _tree.Node | LeafPath, old: _tree.Node | LeafPath | None
-) -> _tree.Node | LeafPath:
+    part: _Parts | tree.Node | LeafPath, old: tree.Node | LeafPath | None
+) -> tree.Node | LeafPath:
     """A new container, where `old` stood; None if nothing did."""
-    if isinstance(old, _tree.Node) and old.is_box and not isinstance(part, dict):
+    if isinstance(old, tree.Node) and old.is_box and not isinstance(part, dict):
         return dataclasses.replace(old, children=(_built(part, old.children[0]),))
     if not isinstance(part, dict):
         return part
-    before: dict[str, _tree.Node | LeafPath] = {}
-    if isinstance(old, _tree.Node) and not old.is_box:
-        names = (_tree.join((key,)) for key in old.keys)
+    before: dict[str, tree.Node | LeafPath] = {}
+    if isinstance(old, tree.Node) and not old.is_box:
+        names = (tree.join((key,)) for key in old.keys)
         before = dict(zip(names, old.children, strict=True))
     new = {name: _built(inner, before.get(name)) for name, (_, inner) in part.items()}
-    if isinstance(old, _tree.Node) and new.keys() == before.keys():
+    if isinstance(old, tree.Node) and new.keys() == before.keys():
         children = tuple(new[name] for name in before)
         return dataclasses.replace(old, children=children)
     keys = {name: key for name, (key, _) in part.items()}
@@ -92,11 +93,11 @@ def _built(
         indices = [str(i) for i in range(len(new))]
         if new.keys() == set(indices) and not before.keys() - new.keys():
             items = tuple(new[i] for i in indices)
-            return _tree.plain_node("list", range(len(new)), items)
+            return tree.plain_node("list", range(len(new)), items)
         # A list with holes would be one that nobody reads, and one that has lost its
         # end would look whole.
     plain = [
-        _tree.unescape(name) if key.kind == "index" else key.name
+        tree.unescape(name) if key.kind == "index" else key.name
         for name, key in keys.items()
     ]
-    return _tree.plain_node("dict", plain, tuple(new.values()))
+    return tree.plain_node("dict", plain, tuple(new.values()))

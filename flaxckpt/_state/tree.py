@@ -1,7 +1,7 @@
 """A pytree as named leaves plus a description of its nodes, and back again.
 
 `flatten` walks a state once. What it returns makes the same classes again in this
-process; `_structure` writes them down, so that a later one can.
+process; `_state.treedef` writes them down, so that a later one can.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from flaxckpt import _dtypes, _tree, _util
-from flaxckpt._info import LeafInfo
+from flaxckpt import _util
+from flaxckpt._state import dtypes, tree
+from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath, Shape
 
 _JAX_TYPES = (jax.Array, jax.ShapeDtypeStruct)
@@ -32,7 +33,7 @@ _SURROGATES = (
 )
 
 
-def of(path: LeafPath, entry: _tree.Entry) -> LeafInfo | str:
+def of(path: LeafPath, entry: tree.Entry) -> LeafInfo | str:
     """What is known of a leaf of a state, abstract or concrete.
 
     Returns:
@@ -48,8 +49,8 @@ def of(path: LeafPath, entry: _tree.Entry) -> LeafInfo | str:
     if isinstance(value, np.ndarray | np.generic):
         if type(value) not in _ARRAYS and type(value) is not value.dtype.type:
             return _describe_subclass(value)
-        dtype = _dtypes.name(value.dtype)
-        if _dtypes.stored_name(dtype) is None:
+        dtype = dtypes.name(value.dtype)
+        if dtypes.stored_name(dtype) is None:
             return f"a numpy array of dtype {dtype}"
         is_array = isinstance(value, np.ndarray)
         return LeafInfo(
@@ -95,7 +96,7 @@ def _describe_subclass(value: np.ndarray[Any, Any] | np.generic) -> str:
 
 def _describe_jax(
     path: LeafPath,
-    keys: tuple[_tree.Key, ...],
+    keys: tuple[tree.Key, ...],
     value: jax.Array | jax.ShapeDtypeStruct,
 ) -> LeafInfo | str:
     sharding = value.sharding
@@ -125,8 +126,8 @@ def _describe_jax(
 def _element_type(dtype: Any) -> tuple[bool, str, bool]:
     """Whether values of `dtype` are PRNG keys, their type's name, is it stored."""
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    name = "uint32" if is_key else _dtypes.name(dtype)
-    return is_key, name, _dtypes.stored_name(name) is not None
+    name = "uint32" if is_key else dtypes.name(dtype)
+    return is_key, name, dtypes.stored_name(name) is not None
 
 
 def _shard_shape(sharding: Sharding, shape: Shape) -> Shape | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
-from flaxckpt import _tree
+from flaxckpt._state import tree
 from flaxckpt._types import JSON, LeafPath
 
 Resolve: TypeAlias = Callable[
@@ -17,7 +17,7 @@ Resolve: TypeAlias = Callable[
 """Class name -> how to build it from named children and static fields, if known."""
 
 
-def to_json(structure: _tree.Node | LeafPath) -> JSON:
+def to_json(structure: tree.Node | LeafPath) -> JSON:
     """Describes `structure` in JSON; `from_json` is the inverse.
 
     A leaf is its path as a string. A container is `[type, keys, children]`, with
@@ -32,7 +32,7 @@ def to_json(structure: _tree.Node | LeafPath) -> JSON:
     return [*row, dict(structure.static)] if structure.static else row
 
 
-def from_json(data: JSON, resolve: Resolve, unknown: set[str]) -> _tree.Node | LeafPath:
+def from_json(data: JSON, resolve: Resolve, unknown: set[str]) -> tree.Node | LeafPath:
     """Reads what `to_json` wrote.
 
     Args:
@@ -49,9 +49,9 @@ def from_json(data: JSON, resolve: Resolve, unknown: set[str]) -> _tree.Node | L
 
 def _from_json(
     data: JSON, resolve: Resolve, unknown: set[str], depth: int
-) -> _tree.Node | LeafPath:
-    if depth > _tree.MAX_DEPTH:
-        raise ValueError(f"containers are nested more than {_tree.MAX_DEPTH} deep")
+) -> tree.Node | LeafPath:
+    if depth > tree.MAX_DEPTH:
+        raise ValueError(f"containers are nested more than {tree.MAX_DEPTH} deep")
     match data:
         case str():
             return data
@@ -70,11 +70,11 @@ def _from_json(
 def _described_node(
     type_name: str,
     keys: JSON,
-    children: tuple[_tree.Node | LeafPath, ...],
+    children: tuple[tree.Node | LeafPath, ...],
     static: Mapping[str, JSON],
     resolve: Resolve,
     unknown: set[str],
-) -> _tree.Node:
+) -> tree.Node:
     is_box = keys is None
     names: list[str | int] = ["value"] if is_box else _names(type_name, keys)
     if len(names) != len(children):
@@ -84,9 +84,9 @@ def _described_node(
         unknown.add(type_name)
         rebuild = _plain(names, is_box)
     kind: Literal["key", "index"] = "index" if type_name in ("list", "tuple") else "key"
-    return _tree.Node(
+    return tree.Node(
         type_name,
-        tuple([_tree.Key(name, kind) for name in names]),
+        tuple([tree.Key(name, kind) for name in names]),
         children,
         rebuild,
         static,
@@ -107,18 +107,18 @@ def _names(type_name: str, keys: JSON) -> list[str | int]:
 
 def _builder(
     type_name: str, static: Mapping[str, JSON], resolve: Resolve
-) -> _tree.Rebuild | None:
-    if type_name in _tree.MAKERS:
-        return _tree.MAKERS[type_name]
+) -> tree.Rebuild | None:
+    if type_name in tree.MAKERS:
+        return tree.MAKERS[type_name]
     build = resolve(type_name)
     if build is None:
         return None
-    return lambda keys, new: build(_tree.make_dict(keys, new), static)
+    return lambda keys, new: build(tree.make_dict(keys, new), static)
 
 
-def _plain(names: list[str | int], is_box: bool) -> _tree.Rebuild:
+def _plain(names: list[str | int], is_box: bool) -> tree.Rebuild:
     if is_box:
         return lambda _, new: new[0]
     if names and names == list(range(len(names))):
-        return _tree.make_list
-    return _tree.make_dict
+        return tree.make_list
+    return tree.make_dict

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from flaxckpt import _flax
+from flaxckpt._state import flax_state
 
 
 class _Slot(NamedTuple):
@@ -58,14 +58,14 @@ class ObjectGraph:
 
     def _nodes(self) -> dict[tuple[Any, ...], Any]:
         """The objects, and whatever they hold, by path."""
-        nodes = dict(_flax.loaded_nnx().iter_graph(self._objects))
+        nodes = dict(flax_state.loaded_nnx().iter_graph(self._objects))
         nodes[()] = self._objects
         return nodes
 
     @staticmethod
     def _find(nodes: Mapping[tuple[Any, ...], Any]) -> tuple[list[Any], list[_Slot]]:
         """The variables, and the places of arrays outside of them."""
-        nnx = _flax.loaded_nnx()
+        nnx = flax_state.loaded_nnx()
         variables = [node for node in nodes.values() if isinstance(node, nnx.Variable)]
         slots = [
             _Slot(nodes[path[:-1]], path[-1])
@@ -146,7 +146,7 @@ class _Contents:
 
 def _is_changeable(node: object) -> bool:
     """Whether something in a graph may get other contents, beside variables."""
-    return _flax.is_object(node) or isinstance(node, dict | list)
+    return flax_state.is_object(node) or isinstance(node, dict | list)
 
 
 def _raw_value(variable: Any) -> Any:

@@ -21,11 +21,13 @@ from flax.core import meta
 from flax.linen import spmd
 from jax.sharding import PartitionSpec
 
-from flaxckpt import _description, _tree, errors
-from flaxckpt._info import Leaf, LeafTable
+from flaxckpt import errors
+from flaxckpt._state import leaf_info
+from flaxckpt._state import tree as state_tree
+from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._types import LeafPath, PyTree
 
-Keys: TypeAlias = tuple[_tree.Key, ...]
+Keys: TypeAlias = tuple[state_tree.Key, ...]
 
 
 def loaded_nnx() -> Any:
@@ -56,9 +58,9 @@ class FlatState:
     """
 
     table: LeafTable
-    structure: _tree.Node | LeafPath
+    structure: state_tree.Node | LeafPath
     rebuild: Callable[[Mapping[LeafPath, Any]], PyTree]
-    optimizer_states: tuple[tuple[Keys, _tree.Node | LeafPath], ...] = ()
+    optimizer_states: tuple[tuple[Keys, state_tree.Node | LeafPath], ...] = ()
 
 
 def flatten(state: PyTree) -> FlatState:
@@ -74,14 +76,14 @@ def flatten(state: PyTree) -> FlatState:
     table: LeafTable = {}
     faults: dict[LeafPath, str] = {}
 
-    def enter(path: LeafPath, entry: _tree.Entry) -> None:
-        info = _description.of(path, entry)
+    def enter(path: LeafPath, entry: state_tree.Entry) -> None:
+        info = leaf_info.of(path, entry)
         if isinstance(info, str):
             faults[path] = info
         else:
             table[path] = Leaf(info, (None if entry.is_empty else entry.value,))
 
-    structure = _tree.walk(tree, enter, boxes=boxes())
+    structure = state_tree.walk(tree, enter, boxes=boxes())
     if faults:
         advice = ""
         if "" in faults and callable(state):
@@ -95,11 +97,11 @@ def flatten(state: PyTree) -> FlatState:
     return FlatState(
         table,
         structure,
-        lambda values: restore_objects(_tree.unflatten(structure, values)),
+        lambda values: restore_objects(state_tree.unflatten(structure, values)),
         tuple(
             (
                 (*keys, _OPT_STATE),
-                _tree.flatten(node.opt_state, boxes=boxes()).structure,
+                state_tree.flatten(node.opt_state, boxes=boxes()).structure,
             )
             for keys, node in optimizers
         ),
@@ -138,11 +140,11 @@ _LEAF: Any = jax.tree.structure(0)
 def values(tree: PyTree) -> dict[LeafPath, Any]:
     """The leaves of a state, or of anything, by their paths; of any type."""
     plain, _ = _split_objects(tree)
-    entries = _tree.flatten(plain, boxes=boxes()).entries
+    entries = state_tree.flatten(plain, boxes=boxes()).entries
     return {path: entry.value for path, entry in entries.items()}
 
 
-_OPT_STATE = _tree.Key("opt_state", "attr")
+_OPT_STATE = state_tree.Key("opt_state", "attr")
 
 
 def _nodes(state: PyTree, wanted: Callable[[Any], bool]) -> list[tuple[Keys, Any]]:
@@ -150,7 +152,7 @@ def _nodes(state: PyTree, wanted: Callable[[Any], bool]) -> list[tuple[Keys, Any
     found = jax.tree_util.tree_leaves_with_path(
         state, is_leaf=lambda node: wanted(node) or is_object(node)
     )
-    return [(_tree.keys(path), node) for path, node in found if wanted(node)]
+    return [(state_tree.keys(path), node) for path, node in found if wanted(node)]
 
 
 def _is_nnx_optimizer(node: object) -> bool:
@@ -161,7 +163,7 @@ def _is_nnx_optimizer(node: object) -> bool:
 def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """Puts an `nnx.State` in the place of every NNX object, and tells the way back."""
     try:
-        _tree.check_nesting(state, is_object)
+        state_tree.check_nesting(state, is_object)
         treedef: Any  # jax declares no attributes of it
         nodes, treedef = flatten_around_objects(state, and_variables=True)
     except errors.LeafNameError:
@@ -323,7 +325,7 @@ def _check_objects(objects: Mapping[str, Any]) -> None:
             continue
         seen.add(id(node))
         fields = {type(node).__name__: dict(vars(node))}
-        _tree.check_nesting(fields, is_object)
+        state_tree.check_nesting(fields, is_object)
         waiting += filter(is_object, jax.tree.leaves(fields, is_leaf=is_object))
 
 
@@ -355,7 +357,7 @@ class AxisNames(NamedTuple):
     are_logical: bool
 
 
-def axis_names(structure: _tree.Node | LeafPath) -> dict[LeafPath, AxisNames]:
+def axis_names(structure: state_tree.Node | LeafPath) -> dict[LeafPath, AxisNames]:
     """The axis names in linen's boxes and NNX's metadata, by leaf path."""
     found: dict[LeafPath, AxisNames] = {}
     _collect_axis_names(structure, found)
@@ -363,7 +365,7 @@ def axis_names(structure: _tree.Node | LeafPath) -> dict[LeafPath, AxisNames]:
 
 
 def _collect_axis_names(
-    node: _tree.Node | LeafPath, found: dict[LeafPath, AxisNames]
+    node: state_tree.Node | LeafPath, found: dict[LeafPath, AxisNames]
 ) -> None:
     if isinstance(node, str):
         return
@@ -443,7 +445,7 @@ def optimizers(state: PyTree) -> list[OptimizerPart]:
         OptimizerPart(
             (*keys, _OPT_STATE),
             node.tx.init,
-            (*keys, _tree.Key("params", "attr")),
+            (*keys, state_tree.Key("params", "attr")),
             node.params,
         )
         for keys, node in _nodes(state, _is_train_state)
@@ -476,7 +478,7 @@ def _fits(params: PyTree, optimizer: Any) -> bool:
 
 
 def _shapes(tree: PyTree) -> dict[LeafPath, Any]:
-    entries = _tree.flatten(tree, boxes=boxes()).entries
+    entries = state_tree.flatten(tree, boxes=boxes()).entries
     return {
         path: getattr(entry.value, "shape", None)
         for path, entry in entries.items()

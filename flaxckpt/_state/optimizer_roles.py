@@ -9,11 +9,13 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
-from flaxckpt import _optimizer_states, _tree, _util
-from flaxckpt._info import Leaf, LeafTable, Role
+from flaxckpt import _util
+from flaxckpt._state import optimizer_states as state_optimizer_states
+from flaxckpt._state import tree
+from flaxckpt._state.leaf import Leaf, LeafTable, Role
 from flaxckpt._types import LeafPath
 
-Keys: TypeAlias = tuple[_tree.Key, ...]
+Keys: TypeAlias = tuple[tree.Key, ...]
 
 
 class Known(NamedTuple):
@@ -74,8 +76,8 @@ def with_roles(table: LeafTable, known: Mapping[LeafPath, Known]) -> LeafTable:
 
 
 def roles(
-    structure: _tree.Node | LeafPath,
-    optimizer_states: Iterable[tuple[Keys, _tree.Node | LeafPath]] = (),
+    structure: tree.Node | LeafPath,
+    optimizer_states: Iterable[tuple[Keys, tree.Node | LeafPath]] = (),
 ) -> dict[LeafPath, Known]:
     """What is known of all leaves that belong to optimizer states, by leaf path.
 
@@ -91,7 +93,7 @@ def roles(
 
 
 def trusted_roles(
-    structure: _tree.Node | LeafPath, recorded: Mapping[LeafPath, Role]
+    structure: tree.Node | LeafPath, recorded: Mapping[LeafPath, Role]
 ) -> dict[LeafPath, Role | None]:
     """The roles of a checkpoint's leaves: recorded ones, corrected by its containers.
 
@@ -142,23 +144,23 @@ class _Mirror(NamedTuple):
 class _Roles:
     """Tells the containers of optimizers from all others, in one structure."""
 
-    def __init__(self, structure: _tree.Node | LeafPath) -> None:
+    def __init__(self, structure: tree.Node | LeafPath) -> None:
         self.parameter_classes: set[str] = set()
         self._outside: list[LeafPath] = []
         self._types: set[str] = set()
-        self._optimizers: list[tuple[Keys, _tree.Node | LeafPath]] = []
+        self._optimizers: list[tuple[Keys, tree.Node | LeafPath]] = []
         self._structure = structure
         self._found: dict[LeafPath, Known] = {}
         self._find_optimizers(structure, ())
 
     def all(
-        self, optimizer_states: Iterable[tuple[Keys, _tree.Node | LeafPath]]
+        self, optimizer_states: Iterable[tuple[Keys, tree.Node | LeafPath]]
     ) -> dict[LeafPath, Known]:
         """See `roles`."""
         for keys, node in self._optimizers:
-            self._enter(node, keys, _tree.join(keys))
+            self._enter(node, keys, tree.join(keys))
         for keys, node in optimizer_states:
-            path = _tree.join(keys)
+            path = tree.join(keys)
             prefix = f"{path}/" if keys else ""
             owner = Known("", "", frozenset(), "", _skip(keys), path, path)
             self._collect(node, keys, prefix, owner, may_be_state=True)
@@ -166,13 +168,13 @@ class _Roles:
 
     # -- which containers are optimizers --
 
-    def _find_optimizers(self, node: _tree.Node | LeafPath, keys: Keys) -> None:
+    def _find_optimizers(self, node: tree.Node | LeafPath, keys: Keys) -> None:
         if isinstance(node, str):
             self._outside.append(node)
             return
-        if _optimizer_states.is_state_of_optax(node) or _optimizer_states.is_chain(
+        if state_optimizer_states.is_state_of_optax(
             node
-        ):
+        ) or state_optimizer_states.is_chain(node):
             self._optimizers.append((keys, node))
             return
         self._types.add(node.type)
@@ -183,9 +185,9 @@ class _Roles:
             else:
                 self._find_optimizers(child, inner)
 
-    def _enter(self, node: _tree.Node | LeafPath, keys: Keys, group: LeafPath) -> None:
+    def _enter(self, node: tree.Node | LeafPath, keys: Keys, group: LeafPath) -> None:
         """Collects the leaves of one optimizer, or of several beside each other."""
-        path = _tree.join(keys)
+        path = tree.join(keys)
         owner = Known("", "", frozenset(), "", _skip(keys), path, group)
         held = "one" if isinstance(node, str) else self._held(node, keys)
         if isinstance(node, str) or held == "one":
@@ -198,12 +200,10 @@ class _Roles:
             elif held == "several":
                 self._enter(child, inner, group)
             else:
-                seated = owner._replace(seat=_tree.join(inner))
+                seated = owner._replace(seat=tree.join(inner))
                 self._collect(child, inner, "", seated, may_be_state=True)
 
-    def _held(
-        self, node: _tree.Node, keys: Keys
-    ) -> Literal["one", "several", "either"]:
+    def _held(self, node: tree.Node, keys: Keys) -> Literal["one", "several", "either"]:
         """How many optimizers the states in `node` are of.
 
         A chain is a tuple of states, or a dict (`named_chain`), and so are optimizers
@@ -214,14 +214,15 @@ class _Roles:
         by_key = {
             key: child
             for key, child in zip(node.keys, node.children, strict=True)
-            if isinstance(child, _tree.Node)
+            if isinstance(child, tree.Node)
         }
         nodes = by_key.values()
         if len(nodes) < 2:
             return "one"
-        if not _optimizer_states.is_plain(node):
+        if not state_optimizer_states.is_plain(node):
             are_states = all(
-                _optimizer_states.is_state_of_optax(n) or _optimizer_states.is_chain(n)
+                state_optimizer_states.is_state_of_optax(n)
+                or state_optimizer_states.is_chain(n)
                 for n in nodes
             )
             is_own = not node.type.startswith("optax")
@@ -229,7 +230,9 @@ class _Roles:
             return "several" if is_holder else "one"
         if node.type == "list":
             return "several"  # optax makes none
-        complete = [child for child in nodes if _optimizer_states.is_complete(child)]
+        complete = [
+            child for child in nodes if state_optimizer_states.is_complete(child)
+        ]
         carriers = {
             key: child
             for key, child in by_key.items()
@@ -238,13 +241,13 @@ class _Roles:
         if (
             not carriers
             and node.type != "tuple"
-            and not _optimizer_states.has_state_class(node)
+            and not state_optimizer_states.has_state_class(node)
         ):
             return self._held_without_classes(node)
         candidates = [
             n
             for k, n in by_key.items()
-            if k in carriers or _optimizer_states.is_complete(n)
+            if k in carriers or state_optimizer_states.is_complete(n)
         ]
         if len(candidates) < 2 or (node.type == "tuple" and not carriers):
             return "one"
@@ -271,17 +274,17 @@ class _Roles:
             return "one" if is_of_params or len(complete) < 2 else "several"
         return "several"  # which their names tell apart
 
-    def _held_without_classes(self, node: _tree.Node) -> Literal["one", "several"]:
+    def _held_without_classes(self, node: tree.Node) -> Literal["one", "several"]:
         """See `_held`; for a dict without states of known classes in it."""
-        if self._is_unnamed_state(node) or _optimizer_states.has_indices(node):
+        if self._is_unnamed_state(node) or state_optimizer_states.has_indices(node):
             return "one"
-        nodes = [child for child in node.children if isinstance(child, _tree.Node)]
+        nodes = [child for child in node.children if isinstance(child, tree.Node)]
         holders = [child for child in nodes if self._has_unnamed_state(child)]
         return "several" if len(holders) > 1 else "one"
 
     def _held_in_tuple(
         self,
-        carriers: Mapping[_tree.Key, _tree.Node],
+        carriers: Mapping[tree.Key, tree.Node],
         keys: Keys,
         n_elements: int,
         *,
@@ -338,7 +341,7 @@ class _Roles:
             a.startswith(b) or b.startswith(a) for a in one.roots for b in other.roots
         )
 
-    def _has_moments(self, node: _tree.Node, *, may_be_state: bool) -> bool:
+    def _has_moments(self, node: tree.Node, *, may_be_state: bool) -> bool:
         is_transform = self._is_transform(node, may_be_state)
         for key, child in zip(node.keys, node.children, strict=True):
             if isinstance(child, str):
@@ -346,20 +349,22 @@ class _Roles:
             if is_transform and key.name in NAMED_VALUES:
                 continue
             inner = (
-                _optimizer_states.holds_states(key) if is_transform else may_be_state
+                state_optimizer_states.holds_states(key)
+                if is_transform
+                else may_be_state
             )
             if self._has_moments(child, may_be_state=inner):
                 return True
             if (
                 is_transform
                 and not inner
-                and next(_optimizer_states.leaves(child), None) is not None
+                and next(state_optimizer_states.leaves(child), None) is not None
             ):
                 return True
         return False
 
     def _mirrors(
-        self, carriers: Mapping[_tree.Key, _tree.Node], keys: Keys
+        self, carriers: Mapping[tree.Key, tree.Node], keys: Keys
     ) -> list[_Mirror]:
         """The parameters of each element with moments, of a container at `keys`."""
         return [
@@ -367,7 +372,7 @@ class _Roles:
             for key, child in carriers.items()
         ]
 
-    def _mirror(self, node: _tree.Node, keys: Keys, beside: LeafPath) -> _Mirror:
+    def _mirror(self, node: tree.Node, keys: Keys, beside: LeafPath) -> _Mirror:
         """The parameters that `node` has moments of.
 
         Args:
@@ -385,7 +390,7 @@ class _Roles:
             param = path[known.skip :]
             if known.state_class and param and known.field not in NAMED_VALUES:
                 by_field.setdefault((known.place, known.field), []).append(param)
-        is_masked = _optimizer_states.is_masked(node)
+        is_masked = state_optimizer_states.is_masked(node)
         outside = self._outside_set
         for params in by_field.values():
             first = params[0]
@@ -411,7 +416,7 @@ class _Roles:
 
     def _collect(
         self,
-        node: _tree.Node | LeafPath,
+        node: tree.Node | LeafPath,
         keys: Keys,
         prefix: LeafPath,
         owner: Known,
@@ -432,18 +437,18 @@ class _Roles:
             return
         is_transform = self._is_transform(node, may_be_state)
         is_unnamed = not is_transform and may_be_state and self._is_unnamed_state(node)
-        if not is_transform and not _optimizer_states.is_plain(node):
+        if not is_transform and not state_optimizer_states.is_plain(node):
             may_be_state = False
             if not node.is_box:
-                self.parameter_classes.add(_optimizer_states.class_name(node))
-        place = _tree.join(keys) if is_transform or is_unnamed else ""
+                self.parameter_classes.add(state_optimizer_states.class_name(node))
+        place = tree.join(keys) if is_transform or is_unnamed else ""
         fields = frozenset([str(key.name) for key in node.keys])
         for key, child in zip(node.keys, node.children, strict=True):
             inner = keys if node.is_box else (*keys, key)
             child_owner, inner_may_be_state = owner, may_be_state
             if is_transform or is_unnamed:
                 child_owner = Known(
-                    _optimizer_states.class_name(node) if is_transform else "",
+                    state_optimizer_states.class_name(node) if is_transform else "",
                     str(key.name),
                     fields,
                     place,
@@ -452,7 +457,7 @@ class _Roles:
                     owner.group,
                     owner.seat,
                 )
-                inner_may_be_state = _optimizer_states.holds_states(key)
+                inner_may_be_state = state_optimizer_states.holds_states(key)
             if isinstance(child, str):
                 self._found[prefix + child] = child_owner
             else:
@@ -460,22 +465,22 @@ class _Roles:
                     child, inner, prefix, child_owner, may_be_state=inner_may_be_state
                 )
 
-    def _is_transform(self, node: _tree.Node, may_be_state: bool) -> bool:
+    def _is_transform(self, node: tree.Node, may_be_state: bool) -> bool:
         """Whether `node` is the state of a transform, and no container of parameters.
 
         States of optax are known by their names. Those of others are classes with
         fields that stand where an optimizer has states, and not among the parameters.
         A field such as `mu` has no states in it, whatever the class of the parameters.
         """
-        if _optimizer_states.is_state_of_optax(node):
+        if state_optimizer_states.is_state_of_optax(node):
             return True
         return (
             may_be_state
-            and not _optimizer_states.is_plain(node)
+            and not state_optimizer_states.is_plain(node)
             and node.type not in self._types
         )
 
-    def _is_unnamed_state(self, node: _tree.Node) -> bool:
+    def _is_unnamed_state(self, node: tree.Node) -> bool:
         """Whether `node` is a dict with the fields of a state of optax.
 
         So states look that have lost their classes, as in `nnx.state(optimizer)` and
@@ -484,36 +489,36 @@ class _Roles:
         if (
             node.is_box
             or node.type in ("tuple", "list")
-            or not _optimizer_states.is_plain(node)
+            or not state_optimizer_states.is_plain(node)
         ):
             return False
         fields = frozenset([str(key.name) for key in node.keys])
         return fields in self._fields_of_optax and not any(
-            isinstance(child, _tree.Node)
+            isinstance(child, tree.Node)
             and (
-                _optimizer_states.is_state_of_optax(child)
-                or _optimizer_states.is_chain(child)
+                state_optimizer_states.is_state_of_optax(child)
+                or state_optimizer_states.is_chain(child)
             )
             for child in node.children
         )
 
-    def _has_unnamed_state(self, node: _tree.Node) -> bool:
+    def _has_unnamed_state(self, node: tree.Node) -> bool:
         return self._is_unnamed_state(node) or any(
-            isinstance(child, _tree.Node) and self._has_unnamed_state(child)
+            isinstance(child, tree.Node) and self._has_unnamed_state(child)
             for child in node.children
         )
 
     @_util.forks.lazy
     def _fields_of_optax(self) -> frozenset[frozenset[str]]:
-        return _optimizer_states.fields_of_states(
+        return state_optimizer_states.fields_of_states(
             tuple(sorted(name for name in sys.modules if name.startswith("optax")))
         )
 
 
 def _beside(keys: Keys) -> LeafPath:
     """How the paths of all leaves begin that stand beside the container at `keys`."""
-    return _tree.join(keys[:-1]) + "/" if keys[:-1] else ""
+    return tree.join(keys[:-1]) + "/" if keys[:-1] else ""
 
 
 def _skip(keys: Keys) -> int:
-    return len(_tree.join(keys)) + 1 if keys else 0
+    return len(tree.join(keys)) + 1 if keys else 0

@@ -12,11 +12,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from flaxckpt import _tree
+from flaxckpt._state import tree
 from flaxckpt._types import LeafPath, PyTree, Shape
 
 Spec: TypeAlias = PartitionSpec
-Keys: TypeAlias = tuple[_tree.Key, ...]
+Keys: TypeAlias = tuple[tree.Key, ...]
 Rule: TypeAlias = Literal["types", "suffix", "small", "replicated"]
 
 _SMALL = 64
@@ -107,7 +107,7 @@ def specs_by_types(
         params: Parameters, as arrays or `ShapeDtypeStruct`s.
         specs: Leaf path within `params` -> partition spec.
         axis_sizes: Size of each axis of the mesh.
-        boxes: See `_tree.flatten`.
+        boxes: See `_state.tree.flatten`.
 
     Returns:
         Keys within the optimizer state -> spec, None where jax says nothing. Empty if
@@ -118,7 +118,7 @@ def specs_by_types(
         tuple(axis_sizes),
         axis_types=(AxisType.Explicit,) * len(axis_sizes),
     )
-    flat = _tree.flatten(params, boxes=boxes)
+    flat = tree.flatten(params, boxes=boxes)
     try:
         typed = {
             path: jax.ShapeDtypeStruct(
@@ -130,13 +130,13 @@ def specs_by_types(
             if not entry.is_empty
         }
         with jax.sharding.use_abstract_mesh(mesh):
-            state = jax.eval_shape(init, _tree.unflatten(flat.structure, typed))
+            state = jax.eval_shape(init, tree.unflatten(flat.structure, typed))
     except Exception:
         # Whatever a user's transform raises here, the rule of suffixes remains.
         return {}
     return {
         entry.keys: _spec_of(entry.value)
-        for entry in _tree.flatten(state, boxes=boxes).entries.values()
+        for entry in tree.flatten(state, boxes=boxes).entries.values()
         if not entry.is_empty
     }
 

@@ -9,18 +9,18 @@ import functools
 import sys
 from collections.abc import Iterator
 
-from flaxckpt import _tree
+from flaxckpt._state import tree
 from flaxckpt._types import LeafPath
 
 _STATES_WITHOUT_SUFFIX = frozenset(("ApplyEvery", "WeightDecaySchedule"))
 
 
-def holds_states(field: _tree.Key) -> bool:
+def holds_states(field: tree.Key) -> bool:
     """Whether a field is one of those in which transforms keep the states of others."""
     return "state" in str(field.name)
 
 
-def leaves(node: _tree.Node | LeafPath) -> Iterator[LeafPath]:
+def leaves(node: tree.Node | LeafPath) -> Iterator[LeafPath]:
     """The paths of all leaves in `node`."""
     if isinstance(node, str):
         yield node
@@ -29,12 +29,12 @@ def leaves(node: _tree.Node | LeafPath) -> Iterator[LeafPath]:
         yield from leaves(child)
 
 
-def class_name(node: _tree.Node) -> str:
+def class_name(node: tree.Node) -> str:
     """The name of a container's class, without its module."""
     return node.type.partition(":")[2]
 
 
-def is_plain(node: _tree.Node) -> bool:
+def is_plain(node: tree.Node) -> bool:
     """Whether `node` is a box, or a container that has no fields of its own."""
     return (
         node.is_box
@@ -43,7 +43,7 @@ def is_plain(node: _tree.Node) -> bool:
     )
 
 
-def is_state_of_optax(node: _tree.Node) -> bool:
+def is_state_of_optax(node: tree.Node) -> bool:
     """Whether `node` is a state of one of optax's transforms, by its class."""
     # LookaheadParams, for one, is a named tuple of optax that holds parameters.
     return node.type.startswith("optax") and (
@@ -51,17 +51,17 @@ def is_state_of_optax(node: _tree.Node) -> bool:
     )
 
 
-def is_complete(node: _tree.Node) -> bool:
+def is_complete(node: tree.Node) -> bool:
     """Whether `node` may be the state of a whole optimizer: a tuple, or a wrapper."""
     if node.type == "tuple":
         return bool(node.children)
     return any(
-        holds_states(key) and isinstance(child, _tree.Node)
+        holds_states(key) and isinstance(child, tree.Node)
         for key, child in zip(node.keys, node.children, strict=True)
     )
 
 
-def may_be_several(node: _tree.Node) -> bool:
+def may_be_several(node: tree.Node) -> bool:
     """Whether a stored tuple may hold several whole optimizers and nothing else.
 
     Orbax writes tuples as lists, Flax's `to_state_dict` as dicts.
@@ -70,46 +70,46 @@ def may_be_several(node: _tree.Node) -> bool:
         _is_like_tuple(node)
         and len(node.children) > 1
         and all(
-            isinstance(child, _tree.Node)
+            isinstance(child, tree.Node)
             and (is_complete(child) or _is_like_tuple(child))
             for child in node.children
         )
     )
 
 
-def _is_like_tuple(node: _tree.Node) -> bool:
+def _is_like_tuple(node: tree.Node) -> bool:
     if not node.children or not is_plain(node) or node.is_box:
         return False
     return node.type in ("tuple", "list") or has_indices(node)
 
 
-def is_masked(node: _tree.Node) -> bool:
+def is_masked(node: tree.Node) -> bool:
     """Whether there are placeholders of parameters in `node`."""
     return node.type.endswith(":MaskedNode") or any(
-        isinstance(child, _tree.Node) and is_masked(child) for child in node.children
+        isinstance(child, tree.Node) and is_masked(child) for child in node.children
     )
 
 
-def has_state_class(node: _tree.Node) -> bool:
+def has_state_class(node: tree.Node) -> bool:
     """Whether there is a state of a class, or a tuple, anywhere in `node`."""
     return any(
-        isinstance(child, _tree.Node)
+        isinstance(child, tree.Node)
         and (not is_plain(child) or child.type == "tuple" or has_state_class(child))
         for child in node.children
     )
 
 
-def has_indices(node: _tree.Node) -> bool:
+def has_indices(node: tree.Node) -> bool:
     """Whether the keys of a dict are those of a tuple that it was made of."""
     return all(str(key.name).isdecimal() for key in node.keys)
 
 
-def is_chain(node: _tree.Node) -> bool:
+def is_chain(node: tree.Node) -> bool:
     """Whether `node` is a tuple of nothing but states of optax, and such tuples."""
     return (
         node.type == "tuple"
         and all(
-            isinstance(child, _tree.Node)
+            isinstance(child, tree.Node)
             and (
                 is_state_of_optax(child)
                 or is_chain(child)

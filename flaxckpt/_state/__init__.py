@@ -1,0 +1,43 @@
+"""States: pytrees, leaf paths, leaf tables, and the types of Flax and optax in them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flaxckpt import _doors
+
+if TYPE_CHECKING:
+    from flaxckpt._state import (
+        classes,
+        containers,
+        dtypes,
+        flax_state,
+        leaf,
+        leaf_info,
+        object_graph,
+        optax_state,
+        optimizer_roles,
+        optimizer_states,
+        step_counter,
+        tree,
+        treedef,
+    )
+
+__all__ = [
+    "classes",
+    "containers",
+    "dtypes",
+    "flax_state",
+    "leaf",
+    "leaf_info",
+    "object_graph",
+    "optax_state",
+    "optimizer_roles",
+    "optimizer_states",
+    "step_counter",
+    "tree",
+    "treedef",
+]
+
+if not TYPE_CHECKING:
+    __getattr__ = _doors.opener(__name__, __all__)
