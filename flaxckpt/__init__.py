@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from flaxckpt._array_layout import ArrayLayout
     from flaxckpt._callback import CheckpointCallback
     from flaxckpt._checkpointer import Checkpointer
-    from flaxckpt._connection import StoreOptions
     from flaxckpt._convert import convert
     from flaxckpt._diff import CheckpointDiff, LeafDiff, diff
     from flaxckpt._events import Event
@@ -33,7 +32,8 @@ if TYPE_CHECKING:
     from flaxckpt._save_result import SaveResult
     from flaxckpt._simulation import Simulation, simulate
     from flaxckpt._state.leaf import LeafInfo
-    from flaxckpt._stores import set_store_options
+    from flaxckpt._storage.client import StoreOptions
+    from flaxckpt._storage.store_settings import set_store_options
     from flaxckpt._verify import verify
     from flaxckpt.formats._reader import CheckpointMetadata
     from flaxckpt.partition import abstract_state, parameter_infos
@@ -114,7 +114,7 @@ _HOMES = {
     "SaveHandle": "_handle",
     "SaveResult": "_save_result",
     "Simulation": "_simulation",
-    "StoreOptions": "_connection",
+    "StoreOptions": "_storage.client",
     "VerifyReport": "_findings",
     "abstract_state": "partition",
     "convert": "_convert",
@@ -126,7 +126,7 @@ _HOMES = {
     "plan": "_restore",
     "save": "_save",
     "save_async": "_save",
-    "set_store_options": "_stores",
+    "set_store_options": "_storage.store_settings",
     "simulate": "_simulation",
     "verify": "_verify",
 }

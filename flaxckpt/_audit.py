@@ -13,18 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import (
-    _access,
-    _layout,
-    _locate,
-    _ocdbt,
-    _remote,
-    _state,
-    _storage,
-    _util,
-    _zarr,
-    errors,
-)
+from flaxckpt import _layout, _locate, _ocdbt, _state, _storage, _util, _zarr, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import Shape
 from flaxckpt.formats import _manifest, _orbax, _orbax_disk, _orbax_json
@@ -45,7 +34,7 @@ def check(path: Path) -> None:
         DamagedCheckpointError: A metadata file is missing or has changed, or an array
             has a chunk that is missing, or that has not the size that it must have.
     """
-    with _remote.looking(path):
+    with _storage.paths.looking(path):
         _check(path)
 
 
@@ -55,15 +44,17 @@ def _check(path: Path) -> None:
         raise errors.DamagedCheckpointError(
             f"{path / _orbax_json.MANIFEST} is missing; restore another step"
         )
-    with _access.explained(path):
+    with _storage.permissions.explained(path):
         manifest = _orbax_disk.json_file(path / _orbax_json.MANIFEST, path)
         encoding = _manifest.encoding(manifest)
         for name, digest in digests(path, stored).items():
             # Zarr 2 has one for every file, which would be as much to read as all.
-            is_much = encoding and (encoding.version == 2 or _remote.is_remote(path))
+            is_much = encoding and (
+                encoding.version == 2 or _storage.paths.is_remote(path)
+            )
             if not (is_much and _orbax.is_of_arrays(name)):
                 _check_digest(path / name, digest)
-        if _remote.is_remote(path):
+        if _storage.paths.is_remote(path):
             _check_objects(path, stored, manifest, encoding)
             return
         arrays = [i for i in stored.metadata.leaves.values() if i.dtype is not None]
@@ -77,7 +68,7 @@ def _check(path: Path) -> None:
 
 
 def _check_objects(
-    path: _remote.RemotePath,
+    path: _storage.paths.RemotePath,
     stored: Stored,
     manifest: Mapping[str, Any],
     encoding: _zarr.Encoding | None,
@@ -116,7 +107,7 @@ def digests(path: Path, stored: Stored) -> dict[str, str]:
 
 def _check_digest(file: Path, recorded: str) -> None:
     try:
-        found = _storage.digest_file(file, max_bytes=sys.maxsize)
+        found = _storage.local.digest_file(file, max_bytes=sys.maxsize)
     except FileNotFoundError:
         found = None
     if found != recorded:

@@ -9,15 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from flaxckpt import (
-    _marks,
-    _remote,
-    _renames,
-    _storage,
-    _unfinished,
-    errors,
-    formats,
-)
+from flaxckpt import _marks, _storage, errors, formats
 from flaxckpt.formats import (
     _orbax,
     _orbax_disk,
@@ -136,7 +128,7 @@ def check_free(final: Path, *, overwrite: bool) -> None:
         raise errors.OptionError(
             f"{final} cannot be made: {above} is a file, not a directory"
         )
-    if not _storage.lexists(final) or _is_empty(final):
+    if not _storage.local.lexists(final) or _is_empty(final):
         return
     if not overwrite:
         raise errors.CheckpointExistsError(
@@ -190,7 +182,7 @@ def set_aside(final: Path) -> None:
     try:
         check_replaceable(final)
     except errors.CheckpointExistsError:
-        if _remote.is_remote(final):
+        if _storage.paths.is_remote(final):
             raise
     else:
         return
@@ -198,7 +190,7 @@ def set_aside(final: Path) -> None:
     aside = next(
         path for name in names if not os.path.lexists(path := final.with_name(name))
     )
-    _renames.withdraw(final, aside)
+    _storage.rename.withdraw(final, aside)
     _log.warning(
         "%s is damaged, and holds files that are not the checkpoint's, so it is not"
         " replaced: it is called %s now",
@@ -245,7 +237,7 @@ def _foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
 
 def _empty_directories(directory: Path) -> list[str]:
     """The empty directories right in a directory that somebody else has made."""
-    if _remote.is_remote(directory):
+    if _storage.paths.is_remote(directory):
         return []
     handlers = _orbax_disk.item_handlers(directory)
     items = handlers if isinstance(handlers, dict) else {}
@@ -260,7 +252,7 @@ def _empty_directories(directory: Path) -> list[str]:
 
 def _content(directory: Path) -> dict[str, bool]:
     """Maps the path of each file in a directory to True if the file is a link."""
-    if _remote.is_remote(directory):
+    if _storage.paths.is_remote(directory):
         keys = directory.keys()
         return {key: False for key in sorted(keys) if not key.endswith("/")}
     found: dict[str, bool] = {}
@@ -294,7 +286,7 @@ def _slashes(name: str) -> Iterator[int]:
 def _is_orbax(directory: Path) -> bool:
     """Whether a checkpoint of ours or Orbax's is there, or was, if it is damaged."""
     names = (_marks.DAMAGED, _orbax_json.MANIFEST, _orbax_disk.CHECKPOINT)
-    if any(_storage.lexists(directory / name) for name in names):
+    if any(_storage.local.lexists(directory / name) for name in names):
         return True
     try:
         return _orbax.is_whole(directory)
@@ -427,10 +419,10 @@ def _is_passing(name: str) -> bool:
     directory, _, file = name.rpartition("/")
     return (
         _marks.is_mark(file)
-        or _storage.is_replacing(file)
+        or _storage.local.is_replacing(file)
         or _OF_NFS.fullmatch(file) is not None
         or _LITTER.fullmatch(file) is not None
-        or _unfinished.TEMPORARY in directory
+        or _storage.temporary.TEMPORARY in directory
     )
 
 
@@ -450,7 +442,7 @@ def _of_safetensors(directory: Path, names: Iterable[str]) -> set[str]:
 def shards(index: Path) -> set[str]:
     """Names of the files that an index is of; none if it cannot be read."""
     try:
-        text = _storage.read(index, max_bytes=_safetensors_json.MAX_HEADER_BYTES)
+        text = _storage.local.read(index, max_bytes=_safetensors_json.MAX_HEADER_BYTES)
         return set(_safetensors_json.parse_index(text).files.values())
     except (OSError, ValueError):
         return set()
@@ -460,4 +452,4 @@ def shards(index: Path) -> set[str]:
 
 
 def _is_taken(path: Path) -> bool:
-    return path.is_file() if _remote.is_remote(path) else os.path.lexists(path)
+    return path.is_file() if _storage.paths.is_remote(path) else os.path.lexists(path)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 import crc32c
 import numpy as np
 
-from flaxckpt import _links, _marked, _remote
+from flaxckpt import _storage
 
 Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 
@@ -72,8 +72,8 @@ def write(path: Path, parts: Sequence[memoryview]) -> None:
     Syncing a large file here lets the disk work while others are written. Its name is
     made durable with its directory, by the caller.
     """
-    if _remote.is_remote(path):
-        _marked.write_new(path, b"".join(parts))
+    if _storage.paths.is_remote(path):
+        _storage.commit_marker.write_new(path, b"".join(parts))
         return
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
@@ -178,7 +178,7 @@ def read(block: Block, into: Sequence[memoryview], *, verify: bool) -> None:
         ValueError: The file has another size, or fails its checksum.
         OSError: It is missing, or cannot be read.
     """
-    if _remote.is_remote(block.path):
+    if _storage.paths.is_remote(block.path):
         _read_object(block, into, verify=verify)
         return
     tail = np.empty(block.file_size - block.size, np.uint8)
@@ -197,7 +197,7 @@ def read(block: Block, into: Sequence[memoryview], *, verify: bool) -> None:
 
 def _read_object(block: Block, into: Sequence[memoryview], *, verify: bool) -> None:
     path, tail = block.path, np.empty(block.file_size - block.size, np.uint8)
-    assert _remote.is_remote(path), path
+    assert _storage.paths.is_remote(path), path
     found = 0
     views = [view for view in (*into, tail.data) if view]
     for part in path.pieces(block.file_size):
@@ -220,7 +220,7 @@ def small(path: Path) -> bytes:
     Raises:
         OSError: It is missing, or cannot be read.
     """
-    if _remote.is_remote(path):
+    if _storage.paths.is_remote(path):
         return path.read_bytes()
     with open(_descriptor(path), "rb") as file:
         return file.read(2**16)
@@ -360,7 +360,7 @@ def _descriptor(path: Path) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-    if not _links.is_inside(str(path), path.parent.parent):
+    if not _storage.symlinks.is_inside(str(path), path.parent.parent):
         raise ValueError(f"{path} is a symbolic link that leads out of the checkpoint")
     return os.open(path, flags)
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from flaxckpt import _directory, _remote, _sizes, _util, policies
+from flaxckpt import _directory, _sizes, _storage, _util, policies
 from flaxckpt._util.html import Markup
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def of_run(run: _directory.RunDirectory, path_of: Callable[[int], Path]) -> str:
         path_of: Where a step is.
     """
     try:
-        with _remote.looking(run.directory):
+        with _storage.paths.looking(run.directory):
             return _card(run, path_of)
     except Exception as error:  # a notebook would show a traceback in its place
         _log.warning("%s cannot be shown: %s", run.directory, error)

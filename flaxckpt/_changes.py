@@ -19,7 +19,7 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> None:
     added = _measured.as_metrics(metrics)
     with (
         _writing(path, "metrics cannot be added to it"),
-        _storage.locked(_orbax.file_to_lock(path)),
+        _storage.local.locked(_orbax.file_to_lock(path)),
     ):
         try:
             found = _orbax.metrics_in(path)

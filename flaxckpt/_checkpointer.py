@@ -285,7 +285,7 @@ class Checkpointer(_run_saver.RunSaver):
             transforms=transforms,
             keeps_steps=optimizer == "reinit",
         )
-        path = _storage.resolve(source)
+        path = _storage.local.resolve(source)
         with self._delivering():
             state, self.lineage = self._restores.load_source(
                 path, step, abstract_state, options

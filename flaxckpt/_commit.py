@@ -18,17 +18,12 @@ import jax
 
 from flaxckpt import (
     _belongings,
-    _connection,
     _layout,
-    _marked,
     _marks,
-    _remote,
-    _renames,
     _snapshot,
     _state,
     _storage,
     _together,
-    _unfinished,
     _util,
     _write,
     _zarr,
@@ -176,7 +171,7 @@ def _of_store(
 ) -> errors.SaveFailedError:
     """The error of a save to a store, with what is `left` of the save."""
     told = f"{final} could not be saved: {error}"
-    if isinstance(error, _connection.ForkedError):
+    if isinstance(error, _storage.client.ForkedError):
         return errors.SaveFailedError(told)
     return errors.SaveFailedError(
         f"{told}\n{left}; see that the store can be reached, then save again."
@@ -198,7 +193,7 @@ def alone(final: Path) -> Iterator[None]:
             raise
         left = "Nothing of it counts, unless it was its marker that was not written"
         raise _of_store(final, error, left) from error
-    except _renames.NotDurableError as error:
+    except _storage.rename.NotDurableError as error:
         raise errors.SaveFailedError(
             f"{final} was written, but the disk did not confirm its name: {error}\n"
             "Whether it stays, or what was there before, is not known; see that the"
@@ -232,12 +227,12 @@ def execute(snapshot: Snapshot, previous: _write.Previous | None = None) -> Writ
 def made(snapshot: Snapshot) -> Iterator[Path]:
     """The directory to write to; what is left of it at the end is removed."""
     final = snapshot.final
-    _storage.make_directory(final.parent)
-    if not _remote.is_remote(final):  # where whoever locks it next sweeps it
-        _unfinished.sweep(final.parent, lambda name: name == final.name)
-    elif snapshot.options.overwrite and _marked.is_committed(final):
+    _storage.local.make_directory(final.parent)
+    if not _storage.paths.is_remote(final):  # where whoever locks it next sweeps it
+        _storage.temporary.sweep(final.parent, lambda name: name == final.name)
+    elif snapshot.options.overwrite and _storage.commit_marker.is_committed(final):
         _belongings.check_replaceable(final)  # which comes to its end at once
-    with _unfinished.made(
+    with _storage.temporary.made(
         final,
         overwrite=snapshot.options.overwrite,
         keep=lambda name: name == _marks.PIN,
@@ -310,17 +305,17 @@ def finish(
         digests: Of such files that others have written.
     """
     sealed = _orbax.seal(contents, files, temporary, digests or {})
-    if _remote.is_remote(temporary):  # where it is the marker that commits
+    if _storage.paths.is_remote(temporary):  # where it is the marker that commits
         write_new(temporary, {_orbax_json.MANIFEST: sealed[_orbax_json.MANIFEST]})
     else:
         write_new(temporary, sealed)
     is_temporary = snapshot.options.temporary
     marks = _marks.of_new(snapshot.final, temporary=is_temporary)
     write_new(temporary, {**marks, **snapshot.options.marks})
-    size = _storage.sync_tree(temporary)
-    manifest = _storage.stamp(temporary / _orbax_json.MANIFEST)
-    if _remote.is_remote(temporary):
-        size = _marked.commit(temporary, sealed[_orbax.COMMITTED])
+    size = _storage.local.sync_tree(temporary)
+    manifest = _storage.local.stamp(temporary / _orbax_json.MANIFEST)
+    if _storage.paths.is_remote(temporary):
+        size = _storage.commit_marker.commit(temporary, sealed[_orbax.COMMITTED])
     else:
         name(temporary, snapshot.final, overwrite=snapshot.options.overwrite)
     stamp = manifest._replace(path=snapshot.final / _orbax_json.MANIFEST)
@@ -332,14 +327,14 @@ def name(temporary: Path, final: Path, *, overwrite: bool) -> None:
     if overwrite and final.exists():
         # Somebody may have put files there since the save began.
         _belongings.check_replaceable(final)
-        aside = _unfinished.beside(final, _unfinished.REPLACED)
-        with _unfinished.claimed(final):
-            _renames.exchange(temporary, final, aside)
+        aside = _storage.temporary.beside(final, _storage.temporary.REPLACED)
+        with _storage.temporary.claimed(final):
+            _storage.rename.exchange(temporary, final, aside)
     else:
-        _renames.publish(temporary, final)
+        _storage.rename.publish(temporary, final)
 
 
-def for_next(snapshot: Snapshot, stamp: _storage.Stamp) -> _write.Previous:
+def for_next(snapshot: Snapshot, stamp: _storage.local.Stamp) -> _write.Previous:
     """What the save after this one may link."""
     sources = {
         array.name: (array.source, array.dtype)
@@ -381,7 +376,7 @@ def write_new(root: Path, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        _storage.write(path, content)
+        _storage.local.write(path, content)
 
 
 @functools.cache

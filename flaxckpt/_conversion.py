@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from flaxckpt import _layout, _read, _remote, _state, _storage, _targets, errors
+from flaxckpt import _layout, _read, _state, _storage, _targets, errors
 from flaxckpt._array_layout import ArrayLayout, checked_layout
 from flaxckpt._state.leaf import Leaf, StoredLeaf
 from flaxckpt._types import JSON
@@ -146,7 +146,7 @@ def state(stored: Stored, step: int | None, options: Options) -> _targets.State:
         info = dataclasses.replace(leaf.info, keys=keys[path])
         info = _layout.with_chunk_shape(info, options.layout)
         table[path] = Leaf(info, leaf.sources, leaf.fn)
-    found = _remote.from_text(stored.metadata.path)
+    found = _storage.paths.from_text(stored.metadata.path)
     has_dataset = stored.metadata.has_dataset and options.format == "orbax"
     return _targets.State(
         table,
@@ -181,7 +181,7 @@ def work(
     state: _targets.State,
     target: _targets.Target,
     options: Options,
-    files: Sequence[_storage.Stamp],
+    files: Sequence[_storage.local.Stamp],
 ) -> dict[str, JSON]:
     """What is made of what: equal only if what is done already can be kept."""
     rows: list[JSON] = [
@@ -202,10 +202,12 @@ def work(
         "version": 1,
         "source": stored.metadata.path,
         "stamp": list(identity or ()),
-        "source files": _storage.digest(repr(files).encode(errors="surrogatepass")),
+        "source files": _storage.local.digest(
+            repr(files).encode(errors="surrogatepass")
+        ),
         "format": options.format,
         "files": list(target.files),
-        "leaves": _storage.digest(content),
+        "leaves": _storage.local.digest(content),
         "layout": dataclasses.asdict(options.layout),
         "others": [*others, os.urandom(16).hex()] if others else [],
         "bytes": [int(state.batch_bytes), int(options.max_shard_bytes)],

@@ -21,10 +21,7 @@ from flaxckpt import (
     _journal,
     _locate,
     _pieces,
-    _remote,
-    _renames,
     _source_files,
-    _staging,
     _storage,
     _survey,
     _targets,
@@ -107,7 +104,7 @@ def convert(
         LeafNameError: Leaf names collide in it, or would not come back.
         SaveFailedError: The bytes could not be written.
     """
-    final = _storage.resolve(dst)
+    final = _storage.local.resolve(dst)
     options = Options(
         _conversion.format_of(final, format),
         transforms,
@@ -117,14 +114,14 @@ def convert(
         max_concurrent_bytes,
         progress,
     )
-    return _run(_storage.resolve(src), step, final, options)
+    return _run(_storage.local.resolve(src), step, final, options)
 
 
 def _run(source: Path, step: int | None, final: Path, options: Options) -> SaveResult:
     """Converts the checkpoint at `source` into one at `final`."""
     if final.suffix.lower() != f".{options.format}":
         _belongings.check_name(final, "convert")
-    if _remote.is_remote(final):
+    if _storage.paths.is_remote(final):
         return _to_store(source, step, final, options)
     begun = time.monotonic()
     found, number = _locate.locate(source, step)
@@ -149,7 +146,7 @@ def _run(source: Path, step: int | None, final: Path, options: Options) -> SaveR
             kept = target.begin(done.output, done.done)
             _write(target, kept, done, show)
             target.finish(done.output)
-            size = _storage.sync_tree(done.output)
+            size = _storage.local.sync_tree(done.output)
             _check_current(stored, files)
             _check_readable(done, target, number)
             done.forget()
@@ -170,7 +167,7 @@ def _run(source: Path, step: int | None, final: Path, options: Options) -> SaveR
 
 
 def _to_store(
-    source: Path, step: int | None, final: _remote.RemotePath, options: Options
+    source: Path, step: int | None, final: _storage.paths.RemotePath, options: Options
 ) -> SaveResult:
     """The same on the local disk, and from there to the store."""
     if options.format != "orbax":
@@ -183,7 +180,7 @@ def _to_store(
     with tempfile.TemporaryDirectory(prefix="flaxckpt-convert-") as directory:
         made = Path(directory) / final.name
         _run(source, step, made, options)
-        size = _staging.upload(made, final, overwrite=options.overwrite)
+        size = _storage.upload.upload(made, final, overwrite=options.overwrite)
     secs = time.monotonic() - begun
     return SaveResult(None, str(final), size, secs, secs)
 
@@ -273,7 +270,7 @@ class _Shown:
             raise
 
 
-def _check_current(stored: Stored, files: Sequence[_storage.Stamp]) -> None:
+def _check_current(stored: Stored, files: Sequence[_storage.local.Stamp]) -> None:
     if stored.stamp is not None and not stored.stamp.is_current():
         raise errors.DamagedCheckpointError(
             f"{stored.metadata.path} was replaced or deleted while it was read;"
@@ -309,12 +306,12 @@ def _publish(made: Path, final: Path, *, overwrite: bool) -> None:
     """Moves what was made to its place, in one step."""
     _belongings.check_free(final, overwrite=overwrite)
     if made.is_dir() and overwrite and final.is_dir():
-        _renames.exchange(made, final)
+        _storage.rename.exchange(made, final)
     elif made.is_dir() and not (overwrite and final.exists()):
-        _renames.publish(made, final)
+        _storage.rename.publish(made, final)
     else:
         if made.is_dir() or final.is_dir():
             aside = made.with_name("replaced")
             final.rename(aside)
         made.rename(final)
-        _storage.sync_directory(final.parent)
+        _storage.local.sync_directory(final.parent)

@@ -10,12 +10,8 @@ from flaxckpt import (
     _audit,
     _belongings,
     _commit,
-    _marked,
     _marks,
-    _remote,
-    _staging,
     _storage,
-    _unfinished,
     _util,
     errors,
     formats,
@@ -44,12 +40,12 @@ def compare(path: Path, final: Path) -> Relation:
     Raises:
         OSError: The directory cannot be read.
     """
-    marker = _content(final / _marked.MARKER)
-    if marker is not None and marker == _content(path / _marked.MARKER):
+    marker = _content(final / _storage.commit_marker.MARKER)
+    if marker is not None and marker == _content(path / _storage.commit_marker.MARKER):
         return "same"
     manifest = _content(final / _orbax_json.MANIFEST)
     if marker is None and manifest is None:
-        is_there = _storage.lexists(final)
+        is_there = _storage.local.lexists(final)
         return "other" if is_there and _is_foreign(final) else "none"
     is_intact = manifest is not None and marker == _orbax.seal_of(manifest)
     return "other" if is_intact else "damaged"
@@ -58,7 +54,7 @@ def compare(path: Path, final: Path) -> Relation:
 def _content(file: Path) -> bytes | None:
     """The content of a small file; None if it is missing or not ours."""
     try:
-        return _storage.read(file, max_bytes=_orbax_json.MAX_BYTES)
+        return _storage.local.read(file, max_bytes=_orbax_json.MAX_BYTES)
     except (
         FileNotFoundError,
         NotADirectoryError,
@@ -90,7 +86,7 @@ def make(path: Path, final: Path, *, overwrite: bool) -> int:
     if _marks.is_damaged(final):
         overwrite = True
         _belongings.set_aside(final)
-    if overwrite and _storage.lexists(final):
+    if overwrite and _storage.local.lexists(final):
         _belongings.check_replaceable(final)
     is_temporary = _marks.is_temporary(path)
     marks = _marks.of_new(final, temporary=is_temporary)
@@ -99,8 +95,8 @@ def make(path: Path, final: Path, *, overwrite: bool) -> int:
     files = [
         file for file in path.rglob("*") if file.is_file() and _belongs(path, file)
     ]
-    if _remote.is_remote(final):
-        return _staging.upload(
+    if _storage.paths.is_remote(final):
+        return _storage.upload.upload(
             path,
             final,
             overwrite=overwrite,
@@ -108,7 +104,7 @@ def make(path: Path, final: Path, *, overwrite: bool) -> int:
             marks=marks,
             keep=lambda name: name == _marks.PIN,
         )
-    with _unfinished.made(final) as temporary:
+    with _storage.temporary.made(final) as temporary:
         for directory in sorted({file.parent for file in files}):
             (temporary / directory.relative_to(path)).mkdir(parents=True, exist_ok=True)
 
@@ -117,7 +113,7 @@ def make(path: Path, final: Path, *, overwrite: bool) -> int:
 
         _util.threads.each(copy, files, threads=_COPYING_THREADS)
         _commit.write_new(temporary, marks)
-        size = _storage.sync_tree(temporary)
+        size = _storage.local.sync_tree(temporary)
         _commit.name(temporary, final, overwrite=overwrite)
         return size
 
@@ -126,6 +122,8 @@ def _belongs(path: Path, file: Path) -> bool:
     """Whether a file is of the step itself, and neither a mark nor a leftover."""
     name = file.relative_to(path).as_posix()
     where = name.rpartition("/")[0]
-    is_leftover = where in ("", _orbax.METRICS) and _storage.is_replacing(file.name)
+    is_leftover = where in ("", _orbax.METRICS) and _storage.local.is_replacing(
+        file.name
+    )
     is_mark = not where and _marks.is_mark(name) and not _marks.goes_along(name)
     return not (is_leftover or is_mark)

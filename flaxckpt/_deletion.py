@@ -6,18 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from flaxckpt import (
-    _leases,
-    _locks,
-    _marked,
-    _marks,
-    _remote,
-    _renames,
-    _steps,
-    _storage,
-    _unfinished,
-    errors,
-)
+from flaxckpt import _marks, _steps, _storage, errors
 
 _log = logging.getLogger(__name__)
 
@@ -31,44 +20,44 @@ def delete(path: Path, *, even_pinned: bool = False) -> None:
         SaveFailedError: Somebody reads it, or has pinned it.
         OSError: It has its name still, or that it has not may not last.
     """
-    if _remote.is_remote(path):
+    if _storage.paths.is_remote(path):
         _delete_in_store(path, even_pinned=even_pinned)
         return
-    aside = _unfinished.beside(path, _unfinished.DELETED)
-    with _unfinished.claimed(path):
-        with _leases.deletion(path):
+    aside = _storage.temporary.beside(path, _storage.temporary.DELETED)
+    with _storage.temporary.claimed(path):
+        with _storage.leases.deletion(path):
             if not even_pinned:
                 _check_not_pinned(path, path)
-            _renames.withdraw(path, aside)
+            _storage.rename.withdraw(path, aside)
             try:
                 # Only what has no name any more is sure to be neither read nor pinned.
-                if late := _leases.readers(aside):
-                    raise _leases.in_use(path, late)
+                if late := _storage.leases.readers(aside):
+                    raise _storage.leases.in_use(path, late)
                 if not even_pinned:
                     _check_not_pinned(path, aside)
             except errors.SaveFailedError:
                 aside.rename(path)
-                _storage.sync_directory(path.parent)
+                _storage.local.sync_directory(path.parent)
                 raise
-        _unfinished.discard(aside)
+        _storage.temporary.discard(aside)
     _log.info("deleted %s", path)
 
 
-def _delete_in_store(path: _remote.RemotePath, *, even_pinned: bool) -> None:
-    with _locks.held(path) as lock, _leases.deletion(path):
+def _delete_in_store(path: _storage.paths.RemotePath, *, even_pinned: bool) -> None:
+    with _storage.locks.held(path) as lock, _storage.leases.deletion(path):
         if not even_pinned:
             _check_not_pinned(path, path)
-        marker = _marked.withdraw(path)
+        marker = _storage.commit_marker.withdraw(path)
         try:
             # Whoever came before it counted no more is seen now.
-            if late := _leases.readers(path):
-                raise _leases.in_use(path, late)
+            if late := _storage.leases.readers(path):
+                raise _storage.leases.in_use(path, late)
             if not even_pinned:
                 _check_not_pinned(path, path)
         except errors.SaveFailedError:
-            _marked.put_back(path, marker)
+            _storage.commit_marker.put_back(path, marker)
             raise
-        _marked.remove(lock)
+        _storage.commit_marker.remove(lock)
     _log.info("deleted %s", path)
 
 
@@ -87,16 +76,16 @@ def delete_dataset(path: Path, dataset: str) -> None:
     Raises:
         SaveFailedError: Somebody reads the step.
     """
-    aside = _unfinished.beside(path, _unfinished.DELETED)
-    with _unfinished.claimed(path / dataset):
-        with _leases.deletion(path):
+    aside = _storage.temporary.beside(path, _storage.temporary.DELETED)
+    with _storage.temporary.claimed(path / dataset):
+        with _storage.leases.deletion(path):
             _marks.let_dataset_go(path)
-            if _remote.is_remote(path):
-                _storage.remove_tree(path / dataset)
+            if _storage.paths.is_remote(path):
+                _storage.local.remove_tree(path / dataset)
                 return
             (path / dataset).rename(aside)
-            _storage.sync_directory(path)
-        _unfinished.discard(aside)
+            _storage.local.sync_directory(path)
+        _storage.temporary.discard(aside)
 
 
 def sweep(root: Path, step_format: _steps.StepFormat) -> None:
@@ -105,7 +94,7 @@ def sweep(root: Path, step_format: _steps.StepFormat) -> None:
     Raises:
         OSError: Something could not be removed.
     """
-    _unfinished.sweep(root, lambda name: step_format.step(name) is not None)
+    _storage.temporary.sweep(root, lambda name: step_format.step(name) is not None)
 
 
 def tidy(root: Path, step_format: _steps.StepFormat, items: Sequence[str]) -> None:
@@ -118,12 +107,14 @@ def tidy(root: Path, step_format: _steps.StepFormat, items: Sequence[str]) -> No
     """
     try:
         sweep(root, step_format)
-        inside = () if _remote.is_remote(root) else items  # no leftovers in there
+        inside = (
+            () if _storage.paths.is_remote(root) else items
+        )  # no leftovers in there
         directories = [root / name for name in inside]
         for step in _steps.listed(root, step_format).values():
             directories += [step, *(step / name for name in inside)]
         for directory in directories:
             if not directory.is_symlink():
-                _unfinished.sweep_files(directory)
+                _storage.temporary.sweep_files(directory)
     except OSError as error:
         _log.warning("what a crash has left in %s is there still: %s", root, error)

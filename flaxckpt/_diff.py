@@ -153,7 +153,7 @@ def diff(
             `load`.
     """
     sides = [
-        _locate.read_stored(*_locate.locate(_storage.resolve(path), step))
+        _locate.read_stored(*_locate.locate(_storage.local.resolve(path), step))
         for path, step in ((a, step_a), (b, step_b))
     ]
     table_a = _transforms.apply(_transforms.checked(transforms), sides[0].table)

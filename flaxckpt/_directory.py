@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from flaxckpt import (
-    _access,
     _changes,
     _follow,
     _inventory,
@@ -15,6 +14,7 @@ from flaxckpt import (
     _retention,
     _run_steps,
     _steps,
+    _storage,
     _survey,
     _tiers,
     _util,
@@ -143,7 +143,7 @@ class RunDirectory:
     def run_metadata(self) -> Mapping[str, JSON]:
         """The metadata of the whole run."""
         for directory in (self.saves_in, self.directory):
-            with _access.explained(directory):
+            with _storage.permissions.explained(directory):
                 if found := _orbax.read_run_metadata(directory):
                     return found
         return {}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from flaxckpt import _file_systems, _remote, _renames, _storage, errors
+from flaxckpt import _storage, errors
 from flaxckpt._types import PathLike
 
 _PACKAGES = (
@@ -78,10 +78,10 @@ def examine(
     Raises:
         OptionError: There is no such directory.
     """
-    root = _storage.resolve(directory)
-    if not (root.is_dir() or _remote.is_remote(root)):
+    root = _storage.local.resolve(directory)
+    if not (root.is_dir() or _storage.paths.is_remote(root)):
         raise errors.OptionError(f"{root} is no directory: pass one that is there")
-    free, kind, problems = _file_systems.free_bytes(root), _file_system(root), []
+    free, kind, problems = _storage.filesystem.free_bytes(root), _file_system(root), []
     if free is not None:
         max_bytes = min(max_bytes, free // 10)
     sync_secs = write_rate = read_rate = None
@@ -117,20 +117,20 @@ def _versions() -> dict[str, str]:
 
 
 def _file_system(root: Path) -> str:
-    if _remote.is_remote(root):
+    if _storage.paths.is_remote(root):
         return "object store"
-    return _file_systems.kind(os.fspath(root))
+    return _storage.filesystem.kind(os.fspath(root))
 
 
 @contextlib.contextmanager
 def _scratch(root: Path) -> Iterator[Path]:
     """A new directory, which is removed again."""
     path = root / f".flaxckpt-doctor-{secrets.token_hex(4)}"
-    _storage.make_directory(path)
+    _storage.local.make_directory(path)
     try:
         yield path
     finally:
-        _storage.remove_tree(path)
+        _storage.local.remove_tree(path)
 
 
 # ---- how fast ---------------------------------------------------------------------
@@ -144,8 +144,8 @@ def _sync_secs(scratch: Path) -> float:
 
 
 def _write_small(file: Path) -> None:
-    _storage.write(file, b"x" * 4096)
-    _storage.sync_directory(file.parent)
+    _storage.local.write(file, b"x" * 4096)
+    _storage.local.sync_directory(file.parent)
 
 
 def _rates(scratch: Path, max_bytes: int, max_secs: float) -> tuple[float, float]:
@@ -156,7 +156,7 @@ def _rates(scratch: Path, max_bytes: int, max_secs: float) -> tuple[float, float
     written: list[Path] = []
 
     def write(file: Path) -> None:
-        _storage.write(file, content)
+        _storage.local.write(file, content)
         written.append(file)
 
     write_rate = _rate(write, files, size, max_secs)
@@ -189,7 +189,7 @@ def _read(file: Path) -> None:
 
 def _forget(file: Path) -> None:
     """Asks the system to keep a file no longer in memory."""
-    if _remote.is_remote(file) or not hasattr(os, "posix_fadvise"):
+    if _storage.paths.is_remote(file) or not hasattr(os, "posix_fadvise"):
         return
     with contextlib.suppress(OSError):
         descriptor = os.open(file, os.O_RDONLY)
@@ -207,7 +207,7 @@ def _features(scratch: Path) -> dict[str, bool]:
         "file locks": _works(lambda: _lock(scratch)),
         "hard links": _works(lambda: _link(scratch)),
         "exchange of directories": _works(lambda: _exchange(scratch)),
-        "memory maps": _file_systems.is_local(scratch),
+        "memory maps": _storage.filesystem.is_local(scratch),
     }
 
 
@@ -235,4 +235,4 @@ def _link(scratch: Path) -> bool:
 def _exchange(scratch: Path) -> bool:
     (scratch / "one").mkdir()
     (scratch / "other").mkdir()
-    return _renames.exchanged_at_once(scratch / "one", scratch / "other")
+    return _storage.rename.exchanged_at_once(scratch / "one", scratch / "other")

@@ -11,7 +11,7 @@ import stat
 import threading
 from pathlib import Path
 
-from flaxckpt import _remote, _storage, _util
+from flaxckpt import _storage, _util
 from flaxckpt._events import KINDS, Event
 
 NAME = "events.jsonl"
@@ -50,7 +50,7 @@ class EventJournal:
         Raises:
             OSError: It cannot be written.
         """
-        if not _remote.is_remote(self._path):
+        if not _storage.paths.is_remote(self._path):
             _append(self._path, _line(event))
             return
         with self._writing.get():
@@ -60,14 +60,14 @@ class EventJournal:
 
     def close(self) -> None:
         """Writes what is left."""
-        if _remote.is_remote(self._path):
+        if _storage.paths.is_remote(self._path):
             with (
                 self._writing.get(),
                 contextlib.suppress(OSError),
             ):  # it was told of before
                 self._flush(self._path)
 
-    def _flush(self, path: _remote.RemotePath) -> None:
+    def _flush(self, path: _storage.paths.RemotePath) -> None:
         if unwritten := self._unwritten.get():
             _append_object(path, b"".join(unwritten))
             unwritten.clear()
@@ -108,7 +108,7 @@ def _append(path: Path, line: bytes) -> None:
         os.close(descriptor)
 
 
-def _append_object(path: _remote.RemotePath, lines: bytes) -> None:
+def _append_object(path: _storage.paths.RemotePath, lines: bytes) -> None:
     """Writes a journal anew with more lines, whoever else does so."""
     for _ in range(_TRIES):
         found = path.store.read(path.key)
@@ -139,7 +139,7 @@ def pass_on(journal: Path, other: Path) -> None:
     numbers = {line: number for number, line in enumerate(lines, 1)}
     known = (numbers[line] for line in reversed(_last_lines(other)) if line in numbers)
     new = b"".join(lines[next(known, 0) :])
-    if new and _remote.is_remote(other):
+    if new and _storage.paths.is_remote(other):
         _append_object(other, new)
     elif new:
         _append(other, new)
@@ -157,9 +157,9 @@ def recent(journal: Path) -> list[Event]:
 def _last_lines(journal: Path) -> list[bytes]:
     """The last whole lines of a journal; none if it is not there."""
     try:
-        if _remote.is_remote(journal):
+        if _storage.paths.is_remote(journal):
             return journal.read_bytes().splitlines(keepends=True)
-        with _storage.opened(journal) as file:
+        with _storage.local.opened(journal) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _MAX_OBJECT_BYTES))
             found = file.read()
@@ -178,7 +178,7 @@ def read(path: Path) -> list[Event]:
     events: list[Event] = []
     if not path.is_file():
         return events
-    with _storage.opened(path) as file:
+    with _storage.local.opened(path) as file:
         is_begin = True
         while line := file.readline(_MAX_LINE_BYTES):
             if is_begin and (event := _parse(line)):

@@ -14,7 +14,16 @@ from typing import NamedTuple
 
 import crc32c
 
-from flaxckpt import _audit, _blocks, _findings, _layout, _ocdbt, _remote, _state, _zarr
+from flaxckpt import (
+    _audit,
+    _blocks,
+    _findings,
+    _layout,
+    _ocdbt,
+    _state,
+    _storage,
+    _zarr,
+)
 from flaxckpt._state.leaf import Leaf, LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _orbax, _orbax_disk, _orbax_json
@@ -118,7 +127,7 @@ class _Chunk(NamedTuple):
 
 def _check_size(chunk: _Chunk, count: Callable[[int], object]) -> None:
     """Compares the size of a chunk with what it must be."""
-    if not _remote.is_remote(chunk.file):
+    if not _storage.paths.is_remote(chunk.file):
         with _findings.opened(chunk.file, chunk.root) as (_, found):
             chunk.check_size(found)
         return
@@ -131,7 +140,7 @@ def _check_size(chunk: _Chunk, count: Callable[[int], object]) -> None:
 
 def _check_chunk(chunk: _Chunk, count: Callable[[int], object]) -> None:
     """Compares a chunk with the checksum at its end."""
-    if not _remote.is_remote(chunk.file):
+    if not _storage.paths.is_remote(chunk.file):
         _check_size(chunk, count)  # before all of it is read
     value, found, tail = 0, 0, b""
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from flaxckpt import _access, _links, _remote, _util, errors
+from flaxckpt import _storage, _util, errors
 from flaxckpt._types import LeafPath
 
 _THREADS = 8
@@ -145,7 +145,9 @@ class Findings:
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             self.add(self.problems, name, f"{_file_of(error)} is missing")
         except (ValueError, errors.DamagedCheckpointError) as error:
-            is_unread = _TOO_LARGE in str(error) or _access.is_unread(error)
+            is_unread = _TOO_LARGE in str(error) or _storage.permissions.is_unread(
+                error
+            )
             self.add(self.unread if is_unread else self.problems, name, str(error))
         except (OSError, MemoryError) as error:
             self.add(self.unread, name, str(error) or _TOO_LARGE)
@@ -211,7 +213,7 @@ def opened(file: Path, root: Path) -> Iterator[tuple[int, int]]:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        if not _links.is_inside(str(file), root):
+        if not _storage.symlinks.is_inside(str(file), root):
             raise ValueError(f"{file.name} is a link out of the checkpoint") from None
         descriptor = os.open(file, flags)
     try:
@@ -240,7 +242,7 @@ def stream(
         size: How long it should be, which saves a request to a store; 0 if it may be
             small.
     """
-    if _remote.is_remote(file):
+    if _storage.paths.is_remote(file):
         for part in file.pieces(size):
             take(memoryview(part))
             count(len(part))
@@ -254,7 +256,7 @@ def stream(
 
 def names(root: Path, directory: Path) -> set[str]:
     """The paths below `root` of all that is in a directory and is no directory."""
-    if _remote.is_remote(directory):
+    if _storage.paths.is_remote(directory):
         below = directory.keys()
         return {f"{(directory / key).relative_to(root)}" for key in below}
     return {
@@ -265,7 +267,7 @@ def names(root: Path, directory: Path) -> set[str]:
 
 
 def size_of(root: Path) -> int:
-    if _remote.is_remote(root):
+    if _storage.paths.is_remote(root):
         return 0  # not known before they are read
     total = 0
     for directory, _, names in os.walk(root):
@@ -277,7 +279,7 @@ def size_of(root: Path) -> int:
 
 def unreadable(path: Path) -> str | None:
     """Why a file or directory of a checkpoint cannot be read; None if all can be."""
-    if _remote.is_remote(path):
+    if _storage.paths.is_remote(path):
         return _unreadable_object(path)
     try:
         if path.is_file():
@@ -293,7 +295,7 @@ def unreadable(path: Path) -> str | None:
     return None
 
 
-def _unreadable_object(path: _remote.RemotePath) -> str | None:
+def _unreadable_object(path: _storage.paths.RemotePath) -> str | None:
     try:
         for key in ("", *path.keys()):
             for _ in path.store.pieces((path / key).key if key else path.key, LARGE):

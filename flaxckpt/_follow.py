@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from flaxckpt import _leases, _util
+from flaxckpt import _storage, _util
 
 _log = logging.getLogger(__name__)
 
@@ -36,9 +36,9 @@ def new_steps(
         for step, path in listed().items():
             if step in seen or not is_step(path):
                 continue
-            lease: _leases.Lease | None = None
+            lease: _storage.leases.Lease | None = None
             try:
-                lease = _leases.Lease(path)
+                lease = _storage.leases.Lease(path)
             except FileNotFoundError:
                 continue  # just deleted
             except OSError as error:
@@ -50,7 +50,7 @@ def new_steps(
                     )
                 is_warned = True
             try:
-                if _leases.is_going(path):
+                if _storage.leases.is_going(path):
                     continue  # it comes again, if it stays after all
                 seen.add(step)
                 yield step

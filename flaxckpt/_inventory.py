@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flaxckpt import (
-    _access,
     _marks,
     _measured,
-    _remote,
     _steps,
     _storage,
     _survey,
@@ -54,7 +52,7 @@ class Inventory:
         self._directory = directory
         self._format = step_format
         self._metrics_from = metrics_from
-        self._known: dict[Path, _storage.Stamp] = {}  # steps, as of when
+        self._known: dict[Path, _storage.local.Stamp] = {}  # steps, as of when
         self._metrics = _measured.Remembered(
             _measured.METRICS_FILE, _measured.read_metrics
         )
@@ -64,14 +62,16 @@ class Inventory:
 
     def listed(self) -> dict[int, Path]:
         """The committed steps, ascending, without what is merely called like one."""
-        if _remote.is_remote(self._directory):  # where a look costs less than a stamp
-            with _remote.looking(self._directory):
+        if _storage.paths.is_remote(
+            self._directory
+        ):  # where a look costs less than a stamp
+            with _storage.paths.looking(self._directory):
                 listed = _steps.listed(self._directory, self._format)
                 return {s: path for s, path in listed.items() if _was_step(path)}
-        known: dict[Path, _storage.Stamp] = {}
+        known: dict[Path, _storage.local.Stamp] = {}
         found = {}
         for step, path in _steps.listed(self._directory, self._format).items():
-            stamp = _storage.stamp(path)
+            stamp = _storage.local.stamp(path)
             if self._known.get(path) == stamp or _was_step(path):
                 known[path], found[step] = stamp, path
         self._known = known
@@ -100,7 +100,10 @@ class Inventory:
 
     def found(self) -> dict[int, Found]:
         """The steps as they are now, without those that cannot be recognised."""
-        with _access.explained(self._directory), _remote.looking(self._directory):
+        with (
+            _storage.permissions.explained(self._directory),
+            _storage.paths.looking(self._directory),
+        ):
             return self._looked_at()
 
     def _looked_at(self) -> dict[int, Found]:

@@ -21,7 +21,6 @@ from flaxckpt import (
     _joint,
     _ocdbt,
     _raw_chunks,
-    _remote,
     _snapshot,
     _storage,
     _util,
@@ -189,7 +188,7 @@ def _follow(
             raise together.outcome() from error
         raise
     size = int(together.first("committed", str))
-    manifest = _storage.stamp(snapshot.final / _orbax_json.MANIFEST)
+    manifest = _storage.local.stamp(snapshot.final / _orbax_json.MANIFEST)
     return Written(size, _commit.for_next(snapshot, manifest))
 
 
@@ -213,18 +212,18 @@ def _write_part(
     }
     _commit.write_new(temporary, files)
     if files:
-        _storage.sync_directory(temporary / _orbax.DATASET)
+        _storage.local.sync_directory(temporary / _orbax.DATASET)
     if snapshot.ocdbt:
-        _storage.sync_tree(root / f"{_ocdbt.PART}{together.index}")
+        _storage.local.sync_tree(root / f"{_ocdbt.PART}{together.index}")
     else:
         _sync(root, snapshot)
-    _storage.sync_directory(root)
-    return {name: _storage.digest(content) for name, content in files.items()}
+    _storage.local.sync_directory(root)
+    return {name: _storage.local.digest(content) for name, content in files.items()}
 
 
 def _sync(root: Path, snapshot: Snapshot) -> None:
     """Syncs the files of arrays that this process has written; objects are durable."""
-    if _remote.is_remote(root):
+    if _storage.paths.is_remote(root):
         return
     paths = [root / array.name for array in snapshot.arrays if array.shards]
     for array in snapshot.arrays:

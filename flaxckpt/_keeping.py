@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flaxckpt import (
-    _access,
     _event_journal,
     _locate,
     _marks,
@@ -21,7 +20,6 @@ from flaxckpt import (
     _steps,
     _storage,
     _survey,
-    _unfinished,
     errors,
     formats,
     policies,
@@ -50,7 +48,7 @@ def survey(root: Path, step_format: str | None = None) -> _survey.Found:
         raise errors.OptionError(
             f"{root} is one checkpoint, not a directory of steps: pass its parent"
         )
-    with _access.explained(root):
+    with _storage.permissions.explained(root):
         number = _locate.number_of(step_format)
         found = _survey.of(root, formats.recognises, number)
         doubtful = {s: d for s, d in found.doubtful.items() if not _is_empty(*d)}
@@ -74,7 +72,7 @@ def _has_only_begun(root: Path) -> bool:
     """Whether a directory has nothing in it but what a run makes before its steps."""
     return all(
         child.name in _BEFORE_STEPS
-        or _unfinished.TEMPORARY in child.name
+        or _storage.temporary.TEMPORARY in child.name
         or _is_empty(child, "")
         for child in root.iterdir()
     )
@@ -91,7 +89,7 @@ def all_steps(found: _survey.Found) -> dict[int, Path]:
 
 def numbers(path: PathLike, step_format: str | None = None) -> list[int]:
     """The steps of a run directory, and what may be some, ascending."""
-    return list(all_steps(survey(_storage.resolve(path), step_format)))
+    return list(all_steps(survey(_storage.local.resolve(path), step_format)))
 
 
 def damage(path: Path, doubt: str | None) -> str | None:
@@ -146,7 +144,7 @@ def explain(
     name = step_format(found)
     if name is not None:
         run = Checkpointer(root, keep=keep, step_format=name, read_only=True)
-        with _access.explained(root):
+        with _storage.permissions.explained(root):
             reasons = run.explain()
     else:
         reasons = policies.decide(
@@ -220,7 +218,7 @@ def opened(
         OptionError: It is one checkpoint, or its steps are called as no `Checkpointer`
             calls them.
     """
-    root = _storage.resolve(path)
+    root = _storage.local.resolve(path)
     name = step_format(survey(root, called))
     if name is None:
         raise errors.OptionError(

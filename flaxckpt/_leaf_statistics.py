@@ -72,7 +72,7 @@ def leaf_statistics(
         RestoreMismatchError: There is no such leaf.
         CheckpointError: As for `load`.
     """
-    stored = _locate.read_stored(*_locate.locate(_storage.resolve(path), step))
+    stored = _locate.read_stored(*_locate.locate(_storage.local.resolve(path), step))
     leaf = stored.table.get(leaf_path)
     if leaf is None:
         raise errors.RestoreMismatchError(

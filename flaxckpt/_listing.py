@@ -96,7 +96,7 @@ def listing(
         CheckpointNotFoundError: Nothing is there.
         CheckpointFormatError: What is there is neither.
     """
-    root = _storage.resolve(path)
+    root = _storage.local.resolve(path)
     if step_format is None and root.exists() and formats.recognises(root):
         usage = _sizes.on_disk(root, set())
         step = _described(None, root, usage)
@@ -249,7 +249,7 @@ def disk_usage(
     Raises:
         CheckpointError: As for `metadata`.
     """
-    root = _storage.resolve(path)
+    root = _storage.local.resolve(path)
     paths: list[tuple[int | None, Path]] = [(None, root)]
     if step_format is not None or not (root.exists() and formats.recognises(root)):
         paths = [*_keeping.all_steps(_keeping.survey(root, step_format)).items()]

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from flaxckpt import _access, _marks, _remote, _state, _steps, _survey, errors, formats
+from flaxckpt import _marks, _state, _steps, _storage, _survey, errors, formats
 from flaxckpt.formats._reader import Stored
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def locate(
         DamagedCheckpointError: It is one that is not intact, or may not be read.
         OptionError: `step` is no step, or `path` is one checkpoint.
     """
-    with _access.reading(path), _remote.looking(path):
+    with _storage.permissions.reading(path), _storage.paths.looking(path):
         number = None if step is None else _steps.check(step)
         return _locate(path, number, number_of(step_format))
 
@@ -138,7 +138,7 @@ def summary(steps: list[int]) -> str:
 
 def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Stored:
     """Reads everything of a checkpoint but its arrays."""
-    with _access.reading(path), _remote.looking(path):
+    with _storage.permissions.reading(path), _storage.paths.looking(path):
         reader = formats.detect(path).reader
         return reader.read(path, step=step, resolve=_state.classes.resolver(types))
 

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _leases, _storage, errors
+from flaxckpt import _storage, errors
 
 PIN = "PINNED"
 """A file of this name keeps its step, whatever the policies say; T5X's convention."""
@@ -64,23 +64,23 @@ def of(path: Path, *, dataset: str) -> Marks:
         dataset: What that of a dataset's state is called in it.
     """
     try:
-        names = set(_storage.names(path))
+        names = set(_storage.local.names(path))
     except FileNotFoundError:  # just deleted
         names = set()
-    reading = [name for name in names if name.startswith(_leases.READING)]
+    reading = [name for name in names if name.startswith(_storage.leases.READING)]
     return Marks(
         PIN in names,
         UNTIL_NEXT in names,
         dataset in names,
         WITHOUT_DATASET in names,
-        tuple(map(_leases.reader, _leases.living(path, reading))),
+        tuple(map(_storage.leases.reader, _storage.leases.living(path, reading))),
         NOT_UPLOADED in names,
     )
 
 
 def is_mark(name: str) -> bool:
     """Whether a file of this name only says how long its step stays."""
-    return name in _MARKS_OF_STAYING or name.startswith(_leases.READING)
+    return name in _MARKS_OF_STAYING or name.startswith(_storage.leases.READING)
 
 
 def goes_along(name: str) -> bool:
@@ -96,7 +96,7 @@ _MARKS_OF_STAYING = frozenset(
         MEASURED,
         DAMAGED,
         NOT_UPLOADED,
-        _leases.DELETING,
+        _storage.leases.DELETING,
     )
 )
 
@@ -122,7 +122,7 @@ def is_temporary(path: Path) -> bool:
 
 def pin(path: Path) -> None:
     """Keeps the step at `path` until it is unpinned."""
-    _storage.replace(path / PIN, _MARK)
+    _storage.local.replace(path / PIN, _MARK)
 
 
 def unpin(path: Path) -> None:
@@ -138,29 +138,29 @@ def make_permanent(path: Path) -> None:
 def let_dataset_go(path: Path) -> None:
     """Notes that the dataset's state of the step at `path` is deleted on purpose."""
     if not (path / WITHOUT_DATASET).is_file():
-        _storage.replace(path / WITHOUT_DATASET, _MARK)
+        _storage.local.replace(path / WITHOUT_DATASET, _MARK)
 
 
 def is_measured(path: Path) -> bool:
     """Whether metrics were added to the step at `path` after its save."""
-    return _storage.lexists(path / MEASURED)
+    return _storage.local.lexists(path / MEASURED)
 
 
 def mark_measured(path: Path) -> None:
     """Notes that metrics were added to the step at `path`: they are there already."""
     if not is_measured(path):
-        _storage.replace(path / MEASURED, _MARK)
+        _storage.local.replace(path / MEASURED, _MARK)
 
 
 def is_damaged(path: Path) -> bool:
     """Whether the step at `path` is marked as damaged."""
-    return _storage.lexists(path / DAMAGED)
+    return _storage.local.lexists(path / DAMAGED)
 
 
 def mark_damaged(path: Path, reason: str) -> None:
     """Takes the step at `path` out of the list of steps, durably."""
     told = {"reason": reason[:_MAX_REASON], "time": time.time()}
-    _storage.replace(path / DAMAGED, json.dumps(told).encode())
+    _storage.local.replace(path / DAMAGED, json.dumps(told).encode())
 
 
 def unmark_damaged(path: Path) -> None:
@@ -171,7 +171,9 @@ def unmark_damaged(path: Path) -> None:
 def why_damaged(path: Path) -> str:
     """What the mark of a damaged step says; it counts even if that is lost."""
     try:
-        told = json.loads(_storage.read(path / DAMAGED, max_bytes=_MAX_MARK_BYTES))
+        told = json.loads(
+            _storage.local.read(path / DAMAGED, max_bytes=_MAX_MARK_BYTES)
+        )
         return errors.printable(str(told["reason"])[:_MAX_REASON])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "its mark does not say why"
@@ -203,7 +205,7 @@ def waiting(path: Path) -> Waiting | None:
     """What is still to be uploaded of the step at `path`; None if nothing is."""
     try:
         found = json.loads(
-            _storage.read(path / NOT_UPLOADED, max_bytes=_MAX_MARK_BYTES)
+            _storage.local.read(path / NOT_UPLOADED, max_bytes=_MAX_MARK_BYTES)
         )
         removed = tuple(map(str, found["removed"]))
         return Waiting(
@@ -240,7 +242,7 @@ def wait_for_upload(path: Path, removed: Collection[str] = ()) -> None:
     """Marks the step at `path` as still to be uploaded, or as changed once more."""
     now = waiting(path) or Waiting(settled=True)
     both = tuple(sorted({*now.removed, *removed}))
-    _storage.replace(path / NOT_UPLOADED, now._replace(removed=both).content())
+    _storage.local.replace(path / NOT_UPLOADED, now._replace(removed=both).content())
 
 
 def uploaded(path: Path) -> None:
@@ -253,4 +255,4 @@ def _remove_mark(path: Path, name: str) -> None:
         (path / name).unlink()
     except FileNotFoundError:
         return
-    _storage.sync_directory(path)
+    _storage.local.sync_directory(path)

@@ -3,7 +3,7 @@
 The manifest and the nodes of the tree are mostly compressed: some kilobytes may expand
 to gigabytes, and TensorStore takes memory for whatever comes of them. So how much that
 is at most is found first, in their frames of zstd. Paths that lead out of a database
-TensorStore refuses itself; links are left to `_links`.
+TensorStore refuses itself; links are left to `_storage.symlinks`.
 
 Source: TensorStore's description of the format, and RFC 8878.
 """
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import tensorstore as ts
 
-from flaxckpt import _connection, _remote, _zarr
+from flaxckpt import _storage, _zarr
 
 MANIFEST = "manifest.ocdbt"
 PART = "ocdbt.process_"
@@ -60,7 +60,7 @@ def check(root: Path) -> None:
         ValueError: It cannot.
         OSError: It is missing, or cannot be read.
     """
-    if _remote.is_remote(root):
+    if _storage.paths.is_remote(root):
         content = (root / MANIFEST).read_bytes()
         _checked(root, zlib.crc32(content), 0, len(content))
         return
@@ -88,9 +88,9 @@ def opened(root: Path, context: ts.Context) -> ts.KvStore:
         root: Its directory.
         context: Shared by databases that take values over from each other.
     """
-    _connection.use_threads()
+    _storage.client.use_threads()
     spec = _zarr.kvstore(root, "", ocdbt=True)
-    return _remote.result(ts.KvStore.open(spec, context=context), root)
+    return _storage.paths.result(ts.KvStore.open(spec, context=context), root)
 
 
 def merge(root: Path, writers: int) -> None:
@@ -98,7 +98,7 @@ def merge(root: Path, writers: int) -> None:
 
     Their values stay where they are, and are to be found by the whole only.
     """
-    context = _connection.context()  # the same for all, or nothing is taken over
+    context = _storage.client.context()  # the same for all, or nothing is taken over
     whole = opened(root, context)
     transaction = ts.Transaction(atomic=True)
     taken = [
@@ -108,8 +108,8 @@ def merge(root: Path, writers: int) -> None:
         for writer in range(writers)
     ]
     for future in taken:
-        _remote.result(future, root)
-    _remote.result(transaction.commit_async(), root)
+        _storage.paths.result(future, root)
+    _storage.paths.result(transaction.commit_async(), root)
     for writer in range(writers):
         (root / f"{PART}{writer}" / MANIFEST).unlink(missing_ok=True)
 
@@ -125,8 +125,8 @@ def keys(root: Path) -> set[str]:
         OSError: It is missing, or cannot be read.
     """
     check(root)
-    store = opened(root, _connection.context())
-    found = _remote.result(store.list(), root)
+    store = opened(root, _storage.client.context())
+    found = _storage.paths.result(store.list(), root)
     return {key.decode(errors="surrogateescape") for key in found}
 
 
@@ -199,11 +199,11 @@ class _Tree:
 
     def _dump(self, node: str | None) -> Any:
         if self._store is None:
-            _connection.use_threads()
+            _storage.client.use_threads()
             spec = _zarr.kvstore(self._root, "", ocdbt=False)
-            opening = ts.KvStore.open(spec, context=_connection.context())
-            self._store = _remote.result(opening, self._root)
-        return _remote.result(ts.ocdbt.dump(self._store, node), self._root)
+            opening = ts.KvStore.open(spec, context=_storage.client.context())
+            self._store = _storage.paths.result(opening, self._root)
+        return _storage.paths.result(ts.ocdbt.dump(self._store, node), self._root)
 
 
 def _place(text: str) -> _Place:
@@ -217,7 +217,7 @@ def _place(text: str) -> _Place:
 def _content(path: Path, offset: int, size: int) -> bytes:
     if size > _MAX_NODE_BYTES:
         raise ValueError(f"{path.name} is said to have a node of {size} bytes")
-    if _remote.is_remote(path):
+    if _storage.paths.is_remote(path):
         part = path.store.part(path.key, offset, offset + size)
         if part is None or len(part) < size:
             raise ValueError(f"{path.name} is shorter than said")

@@ -16,18 +16,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import (
-    _computed,
-    _connection,
-    _file_systems,
-    _layout,
-    _read,
-    _remote,
-    _state,
-    _util,
-    _zarr,
-    errors,
-)
+from flaxckpt import _computed, _layout, _read, _state, _storage, _util, _zarr, errors
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt._zarr import Array, Region
@@ -196,7 +185,7 @@ def _whole(pieces: Sequence[Piece], max_bytes: int) -> list[Array]:
     if not jobs:
         return [_given(piece.leaf) for piece in pieces]
     root = next(iter(jobs.values())).stored.root
-    options = _read.Options(_file_systems.is_local(str(root)), True, max_bytes)
+    options = _read.Options(_storage.filesystem.is_local(str(root)), True, max_bytes)
     values = _read.read(tuple(jobs.values()), options)
     return [
         _converted(values[piece.path], piece.leaf.info)
@@ -221,7 +210,7 @@ def _as_numpy(info: LeafInfo, path: LeafPath) -> LeafInfo:
 
 
 def _parts(pieces: Sequence[Piece]) -> list[Array]:
-    context = _connection.context()
+    context = _storage.client.context()
     faults: dict[LeafPath, str] = {}
     started = _begun(pieces, context, faults)
     values = []
@@ -230,7 +219,7 @@ def _parts(pieces: Sequence[Piece]) -> list[Array]:
             if isinstance(future, ts.Future):
                 source = piece.leaf.source
                 assert isinstance(source, StoredLeaf), piece.path
-                read = _remote.result(future, source.root, piece.nbytes)
+                read = _storage.paths.result(future, source.root, piece.nbytes)
                 array = _state.dtypes.from_stored(read, source.info.dtype or "")
                 values.append(_converted(array, piece.leaf.info))
             elif future is not None:
@@ -263,10 +252,12 @@ def _begun(
         try:
             if piece.path not in opened:
                 assert source.open is not None, piece.path
-                _connection.use_threads()
+                _storage.client.use_threads()
                 if source.check is not None:
                     source.check()
-                opened[piece.path] = _remote.result(source.open(context), source.root)
+                opened[piece.path] = _storage.paths.result(
+                    source.open(context), source.root
+                )
             store = opened[piece.path]
             if (store.shape, store.dtype.name) != _layout.stored_form(source.info):
                 raise ValueError(f"recorded as {source.info}, stored as another")

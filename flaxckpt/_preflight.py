@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flaxckpt import _file_systems, _remote, _storage, _unfinished, errors, policies
+from flaxckpt import _storage, errors, policies
 from flaxckpt._checkpointer import Checkpointer
 from flaxckpt._types import PyTree
 from flaxckpt.policies import PreservationPolicy
@@ -80,7 +80,7 @@ def _check(checkpointer: Checkpointer, state: PyTree, dataset: Any) -> Preflight
     rate = checkpointer.by_first("the preflight", probe)
     kept = most_kept(checkpointer.keep_here)
     there = len(checkpointer.steps_here)
-    free = _file_systems.free_bytes(place)
+    free = _storage.filesystem.free_bytes(place)
     more = 1 if kept is None else max(1, kept + 1 - there)
     found = Preflight(
         size,
@@ -145,25 +145,25 @@ def _probe(directory: Path) -> float:
     Raises:
         SaveFailedError: Some of it cannot be done.
     """
-    final = directory / _unfinished.PREFLIGHT
-    renamed = _unfinished.beside(final, _unfinished.WRITING)
+    final = directory / _storage.temporary.PREFLIGHT
+    renamed = _storage.temporary.beside(final, _storage.temporary.WRITING)
     doing = "make a directory in"
     try:
-        with _unfinished.made(final) as made:
+        with _storage.temporary.made(final) as made:
             doing = "write and sync a file in"
             start = time.monotonic()
-            _storage.write(made / "probe", bytes(_PROBE_BYTES))
+            _storage.local.write(made / "probe", bytes(_PROBE_BYTES))
             secs = time.monotonic() - start
-            if _remote.is_remote(made):
+            if _storage.paths.is_remote(made):
                 renamed = made
             else:
                 doing = "rename a directory in"
                 made.rename(renamed)
-                _storage.sync_directory(directory)
+                _storage.local.sync_directory(directory)
             doing = "remove a directory from"
-            _storage.remove_tree(renamed)
+            _storage.local.remove_tree(renamed)
     except OSError as error:
-        _unfinished.discard(renamed)
+        _storage.temporary.discard(renamed)
         raise errors.SaveFailedError(
             f"cannot {doing} {directory}: {error}; no step could be saved there. Choose"
             " another directory, or see that this one is writable and has space"

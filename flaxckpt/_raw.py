@@ -17,18 +17,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import (
-    _blocks,
-    _connection,
-    _layout,
-    _links,
-    _ocdbt,
-    _remote,
-    _state,
-    _storage,
-    _util,
-    _zarr,
-)
+from flaxckpt import _blocks, _layout, _ocdbt, _state, _storage, _util, _zarr
 from flaxckpt._blocks import Block, Bytes
 from flaxckpt._raw_array import RawArray
 from flaxckpt._state.leaf import LeafInfo
@@ -177,7 +166,7 @@ def from_files(
             lambda: form.check_metadata(_blocks.small(directory / _zarr.METADATA))
         )
     arrays: dict[Region, Array] = {}
-    may_map = memory_map and not _remote.is_remote(directory)
+    may_map = memory_map and not _storage.paths.is_remote(directory)
     for region in regions:
         chunks = [
             (
@@ -271,7 +260,7 @@ class Databases:
         """
         if raw.root not in self._opened and raw.root not in self._faults:
             try:
-                _links.check_root(raw.root, checkpoint)
+                _storage.symlinks.check_root(raw.root, checkpoint)
             except (ValueError, OSError) as error:
                 self._faults[raw.root] = error
         self.open(raw, verify=verify)
@@ -282,7 +271,7 @@ class Databases:
         Raises:
             ValueError, OSError: It has changed since it was written, or is missing.
         """
-        _connection.use_threads()
+        _storage.client.use_threads()
         root = raw.root
         if root in self._faults:
             raise self._faults[root]
@@ -293,7 +282,7 @@ class Databases:
                 _ocdbt.check(root)
                 spec = _zarr.kvstore(root, "", ocdbt=True)
                 opening = ts.KvStore.open(spec, context=self.context)
-                opened = _remote.result(opening, root)
+                opened = _storage.paths.result(opening, root)
             except (ValueError, OSError) as error:
                 self._faults[root] = error
                 raise
@@ -303,8 +292,8 @@ class Databases:
 
 def _check_digests(root: Path, digests: Mapping[str, str]) -> None:
     for name, recorded in digests.items():
-        content = _storage.read(root / name, max_bytes=_MAX_DIGESTED_BYTES)
-        if _storage.digest(content) != recorded:
+        content = _storage.local.read(root / name, max_bytes=_MAX_DIGESTED_BYTES)
+        if _storage.local.digest(content) != recorded:
             raise ValueError(f"{name} has changed since it was written")
 
 
@@ -331,12 +320,12 @@ def from_database(
         for region in regions
     }
 
-    got = _remote.result
+    got = _storage.paths.result
 
     def arrays() -> Mapping[Region, Array]:
         if metadata is not None:
             form.check_metadata(
-                _value(_zarr.METADATA, _remote.result(metadata, raw.root))
+                _value(_zarr.METADATA, _storage.paths.result(metadata, raw.root))
             )
         found = {}
         for region, chunks in pending.items():

@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 import tensorstore as ts
 
 from flaxckpt import (
-    _connection,
     _layout,
-    _links,
     _place,
     _raw,
     _regions,
-    _remote,
     _state,
+    _storage,
     _util,
     _zarr,
     errors,
@@ -80,7 +78,9 @@ def open_one(stored: StoredLeaf) -> ts.TensorStore:
         DamagedCheckpointError: It is not there, or is not what was recorded.
     """
     try:
-        store = _remote.result(_open(stored, _connection.context()), stored.root)
+        store = _storage.paths.result(
+            _open(stored, _storage.client.context()), stored.root
+        )
         _check_form(stored.info, store)
     except errors.StoreError:
         raise  # nothing is wrong with the leaf
@@ -112,7 +112,7 @@ def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
     values: dict[LeafPath, Any] = {}
     faults: dict[LeafPath, str] = {}
     too_large: list[errors.Mismatch] = []
-    context = _connection.context({"file_io_concurrency": {"limit": 32}})
+    context = _storage.client.context({"file_io_concurrency": {"limit": 32}})
     databases = _raw.Databases(context)
     for batch in _batches(jobs, options.max_concurrent_bytes):
         blocks = _read_batch(batch, options, databases, faults)
@@ -241,7 +241,7 @@ def _begin(work: _Work, options: Options, databases: _raw.Databases) -> Reading:
             check = stored.check if options.verify else None
             return _from_store(work.job, regions, databases.context, check)
         if not stored.raw.ocdbt:
-            _links.check_root(stored.raw.root, stored.root)
+            _storage.symlinks.check_root(stored.raw.root, stored.root)
             return _raw.from_files(
                 stored.raw,
                 stored.info,
@@ -273,7 +273,7 @@ def _from_store(
     started: dict[Region, tuple[ts.Future[Any], Array]] = {}
 
     def start() -> None:
-        store = _remote.result(opened, job.stored.root)
+        store = _storage.paths.result(opened, job.stored.root)
         _check_form(job.found, store)
         if _is_cast_by_tensorstore(job):
             store = ts.cast(store, job.wanted.dtype or "")
@@ -288,7 +288,7 @@ def _from_store(
 
     def arrays() -> Mapping[Region, Array]:
         for moved, target in started.values():
-            _remote.result(moved, job.stored.root, target.nbytes)
+            _storage.paths.result(moved, job.stored.root, target.nbytes)
         return {region: target for region, (_, target) in started.items()}
 
     return Reading([start] if check is None else [check, start], arrays)
@@ -309,7 +309,7 @@ def _is_cast_by_tensorstore(job: ReadJob) -> bool:
 
 def _open(stored: StoredLeaf, context: ts.Context) -> ts.Future[ts.TensorStore]:
     assert stored.open is not None, stored
-    _connection.use_threads()
+    _storage.client.use_threads()
     return stored.open(context)
 
 

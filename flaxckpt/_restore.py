@@ -13,14 +13,12 @@ import numpy as np
 from flaxckpt import (
     _afresh,
     _computed,
-    _file_systems,
     _fit,
     _locate,
     _place,
     _plan,
     _planner,
     _read,
-    _remote,
     _share,
     _state,
     _storage,
@@ -122,7 +120,7 @@ def load(
         memory_map=memory_map,
         read_once=read_once,
     )
-    found, number = _locate.locate(_storage.resolve(path), step)
+    found, number = _locate.locate(_storage.local.resolve(path), step)
     stored = _locate.read_stored(found, number, types)
     counter = _util.progress.Counter(f"loading {found.name}")
     return restore(stored, abstract_state, options, counter)
@@ -173,7 +171,7 @@ def _digest(stored: Stored) -> str | None:
     if stored.stamp is None:
         return None
     try:
-        return _storage.digest_file(stored.stamp.path, max_bytes=_DIGESTED_BYTES)
+        return _storage.local.digest_file(stored.stamp.path, max_bytes=_DIGESTED_BYTES)
     except OSError:
         return None
 
@@ -199,7 +197,7 @@ def plan(
         DamagedCheckpointError: Its description is missing or has changed.
     """
     options = _plan.Options(missing, unused, optimizer, transforms)
-    stored = _locate.read_stored(*_locate.locate(_storage.resolve(path), step))
+    stored = _locate.read_stored(*_locate.locate(_storage.local.resolve(path), step))
     return _planner.make(stored, abstract_state, options)[0]
 
 
@@ -216,7 +214,9 @@ def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
         CheckpointFormatError: What is there is no checkpoint.
         DamagedCheckpointError: Its description is missing or has changed.
     """
-    return _locate.read_stored(*_locate.locate(_storage.resolve(path), step)).metadata
+    return _locate.read_stored(
+        *_locate.locate(_storage.local.resolve(path), step)
+    ).metadata
 
 
 def open_leaf(
@@ -243,7 +243,7 @@ def open_leaf(
             "leaf_path must be a text such as 'params/dense/kernel', got"
             f" {_util.arguments.found(leaf_path)}"
         )
-    stored = _locate.read_stored(*_locate.locate(_storage.resolve(path), step))
+    stored = _locate.read_stored(*_locate.locate(_storage.local.resolve(path), step))
     found = stored.table.get(leaf_path)
     source = None if found is None else found.source
     if not isinstance(source, StoredLeaf) or source.open is None:
@@ -371,7 +371,7 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
         DatasetStateError: None was saved, it was let go, or the iterator does not take
             it.
     """
-    path = _remote.from_text(stored.metadata.path)
+    path = _storage.paths.from_text(stored.metadata.path)
     if _orbax.has_let_go_dataset(path):
         if isinstance(iterator, datasets.Restarting):
             _log.warning(
@@ -423,7 +423,7 @@ def _reading(
 ) -> _read.Options:
     memory_map = options.memory_map
     if memory_map == "auto":
-        memory_map = _file_systems.is_local(_remote.from_text(path))
+        memory_map = _storage.filesystem.is_local(_storage.paths.from_text(path))
     at_once = options.max_concurrent_bytes
     return _read.Options(memory_map, options.verify, at_once, report)
 

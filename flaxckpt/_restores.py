@@ -16,10 +16,10 @@ from flaxckpt import (
     _locate,
     _marks,
     _plan,
-    _remote,
     _restore,
     _run_steps,
     _state,
+    _storage,
     _util,
     _verify,
     errors,
@@ -96,7 +96,7 @@ class Restores:
         options: _plan.Options,
     ) -> Restored:
         """Restores a step; see `Checkpointer.restore`."""
-        with _remote.looking(self._run.directory):
+        with _storage.paths.looking(self._run.directory):
             candidates, marked = self._agreed(step)
             if not fallback:  # where there are two of the same step, both are tried
                 candidates = self._copies(candidates)

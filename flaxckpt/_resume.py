@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxckpt import _state, _unfinished, _util, errors
+from flaxckpt import _state, _storage, _util, errors
 from flaxckpt._checkpointer import Checkpointer
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
@@ -87,7 +87,9 @@ def _directory(checkpointer: Checkpointer) -> Iterator[Path]:
         SaveFailedError: It cannot be made.
     """
     with contextlib.ExitStack() as stack:
-        made = _unfinished.made(checkpointer.saves_in / _unfinished.RESUME)
+        made = _storage.temporary.made(
+            checkpointer.saves_in / _storage.temporary.RESUME
+        )
         try:
             directory = stack.enter_context(made)
         except OSError as error:

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flaxckpt import (
-    _access,
     _audit,
     _deletion,
     _inventory,
     _marks,
     _measured,
-    _remote,
     _steps,
+    _storage,
     _verify,
     errors,
     policies,
@@ -170,7 +169,7 @@ class Retention:
         Raises:
             SaveFailedError: That step is not whole.
         """
-        with _remote.looking(self._directory):
+        with _storage.paths.looking(self._directory):
             return self._apply(just_saved, is_awaited)
 
     def _apply(
@@ -284,7 +283,7 @@ class Retention:
         """Whether it is worth a closer look at every step."""
         if self.rules.keep or self.rules.keep_dataset:
             return True
-        with _access.explained(self._directory):
+        with _storage.permissions.explained(self._directory):
             return any(map(_marks.is_temporary, self.steps.listed().values()))
 
     def _check_whole(self, step: int, check: Callable[[Path], None]) -> None:

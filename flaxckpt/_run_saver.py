@@ -15,12 +15,12 @@ from flaxckpt import (
     _deletion,
     _directory,
     _joint,
-    _remote,
     _retention,
     _save,
     _saves,
     _sinks,
     _steps,
+    _storage,
     _together,
     _util,
     errors,
@@ -115,7 +115,7 @@ class RunSaver(_directory.RunDirectory):
 
     def _tidy(self) -> None:
         """Removes what crashes have left."""
-        with _remote.looking(self.directory):
+        with _storage.paths.looking(self.directory):
             items = (_orbax.METRICS, "metadata")
             _deletion.tidy(self.saves_in, self._run.format, items)
             tiers = self._run.tiers

@@ -57,7 +57,7 @@ class RunSteps:
         staging: PathLike | None,
         keep_staging: Sequence[PreservationPolicy],
     ) -> None:
-        self.directory = self.saves_in = _storage.resolve(directory)
+        self.directory = self.saves_in = _storage.local.resolve(directory)
         self.format = _steps.StepFormat(step_format)
         self.retention = _retention.Retention(self.directory, self.format, rules)
         keep = policies.checked(keep_staging, "keep_staging")
@@ -89,7 +89,7 @@ class RunSteps:
         self._check_names()
         try:
             if self.tiers is None:
-                _storage.make_directory(self.directory)
+                _storage.local.make_directory(self.directory)
             else:
                 listed = self.retention.steps.listed()
                 _tiers.make(self.saves_in, self.directory, listed)

@@ -9,15 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flaxckpt import (
-    _access,
     _belongings,
     _commit,
     _computed,
     _joint,
     _joint_save,
     _layout,
-    _marked,
-    _remote,
     _snapshot,
     _state,
     _storage,
@@ -103,7 +100,7 @@ def save_async(
     what is saved is what it was at the call.
     """
     start = time.monotonic()
-    final = _storage.resolve(path)
+    final = _storage.local.resolve(path)
     _belongings.check_name(final, "save")
     counter = _util.progress.Counter(f"saving {final.name}")
     together = _joint.begin("save", final, str(final))
@@ -156,7 +153,7 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     _transforms.checked(options.transforms)
     together = options.together
     if together is None or together.is_first:
-        with _access.explained(final), _remote.looking(final):
+        with _storage.permissions.explained(final), _storage.paths.looking(final):
             _check_free(final, overwrite=options.overwrite)
     options = dataclasses.replace(
         options,
@@ -346,9 +343,9 @@ def uses_ocdbt(
 
 
 def _check_free(final: Path, *, overwrite: bool) -> None:
-    if not _storage.lexists(final):
+    if not _storage.local.lexists(final):
         return
-    if _remote.is_remote(final) and _marked.is_unfinished(final):
+    if _storage.paths.is_remote(final) and _storage.commit_marker.is_unfinished(final):
         return  # it is removed, if nobody works with it
     if final.is_dir() and not final.is_symlink() and not any(final.iterdir()):
         return

@@ -19,9 +19,9 @@ from flaxckpt import (
     _joint,
     _marks,
     _measured,
-    _remote,
     _run_steps,
     _save,
+    _storage,
     _together,
     _util,
     _write,
@@ -220,7 +220,7 @@ class Saves:
 
     def _previous(self) -> _write.Previous | None:
         """The arrays of the newest step, which those of the next may equal."""
-        if _remote.is_remote(self._run.saves_in):  # where there are no links
+        if _storage.paths.is_remote(self._run.saves_in):  # where there are no links
             return None
         try:
             # In staging, too: links lead nowhere else.

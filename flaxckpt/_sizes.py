@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _layout, _remote
+from flaxckpt import _layout, _storage
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats._reader import CheckpointMetadata
@@ -134,7 +134,7 @@ def on_disk(path: Path, counted: set[FileId]) -> Usage | None:
         path: A directory or a file. Links to others are not followed.
         counted: The files that are counted already; those found are added.
     """
-    if _remote.is_remote(path):
+    if _storage.paths.is_remote(path):
         return None
     found: dict[FileId, int] = {}
     for file in _files(os.fspath(path)):

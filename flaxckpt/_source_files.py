@@ -6,12 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from flaxckpt import (
-    _marks,
-    _remote,
-    _storage,
-    errors,
-)
+from flaxckpt import _marks, _storage, errors
 from flaxckpt._belongings import shards
 from flaxckpt.formats import (
     _safetensors_json,
@@ -22,19 +17,19 @@ _MAX_FILES = 200_000
 """Files of one source that are watched."""
 
 
-def stamps(source: Path) -> tuple[_storage.Stamp, ...]:
+def stamps(source: Path) -> tuple[_storage.local.Stamp, ...]:
     """All files of a checkpoint as they are now, in order; at most a fixed number."""
-    found: list[_storage.Stamp] = []
+    found: list[_storage.local.Stamp] = []
     for path in _files(source):
         if len(found) == _MAX_FILES:
             break
         if not _marks.is_mark(path.name):
-            found.append(_storage.stamp(path))
+            found.append(_storage.local.stamp(path))
     return tuple(found)
 
 
 def _files(source: Path) -> Iterator[Path]:
-    if _remote.is_remote(source):
+    if _storage.paths.is_remote(source):
         yield from source.rglob("*")
         return
     if source.is_dir():
@@ -53,13 +48,13 @@ def _files(source: Path) -> Iterator[Path]:
                 yield from _files(path)
 
 
-def changed(found: Iterable[_storage.Stamp]) -> list[str]:
+def changed(found: Iterable[_storage.local.Stamp]) -> list[str]:
     """Which files are not any more what they were."""
     return [str(stamp.path) for stamp in found if not stamp.is_current()]
 
 
 def check_apart(
-    final: Path, sources: Iterable[Path], files: Iterable[_storage.Stamp]
+    final: Path, sources: Iterable[Path], files: Iterable[_storage.local.Stamp]
 ) -> None:
     """Refuses a path that is, lies in or holds what is read, whatever it is called.
 
@@ -89,7 +84,7 @@ def check_apart(
 
 
 def _real(path: Path) -> str:
-    return str(path) if _remote.is_remote(path) else os.path.realpath(path)
+    return str(path) if _storage.paths.is_remote(path) else os.path.realpath(path)
 
 
 def _holds(directory: str, path: str) -> bool:

@@ -77,8 +77,8 @@ def _opened(span: Span, context: ts.Context) -> ts.TensorStore:
     def read(domain: ts.IndexDomain, target: Array, _: Any) -> None:
         # Some whole rows of the array, or a part of one row: always few runs of bytes.
         outer = _outer_axes(span.shape, domain.shape)
-        with _storage.opened(span.file) as file:
-            found = _storage.identity(os.fstat(file.fileno()))
+        with _storage.local.opened(span.file) as file:
+            found = _storage.local.identity(os.fstat(file.fileno()))
             if span.identity not in (None, found):
                 raise OSError(
                     f"{span.file} was replaced or changed since it was opened; load it"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _access, _marked, _marks, _remote, _storage, _util, errors
+from flaxckpt import _marks, _storage, _util, errors
 
 _FIELD = re.compile(r"\{step(?::0(\d+)d)?\}")
 
@@ -84,13 +84,13 @@ def listed(root: Path, step_format: StepFormat) -> dict[int, Path]:
     A directory that is empty is none: nothing of ours or Orbax's is ever committed
     empty.
     """
-    with _access.explained(root):
+    with _storage.permissions.explained(root):
         return _told_apart(root, step_format)[0]
 
 
 def damaged(root: Path, step_format: StepFormat) -> dict[int, Path]:
     """The steps under `root` that are marked as damaged, ascending."""
-    with _access.explained(root):
+    with _storage.permissions.explained(root):
         return _told_apart(root, step_format)[1]
 
 
@@ -100,10 +100,10 @@ def _told_apart(
     """The steps under `root` that are not marked as damaged, and those that are."""
     found: tuple[dict[int, Path], dict[int, Path]] = {}, {}
     contents: dict[str, set[str]] = {}
-    if _remote.is_remote(root):
+    if _storage.paths.is_remote(root):
         contents = root.tree()
     try:
-        names = sorted(contents or _storage.directories(root))
+        names = sorted(contents or _storage.local.directories(root))
     except FileNotFoundError:
         return found
     steps = {step_format.step(name): root / name for name in names}
@@ -116,9 +116,9 @@ def _told_apart(
 
 def _counts(path: Path, content: Collection[str]) -> bool:
     """Whether a checkpoint in a store has its marker; those of others need none."""
-    if not _remote.is_remote(path):
+    if not _storage.paths.is_remote(path):
         return True
-    if _marked.MARKER in content:
+    if _storage.commit_marker.MARKER in content:
         return len(content) > 1  # it came late, and alone
     return not any(name in content for name in _PARTS_OF_ORBAX)
 
@@ -129,6 +129,6 @@ _PARTS_OF_ORBAX = ("state", "default", "_CHECKPOINT_METADATA", "_METADATA", "met
 def _content(path: Path) -> list[str]:
     """The names in a directory; none if it was just deleted."""
     try:
-        return _storage.names(path)
+        return _storage.local.names(path)
     except FileNotFoundError:
         return []

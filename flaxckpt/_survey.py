@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from flaxckpt import _event_journal, _unfinished, errors
+from flaxckpt import _event_journal, _storage, errors
 
 _T5X_TEMPORARY = re.compile(r"\.tmp-[0-9]+")
 """How T5X ends the name of a step that is not finished."""
@@ -183,8 +183,9 @@ def _ending_in_numbers(root: Path) -> Iterator[tuple[str, Path, int]]:
 def _finished(root: Path) -> Iterator[Path]:
     """The entries under `root`, except links and entries being written or deleted."""
     for path in sorted(root.iterdir()):
-        is_temporary = _unfinished.TEMPORARY in path.name or _T5X_TEMPORARY.search(
-            path.name
+        is_temporary = (
+            _storage.temporary.TEMPORARY in path.name
+            or _T5X_TEMPORARY.search(path.name)
         )
         if not is_temporary and not path.is_symlink():
             yield path

@@ -144,7 +144,7 @@ class _FlatTarget:
             with _opened(output / layout.name, os.O_CREAT) as descriptor:
                 os.ftruncate(descriptor, layout.size)
                 os.fsync(descriptor)
-        _storage.sync_directory(output)
+        _storage.local.sync_directory(output)
         return done
 
     def write(self, ready: Sequence[tuple[Piece, Array]]) -> None:
@@ -166,7 +166,7 @@ class _FlatTarget:
 
 
 def _literals_digest(layout: _runs.FileLayout) -> str:
-    return _storage.digest(
+    return _storage.local.digest(
         b"".join(b"%d %b" % (at, content) for at, content in layout.literals)
     )
 
@@ -241,9 +241,9 @@ class _OrbaxTarget:
         kept = {path for path in kept if (self._root / self._names[path]).is_dir()}
         for path, name in self._names.items():
             if path not in kept and name:
-                _storage.remove_tree(self._root / name)
+                _storage.local.remove_tree(self._root / name)
         if not kept:
-            _storage.remove_tree(self._root)
+            _storage.local.remove_tree(self._root)
             self._root.mkdir()
         return {p.name for p in self.pieces if p.name in done and p.path in kept}
 
@@ -270,14 +270,14 @@ class _OrbaxTarget:
                 max_concurrent_bytes=limit,
             )
         if self._ocdbt:
-            _storage.sync_tree(self._root)
+            _storage.local.sync_tree(self._root)
         else:
             names = {array.name for array in (*whole, *parts)}
             directories = [self._root / name for name in names]
             _util.threads.each(
-                _storage.sync_tree, directories, threads=_SYNCING_THREADS
+                _storage.local.sync_tree, directories, threads=_SYNCING_THREADS
             )
-            _storage.sync_directory(self._root)
+            _storage.local.sync_directory(self._root)
 
     def _host_array(self, piece: Piece, array: Array) -> HostArray:
         info = piece.leaf.info
@@ -323,7 +323,7 @@ def _write_anew(root: Path, files: Mapping[str, bytes]) -> None:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
-        _storage.write(path, content)
+        _storage.local.write(path, content)
 
 
 MAKERS: dict[str, Callable[[State, Path], Any]] = {

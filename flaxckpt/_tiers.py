@@ -19,7 +19,6 @@ from flaxckpt import (
     _changes,
     _copies,
     _marks,
-    _remote,
     _retention,
     _steps,
     _storage,
@@ -51,8 +50,8 @@ def resolve(staging: PathLike, directory: Path) -> Path:
     Raises:
         OptionError: It cannot be that, or is another run's.
     """
-    path = _storage.resolve(staging)
-    if _remote.is_remote(path):
+    path = _storage.local.resolve(staging)
+    if _storage.paths.is_remote(path):
         raise errors.OptionError(
             f"staging wants a directory of this machine, got {path}: pass the path of"
             " a fast disk"
@@ -62,7 +61,7 @@ def resolve(staging: PathLike, directory: Path) -> Path:
             f"staging={path} is for one process: a machine's disk would have only its"
             " part of a step. Leave staging out, so that all save to the directory"
         )
-    if not _remote.is_remote(directory) and (
+    if not _storage.paths.is_remote(directory) and (
         path == directory or path in directory.parents or directory in path.parents
     ):
         raise errors.OptionError(
@@ -91,7 +90,7 @@ def make(path: Path, directory: Path, listed: Mapping[int, Path]) -> None:
         OptionError: It has steps, and nobody knows of which run.
         OSError: It cannot be made.
     """
-    _storage.make_directory(path)
+    _storage.local.make_directory(path)
     if (path / _OWNER).is_file():
         return
     if listed:
@@ -100,7 +99,7 @@ def make(path: Path, directory: Path, listed: Mapping[int, Path]) -> None:
             " that says whose they are: choose an empty directory, or write"
             f" {directory} into that file if they are of this run"
         )
-    _storage.replace(path / _OWNER, f"{directory}\n".encode())
+    _storage.local.replace(path / _OWNER, f"{directory}\n".encode())
 
 
 # ---- both together ----------------------------------------------------------------
@@ -327,9 +326,11 @@ class Tiers:
         """
         path = self.uploads.known.get(step)
         try:
-            if path is None or not _storage.lexists(path):
+            if path is None or not _storage.local.lexists(path):
                 return
-            if _remote.is_remote(path) or not _marks.is_damaged(path):  # else set aside
+            if _storage.paths.is_remote(path) or not _marks.is_damaged(
+                path
+            ):  # else set aside
                 _belongings.check_replaceable(path)
         except errors.CheckpointExistsError:
             raise

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from flaxckpt import _beats, _remote, _texts, _util, errors
+from flaxckpt import _beats, _storage, _texts, _util, errors
 from flaxckpt._notes import LATE, STOPPED, ApartError, Failure, Notes, failed_in
 
 _log = logging.getLogger(__name__)
@@ -377,7 +377,7 @@ def attend(directory: Path) -> None:
 
 
 def _files(directory: Path) -> _texts.Files:
-    if _remote.is_remote(directory):
+    if _storage.paths.is_remote(directory):
         raise errors.OptionError(
             f"{directory}: this jax does not tell of its coordination service, without"
             " which several processes save to a file system only"

@@ -29,7 +29,6 @@ from flaxckpt import (
     _steps,
     _storage,
     _stream,
-    _unfinished,
     _util,
     errors,
 )
@@ -145,7 +144,7 @@ class Uploads:
 
     def _reach(self) -> None:
         """Sees what is in the directory, and tidies it the first time."""
-        _storage.make_directory(self._directory)
+        _storage.local.make_directory(self._directory)
         self.look()
         if not self._is_tidy:
             _deletion.tidy(self._directory, self._format, (_orbax.METRICS, "metadata"))
@@ -289,7 +288,7 @@ class Uploads:
     def _upload(self, step: int, path: Path, *, is_begin: bool) -> None:
         """Has the directory get a step, or what has changed of it."""
         begun, size = time.monotonic(), 0
-        with self.busy.get(), _unfinished.claimed(path) as is_ours:
+        with self.busy.get(), _storage.temporary.claimed(path) as is_ours:
             mark = self._mark(path)
             if mark is None:
                 return

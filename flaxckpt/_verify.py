@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from flaxckpt import (
-    _access,
     _audit,
     _file_checks,
     _findings,
@@ -21,7 +20,6 @@ from flaxckpt import (
     _ocdbt,
     _pieces,
     _read,
-    _remote,
     _storage,
     _survey,
     _util,
@@ -60,7 +58,7 @@ def verify(path: PathLike, *, step: int | None = None) -> _findings.VerifyReport
         CheckpointNotFoundError: Nothing is there.
         CheckpointFormatError: What is there is no checkpoint.
     """
-    root = _storage.resolve(path)
+    root = _storage.local.resolve(path)
     try:
         found, number = _locate.locate(root, step)
     except errors.DamagedCheckpointError as error:
@@ -83,7 +81,7 @@ def verify_checkpoint(
     """
     start, counter = time.monotonic(), _util.progress.Counter(f"verifying {path.name}")
     found = _findings.Findings(counter, thorough=thorough)
-    with _util.progress.shown(counter), _remote.looking(path):
+    with _util.progress.shown(counter), _storage.paths.looking(path):
         stored = _description(path, step, found)
         format_name = "unknown" if stored is None else stored.metadata.format
         extra: list[str] = []
@@ -96,7 +94,7 @@ def verify_checkpoint(
                 check = functools.partial(_locate.check_step, path, step, stored)
                 found.attempt(_findings.HERE, check)
         except OSError as error:
-            if not _access.is_unread(error):
+            if not _storage.permissions.is_unread(error):
                 raise
             found.add(found.unread, _findings.HERE, str(error))
     secs = time.monotonic() - start
@@ -130,7 +128,7 @@ def check(path: Path) -> None:
 def lost(path: Path, step: int | None, error: Exception) -> _findings.VerifyReport:
     """The report on what is not recognised as the checkpoint that it was."""
     found = _findings.Findings(_util.progress.Counter(""), thorough=True)
-    is_unread = _access.is_unread(error)
+    is_unread = _storage.permissions.is_unread(error)
     found.add(found.unread if is_unread else found.problems, _findings.HERE, str(error))
     return found.report(path, "unknown", step, (), 0.0)
 
@@ -143,7 +141,7 @@ def damage(path: Path, step: int | None) -> str | None:
     try:
         report = verify_checkpoint(path, step, thorough=False)
     except (errors.CheckpointError, OSError) as error:
-        if _access.is_unread(error):
+        if _storage.permissions.is_unread(error):
             return None
         # It was a checkpoint, and is none any more.
         is_ours = _survey.sign(path) or (path / _orbax.STATE).is_dir()
@@ -164,7 +162,7 @@ def _description(
     except (OSError, errors.DamagedCheckpointError) as error:
         if isinstance(error, errors.CheckpointNotFoundError):
             raise
-        if _access.is_unread(error):
+        if _storage.permissions.is_unread(error):
             found.add(found.unread, _findings.HERE, str(error))
         elif (why := _findings.unreadable(path)) is not None:
             found.add(found.unread, _findings.HERE, why)

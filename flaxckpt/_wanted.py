@@ -59,7 +59,7 @@ def wanted(target: PathLike, *, step: int | None = None) -> Wanted:
             `metadata`.
         OptionError: The file says something else.
     """
-    root = _storage.resolve(target)
+    root = _storage.local.resolve(target)
     if root.suffix == ".json" and root.is_file() and not formats.recognises(root):
         return Wanted(_of_file(root), has_roles=False)
     stored = _locate.read_stored(*_locate.locate(root, step))
@@ -69,7 +69,7 @@ def wanted(target: PathLike, *, step: int | None = None) -> Wanted:
 
 
 def _of_file(file: Path) -> PyTree:
-    raw = _storage.read(file, max_bytes=_MAX_FILE_BYTES)
+    raw = _storage.local.read(file, max_bytes=_MAX_FILE_BYTES)
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError) as error:

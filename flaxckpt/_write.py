@@ -17,19 +17,9 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import (
-    _blocks,
-    _connection,
-    _ocdbt,
-    _raw_chunks,
-    _remote,
-    _staging,
-    _state,
-    _util,
-    _zarr,
-)
+from flaxckpt import _blocks, _ocdbt, _raw_chunks, _state, _storage, _util, _zarr
 from flaxckpt._snapshot import HostArray, HostShard
-from flaxckpt._storage import Stamp
+from flaxckpt._storage.local import Stamp
 from flaxckpt._zarr import Encoding
 
 DEFAULT_CONCURRENT_BYTES = 2 * 2**30
@@ -107,13 +97,13 @@ def write(
     Raises:
         OSError, ValueError: Something could not be written.
     """
-    context = _connection.context()
+    context = _storage.client.context()
     if ocdbt and writer is not None:
         root = root / f"{_ocdbt.PART}{writer}"
         root.mkdir()
-    if ocdbt and _staging.is_needed(root):
+    if ocdbt and _storage.upload.is_needed(root):
         # One database is made of all batches, which takes memory for all of it.
-        with _staging.staged(root) as memory:
+        with _storage.upload.staged(root) as memory:
             write(
                 memory,
                 arrays,
@@ -123,7 +113,7 @@ def write(
                 count=count,
             )
         return
-    if _remote.is_remote(root):
+    if _storage.paths.is_remote(root):
         previous = None  # stores have no links
     if ocdbt:
         sized = ((array, array.nbytes) for array in arrays)
@@ -160,11 +150,11 @@ def _write_directories(
     budget = _util.threads.Budget(max_concurrent_bytes)
     _write_files(root, raw, encoding, previous, budget, count, writer)
     at_once = min(max_concurrent_bytes, _ENCODED_AT_ONCE)
-    if encoded and _staging.is_needed(root):
+    if encoded and _storage.upload.is_needed(root):
         at_once = min(at_once, max_concurrent_bytes // (1 + _COPIES_IN_REQUESTS))
         sized = ((array, array.nbytes) for array in encoded)
         for batch in _util.memory.batches(sized, at_once):
-            with _staging.staged(root) as memory:
+            with _storage.upload.staged(root) as memory:
                 _write_encoded(memory, batch, encoding, context, at_once, count=count)
         return
     is_shared = writer is not None
@@ -203,7 +193,7 @@ def write_parts(
         root,
         arrays,
         encoding,
-        _connection.context(),
+        _storage.client.context(),
         at_once,
         transaction,
         may_exist=True,
@@ -225,7 +215,7 @@ def _write_files(
     writer: int | None = None,
 ) -> None:
     """Writes each array as a directory of chunks, several at a time."""
-    is_remote = _remote.is_remote(root)
+    is_remote = _storage.paths.is_remote(root)
 
     def begin(array: HostArray) -> bool:
         """Makes the directory; returns whether the earlier metadata is the same."""
@@ -343,7 +333,7 @@ def _write_encoded(
 ) -> None:
     """Writes arrays by TensorStore; into the transaction, if there is one."""
     if arrays:
-        _connection.use_threads()
+        _storage.client.use_threads()
     opened = [
         ts.open(
             {

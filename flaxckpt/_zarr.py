@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from flaxckpt import _array_limits, _remote, _state, _zarr_codecs
+from flaxckpt import _array_limits, _state, _storage, _zarr_codecs
 from flaxckpt._types import JSON, Shape
 
 METADATA = "zarr.json"
@@ -273,7 +273,7 @@ def kvstore(root: Path, name: str, *, ocdbt: bool) -> dict[str, JSON]:
 
 
 def _place(root: Path, below: str) -> dict[str, JSON]:
-    if _remote.is_remote(root):
+    if _storage.paths.is_remote(root):
         return root.store.connection.spec(root.prefix + below)
     return {"driver": "file", "path": f"{root}/{below}"}
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import tensorstore as ts
 
-from flaxckpt import _remote, _state, _zarr
+from flaxckpt import _state, _storage, _zarr
 
 _LONG_BYTES = 64 * 2**20
 """Shorter chunks may have any size: not much comes of them."""
@@ -91,7 +91,7 @@ def check_files(directory: Path, chunks: Chunks) -> None:
         ValueError: One is not.
         OSError: One cannot be read.
     """
-    if _remote.is_remote(directory):
+    if _storage.paths.is_remote(directory):
         _check_objects(directory, chunks)
         return
     ratio = _BEST_RATIO.get(chunks.codec or "")
@@ -109,7 +109,7 @@ def check_files(directory: Path, chunks: Chunks) -> None:
                 _check_blosc(key, file.read(_HEADER_BYTES), chunks.size)
 
 
-def _check_objects(directory: _remote.RemotePath, chunks: Chunks) -> None:
+def _check_objects(directory: _storage.paths.RemotePath, chunks: Chunks) -> None:
     """The same in a store, which has no directories, and tells no sizes."""
     if chunks.codec != "blosc":
         return

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 from flaxckpt import partition
-from flaxckpt._state import flax_state, optimizer_roles
+from flaxckpt._state import flax_state as state_flax_state
+from flaxckpt._state import optimizer_roles as state_optimizer_roles
 
 PARAMS = {
     "embed": jnp.ones((16, 8)),
@@ -157,8 +158,8 @@ def create(name):
 def rules_found(name):
     """How many leaves of a transform's state each rule has decided."""
     state = jax.eval_shape(lambda: create(name))
-    flat = flax_state.flatten(state)
-    roles = optimizer_roles.roles(flat.structure)
+    flat = state_flax_state.flatten(state)
+    roles = state_optimizer_roles.roles(flat.structure)
     infos = {path: leaf.info for path, leaf in flat.table.items() if leaf.info.dtype}
     specs = {
         path: next((s for p, s in SPECS.items() if path.endswith(f"/{p}")), P())

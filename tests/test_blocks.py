@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flaxckpt import _blocks, _file_systems
+from flaxckpt import _blocks
 from flaxckpt._blocks import Block
+from flaxckpt._storage import filesystem
 
 PAGE = mmap.PAGESIZE
 
@@ -196,14 +197,14 @@ def test_no_link_is_made_of_what_is_not_there(tmp_path):
 
 def test_the_file_system_of_a_path_is_known(tmp_path):
     if not Path("/proc/self/mountinfo").exists():
-        assert not _file_systems.is_local(tmp_path)
+        assert not filesystem.is_local(tmp_path)
         pytest.skip("no /proc here")
-    assert _file_systems.kind("/proc/self") == "proc"
-    assert not _file_systems.is_local("/proc/self")
+    assert filesystem.kind("/proc/self") == "proc"
+    assert not filesystem.is_local("/proc/self")
     if Path("/dev/shm").is_dir() and os.path.ismount("/dev/shm"):
-        assert _file_systems.is_local("/dev/shm")
-    assert _file_systems.kind("/nowhere/at/all") == _file_systems.kind("/")
-    assert _file_systems._unescaped(r"/a\040b\134c") == "/a b\\c"
+        assert filesystem.is_local("/dev/shm")
+    assert filesystem.kind("/nowhere/at/all") == filesystem.kind("/")
+    assert filesystem._unescaped(r"/a\040b\134c") == "/a b\\c"
 
 
 @pytest.mark.parametrize("kind", ["short", "symlink", "fifo"])

@@ -24,8 +24,10 @@ from flax import nnx
 from flax.training import train_state
 
 import flaxckpt
-from flaxckpt import _event_journal, _held, _storage, errors
-from flaxckpt._state import flax_state, step_counter
+from flaxckpt import _event_journal, _held, errors
+from flaxckpt._state import flax_state as state_flax_state
+from flaxckpt._state import step_counter as state_step_counter
+from flaxckpt._storage import local
 from flaxckpt.datasets import StepIndexed
 
 
@@ -342,9 +344,9 @@ def test_a_loop_that_is_run_again_is_told_to_restore_first(ckpt):
 def test_a_save_under_way_is_waited_for_before_beginning(ckpt, monkeypatch):
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
     callback(1, {"n": 1})
-    real, going_on = _storage.sync_tree, threading.Event()
+    real, going_on = local.sync_tree, threading.Event()
     monkeypatch.setattr(
-        _storage,
+        local,
         "sync_tree",
         lambda path: going_on.wait() and real(path),
     )
@@ -382,7 +384,7 @@ def test_a_save_that_failed_is_not_taken_for_one(ckpt, monkeypatch):
     callback = flaxckpt.CheckpointCallback(ckpt)
     callback(1, {"n": 1})
     with monkeypatch.context() as patch:
-        patch.setattr(_storage, "sync_tree", fail)
+        patch.setattr(local, "sync_tree", fail)
         callback(5, {"n": 5}, force=True)
         with pytest.raises(errors.SaveFailedError):
             callback.wait()
@@ -593,7 +595,7 @@ def test_of_several_counters_one_has_to_agree(ckpt):
 
 @pytest.mark.parametrize("step", [True, 0.5, jnp.ones(3), "third", len])
 def test_what_is_no_counter_does_not_count(ckpt, step):
-    assert not list(step_counter._found({"step": step}))
+    assert not list(state_step_counter._found({"step": step}))
 
 
 def test_a_call_can_force_a_save_even_of_step_0(ckpt):
@@ -634,7 +636,7 @@ def test_a_failed_save_is_told_at_the_next_call(ckpt, monkeypatch):
         raise OSError(28, "No space left on device")
 
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
-    monkeypatch.setattr(_storage, "sync_tree", fail)
+    monkeypatch.setattr(local, "sync_tree", fail)
     assert callback(2, {"step": 2})
     while not callback.last_save.done():
         pass
@@ -866,7 +868,7 @@ def copied(state):
     """The leaves by their paths, as numpy arrays of their own."""
     return {
         path: np.array(jax.random.key_data(leaf) if is_key(leaf) else leaf)
-        for path, leaf in flax_state.values(state).items()
+        for path, leaf in state_flax_state.values(state).items()
     }
 
 

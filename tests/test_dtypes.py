@@ -5,26 +5,26 @@ import numpy as np
 import pytest
 
 from flaxckpt import errors
-from flaxckpt._state import dtypes
+from flaxckpt._state import dtypes as state_dtypes
 
-ALL = sorted(dtypes._STORED_AS_IS | dtypes._STORED_AS_BYTES)
+ALL = sorted(state_dtypes._STORED_AS_IS | state_dtypes._STORED_AS_BYTES)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_the_stored_form_keeps_every_bit(name):
-    dtype = dtypes.to_numpy(name)
-    assert dtypes.name(dtype) == name
+    dtype = state_dtypes.to_numpy(name)
+    assert state_dtypes.name(dtype) == name
     array = np.array([0, 1, 1, 0], dtype)
-    stored = dtypes.to_stored(array)
-    assert stored.dtype.name == dtypes.stored_name(name)
-    back = dtypes.from_stored(stored, name)
+    stored = state_dtypes.to_stored(array)
+    assert stored.dtype.name == state_dtypes.stored_name(name)
+    back = state_dtypes.from_stored(stored, name)
     assert back.dtype == dtype
     assert back.tobytes() == array.tobytes()
 
 
 def test_bytes_in_foreign_order_are_swapped():
     array = np.array([1, 2, 3], ">i4")
-    stored = dtypes.to_stored(array)
+    stored = state_dtypes.to_stored(array)
     assert stored.dtype.isnative
     np.testing.assert_array_equal(stored, array)
 
@@ -32,8 +32,8 @@ def test_bytes_in_foreign_order_are_swapped():
 @pytest.mark.parametrize("name", ["object", "S4", "datetime64", "float128", "nonsense"])
 def test_other_types_are_refused(name):
     with pytest.raises(errors.OptionError, match=name):
-        dtypes.to_numpy(name)
-    assert dtypes.stored_name(name) is None
+        state_dtypes.to_numpy(name)
+    assert state_dtypes.stored_name(name) is None
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_other_types_are_refused(name):
     ],
 )
 def test_only_floats_are_cast_freely(found, wanted, allowed):
-    assert dtypes.restores_as(found, wanted) == allowed
+    assert state_dtypes.restores_as(found, wanted) == allowed
 
 
 INTEGERS = [name for name in ALL if "int" in name]
@@ -65,20 +65,20 @@ INTEGERS = [name for name in ALL if "int" in name]
 @pytest.mark.parametrize("found", INTEGERS)
 def test_integers_grow_within_their_kind(found, wanted):
     """Also those that share a byte in numpy: the range of one holds the other's."""
-    low, high = dtypes.bounds(found)
-    wanted_low, wanted_high = dtypes.bounds(wanted)
+    low, high = state_dtypes.bounds(found)
+    wanted_low, wanted_high = state_dtypes.bounds(wanted)
     is_kind = found.startswith("u") == wanted.startswith("u")
     fits = wanted_low <= low and high <= wanted_high
-    assert dtypes.restores_as(found, wanted) == (is_kind and fits)
+    assert state_dtypes.restores_as(found, wanted) == (is_kind and fits)
     if is_kind and fits:
-        values = np.array([low, high], dtypes.to_numpy(found))
-        cast = dtypes.convert(values, wanted)
-        assert cast.dtype == dtypes.to_numpy(wanted)
+        values = np.array([low, high], state_dtypes.to_numpy(found))
+        cast = state_dtypes.convert(values, wanted)
+        assert cast.dtype == state_dtypes.to_numpy(wanted)
         assert [int(value) for value in cast] == [low, high]
 
 
 @pytest.mark.parametrize("name", INTEGERS)
 def test_bounds_are_those_of_the_type(name):
-    low, high = dtypes.bounds(name)
-    info = ml_dtypes.iinfo(dtypes.to_numpy(name))
+    low, high = state_dtypes.bounds(name)
+    info = ml_dtypes.iinfo(state_dtypes.to_numpy(name))
     assert (low, high) == (info.min, info.max)

@@ -14,7 +14,8 @@ import pytest
 import tensorstore as ts
 
 import flaxckpt
-from flaxckpt import ArrayLayout, _journal, _storage, errors
+from flaxckpt import ArrayLayout, _journal, errors
+from flaxckpt._storage import local
 
 TESTS = Path(__file__).parent
 
@@ -31,17 +32,17 @@ def test_what_is_no_plain_file_is_neither_waited_for_nor_read(tmp_path, make):
     path = tmp_path / "file"
     make(path)
     with pytest.raises(errors.DamagedCheckpointError, match="no plain file"):
-        _storage.read(path, max_bytes=10)
+        local.read(path, max_bytes=10)
     with pytest.raises(errors.DamagedCheckpointError, match="no plain file"):
-        _storage.digest_file(path, max_bytes=10)
+        local.digest_file(path, max_bytes=10)
 
 
 def test_files_behind_links_are_read_and_long_ones_are_not(tmp_path):
     (tmp_path / "file").write_bytes(b"12345")
     (tmp_path / "link").symlink_to("file")
-    assert _storage.read(tmp_path / "link", max_bytes=5) == b"12345"
+    assert local.read(tmp_path / "link", max_bytes=5) == b"12345"
     with pytest.raises(errors.DamagedCheckpointError, match="at most 4 bytes, found 5"):
-        _storage.read(tmp_path / "link", max_bytes=4)
+        local.read(tmp_path / "link", max_bytes=4)
 
 
 def test_a_save_beside_a_step_with_pipes_does_not_wait(tmp_path):

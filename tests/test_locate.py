@@ -15,7 +15,8 @@ from flax import serialization
 from golden_cases import GOLDEN
 
 import flaxckpt
-from flaxckpt import _storage, errors, formats
+from flaxckpt import errors, formats
+from flaxckpt._storage import local
 
 NOBODY = 65534
 
@@ -216,14 +217,14 @@ def test_one_checkpoint_has_no_steps(flax_steps, orbax_steps):
 def slow_saves(monkeypatch):
     """Saves that are written, and not committed before the event is set."""
     go = threading.Event()
-    real = _storage.sync_tree
+    real = local.sync_tree
 
     def sync_tree(path):
         size = real(path)
         go.wait(60)
         return size
 
-    monkeypatch.setattr(_storage, "sync_tree", sync_tree)
+    monkeypatch.setattr(local, "sync_tree", sync_tree)
     yield go
     go.set()
 
@@ -254,9 +255,9 @@ def test_a_first_save_under_way_is_told(store_path, slow_saves, kind, look):
 
 
 def wait_for_names(root, part):
-    root = _storage.resolve(root)
+    root = local.resolve(root)
     for _ in range(6000):
-        if root.is_dir() and any(part in name for name in _storage.names(root)):
+        if root.is_dir() and any(part in name for name in local.names(root)):
             return
         time.sleep(0.01)
     raise AssertionError(f"no {part} in {root}")

@@ -13,7 +13,9 @@ import pytest
 import strategies
 
 import flaxckpt
-from flaxckpt import _leases, _renames, errors
+from flaxckpt import errors
+from flaxckpt._storage import leases as storage_leases
+from flaxckpt._storage import rename
 from flaxckpt.policies import LatestN
 
 OLD = 3600
@@ -30,7 +32,7 @@ def save(root, *steps):
 
 
 def leases(root):
-    return list(root.glob(f"*/{_leases.READING}*"))
+    return list(root.glob(f"*/{storage_leases.READING}*"))
 
 
 def python(code, *args):
@@ -117,7 +119,7 @@ def test_what_a_killed_reader_held_is_let_go_after_a_while(tmp_path, monkeypatch
     reader.communicate()
     ckpt.save(3, state(3)).wait()
     assert ckpt.steps() == [1, 3]
-    monkeypatch.setattr(_leases, "_EXPIRES_SECS", 0.1)
+    monkeypatch.setattr(storage_leases, "_EXPIRES_SECS", 0.1)
     time.sleep(0.2)
     ckpt.save(4, state(4)).wait()
     assert ckpt.steps() == [4]
@@ -134,7 +136,7 @@ def test_each_step_is_held_until_the_loop_goes_on(tmp_path):
     assert next(held) == 1
     [file] = leases(tmp_path)
     assert file.parent.name == "1"
-    assert ckpt.explain()[1] == [f"being read by {_leases.reader(file.name)}"]
+    assert ckpt.explain()[1] == [f"being read by {storage_leases.reader(file.name)}"]
     assert ckpt.prune(dry_run=True) == ckpt.prune() == (2,)
     assert next(held) == 3
     assert ckpt.prune() == (1,)
@@ -201,7 +203,7 @@ def test_a_reader_that_comes_while_steps_are_judged_keeps_its_step(
     def withdraw(final, aside):
         raise AssertionError("not even for a moment")
 
-    monkeypatch.setattr(_renames, "withdraw", withdraw)
+    monkeypatch.setattr(rename, "withdraw", withdraw)
     ckpt = flaxckpt.Checkpointer(tmp_path, **{rules: [Late()]})
     reading = ckpt.new_steps()
     assert ckpt.prune() == ()
@@ -213,15 +215,15 @@ def test_a_reader_that_comes_while_steps_are_judged_keeps_its_step(
 
 def test_a_reader_that_is_seen_too_late_gets_its_step_back(tmp_path, monkeypatch):
     save(tmp_path, 1, 2)
-    real = _renames.withdraw
+    real = rename.withdraw
 
     def withdraw(final, aside):
-        (final / f"{_leases.READING}there-7-00").touch()
+        (final / f"{storage_leases.READING}there-7-00").touch()
         real(final, aside)
 
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
     with monkeypatch.context() as patch:
-        patch.setattr(_renames, "withdraw", withdraw)
+        patch.setattr(rename, "withdraw", withdraw)
         assert ckpt.prune() == ()
     assert ckpt.explain()[1] == ["being read by there:7"]
     strategies.assert_same(state(1), ckpt.restore(step=1))
@@ -232,7 +234,7 @@ def test_a_reader_that_is_seen_too_late_gets_its_step_back(tmp_path, monkeypatch
 
 def test_a_step_that_is_about_to_go_is_not_given_out(tmp_path):
     save(tmp_path, 1, 2)
-    mark = tmp_path / "1" / _leases.DELETING
+    mark = tmp_path / "1" / storage_leases.DELETING
     mark.touch()
     reader = flaxckpt.Checkpointer(tmp_path).new_steps(timeout_secs=60, poll_secs=0.01)
     assert next(reader) == 2
@@ -251,7 +253,7 @@ def age(file):
 
 def test_a_reader_is_heard_of_again_and_again(tmp_path, monkeypatch):
     save(tmp_path, 1, 2)
-    monkeypatch.setattr(_leases, "_EXPIRES_SECS", 0.2)
+    monkeypatch.setattr(storage_leases, "_EXPIRES_SECS", 0.2)
     held = flaxckpt.Checkpointer(tmp_path).new_steps()
     next(held)
     [file] = leases(tmp_path)
@@ -286,7 +288,7 @@ def test_who_may_not_write_sees_a_step_whose_deletion_was_cut_off(
     tmp_path, monkeypatch
 ):
     save(tmp_path, 1, 2)
-    mark = tmp_path / "1" / _leases.DELETING
+    mark = tmp_path / "1" / storage_leases.DELETING
     mark.touch()
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", not_to_write)
@@ -299,7 +301,7 @@ def test_who_may_not_write_sees_a_step_whose_deletion_was_cut_off(
 
 def test_a_reader_of_the_future_is_none(tmp_path):
     save(tmp_path, 1, 2)
-    file = tmp_path / "1" / f"{_leases.READING}there-7-00"
+    file = tmp_path / "1" / f"{storage_leases.READING}there-7-00"
     file.touch()
     os.utime(file, (time.time() + 1e6, time.time() + 1e6))
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
@@ -378,5 +380,5 @@ def test_a_step_saved_out_of_order_comes_too(tmp_path):
 
 
 def test_names_of_readers_are_told_apart():
-    assert _leases.reader("READING-my-host-12-ab") == "my-host:12"
-    assert _leases.reader("READING-") == "READING-"
+    assert storage_leases.reader("READING-my-host-12-ab") == "my-host:12"
+    assert storage_leases.reader("READING-") == "READING-"

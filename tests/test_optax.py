@@ -22,7 +22,10 @@ from optax_zoo import MESH, PARAMS, ZOO, create, labels
 from optimizer_states import save_with
 
 import flaxckpt
-from flaxckpt._state import flax_state, optax_state, optimizer_roles, tree
+from flaxckpt._state import flax_state as state_flax_state
+from flaxckpt._state import optax_state as state_optax_state
+from flaxckpt._state import optimizer_roles as state_optimizer_roles
+from flaxckpt._state import tree as state_tree
 
 SPECS = [
     ("params/embed", P("data", "model")),
@@ -335,13 +338,15 @@ def test_new_moments_are_where_the_state_wants_them(tmp_path):
 
 def keys(path):
     return tuple(
-        tree.Key(int(name), "index") if name.isdigit() else tree.Key(name, "key")
+        state_tree.Key(int(name), "index")
+        if name.isdigit()
+        else state_tree.Key(name, "key")
         for name in path.split("/")
     )
 
 
 def param(path, shape, *spec):
-    return optax_state.Param(keys(path), shape, P(*spec))
+    return state_optax_state.Param(keys(path), shape, P(*spec))
 
 
 @pytest.mark.parametrize(
@@ -370,7 +375,9 @@ def test_suffixes_decide_only_what_is_beyond_doubt(path, shape, spec, rule):
         param("same", (8, 8), "x", "x"),
         param("list/0", (4,), "y"),
     ]
-    found = optax_state.derive_specs({path: (keys(path), shape)}, params, by_types={})
+    found = state_optax_state.derive_specs(
+        {path: (keys(path), shape)}, params, by_types={}
+    )
     assert found[path].rule == rule
     assert ways(found[path].spec) == ways(spec)
 
@@ -379,7 +386,7 @@ def test_what_jax_knows_wins_unless_it_has_lost_the_sharding():
     params = [param("w", (8, 8), "x", "y")]
     leaves = {p: (keys(p), (8, 8)) for p in ("mu/w", "nu/w")}
     by_types = {"mu/w": P("y", "x"), "nu/w": P(None, None)}
-    found = optax_state.derive_specs(leaves, params, by_types=by_types)
+    found = state_optax_state.derive_specs(leaves, params, by_types=by_types)
     assert found["mu/w"] == (P("y", "x"), "types")
     assert found["nu/w"] == (P("x", "y"), "suffix")
 
@@ -635,10 +642,10 @@ def test_the_classes_of_parameters_are_no_states(tmp_path, kind, writer):
 
 @pytest.mark.parametrize("kind", sorted(optimizer_states.MAKERS))
 def test_roles_name_the_transform_whatever_the_parameters_are(kind):
-    flat = flax_state.flatten(state_of(ZOO["MultiSteps"], nested_params(kind)))
+    flat = state_flax_state.flatten(state_of(ZOO["MultiSteps"], nested_params(kind)))
     found = {
         path: known.role(path)[:3]
-        for path, known in optimizer_roles.roles(flat.structure).items()
+        for path, known in state_optimizer_roles.roles(flat.structure).items()
     }
     inner = "opt_state/inner_opt_state/0"
     assert found[f"{inner}/nu/mu/b"] == ("ScaleByAdamState", "nu", "mu/b")

@@ -15,30 +15,22 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flaxckpt
-from flaxckpt import (
-    _blocks,
-    _file_systems,
-    _raw,
-    _read,
-    _snapshot,
-    _write,
-    _zarr,
-    errors,
-)
+from flaxckpt import _blocks, _raw, _read, _snapshot, _write, _zarr, errors
 from flaxckpt._raw_array import RawArray
-from flaxckpt._state import dtypes
+from flaxckpt._state import dtypes as state_dtypes
 from flaxckpt._state.leaf import LeafInfo
+from flaxckpt._storage import filesystem
 from flaxckpt._util import progress as util_progress
 from flaxckpt._zarr import Encoding
 
-DTYPES = sorted(dtypes._STORED_AS_IS)
+DTYPES = sorted(state_dtypes._STORED_AS_IS)
 RAW_DTYPES = [dtype for dtype in DTYPES if dtype not in _zarr._NEVER_RAW]
 
 
 def array_of(dtype, shape, seed=0):
     """Random bits, but for booleans, which have only two values."""
     rng = np.random.default_rng(seed)
-    kind = dtypes.to_numpy(dtype)
+    kind = state_dtypes.to_numpy(dtype)
     if dtype == "bool":
         return rng.integers(0, 2, shape).astype(bool)
     bits = rng.integers(0, 256, (*shape, kind.itemsize), np.uint8)
@@ -283,8 +275,8 @@ def test_arrays_are_the_mapped_files(saved):
 
 
 def test_auto_maps_local_files_only(saved, monkeypatch):
-    assert is_mapped(flaxckpt.load(saved)["w"], saved) == _file_systems.is_local(saved)
-    monkeypatch.setattr(_file_systems, "kind", lambda path: "nfs4")
+    assert is_mapped(flaxckpt.load(saved)["w"], saved) == filesystem.is_local(saved)
+    monkeypatch.setattr(filesystem, "kind", lambda path: "nfs4")
     assert not is_mapped(flaxckpt.load(saved)["w"], saved)
     assert is_mapped(flaxckpt.load(saved, memory_map=True)["w"], saved)
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import _read, errors, transforms
-from flaxckpt._state import dtypes
+from flaxckpt._state import dtypes as state_dtypes
 
 STATE = {
     "params": {"dense": {"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)}},
@@ -594,10 +594,10 @@ def test_a_checkpoint_deleted_while_it_is_read_says_so(tmp_path, monkeypatch):
     [("int4", "int8"), ("uint4", "uint8"), ("int2", "int4"), ("uint2", "uint16")],
 )
 def test_small_integers_are_widened_and_never_narrowed(tmp_path, found, wanted):
-    low, high = dtypes.bounds(found)
-    values = np.array([low, high, 0, 1], dtypes.to_numpy(found))
+    low, high = state_dtypes.bounds(found)
+    values = np.array([low, high, 0, 1], state_dtypes.to_numpy(found))
     flaxckpt.save(tmp_path / "c", {"w": values})
-    like = np.zeros(4, dtypes.to_numpy(wanted))
+    like = np.zeros(4, state_dtypes.to_numpy(wanted))
     again = flaxckpt.load(tmp_path / "c", {"w": like})["w"]
     assert again.dtype == like.dtype
     assert [int(value) for value in again] == [low, high, 0, 1]

@@ -25,8 +25,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxckpt
-from flaxckpt import _storage, errors
-from flaxckpt._state import dtypes
+from flaxckpt import errors
+from flaxckpt._state import dtypes as state_dtypes
+from flaxckpt._storage import local
 
 STORES = ("files", "ocdbt")
 
@@ -51,8 +52,8 @@ def test_any_tree_comes_back_without_a_template(tmp_path_factory, tree, store):
 
 @pytest.mark.parametrize("store", STORES)
 def test_every_stored_dtype_comes_back(tmp_path, store):
-    names = sorted(dtypes._STORED_AS_IS | dtypes._STORED_AS_BYTES)
-    tree = {n: np.array([[0, 1], [1, 0]], dtypes.to_numpy(n)) for n in names}
+    names = sorted(state_dtypes._STORED_AS_IS | state_dtypes._STORED_AS_BYTES)
+    tree = {n: np.array([[0, 1], [1, 0]], state_dtypes.to_numpy(n)) for n in names}
     tree["on jax"] = {
         n: jnp.asarray(tree[n])
         for n in names
@@ -684,7 +685,7 @@ def test_a_failed_save_leaves_nothing_and_says_what_to_do(tmp_path, monkeypatch)
     def full(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(_storage, "sync_tree", full)
+    monkeypatch.setattr(local, "sync_tree", full)
     handle = flaxckpt.save_async(tmp_path / "c", {"a": jnp.ones(3)})
     with pytest.raises(errors.SaveFailedError, match="No space left") as info:
         handle.wait()

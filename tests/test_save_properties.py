@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._state import flax_state
+from flaxckpt._state import flax_state as state_flax_state
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Explicitly requested dtype:UserWarning"),
@@ -150,7 +150,7 @@ def test_stock_orbax_reads_what_was_acknowledged(tmp_path_factory, state, layout
         hypothesis.reject()
     with ocp.PyTreeCheckpointer() as checkpointer:
         found = checkpointer.restore(path / "state")
-    for leaf in flax_state.flatten(state).table.values():
+    for leaf in state_flax_state.flatten(state).table.values():
         if leaf.info.kind == "empty":
             continue
         value = found

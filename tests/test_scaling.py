@@ -17,8 +17,11 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import flaxckpt
 from flaxckpt import _commit, _plan, _planner, _save, errors, transforms
-from flaxckpt._state import classes, flax_state, tree, treedef
+from flaxckpt._state import classes as state_classes
+from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import leaf as state_leaf
+from flaxckpt._state import tree as state_tree
+from flaxckpt._state import treedef as state_treedef
 from flaxckpt._util import gc_pause as util_gc_pause
 from flaxckpt.formats import _manifest, _orbax, _orbax_json, _reader
 
@@ -78,8 +81,8 @@ def manifest(make, n):
 def read(make, n, *, with_roles=True):
     """The checkpoint of a state, without a disk."""
     data = manifest(make, n)
-    structure = treedef.from_json(data["structure"], classes.resolve, set())
-    keys = dict(tree.key_paths(structure))
+    structure = state_treedef.from_json(data["structure"], state_classes.resolve, set())
+    keys = dict(state_tree.key_paths(structure))
     table = {}
     for row in data["leaves"]:
         if not with_roles:
@@ -146,7 +149,7 @@ WORK = {
     "a save by many processes": lambda n: flaxckpt.simulate(
         abstract_linen_like(n), processes=64
     ),
-    "rebuilding": lambda n: tree.unflatten(
+    "rebuilding": lambda n: state_tree.unflatten(
         contents(linen_like, n).structure,
         dict.fromkeys([info.path for info in contents(linen_like, n).infos]),
     ),
@@ -183,8 +186,8 @@ def test_a_flattened_state_is_freed_without_the_garbage_collector(wrap):
     state = wrap(leaf)
     gc.disable()
     try:
-        flax_state.flatten(state)
-        tree.flatten(state)
+        state_flax_state.flatten(state)
+        state_tree.flatten(state)
         _save.take(NOWHERE, {"a": state}, _save.Options())
         del state, leaf
         assert gone() is None

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import _locate, _read, _share
-from flaxckpt._state import flax_state
+from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import leaf as state_leaf
 
 SPECS = [P(), P("x"), P("y"), P(None, "x"), P("y", "x"), P(("x", "y")), P("z", "y")]
@@ -24,7 +24,7 @@ def mesh(**options):
 
 def job_for(path, wanted):
     [leaf] = _locate.read_stored(path, None).table.values()
-    [info] = flax_state.flatten({"a": wanted}).table.values()
+    [info] = state_flax_state.flatten({"a": wanted}).table.values()
     return _read.ReadJob(leaf.source, info.info)
 
 
@@ -53,7 +53,7 @@ def info(shape, spec, dtype="float32", **options):
     array = jax.ShapeDtypeStruct(
         shape, dtype, sharding=NamedSharding(mesh(), spec), **options
     )
-    [leaf] = flax_state.flatten({"a": array}).table.values()
+    [leaf] = state_flax_state.flatten({"a": array}).table.values()
     return leaf.info
 
 
@@ -85,7 +85,7 @@ def test_what_is_split_already_is_split_on():
     ],
 )
 def test_what_one_device_wants_is_left_as_it_is(wanted):
-    [leaf] = flax_state.flatten({"a": wanted}).table.values()
+    [leaf] = state_flax_state.flatten({"a": wanted}).table.values()
     assert _share.parted(leaf.info) is None
 
 
@@ -93,6 +93,6 @@ def test_keys_are_left_as_they_are():
     keys = jax.device_put(
         jax.random.split(jax.random.key(0), 2**18), NamedSharding(mesh(), P())
     )
-    [leaf] = flax_state.flatten({"a": keys}).table.values()
+    [leaf] = state_flax_state.flatten({"a": keys}).table.values()
     assert isinstance(leaf.info, state_leaf.LeafInfo)
     assert _share.parted(leaf.info) is None

@@ -1365,7 +1365,7 @@ CHANGES = st.lists(
 def test_what_applies_is_undone_by_its_inverse(tree, changes):
     """On tables alone: whatever can be applied at all. Or the inverse is refused."""
     from flaxckpt import _computed
-    from flaxckpt._state import flax_state
+    from flaxckpt._state import flax_state as state_flax_state
     from flaxckpt.transforms import _table
 
     state = {
@@ -1375,7 +1375,7 @@ def test_what_applies_is_undone_by_its_inverse(tree, changes):
         }
         for outer, leaves in tree.items()
     }
-    table = flax_state.flatten(state).table
+    table = state_flax_state.flatten(state).table
     undone = table
     applied = []
     for change in changes:

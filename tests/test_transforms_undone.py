@@ -14,7 +14,8 @@ from flax.core import freeze
 
 import flaxckpt
 from flaxckpt import _computed, errors
-from flaxckpt._state import flax_state, optimizer_roles
+from flaxckpt._state import flax_state as state_flax_state
+from flaxckpt._state import optimizer_roles as state_optimizer_roles
 from flaxckpt.transforms import (
     _table,
     copy,
@@ -108,9 +109,9 @@ OPTIMIZERS = {
 
 
 def table_of(state):
-    flat = flax_state.flatten(state)
-    roles = optimizer_roles.roles(flat.structure, flat.optimizer_states)
-    return optimizer_roles.with_roles(flat.table, roles)
+    flat = state_flax_state.flatten(state)
+    roles = state_optimizer_roles.roles(flat.structure, flat.optimizer_states)
+    return state_optimizer_roles.with_roles(flat.table, roles)
 
 
 def not_equal(table, other):

@@ -10,8 +10,9 @@ import strategies
 from hypothesis import strategies as st
 
 from flaxckpt import errors
-from flaxckpt._state import classes, treedef
+from flaxckpt._state import classes as state_classes
 from flaxckpt._state import tree as state_tree
+from flaxckpt._state import treedef as state_treedef
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -31,9 +32,9 @@ def test_a_tree_comes_back_from_its_leaves(tree):
 def test_a_tree_comes_back_from_its_written_description(tree):
     hypothesis.assume(is_nameable(tree))
     flat = state_tree.flatten(tree)
-    written = json.loads(json.dumps(treedef.to_json(flat.structure)))
+    written = json.loads(json.dumps(state_treedef.to_json(flat.structure)))
     unknown = set()
-    structure = treedef.from_json(written, classes.resolve, unknown)
+    structure = state_treedef.from_json(written, state_classes.resolve, unknown)
     assert not unknown
     strategies.assert_same(tree, state_tree.unflatten(structure, values(flat)))
     assert [path for path, _ in state_tree.key_paths(structure)] == list(flat.entries)
@@ -96,8 +97,8 @@ def test_what_is_nested_too_deep_to_be_read_is_refused():
 def test_an_unknown_class_becomes_a_dict_and_is_reported():
     flat = state_tree.flatten({"p": Point(1, 2), "q": jax.tree_util.Partial(sum, 3)})
     unknown = set()
-    structure = treedef.from_json(
-        treedef.to_json(flat.structure), lambda name: None, unknown
+    structure = state_treedef.from_json(
+        state_treedef.to_json(flat.structure), lambda name: None, unknown
     )
     rebuilt = state_tree.unflatten(structure, values(flat))
     assert rebuilt == {"p": {"x": 1, "y": 2}, "q": [[3], {}]} or rebuilt == {
@@ -124,7 +125,7 @@ def test_an_unknown_class_becomes_a_dict_and_is_reported():
 )
 def test_rubbish_is_no_description(description):
     with pytest.raises(ValueError, match=r"."):
-        treedef.from_json(description, classes.resolve, set())
+        state_treedef.from_json(description, state_classes.resolve, set())
 
 
 def test_a_description_nested_too_deep_is_refused():
@@ -132,4 +133,4 @@ def test_a_description_nested_too_deep_is_refused():
     for _ in range(state_tree.MAX_DEPTH + 2):
         description = ["list", [0], [description]]
     with pytest.raises(ValueError, match="nested"):
-        treedef.from_json(description, classes.resolve, set())
+        state_treedef.from_json(description, state_classes.resolve, set())

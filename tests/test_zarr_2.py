@@ -13,7 +13,7 @@ from flax.training import train_state
 from jax.sharding import SingleDeviceSharding
 
 import flaxckpt
-from flaxckpt._state import dtypes
+from flaxckpt._state import dtypes as state_dtypes
 
 ocp = pytest.importorskip("orbax.checkpoint")
 
@@ -31,7 +31,7 @@ def layout(store, codec="none", **more):
 
 def all_types():
     """Every element type that is stored, on both sides of what is compressed."""
-    names = sorted(dtypes._STORED_AS_IS | dtypes._STORED_AS_BYTES)
+    names = sorted(state_dtypes._STORED_AS_IS | state_dtypes._STORED_AS_BYTES)
     found = {}
     for name in names:
         dtype = np.dtype(getattr(ml_dtypes, name, name))

@@ -20,7 +20,6 @@ from flaxckpt import (
     _events,
     _listing,
     _locate,
-    _remote,
     _sizes,
     _storage,
     _util,
@@ -71,12 +70,12 @@ def gather(path: PathLike, options: Options) -> Report:
         CheckpointFormatError: What is there is neither, or has several kinds of steps.
         OptionError: The options do not fit.
     """
-    root = _storage.resolve(path)
+    root = _storage.local.resolve(path)
     if options.diff is False and (options.step_a, options.step_b) != (None, None):
         raise errors.OptionError(
             "--no-diff compares nothing: leave out --step-a and --step-b, or that"
         )
-    with _remote.looking(root):
+    with _storage.paths.looking(root):
         found = _listing.listing(
             root, keep=options.keep, step_format=options.step_format
         )
@@ -276,12 +275,14 @@ def _changed(found: CheckpointDiff, a: int, b: int) -> tuple[Changed, ...]:
 def _dataset_positions(
     root: Path, steps: Sequence[Step], notes: dict[str, str]
 ) -> tuple[Position, ...]:
-    most = _MOST_POSITIONS_IN_STORES if _remote.is_remote(root) else _MOST_POSITIONS
+    most = (
+        _MOST_POSITIONS_IN_STORES if _storage.paths.is_remote(root) else _MOST_POSITIONS
+    )
     if len(steps) > most:
         notes["dataset"] = f"Only the {most} newest steps were looked at."
     found = []
     for step in steps[-most:]:
-        path = _remote.from_text(step.path)
+        path = _storage.paths.from_text(step.path)
         try:
             found.append(_positions.position(path, step.step))
         except _UNREADABLE as error:

@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from flaxckpt import (
-    _access,
-    _audit,
-    _events,
-    _locate,
-    _remote,
-    _storage,
-    _util,
-    _verify,
-    errors,
-)
+from flaxckpt import _audit, _events, _locate, _storage, _util, _verify, errors
 from flaxckpt._findings import VerifyReport
 from flaxckpt._listing import Step
 from flaxckpt._report._data import Integrity, State
@@ -41,7 +31,7 @@ def integrity(
     """
     if every:
         return tuple(_verified(step) for step in steps)
-    count = _LOOKED_AT_IN_STORES if _remote.is_remote(root) else LOOKED_AT
+    count = _LOOKED_AT_IN_STORES if _storage.paths.is_remote(root) else LOOKED_AT
     newest = {step.path for step in steps[-count:]}
     return tuple(_looked_at(step, step.path in newest) for step in steps)
 
@@ -53,7 +43,7 @@ def _looked_at(step: Step, is_new: bool) -> Integrity:
     if not is_new:
         told = "not looked at" if is_ours else _NO_LIST
         return Integrity(step.step, "unknown", told, 0)
-    path = _remote.from_text(step.path)
+    path = _storage.paths.from_text(step.path)
     try:
         if is_ours:
             _audit.check(path)
@@ -69,15 +59,15 @@ def _looked_at(step: Step, is_new: bool) -> Integrity:
 
 
 def _of_error(step: Step, error: Exception) -> Integrity:
-    is_gone = not _storage.lexists(_remote.from_text(step.path))
+    is_gone = not _storage.local.lexists(_storage.paths.from_text(step.path))
     if is_gone:
         return Integrity(step.step, "unknown", "deleted meanwhile", 0)
-    state: State = "unread" if _access.is_unread(error) else "damaged"
+    state: State = "unread" if _storage.permissions.is_unread(error) else "damaged"
     return Integrity(step.step, state, _events.first_lines(error, 1), 0)
 
 
 def _verified(step: Step) -> Integrity:
-    path = _remote.from_text(step.path)
+    path = _storage.paths.from_text(step.path)
     try:
         try:
             found = _verify.verify_checkpoint(path, step.step)

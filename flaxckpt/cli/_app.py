@@ -80,7 +80,7 @@ def checkpoint(
         return path, step
     from flaxckpt import _locate, _storage
 
-    found, _ = _locate.locate(_storage.resolve(path), step, step_format)
+    found, _ = _locate.locate(_storage.local.resolve(path), step, step_format)
     return str(found), None
 
 

@@ -26,7 +26,7 @@ def explain(
     from flaxckpt import _keeping, _storage
 
     policies = _keep.policies(keep, config, group)
-    root = _storage.resolve(path)
+    root = _storage.local.resolve(path)
     steps = _keeping.survey(root, step_format)
     found = _keeping.explain(root, steps, policies)
     code = _app.FOUND if _keeping.has_damage(steps) else _app.FINE

@@ -89,7 +89,10 @@ def _destination(path: str, output: str | None) -> Path:
     """
     from flaxckpt import _storage, formats
 
-    root, file = _storage.resolve(path), _storage.resolve(output or _DEFAULT)
+    root, file = (
+        _storage.local.resolve(path),
+        _storage.local.resolve(output or _DEFAULT),
+    )
     if output is None and root == file.parent:
         raise errors.OptionError(
             f"{file} would be among the steps of the run: say where the page goes, as"
@@ -124,7 +127,7 @@ def _write(file: Path, page: str) -> int:
     from flaxckpt import _storage
 
     content = page.encode()
-    _storage.replace(file, content)
+    _storage.local.replace(file, content)
     return len(content)
 
 

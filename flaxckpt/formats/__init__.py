@@ -6,16 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import (
-    _access,
-    _event_journal,
-    _marked,
-    _remote,
-    _storage,
-    _survey,
-    _unfinished,
-    errors,
-)
+from flaxckpt import _event_journal, _storage, _survey, errors
 from flaxckpt._types import PathLike
 from flaxckpt.formats import (
     _msgpack,
@@ -52,7 +43,7 @@ _READ_HERE = (
 
 def _readers(path: Path) -> dict[str, Reader]:
     """Those that are asked; the others map files, or look behind links."""
-    return {"orbax": _orbax} if _remote.is_remote(path) else READERS
+    return {"orbax": _orbax} if _storage.paths.is_remote(path) else READERS
 
 
 class Detected(NamedTuple):
@@ -74,7 +65,7 @@ class Detected(NamedTuple):
 
 def recognises(path: Path) -> bool:
     """Whether `path` is a checkpoint in a format that is read here."""
-    with _access.reading(path), _remote.looking(path):
+    with _storage.permissions.reading(path), _storage.paths.looking(path):
         return any(reader.recognises(path) for reader in _readers(path).values())
 
 
@@ -89,8 +80,8 @@ def detect(path: PathLike) -> Detected:
         CheckpointFormatError: What is there is no checkpoint that is read here.
         DamagedCheckpointError: It is the rest of one, or may not be read.
     """
-    path = _storage.resolve(path)
-    with _access.reading(path), _remote.looking(path):
+    path = _storage.local.resolve(path)
+    with _storage.permissions.reading(path), _storage.paths.looking(path):
         return _detect(path)
 
 
@@ -121,7 +112,7 @@ def _detect(path: Path) -> Detected:
         raise errors.CheckpointNotFoundError(
             f"{path} has no committed step yet: {advice}"
         )
-    if path.is_dir() and _storage.names(path) == [_event_journal.NAME]:
+    if path.is_dir() and _storage.local.names(path) == [_event_journal.NAME]:
         raise errors.CheckpointNotFoundError(
             f"{path} has no committed step yet: a run has only begun there"
         )
@@ -131,9 +122,14 @@ def _detect(path: Path) -> Detected:
             f" arrays: {_orbax.json_advice(path)}"
         )
     mark = _survey.sign(path) if path.is_dir() else None
-    if mark and _remote.is_remote(path) and not _marked.is_committed(path):
+    if (
+        mark
+        and _storage.paths.is_remote(path)
+        and not _storage.commit_marker.is_committed(path)
+    ):
         raise errors.DamagedCheckpointError(
-            f"{path} has {mark}, but no {_marked.MARKER}, without which nothing in a"
+            f"{path} has {mark}, but no {_storage.commit_marker.MARKER}, without which"
+            " nothing in a"
             " store counts: it was not finished, or not copied whole; restore another"
             " step"
         )
@@ -143,10 +139,11 @@ def _detect(path: Path) -> Detected:
             f" state/_METADATA nor another description of its leaves is there; found"
             f" {_content(path)}; restore another step"
         )
-    if _remote.is_remote(path):
+    if _storage.paths.is_remote(path):
         raise errors.CheckpointFormatError(
             f"{path} is no checkpoint that is read from a store: wanted one of flaxckpt"
-            f" or Orbax, with {_marked.MARKER} in it; found {_content(path)}. Copy"
+            f" or Orbax, with {_storage.commit_marker.MARKER} in it; found"
+            f" {_content(path)}. Copy"
             " those of other formats to a disk first"
         )
     if refused := _refused(path):
@@ -262,15 +259,19 @@ def advice_on_names(directory: Path) -> str:
 
 def is_being_written(path: Path) -> bool:
     """Whether a save to `path` is under way, or was cut off, and nothing is there."""
-    is_there = _marked.is_committed(path) if _remote.is_remote(path) else path.exists()
+    is_there = (
+        _storage.commit_marker.is_committed(path)
+        if _storage.paths.is_remote(path)
+        else path.exists()
+    )
     if is_there:
         return False
-    return path.name in _unfinished.being_written(path.parent)
+    return path.name in _storage.temporary.being_written(path.parent)
 
 
 def advice_on_saves(directory: Path) -> str:
     """What is said of unfinished saves under a directory; empty if there is none."""
-    names = _unfinished.being_written(directory)
+    names = _storage.temporary.being_written(directory)
     if not names:
         return ""
     return (
@@ -282,7 +283,7 @@ def advice_on_saves(directory: Path) -> str:
 def _below(directory: Path) -> Path | None:
     """A checkpoint in a directory; None if there is none among the first."""
     children = sorted(
-        (c for c in directory.iterdir() if _unfinished.TEMPORARY not in c.name),
+        (c for c in directory.iterdir() if _storage.temporary.TEMPORARY not in c.name),
         key=lambda path: (not path.is_dir(), path.name),
     )
     for child in children[:_MAX_TRIED]:

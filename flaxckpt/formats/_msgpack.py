@@ -32,7 +32,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         DamagedCheckpointError: The file is not what Flax writes.
         CheckpointFormatError: Parts of it are elsewhere, in a way that is not read.
     """
-    stamp = _storage.stamp(path)
+    stamp = _storage.local.stamp(path)
     with _scan.scanner(path) as scan:
         tree = scan.value()
         scan.leave()

@@ -43,12 +43,12 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         DamagedCheckpointError: The archive is not whole, or contradicts itself.
         CheckpointFormatError: It has members that are not read; they are named.
     """
-    stamp = _storage.stamp(path)
+    stamp = _storage.local.stamp(path)
     headers: dict[Member, Header] = {}
     faults: dict[str, str] = {}
     unsupported: dict[str, str] = {}
     try:
-        with _storage.opened(path) as file:
+        with _storage.local.opened(path) as file:
             size = os.fstat(file.fileno()).st_size
             members, faults = _npz_members.members(file, stamp, size)
             for member in members:

@@ -72,7 +72,7 @@ class Member(NamedTuple):
     """
 
     name: str
-    archive: _storage.Stamp
+    archive: _storage.local.Stamp
     offset: int
     stored_bytes: int
     nbytes: int
@@ -106,7 +106,7 @@ class UnsupportedError(ValueError):
 
 
 def members(
-    file: IO[bytes], stamp: _storage.Stamp, size: int
+    file: IO[bytes], stamp: _storage.local.Stamp, size: int
 ) -> tuple[list[Member], dict[str, str]]:
     """The members of an archive, and the name of each that is not sound -> why.
 
@@ -159,7 +159,9 @@ def members(
     return found, faults
 
 
-def _member(file: IO[bytes], stamp: _storage.Stamp, info: zipfile.ZipInfo) -> Member:
+def _member(
+    file: IO[bytes], stamp: _storage.local.Stamp, info: zipfile.ZipInfo
+) -> Member:
     """Where the content of a member is.
 
     Raises:
@@ -373,7 +375,7 @@ def check(member: Member) -> None:
 
 def _parts(member: Member) -> Iterator[bytes]:
     """The content of a member, part by part, compared with its CRC-32 at the end."""
-    with _storage.opened(member.archive.path) as file:
+    with _storage.local.opened(member.archive.path) as file:
         check_unchanged(file.fileno(), member.archive)
         file.seek(member.offset)
         codec = zlib.decompressobj(-zlib.MAX_WBITS) if member.is_deflated else None
@@ -413,13 +415,13 @@ def _parts(member: Member) -> Iterator[bytes]:
             )
 
 
-def check_unchanged(descriptor: int, stamp: _storage.Stamp) -> None:
+def check_unchanged(descriptor: int, stamp: _storage.local.Stamp) -> None:
     """Asserts that an open file is the one that was looked at.
 
     Raises:
         OSError: It is not.
     """
-    if _storage.identity(os.fstat(descriptor)) != stamp.identity:
+    if _storage.local.identity(os.fstat(descriptor)) != stamp.identity:
         raise OSError(
             f"{stamp.path} was replaced or changed since it was opened; load it again"
         )

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _links, _marked, _ocdbt, _state, _storage, _zarr, datasets, errors
+from flaxckpt import _ocdbt, _state, _storage, _zarr, datasets, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import (
@@ -23,7 +23,7 @@ from flaxckpt.formats import (
 )
 from flaxckpt.formats._reader import Lineage, Stored
 
-COMMITTED = _marked.MARKER
+COMMITTED = _storage.commit_marker.MARKER
 _ROOT_METADATA = "metadata/_ROOT_METADATA"
 _OLD_ROOT_METADATA = "metadata/metadata"
 """The user's metadata of a run, and nothing else, as Orbax wrote it before 0.11."""
@@ -174,7 +174,7 @@ def seal(
         SaveFailedError: The manifest is nothing that `read` would take.
     """
     digests = {
-        name: _storage.digest(text)
+        name: _storage.local.digest(text)
         for name, text in made.items()
         if not name.startswith(METRICS)
     }
@@ -206,13 +206,13 @@ def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
     return {
         file.relative_to(root).as_posix(): digest
         for file in found
-        if (digest := _storage.digest_file(file, max_bytes=sys.maxsize))
+        if (digest := _storage.local.digest_file(file, max_bytes=sys.maxsize))
     }
 
 
 def seal_of(manifest: bytes) -> bytes:
     """The content of `commit_success.txt`."""
-    return _orbax_json.dumps({_orbax_json.MANIFEST: _storage.digest(manifest)})
+    return _orbax_json.dumps({_orbax_json.MANIFEST: _storage.local.digest(manifest)})
 
 
 def _checkpoint_metadata(contents: Contents) -> bytes:
@@ -288,7 +288,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         DamagedCheckpointError: A file is missing, not what it should be, or does not
             have the digest that was written down for it.
     """
-    if _storage.lexists(path / _orbax_json.MANIFEST):
+    if _storage.local.lexists(path / _orbax_json.MANIFEST):
         return _read_own(path, step, resolve)
     if _orbax_json.MANIFEST in _committed(path):
         raise errors.DamagedCheckpointError(
@@ -328,7 +328,10 @@ def read_dataset(path: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
     for name in digests:
         if name.startswith(f"{DATASET}/") and not (path / name).is_file():
             _orbax_disk.read_file(path / name, path)  # raises
-    items = [path / DATASET, *(path / name for name in _storage.directories(path))]
+    items = [
+        path / DATASET,
+        *(path / name for name in _storage.local.directories(path)),
+    ]
     item = next((i for i in items if any(i.glob("process_*-of-*.json"))), None)
     if item is None:
         return {}
@@ -360,18 +363,18 @@ def write_run_metadata(root: Path, custom: Mapping[str, JSON]) -> None:
         ValueError: It would be written behind a link out of the run.
     """
     path = root / _ROOT_METADATA
-    _links.check_file(path, root)
-    _storage.make_directory(path.parent)
-    _storage.replace(
+    _storage.symlinks.check_file(path, root)
+    _storage.local.make_directory(path.parent)
+    _storage.local.replace(
         path,
         _orbax_json.dumps({"internal_metadata": {}, "custom_metadata": dict(custom)}),
     )
 
 
 def _read_own(path: Path, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
-    stamp = _storage.stamp(path / _orbax_json.MANIFEST)
+    stamp = _storage.local.stamp(path / _orbax_json.MANIFEST)
     raw = _orbax_disk.read_file(path / _orbax_json.MANIFEST, path)
-    if _storage.lexists(path / COMMITTED):
+    if _storage.local.lexists(path / COMMITTED):
         recorded = _committed(path).get(_orbax_json.MANIFEST, "")
         _orbax_disk.check_digest(path / _orbax_json.MANIFEST, raw, recorded)
     manifest = _orbax_json.loads(raw, path / _orbax_json.MANIFEST)

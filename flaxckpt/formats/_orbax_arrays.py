@@ -21,12 +21,9 @@ import tensorstore as ts
 
 from flaxckpt import (
     _blocks,
-    _connection,
     _layout,
-    _links,
     _ocdbt,
     _read,
-    _remote,
     _state,
     _storage,
     _util,
@@ -126,7 +123,7 @@ def texts(
             for name in names
         }
     _check_database(root, checkpoint)
-    store = _ocdbt.opened(root, _connection.context())
+    store = _ocdbt.opened(root, _storage.client.context())
     reads = {name: store.read(_zarr.database_key(name, file)) for name in names}
     return {
         name: functools.partial(_text_of_value, read, root, file)
@@ -135,9 +132,9 @@ def texts(
 
 
 def _text_of_file(path: Path, checkpoint: Path) -> bytes:
-    _links.check_file(path, checkpoint)
+    _storage.symlinks.check_file(path, checkpoint)
     try:
-        return _storage.read(path, max_bytes=MAX_METADATA_BYTES)
+        return _storage.local.read(path, max_bytes=MAX_METADATA_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path.name} is missing") from None
 
@@ -145,7 +142,7 @@ def _text_of_file(path: Path, checkpoint: Path) -> bytes:
 def _text_of_value(
     read: ts.Future[ts.KvStore.ReadResult], root: Path, file: str
 ) -> bytes:
-    found = _remote.result(read, root)
+    found = _storage.paths.result(read, root)
     if found.state != "value":
         raise ValueError(f"{file} is missing")
     return bytes(found.value)
@@ -158,7 +155,7 @@ def _check_database(root: Path, checkpoint: Path) -> None:
         DamagedCheckpointError: It is refused.
     """
     try:
-        _links.check_root(root, checkpoint)
+        _storage.symlinks.check_root(root, checkpoint)
         _ocdbt.check(root)
     except (FileNotFoundError, NotADirectoryError):
         raise errors.DamagedCheckpointError(
@@ -177,9 +174,11 @@ _DATABASES: weakref.WeakKeyDictionary[ts.Context, dict[Path, ts.KvStore]] = (
 def _database(root: Path, context: ts.Context) -> ts.KvStore:
     opened = _DATABASES.setdefault(context, {})
     if root not in opened:
-        _connection.use_threads()
+        _storage.client.use_threads()
         spec = _zarr.kvstore(root, "", ocdbt=True)
-        opened[root] = _remote.result(ts.KvStore.open(spec, context=context), root)
+        opened[root] = _storage.paths.result(
+            ts.KvStore.open(spec, context=context), root
+        )
     return opened[root]
 
 
@@ -235,11 +234,11 @@ class Arrays:
     def _open(
         self, name: str, form: ArrayForm, checkpoint: Path, context: ts.Context
     ) -> ts.Future[ts.TensorStore]:
-        size = _links.check_root(self.root, checkpoint)
+        size = _storage.symlinks.check_root(self.root, checkpoint)
         if self.ocdbt:
             _ocdbt.check(self.root)
         else:
-            size = _links.check_array(self.root, name, checkpoint)
+            size = _storage.symlinks.check_array(self.root, name, checkpoint)
         check_size(form, size)
         opened = functools.partial(
             _read.open_zarr,
@@ -348,7 +347,7 @@ class _Checks:
                 return
             for file, recorded in self._of_array.get(name, {}).items():
                 path = self._root / file
-                if _storage.digest_file(path, max_bytes=sys.maxsize) != recorded:
+                if _storage.local.digest_file(path, max_bytes=sys.maxsize) != recorded:
                     raise ValueError(f"{file} has changed since it was written")
             self._done.add(name)
 

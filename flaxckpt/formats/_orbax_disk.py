@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _layout, _links, _marked, _marks, _remote, _storage, errors
+from flaxckpt import _layout, _marks, _storage, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _orbax_json, _signatures
@@ -42,8 +42,9 @@ def item(path: Path) -> Path | None:
 
     In a store, it must have Orbax's marker; one item has its own, or that above it.
     """
-    if _remote.is_remote(path) and not (
-        _marked.is_committed(path) or _marked.is_committed(path.parent)
+    if _storage.paths.is_remote(path) and not (
+        _storage.commit_marker.is_committed(path)
+        or _storage.commit_marker.is_committed(path.parent)
     ):
         return None
     for name in (*PREFERRED_ITEMS, ""):
@@ -53,7 +54,7 @@ def item(path: Path) -> Path | None:
         return None
     items = [
         name
-        for name in sorted(_storage.directories(path))
+        for name in sorted(_storage.local.directories(path))
         if is_tree(path / name) and name not in NOT_ITEMS
     ]
     if not items:
@@ -80,10 +81,10 @@ JSON_ITEM = "metadata"
 def is_json_item(path: Path) -> bool:
     """Whether Orbax's `JsonSave` has written the item `path`."""
     try:
-        names = set(_storage.names(path))
+        names = set(_storage.local.names(path))
     except NotADirectoryError:
         return False
-    is_alone = names <= {JSON_ITEM, CHECKPOINT, _marked.MARKER}
+    is_alone = names <= {JSON_ITEM, CHECKPOINT, _storage.commit_marker.MARKER}
     return is_alone and (path / JSON_ITEM).is_file()
 
 
@@ -111,7 +112,7 @@ def _check_tree(path: Path) -> None:
     Raises:
         CheckpointFormatError: All its items are of other kinds.
     """
-    if _storage.lexists(path / _orbax_json.MANIFEST):
+    if _storage.local.lexists(path / _orbax_json.MANIFEST):
         return
     try:
         handlers = json_file(path / CHECKPOINT, path).get("item_handlers")
@@ -120,7 +121,7 @@ def _check_tree(path: Path) -> None:
     if isinstance(handlers, str):  # of a checkpoint that is one item
         handlers = {"": handlers}
     if not isinstance(handlers, dict) or not handlers:  # as before Orbax 0.11
-        names = [n for n in _storage.directories(path) if is_json_item(path / n)]
+        names = [n for n in _storage.local.directories(path) if is_json_item(path / n)]
         handlers = dict.fromkeys(names, "JsonCheckpointHandler")
     kinds = {
         str(name): str(kind).rpartition(".")[2]
@@ -148,7 +149,7 @@ def warn_of_others(path: Path, taken: Path) -> None:
         return
     others = [
         errors.printable(str(path / name))
-        for name in sorted(_storage.directories(path))
+        for name in sorted(_storage.local.directories(path))
         if name not in NOT_ITEMS and name != taken.name and is_tree(path / name)
     ]
     if others:
@@ -174,8 +175,8 @@ def read_file(
         DamagedCheckpointError: It is not, or is too large, or lies elsewhere.
     """
     try:
-        _links.check_file(path, checkpoint)
-        return _storage.read(path, max_bytes=max_bytes)
+        _storage.symlinks.check_file(path, checkpoint)
+        return _storage.local.read(path, max_bytes=max_bytes)
     except ValueError as error:
         raise errors.DamagedCheckpointError(str(error)) from None
     except (FileNotFoundError, NotADirectoryError):
@@ -199,10 +200,10 @@ def check_digest(path: Path, content: bytes, recorded: object) -> None:
     Raises:
         DamagedCheckpointError: They differ.
     """
-    if recorded is not None and _storage.digest(content) != recorded:
+    if recorded is not None and _storage.local.digest(content) != recorded:
         raise errors.DamagedCheckpointError(
             f"{path} has changed since it was saved: wanted {recorded},"
-            f" found {_storage.digest(content)}; restore another step"
+            f" found {_storage.local.digest(content)}; restore another step"
         )
 
 
@@ -250,8 +251,8 @@ def metrics_in(path: Path) -> dict[str, Any]:
         DamagedCheckpointError: The file is not what it should be, or is missing.
     """
     file = path / METRICS / METRICS
-    if not _storage.lexists(file):
-        if (told := _has_had_metrics(path)) and not _storage.lexists(file):
+    if not _storage.local.lexists(file):
+        if (told := _has_had_metrics(path)) and not _storage.local.lexists(file):
             raise errors.DamagedCheckpointError(
                 f"{file} is missing, and {told} says that there were metrics; add all"
                 " metrics of the step anew"
@@ -280,10 +281,10 @@ def _has_had_metrics(path: Path) -> str | None:
 
 def _is_known(path: Path, metrics: bytes) -> bool:
     """Whether `metrics` have one of the digests that were written down of them."""
-    if not _storage.lexists(path / METRICS_DIGESTS):
+    if not _storage.local.lexists(path / METRICS_DIGESTS):
         return True
     known = json_file(path / METRICS_DIGESTS, path).get(METRICS)
-    return isinstance(known, list) and _storage.digest(metrics) in known
+    return isinstance(known, list) and _storage.local.digest(metrics) in known
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -353,7 +354,7 @@ def checkpoint_info(
     digests: Mapping[str, str],
 ) -> CheckpointMetadata:
     found: dict[str, Any] = {}
-    if CHECKPOINT in digests or _storage.lexists(path / CHECKPOINT):
+    if CHECKPOINT in digests or _storage.local.lexists(path / CHECKPOINT):
         raw = read_file(path / CHECKPOINT, path)
         if CHECKPOINT in digests:
             check_digest(path / CHECKPOINT, raw, digests[CHECKPOINT])

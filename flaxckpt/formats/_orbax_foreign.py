@@ -66,7 +66,7 @@ def read(path: Path, step: int | None) -> Stored:
     _orbax_disk.warn_of_others(path, item)
     if not (item / _orbax_disk.TREE).is_file():
         return _read_aggregate(path, item, step)
-    stamp = _storage.stamp(item / _orbax_disk.TREE)
+    stamp = _storage.local.stamp(item / _orbax_disk.TREE)
     metadata = _orbax_disk.json_file(item / _orbax_disk.TREE, path)
     rows = _rows(item, metadata)
     inline = _inline(path, item)
@@ -117,7 +117,7 @@ def read(path: Path, step: int | None) -> Stored:
 def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
     """Reads a checkpoint without `_METADATA`, which tells no types of its arrays."""
     file = item / _orbax_disk.AGGREGATE
-    stamp = _storage.stamp(file)
+    stamp = _storage.local.stamp(file)
     tree = _aggregate(file)
     names = list(dict.fromkeys(_names(tree)))
     ocdbt = (item / _ocdbt.MANIFEST).is_file()
@@ -155,7 +155,7 @@ def _inline(path: Path, item: Path) -> dict[LeafPath, StoredLeaf]:
     if not file.is_file():
         return {}
     tree = _filled(_aggregate(file), {})
-    stamp = _storage.stamp(file)
+    stamp = _storage.local.stamp(file)
     found = _ndarray.stored(path, file, tree, format_name="", step=None, stamp=stamp)
     return {
         name: leaf.source

@@ -7,7 +7,7 @@ import errno
 from collections.abc import Mapping
 from pathlib import Path
 
-from flaxckpt import _links, _marks, _remote, _storage, _unfinished, errors
+from flaxckpt import _marks, _storage, errors
 from flaxckpt._types import JSON
 from flaxckpt.formats import _orbax_disk, _orbax_json
 from flaxckpt.formats._orbax_disk import METRICS, METRICS_DIGESTS
@@ -15,7 +15,7 @@ from flaxckpt.formats._orbax_disk import METRICS, METRICS_DIGESTS
 
 def digests_of(*texts: bytes) -> bytes:
     """The content of `metrics/digests`, if one of `texts` is that of the metrics."""
-    digests = [_storage.digest(text) for text in texts]
+    digests = [_storage.local.digest(text) for text in texts]
     return _orbax_json.dumps({METRICS: digests})
 
 
@@ -36,7 +36,7 @@ def write(path: Path, metrics: Mapping[str, JSON]) -> None:
         ValueError: They would be written behind a link out of the checkpoint, or are
             more than readers take.
     """
-    _links.check_file(path / METRICS / METRICS, path)
+    _storage.symlinks.check_file(path / METRICS / METRICS, path)
     _write(path, metrics)
     _marks.mark_measured(path)
 
@@ -47,16 +47,18 @@ def _write(path: Path, metrics: Mapping[str, JSON]) -> None:
     if (path / METRICS).is_dir():
         _replace(path, content)
         return
-    if _remote.is_remote(path):  # the second is not asked for while it is not there
-        _storage.replace(path / METRICS / METRICS, content)
-        _storage.replace(path / METRICS_DIGESTS, digests_of(content))
+    if _storage.paths.is_remote(
+        path
+    ):  # the second is not asked for while it is not there
+        _storage.local.replace(path / METRICS / METRICS, content)
+        _storage.local.replace(path / METRICS_DIGESTS, digests_of(content))
         return
     # Made beside it: Orbax takes a directory without its file for damage.
-    with _unfinished.made(path) as made:
-        _storage.write(made / METRICS, content)
+    with _storage.temporary.made(path) as made:
+        _storage.local.write(made / METRICS, content)
         file = made / Path(METRICS_DIGESTS).name
-        _storage.write(file, digests_of(content))
-        _storage.sync_directory(made)
+        _storage.local.write(file, digests_of(content))
+        _storage.local.sync_directory(made)
         try:
             made.rename(path / METRICS)
         except OSError as error:
@@ -64,7 +66,7 @@ def _write(path: Path, metrics: Mapping[str, JSON]) -> None:
                 raise
             # Somebody else was first, who knew nothing of these.
             _replace(path, content)
-    _storage.sync_directory(path)
+    _storage.local.sync_directory(path)
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -72,6 +74,6 @@ def _replace(path: Path, content: bytes) -> None:
     with contextlib.suppress(errors.DamagedCheckpointError):
         right.append(_orbax_disk.read_file(path / METRICS / METRICS, path))
     # Both are right until the new ones are there, whenever that is cut off.
-    _storage.replace(path / METRICS_DIGESTS, digests_of(*right))
-    _storage.replace(path / METRICS / METRICS, content)
-    _storage.replace(path / METRICS_DIGESTS, digests_of(content))
+    _storage.local.replace(path / METRICS_DIGESTS, digests_of(*right))
+    _storage.local.replace(path / METRICS / METRICS, content)
+    _storage.local.replace(path / METRICS_DIGESTS, digests_of(content))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flaxckpt import _layout, _spans, _state, _storage, _survey, errors
 from flaxckpt._state.leaf import Leaf, LeafTable, StoredLeaf
-from flaxckpt._storage import Stamp
+from flaxckpt._storage.local import Stamp
 from flaxckpt._types import JSON
 from flaxckpt.formats import (
     _safetensors_files,
@@ -149,7 +149,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
             )
         _check_shards(path, _candidates(path))
         main = _safetensors_files.inside(path, found.name)
-    stamp = _storage.stamp(main)
+    stamp = _storage.local.stamp(main)
     files: dict[str, Stamp] = {}
     tensors: dict[str, Tensor] = {}
     metadata: Mapping[str, JSON]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flaxckpt import _storage, errors
-from flaxckpt._storage import Stamp
+from flaxckpt._storage.local import Stamp
 from flaxckpt._types import JSON
 from flaxckpt.formats import _safetensors_json
 from flaxckpt.formats._safetensors_json import Header, Index, Tensor
@@ -49,7 +49,7 @@ def _header_text(path: Path) -> tuple[bytes, int]:
     """The header of a file, and the size of the file in bytes."""
     if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe would block
         raise ValueError("it is no plain file")
-    with _storage.opened(path) as file:
+    with _storage.local.opened(path) as file:
         status = os.fstat(file.fileno())
         start = file.read(8)
         if start == LFS[:8] and start + file.read(len(LFS) - 8) == LFS:
@@ -82,7 +82,7 @@ def read_shards(
     stamps: dict[str, Stamp] = {}
     for name in sorted(set(index.files.values())):
         shard = inside(index_file.parent, name)
-        stamps[name] = _storage.stamp(shard)
+        stamps[name] = _storage.local.stamp(shard)
         headers[name] = read_header(shard)
         listed = [index.files.get(tensor) == name for tensor in headers[name].tensors]
         unlisted += listed.count(False)
@@ -110,7 +110,9 @@ def _read_index(index_file: Path) -> Index:
     try:
         if not stat.S_ISREG(index_file.stat().st_mode):
             raise ValueError("it is no plain file")
-        text = _storage.read(index_file, max_bytes=_safetensors_json.MAX_HEADER_BYTES)
+        text = _storage.local.read(
+            index_file, max_bytes=_safetensors_json.MAX_HEADER_BYTES
+        )
         if text.startswith(LFS):
             raise errors.CheckpointFormatError(f"{index_file} is {OF_LFS}")
         return _safetensors_json.parse_index(text)

@@ -26,7 +26,7 @@ _FIRST_BYTES = 512
 def first_bytes(path: Path, count: int = 64) -> bytes:
     """The first bytes of a plain file, at most `count`; none of anything else."""
     try:
-        with _storage.opened(path) as file:
+        with _storage.local.opened(path) as file:
             return file.read(count)
     except PermissionError:
         raise

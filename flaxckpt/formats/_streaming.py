@@ -30,7 +30,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     Raises:
         DamagedCheckpointError: The file is no such stream, or ends within a record.
     """
-    stamp = _storage.stamp(path)
+    stamp = _storage.local.stamp(path)
     tree: dict[str, Value] = {}
     with _scan.scanner(path) as scan:
         while scan.position < scan.size:

@@ -76,7 +76,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         DamagedCheckpointError: Leaves are missing, or not what T5X writes.
     """
     file = path / _FILE if path.is_dir() else path.resolve()
-    stamp = _storage.stamp(file)
+    stamp = _storage.local.stamp(file)
     try:
         _zarr2.inside(file.parent, file)
     except ValueError as error:

@@ -27,7 +27,7 @@ class _Merge(TableTransform):
         return dataclasses.replace(self, wanted=wanted)
 
     def __call__(self, table: LeafTable) -> LeafTable:
-        found, step = _locate.locate(_storage.resolve(self.path), self.step)
+        found, step = _locate.locate(_storage.local.resolve(self.path), self.step)
         stored = _locate.read_stored(found, step)
         other = _table.apply(self.transforms, stored.table, self.wanted)
         twice = [path for path in other if _has_leaf(table, path)]
@@ -80,6 +80,6 @@ def merge(
         raise errors.OptionError(
             f"on_conflict must be 'error', 'first' or 'second', got {on_conflict!r}"
         )
-    resolved = str(_storage.resolve(path))
+    resolved = str(_storage.local.resolve(path))
     step = None if step is None else _steps.check(step)
     return _Merge(resolved, step, _table.checked(transforms), on_conflict)

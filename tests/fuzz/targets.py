@@ -23,8 +23,9 @@ import numpy as np
 from golden_cases import GOLDEN
 
 import flaxckpt
-from flaxckpt import _event_journal, _steps, _storage, _survey, errors, formats
-from flaxckpt._state import classes
+from flaxckpt import _event_journal, _steps, _survey, errors, formats
+from flaxckpt._state import classes as state_classes
+from flaxckpt._storage import local
 from flaxckpt.datasets import _codec
 
 TESTS: Final = Path(__file__).parents[1]
@@ -91,7 +92,7 @@ def only_ours() -> Iterator[None]:
         assert len(outcome) < 20_000, outcome[:1000]
 
 
-RESOLVE: Final = classes.resolver()
+RESOLVE: Final = state_classes.resolver()
 LARGE: Final = 2**24
 
 
@@ -183,7 +184,7 @@ def sound(name: str) -> Path:
             ours.change(step, lambda manifest: manifest.update(digests={}))
             return step
     step = ours.write(root, name)
-    _storage.write(step / "commit_success.txt", b"{}")
+    local.write(step / "commit_success.txt", b"{}")
     return step
 
 

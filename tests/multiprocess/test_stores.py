@@ -4,7 +4,7 @@ import jobs
 import pytest
 
 import flaxckpt
-from flaxckpt import _storage
+from flaxckpt._storage import local
 
 pytestmark = pytest.mark.multiprocess
 
@@ -19,5 +19,5 @@ def test_two_processes_save_into_a_store_as_one(store_path, tmp_path, kind):
     for layout in LAYOUTS:
         run = flaxckpt.Checkpointer(f"{path}/{layout}", read_only=True)
         assert run.steps() == [2, 3]
-    keys = _storage.resolve(path).keys()
+    keys = local.resolve(path).keys()
     assert not [key for key in keys if "tmp" in key], "all locks are released"

@@ -4,8 +4,8 @@ import contextlib
 import random
 import threading
 
-from flaxckpt import _locks, _remote, _storage, _stores
-from flaxckpt._connection import StoreOptions
+from flaxckpt._storage import local, locks, paths, store_settings
+from flaxckpt._storage.client import StoreOptions
 
 FAULTS = ("refused", "unanswered", "late", "twice", "torn")
 
@@ -63,7 +63,7 @@ class Faulty:
             if not is_safe or self._random.randrange(100) >= self._rate:
                 return self._write(key, value, if_equal)
             fault = self._random.choice(FAULTS)
-            if fault == "torn" and key.endswith(_locks.LOCK):
+            if fault == "torn" and key.endswith(locks.LOCK):
                 fault = "refused"  # half a lock is nobody's, and is watched for long
             if fault == "unanswered":
                 self._write(key, value, if_equal).result()
@@ -94,8 +94,8 @@ def faulty(path, **given):
 def new_path(name):
     """A bucket of its own in memory, whose requests are repeated at once."""
     url = f"memory://{name}"
-    _stores.set_store_options(url, StoreOptions(retries=6))
-    path = _storage.resolve(f"{url}/run")
-    assert _remote.is_remote(path)
+    store_settings.set_store_options(url, StoreOptions(retries=6))
+    path = local.resolve(f"{url}/run")
+    assert paths.is_remote(path)
     path.store.delete_under("")
     return path

@@ -16,7 +16,9 @@ import strategies
 from flax.training.train_state import TrainState
 
 import flaxckpt
-from flaxckpt import _connection, _locks, _storage, errors
+from flaxckpt import errors
+from flaxckpt._storage import client as storage_client
+from flaxckpt._storage import local, locks
 
 OUTAGE_SECS = 1.0
 LAYOUTS = {
@@ -123,9 +125,9 @@ class Proxy:
 def proxy(tmp_path_factory, monkeypatch):
     server = store_servers.running("moto", tmp_path_factory)
     # So that a few repetitions end long before an outage does.
-    monkeypatch.setattr(_connection, "_FIRST_PAUSE_SECS", 0.01)
-    monkeypatch.setattr(_connection, "_LONGEST_PAUSE_SECS", 0.05)
-    monkeypatch.setattr(_connection, "_OWN_RETRIES", {"max_retries": 0})
+    monkeypatch.setattr(storage_client, "_FIRST_PAUSE_SECS", 0.01)
+    monkeypatch.setattr(storage_client, "_LONGEST_PAUSE_SECS", 0.05)
+    monkeypatch.setattr(storage_client, "_OWN_RETRIES", {"max_retries": 0})
     made = Proxy(server)
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
@@ -165,14 +167,14 @@ def test_a_store_that_goes_away_during_a_save_is_waited_for(proxy, monkeypatch):
     ckpt = flaxckpt.Checkpointer(url, layout=layout)
     ckpt.save(1, state(1)).wait()
     timers: list[threading.Timer] = []
-    real = _locks.Lock.confirm
+    real = locks.Lock.confirm
 
     def confirm(lock):
         if not timers:
             timers.append(proxy.restart())  # just before the marker is written
         real(lock)
 
-    monkeypatch.setattr(_locks.Lock, "confirm", confirm)
+    monkeypatch.setattr(locks.Lock, "confirm", confirm)
     ckpt.save(2, state(2)).wait()
     timers[0].join()
     ckpt.close()
@@ -197,8 +199,8 @@ def test_requests_that_are_repeated_after_they_succeeded_do_no_harm(proxy, name)
     assert ckpt.steps() == [2]
     assert ckpt.verify(2).ok
     strategies.assert_same(state(3), ckpt.restore())
-    found = _storage.resolve(url).keys()
-    assert not [key for key in found if key.endswith(_locks.LOCK)]
+    found = local.resolve(url).keys()
+    assert not [key for key in found if key.endswith(locks.LOCK)]
     ckpt.close()
 
 
@@ -233,10 +235,10 @@ def test_an_outage_is_not_taken_for_the_end_of_who_holds_a_lock(
     clock = types.SimpleNamespace(
         monotonic=lambda: now[0], sleep=lambda secs: now.append(now.pop() + secs)
     )
-    monkeypatch.setattr(_locks, "time", clock)
-    monkeypatch.setattr(_locks, "_machine", lambda: "the holder's")
-    with _locks.held(path) as lock:
-        monkeypatch.setattr(_locks, "_machine", lambda: "another")
+    monkeypatch.setattr(locks, "time", clock)
+    monkeypatch.setattr(locks, "_machine", lambda: "the holder's")
+    with locks.held(path) as lock:
+        monkeypatch.setattr(locks, "_machine", lambda: "another")
 
         def read(key, **given):
             found = real(key, **given)
@@ -250,16 +252,16 @@ def test_an_outage_is_not_taken_for_the_end_of_who_holds_a_lock(
 
         monkeypatch.setattr(path.store, "read", read)
         if look == "acquire":
-            with pytest.raises(errors.CheckpointExistsError), _locks.held(path):
+            with pytest.raises(errors.CheckpointExistsError), locks.held(path):
                 pass
         else:
-            assert [_locks.inherited(path) for _ in range(3)] == [None] * 3
+            assert [locks.inherited(path) for _ in range(3)] == [None] * 3
         assert len(reads) > slow
         lock.confirm()
 
 
 def test_a_store_that_never_answers_is_told_of_soon(tmp_path, monkeypatch):
-    monkeypatch.setattr(_connection, "_FIRST_PAUSE_SECS", 1e-3)
+    monkeypatch.setattr(storage_client, "_FIRST_PAUSE_SECS", 1e-3)
     for name, value in store_servers.CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     with socket.socket() as dead:

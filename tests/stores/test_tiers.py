@@ -18,7 +18,9 @@ import store_servers
 import strategies
 
 import flaxckpt
-from flaxckpt import _connection, _event_journal, _marks, _staging, _storage, errors
+from flaxckpt import _event_journal, _marks, errors
+from flaxckpt._storage import client, local
+from flaxckpt._storage import upload as storage_upload
 from flaxckpt._util import processes as util_processes
 from flaxckpt.configs import CheckpointConfig
 from flaxckpt.datasets import StepIndexed
@@ -30,8 +32,8 @@ LAYOUTS = [flaxckpt.ArrayLayout(store=store) for store in ("files", "ocdbt")]
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(_connection, "_FIRST_PAUSE_SECS", 1e-4)
-    monkeypatch.setattr(_connection, "_LONGEST_PAUSE_SECS", 1e-4)
+    monkeypatch.setattr(client, "_FIRST_PAUSE_SECS", 1e-4)
+    monkeypatch.setattr(client, "_LONGEST_PAUSE_SECS", 1e-4)
 
 
 def state(step, text="a"):
@@ -244,7 +246,7 @@ def test_a_step_is_deleted_from_both_and_replaced_on_both(store_path, tmp_path, 
 
 
 def test_what_changes_while_a_step_is_uploaded_follows(tmp_path, monkeypatch):
-    path, real = faulty.new_path("tiers-changes"), _staging.upload
+    path, real = faulty.new_path("tiers-changes"), storage_upload.upload
     with flaxckpt.Checkpointer(path, staging=tmp_path / "ssd") as ckpt:
 
         def upload(*given, **options):
@@ -254,7 +256,7 @@ def test_what_changes_while_a_step_is_uploaded_follows(tmp_path, monkeypatch):
             ckpt.pin(1)
             return size
 
-        monkeypatch.setattr(_staging, "upload", upload)
+        monkeypatch.setattr(storage_upload, "upload", upload)
         ckpt.save(1, state(1), metrics={"loss": 1.0}, temporary=True).wait()
         ckpt.wait_for_uploads()
         monkeypatch.undo()
@@ -809,7 +811,7 @@ def test_staging_comes_from_a_config(tmp_path):
             ckpt.wait_for_uploads()
     assert steps_in(tmp_path / "run") == {0, 1, 2, 3}
     assert steps_in(tmp_path / "ssd") == {2, 3}
-    assert ckpt.saves_in == _storage.resolve(tmp_path / "ssd")
+    assert ckpt.saves_in == local.resolve(tmp_path / "ssd")
 
 
 def test_a_reader_uploads_nothing(tmp_path):

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard, TypeVar
 
-from flaxckpt import _store, _stores, errors
+from flaxckpt import errors
+from flaxckpt._storage import object_store, store_settings
 
 if TYPE_CHECKING:
     import tensorstore as ts
@@ -56,10 +57,10 @@ class RemotePath(_Base):
     # ---- keys ---------------------------------------------------------------------
 
     @property
-    def store(self) -> _store.Store:
+    def store(self) -> object_store.Store:
         """The bucket."""
         scheme, _, bucket = self.parts[0].partition(":")
-        return _stores.of(scheme, bucket)
+        return store_settings.of(scheme, bucket)
 
     @property
     def key(self) -> str:
@@ -243,7 +244,7 @@ def result(future: ts.Future[_T], path: Path, size: int = 0) -> _T:
 
 def from_text(text: str) -> Path:
     """The path that was written down as `text`, by `str`."""
-    if text.partition("://")[0] in _stores.SCHEMES and "://" in text:
+    if text.partition("://")[0] in store_settings.SCHEMES and "://" in text:
         return parse(text)
     return Path(text)
 

@@ -11,7 +11,7 @@ import os
 import stat
 from pathlib import Path
 
-from flaxckpt import _remote
+from flaxckpt._storage import paths
 
 _LONG_BYTES = 64 * 2**20
 _BEST_RATIO = 64
@@ -36,7 +36,7 @@ def check_root(root: Path, checkpoint: Path) -> int:
         ValueError: A link leads out of `checkpoint`.
         OSError: There is no such directory.
     """
-    if _remote.is_remote(root):
+    if paths.is_remote(root):
         return _UNKNOWN_BYTES
     status = root.stat()
     return _checked(root, checkpoint, status.st_ino, status.st_mtime_ns)
@@ -62,7 +62,7 @@ def check_array(root: Path, name: str, checkpoint: Path) -> int:
         ValueError: A link leads out of `checkpoint`.
         OSError: There is no such directory.
     """
-    if _remote.is_remote(root):
+    if paths.is_remote(root):
         return _UNKNOWN_BYTES
     directory = f"{root}/{name}"
     if "/" in name:
@@ -78,7 +78,7 @@ def check_file(path: Path, checkpoint: Path) -> None:
     Raises:
         ValueError: It is refused.
     """
-    if _remote.is_remote(path):
+    if paths.is_remote(path):
         return
     at = path
     while at != checkpoint and at != at.parent:

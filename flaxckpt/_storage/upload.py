@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from flaxckpt import _marked, _remote, _stores, _util
+from flaxckpt import _util
+from flaxckpt._storage import commit_marker, paths, store_settings
 
 _BUCKET = "flaxckpt-staging-"
 _THREADS = 32
@@ -22,7 +23,7 @@ _THREADS_OF_FILES = 8  # each holds a whole one
 
 def is_needed(root: Path) -> bool:
     """Whether `root` is in a store, and TensorStore is not to write there."""
-    return _remote.is_remote(root) and not root.store.url.startswith(
+    return paths.is_remote(root) and not root.store.url.startswith(
         f"memory://{_BUCKET}"
     )
 
@@ -34,21 +35,21 @@ def staged(root: Path) -> Iterator[Path]:
     Raises:
         StoreError: It could not be written there.
     """
-    assert _remote.is_remote(root), root
-    memory = _remote.parse(f"memory://{_BUCKET}{secrets.token_hex(8)}")
-    assert _remote.is_remote(memory), memory
+    assert paths.is_remote(root), root
+    memory = paths.parse(f"memory://{_BUCKET}{secrets.token_hex(8)}")
+    assert paths.is_remote(memory), memory
     try:
         yield memory
         move = functools.partial(_move, memory, root)
         _util.threads.each(move, memory.keys(), threads=_THREADS)
     finally:
         memory.store.delete_under("")
-        _stores.forget(memory.store)
+        store_settings.forget(memory.store)
 
 
 def upload(
     directory: Path,
-    final: _remote.RemotePath,
+    final: paths.RemotePath,
     *,
     overwrite: bool,
     files: Sequence[Path] | None = None,
@@ -72,21 +73,21 @@ def upload(
         CheckpointExistsError: One is there, or somebody writes it.
         StoreError: It could not be written there.
     """
-    marker = (directory / _marked.MARKER).read_bytes()
+    marker = (directory / commit_marker.MARKER).read_bytes()
 
     def write(file: Path) -> None:
-        _marked.write_new(final / file.relative_to(directory), file.read_bytes())
+        commit_marker.write_new(final / file.relative_to(directory), file.read_bytes())
 
     if files is None:
         files = [path for path in directory.rglob("*") if path.is_file()]
-    with _marked.made(final, overwrite=overwrite, keep=keep):
-        rest = [file for file in files if file != directory / _marked.MARKER]
+    with commit_marker.made(final, overwrite=overwrite, keep=keep):
+        rest = [file for file in files if file != directory / commit_marker.MARKER]
         _util.threads.each(write, rest, threads=_THREADS_OF_FILES)
         for name, content in marks.items():
-            _marked.write_new(final / name, content)
-        return _marked.commit(final, marker)
+            commit_marker.write_new(final / name, content)
+        return commit_marker.commit(final, marker)
 
 
-def _move(staging: _remote.RemotePath, root: _remote.RemotePath, key: str) -> None:
-    _marked.write_new(root / key, (staging / key).read_bytes())
+def _move(staging: paths.RemotePath, root: paths.RemotePath, key: str) -> None:
+    commit_marker.write_new(root / key, (staging / key).read_bytes())
     (staging / key).unlink()

@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from flaxckpt import _remote
+from flaxckpt._storage import paths
 from flaxckpt._types import PathLike
 
 # File systems of this machine. Elsewhere another machine may cut a file short, which
@@ -29,7 +29,7 @@ _LOCAL = frozenset(
 
 def is_local(path: PathLike) -> bool:
     """Whether `path` is on a file system of this machine, where mapping is safe."""
-    if _remote.is_remote(path):
+    if paths.is_remote(path):
         return False
     return kind(os.fspath(path)) in _LOCAL
 
@@ -54,7 +54,7 @@ def kind(path: str) -> str:
 
 def free_bytes(path: Path) -> int | None:
     """Bytes that may be written where `path` is; None in a bucket, which has no end."""
-    return None if _remote.is_remote(path) else shutil.disk_usage(path).free
+    return None if paths.is_remote(path) else shutil.disk_usage(path).free
 
 
 def _unescaped(mount: str) -> str:

@@ -8,7 +8,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from flaxckpt import _storage, errors
+from flaxckpt import errors
+from flaxckpt._storage import local
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
@@ -95,11 +96,11 @@ def _settle(final: Path, undo: Callable[[], object]) -> None:
         NotDurableError: They are not, or that is not.
     """
     try:
-        _storage.sync_directory(final.parent)
+        local.sync_directory(final.parent)
     except OSError as error:
         try:
             undo()
-            _storage.sync_directory(final.parent)
+            local.sync_directory(final.parent)
         except OSError:
             raise NotDurableError(error.errno, error.strerror, str(final)) from error
         raise

@@ -11,8 +11,9 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from flaxckpt import _locks, errors
-from flaxckpt._remote import RemotePath
+from flaxckpt import errors
+from flaxckpt._storage import locks
+from flaxckpt._storage.paths import RemotePath
 
 _log = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ MARKER = "commit_success.txt"
 # ---- writing ----------------------------------------------------------------------
 
 
-_making: dict[RemotePath, _locks.Lock] = {}
+_making: dict[RemotePath, locks.Lock] = {}
 
 
 def is_committed(path: RemotePath) -> bool:
@@ -37,7 +38,7 @@ def is_unfinished(path: RemotePath) -> bool:
     Or all that is there is a marker that came after its writer had given up.
     """
     there = path.keys()
-    return _is_late(there) or (MARKER not in there and _locks.is_locked(path))
+    return _is_late(there) or (MARKER not in there and locks.is_locked(path))
 
 
 def _is_late(there: Sequence[str]) -> bool:
@@ -60,7 +61,7 @@ def made(
     Raises:
         CheckpointExistsError: It is there, or somebody writes it.
     """
-    with _locks.held(final) as lock:
+    with locks.held(final) as lock:
         _make_room(lock, overwrite=overwrite, keep=keep)
         _making[final] = lock
         try:
@@ -76,7 +77,7 @@ def made(
 
 
 def _make_room(
-    lock: _locks.Lock, *, overwrite: bool, keep: Callable[[str], bool]
+    lock: locks.Lock, *, overwrite: bool, keep: Callable[[str], bool]
 ) -> None:
     final = lock.path
     there = final.keys()
@@ -98,7 +99,7 @@ def _make_room(
     lock.is_left = False
 
 
-def _clear(lock: _locks.Lock) -> None:
+def _clear(lock: locks.Lock) -> None:
     """Removes what was not finished, unless it is somebody else's by now."""
     try:
         lock.confirm()
@@ -169,7 +170,7 @@ def put_back(path: RemotePath, marker: bytes | None) -> None:
         write_new(path / MARKER, marker)
 
 
-def remove(lock: _locks.Lock) -> None:
+def remove(lock: locks.Lock) -> None:
     """Removes a checkpoint that does not count; what is left is swept another time."""
     try:
         lock.path.store.delete_under(lock.path.prefix)
@@ -192,15 +193,15 @@ def sweep(root: RemotePath, is_ours: Callable[[str], bool]) -> None:
         StoreError: The store cannot be reached.
     """
     for name, is_directory in root.names().items():
-        if is_directory or not name.endswith(_locks.LOCK):
+        if is_directory or not name.endswith(locks.LOCK):
             continue
-        path = root / name.removesuffix(_locks.LOCK)
+        path = root / name.removesuffix(locks.LOCK)
         if is_ours(path.name):
             _sweep(path)
 
 
 def _sweep(path: RemotePath) -> None:
-    lock = _locks.inherited(path)
+    lock = locks.inherited(path)
     if lock is None:
         return
     try:

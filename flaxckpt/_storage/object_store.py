@@ -13,7 +13,7 @@ from typing import NamedTuple
 import tensorstore as ts
 
 from flaxckpt import _util, errors
-from flaxckpt._connection import Connection, PassingError, StoreOptions
+from flaxckpt._storage.client import Connection, PassingError, StoreOptions
 
 _PART_BYTES = 8 * 2**20
 """Of what is read part by part, one part."""

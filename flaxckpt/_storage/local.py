@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import NamedTuple, cast
 from urllib.parse import unquote, urlsplit
 
-from flaxckpt import _locks, _marked, _remote, _stores, _util, errors
+from flaxckpt import _util, errors
+from flaxckpt._storage import commit_marker, locks, store_settings
+from flaxckpt._storage import paths as storage_paths
 from flaxckpt._types import PathLike
 
 _URL_IN_A_PATH = re.compile(r"(s3|gs|memory|file):/", re.IGNORECASE)
@@ -38,7 +40,7 @@ def resolve(path: PathLike) -> Path:
     Raises:
         OptionError: It is a URL of a kind that is not supported, or has a backslash.
     """
-    if isinstance(path, _remote.RemotePath):
+    if isinstance(path, storage_paths.RemotePath):
         return path
     if not _util.arguments.is_path(path):
         raise errors.OptionError(
@@ -52,8 +54,8 @@ def resolve(path: PathLike) -> Path:
         )
     if "://" in text:
         url = urlsplit(text)
-        if url.scheme in _stores.SCHEMES:
-            return _remote.parse(url.scheme + text[len(url.scheme) :])
+        if url.scheme in store_settings.SCHEMES:
+            return storage_paths.parse(url.scheme + text[len(url.scheme) :])
         if url.scheme != "file" or url.netloc not in ("", "localhost"):
             raise errors.OptionError(
                 f"{text}: wanted a local path or a URL of file://, s3://, gs:// or"
@@ -81,7 +83,7 @@ def read(path: Path, *, max_bytes: int) -> bytes:
         FileNotFoundError: There is none.
         DamagedCheckpointError: It is larger than `max_bytes`, or no plain file.
     """
-    if _remote.is_remote(path):
+    if storage_paths.is_remote(path):
         return _read_object(path, max_bytes)
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -107,7 +109,7 @@ def opened(path: Path, *, buffer_bytes: int = 2**13) -> Iterator[io.BufferedRead
         FileNotFoundError: There is none.
         DamagedCheckpointError: It is no plain file.
     """
-    if _remote.is_remote(path):
+    if storage_paths.is_remote(path):
         # Which has all the methods that are used.
         yield cast("io.BufferedReader", io.BytesIO(path.read_bytes()))
         return
@@ -121,7 +123,7 @@ def opened(path: Path, *, buffer_bytes: int = 2**13) -> Iterator[io.BufferedRead
         os.close(descriptor)
 
 
-def _read_object(path: _remote.RemotePath, max_bytes: int) -> bytes:
+def _read_object(path: storage_paths.RemotePath, max_bytes: int) -> bytes:
     content = path.read_bytes()
     if len(content) > max_bytes:
         raise errors.DamagedCheckpointError(
@@ -132,7 +134,7 @@ def _read_object(path: _remote.RemotePath, max_bytes: int) -> bytes:
 
 def lexists(path: Path) -> bool:
     """Whether anything is called `path`, even a link to nothing."""
-    return path.exists() if _remote.is_remote(path) else os.path.lexists(path)
+    return path.exists() if storage_paths.is_remote(path) else os.path.lexists(path)
 
 
 def names(path: Path) -> list[str]:
@@ -141,7 +143,7 @@ def names(path: Path) -> list[str]:
     Raises:
         FileNotFoundError: There is none.
     """
-    return list(path.names()) if _remote.is_remote(path) else os.listdir(path)  # noqa: PTH208
+    return list(path.names()) if storage_paths.is_remote(path) else os.listdir(path)  # noqa: PTH208
 
 
 class Stamp(NamedTuple):
@@ -162,7 +164,7 @@ class Stamp(NamedTuple):
 
 def stamp(path: Path) -> Stamp:
     """Notes which file `path` is now; of a checkpoint in a store, its marker."""
-    if _remote.is_remote(path):
+    if storage_paths.is_remote(path):
         return Stamp(path, _identity_in_store(path))
     try:
         found = path.stat()
@@ -171,8 +173,8 @@ def stamp(path: Path) -> Stamp:
     return Stamp(path, identity(found))
 
 
-def _identity_in_store(path: _remote.RemotePath) -> tuple[int, ...] | None:
-    for key in (path.key, f"{path.prefix}{_marked.MARKER}"):
+def _identity_in_store(path: storage_paths.RemotePath) -> tuple[int, ...] | None:
+    for key in (path.key, f"{path.prefix}{commit_marker.MARKER}"):
         found = path.store.read(key, start=0, stop=0)
         if found is not None:
             return tuple(found.generation)
@@ -186,8 +188,8 @@ def identity(found: os.stat_result) -> tuple[int, ...]:
 
 def write(path: Path, content: bytes) -> None:
     """Writes a new file and syncs it; its directory is the caller's to sync."""
-    if _remote.is_remote(path):
-        _marked.write_new(path, content)
+    if storage_paths.is_remote(path):
+        commit_marker.write_new(path, content)
         return
     with path.open("xb") as file:
         file.write(content)
@@ -200,7 +202,7 @@ def replace(path: Path, content: bytes) -> None:
 
     Several may do so at a time: one of them is the last.
     """
-    if _remote.is_remote(path):
+    if storage_paths.is_remote(path):
         path.write_bytes(content)
         return
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_REPLACING}")
@@ -228,8 +230,8 @@ def locked(file: Path) -> Iterator[None]:
     Raises:
         OSError: The file cannot be opened.
     """
-    if _remote.is_remote(file):
-        with _locks.held(file.parent, patient=True):
+    if storage_paths.is_remote(file):
+        with locks.held(file.parent, patient=True):
             yield
         return
     try:
@@ -252,7 +254,7 @@ def make_directory(path: Path) -> None:
     Raises:
         OSError: One cannot be made, or is no directory; or the store is out of reach.
     """
-    if _remote.is_remote(path):
+    if storage_paths.is_remote(path):
         for above in (path, *path.parents):
             if len(above.parts) > 1 and above.is_file():
                 raise NotADirectoryError(errno.ENOTDIR, "it is an object", str(above))
@@ -268,7 +270,7 @@ def make_directory(path: Path) -> None:
 
 def sync_directory(path: Path) -> None:
     """Makes the names in `path` durable; those in stores are."""
-    if _remote.is_remote(path):
+    if storage_paths.is_remote(path):
         return
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -286,7 +288,7 @@ def sync_tree(root: Path) -> int:
         The size of all files that have no other name elsewhere, in bytes. In a store,
         what was written there since it was begun.
     """
-    if _remote.is_remote(root):
+    if storage_paths.is_remote(root):
         return root.store.counted_bytes(root.prefix)
     sizes: list[int] = []
 
@@ -315,7 +317,7 @@ def remove_tree(path: Path) -> None:
     Raises:
         OSError: It is a symbolic link or a file, which are never followed or removed.
     """
-    if _remote.is_remote(path):
+    if storage_paths.is_remote(path):
         path.store.delete_under(path.prefix)
         return
     try:
@@ -337,7 +339,7 @@ def remove_tree(path: Path) -> None:
 
 def directories(path: Path) -> Iterator[str]:
     """Names of the directories in `path`; those behind symbolic links are not."""
-    if _remote.is_remote(path):
+    if storage_paths.is_remote(path):
         yield from [name for name, is_dir in path.names().items() if is_dir]
         return
     with os.scandir(path) as entries:
@@ -353,7 +355,7 @@ def digest_file(path: Path, *, max_bytes: int) -> str | None:
         FileNotFoundError: There is none.
         DamagedCheckpointError: It is no plain file.
     """
-    if _remote.is_remote(path):
+    if storage_paths.is_remote(path):
         content = path.read_bytes()
         return digest(content) if len(content) <= max_bytes else None
     with opened(path) as file:

@@ -25,8 +25,9 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from flaxckpt import _access, _remote, errors
-from flaxckpt._remote import RemotePath
+from flaxckpt import errors
+from flaxckpt._storage import paths, permissions
+from flaxckpt._storage.paths import RemotePath
 
 READING = "READING-"
 """How the name of a reader's file begins: `READING-<host>-<pid>-<random>`."""
@@ -64,7 +65,7 @@ class Lease:
         self._name = f"{READING}{host}-{os.getpid()}-{secrets.token_hex(4)}"
         self._pid = os.getpid()
         self._is_released = False
-        self._remote = path / self._name if _remote.is_remote(path) else None
+        self._remote = path / self._name if paths.is_remote(path) else None
         if self._remote is not None:
             if not path.is_dir():
                 raise FileNotFoundError(errno.ENOENT, "no such checkpoint", str(path))
@@ -147,7 +148,7 @@ def living(path: Path, names: Iterable[str]) -> list[str]:
     names = list(names)
     if not names:
         return []
-    if _remote.is_remote(path):
+    if paths.is_remote(path):
         return [name for name in names if _is_said_lately(path / name)]
     now, limit = _now(path), _EXPIRES_SECS
     if now is None:  # the clocks of machines differ
@@ -217,7 +218,7 @@ def readers(path: Path) -> list[str]:
 
 def _files(path: Path, prefix: str) -> list[str]:
     try:
-        names = path.names() if _remote.is_remote(path) else os.listdir(path)  # noqa: PTH208
+        names = path.names() if paths.is_remote(path) else os.listdir(path)  # noqa: PTH208
         return [name for name in names if name.startswith(prefix)]
     except FileNotFoundError:
         return []
@@ -229,7 +230,7 @@ def is_going(path: Path) -> bool:
     Raises:
         DamagedCheckpointError: It cannot be looked at.
     """
-    with _access.explained(path):
+    with permissions.explained(path):
         return not path.is_dir() or bool(living(path, _files(path, DELETING)))
 
 
@@ -243,7 +244,7 @@ def deletion(path: Path) -> Iterator[None]:
     """
     mark = path / DELETING
     try:
-        if _remote.is_remote(mark):
+        if paths.is_remote(mark):
             _say_now(mark)
         else:
             mark.touch()

@@ -20,14 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from flaxckpt import (
-    _file_systems,
-    _leases,
-    _marked,
-    _remote,
-    _renames,
-    _storage,
-)
+from flaxckpt._storage import commit_marker, filesystem, leases, local, paths, rename
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +66,7 @@ def being_written(root: Path) -> list[str]:
     Source: Orbax ends the names of its temporary directories in this way, too.
     """
     found = set()
-    for name in _storage.names(root):
+    for name in local.names(root):
         stem, temporary, rest = name.partition(TEMPORARY)
         if temporary and stem and stem not in _TRIALS and _IS_WRITING.fullmatch(rest):
             found.add(stem)
@@ -96,7 +89,7 @@ def made(
     """A new directory, to be filled and to be called `final`, in the `with` block.
 
     Whatever has its name at the end is removed: it was not finished, or was replaced.
-    In a store it is `final` itself, see `_marked`.
+    In a store it is `final` itself, see `_storage.commit_marker`.
 
     Args:
         final: What it is to be.
@@ -107,8 +100,8 @@ def made(
         CheckpointExistsError: In a store, it is there, or is being written.
         OSError: It cannot be made.
     """
-    if _remote.is_remote(final):
-        with _marked.made(final, overwrite=overwrite, keep=keep) as there:
+    if paths.is_remote(final):
+        with commit_marker.made(final, overwrite=overwrite, keep=keep) as there:
             yield there
         return
     while True:
@@ -119,7 +112,7 @@ def made(
                 continue
             try:
                 yield path
-            except _renames.NotDurableError:
+            except rename.NotDurableError:
                 raise  # it may be all that there is after a power cut
             except BaseException:
                 discard(path)
@@ -138,7 +131,9 @@ def claimed(path: Path) -> Iterator[bool]:
     Raises:
         OSError: It is no directory, or cannot be opened.
     """
-    if _remote.is_remote(path):  # locked by whoever writes or deletes, see `_marked`
+    if paths.is_remote(
+        path
+    ):  # locked by whoever writes or deletes, see `_storage.commit_marker`
         yield True
         return
     try:
@@ -177,7 +172,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 @contextlib.contextmanager
 def _touching(path: Path, descriptor: int) -> Iterator[None]:
     """Keeps a directory young, where age counts."""
-    if _file_systems.is_local(path):
+    if filesystem.is_local(path):
         yield
         return
     ended = threading.Event()
@@ -202,7 +197,7 @@ def _touching(path: Path, descriptor: int) -> Iterator[None]:
 def discard(path: Path) -> None:
     """Removes what nobody needs; what cannot be removed is swept another time."""
     try:
-        _storage.remove_tree(path)
+        local.remove_tree(path)
     except OSError as error:
         _log.warning("%s is left for now: %s", path, error)
 
@@ -220,11 +215,11 @@ def sweep(root: Path, is_ours: Callable[[str], bool]) -> None:
     Raises:
         OSError: Something could not be removed.
     """
-    if _remote.is_remote(root):
-        _marked.sweep(root, is_ours)
+    if paths.is_remote(root):
+        commit_marker.sweep(root, is_ours)
     found = [
         root / name
-        for name in _storage.directories(root)
+        for name in local.directories(root)
         if _TEXTS.fullmatch(name)
         or (
             (match := _NAME.fullmatch(name))
@@ -233,12 +228,12 @@ def sweep(root: Path, is_ours: Callable[[str], bool]) -> None:
     ]
     if not found:
         return
-    if _remote.is_remote(root):  # copied there: nobody makes such ones in a store
+    if paths.is_remote(root):  # copied there: nobody makes such ones in a store
         for path in found:
-            _storage.remove_tree(path)
+            local.remove_tree(path)
         return
     # What they were replaced by, or a deletion, may not be durable yet.
-    _storage.sync_directory(root)
+    local.sync_directory(root)
     for path in found:
         with claimed(path) as is_free:
             if is_free and _is_abandoned(path):
@@ -249,12 +244,12 @@ def _is_abandoned(path: Path) -> bool:
     """Whether nobody works with a directory that nobody has locked."""
     match = _NAME.fullmatch(path.name)
     if match and match["what"]:
-        if _file_systems.is_local(path):
+        if filesystem.is_local(path):
             return True
         limit = _ABANDONED_SECS
     else:
         limit = _BRIEF_SECS if match else _TEXTS_SECS
-    return _leases.is_older(path, limit)
+    return leases.is_older(path, limit)
 
 
 def _end(path: Path) -> None:
@@ -263,10 +258,10 @@ def _end(path: Path) -> None:
         final = path.with_name(match["stem"])
         if not os.path.lexists(final):  # cut off before the new one had its name
             path.rename(final)
-            _storage.sync_directory(final.parent)
+            local.sync_directory(final.parent)
             _log.warning("%s has its name again: replacing it was cut off", final)
             return
-    _storage.remove_tree(path)
+    local.remove_tree(path)
     _log.info("removed %s, which a crash had left", path)
 
 
@@ -276,20 +271,20 @@ def sweep_files(directory: Path) -> None:
     Raises:
         OSError: Something could not be removed.
     """
-    if _remote.is_remote(directory):
-        _leases.sweep(directory)
+    if paths.is_remote(directory):
+        leases.sweep(directory)
         return
     try:
         names = os.listdir(directory)  # noqa: PTH208
     except (FileNotFoundError, NotADirectoryError):
         return
     for name in names:
-        if not (_storage.is_replacing(name) or _leases.is_lease(name)):
+        if not (local.is_replacing(name) or leases.is_lease(name)):
             continue
         path = directory / name
         if (
             path.is_file()
             and not path.is_symlink()
-            and _leases.is_older(path, _BRIEF_SECS)
+            and leases.is_older(path, _BRIEF_SECS)
         ):
             path.unlink(missing_ok=True)

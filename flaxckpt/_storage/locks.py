@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flaxckpt import _store, errors
-from flaxckpt._remote import RemotePath
+from flaxckpt import errors
+from flaxckpt._storage import object_store
+from flaxckpt._storage.paths import RemotePath
 
 _log = logging.getLogger(__name__)
 
@@ -152,7 +153,7 @@ def held(path: RemotePath, *, patient: bool = False) -> Iterator[Lock]:
 
 def _acquire(path: RemotePath, *, patient: bool) -> Lock:
     store, key, holder = path.store, _key(path), _self()
-    watched: _store.Found | None = None
+    watched: object_store.Found | None = None
     begun = since = last_there = time.monotonic()
     while True:
         if (made := store.create(key, holder.content())) is not None:
@@ -221,7 +222,7 @@ def _parsed(content: bytes) -> _Holder | None:
         return None
 
 
-def _name(found: _store.Found) -> str:
+def _name(found: object_store.Found) -> str:
     holder = _parsed(found.value)
     if holder is None:
         return "somebody"
@@ -229,7 +230,7 @@ def _name(found: _store.Found) -> str:
     return errors.printable(f"{host}:{holder.pid}"[:100])
 
 
-def _is_gone(found: _store.Found) -> bool | None:
+def _is_gone(found: object_store.Found) -> bool | None:
     """Whether who holds a lock is gone; None if that cannot be told from here."""
     holder = _parsed(found.value)
     if holder is None or holder.machine != _machine():
