@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from flaxckpt import _blocks
 from flaxckpt._blocks import Block
-from flaxckpt._storage import filesystem
+from flaxckpt._storage import filesystem as storage_filesystem
 
 PAGE = mmap.PAGESIZE
 
@@ -197,14 +197,14 @@ def test_no_link_is_made_of_what_is_not_there(tmp_path):
 
 def test_the_file_system_of_a_path_is_known(tmp_path):
     if not Path("/proc/self/mountinfo").exists():
-        assert not filesystem.is_local(tmp_path)
+        assert not storage_filesystem.is_local(tmp_path)
         pytest.skip("no /proc here")
-    assert filesystem.kind("/proc/self") == "proc"
-    assert not filesystem.is_local("/proc/self")
+    assert storage_filesystem.kind("/proc/self") == "proc"
+    assert not storage_filesystem.is_local("/proc/self")
     if Path("/dev/shm").is_dir() and os.path.ismount("/dev/shm"):
-        assert filesystem.is_local("/dev/shm")
-    assert filesystem.kind("/nowhere/at/all") == filesystem.kind("/")
-    assert filesystem._unescaped(r"/a\040b\134c") == "/a b\\c"
+        assert storage_filesystem.is_local("/dev/shm")
+    assert storage_filesystem.kind("/nowhere/at/all") == storage_filesystem.kind("/")
+    assert storage_filesystem._unescaped(r"/a\040b\134c") == "/a b\\c"
 
 
 @pytest.mark.parametrize("kind", ["short", "symlink", "fifo"])

@@ -27,7 +27,7 @@ import flaxckpt
 from flaxckpt import _event_journal, _held, errors
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import step_counter as state_step_counter
-from flaxckpt._storage import local
+from flaxckpt._storage import local as storage_local
 from flaxckpt.datasets import StepIndexed
 
 
@@ -344,9 +344,9 @@ def test_a_loop_that_is_run_again_is_told_to_restore_first(ckpt):
 def test_a_save_under_way_is_waited_for_before_beginning(ckpt, monkeypatch):
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
     callback(1, {"n": 1})
-    real, going_on = local.sync_tree, threading.Event()
+    real, going_on = storage_local.sync_tree, threading.Event()
     monkeypatch.setattr(
-        local,
+        storage_local,
         "sync_tree",
         lambda path: going_on.wait() and real(path),
     )
@@ -384,7 +384,7 @@ def test_a_save_that_failed_is_not_taken_for_one(ckpt, monkeypatch):
     callback = flaxckpt.CheckpointCallback(ckpt)
     callback(1, {"n": 1})
     with monkeypatch.context() as patch:
-        patch.setattr(local, "sync_tree", fail)
+        patch.setattr(storage_local, "sync_tree", fail)
         callback(5, {"n": 5}, force=True)
         with pytest.raises(errors.SaveFailedError):
             callback.wait()
@@ -636,7 +636,7 @@ def test_a_failed_save_is_told_at_the_next_call(ckpt, monkeypatch):
         raise OSError(28, "No space left on device")
 
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
-    monkeypatch.setattr(local, "sync_tree", fail)
+    monkeypatch.setattr(storage_local, "sync_tree", fail)
     assert callback(2, {"step": 2})
     while not callback.last_save.done():
         pass

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import flaxckpt
 from flaxckpt import datasets, errors
-from flaxckpt.datasets import _codec
+from flaxckpt.datasets import _json_codec
 
-TAGS = sorted(_codec._TAGS[-1])
+TAGS = sorted(_json_codec._TAGS[-1])
 
 arrays = st.builds(
     lambda data, dtype, order: np.array(data).astype(
@@ -78,7 +78,7 @@ def assert_same(found, wanted):
 
 @given(states)
 def test_a_state_comes_back_as_it_was(state):
-    assert_same(_codec.loads(_codec.dumps(state)), state)
+    assert_same(_json_codec.loads(_json_codec.dumps(state)), state)
 
 
 def test_what_looks_like_a_tag_comes_back_as_it_was():
@@ -90,35 +90,35 @@ def test_what_looks_like_a_tag_comes_back_as_it_was():
         {"__ndarray__": {"dtype": "int8", "shape": [1], "data": "AA=="}},
         {"__tuple__": [1], "n": 2},
     ):
-        assert_same(_codec.loads(_codec.dumps(state)), state)
+        assert_same(_json_codec.loads(_json_codec.dumps(state)), state)
 
 
 def test_arrays_of_every_rank_and_size_come_back():
     for shape in [(), (0,), (3, 0), (2, 3)]:
         for dtype in ["float32", "bool", ml_dtypes.bfloat16, ">i8"]:
             array = np.zeros(shape, dtype)
-            assert_same(_codec.loads(_codec.dumps(array)), array)
+            assert_same(_json_codec.loads(_json_codec.dumps(array)), array)
     turned = np.arange(6).reshape(2, 3).T
-    assert_same(_codec.loads(_codec.dumps(turned)), turned)
+    assert_same(_json_codec.loads(_json_codec.dumps(turned)), turned)
 
 
 def test_an_array_that_comes_back_can_be_written_to():
-    found = _codec.loads(_codec.dumps(np.zeros(2)))
+    found = _json_codec.loads(_json_codec.dumps(np.zeros(2)))
     found[0] = 1
 
 
 def test_states_of_jsons_own_types_are_plain_json():
     state = {"next_index": 3, "nested": [{"a": None, "b": "x"}], "empty": {}}
-    assert _codec.dumps(state) == json.dumps(state, indent=4).encode()
+    assert _json_codec.dumps(state) == json.dumps(state, indent=4).encode()
     state["long"] = list(range(2**15))
-    assert _codec.dumps(state) == json.dumps(state).encode()
-    assert_same(_codec.loads(_codec.dumps(state)), state)
+    assert _json_codec.dumps(state) == json.dumps(state).encode()
+    assert_same(_json_codec.loads(_json_codec.dumps(state)), state)
 
 
 def test_masked_arrays_are_refused_where_they_are():
     for masked in (np.ma.array([1, 2], mask=[True, False]), np.ma.masked):
         with pytest.raises(TypeError, match=r"Masked\w+ at state\['a'\]: wanted"):
-            _codec.dumps({"a": masked})
+            _json_codec.dumps({"a": masked})
 
 
 def test_the_first_tags_are_read_as_they_were_written():
@@ -127,7 +127,7 @@ def test_the_first_tags_are_read_as_they_were_written():
         b'{"a": {"__tuple__": [1]}, "b": {"__bytes__": "AAE="}, "c": {"__dict__": []}}'
     )
     wanted = {"a": (1,), "b": b"\x00\x01", "c": {"__dict__": []}}
-    assert _codec.loads(old, version=1) == wanted
+    assert _json_codec.loads(old, version=1) == wanted
     files = {"process_0-of-1.json": old, "metadata": b'{"is_bytes": false}'}
     assert set_and_get(files) == wanted
 
@@ -232,7 +232,7 @@ def test_a_state_beyond_64_mib_is_saved_restored_and_warned_of_once(tmp_path, ca
 
 
 def test_a_state_that_could_not_be_read_is_not_saved(monkeypatch):
-    monkeypatch.setattr(_codec, "MAX_STATE_BYTES", 1000)
+    monkeypatch.setattr(_json_codec, "MAX_STATE_BYTES", 1000)
     datasets.state_files(Holder(b"x" * 500))
     with pytest.raises(errors.DatasetStateError, match="more than 1000"):
         datasets.state_files(Holder(b"x" * 1000))

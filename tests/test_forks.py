@@ -14,7 +14,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt import _event_journal, _events, configs, integrations
-from flaxckpt._storage import local
+from flaxckpt._storage import local as storage_local
 from flaxckpt._util import forks as util_forks
 
 CHILD_SECS = 20
@@ -397,7 +397,7 @@ def test_a_fork_of_a_program_that_has_used_tensorstore_is_told_so(run):
 
 
 def test_a_fork_does_not_write_what_its_parent_has_still_to_write():
-    path = local.resolve("memory://forks-journal/run/events.jsonl")
+    path = storage_local.resolve("memory://forks-journal/run/events.jsonl")
     journal = _event_journal.EventJournal(path)
     journal.write(_events.Event("started", 1, "run", 1.0, {}))
 

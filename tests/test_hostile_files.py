@@ -15,7 +15,7 @@ import tensorstore as ts
 
 import flaxckpt
 from flaxckpt import ArrayLayout, _journal, errors
-from flaxckpt._storage import local
+from flaxckpt._storage import local as storage_local
 
 TESTS = Path(__file__).parent
 
@@ -32,17 +32,17 @@ def test_what_is_no_plain_file_is_neither_waited_for_nor_read(tmp_path, make):
     path = tmp_path / "file"
     make(path)
     with pytest.raises(errors.DamagedCheckpointError, match="no plain file"):
-        local.read(path, max_bytes=10)
+        storage_local.read(path, max_bytes=10)
     with pytest.raises(errors.DamagedCheckpointError, match="no plain file"):
-        local.digest_file(path, max_bytes=10)
+        storage_local.digest_file(path, max_bytes=10)
 
 
 def test_files_behind_links_are_read_and_long_ones_are_not(tmp_path):
     (tmp_path / "file").write_bytes(b"12345")
     (tmp_path / "link").symlink_to("file")
-    assert local.read(tmp_path / "link", max_bytes=5) == b"12345"
+    assert storage_local.read(tmp_path / "link", max_bytes=5) == b"12345"
     with pytest.raises(errors.DamagedCheckpointError, match="at most 4 bytes, found 5"):
-        local.read(tmp_path / "link", max_bytes=4)
+        storage_local.read(tmp_path / "link", max_bytes=4)
 
 
 def test_a_save_beside_a_step_with_pipes_does_not_wait(tmp_path):

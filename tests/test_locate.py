@@ -16,7 +16,7 @@ from golden_cases import GOLDEN
 
 import flaxckpt
 from flaxckpt import errors, formats
-from flaxckpt._storage import local
+from flaxckpt._storage import local as storage_local
 
 NOBODY = 65534
 
@@ -217,14 +217,14 @@ def test_one_checkpoint_has_no_steps(flax_steps, orbax_steps):
 def slow_saves(monkeypatch):
     """Saves that are written, and not committed before the event is set."""
     go = threading.Event()
-    real = local.sync_tree
+    real = storage_local.sync_tree
 
     def sync_tree(path):
         size = real(path)
         go.wait(60)
         return size
 
-    monkeypatch.setattr(local, "sync_tree", sync_tree)
+    monkeypatch.setattr(storage_local, "sync_tree", sync_tree)
     yield go
     go.set()
 
@@ -255,9 +255,9 @@ def test_a_first_save_under_way_is_told(store_path, slow_saves, kind, look):
 
 
 def wait_for_names(root, part):
-    root = local.resolve(root)
+    root = storage_local.resolve(root)
     for _ in range(6000):
-        if root.is_dir() and any(part in name for name in local.names(root)):
+        if root.is_dir() and any(part in name for name in storage_local.names(root)):
             return
         time.sleep(0.01)
     raise AssertionError(f"no {part} in {root}")

@@ -15,7 +15,7 @@ import strategies
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._storage import leases as storage_leases
-from flaxckpt._storage import rename
+from flaxckpt._storage import rename as storage_rename
 from flaxckpt.policies import LatestN
 
 OLD = 3600
@@ -203,7 +203,7 @@ def test_a_reader_that_comes_while_steps_are_judged_keeps_its_step(
     def withdraw(final, aside):
         raise AssertionError("not even for a moment")
 
-    monkeypatch.setattr(rename, "withdraw", withdraw)
+    monkeypatch.setattr(storage_rename, "withdraw", withdraw)
     ckpt = flaxckpt.Checkpointer(tmp_path, **{rules: [Late()]})
     reading = ckpt.new_steps()
     assert ckpt.prune() == ()
@@ -215,7 +215,7 @@ def test_a_reader_that_comes_while_steps_are_judged_keeps_its_step(
 
 def test_a_reader_that_is_seen_too_late_gets_its_step_back(tmp_path, monkeypatch):
     save(tmp_path, 1, 2)
-    real = rename.withdraw
+    real = storage_rename.withdraw
 
     def withdraw(final, aside):
         (final / f"{storage_leases.READING}there-7-00").touch()
@@ -223,7 +223,7 @@ def test_a_reader_that_is_seen_too_late_gets_its_step_back(tmp_path, monkeypatch
 
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
     with monkeypatch.context() as patch:
-        patch.setattr(rename, "withdraw", withdraw)
+        patch.setattr(storage_rename, "withdraw", withdraw)
         assert ckpt.prune() == ()
     assert ckpt.explain()[1] == ["being read by there:7"]
     strategies.assert_same(state(1), ckpt.restore(step=1))

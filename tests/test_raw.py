@@ -19,7 +19,7 @@ from flaxckpt import _blocks, _raw, _read, _snapshot, _write, _zarr, errors
 from flaxckpt._raw_array import RawArray
 from flaxckpt._state import dtypes as state_dtypes
 from flaxckpt._state.leaf import LeafInfo
-from flaxckpt._storage import filesystem
+from flaxckpt._storage import filesystem as storage_filesystem
 from flaxckpt._util import progress as util_progress
 from flaxckpt._zarr import Encoding
 
@@ -275,8 +275,10 @@ def test_arrays_are_the_mapped_files(saved):
 
 
 def test_auto_maps_local_files_only(saved, monkeypatch):
-    assert is_mapped(flaxckpt.load(saved)["w"], saved) == filesystem.is_local(saved)
-    monkeypatch.setattr(filesystem, "kind", lambda path: "nfs4")
+    assert is_mapped(flaxckpt.load(saved)["w"], saved) == storage_filesystem.is_local(
+        saved
+    )
+    monkeypatch.setattr(storage_filesystem, "kind", lambda path: "nfs4")
     assert not is_mapped(flaxckpt.load(saved)["w"], saved)
     assert is_mapped(flaxckpt.load(saved, memory_map=True)["w"], saved)
 

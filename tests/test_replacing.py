@@ -13,7 +13,9 @@ from flax import nnx
 
 import flaxckpt
 from flaxckpt import _marks, errors
-from flaxckpt._storage import leases, local, paths
+from flaxckpt._storage import leases as storage_leases
+from flaxckpt._storage import local as storage_local
+from flaxckpt._storage import paths as storage_paths
 from flaxckpt.datasets import StepIndexed
 
 STATE = {"w": np.arange(6.0).reshape(2, 3), "name": "x", "n": 1}
@@ -95,8 +97,12 @@ def test_what_flaxckpt_writes_itself_is_replaced(tmp_path, state, zarr_version):
         run.save(1, state, dataset=StepIndexed(lambda i: i), temporary=True).wait()
         run.pin(1)
         run.add_metrics(1, {"loss": 1.0})
-        lease = leases.Lease(tmp_path / "1")
-        for name in (leases.DELETING, _marks.UNTIL_NEXT, _marks.WITHOUT_DATASET):
+        lease = storage_leases.Lease(tmp_path / "1")
+        for name in (
+            storage_leases.DELETING,
+            _marks.UNTIL_NEXT,
+            _marks.WITHOUT_DATASET,
+        ):
             (tmp_path / "1" / name).touch()
         (tmp_path / "1" / ".nfs00000000000a1b2c00000001").touch()
         run.save(1, state, on_exists="overwrite").wait()
@@ -161,13 +167,13 @@ def test_an_upload_sets_a_damaged_step_with_files_of_others_aside(tmp_path):
 
 def test_what_comes_while_a_save_is_under_way_is_not_deleted(tmp_path, monkeypatch):
     flaxckpt.save(tmp_path / "a", STATE)
-    real = local.sync_tree
+    real = storage_local.sync_tree
 
     def sync_tree(path):
         add_files(tmp_path / "a", ["notes.txt"])
         return real(path)
 
-    monkeypatch.setattr(local, "sync_tree", sync_tree)
+    monkeypatch.setattr(storage_local, "sync_tree", sync_tree)
     with pytest.raises(errors.CheckpointExistsError) as info:
         flaxckpt.save(tmp_path / "a", NEW, overwrite=True)
     assert_refused(info, "notes.txt")
@@ -407,7 +413,7 @@ def test_nothing_is_replaced_in_a_store_that_has_objects_of_others(store_path, k
         run.save(1, STATE, metrics={"loss": 1}).wait()
         run.pin(1)
         run.save(1, STATE, on_exists="overwrite").wait()
-        path = paths.parse(f"{root}/1/tokenizer/vocab.json")
+        path = storage_paths.parse(f"{root}/1/tokenizer/vocab.json")
         path.store.create(path.key, b"mine")
         with pytest.raises(errors.CheckpointExistsError) as info:
             run.save(1, NEW, on_exists="overwrite")

@@ -14,7 +14,7 @@ from flax.core import FrozenDict
 import flaxckpt
 from flaxckpt import _locate, errors, transforms
 from flaxckpt._util import json_limits as util_json_limits
-from flaxckpt.datasets import _codec
+from flaxckpt.datasets import _json_codec
 from flaxckpt.formats import _orbax, _orbax_json, _safetensors_json
 
 MIB = 2**20
@@ -430,7 +430,7 @@ class Iterator:
 def test_states_of_datasets_that_are_not_read_are_refused(
     tmp_path, monkeypatch, state, word
 ):
-    monkeypatch.setattr(_codec, "MAX_STATE_BYTES", MIB)
+    monkeypatch.setattr(_json_codec, "MAX_STATE_BYTES", MIB)
     monkeypatch.setattr(util_json_limits, "MAX_VALUES", 1000)
     with flaxckpt.Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(errors.DatasetStateError, match=word):

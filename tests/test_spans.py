@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flaxckpt import _spans
-from flaxckpt._storage import local
+from flaxckpt._storage import local as storage_local
 
 
 def write(path, *arrays, before=b"\0" * 3):
@@ -74,7 +74,7 @@ def test_a_file_cut_short_is_an_error(tmp_path):
 def test_another_file_in_its_place_is_not_read(tmp_path):
     path = tmp_path / "file"
     [span] = write(path, np.arange(24, dtype="float32"))
-    span = span._replace(identity=local.stamp(path).identity)
+    span = span._replace(identity=storage_local.stamp(path).identity)
     store = _spans.opened([span], ts.Context()).result()
     np.testing.assert_array_equal(store.read().result(), np.arange(24))
     other = tmp_path / "other"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import flaxckpt
 from flaxckpt import _deletion, _steps, _survey, errors
-from flaxckpt._storage import local
+from flaxckpt._storage import local as storage_local
 
 TEMPLATES = ["{step}", "step_{step}", "{step:08d}", "ckpt-{step:05d}", "{step}.done"]
 
@@ -98,7 +98,7 @@ def test_delete_takes_the_name_away_first(tmp_path, monkeypatch, caplog):
         if path.exists():
             raise OSError("interrupted")
 
-    monkeypatch.setattr(local, "remove_tree", fail)
+    monkeypatch.setattr(storage_local, "remove_tree", fail)
     _deletion.delete(step)
     assert "interrupted" in caplog.text
     assert not _steps.listed(tmp_path, _steps.StepFormat())

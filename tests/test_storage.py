@@ -8,21 +8,22 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._storage import local, rename
+from flaxckpt._storage import local as storage_local
+from flaxckpt._storage import rename as storage_rename
 
 
 def test_paths_may_be_relative_urls_or_in_the_home(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert local.resolve("run") == tmp_path / "run"
-    assert local.resolve(Path("a/../run")) == tmp_path / "run"
-    assert local.resolve("~/run") == tmp_path / "run"
-    assert local.resolve(f"file://{tmp_path}/a%20b") == tmp_path / "a b"
+    assert storage_local.resolve("run") == tmp_path / "run"
+    assert storage_local.resolve(Path("a/../run")) == tmp_path / "run"
+    assert storage_local.resolve("~/run") == tmp_path / "run"
+    assert storage_local.resolve(f"file://{tmp_path}/a%20b") == tmp_path / "a b"
 
 
 def test_other_urls_are_refused():
     with pytest.raises(errors.OptionError, match="ftp://"):
-        local.resolve("ftp://host/run")
+        storage_local.resolve("ftp://host/run")
 
 
 def test_a_path_that_tensorstore_would_misread_is_refused(tmp_path, monkeypatch):
@@ -46,18 +47,18 @@ def test_other_names_of_directories_are_taken_as_they_are(tmp_path, name):
 
 def test_replace_leaves_the_old_content_if_it_fails(tmp_path, monkeypatch):
     path = tmp_path / "file"
-    local.replace(path, b"old")
+    storage_local.replace(path, b"old")
 
     def fail(descriptor):
         raise OSError("disk on fire")
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="on fire"):
-        local.replace(path, b"new")
+        storage_local.replace(path, b"new")
     monkeypatch.undo()
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
-    local.replace(path, b"new")
+    storage_local.replace(path, b"new")
     assert path.read_bytes() == b"new"
 
 
@@ -66,18 +67,18 @@ def test_publish_refuses_a_name_that_is_taken(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
     with pytest.raises(errors.CheckpointExistsError):
-        rename.publish(tmp_path / "new", tmp_path / "old")
+        storage_rename.publish(tmp_path / "new", tmp_path / "old")
     assert (tmp_path / "old" / "file").read_text() == "old"
 
 
 @pytest.mark.parametrize("has_exchange", [True, False])
 def test_exchange_swaps_two_directories(tmp_path, monkeypatch, has_exchange):
     if not has_exchange:
-        monkeypatch.setattr(rename.ctypes, "CDLL", lambda *a, **k: object())
+        monkeypatch.setattr(storage_rename.ctypes, "CDLL", lambda *a, **k: object())
     for name in ("new", "old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
-    rename.exchange(tmp_path / "new", tmp_path / "old", tmp_path / "aside")
+    storage_rename.exchange(tmp_path / "new", tmp_path / "old", tmp_path / "aside")
     assert (tmp_path / "old" / "file").read_text() == "new"
     assert (tmp_path / "new" / "file").read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
@@ -101,15 +102,15 @@ def test_what_the_disk_does_not_confirm_is_undone_or_told(
         if len(calls) <= failing:
             raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(local, "sync_directory", fail)
+    monkeypatch.setattr(storage_local, "sync_directory", fail)
     acts = {
-        "publish": lambda: rename.publish(new, old),
-        "exchange": lambda: rename.exchange(new, old),
-        "withdraw": lambda: rename.withdraw(old, tmp_path / "aside"),
+        "publish": lambda: storage_rename.publish(new, old),
+        "exchange": lambda: storage_rename.exchange(new, old),
+        "withdraw": lambda: storage_rename.withdraw(old, tmp_path / "aside"),
     }
     with pytest.raises(OSError, match="Input/output") as info:
         acts[change]()
-    assert isinstance(info.value, rename.NotDurableError) is (failing == 2)
+    assert isinstance(info.value, storage_rename.NotDurableError) is (failing == 2)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -122,22 +123,22 @@ def test_remove_tree_does_not_follow_links(tmp_path):
     (inside / "link").symlink_to(target)
     (tmp_path / "link").symlink_to(target)
     with pytest.raises(NotADirectoryError):
-        local.remove_tree(tmp_path / "link")
-    local.remove_tree(inside)
-    local.remove_tree(tmp_path / "missing")
+        storage_local.remove_tree(tmp_path / "link")
+    storage_local.remove_tree(inside)
+    storage_local.remove_tree(tmp_path / "missing")
     assert (target / "file").read_text() == "precious"
 
 
 def test_read_refuses_files_beyond_the_limit(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"12345")
-    assert local.read(path, max_bytes=5) == b"12345"
+    assert storage_local.read(path, max_bytes=5) == b"12345"
     with pytest.raises(errors.DamagedCheckpointError, match="at most 4"):
-        local.read(path, max_bytes=4)
+        storage_local.read(path, max_bytes=4)
 
 
 def test_sync_tree_counts_the_bytes_of_all_files(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "one").write_bytes(b"123")
     (tmp_path / "a" / "b" / "two").write_bytes(b"4567")
-    assert local.sync_tree(tmp_path) == 7
+    assert storage_local.sync_tree(tmp_path) == 7

@@ -15,7 +15,7 @@ import tensorstore as ts
 
 import flaxckpt
 from flaxckpt import _blocks, _marks, errors
-from flaxckpt._storage import local
+from flaxckpt._storage import local as storage_local
 from flaxckpt.formats import _orbax
 from flaxckpt.policies import LatestN
 
@@ -549,7 +549,7 @@ def test_a_disk_that_fails_for_a_moment_proves_nothing(tmp_path, monkeypatch, ca
 
 def test_a_file_that_may_not_be_read_proves_nothing(tmp_path, monkeypatch):
     ckpt = run(tmp_path, 1, 2)
-    real = local.os.open
+    real = storage_local.os.open
 
     def fail(path, *args, **options):
         if str(path).endswith("2/flaxckpt.json"):
@@ -561,8 +561,8 @@ def test_a_file_that_may_not_be_read_proves_nothing(tmp_path, monkeypatch):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return read(path, max_bytes=max_bytes)
 
-    read = local.read
-    monkeypatch.setattr(local, "read", denied)
+    read = storage_local.read
+    monkeypatch.setattr(storage_local, "read", denied)
     monkeypatch.setattr(os, "open", fail)
     strategies.assert_same(state(1), ckpt.restore())
     monkeypatch.undo()
@@ -576,7 +576,7 @@ def test_a_mark_that_cannot_be_made_is_told_of(tmp_path, monkeypatch, caplog):
     def fail(path, content):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(local, "replace", fail)
+    monkeypatch.setattr(storage_local, "replace", fail)
     strategies.assert_same(state(1), ckpt.restore())
     assert "could not be marked: [Errno 30]" in caplog.text
 

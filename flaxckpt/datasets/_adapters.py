@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flaxckpt import errors
-from flaxckpt.datasets import _hints, _kinds
+from flaxckpt.datasets import _diagnostics, _duck_types
 
 _log = logging.getLogger(__name__)
 
@@ -49,17 +49,19 @@ def find(iterator: Any) -> Adapter:
         DatasetStateError: It has no state; the message says what has.
     """
     # grain's have async save and load, too; TensorFlow's and clu's save are not alike.
-    if _kinds.has(iterator, "get_state", "set_state"):
+    if _duck_types.has(iterator, "get_state", "set_state"):
         return _GetState()
-    if _kinds.is_a(iterator, _TORCHDATA_ITERATOR):  # only some of them take a state
-        raise _hints.refusal(iterator)
-    if _kinds.has(iterator, "state_dict", "load_state_dict"):
+    if _duck_types.is_a(
+        iterator, _TORCHDATA_ITERATOR
+    ):  # only some of them take a state
+        raise _diagnostics.refusal(iterator)
+    if _duck_types.has(iterator, "state_dict", "load_state_dict"):
         return _StateDict()
-    if _kinds.is_a(iterator, *_TENSORFLOW):
+    if _duck_types.is_a(iterator, *_TENSORFLOW):
         return _TensorFlow()
-    if _kinds.is_a(iterator, _CLU):
+    if _duck_types.is_a(iterator, _CLU):
         return _Clu()
-    raise _hints.refusal(iterator)
+    raise _diagnostics.refusal(iterator)
 
 
 def position(iterator: Any) -> int | None:
@@ -68,7 +70,7 @@ def position(iterator: Any) -> int | None:
     That is so for grain's datasets and for `StepIndexed`. What is counted are batches,
     if batches are what the counting stage of the pipeline makes.
     """
-    if not _kinds.has(iterator, "get_state", "set_state"):
+    if not _duck_types.has(iterator, "get_state", "set_state"):
         return None
     try:
         state = iterator.get_state()
@@ -99,11 +101,11 @@ class _StateDict:
         return iterator.state_dict()
 
     def set_state(self, iterator: Any, state: Any) -> None:
-        if _kinds.is_a(iterator, _TORCHDATA):
+        if _duck_types.is_a(iterator, _TORCHDATA):
             _check_workers(iterator, state)
             _warn_of_live_iterator(iterator)
         dataset = getattr(iterator, "dataset", iterator)
-        if not _kinds.is_a(dataset, _hints.HF):
+        if not _duck_types.is_a(dataset, _diagnostics.HF):
             _load(iterator, state)
             return
         if dataset is iterator and _is_begun(dataset):
@@ -137,12 +139,14 @@ def _load(iterator: Any, state: Any) -> None:
     """
     iterator.load_state_dict(state)
     try:
-        if _kinds.is_a(iterator, _TORCHDATA):
+        if _duck_types.is_a(iterator, _TORCHDATA):
             iterator.state_dict()
-        elif _kinds.is_a(iterator, _hints.HF) and _kinds.has(iterator, _HF_PREPARE):
+        elif _duck_types.is_a(iterator, _diagnostics.HF) and _duck_types.has(
+            iterator, _HF_PREPARE
+        ):
             getattr(iterator, _HF_PREPARE)()
     except Exception:
-        if _kinds.is_a(iterator, _TORCHDATA):
+        if _duck_types.is_a(iterator, _TORCHDATA):
             iterator.next_iter_state = None
         else:
             iterator.load_state_dict(None)
@@ -172,7 +176,7 @@ def _is_begun(dataset: Any) -> bool:
 
     The loop may have ended: that cannot be seen.
     """
-    if not _kinds.has(dataset, _HF_PREPARE):
+    if not _duck_types.has(dataset, _HF_PREPARE):
         return False
     now = repr(dataset.state_dict())
     getattr(dataset, _HF_PREPARE)()
@@ -183,7 +187,7 @@ def _warn_of_begun(iterator: Any) -> None:
     _log.warning(
         "a loop over this %s has begun and does not see the restored state:"
         " call iter() on it again, or restore before the first iter()",
-        _kinds.type_name(iterator),
+        _duck_types.type_name(iterator),
     )
 
 
@@ -216,7 +220,8 @@ class _Clu:
     def get_state(self, iterator: Any) -> Any:
         if _has_peeked(iterator):
             raise errors.DatasetStateError(
-                f"{_kinds.type_name(iterator)} has a batch that was peeked at and not"
+                f"{_duck_types.type_name(iterator)} has a batch that was peeked at and"
+                " not"
                 " taken, which would be lost: call next() before saving"
             )
         with tempfile.TemporaryDirectory() as directory:
@@ -224,7 +229,8 @@ class _Clu:
             files = _files_in(directory)
         if not files:
             raise errors.DatasetStateError(
-                f"{_kinds.type_name(iterator)} saved nothing; a TfDatasetIterator does"
+                f"{_duck_types.type_name(iterator)} saved nothing; a TfDatasetIterator"
+                " does"
                 " so only if it is made with checkpoint=True"
             )
         return files
@@ -238,7 +244,7 @@ class _Clu:
 
 
 def _has_peeked(iterator: Any) -> bool:
-    if not _kinds.is_a(iterator, _CLU_PEEKABLE):
+    if not _duck_types.is_a(iterator, _CLU_PEEKABLE):
         return False
     future = getattr(iterator, "_peek_future", None)
     if future is not None:

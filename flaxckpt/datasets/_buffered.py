@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from flaxckpt import errors
-from flaxckpt.datasets import _adapters, _kinds
+from flaxckpt.datasets import _adapters, _duck_types
 
 Batch = TypeVar("Batch")
 
@@ -234,7 +234,7 @@ def _state(adapter: _adapters.Adapter, iterator: Any) -> _State:
 
 
 def _has_shards(iterator: Any) -> bool:
-    return _kinds.has(iterator, "get_shard_states", "set_shard_states")
+    return _duck_types.has(iterator, "get_shard_states", "set_shard_states")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

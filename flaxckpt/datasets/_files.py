@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flaxckpt import _util, errors
-from flaxckpt.datasets import _adapters, _codec, _hints, _kinds, _parts
+from flaxckpt.datasets import _adapters, _diagnostics, _duck_types, _json_codec, _shards
 from flaxckpt.datasets._buffered import Buffered
 from flaxckpt.datasets._iterators import Restarting
 
@@ -37,20 +37,20 @@ def state_files(dataset: Any) -> dict[str, bytes]:
     iterators, _ = _iterators(dataset)
     states = [_state(iterator) for iterator in iterators]
     as_bytes = all(isinstance(state, bytes) for state in states)
-    names = _parts.own_names(len(iterators))
+    names = _shards.own_names(len(iterators))
     files: dict[str, bytes] = {}
     for name, iterator, state in zip(names, iterators, states, strict=True):
         files[name] = _content(iterator, state, as_bytes=as_bytes)
-    if _parts.has_shards(iterators):
+    if _shards.has_shards(iterators):
         files.update(_shard_files(iterators[0]))
     first = _innermost(iterators[0])
     description = {
         "adapter": _adapters.find(first).name,
-        "type": _kinds.type_name(first),
+        "type": _duck_types.type_name(first),
         "is_bytes": as_bytes,
-        "codec": _codec.VERSION,
+        "codec": _json_codec.VERSION,
         "process_count": _util.processes.process_count(),
-        "version": _kinds.version(first),
+        "version": _duck_types.version(first),
     }
     files[DESCRIPTION] = json.dumps(description).encode()
     return files
@@ -73,7 +73,7 @@ def set_state(dataset: Any, files: Mapping[str, bytes], *, path: Path) -> None:
     adapters = [_adapters.find(iterator) for iterator in iterators]
     described = _description(files)
     try:
-        names = _parts.choose(iterators, files, path)
+        names = _shards.choose(iterators, files, path)
     except errors.DatasetStateError as error:
         if not restarting:
             raise
@@ -82,7 +82,7 @@ def set_state(dataset: Any, files: Mapping[str, bytes], *, path: Path) -> None:
     _warn_of_version(_innermost(iterators[0]), described, path)
     saved_by = errors.printable(str(described.get("type", "by Orbax")))
     for iterator in iterators:
-        _hints.warn_of_traps(_innermost(iterator))
+        _diagnostics.warn_of_traps(_innermost(iterator))
     decoded: list[Any] = []
     at = iterators[0]
     try:
@@ -96,7 +96,7 @@ def set_state(dataset: Any, files: Mapping[str, bytes], *, path: Path) -> None:
     except errors.DatasetStateError:
         raise
     except Exception as error:
-        raise _hints.not_taken(
+        raise _diagnostics.not_taken(
             _innermost(at), error, saved_by=saved_by, path=path
         ) from error
 
@@ -122,25 +122,25 @@ def _innermost(iterator: Any) -> Any:
 
 def _state(iterator: Any) -> Any:
     adapter = _adapters.find(iterator)
-    _hints.warn_of_traps(_innermost(iterator))
+    _diagnostics.warn_of_traps(_innermost(iterator))
     try:
         return adapter.get_state(iterator)
     except errors.DatasetStateError:
         raise
     except Exception as error:
-        raise _hints.no_state(_innermost(iterator), error) from error
+        raise _diagnostics.no_state(_innermost(iterator), error) from error
 
 
 def _content(iterator: Any, state: Any, *, as_bytes: bool = False) -> bytes:
     try:
-        if as_bytes and _codec.is_own_json(state):
+        if as_bytes and _json_codec.is_own_json(state):
             content: bytes = state
         else:
-            content = _codec.dumps(state)
-        _codec.check_size(content)
+            content = _json_codec.dumps(state)
+        _json_codec.check_size(content)
     except Exception as error:
-        raise _hints.no_state(_innermost(iterator), error) from error
-    _hints.warn_of_size(_innermost(iterator), len(content))
+        raise _diagnostics.no_state(_innermost(iterator), error) from error
+    _diagnostics.warn_of_size(_innermost(iterator), len(content))
     return content
 
 
@@ -154,8 +154,12 @@ def _decoded(
     as_bytes = described.get("is_bytes")
     if as_bytes is None:
         as_bytes = isinstance(adapter.get_state(iterator), bytes)
-    is_raw = described.get("is_raw", as_bytes and _codec.is_own_json(content))
-    state = content if is_raw else _codec.loads(content, version=_version_of(described))
+    is_raw = described.get("is_raw", as_bytes and _json_codec.is_own_json(content))
+    state = (
+        content
+        if is_raw
+        else _json_codec.loads(content, version=_version_of(described))
+    )
     if as_bytes and not isinstance(state, bytes):
         raise TypeError(f"wanted bytes, found {type(state).__name__}")
     return state
@@ -169,7 +173,7 @@ def _version_of(described: Mapping[str, Any]) -> int:
 def _description(files: Mapping[str, bytes]) -> dict[str, Any]:
     content = files.get(DESCRIPTION, b"{}")
     try:
-        _codec.check_size(content)
+        _json_codec.check_size(content)
         found = json.loads(content)
     except (ValueError, RecursionError):
         return {}
@@ -177,14 +181,14 @@ def _description(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def _warn_of_version(iterator: Any, described: Mapping[str, Any], path: Path) -> None:
-    now, then = _kinds.version(iterator), described.get("version")
-    same = str(described.get("type")).startswith(f"{_kinds.package(iterator)}.")
+    now, then = _duck_types.version(iterator), described.get("version")
+    same = str(described.get("type")).startswith(f"{_duck_types.package(iterator)}.")
     if same and now and then and now != then:
         _log.warning(
             "the dataset's state in %s is of %s %s, and this is %s, which may read it"
             " otherwise: compare the first batches",
             path,
-            _kinds.package(iterator),
+            _duck_types.package(iterator),
             errors.printable(str(then)),
             now,
         )
@@ -197,9 +201,9 @@ def _shard_files(iterator: Any) -> dict[str, bytes]:
     try:
         states = list(iterator.get_shard_states())
     except Exception as error:
-        raise _hints.no_state(iterator, error) from error
+        raise _diagnostics.no_state(iterator, error) from error
     return {
-        _parts.shard_name(i): _content(iterator, state)
+        _shards.shard_name(i): _content(iterator, state)
         for i, state in enumerate(states)
     }
 
@@ -207,6 +211,8 @@ def _shard_files(iterator: Any) -> dict[str, bytes]:
 def _set_shards(
     iterator: Any, files: Mapping[str, bytes], described: Mapping[str, Any]
 ) -> None:
-    names = _parts.own_shards(iterator, files)
+    names = _shards.own_shards(iterator, files)
     version = _version_of(described)
-    iterator.set_shard_states([_codec.loads(files[n], version=version) for n in names])
+    iterator.set_shard_states(
+        [_json_codec.loads(files[n], version=version) for n in names]
+    )

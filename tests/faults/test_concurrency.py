@@ -8,7 +8,7 @@ import scenarios
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._storage import temporary
+from flaxckpt._storage import temporary as storage_temporary
 from flaxckpt.policies import EveryNSecs, LatestN
 
 ROUNDS = 20
@@ -211,7 +211,7 @@ def test_a_clock_that_jumps_deletes_nothing_that_is_to_stay(tmp_path, clock, jum
     keep = [LatestN(2), EveryNSecs(3600)]
     ckpt = flaxckpt.Checkpointer(tmp_path, layout=scenarios.SMALL, keep=keep)
     step = 0
-    with temporary.made(tmp_path / "900") as at_work:
+    with storage_temporary.made(tmp_path / "900") as at_work:
         for jump in (0.0, *jumps):
             clock(jump)
             for _ in range(4):

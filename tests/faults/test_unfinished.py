@@ -11,7 +11,7 @@ import pytest
 import scenarios
 
 import flaxckpt
-from flaxckpt._storage import temporary
+from flaxckpt._storage import temporary as storage_temporary
 
 KILLS = 30
 LEFT = "7.orbax-checkpoint-tmp-writing-0123abcd"
@@ -126,7 +126,7 @@ def test_what_nobody_locks_goes_by_its_age(tmp_path, name, secs):
 
 def test_what_is_worked_with_stays(tmp_path):
     left = leave(tmp_path, LEFT)
-    with temporary.claimed(left) as is_ours:
+    with storage_temporary.claimed(left) as is_ours:
         assert is_ours
         flaxckpt.Checkpointer(tmp_path)
         assert left.exists()
@@ -136,15 +136,15 @@ def test_what_is_worked_with_stays(tmp_path):
 
 def test_where_others_may_write_age_counts(tmp_path, monkeypatch):
     left = leave(tmp_path, LEFT)
-    monkeypatch.setattr(temporary._file_systems, "is_local", lambda path: False)
+    monkeypatch.setattr(storage_temporary._file_systems, "is_local", lambda path: False)
     flaxckpt.Checkpointer(tmp_path)
     assert left.exists(), "a process of another machine may write it"
     grow_old(left, 700)
-    monkeypatch.setattr(temporary, "_TOUCHED_EVERY_SECS", 0.01)
+    monkeypatch.setattr(storage_temporary, "_TOUCHED_EVERY_SECS", 0.01)
     other = left.with_name(LEFT.replace("0123", "4567"))
     left.rename(other)
     grow_old(other, 700)
-    with temporary.claimed(other):
+    with storage_temporary.claimed(other):
         while time.time() - other.stat().st_mtime > 60:
             time.sleep(0.01)
     grow_old(other, 700)

@@ -5,7 +5,7 @@ import pytest
 from dataset_runs import assert_resumes
 
 from flaxckpt import datasets, errors
-from flaxckpt.datasets import Buffered, _codec
+from flaxckpt.datasets import Buffered, _json_codec
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("torchdata", reason="torchdata is not installed")
@@ -165,7 +165,7 @@ def test_what_has_no_state_names_what_has(make, hint):
 )
 def test_tensors_come_back_as_tensors(dtype, shape):
     tensor = torch.ones(shape).to(getattr(torch, dtype))
-    found = _codec.loads(_codec.dumps({"t": [tensor]}))["t"][0]
+    found = _json_codec.loads(_json_codec.dumps({"t": [tensor]}))["t"][0]
     assert isinstance(found, torch.Tensor)
     assert found.dtype == tensor.dtype
     assert found.shape == tensor.shape
@@ -174,6 +174,6 @@ def test_tensors_come_back_as_tensors(dtype, shape):
 
 def test_tensors_that_are_turned_or_have_gradients_come_back():
     tensor = torch.arange(6.0, requires_grad=True).reshape(2, 3).T
-    found = _codec.loads(_codec.dumps(tensor))
+    found = _json_codec.loads(_json_codec.dumps(tensor))
     assert torch.equal(found, tensor.detach())
     found[0] = 1

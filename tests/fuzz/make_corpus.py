@@ -162,7 +162,7 @@ def zarr() -> Iterator[bytes]:
 def states(version: int) -> Iterator[bytes]:
     import numpy as np
 
-    from flaxckpt.datasets import _codec
+    from flaxckpt.datasets import _json_codec
 
     head = bytes((version,))
     for state in (
@@ -171,7 +171,7 @@ def states(version: int) -> Iterator[bytes]:
         {"array": np.arange(3), "bf": np.ones((2, 2), np.float16), "s": np.int64(3)},
         {"__tuple__": [1]},
     ):
-        yield head + _codec.dumps(state)
+        yield head + _json_codec.dumps(state)
     if not version:
         for codec in (0, 1, 2):
             described = {"adapter": "state", "type": "x.Y", "is_bytes": False}

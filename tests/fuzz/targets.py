@@ -25,8 +25,8 @@ from golden_cases import GOLDEN
 import flaxckpt
 from flaxckpt import _event_journal, _steps, _survey, errors, formats
 from flaxckpt._state import classes as state_classes
-from flaxckpt._storage import local
-from flaxckpt.datasets import _codec
+from flaxckpt._storage import local as storage_local
+from flaxckpt.datasets import _json_codec
 
 TESTS: Final = Path(__file__).parents[1]
 CORPUS: Final = Path(__file__).parent / "corpus"
@@ -184,7 +184,7 @@ def sound(name: str) -> Path:
             ours.change(step, lambda manifest: manifest.update(digests={}))
             return step
     step = ours.write(root, name)
-    local.write(step / "commit_success.txt", b"{}")
+    storage_local.write(step / "commit_success.txt", b"{}")
     return step
 
 
@@ -366,11 +366,11 @@ def dataset(data: bytes) -> None:
 def codec(data: bytes) -> None:
     """The JSON of states: what is read can be written and read again."""
     try:
-        state = _codec.loads(data[1:], version=data[0] % 3 if data else 0)
-        written = _codec.dumps(state)
+        state = _json_codec.loads(data[1:], version=data[0] % 3 if data else 0)
+        written = _json_codec.dumps(state)
     except Exception:
         return  # `datasets` says which file it was
-    assert _codec.dumps(_codec.loads(written)) == written
+    assert _json_codec.dumps(_json_codec.loads(written)) == written
 
 
 @target("json")

@@ -4,7 +4,7 @@ import jobs
 import pytest
 
 import flaxckpt
-from flaxckpt._storage import local
+from flaxckpt._storage import local as storage_local
 
 pytestmark = pytest.mark.multiprocess
 
@@ -19,5 +19,5 @@ def test_two_processes_save_into_a_store_as_one(store_path, tmp_path, kind):
     for layout in LAYOUTS:
         run = flaxckpt.Checkpointer(f"{path}/{layout}", read_only=True)
         assert run.steps() == [2, 3]
-    keys = local.resolve(path).keys()
+    keys = storage_local.resolve(path).keys()
     assert not [key for key in keys if "tmp" in key], "all locks are released"

@@ -4,7 +4,10 @@ import contextlib
 import random
 import threading
 
-from flaxckpt._storage import local, locks, paths, store_settings
+from flaxckpt._storage import local as storage_local
+from flaxckpt._storage import locks as storage_locks
+from flaxckpt._storage import paths as storage_paths
+from flaxckpt._storage import store_settings as storage_store_settings
 from flaxckpt._storage.client import StoreOptions
 
 FAULTS = ("refused", "unanswered", "late", "twice", "torn")
@@ -63,7 +66,7 @@ class Faulty:
             if not is_safe or self._random.randrange(100) >= self._rate:
                 return self._write(key, value, if_equal)
             fault = self._random.choice(FAULTS)
-            if fault == "torn" and key.endswith(locks.LOCK):
+            if fault == "torn" and key.endswith(storage_locks.LOCK):
                 fault = "refused"  # half a lock is nobody's, and is watched for long
             if fault == "unanswered":
                 self._write(key, value, if_equal).result()
@@ -94,8 +97,8 @@ def faulty(path, **given):
 def new_path(name):
     """A bucket of its own in memory, whose requests are repeated at once."""
     url = f"memory://{name}"
-    store_settings.set_store_options(url, StoreOptions(retries=6))
-    path = local.resolve(f"{url}/run")
-    assert paths.is_remote(path)
+    storage_store_settings.set_store_options(url, StoreOptions(retries=6))
+    path = storage_local.resolve(f"{url}/run")
+    assert storage_paths.is_remote(path)
     path.store.delete_under("")
     return path

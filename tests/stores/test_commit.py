@@ -7,14 +7,16 @@ import strategies
 
 import flaxckpt
 from flaxckpt import _steps, errors
-from flaxckpt._storage import client, commit_marker, locks
+from flaxckpt._storage import client as storage_client
+from flaxckpt._storage import commit_marker as storage_commit_marker
+from flaxckpt._storage import locks as storage_locks
 from flaxckpt.policies import LatestN
 
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(client, "_FIRST_PAUSE_SECS", 1e-4)
-    monkeypatch.setattr(client, "_LONGEST_PAUSE_SECS", 1e-4)
+    monkeypatch.setattr(storage_client, "_FIRST_PAUSE_SECS", 1e-4)
+    monkeypatch.setattr(storage_client, "_LONGEST_PAUSE_SECS", 1e-4)
 
 
 def state(step, text="a"):
@@ -137,15 +139,18 @@ def test_what_is_acknowledged_is_there_however_writes_arrive(seed):
 def test_whoever_lives_keeps_its_lock_and_whoever_is_gone_does_not(monkeypatch):
     path = faulty.new_path("locks")
     step = path / "1"
-    with locks.held(step), pytest.raises(errors.CheckpointExistsError, match="wait"):
+    with (
+        storage_locks.held(step),
+        pytest.raises(errors.CheckpointExistsError, match="wait"),
+    ):
         flaxckpt.Checkpointer(path).save(1, state(1)).wait()
     assert flaxckpt.Checkpointer(path).save(1, state(1)).wait().step == 1
 
     # One of another machine: nobody here can tell, so it is watched.
-    monkeypatch.setattr(locks, "_ABANDONED_SECS", 0.3)
-    monkeypatch.setattr(locks, "_LOOK_SECS", 0.02)
-    lock = (path / "2").key + locks.LOCK
-    gone = locks._Holder("x", "elsewhere", 1, "1")
+    monkeypatch.setattr(storage_locks, "_ABANDONED_SECS", 0.3)
+    monkeypatch.setattr(storage_locks, "_LOOK_SECS", 0.02)
+    lock = (path / "2").key + storage_locks.LOCK
+    gone = storage_locks._Holder("x", "elsewhere", 1, "1")
     path.store.write(lock, gone.content())
     (path / "2/state/w/c.0.0").write_bytes(b"old")
     with flaxckpt.Checkpointer(path) as ckpt:
@@ -158,16 +163,16 @@ def test_a_lock_that_was_taken_over_commits_nothing():
     path = faulty.new_path("taken")
 
     def write():
-        with commit_marker.made(path / "1", overwrite=False, keep=bool) as made:
+        with storage_commit_marker.made(path / "1", overwrite=False, keep=bool) as made:
             (made / "state/w/c.0.0").write_bytes(b"mine")
-            other = locks._Holder("x", "elsewhere", 1, "1")
-            path.store.write(made.key + locks.LOCK, other.content())
-            commit_marker.commit(made, b"{}")
+            other = storage_locks._Holder("x", "elsewhere", 1, "1")
+            path.store.write(made.key + storage_locks.LOCK, other.content())
+            storage_commit_marker.commit(made, b"{}")
 
     with pytest.raises(errors.CheckpointExistsError, match="taken over"):
         write()
-    assert not commit_marker.is_committed(path / "1")
-    assert path.store.has((path / "1").key + locks.LOCK), "it is the other's"
+    assert not storage_commit_marker.is_committed(path / "1")
+    assert path.store.has((path / "1").key + storage_locks.LOCK), "it is the other's"
 
 
 def test_objects_of_others_are_never_replaced():
@@ -199,7 +204,7 @@ def test_a_step_counts_by_its_marker():
     with flaxckpt.Checkpointer(path) as ckpt:
         ckpt.save(1, state(1)).wait()
         ckpt.save(2, state(2)).wait()
-        (path / "2" / commit_marker.MARKER).unlink()
+        (path / "2" / storage_commit_marker.MARKER).unlink()
         assert ckpt.steps() == [1]
         strategies.assert_same(state(1), flaxckpt.load(path))
         with pytest.raises(errors.CheckpointError):

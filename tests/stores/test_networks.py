@@ -13,7 +13,7 @@ import strategies
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._storage import commit_marker
+from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt.policies import LatestN
 
 OPTIONS = flaxckpt.StoreOptions(deadline_secs=3, retries=8)
@@ -87,7 +87,7 @@ def test_a_network_that_resets_connections_leaves_no_half_step(net, url):
 
 
 def test_a_network_that_swallows_a_save_is_told_of_in_time(net, url, monkeypatch):
-    real, writing = commit_marker.write_new, threading.Event()
+    real, writing = storage_commit_marker.write_new, threading.Event()
 
     def write_new(path, content):
         if "c." in path.name and not writing.is_set():
@@ -97,7 +97,7 @@ def test_a_network_that_swallows_a_save_is_told_of_in_time(net, url, monkeypatch
 
     ckpt = flaxckpt.Checkpointer(url, layout=CHUNKS)
     ckpt.save(1, state(1)).wait()
-    monkeypatch.setattr(commit_marker, "write_new", write_new)
+    monkeypatch.setattr(storage_commit_marker, "write_new", write_new)
     begun = time.monotonic()
     with pytest.raises(errors.SaveFailedError, match=r"within 3.* s.*deadline_secs"):
         ckpt.save(2, state(2)).wait()

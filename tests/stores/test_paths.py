@@ -9,13 +9,16 @@ import tensorstore as ts
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._storage import client, local, paths, store_settings
+from flaxckpt._storage import client as storage_client
+from flaxckpt._storage import local as storage_local
+from flaxckpt._storage import paths as storage_paths
+from flaxckpt._storage import store_settings as storage_store_settings
 from flaxckpt._storage.client import Connection
 
 
 @pytest.fixture
 def root():
-    path = local.resolve("memory://paths/run")
+    path = storage_local.resolve("memory://paths/run")
     path.store.delete_under("")
     for key in ("1/a", "1/b/c", "1/b/d.txt", "2.txt", "10/x"):
         (path / key).write_text(key)
@@ -23,7 +26,7 @@ def root():
 
 
 def test_a_path_knows_its_store_however_it_is_made():
-    path = local.resolve("s3://bucket/dir//sub/")
+    path = storage_local.resolve("s3://bucket/dir//sub/")
     assert str(path) == f"{path}" == "s3://bucket/dir/sub"
     assert (path.key, path.prefix) == ("dir/sub", "dir/sub/")
     made = (path / "a" / "b").parent.with_name("c.txt")
@@ -32,15 +35,17 @@ def test_a_path_knows_its_store_however_it_is_made():
     assert made.store is path.store
     assert made.relative_to(path).as_posix() == "c.txt"
     assert made.is_relative_to(path)
-    bucket = local.resolve("s3://bucket")
+    bucket = storage_local.resolve("s3://bucket")
     assert (bucket.key, bucket.prefix) == ("", "")
     assert str(path.parents[1]) == "s3://bucket"
-    assert len({path, local.resolve("s3://bucket/dir/sub"), made}) == 2
+    assert len({path, storage_local.resolve("s3://bucket/dir/sub"), made}) == 2
     assert sorted([made, path]) == [path, made]
     assert pickle.loads(pickle.dumps(path)) == path
-    assert local.resolve(path) is path
-    assert paths.from_text(str(path)) == path
-    assert not isinstance(paths.from_text("/dir/s3:/x"), paths.RemotePath)
+    assert storage_local.resolve(path) is path
+    assert storage_paths.from_text(str(path)) == path
+    assert not isinstance(
+        storage_paths.from_text("/dir/s3:/x"), storage_paths.RemotePath
+    )
 
 
 def test_no_call_of_the_system_takes_it(root):
@@ -51,7 +56,7 @@ def test_no_call_of_the_system_takes_it(root):
 
 def test_directories_are_what_keys_begin_with(root):
     assert sorted(p.name for p in root.iterdir()) == ["1", "10", "2.txt"]
-    assert sorted(local.directories(root)) == ["1", "10"]
+    assert sorted(storage_local.directories(root)) == ["1", "10"]
     assert (root / "1").is_dir()
     assert not (root / "1").is_file()
     assert (root / "2.txt").is_file()
@@ -61,7 +66,7 @@ def test_directories_are_what_keys_begin_with(root):
     assert [p.name for p in root.glob("*.txt")] == ["2.txt"]
     assert [p.key for p in root.rglob("*.txt")] == ["run/1/b/d.txt", "run/2.txt"]
     assert root.tree() == {"1": {"a", "b"}, "10": {"x"}}
-    local.remove_tree(root / "1")
+    storage_local.remove_tree(root / "1")
     assert sorted(p.name for p in root.iterdir()) == ["10", "2.txt"]
 
 
@@ -73,7 +78,7 @@ def test_objects_are_read_and_written_whole(root):
         assert opened.read(2) == b"2."
     with pytest.raises(OSError, match="not written in parts"):
         file.open("wb")
-    before = local.stamp(file)
+    before = storage_local.stamp(file)
     assert before.is_current()
     file.write_text("other")
     assert not before.is_current()
@@ -83,7 +88,7 @@ def test_objects_are_read_and_written_whole(root):
         with pytest.raises(FileNotFoundError):
             act()
     with pytest.raises(errors.DamagedCheckpointError, match="at most 2 bytes"):
-        local.read(root / "1/a", max_bytes=2)
+        storage_local.read(root / "1/a", max_bytes=2)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +114,7 @@ def test_each_store_is_described_by_what_was_passed(monkeypatch):
 
     def had(spec, name):
         """What a name in a specification means."""
-        return client._shared[spec[name]]
+        return storage_client._shared[spec[name]]
 
     spec = Connection("s3", "bucket", given).spec("run/")
     assert spec["aws_region"] == "eu-west-1"
@@ -123,7 +128,7 @@ def test_each_store_is_described_by_what_was_passed(monkeypatch):
     assert (spec["driver"], spec["bucket"], spec["path"]) == ("gcs", "bucket", "run/")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9/")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
-    found = store_settings.of("s3", "bucket").connection.spec("")
+    found = storage_store_settings.of("s3", "bucket").connection.spec("")
     assert found["endpoint"] == "http://127.0.0.1:9"
     assert found["aws_region"] == "us-east-1"
     assert had(found, "aws_credentials") == {"type": "environment"}

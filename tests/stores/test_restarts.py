@@ -18,7 +18,8 @@ from flax.training.train_state import TrainState
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._storage import client as storage_client
-from flaxckpt._storage import local, locks
+from flaxckpt._storage import local as storage_local
+from flaxckpt._storage import locks as storage_locks
 
 OUTAGE_SECS = 1.0
 LAYOUTS = {
@@ -167,14 +168,14 @@ def test_a_store_that_goes_away_during_a_save_is_waited_for(proxy, monkeypatch):
     ckpt = flaxckpt.Checkpointer(url, layout=layout)
     ckpt.save(1, state(1)).wait()
     timers: list[threading.Timer] = []
-    real = locks.Lock.confirm
+    real = storage_locks.Lock.confirm
 
     def confirm(lock):
         if not timers:
             timers.append(proxy.restart())  # just before the marker is written
         real(lock)
 
-    monkeypatch.setattr(locks.Lock, "confirm", confirm)
+    monkeypatch.setattr(storage_locks.Lock, "confirm", confirm)
     ckpt.save(2, state(2)).wait()
     timers[0].join()
     ckpt.close()
@@ -199,8 +200,8 @@ def test_requests_that_are_repeated_after_they_succeeded_do_no_harm(proxy, name)
     assert ckpt.steps() == [2]
     assert ckpt.verify(2).ok
     strategies.assert_same(state(3), ckpt.restore())
-    found = local.resolve(url).keys()
-    assert not [key for key in found if key.endswith(locks.LOCK)]
+    found = storage_local.resolve(url).keys()
+    assert not [key for key in found if key.endswith(storage_locks.LOCK)]
     ckpt.close()
 
 
@@ -235,10 +236,10 @@ def test_an_outage_is_not_taken_for_the_end_of_who_holds_a_lock(
     clock = types.SimpleNamespace(
         monotonic=lambda: now[0], sleep=lambda secs: now.append(now.pop() + secs)
     )
-    monkeypatch.setattr(locks, "time", clock)
-    monkeypatch.setattr(locks, "_machine", lambda: "the holder's")
-    with locks.held(path) as lock:
-        monkeypatch.setattr(locks, "_machine", lambda: "another")
+    monkeypatch.setattr(storage_locks, "time", clock)
+    monkeypatch.setattr(storage_locks, "_machine", lambda: "the holder's")
+    with storage_locks.held(path) as lock:
+        monkeypatch.setattr(storage_locks, "_machine", lambda: "another")
 
         def read(key, **given):
             found = real(key, **given)
@@ -252,10 +253,10 @@ def test_an_outage_is_not_taken_for_the_end_of_who_holds_a_lock(
 
         monkeypatch.setattr(path.store, "read", read)
         if look == "acquire":
-            with pytest.raises(errors.CheckpointExistsError), locks.held(path):
+            with pytest.raises(errors.CheckpointExistsError), storage_locks.held(path):
                 pass
         else:
-            assert [locks.inherited(path) for _ in range(3)] == [None] * 3
+            assert [storage_locks.inherited(path) for _ in range(3)] == [None] * 3
         assert len(reads) > slow
         lock.confirm()
 

@@ -15,7 +15,9 @@ import strategies
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._storage import commit_marker, local, locks
+from flaxckpt._storage import commit_marker as storage_commit_marker
+from flaxckpt._storage import local as storage_local
+from flaxckpt._storage import locks as storage_locks
 
 SERVERS = ("moto", "seaweed")
 QUICK = flaxckpt.StoreOptions(deadline_secs=3, retries=1)
@@ -124,14 +126,14 @@ def test_a_server_that_is_killed_in_a_save_costs_that_save_only(
         ckpt = flaxckpt.Checkpointer(url, layout=layout)
         ckpt.save(1, state(1)).wait()
         writing = threading.Event()
-        real = commit_marker.write_new
+        real = storage_commit_marker.write_new
 
         def write_new(path, content):
             if "c." in path.name:
                 writing.set()
             real(path, content)
 
-        monkeypatch.setattr(commit_marker, "write_new", write_new)
+        monkeypatch.setattr(storage_commit_marker, "write_new", write_new)
         begun = time.monotonic()
         handle = ckpt.save(2, large)
         assert writing.wait(30)
@@ -201,10 +203,10 @@ def test_a_dead_endpoint_is_an_error_in_time(monkeypatch, reached_by, how):
 def test_a_lock_in_a_bucket_that_is_gone_is_an_error_in_time(store_path, reached_by):
     store_path("moto")
     reached_by("s3://deleted", QUICK)
-    path = local.resolve("s3://deleted/run/1")
+    path = storage_local.resolve("s3://deleted/run/1")
     with (
         pytest.raises(errors.StoreError, match="see that the bucket exists") as told,
-        locks.held(path),
+        storage_locks.held(path),
     ):
         pass
     assert "for 3 s" in str(told.value)
@@ -235,7 +237,7 @@ def test_a_bucket_that_is_not_there_is_told(store_path):
 
 
 def test_plain_input_and_output_on_google_cloud_storage(gcs):
-    path = local.resolve(f"gs://{gcs}/dir")
+    path = storage_local.resolve(f"gs://{gcs}/dir")
     (path / "a b/ü").write_bytes(b"x")
     (path / "c").write_bytes(b"y" * 100)
     assert [p.key for p in path.rglob("*")] == ["dir/a b/ü", "dir/c"]

@@ -12,7 +12,8 @@ import strategies
 
 import flaxckpt
 from flaxckpt import _event_journal, errors
-from flaxckpt._storage import commit_marker, local
+from flaxckpt._storage import commit_marker as storage_commit_marker
+from flaxckpt._storage import local as storage_local
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
 
@@ -67,7 +68,7 @@ def save_until_killed(url, at, is_there):
     """Saves step 1, and then is killed while it writes step 2."""
     ckpt = flaxckpt.Checkpointer(url)
     ckpt.save(1, {"n": np.arange(5)}).wait()
-    real = commit_marker.write_new
+    real = storage_commit_marker.write_new
 
     def write_new(path, content):
         if path.name == at:
@@ -75,12 +76,12 @@ def save_until_killed(url, at, is_there):
             threading.Event().wait()
         real(path, content)
 
-    commit_marker.write_new = write_new
-    local._marked.write_new = write_new
+    storage_commit_marker.write_new = write_new
+    storage_local._marked.write_new = write_new
     ckpt.save(2, {"n": np.arange(6)}).wait()
 
 
-@pytest.mark.parametrize("at", ["c.0", "flaxckpt.json", commit_marker.MARKER])
+@pytest.mark.parametrize("at", ["c.0", "flaxckpt.json", storage_commit_marker.MARKER])
 @pytest.mark.parametrize("kind", REAL)
 def test_a_killed_save_is_swept_and_made_again(store_path, kind, at):
     url = str(store_path(kind))
@@ -93,7 +94,7 @@ def test_a_killed_save_is_swept_and_made_again(store_path, kind, at):
         flaxckpt.Checkpointer(url).save(2, {"n": np.arange(7)}).wait()
     os.kill(writer.pid, signal.SIGKILL)
     writer.join()
-    root = local.resolve(url)
+    root = storage_local.resolve(url)
     with flaxckpt.Checkpointer(url) as ckpt:
         assert sorted(p.name for p in root.iterdir()) == ["1", "events.jsonl"]
         assert ckpt.steps() == [1]
@@ -139,8 +140,8 @@ def test_what_orbax_wrote_is_read_where_its_marker_is(
         if file.is_file():
             name = file.relative_to(tmp_path / "orbax").as_posix()
             (path / name).write_bytes(file.read_bytes())
-    (path / commit_marker.MARKER).unlink(missing_ok=True)
-    with pytest.raises(errors.CheckpointError, match=commit_marker.MARKER):
+    (path / storage_commit_marker.MARKER).unlink(missing_ok=True)
+    with pytest.raises(errors.CheckpointError, match=storage_commit_marker.MARKER):
         flaxckpt.load(path)
-    (path / commit_marker.MARKER).write_text("committed")
+    (path / storage_commit_marker.MARKER).write_text("committed")
     np.testing.assert_array_equal(flaxckpt.load(path)["a"], state["a"])

@@ -19,7 +19,8 @@ import strategies
 
 import flaxckpt
 from flaxckpt import _event_journal, _marks, errors
-from flaxckpt._storage import client, local
+from flaxckpt._storage import client as storage_client
+from flaxckpt._storage import local as storage_local
 from flaxckpt._storage import upload as storage_upload
 from flaxckpt._util import processes as util_processes
 from flaxckpt.configs import CheckpointConfig
@@ -32,8 +33,8 @@ LAYOUTS = [flaxckpt.ArrayLayout(store=store) for store in ("files", "ocdbt")]
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(client, "_FIRST_PAUSE_SECS", 1e-4)
-    monkeypatch.setattr(client, "_LONGEST_PAUSE_SECS", 1e-4)
+    monkeypatch.setattr(storage_client, "_FIRST_PAUSE_SECS", 1e-4)
+    monkeypatch.setattr(storage_client, "_LONGEST_PAUSE_SECS", 1e-4)
 
 
 def state(step, text="a"):
@@ -811,7 +812,7 @@ def test_staging_comes_from_a_config(tmp_path):
             ckpt.wait_for_uploads()
     assert steps_in(tmp_path / "run") == {0, 1, 2, 3}
     assert steps_in(tmp_path / "ssd") == {2, 3}
-    assert ckpt.saves_in == local.resolve(tmp_path / "ssd")
+    assert ckpt.saves_in == storage_local.resolve(tmp_path / "ssd")
 
 
 def test_a_reader_uploads_nothing(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flaxckpt import _util, errors
-from flaxckpt.datasets import _codec, _kinds
+from flaxckpt.datasets import _duck_types, _json_codec
 
 _STATE = re.compile(r"process_(\d+)-of-(\d+)\.json")
 _SHARD = re.compile(r"shard_state_(\d+)\.json")
@@ -56,7 +56,7 @@ def _is_elastic(iterator: Any, content: bytes) -> bool:
     if getattr(iterator, "elastic", False):
         return True
     try:
-        found = _codec.loads(content, version=0)
+        found = _json_codec.loads(content, version=0)
     except (ValueError, RecursionError):
         return False
     # grain's ElasticIterator, whatever is done to its batches after it.
@@ -93,7 +93,7 @@ def _other_count(path: Path, count: int, iterators: int) -> errors.DatasetStateE
 
 def has_shards(iterators: Sequence[Any]) -> bool:
     """Whether the state of each shard of the data can be had and set."""
-    return len(iterators) == 1 and _kinds.has(
+    return len(iterators) == 1 and _duck_types.has(
         iterators[0], "get_shard_states", "set_shard_states"
     )
 

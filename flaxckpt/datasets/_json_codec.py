@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from flaxckpt import _state, _util
-from flaxckpt.datasets import _kinds
+from flaxckpt.datasets import _duck_types
 
 VERSION = 2
 """Of the tags. Files of version 1 lack those that are new; version 0 is plain JSON."""
@@ -130,7 +130,7 @@ def _encode(state: Any, at: str, depth: int) -> Any:
         return _items(state, at, depth)
     if isinstance(state, tuple) and not hasattr(state, "_fields"):
         return {_TUPLE: _items(state, at, depth)}
-    if _kinds.is_a(state, "torch.Tensor"):
+    if _duck_types.is_a(state, "torch.Tensor"):
         return {_TENSOR: _tensor(state)}
     raise _refused(state, at)
 
@@ -178,7 +178,7 @@ def _text(data: bytes) -> str:
 
 
 def _refused(found: Any, at: str) -> TypeError:
-    what = f"{_kinds.type_name(found)} at {at}"
+    what = f"{_duck_types.type_name(found)} at {at}"
     if isinstance(found, np.ndarray) and not isinstance(found, np.ma.MaskedArray):
         what = f"numpy array of {found.dtype} at {at}"
     return TypeError(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flaxckpt import errors
-from flaxckpt.datasets import _kinds
+from flaxckpt.datasets import _duck_types
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,8 @@ _GENERATORS = {
 def refusal(thing: Any) -> errors.DatasetStateError:
     """The error for what cannot be saved."""
     return errors.DatasetStateError(
-        f"{_kinds.type_name(thing)} cannot be saved: wanted an iterator with get_state"
+        f"{_duck_types.type_name(thing)} cannot be saved: wanted an iterator with"
+        " get_state"
         f" and set_state, found neither.\n{_way_out(thing)}\nOr pass dataset=None, and"
         " the data starts from the beginning after a restart."
     )
@@ -65,12 +66,12 @@ def _way_out(thing: Any) -> str:
         frame = thing.gi_frame
         made_by = frame.f_globals.get("__name__") if frame else None
         return _GENERATORS.get(str(made_by), _WAYS_OUT)
-    if _kinds.package(thing) == "grain":
+    if _duck_types.package(thing) == "grain":
         return f"Pass iter(x) instead of the {type(thing).__name__} x."
-    if _kinds.package(thing) == "torchdata":
+    if _duck_types.package(thing) == "torchdata":
         return "Pass the loader itself, and call iter() on it after the restore."
     for cls in type(thing).__mro__:
-        if hint := _BY_CLASS.get(_kinds.full_name(cls)):
+        if hint := _BY_CLASS.get(_duck_types.full_name(cls)):
             return hint
     return _WAYS_OUT
 
@@ -78,7 +79,7 @@ def _way_out(thing: Any) -> str:
 def no_state(thing: Any, error: Exception) -> errors.DatasetStateError:
     """The error for an iterator that failed to give its state."""
     advice = "See that it is not closed, or pass dataset=None."
-    if _kinds.package(thing) == "tensorflow":
+    if _duck_types.package(thing) == "tensorflow":
         advice = (
             "TensorFlow cannot save Python functions inside a pipeline (from_generator,"
             " py_function): build it from TensorFlow's own, or pass dataset=None."
@@ -86,7 +87,7 @@ def no_state(thing: Any, error: Exception) -> errors.DatasetStateError:
     if isinstance(error, RecursionError):
         advice = "It is nested too deep, or holds itself."
     return errors.DatasetStateError(
-        f"{_kinds.type_name(thing)} gives no state that can be saved:"
+        f"{_duck_types.type_name(thing)} gives no state that can be saved:"
         f" {type(error).__name__}: {first(error)}\n{advice}"
     )
 
@@ -99,7 +100,7 @@ def not_taken(
     if "worker" in str(error).lower():
         advice = "Use as many workers as when it was saved, or pass dataset=None."
     return errors.DatasetStateError(
-        f"{_kinds.type_name(thing)} does not take the state saved in {path}"
+        f"{_duck_types.type_name(thing)} does not take the state saved in {path}"
         f" ({saved_by}): {type(error).__name__}: {first(error)}\n{advice}"
     )
 
@@ -125,7 +126,7 @@ def warn_of_traps(thing: Any) -> None:
             " those examples do not come again. Shuffle before to_iterable_dataset(),"
             " or with buffer_size=1.",
         )
-    if _kinds.package(thing) == "torchdata" and _shuffles_untold(thing):
+    if _duck_types.package(thing) == "torchdata" and _shuffles_untold(thing):
         _warn_once(
             thing,
             "the order in which %s shuffles is not all in its state: after a restore,"
@@ -136,14 +137,14 @@ def warn_of_traps(thing: Any) -> None:
 
 def _is_buffer(part: Any) -> bool:
     """Whether a stage holds back examples; not if it has room for one only."""
-    return _kinds.is_a(part, _HF_BUFFER) and getattr(part, "buffer_size", 0) != 1
+    return _duck_types.is_a(part, _HF_BUFFER) and getattr(part, "buffer_size", 0) != 1
 
 
 def _shuffles_untold(loader: Any) -> bool:
     """Whether a sampler has no state, or draws from what the loader draws from, too."""
     sampler = getattr(loader, "sampler", None)
     generator = getattr(sampler, "generator", None)
-    return _kinds.is_a(sampler, _TORCH_SAMPLER) or (
+    return _duck_types.is_a(sampler, _TORCH_SAMPLER) or (
         generator is not None and generator is getattr(loader, "generator", None)
     )
 
@@ -164,7 +165,7 @@ def _warn_once(thing: Any, message: str, *values: object) -> None:
         if thing in _warned[message]:
             return
         _warned[message].add(thing)
-    _log.warning(message, _kinds.type_name(thing), *values)
+    _log.warning(message, _duck_types.type_name(thing), *values)
 
 
 def _parts(thing: Any) -> Iterator[Any]:
@@ -172,7 +173,7 @@ def _parts(thing: Any) -> Iterator[Any]:
     waiting = [getattr(thing, "dataset", thing)]
     while waiting:
         part = waiting.pop()
-        if _kinds.package(part) != "datasets":
+        if _duck_types.package(part) != "datasets":
             continue
         yield part
         waiting.extend(
