@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         policies,
         transforms,
     )
-    from flaxckpt._array_layout import ArrayLayout
+    from flaxckpt._arrays.zarr.array_layout import ArrayLayout
     from flaxckpt._callback import CheckpointCallback
     from flaxckpt._checkpointer import Checkpointer
     from flaxckpt._convert import convert
@@ -101,7 +101,7 @@ os.register_at_fork(
 # Imported when they are first asked for: jax takes a second, and the command's help
 # needs none of it.
 _HOMES = {
-    "ArrayLayout": "_array_layout",
+    "ArrayLayout": "_arrays.zarr.array_layout",
     "CheckpointCallback": "_callback",
     "CheckpointDiff": "_diff",
     "CheckpointMetadata": "formats._reader",

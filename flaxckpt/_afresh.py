@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
-from flaxckpt import _place, _plan, _state, errors
+from flaxckpt import _arrays, _plan, _state, errors
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
 
@@ -45,7 +45,7 @@ def values(
     for info in recipe.fresh:
         value = made.get(info.path)
         if value is not None and np.shape(value) == info.shape:
-            found[info.path] = _place.place(value, info)
+            found[info.path] = _arrays.to_device.place(value, info)
             continue
         found[info.path] = recipe.flat.table[info.path].source
         own.append(info)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _layout, _locate, _ocdbt, _state, _storage, _util, _zarr, errors
+from flaxckpt import _arrays, _locate, _state, _storage, _util, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import Shape
 from flaxckpt.formats import _manifest, _orbax, _orbax_disk, _orbax_json
@@ -71,7 +71,7 @@ def _check_objects(
     path: _storage.paths.RemotePath,
     stored: Stored,
     manifest: Mapping[str, Any],
-    encoding: _zarr.Encoding | None,
+    encoding: _arrays.zarr.metadata.Encoding | None,
 ) -> None:
     """Looks for the objects of arrays; each is there whole, or not at all."""
     wanted = {name for name in digests(path, stored) if _orbax.is_of_arrays(name)}
@@ -80,14 +80,14 @@ def _check_objects(
             if info.dtype is None:
                 continue
             directory = f"{_orbax.STATE}/{_orbax_json.param_name(info.keys)}"
-            shape, _ = _layout.stored_form(info)
+            shape, _ = _arrays.layout.stored_form(info)
             names = keys(encoding, shape, info.chunk_shape or ())
             wanted |= {
                 f"{directory.rstrip('/')}/{name}"
                 for name in (*names, metadata_name(encoding))
             }
     elif encoding is not None and any(i.dtype for i in stored.metadata.leaves.values()):
-        wanted.add(f"{_orbax.STATE}/{_ocdbt.MANIFEST}")
+        wanted.add(f"{_orbax.STATE}/{_arrays.zarr.ocdbt.MANIFEST}")
     if missing := sorted(wanted.difference(path.keys())):
         raise errors.DamagedCheckpointError(
             f"{path} is not all there; restore another step:\n"
@@ -118,37 +118,42 @@ def _check_digest(file: Path, recorded: str) -> None:
 
 
 def _check_database(
-    root: Path, encoding: _zarr.Encoding, arrays: list[LeafInfo]
+    root: Path, encoding: _arrays.zarr.metadata.Encoding, arrays: list[LeafInfo]
 ) -> None:
     """Compares the size of a database with that of its larger arrays."""
     least = sum(
-        _layout.stored_bytes(info)
+        _arrays.layout.stored_bytes(info)
         for info in arrays
         if chunk_bytes(encoding, info) >= _OUTSIDE_NODES_BYTES
     )
-    values = [root / "d", *root.glob(f"{_ocdbt.PART}*/d")]
+    values = [root / "d", *root.glob(f"{_arrays.zarr.ocdbt.PART}*/d")]
     found = sum(sum(_sizes(directory).values()) for directory in values)
-    if not _sizes(root).get(_ocdbt.MANIFEST) or found < max(1, least):
+    if not _sizes(root).get(_arrays.zarr.ocdbt.MANIFEST) or found < max(1, least):
         raise errors.DamagedCheckpointError(
             f"{root} is not all there: wanted a database of at least {least} bytes,"
             f" found {found}; restore another step"
         )
 
 
-def chunk_bytes(encoding: _zarr.Encoding, info: LeafInfo) -> int:
+def chunk_bytes(encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo) -> int:
     """The size of each chunk of an array, with its checksum; 0 if that varies."""
-    shape, dtype = _layout.stored_form(info)
-    if not _zarr.is_raw(encoding, shape, dtype) or info.chunk_shape is None:
+    shape, dtype = _arrays.layout.stored_form(info)
+    if (
+        not _arrays.zarr.metadata.is_raw(encoding, shape, dtype)
+        or info.chunk_shape is None
+    ):
         return 0
     size = math.prod(info.chunk_shape) * _state.dtypes.to_numpy(dtype).itemsize
     return size + (_CRC_BYTES if encoding.checksum else 0)
 
 
-def _check_array(root: Path, encoding: _zarr.Encoding, info: LeafInfo) -> None:
+def _check_array(
+    root: Path, encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo
+) -> None:
     """Looks at the size of each file of an array."""
     directory = root / _orbax_json.param_name(info.keys)
     found = _sizes(directory)
-    shape, _ = _layout.stored_form(info)
+    shape, _ = _arrays.layout.stored_form(info)
     size = chunk_bytes(encoding, info)
     faults = [
         f"{key}: wanted {size or 'some'} bytes, found {found.get(key, 'none')}"
@@ -165,14 +170,18 @@ def _check_array(root: Path, encoding: _zarr.Encoding, info: LeafInfo) -> None:
         )
 
 
-def metadata_name(encoding: _zarr.Encoding) -> str:
+def metadata_name(encoding: _arrays.zarr.metadata.Encoding) -> str:
     """What the file beside an array's chunks is called."""
-    return _zarr.METADATA if encoding.version == 3 else ".zarray"
+    return _arrays.zarr.metadata.METADATA if encoding.version == 3 else ".zarray"
 
 
-def keys(encoding: _zarr.Encoding, shape: Shape, chunk_shape: Shape) -> Iterator[str]:
+def keys(
+    encoding: _arrays.zarr.metadata.Encoding, shape: Shape, chunk_shape: Shape
+) -> Iterator[str]:
     """What the files of an array's chunks are called."""
-    for chunk in _zarr.chunks(_zarr.whole(shape), chunk_shape):
+    for chunk in _arrays.zarr.metadata.chunks(
+        _arrays.zarr.metadata.whole(shape), chunk_shape
+    ):
         if encoding.version == 3:
             yield chunk.key
         else:

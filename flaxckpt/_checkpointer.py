@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from flaxckpt import (
+    _arrays,
     _card,
     _commit,
     _locate,
@@ -20,10 +21,9 @@ from flaxckpt import (
     _storage,
     _tiers,
     _together,
-    _write,
     errors,
 )
-from flaxckpt._array_layout import ArrayLayout, checked_layout
+from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
 from flaxckpt._types import JSON, PathLike, PyTree
 from flaxckpt.policies import PreservationPolicy
 from flaxckpt.transforms import Transform
@@ -99,7 +99,7 @@ class Checkpointer(_run_saver.RunSaver):
         *,
         keep: Sequence[PreservationPolicy] = (),
         layout: ArrayLayout | None = None,
-        max_concurrent_bytes: int = _write.DEFAULT_CONCURRENT_BYTES,
+        max_concurrent_bytes: int = _arrays.write.DEFAULT_CONCURRENT_BYTES,
         transforms: Sequence[Transform] = (),
         step_format: str = "{step}",
         read_only: bool = False,

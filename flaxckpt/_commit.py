@@ -17,19 +17,16 @@ from typing import Any, NamedTuple
 import jax
 
 from flaxckpt import (
+    _arrays,
     _belongings,
-    _layout,
     _marks,
-    _snapshot,
     _state,
     _storage,
     _together,
     _util,
-    _write,
-    _zarr,
     errors,
 )
-from flaxckpt._array_layout import ArrayLayout
+from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _orbax, _orbax_json
@@ -66,11 +63,11 @@ class Options:
     metadata: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
     dataset: Any = None
     overwrite: bool = False
-    max_concurrent_bytes: int = _write.DEFAULT_CONCURRENT_BYTES
+    max_concurrent_bytes: int = _arrays.write.DEFAULT_CONCURRENT_BYTES
     lineage: Sequence[Lineage] = ()
     planned: Callable[..., object] | None = None
     temporary: bool = False
-    count: _write.Count = _util.progress.ignore
+    count: _arrays.write.Count = _util.progress.ignore
     together: _together.Operation | None = None
     marks: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
@@ -94,7 +91,7 @@ class Snapshot:
     final: Path
     infos: tuple[LeafInfo, ...]
     structure: _state.tree.Node | LeafPath
-    arrays: tuple[_snapshot.HostArray, ...]
+    arrays: tuple[_arrays.to_host.HostArray, ...]
     strings: Mapping[str, str]
     dataset: Mapping[str, bytes]
     ocdbt: bool
@@ -102,7 +99,7 @@ class Snapshot:
     created: float
 
     @property
-    def encoding(self) -> _zarr.Encoding:
+    def encoding(self) -> _arrays.zarr.metadata.Encoding:
         """How the chunks of the arrays are encoded."""
         return self.options.layout.encoding
 
@@ -115,7 +112,9 @@ class Snapshot:
     def stored_bytes(self) -> int:
         """Size of all arrays of all processes, as stored if they are not compressed."""
         return sum(
-            _layout.stored_bytes(i) for i in self.infos if i.chunk_shape is not None
+            _arrays.layout.stored_bytes(i)
+            for i in self.infos
+            if i.chunk_shape is not None
         )
 
 
@@ -128,7 +127,7 @@ class Written(NamedTuple):
     """
 
     size: int
-    arrays: _write.Previous
+    arrays: _arrays.write.Previous
 
 
 _locks: weakref.WeakValueDictionary[Path, threading.Lock] = (
@@ -207,7 +206,9 @@ def alone(final: Path) -> Iterator[None]:
         ) from error
 
 
-def execute(snapshot: Snapshot, previous: _write.Previous | None = None) -> Written:
+def execute(
+    snapshot: Snapshot, previous: _arrays.write.Previous | None = None
+) -> Written:
     """Writes a snapshot and commits it, durably, as the only process.
 
     Args:
@@ -242,7 +243,7 @@ def made(snapshot: Snapshot) -> Iterator[Path]:
 
 
 def fill(
-    snapshot: Snapshot, temporary: Path, previous: _write.Previous | None
+    snapshot: Snapshot, temporary: Path, previous: _arrays.write.Previous | None
 ) -> tuple[_orbax.Contents, dict[str, bytes]]:
     """Writes all that this process has but the manifest, and describes it.
 
@@ -266,7 +267,7 @@ def fill(
 def write_arrays(
     snapshot: Snapshot,
     root: Path,
-    previous: _write.Previous | None,
+    previous: _arrays.write.Previous | None,
     check: Callable[[], object],
 ) -> None:
     """Writes the arrays of this process; `check` may end that."""
@@ -276,7 +277,7 @@ def write_arrays(
         check()
         snapshot.options.count(size)
 
-    _write.write(
+    _arrays.write.write(
         root,
         snapshot.arrays,
         encoding=snapshot.encoding,
@@ -334,14 +335,14 @@ def name(temporary: Path, final: Path, *, overwrite: bool) -> None:
         _storage.rename.publish(temporary, final)
 
 
-def for_next(snapshot: Snapshot, stamp: _storage.local.Stamp) -> _write.Previous:
+def for_next(snapshot: Snapshot, stamp: _storage.local.Stamp) -> _arrays.write.Previous:
     """What the save after this one may link."""
     sources = {
         array.name: (array.source, array.dtype)
         for array in snapshot.arrays
         if array.source is not None
     }
-    return _write.Previous(snapshot.final / _orbax.STATE, sources, stamp)
+    return _arrays.write.Previous(snapshot.final / _orbax.STATE, sources, stamp)
 
 
 def metadata_files(snapshot: Snapshot) -> dict[str, bytes]:

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from flaxckpt import _layout, _read, _state, _storage, _targets, errors
-from flaxckpt._array_layout import ArrayLayout, checked_layout
+from flaxckpt import _arrays, _state, _storage, _targets, errors
+from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
 from flaxckpt._state.leaf import Leaf, StoredLeaf
 from flaxckpt._types import JSON
 from flaxckpt.formats import _manifest, _orbax, _orbax_json
@@ -101,8 +101,8 @@ def check_sources(state: _targets.State) -> None:
     """
     stored = {id(s): s for leaf in state.table.values() for s in _stored(leaf)}
     for source in stored.values():
-        if _layout.stored_bytes(source.info) > _LARGE:
-            _read.open_one(source)
+        if _arrays.layout.stored_bytes(source.info) > _LARGE:
+            _arrays.read.open_one(source)
 
 
 def check_space(
@@ -117,7 +117,7 @@ def check_space(
     """
     if options.format == "orbax" and options.layout.codec != "none":
         return
-    wanted = sum(_layout.stored_bytes(info) for info in state.infos)
+    wanted = sum(_arrays.layout.stored_bytes(info) for info in state.infos)
     if wanted <= _LARGE:
         return
     directory = next(path for path in final.parents if path.is_dir())
@@ -144,7 +144,7 @@ def state(stored: Stored, step: int | None, options: Options) -> _targets.State:
     keys = dict(_state.tree.key_paths(structure))
     for path, leaf in table.items():
         info = dataclasses.replace(leaf.info, keys=keys[path])
-        info = _layout.with_chunk_shape(info, options.layout)
+        info = _arrays.layout.with_chunk_shape(info, options.layout)
         table[path] = Leaf(info, leaf.sources, leaf.fn)
     found = _storage.paths.from_text(stored.metadata.path)
     has_dataset = stored.metadata.has_dataset and options.format == "orbax"

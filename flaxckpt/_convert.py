@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Literal
 
 from flaxckpt import (
+    _arrays,
     _belongings,
     _conversion,
     _journal,
     _locate,
-    _pieces,
     _source_files,
     _storage,
     _survey,
@@ -28,12 +28,12 @@ from flaxckpt import (
     _util,
     errors,
 )
-from flaxckpt._array_layout import ArrayLayout
+from flaxckpt._arrays.blockwise import Piece
+from flaxckpt._arrays.zarr.array_layout import ArrayLayout
+from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._conversion import Options
-from flaxckpt._pieces import Piece
 from flaxckpt._save_result import SaveResult
 from flaxckpt._types import PathLike
-from flaxckpt._zarr import Array
 from flaxckpt.formats._reader import Stored
 from flaxckpt.transforms import Transform
 
@@ -202,7 +202,7 @@ def _write(
 ) -> None:
     missing = [piece for piece in target.pieces if piece.name not in kept]
     total = sum(piece.nbytes for piece in target.pieces)
-    batches = _pieces.batches(missing, target.batch_bytes)
+    batches = _arrays.blockwise.batches(missing, target.batch_bytes)
     done = total - sum(piece.nbytes for piece in missing)
     show(done, total)
     # The next batch is read while one is written.
@@ -210,7 +210,7 @@ def _write(
     for batch in batches:
         values: list[Array] = []
         with _util.threads.beside(functools.partial(_finish, target, journal, waiting)):
-            values += _pieces.read(batch, max_bytes=target.batch_bytes)
+            values += _arrays.blockwise.read(batch, max_bytes=target.batch_bytes)
         done += sum(piece.nbytes for piece, _ in waiting)
         show(done, total)
         waiting = list(zip(batch, values, strict=True))

@@ -9,10 +9,10 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from flaxckpt import _layout, _locate, _pieces, _storage, _util
+from flaxckpt import _arrays, _locate, _storage, _util
+from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
-from flaxckpt._zarr import Array
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _table as _transforms
 
@@ -58,7 +58,7 @@ class LeafDiff:
         types = f"{self.a.dtype} -> {self.b.dtype}, " if self.kind == "dtype" else ""
         if self.a.kind == "string":
             return "another text"
-        count = math.prod(_layout.stored_form(self.a)[0])
+        count = math.prod(_arrays.layout.stored_form(self.a)[0])
         return (
             f"{types}{self.different} of {count} elements, by {self.max_abs:.3g} at"
             f" most; norm {self.rel_norm:.3g}"
@@ -218,18 +218,18 @@ def _compare(
                 changed[a.info.path] = LeafDiff("values", a.info, b.info, 1)
         else:
             arrays.append((a, b))
-    counter.total = sum(_layout.stored_bytes(a.info) for a, _ in arrays)
+    counter.total = sum(_arrays.layout.stored_bytes(a.info) for a, _ in arrays)
     sums = {a.info.path: _Sums() for a, _ in arrays}
     others = {a.info.path: b for a, b in arrays}
     pieces = [
         piece
         for a, _ in arrays
-        for piece in _pieces.cut(a, chunk_shape=None, max_bytes=_PIECE_BYTES)
+        for piece in _arrays.blockwise.cut(a, chunk_shape=None, max_bytes=_PIECE_BYTES)
     ]
-    for batch in _pieces.batches(pieces, _AT_ONCE):
-        beside = [_pieces.Piece(others[p.path], p.region) for p in batch]
-        left = _pieces.read(batch, max_bytes=_AT_ONCE)
-        right = _pieces.read(beside, max_bytes=_AT_ONCE)
+    for batch in _arrays.blockwise.batches(pieces, _AT_ONCE):
+        beside = [_arrays.blockwise.Piece(others[p.path], p.region) for p in batch]
+        left = _arrays.blockwise.read(batch, max_bytes=_AT_ONCE)
+        right = _arrays.blockwise.read(beside, max_bytes=_AT_ONCE)
         for piece, x, y in zip(batch, left, right, strict=True):
             sums[piece.path].add(x, y)
             counter.add(piece.nbytes)

@@ -14,16 +14,7 @@ from typing import NamedTuple
 
 import crc32c
 
-from flaxckpt import (
-    _audit,
-    _blocks,
-    _findings,
-    _layout,
-    _ocdbt,
-    _state,
-    _storage,
-    _zarr,
-)
+from flaxckpt import _arrays, _audit, _findings, _state, _storage
 from flaxckpt._state.leaf import Leaf, LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _orbax, _orbax_disk, _orbax_json
@@ -31,7 +22,7 @@ from flaxckpt.formats import _orbax, _orbax_disk, _orbax_json
 
 def check_keys(
     path: Path,
-    encoding: _zarr.Encoding,
+    encoding: _arrays.zarr.metadata.Encoding,
     leaves: Mapping[LeafPath, Leaf],
     found: _findings.Findings,
 ) -> None:
@@ -39,18 +30,20 @@ def check_keys(
     if any(_orbax.is_of_arrays(name) for name in found.problems):
         return  # it has changed, and may not be readable
     there: set[str] = set()
-    manifest = f"{_orbax.STATE}/{_ocdbt.MANIFEST}"
-    found.attempt(manifest, lambda: there.update(_ocdbt.keys(path / _orbax.STATE)))
+    manifest = f"{_orbax.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
+    found.attempt(
+        manifest, lambda: there.update(_arrays.zarr.ocdbt.keys(path / _orbax.STATE))
+    )
     if manifest in found.problems or manifest in found.unread:
         return
     for leaf_path, leaf in leaves.items():
         name = _orbax_json.param_name(leaf.info.keys)
-        shape, _ = _layout.stored_form(leaf.info)
+        shape, _ = _arrays.layout.stored_form(leaf.info)
         chunks = _audit.keys(encoding, shape, leaf.info.chunk_shape or ())
         missing = [
             key
             for key in (_audit.metadata_name(encoding), *chunks)
-            if _zarr.database_key(name, key) not in there
+            if _arrays.zarr.metadata.database_key(name, key) not in there
         ]
         if missing:
             rest = f" and {len(missing) - 1} more are" if missing[1:] else " is"
@@ -60,7 +53,7 @@ def check_keys(
 
 def of_array(
     path: Path,
-    encoding: _zarr.Encoding,
+    encoding: _arrays.zarr.metadata.Encoding,
     info: LeafInfo,
     digests: Mapping[str, str],
     found: _findings.Findings,
@@ -68,7 +61,7 @@ def of_array(
     """The files of an array, and what is to be done with those without a digest."""
     name = _orbax_json.param_name(info.keys)
     directory = f"{_orbax.STATE}/{name}" if name else _orbax.STATE
-    shape, dtype = _layout.stored_form(info)
+    shape, dtype = _arrays.layout.stored_form(info)
     chunk_shape = info.chunk_shape or ()
     metadata = f"{directory}/{_audit.metadata_name(encoding)}"
     files = {metadata}
@@ -76,9 +69,11 @@ def of_array(
     if metadata not in digests:
 
         def check_metadata() -> None:
-            text = _blocks.small(path / metadata)
-            _zarr.check_metadata(text, encoding, shape, dtype, chunk_shape)
-            _zarr.check_compact(text)
+            text = _arrays.zarr.chunk_file.small(path / metadata)
+            _arrays.zarr.metadata.check_metadata(
+                text, encoding, shape, dtype, chunk_shape
+            )
+            _arrays.zarr.metadata.check_compact(text)
 
         checks.append(check_metadata)
     size = _audit.chunk_bytes(encoding, info)
@@ -147,15 +142,17 @@ def _check_chunk(chunk: _Chunk, count: Callable[[int], object]) -> None:
     def take(part: memoryview) -> None:
         nonlocal value, found, tail
         found += len(part)
-        if len(part) < _blocks.CHECKSUM_BYTES:
+        if len(part) < _arrays.zarr.chunk_file.CHECKSUM_BYTES:
             part, tail = memoryview(tail + bytes(part)), b""
         value = crc32c.crc32c(tail, value)
-        value = crc32c.crc32c(part[: -_blocks.CHECKSUM_BYTES], value)
-        tail = bytes(part[-_blocks.CHECKSUM_BYTES :])  # of the file, for all we know
+        value = crc32c.crc32c(part[: -_arrays.zarr.chunk_file.CHECKSUM_BYTES], value)
+        tail = bytes(
+            part[-_arrays.zarr.chunk_file.CHECKSUM_BYTES :]
+        )  # of the file, for all we know
 
     _findings.stream(chunk.file, chunk.root, count, take, chunk.most)
     chunk.check_size(found)
-    if tail != value.to_bytes(_blocks.CHECKSUM_BYTES, "little"):
+    if tail != value.to_bytes(_arrays.zarr.chunk_file.CHECKSUM_BYTES, "little"):
         raise ValueError(
             f"{chunk.file.name} has changed since it was written: its CRC-32C is"
             " another"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from flaxckpt import _derive, _layout, _state
+from flaxckpt import _arrays, _state
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
@@ -50,7 +50,7 @@ def too_wide(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
         wanted: The leaf that the caller asks for.
         found: The leaf that would fill it; None if it is to be made anew.
     """
-    if wanted.python_type != "jax.Array" or not _derive.needs_64_bits(wanted):
+    if wanted.python_type != "jax.Array" or not _arrays.lazy.needs_64_bits(wanted):
         return None
     widest = _state.dtypes.name(jax.dtypes.canonicalize_dtype(wanted.dtype))
     if widest == wanted.dtype:
@@ -66,7 +66,7 @@ def _fits(wanted: LeafInfo, found: LeafInfo) -> bool:
         if found.kind == "prng_key":
             return wanted.shape == found.shape and wanted.prng_impl == found.prng_impl
         # Raw key data, as Orbax has it without its array_metadatas.
-        shape, dtype = _layout.stored_form(wanted)
+        shape, dtype = _arrays.layout.stored_form(wanted)
         return found.shape == shape and found.dtype == dtype
     if found.kind == "prng_key" or wanted.shape != found.shape:
         return False

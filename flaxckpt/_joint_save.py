@@ -16,18 +16,7 @@ from pathlib import Path
 import jax
 from jax.sharding import NamedSharding
 
-from flaxckpt import (
-    _commit,
-    _joint,
-    _ocdbt,
-    _raw_chunks,
-    _snapshot,
-    _storage,
-    _util,
-    _write,
-    datasets,
-    errors,
-)
+from flaxckpt import _arrays, _commit, _joint, _storage, _util, datasets, errors
 from flaxckpt._commit import Snapshot, Written
 from flaxckpt._notes import ApartError
 from flaxckpt._state.leaf import Leaf, LeafInfo
@@ -85,7 +74,9 @@ _MARKS_TOLD = 10_000
 
 def _mark(info: LeafInfo) -> int:
     """What must be the same of a leaf in all processes, in a number."""
-    is_shared = info.sharding is not None and _snapshot.is_of_several(info.sharding)
+    is_shared = info.sharding is not None and _arrays.to_host.is_of_several(
+        info.sharding
+    )
     spec = info.sharding.spec if isinstance(info.sharding, NamedSharding) else None
     text = (
         f"{info.path} {info.kind} {info.shape} {info.dtype} {info.chunk_shape}"
@@ -134,7 +125,7 @@ def _is_of_several(leaf: Named) -> bool:
 
 
 def execute(
-    snapshot: Snapshot, previous: _write.Previous | None, together: Operation
+    snapshot: Snapshot, previous: _arrays.write.Previous | None, together: Operation
 ) -> Written:
     """Writes this process's part of a snapshot; process 0 commits it.
 
@@ -154,7 +145,7 @@ def execute(
 
 
 def _lead(
-    snapshot: Snapshot, previous: _write.Previous | None, together: Operation
+    snapshot: Snapshot, previous: _arrays.write.Previous | None, together: Operation
 ) -> Written:
     with _commit.made(snapshot) as temporary:
         try:
@@ -168,7 +159,7 @@ def _lead(
                 raise together.outcome() from error
             raise
         if snapshot.ocdbt:
-            _ocdbt.merge(temporary / _orbax.STATE, together.count)
+            _arrays.zarr.ocdbt.merge(temporary / _orbax.STATE, together.count)
         digests = {n: d for each in told[1:] for n, d in json.loads(each).items()}
         written = _commit.finish(snapshot, temporary, contents, files, digests)
     together.first("committed", lambda: str(written.size))
@@ -176,7 +167,7 @@ def _lead(
 
 
 def _follow(
-    snapshot: Snapshot, previous: _write.Previous | None, together: Operation
+    snapshot: Snapshot, previous: _arrays.write.Previous | None, together: Operation
 ) -> Written:
     try:
         temporary = snapshot.final.parent / together.first("made", str)
@@ -195,7 +186,7 @@ def _follow(
 def _write_part(
     snapshot: Snapshot,
     temporary: Path,
-    previous: _write.Previous | None,
+    previous: _arrays.write.Previous | None,
     together: Operation,
 ) -> dict[str, str]:
     """Writes what this process has, durably.
@@ -214,7 +205,7 @@ def _write_part(
     if files:
         _storage.local.sync_directory(temporary / _orbax.DATASET)
     if snapshot.ocdbt:
-        _storage.local.sync_tree(root / f"{_ocdbt.PART}{together.index}")
+        _storage.local.sync_tree(root / f"{_arrays.zarr.ocdbt.PART}{together.index}")
     else:
         _sync(root, snapshot)
     _storage.local.sync_directory(root)
@@ -227,8 +218,8 @@ def _sync(root: Path, snapshot: Snapshot) -> None:
         return
     paths = [root / array.name for array in snapshot.arrays if array.shards]
     for array in snapshot.arrays:
-        if _raw_chunks.is_raw(array, snapshot.encoding):
-            paths += _raw_chunks.files_of(root, array)
+        if _arrays.chunks_to_write.is_raw(array, snapshot.encoding):
+            paths += _arrays.chunks_to_write.files_of(root, array)
 
     def sync(path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY)

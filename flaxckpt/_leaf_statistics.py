@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from flaxckpt import _layout, _locate, _pieces, _storage, _util, errors
+from flaxckpt import _arrays, _locate, _storage, _util, errors
+from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
-from flaxckpt._zarr import Array
 from flaxckpt.errors import Mismatch
 
 _PIECE_BYTES = 16 * 2**20
@@ -85,7 +85,7 @@ def leaf_statistics(
         value = source.value if isinstance(source, StoredLeaf) else source
         return LeafStatistics(leaf.info, int(value is not None), values=value)
     counter = _util.progress.Counter(f"reading {leaf_path}")
-    counter.total = 2 * _layout.stored_bytes(leaf.info)
+    counter.total = 2 * _arrays.layout.stored_bytes(leaf.info)
     with _util.progress.shown(counter):
         return _of_numbers(leaf, bins, counter)
 
@@ -93,7 +93,7 @@ def leaf_statistics(
 def _of_numbers(
     leaf: Leaf, bins: int, counter: _util.progress.Counter
 ) -> LeafStatistics:
-    count = math.prod(_layout.stored_form(leaf.info)[0])
+    count = math.prod(_arrays.layout.stored_form(leaf.info)[0])
     sums = _Sums()
     few: list[Any] = []
     for values in _read(leaf, counter):
@@ -126,9 +126,9 @@ def _of_numbers(
 
 def _read(leaf: Leaf, counter: _util.progress.Counter) -> Any:
     """The values of a leaf, piece by piece, as numbers that numpy can add."""
-    pieces = _pieces.cut(leaf, chunk_shape=None, max_bytes=_PIECE_BYTES)
-    for batch in _pieces.batches(pieces, _AT_ONCE):
-        read = _pieces.read(batch, max_bytes=_AT_ONCE)
+    pieces = _arrays.blockwise.cut(leaf, chunk_shape=None, max_bytes=_PIECE_BYTES)
+    for batch in _arrays.blockwise.batches(pieces, _AT_ONCE):
+        read = _arrays.blockwise.read(batch, max_bytes=_AT_ONCE)
         for piece, values in zip(batch, read, strict=True):
             yield _numbers(values)
             counter.add(piece.nbytes)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from jax.sharding import PartitionSpec
 
-from flaxckpt import _read, _state, _util, _write, errors
+from flaxckpt import _arrays, _state, _util, errors
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath
 from flaxckpt.errors import Mismatch
@@ -59,7 +59,7 @@ class Options:
     types: Sequence[type] = ()
     verify: bool = True
     memory_map: Literal["auto"] | bool = "auto"
-    max_concurrent_bytes: int = _write.DEFAULT_CONCURRENT_BYTES
+    max_concurrent_bytes: int = _arrays.write.DEFAULT_CONCURRENT_BYTES
     keeps_steps: bool = False
     read_once: bool = False
 
@@ -211,7 +211,7 @@ class Recipe:
         numbers: Leaves among `derived` that are computed as Python numbers.
     """
 
-    jobs: tuple[_read.ReadJob, ...]
+    jobs: tuple[_arrays.read.ReadJob, ...]
     derived: tuple[Leaf, ...]
     given: Mapping[LeafPath, Any]
     fresh: tuple[LeafInfo, ...]

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flaxckpt import _layout, _place, _plan, _read, _state, _util, errors
+from flaxckpt import _arrays, _plan, _state, _util, errors
 from flaxckpt._finder import Finder
 from flaxckpt._fit import misfit, missing, too_wide
 from flaxckpt._plan import LeafPlan, Options, Recipe, RestorePlan
@@ -102,7 +102,7 @@ class _Reading:
 
     def __init__(self) -> None:
         self.given: dict[LeafPath, Any] = {}
-        self._jobs: list[_read.ReadJob] = []
+        self._jobs: list[_arrays.read.ReadJob] = []
         self._derived: list[Leaf] = []
         self._numbers: list[_plan.ComputedNumber] = []
         self._seen: set[int] = set()  # read for one of them
@@ -125,16 +125,18 @@ class _Reading:
             new = {id(source): source for source in stored}
             new = {key: new[key] for key in new.keys() - self._seen}
             self._seen.update(new)
-            return sum(_layout.stored_bytes(source.info) for source in new.values())
+            return sum(
+                _arrays.layout.stored_bytes(source.info) for source in new.values()
+            )
         if not stored:
-            self.given[path] = _place.place(leaf.source, wanted)
+            self.given[path] = _arrays.to_device.place(leaf.source, wanted)
             return 0
         if wanted.kind == "string":
             self.given[path] = stored[0].value
             return 0
-        job = _read.ReadJob(stored[0], wanted)
+        job = _arrays.read.ReadJob(stored[0], wanted)
         self._jobs.append(job)
-        return _read.bytes_here(job)
+        return _arrays.read.bytes_here(job)
 
     @property
     def bytes_to_read(self) -> int:
@@ -145,8 +147,8 @@ class _Reading:
             for source in leaf.sources
             if isinstance(source, StoredLeaf)
         }
-        return sum(_layout.stored_bytes(job.found) for job in self._jobs) + sum(
-            _layout.stored_bytes(source.info) for source in once.values()
+        return sum(_arrays.layout.stored_bytes(job.found) for job in self._jobs) + sum(
+            _arrays.layout.stored_bytes(source.info) for source in once.values()
         )
 
     def recipe(
@@ -261,7 +263,9 @@ class _Planner:
                 if problem := too_wide(leaf.info, None):
                     self._conflict(problem, leaf.info, None, ())
                     return
-                value = _place.place(jnp.zeros(value.shape, value.dtype), leaf.info)
+                value = _arrays.to_device.place(
+                    jnp.zeros(value.shape, value.dtype), leaf.info
+                )
             self._reading.given[path] = value
             self._leaves[path] = LeafPlan(("init",), (), leaf.info, None, 0)
             return

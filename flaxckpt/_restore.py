@@ -12,14 +12,11 @@ import numpy as np
 
 from flaxckpt import (
     _afresh,
-    _computed,
+    _arrays,
     _fit,
     _locate,
-    _place,
     _plan,
     _planner,
-    _read,
-    _share,
     _state,
     _storage,
     _util,
@@ -254,7 +251,7 @@ def open_leaf(
             [Mismatch(leaf_path, "an array", nothing.found)],
             "metadata(path).leaves lists them all.",
         )
-    return _read.open_one(source)
+    return _arrays.read.open_one(source)
 
 
 # ---- doing ------------------------------------------------------------------------
@@ -281,21 +278,21 @@ def restore(
             _fit.advice(planned.problems, abstract_state, stored.table, elsewhere),
             shown=_fit.rows(planned.problems, elsewhere),
         )
-    jobs: Sequence[_read.ReadJob] = recipe.jobs
+    jobs: Sequence[_arrays.read.ReadJob] = recipe.jobs
     if options.read_once and _util.processes.process_count() > 1:
-        jobs = _share.divided(jobs)
+        jobs = _arrays.read_once.divided(jobs)
     counter.total = planned.bytes_here
     if abstract_state is not None:
         _tell(planned, recipe, options)
     try:
         with _util.progress.shown(counter):
             reading = _reading(planned.path, options, counter.add)
-            found = _read.read(jobs, reading)
+            found = _arrays.read.read(jobs, reading)
             has_read()
             if jobs is not recipe.jobs:
-                found = _share.gathered(found, recipe.jobs)
+                found = _arrays.read_once.gathered(found, recipe.jobs)
             values = {**recipe.given, **found}
-            values |= _computed.read(recipe.derived, reading)
+            values |= _arrays.evaluate.read(recipe.derived, reading)
             values |= _placed_numbers(planned.path, recipe.numbers, values)
             state = _built(recipe, abstract_state, planned.path, values)
     except errors.DamagedCheckpointError:
@@ -328,7 +325,9 @@ def _placed_numbers(
     for found, wanted in numbers:
         number = np.asarray(values[wanted.path], found.dtype)
         try:
-            placed[wanted.path] = _place.assemble({(): number}, found, wanted)
+            placed[wanted.path] = _arrays.to_device.assemble(
+                {(): number}, found, wanted
+            )
         except OverflowError as error:
             text = f"the number {error}"
             too_large.append(Mismatch(wanted.path, str(wanted), text))
@@ -420,12 +419,12 @@ def _built(
 
 def _reading(
     path: str, options: _plan.Options, report: Callable[[int], object]
-) -> _read.Options:
+) -> _arrays.read.Options:
     memory_map = options.memory_map
     if memory_map == "auto":
         memory_map = _storage.filesystem.is_local(_storage.paths.from_text(path))
     at_once = options.max_concurrent_bytes
-    return _read.Options(memory_map, options.verify, at_once, report)
+    return _arrays.read.Options(memory_map, options.verify, at_once, report)
 
 
 def _tell(planned: RestorePlan, recipe: _plan.Recipe, options: _plan.Options) -> None:

@@ -1,7 +1,7 @@
 """Files put together of given bytes and of the bytes of arrays.
 
-The counterpart of `_spans`: formats that keep many arrays in one file say here where
-in it everything goes, and it can then be written in any order.
+The counterpart of `_arrays.byte_ranges`: formats that keep many arrays in one file say
+here where in it everything goes, and it can then be written in any order.
 """
 
 from __future__ import annotations

@@ -9,21 +9,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flaxckpt import (
+    _arrays,
     _belongings,
     _commit,
-    _computed,
     _joint,
     _joint_save,
-    _layout,
-    _snapshot,
     _state,
     _storage,
     _util,
-    _write,
     datasets,
     errors,
 )
-from flaxckpt._array_layout import ArrayLayout, checked_layout
+from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
 from flaxckpt._commit import Options, Snapshot, Written
 from flaxckpt._handle import SaveHandle
 from flaxckpt._save_result import SaveResult
@@ -176,7 +173,7 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     if options.planned is not None:
         stored = [info for info in infos if info.chunk_shape is not None]
         options.planned(
-            bytes=sum(map(_layout.stored_bytes, stored)),
+            bytes=sum(map(_arrays.layout.stored_bytes, stored)),
             leaves=len(infos),
             store="ocdbt" if ocdbt else "files",
         )
@@ -187,7 +184,7 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     ]
     places = {}
     if together is not None:
-        places = _snapshot.places(arrays, together.count)
+        places = _arrays.to_host.places(arrays, together.count)
         arrays = _joint_save.own(together, infos, arrays)
     dataset = {} if options.dataset is None else datasets.state_files(options.dataset)
     snapshot = Snapshot(
@@ -195,7 +192,7 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     )
     if _may_be_too_large(infos):
         _commit.metadata_files(snapshot)  # raises, before anything is written
-    values = tuple(_snapshot.to_host(arrays, places))
+    values = tuple(_arrays.to_host.to_host(arrays, places))
     return dataclasses.replace(snapshot, arrays=values)
 
 
@@ -309,14 +306,14 @@ def planned(
         table = _state.optimizer_roles.with_roles(
             table, roles
         )  # so that moments go with their parameters
-        table = _computed.of_state(_transforms.apply(options.transforms, table))
+        table = _arrays.evaluate.of_state(_transforms.apply(options.transforms, table))
         structure = _state.containers.of(structure, flat.table, table)
         table = _with_keys(table, dict(_state.tree.key_paths(structure)))
         roles = {}
     for path, leaf in table.items():
         known = roles.get(path)
         role = leaf.info.role if known is None else known.role(path)
-        info = _layout.with_chunk_shape(leaf.info, options.layout, role=role)
+        info = _arrays.layout.with_chunk_shape(leaf.info, options.layout, role=role)
         table[path] = Leaf(info, leaf.sources)
     return table, structure
 
@@ -335,7 +332,7 @@ def uses_ocdbt(
 ) -> bool:
     if layout.store != "auto":
         return layout.store == "ocdbt"
-    sizes = [_layout.stored_bytes(i) for i in infos if i.chunk_shape is not None]
+    sizes = [_arrays.layout.stored_bytes(i) for i in infos if i.chunk_shape is not None]
     many_small = len(sizes) > _MANY_LEAVES and sum(sizes) < _SMALL_LEAF_BYTES * len(
         sizes
     )
@@ -378,7 +375,9 @@ def json_of(metadata: Mapping[str, JSON]) -> dict[str, JSON]:
 # ---- behind it ------------------------------------------------------------------
 
 
-def execute(snapshot: Snapshot, previous: _write.Previous | None = None) -> Written:
+def execute(
+    snapshot: Snapshot, previous: _arrays.write.Previous | None = None
+) -> Written:
     """Writes a snapshot and commits it, durably; together, if there are others.
 
     Args:

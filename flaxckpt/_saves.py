@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from flaxckpt import (
+    _arrays,
     _aside,
     _belongings,
     _commit,
@@ -24,7 +25,6 @@ from flaxckpt import (
     _storage,
     _together,
     _util,
-    _write,
 )
 from flaxckpt._handle import SaveHandle
 from flaxckpt._save_result import SaveResult
@@ -87,7 +87,7 @@ class Saves:
         self._lock = _util.forks.PerProcess(threading.RLock)
         self._pending: SaveHandle | None = None
         self._pending_step: int | None = None
-        self._saved: _write.Previous | None = None  # by the last save of ours
+        self._saved: _arrays.write.Previous | None = None  # by the last save of ours
         self._own: set[int] = set()
         self._has_undone = False  # its transforms, on trial
 
@@ -218,7 +218,7 @@ class Saves:
         self._run.upload()
         return SaveResult(step, str(final), written, blocked, total, deleted, tier=tier)
 
-    def _previous(self) -> _write.Previous | None:
+    def _previous(self) -> _arrays.write.Previous | None:
         """The arrays of the newest step, which those of the next may equal."""
         if _storage.paths.is_remote(self._run.saves_in):  # where there are no links
             return None
@@ -233,7 +233,7 @@ class Saves:
         saved = self._saved
         if saved is not None and saved.root.parent == newest and saved.is_current():
             return saved
-        return _write.Previous(newest / _orbax.STATE, {})
+        return _arrays.write.Previous(newest / _orbax.STATE, {})
 
     def _retired(self, just_saved: int) -> tuple[int, ...]:
         return self._run.retire(just_saved=just_saved, is_awaited=self._is_awaited)

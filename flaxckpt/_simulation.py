@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from flaxckpt import _chunks, _commit, _layout, _save, _state, _util, _writers, errors
-from flaxckpt._array_layout import ArrayLayout, checked_layout
+from flaxckpt import _arrays, _commit, _save, _state, _util, errors
+from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import PyTree
 from flaxckpt.formats import _orbax_json, _orbax_names
@@ -149,9 +149,9 @@ def simulate(
     metadata = _commit.metadata_files(snapshot)
 
     stored = [info for info in infos if info.chunk_shape is not None]
-    tasks = [_layout.task(info) for info in stored]
-    place = _writers.in_order(processes)
-    places, written = _writers.assign(tasks, processes, place)
+    tasks = [_arrays.layout.task(info) for info in stored]
+    place = _arrays.zarr.writer_assignment.in_order(processes)
+    places, written = _arrays.zarr.writer_assignment.assign(tasks, processes, place)
     files = _files(stored, tasks, places, written, place, ocdbt=ocdbt)
     files[0] += len(metadata)
     read = _read_bytes(tasks, processes, place)
@@ -200,10 +200,10 @@ def _kind(mesh: object) -> str:
 
 def _files(
     infos: Sequence[LeafInfo],
-    tasks: Sequence[_writers.Task],
+    tasks: Sequence[_arrays.zarr.writer_assignment.Task],
     places: Sequence[int],
     written: Sequence[int],
-    place: _writers.Place,
+    place: _arrays.zarr.writer_assignment.Place,
     *,
     ocdbt: bool,
 ) -> list[int]:
@@ -216,14 +216,18 @@ def _files(
     found = np.zeros(len(written), np.int64)
     found[0] = len(infos)  # their zarr.json
     for info, task, chosen in zip(infos, tasks, places, strict=True):
-        shape = _layout.write_shape(info, _layout.stored_form(info)[0])
-        chunks = _chunks.chunk_count(shape, info.chunk_shape or shape)
-        np.add.at(found, _writers.chosen(task, chosen, place), chunks)
+        shape = _arrays.layout.write_shape(info, _arrays.layout.stored_form(info)[0])
+        chunks = _arrays.zarr.chunk_shape.chunk_count(shape, info.chunk_shape or shape)
+        np.add.at(
+            found, _arrays.zarr.writer_assignment.chosen(task, chosen, place), chunks
+        )
     return [int(count) for count in found]
 
 
 def _read_bytes(
-    tasks: Sequence[_writers.Task], processes: int, place: _writers.Place
+    tasks: Sequence[_arrays.zarr.writer_assignment.Task],
+    processes: int,
+    place: _arrays.zarr.writer_assignment.Place,
 ) -> list[int]:
     """What each process needs: every shard that a device of it has, once."""
     found = np.zeros(processes, np.int64)
@@ -231,7 +235,7 @@ def _read_bytes(
         if task.sharding is None:
             found += task.part_bytes
         else:
-            shards = _writers.shards(task, processes, place)
+            shards = _arrays.zarr.writer_assignment.shards(task, processes, place)
             found += shards * (task.part_bytes * task.parts)
     return [int(size) for size in found]
 

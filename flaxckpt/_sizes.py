@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _layout, _storage
+from flaxckpt import _arrays, _storage
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats._reader import CheckpointMetadata
@@ -48,7 +48,7 @@ def subtrees(
     inner: dict[LeafPath, list[LeafPath]] = {"": []}
     counts: dict[LeafPath, list[int]] = {"": [0, 0]}
     for path, info in leaves.items():
-        size = _layout.stored_bytes(info)
+        size = _arrays.layout.stored_bytes(info)
         above = ""
         for prefix in _prefixes(path):
             counts[above][0] += 1

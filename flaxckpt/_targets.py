@@ -12,24 +12,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flaxckpt import (
-    _commit,
-    _layout,
-    _ocdbt,
-    _pieces,
-    _runs,
-    _save,
-    _state,
-    _storage,
-    _util,
-    _write,
-)
-from flaxckpt._array_layout import ArrayLayout
-from flaxckpt._pieces import Piece
-from flaxckpt._snapshot import HostArray, HostShard
+from flaxckpt import _arrays, _commit, _runs, _save, _state, _storage, _util
+from flaxckpt._arrays.blockwise import Piece
+from flaxckpt._arrays.to_host import HostArray, HostShard
+from flaxckpt._arrays.zarr.array_layout import ArrayLayout
+from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
-from flaxckpt._zarr import Array
 from flaxckpt.formats import (
     _manifest,
     _msgpack_write,
@@ -81,7 +70,7 @@ class State:
             piece
             for leaf in self.table.values()
             if leaf.info.dtype is not None
-            for piece in _pieces.cut(
+            for piece in _arrays.blockwise.cut(
                 leaf,
                 chunk_shape=leaf.info.chunk_shape if by_chunk else None,
                 max_bytes=self.batch_bytes,
@@ -195,11 +184,11 @@ def _safetensors_target(state: State, final: Path) -> Target:
 def _msgpack_target(state: State, final: Path) -> Target:
     infos = {info.path: info for info in state.infos}
     numbers = [
-        _pieces.cut(leaf, chunk_shape=None, max_bytes=state.batch_bytes)[0]
+        _arrays.blockwise.cut(leaf, chunk_shape=None, max_bytes=state.batch_bytes)[0]
         for leaf in state.table.values()
         if leaf.info.python_type in ("int", "float", "bool", "complex")
     ]
-    values = _pieces.read(numbers, max_bytes=state.batch_bytes)
+    values = _arrays.blockwise.read(numbers, max_bytes=state.batch_bytes)
     contents = _msgpack_write.Contents(
         state.structure,
         infos,
@@ -236,7 +225,7 @@ class _OrbaxTarget:
         self._root = output / _orbax.STATE
         self._root.mkdir(exist_ok=True)
         if self._ocdbt:
-            return done if (self._root / _ocdbt.MANIFEST).is_file() else ()
+            return done if (self._root / _arrays.zarr.ocdbt.MANIFEST).is_file() else ()
         kept = {piece.path for piece in self.pieces if piece.name in done}
         kept = {path for path in kept if (self._root / self._names[path]).is_dir()}
         for path, name in self._names.items():
@@ -254,7 +243,7 @@ class _OrbaxTarget:
             whole, parts = [], [*whole, *parts]
         encoding, limit = self._state.layout.encoding, self.batch_bytes
         if whole:
-            _write.write(
+            _arrays.write.write(
                 self._root,
                 whole,
                 encoding=encoding,
@@ -262,7 +251,7 @@ class _OrbaxTarget:
                 max_concurrent_bytes=limit,
             )
         if parts:
-            _write.write_parts(
+            _arrays.write.write_parts(
                 self._root,
                 parts,
                 encoding=encoding,
@@ -284,7 +273,7 @@ class _OrbaxTarget:
         shards = (HostShard(piece.region, array),) if array.size else ()
         return HostArray(
             self._names[piece.path],
-            _layout.stored_form(info)[0],
+            _arrays.layout.stored_form(info)[0],
             info.dtype or "",
             info.chunk_shape or (),
             shards,

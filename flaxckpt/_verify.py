@@ -11,15 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from flaxckpt import (
+    _arrays,
     _audit,
     _file_checks,
     _findings,
-    _layout,
     _locate,
     _marks,
-    _ocdbt,
-    _pieces,
-    _read,
     _storage,
     _survey,
     _util,
@@ -191,7 +188,7 @@ def _unreadable(stored: Stored, found: _findings.Findings) -> dict[LeafPath, str
 def _leaves_in(name: str, stored: Stored) -> list[LeafPath]:
     """The leaves that are lost with a file of the arrays."""
     arrays = {path: leaf for path, leaf in stored.table.items() if _is_array(leaf)}
-    is_index = name == f"{_orbax.STATE}/{_ocdbt.MANIFEST}"
+    is_index = name == f"{_orbax.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
     if is_index or _has_database(stored.digests):  # read as a whole, or not at all
         return list(arrays)
     directory = name.removeprefix(f"{_orbax.STATE}/").rpartition("/")[0]
@@ -257,7 +254,7 @@ def _is_mark(name: str) -> bool:
 
 
 def _has_database(digests: Mapping[str, str]) -> bool:
-    return f"{_orbax.STATE}/{_ocdbt.MANIFEST}" in digests
+    return f"{_orbax.STATE}/{_arrays.zarr.ocdbt.MANIFEST}" in digests
 
 
 # ---- other formats ----------------------------------------------------------------
@@ -266,7 +263,9 @@ def _has_database(digests: Mapping[str, str]) -> bool:
 def _verify_foreign(path: Path, stored: Stored, found: _findings.Findings) -> None:
     """Reads and decodes every array; that is all that can be done."""
     leaves = {p: leaf for p, leaf in stored.table.items() if _is_array(leaf)}
-    found.counter.total = sum(_layout.stored_bytes(i.info) for i in leaves.values())
+    found.counter.total = sum(
+        _arrays.layout.stored_bytes(i.info) for i in leaves.values()
+    )
     for leaf_path, leaf in leaves.items():
         if not _has_checksums(leaf):
             found.unchecked[leaf_path] = "its format has no checksums; it was decoded"
@@ -280,7 +279,7 @@ def _has_checksums(leaf: Leaf) -> bool:
     if source.check is not None:
         return True
     try:
-        codec = _read.open_one(source).codec
+        codec = _arrays.read.open_one(source).codec
     except (errors.CheckpointError, OSError, ValueError):
         return False
     return codec is not None and "crc32c" in str(codec.to_json())
@@ -293,18 +292,20 @@ def _decode(
     pieces = [
         piece
         for leaf in leaves.values()
-        for piece in _pieces.cut(leaf, chunk_shape=None, max_bytes=_PIECE_BYTES)
+        for piece in _arrays.blockwise.cut(
+            leaf, chunk_shape=None, max_bytes=_PIECE_BYTES
+        )
     ]
     faults = _findings.Findings(found.counter, thorough=found.thorough)
-    for batch in _pieces.batches(pieces, max_bytes=_DECODED_AT_ONCE):
+    for batch in _arrays.blockwise.batches(pieces, max_bytes=_DECODED_AT_ONCE):
         if found.is_enough or faults.is_enough:
             break
         try:
-            _pieces.read(batch, max_bytes=_DECODED_AT_ONCE)
+            _arrays.blockwise.read(batch, max_bytes=_DECODED_AT_ONCE)
         except (OSError, ValueError, MemoryError):
             for piece in batch:  # whose fault it is
                 read = functools.partial(
-                    _pieces.read, [piece], max_bytes=_DECODED_AT_ONCE
+                    _arrays.blockwise.read, [piece], max_bytes=_DECODED_AT_ONCE
                 )
                 faults.attempt(piece.path, read)
         found.counter.add(sum(piece.nbytes for piece in batch))

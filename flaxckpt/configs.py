@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from flaxckpt import (
+    _arrays,
     _callback,
     _parsing,
     _steps,
     _tiers,
     _together,
-    _write,
     errors,
     policies,
 )
-from flaxckpt._array_layout import ArrayLayout
+from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._callback import CheckpointCallback
 from flaxckpt._checkpointer import Checkpointer
 from flaxckpt._parsing import Parser
@@ -95,7 +95,7 @@ class CheckpointConfig:
     keep_dataset: tuple[PreservationPolicy, ...] = ()
     layout: ArrayLayout = _LAYOUT
     save_dtype: tuple[Cast, ...] = ()
-    max_concurrent_bytes: int = _write.DEFAULT_CONCURRENT_BYTES
+    max_concurrent_bytes: int = _arrays.write.DEFAULT_CONCURRENT_BYTES
     step_format: str = "{step}"
     read_only: bool = False
     peer_timeout_secs: float = _together.TIMEOUT_SECS

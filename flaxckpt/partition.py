@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from flaxckpt import _layout, _state, _util, errors
-from flaxckpt._array_layout import ArrayLayout, checked_layout
+from flaxckpt import _arrays, _state, _util, errors
+from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.transforms._patterns import compile_pattern
@@ -144,7 +144,7 @@ def parameter_infos(state: PyTree, *, layout: ArrayLayout | None = None) -> PyTr
     layout = checked_layout(layout)
     flat = _state.flax_state.flatten(state)
     infos = {
-        path: _layout.with_chunk_shape(leaf.info, layout)
+        path: _arrays.layout.with_chunk_shape(leaf.info, layout)
         for path, leaf in flat.table.items()
     }
     return _state.tree.unflatten(flat.structure, infos)

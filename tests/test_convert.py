@@ -23,7 +23,8 @@ from jax.sharding import SingleDeviceSharding
 from safetensors import numpy as safetensors
 
 import flaxckpt
-from flaxckpt import _convert, _locate, _pieces, errors, transforms
+from flaxckpt import _convert, _locate, errors, transforms
+from flaxckpt._arrays import blockwise
 from flaxckpt.formats import _msgpack_write
 
 ocp = pytest.importorskip("orbax.checkpoint")
@@ -578,13 +579,13 @@ def test_what_was_killed_goes_on_where_it_was(
         if any(path.parent.name == line.split()[0] for line in done)
     }
     read = []
-    original = _pieces.read
+    original = blockwise.read
 
     def traced(pieces, **options):
         read.extend(piece.name for piece in pieces)
         return original(pieces, **options)
 
-    monkeypatch.setattr(_pieces, "read", traced)
+    monkeypatch.setattr(blockwise, "read", traced)
     flaxckpt.convert(
         source,
         target,
@@ -714,13 +715,13 @@ def test_progress_reaches_the_end(source, tmp_path, capsys):
 
 def test_pieces_keep_to_the_limit(source, tmp_path, monkeypatch):
     sizes = []
-    original = _pieces.read
+    original = blockwise.read
 
     def traced(pieces, **options):
         sizes.append(sum(piece.nbytes for piece in pieces))
         return original(pieces, **options)
 
-    monkeypatch.setattr(_pieces, "read", traced)
+    monkeypatch.setattr(blockwise, "read", traced)
     path = tmp_path / "m.safetensors"
     flaxckpt.convert(source, path, format="safetensors", max_concurrent_bytes=4000)
     flaxckpt.convert(path, tmp_path / "m", format="msgpack", max_concurrent_bytes=4000)

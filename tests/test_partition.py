@@ -15,7 +15,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxckpt
-from flaxckpt import _blocks, errors
+from flaxckpt import errors
+from flaxckpt._arrays.zarr import chunk_file
 
 RULES = [("embed", "data"), ("mlp", "model"), ("batch", "data")]
 
@@ -370,7 +371,7 @@ def count_blocks(monkeypatch):
         return counted
 
     for name in ("read", "verify_mapped"):
-        monkeypatch.setattr(_blocks, name, counting(getattr(_blocks, name)))
+        monkeypatch.setattr(chunk_file, name, counting(getattr(chunk_file, name)))
 
 
 def bytes_read():

@@ -15,16 +15,19 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flaxckpt
-from flaxckpt import _blocks, _raw, _read, _snapshot, _write, _zarr, errors
-from flaxckpt._raw_array import RawArray
+from flaxckpt import errors
+from flaxckpt._arrays import read, to_host, write
+from flaxckpt._arrays import read_raw as arrays_read_raw
+from flaxckpt._arrays.zarr import chunk_file, metadata
+from flaxckpt._arrays.zarr.metadata import Encoding
+from flaxckpt._arrays.zarr.raw_array import RawArray
 from flaxckpt._state import dtypes as state_dtypes
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._storage import filesystem as storage_filesystem
 from flaxckpt._util import progress as util_progress
-from flaxckpt._zarr import Encoding
 
 DTYPES = sorted(state_dtypes._STORED_AS_IS)
-RAW_DTYPES = [dtype for dtype in DTYPES if dtype not in _zarr._NEVER_RAW]
+RAW_DTYPES = [dtype for dtype in DTYPES if dtype not in metadata._NEVER_RAW]
 
 
 def array_of(dtype, shape, seed=0):
@@ -42,14 +45,14 @@ def bits(array):
 
 
 def host(name, array, chunk_shape, shards=None):
-    regions = shards or [_zarr.whole(array.shape)]
-    return _snapshot.HostArray(
+    regions = shards or [metadata.whole(array.shape)]
+    return to_host.HostArray(
         name,
         array.shape,
         array.dtype.name,
         chunk_shape,
         tuple(
-            _snapshot.HostShard(region, array[tuple(slice(*b) for b in region)])
+            to_host.HostShard(region, array[tuple(slice(*b) for b in region)])
             for region in regions
             if array.size
         ),
@@ -57,7 +60,7 @@ def host(name, array, chunk_shape, shards=None):
 
 
 def opened(root, name, *, ocdbt):
-    return _read.open_zarr(
+    return read.open_zarr(
         ts.Context(), root=root, name=name, version=3, ocdbt=ocdbt, strict=True
     ).result()
 
@@ -78,13 +81,15 @@ def read_raw(root, array, chunk_shape, encoding, region, *, ocdbt, memory_map):
     raw = RawArray(root, "w", ocdbt, encoding)
     info = info_of(array, chunk_shape)
     if ocdbt:
-        databases = _raw.Databases(ts.Context())
-        reading = _raw.from_database(raw, info, [region], databases, verify=True)
+        databases = arrays_read_raw.Databases(ts.Context())
+        reading = arrays_read_raw.from_database(
+            raw, info, [region], databases, verify=True
+        )
     else:
-        reading = _raw.from_files(
+        reading = arrays_read_raw.from_files(
             raw, info, [region], memory_map=memory_map, verify=True
         )
-    _raw.run([reading])
+    arrays_read_raw.run([reading])
     return reading.result()[region]
 
 
@@ -97,7 +102,7 @@ def test_tensorstore_reads_what_we_write(tmp_path, dtype, ocdbt):
         "none": host("none", array_of(dtype, (0, 3)), (1, 3)),
     }
     encoding = Encoding("none", True)
-    _write.write(tmp_path, arrays.values(), encoding=encoding, ocdbt=ocdbt)
+    write.write(tmp_path, arrays.values(), encoding=encoding, ocdbt=ocdbt)
     for name, array in arrays.items():
         store = opened(tmp_path, name, ocdbt=ocdbt)
         assert store.dtype.name == dtype
@@ -115,9 +120,9 @@ def test_we_write_what_tensorstore_would(tmp_path, dtype):
     for root in (ours, theirs):
         root.mkdir()
     written = host("w", array, (2, 3))
-    budget = _write._threads.Budget(1)
-    _write._write_files(ours, [written], encoding, None, budget, util_progress.ignore)
-    _write._write_encoded(theirs, [written], encoding, ts.Context(), 1)
+    budget = write._threads.Budget(1)
+    write._write_files(ours, [written], encoding, None, budget, util_progress.ignore)
+    write._write_encoded(theirs, [written], encoding, ts.Context(), 1)
     for file in theirs.rglob("c*"):
         assert (ours / "w" / file.name).read_bytes() == file.read_bytes()
     assert (
@@ -153,14 +158,14 @@ def test_any_region_of_any_chunks_comes_back(
     root = tmp_path_factory.mktemp("raw")
     array = array_of(dtype, shape)
     encoding = Encoding("none", checksum)
-    _write.write(
+    write.write(
         root,
         [host("w", array, chunk_shape)],
         encoding=encoding,
         ocdbt=way == "database",
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_raw, "_MAPPED_FROM", 0)
+        patch.setattr(arrays_read_raw, "_MAPPED_FROM", 0)
         found = read_raw(
             root,
             array,
@@ -178,11 +183,11 @@ def test_any_region_of_any_chunks_comes_back(
 def test_chunks_of_whole_pages_are_mapped_as_one(tmp_path, chunk_shape, memory_map):
     array = array_of("float32", (10, 1024))
     encoding = Encoding("none", True)
-    _write.write(
+    write.write(
         tmp_path, [host("w", array, chunk_shape)], encoding=encoding, ocdbt=False
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_raw, "_MAPPED_FROM", 0)
+        patch.setattr(arrays_read_raw, "_MAPPED_FROM", 0)
         for region in (((0, 10), (0, 1024)), ((5, 9), (0, 1024)), ((2, 9), (7, 1000))):
             found = read_raw(
                 tmp_path,
@@ -199,7 +204,7 @@ def test_chunks_of_whole_pages_are_mapped_as_one(tmp_path, chunk_shape, memory_m
 def test_parts_of_several_writers_make_one_array(tmp_path):
     array = array_of("float32", (8, 6))
     regions = [((r, r + 4), (c, c + 3)) for r in (0, 4) for c in (0, 3)]
-    _write.write(
+    write.write(
         tmp_path,
         [host("w", array, (2, 3), regions)],
         encoding=Encoding("none", True),
@@ -212,13 +217,13 @@ def test_parts_of_several_writers_make_one_array(tmp_path):
 def test_casts_and_pieces_are_copied_within_the_budget(tmp_path, monkeypatch):
     """Rows are written where they are; columns and casts need memory of their own."""
     held = []
-    real = _write._threads.Budget.hold
+    real = write._threads.Budget.hold
 
     def hold(self, size):
         held.append(size)
         return real(self, size)
 
-    monkeypatch.setattr(_write._threads.Budget, "hold", hold)
+    monkeypatch.setattr(write._threads.Budget, "hold", hold)
     array = array_of("float32", (64, 64))
     rows, columns = host("rows", array, (16, 64)), host("columns", array, (64, 16))
     narrow = host("narrow", array, (64, 64))._replace(dtype="float16")
@@ -228,7 +233,7 @@ def test_casts_and_pieces_are_copied_within_the_budget(tmp_path, monkeypatch):
         (narrow, [64 * 64 * 2]),
     ):
         held.clear()
-        _write.write(tmp_path, [written], encoding=Encoding("none", True), ocdbt=False)
+        write.write(tmp_path, [written], encoding=Encoding("none", True), ocdbt=False)
         assert held == sizes
 
 
@@ -287,8 +292,8 @@ def test_without_maps_left_files_are_read(saved, monkeypatch):
     def refuse(*_):
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(_blocks, "mapped", refuse)
-    monkeypatch.setattr(_blocks, "mapped_as_one", refuse)
+    monkeypatch.setattr(chunk_file, "mapped", refuse)
+    monkeypatch.setattr(chunk_file, "mapped_as_one", refuse)
     strategies.assert_same(flaxckpt.load(saved, memory_map=True), big_state())
 
 
@@ -407,8 +412,8 @@ def test_frozen_leaves_are_stored_once(tmp_path, codec, how):
 
 def shared_with_numpy(values):
     """A numpy array, and a jax array that has the same memory."""
-    memory = np.zeros(values.nbytes + _blocks.ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _blocks.ALIGNMENT
+    memory = np.zeros(values.nbytes + chunk_file.ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % chunk_file.ALIGNMENT
     owner = memory[start : start + values.nbytes].view(values.dtype)
     owner = owner.reshape(values.shape)
     owner[...] = values
@@ -516,7 +521,7 @@ def test_a_step_replaced_while_it_is_linked_to_fails_the_save(tmp_path, monkeypa
     state = big_state(1)
     ours = flaxckpt.Checkpointer(tmp_path, layout=layout)
     ours.save(1, state).wait()
-    real, replaced = _write._is_unchanged, []
+    real, replaced = write._is_unchanged, []
 
     def is_unchanged(*args):
         found = real(*args)
@@ -526,7 +531,7 @@ def test_a_step_replaced_while_it_is_linked_to_fails_the_save(tmp_path, monkeypa
                 theirs.save(1, big_state(2), on_exists="overwrite")
         return found
 
-    monkeypatch.setattr(_write, "_is_unchanged", is_unchanged)
+    monkeypatch.setattr(write, "_is_unchanged", is_unchanged)
     with pytest.raises(errors.SaveFailedError, match="replaced by somebody else"):
         ours.save(2, state).wait()
     assert ours.steps() == [1]
@@ -537,7 +542,7 @@ def test_file_systems_without_links_get_copies(tmp_path, monkeypatch):
     def refuse(*_args, **_kwargs):
         raise OSError(1, "Operation not permitted")
 
-    monkeypatch.setattr(_blocks.os, "link", refuse)
+    monkeypatch.setattr(chunk_file.os, "link", refuse)
     with flaxckpt.Checkpointer(
         tmp_path, layout=flaxckpt.ArrayLayout(store="files")
     ) as ckpt:
@@ -572,9 +577,9 @@ def test_arrays_in_use_by_another_thread_are_saved_whole(tmp_path):
 @pytest.mark.parametrize("pinned", ["pinned memory", "none", "not enough"])
 def test_values_come_from_accelerators_as_they_were(tmp_path, monkeypatch, pinned):
     """The CPU's devices have the same kinds of memory, so they can stand in for one."""
-    monkeypatch.setattr(_snapshot, "_is_on_cpu", lambda sharding: False)
+    monkeypatch.setattr(to_host, "_is_on_cpu", lambda sharding: False)
     if pinned == "none":
-        monkeypatch.setattr(_snapshot, "_pinned", lambda sharding: None)
+        monkeypatch.setattr(to_host, "_pinned", lambda sharding: None)
     elif pinned == "not enough":
 
         def refuse(*_args, **_kwargs):

@@ -14,7 +14,8 @@ import pytest
 from flax.training.train_state import TrainState
 
 import flaxckpt
-from flaxckpt import _locate, _zarr, errors
+from flaxckpt import _locate, errors
+from flaxckpt._arrays.zarr import metadata
 
 PACKAGE = Path(__file__).parents[1] / "flaxckpt"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -63,14 +64,16 @@ def test_tensorstore_opens_only_what_was_put_together_here(module):
     assert not opened or module.name in ("_read.py", "_write.py")
     assert all(argument.startswith(("spec", "{")) for argument in opened)
     stores = re.findall(r"KvStore\.open\(\s*([^)]*)\)", text)
-    assert all(argument.startswith(("spec", "_zarr.kvstore(")) for argument in stores)
+    assert all(
+        argument.startswith(("spec", "metadata.kvstore(")) for argument in stores
+    )
     assert not re.search(r"TensorStore\.open|ts\.Spec\(|KvStore\.Spec\(", text)
 
 
 @pytest.mark.parametrize("ocdbt", [False, True])
 def test_the_place_of_an_array_is_in_its_directory_whatever_it_is_called(ocdbt):
     for name in ("w", "file:///etc/", "http://127.0.0.1:9/", '{"driver":"http"}'):
-        spec = _zarr.kvstore(Path("/run/7"), name, ocdbt=ocdbt)
+        spec = metadata.kvstore(Path("/run/7"), name, ocdbt=ocdbt)
         assert set(spec) <= {"driver", "path", "base"}
         assert spec["driver"] == ("ocdbt" if ocdbt else "file")
         base = spec["base"] if ocdbt else spec

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._array_layout import ArrayLayout
+from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 
 PROCESSES = 1024
 

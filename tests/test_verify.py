@@ -14,7 +14,8 @@ import strategies
 import tensorstore as ts
 
 import flaxckpt
-from flaxckpt import _blocks, _marks, errors
+from flaxckpt import _marks, errors
+from flaxckpt._arrays.zarr import chunk_file
 from flaxckpt._storage import local as storage_local
 from flaxckpt.formats import _orbax
 from flaxckpt.policies import LatestN
@@ -532,14 +533,14 @@ def test_a_reader_marks_nothing(tmp_path):
 
 def test_a_disk_that_fails_for_a_moment_proves_nothing(tmp_path, monkeypatch, caplog):
     ckpt = run(tmp_path, 1, 2)
-    real = _blocks._descriptor
+    real = chunk_file._descriptor
 
     def fail(path):
         if "/2/" in str(path):
             raise OSError(errno.EIO, "Input/output error", str(path))
         return real(path)
 
-    monkeypatch.setattr(_blocks, "_descriptor", fail)
+    monkeypatch.setattr(chunk_file, "_descriptor", fail)
     strategies.assert_same(state(1), ckpt.restore())
     monkeypatch.undo()
     assert (ckpt.steps(), ckpt.damaged()) == ([1, 2], {})

@@ -81,14 +81,14 @@ def _plain(value: Any) -> Any:
 
 def leaf(info: LeafInfo) -> dict[str, Any]:
     """What JSON says of a leaf."""
-    from flaxckpt import _layout
+    from flaxckpt import _arrays
 
     return {
         "type": str(info),
         "kind": info.kind,
         "dtype": info.dtype,
         "shape": list(info.shape),
-        "bytes": _layout.stored_bytes(info),
+        "bytes": _arrays.layout.stored_bytes(info),
         "python_type": info.python_type,
         "weak_type": info.weak_type,
         "prng_impl": info.prng_impl,

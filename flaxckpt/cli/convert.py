@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from flaxckpt import _array_layout, errors
+from flaxckpt import _arrays, errors
 from flaxckpt.cli import _app, _print
 
 _Patterns = list[str] | None
@@ -79,7 +79,7 @@ def convert(
         dst,
         format=format,
         transforms=changes,
-        layout=_array_layout.ArrayLayout(store=store, codec=codec),
+        layout=_arrays.zarr.array_layout.ArrayLayout(store=store, codec=codec),
         step=step,
         overwrite=overwrite,
     )

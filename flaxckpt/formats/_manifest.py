@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from flaxckpt import _layout, _state, _zarr, errors
-from flaxckpt._array_limits import sizes
+from flaxckpt import _arrays, _state, errors
+from flaxckpt._arrays.zarr.limits import sizes
 from flaxckpt._state.leaf import LeafInfo, Role
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _orbax_json
@@ -42,7 +42,7 @@ class Manifest(NamedTuple):
     unknown_types: frozenset[str]
     digests: Mapping[str, str]
     ocdbt: bool
-    encoding: _zarr.Encoding | None
+    encoding: _arrays.zarr.metadata.Encoding | None
     lineage: tuple[Lineage, ...]
     transforms: tuple[str, ...]
     step: int | None
@@ -84,7 +84,7 @@ def check_arrays(infos: Sequence[LeafInfo]) -> None:
     faults = {
         info.path: f"{_shortened(info)} with {fault}"
         for info in infos
-        if info.chunk_shape is not None and (fault := _layout.fault(info))
+        if info.chunk_shape is not None and (fault := _arrays.layout.fault(info))
     }
     if faults:
         raise errors.UnsupportedLeafError(
@@ -173,7 +173,7 @@ def leaf_info(
     if len(chunk_shape) != len(shape) + bool(impl) or 0 in chunk_shape:
         raise ValueError(f"{path} has chunks {chunk_shape} of an array {shape}")
     if impl:
-        _layout.check_keys(impl, (*shape, _layout.key_words(impl)), dtype)
+        _arrays.layout.check_keys(impl, (*shape, _arrays.layout.key_words(impl)), dtype)
     info = LeafInfo(
         path,
         keys[path],
@@ -189,7 +189,7 @@ def leaf_info(
         shard_shape=sizes(row["shard"]) if "shard" in row else None,
         role=_role(row["role"]) if "role" in row else None,
     )
-    if fault := _layout.fault(info):
+    if fault := _arrays.layout.fault(info):
         raise ValueError(f"{path} has {fault}")
     return info
 
@@ -282,7 +282,7 @@ def _names(structure: _state.tree.Node | LeafPath) -> Iterator[LeafPath | None]:
 # ---- all the rest -------------------------------------------------------------------
 
 
-def encoding(manifest: Mapping[str, Any]) -> _zarr.Encoding | None:
+def encoding(manifest: Mapping[str, Any]) -> _arrays.zarr.metadata.Encoding | None:
     """How the chunks of all arrays are encoded; None in manifests that do not say.
 
     Raises:
@@ -294,12 +294,15 @@ def encoding(manifest: Mapping[str, Any]) -> _zarr.Encoding | None:
     version = row.get("zarr_version", 3)
     if version not in (2, 3):
         raise ValueError(f"its arrays are of zarr {str(version)[:20]}")
-    if row["codec"] not in _zarr.CODECS or type(row["checksum"]) is not bool:
+    if (
+        row["codec"] not in _arrays.zarr.metadata.CODECS
+        or type(row["checksum"]) is not bool
+    ):
         raise ValueError(f"its arrays are encoded as {str(row)[:80]}")
-    return _zarr.Encoding(row["codec"], row["checksum"], int(version))
+    return _arrays.zarr.metadata.Encoding(row["codec"], row["checksum"], int(version))
 
 
-def encoding_row(encoding: _zarr.Encoding) -> JSON:
+def encoding_row(encoding: _arrays.zarr.metadata.Encoding) -> JSON:
     """What `encoding` reads."""
     row: dict[str, JSON] = {"codec": encoding.codec, "checksum": encoding.checksum}
     return row if encoding.version == 3 else {**row, "zarr_version": encoding.version}

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgpack
 
-from flaxckpt import _layout, _runs, _state, errors
+from flaxckpt import _arrays, _runs, _state, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath, Shape
 
@@ -217,7 +217,7 @@ def _add_leaf(file: _runs.FileLayout, contents: Contents, info: LeafInfo) -> Non
 
 
 def _add_array(file: _runs.FileLayout, info: LeafInfo) -> None:
-    shape, dtype = _layout.stored_form(info)[0], info.dtype or ""
+    shape, dtype = _arrays.layout.stored_form(info)[0], info.dtype or ""
     itemsize = _state.dtypes.to_numpy(dtype).itemsize
     elements = math.prod(shape)
     if info.python_type == "numpy.generic":

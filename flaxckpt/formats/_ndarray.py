@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import _layout, _spans, _state, _storage, errors
+from flaxckpt import _arrays, _state, _storage, errors
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt.formats._reader import CheckpointMetadata, Stored
@@ -140,7 +140,7 @@ def stored(
             None,
             {},
             False,
-            sum(_layout.stored_bytes(info) for info in infos),
+            sum(_arrays.layout.stored_bytes(info) for info in infos),
         ),
         {name: Leaf(leaf.info, (leaf,)) for name, leaf in leaves.items()},
         _state.tree.plain_structure(
@@ -180,7 +180,7 @@ def _leaf(
         case Array():
             dtype = _state.dtypes.stored_name(value.dtype)
             assert dtype is not None, value
-            span = _spans.Span(
+            span = _arrays.byte_ranges.Span(
                 file.path, 0, value.shape, dtype, value.pieces, file.identity
             )
             info = LeafInfo(
@@ -196,7 +196,9 @@ def _leaf(
                     for axis, size in enumerate(value.shape)
                 ),
             )
-            return StoredLeaf(path, info, functools.partial(_spans.opened, [span]))
+            return StoredLeaf(
+                path, info, functools.partial(_arrays.byte_ranges.opened, [span])
+            )
         case Opened():
             info = LeafInfo(
                 name,

@@ -17,9 +17,9 @@ from typing import Any
 
 import tensorstore as ts
 
-from flaxckpt import _spans, _state, _storage, errors
+from flaxckpt import _arrays, _state, _storage, errors
+from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._types import Shape
-from flaxckpt._zarr import Array
 from flaxckpt.formats import _ndarray, _npz_members, _signatures
 from flaxckpt.formats._npz_members import Header, Member
 from flaxckpt.formats._reader import Stored
@@ -161,7 +161,7 @@ def _c_shape(header: Header) -> Shape:
 def _open_stored(
     member: Member, header: Header, context: ts.Context
 ) -> ts.Future[ts.TensorStore]:
-    span = _spans.Span(
+    span = _arrays.byte_ranges.Span(
         member.archive.path,
         member.offset + header.nbytes,
         _c_shape(header),
@@ -169,7 +169,7 @@ def _open_stored(
         identity=member.archive.identity,
         is_big_endian=header.is_big_endian,
     )
-    store = _spans.opened((span,), context).result()
+    store = _arrays.byte_ranges.opened((span,), context).result()
     return _done(store.T if header.is_fortran else store)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _ocdbt, _state, _storage, _zarr, datasets, errors
+from flaxckpt import _arrays, _state, _storage, datasets, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import (
@@ -40,7 +40,7 @@ UNDIGESTED = frozenset(
 """Files of a checkpoint that are no arrays, and whose digests are not in it."""
 
 _DATABASE = re.compile(
-    rf"{STATE}/(?:manifest\.ocdbt|(?:{re.escape(_ocdbt.PART)}\d+/)?d/.+)",
+    rf"{STATE}/(?:manifest\.ocdbt|(?:{re.escape(_arrays.zarr.ocdbt.PART)}\d+/)?d/.+)",
     re.DOTALL,
 )
 """A file of the database, or of one that a single process has written."""
@@ -77,7 +77,7 @@ class Contents:
     structure: _state.tree.Node | LeafPath
     strings: Mapping[str, str]
     ocdbt: bool
-    encoding: _zarr.Encoding
+    encoding: _arrays.zarr.metadata.Encoding
     metrics: Mapping[str, float]
     custom: Mapping[str, JSON]
     dataset: Mapping[str, bytes]
@@ -192,8 +192,8 @@ def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
     is_bare = contents.encoding.version == 2
     if contents.ocdbt:
         state = root / STATE
-        found = [state / _ocdbt.MANIFEST, *state.glob("d/*")]
-        found += state.glob(f"{_ocdbt.PART}*/d/*")
+        found = [state / _arrays.zarr.ocdbt.MANIFEST, *state.glob("d/*")]
+        found += state.glob(f"{_arrays.zarr.ocdbt.PART}*/d/*")
     elif is_bare:
         names = {_orbax_json.param_name(info.keys) for info in contents.infos}
         found = [file for name in names for file in (root / STATE / name).glob("*")]

@@ -19,19 +19,8 @@ from typing import NamedTuple
 
 import tensorstore as ts
 
-from flaxckpt import (
-    _blocks,
-    _layout,
-    _ocdbt,
-    _read,
-    _state,
-    _storage,
-    _util,
-    _zarr,
-    _zarr_chunks,
-    errors,
-)
-from flaxckpt._raw_array import RawArray
+from flaxckpt import _arrays, _state, _storage, _util, errors
+from flaxckpt._arrays.zarr.raw_array import RawArray
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt.formats import _orbax_json
@@ -98,7 +87,7 @@ def form_in(text: bytes) -> ArrayForm:
     try:
         # TensorStore parses it again, and may take another one of two equal keys.
         data = json.loads(text.decode(), object_pairs_hook=_util.json_limits.unique)
-        return ArrayForm(*_zarr.array(data))
+        return ArrayForm(*_arrays.zarr.metadata.array(data))
     except (errors.CheckpointError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"its metadata is not read: {str(error)[:150]}") from None
 
@@ -123,8 +112,11 @@ def texts(
             for name in names
         }
     _check_database(root, checkpoint)
-    store = _ocdbt.opened(root, _storage.client.context())
-    reads = {name: store.read(_zarr.database_key(name, file)) for name in names}
+    store = _arrays.zarr.ocdbt.opened(root, _storage.client.context())
+    reads = {
+        name: store.read(_arrays.zarr.metadata.database_key(name, file))
+        for name in names
+    }
     return {
         name: functools.partial(_text_of_value, read, root, file)
         for name, read in reads.items()
@@ -156,10 +148,10 @@ def _check_database(root: Path, checkpoint: Path) -> None:
     """
     try:
         _storage.symlinks.check_root(root, checkpoint)
-        _ocdbt.check(root)
+        _arrays.zarr.ocdbt.check(root)
     except (FileNotFoundError, NotADirectoryError):
         raise errors.DamagedCheckpointError(
-            f"{root / _ocdbt.MANIFEST} is missing; restore another step"
+            f"{root / _arrays.zarr.ocdbt.MANIFEST} is missing; restore another step"
         ) from None
     except ValueError as error:
         raise errors.DamagedCheckpointError(str(error)) from None
@@ -175,7 +167,7 @@ def _database(root: Path, context: ts.Context) -> ts.KvStore:
     opened = _DATABASES.setdefault(context, {})
     if root not in opened:
         _storage.client.use_threads()
-        spec = _zarr.kvstore(root, "", ocdbt=True)
+        spec = _arrays.zarr.metadata.kvstore(root, "", ocdbt=True)
         opened[root] = _storage.paths.result(
             ts.KvStore.open(spec, context=context), root
         )
@@ -220,7 +212,7 @@ class Arrays:
     version: int
     ocdbt: bool
     strict: bool = True
-    encoding: _zarr.Encoding | None = None
+    encoding: _arrays.zarr.metadata.Encoding | None = None
     digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_checked: bool = False
     blosc: Collection[str] = ()
@@ -236,12 +228,12 @@ class Arrays:
     ) -> ts.Future[ts.TensorStore]:
         size = _storage.symlinks.check_root(self.root, checkpoint)
         if self.ocdbt:
-            _ocdbt.check(self.root)
+            _arrays.zarr.ocdbt.check(self.root)
         else:
             size = _storage.symlinks.check_array(self.root, name, checkpoint)
         check_size(form, size)
         opened = functools.partial(
-            _read.open_zarr,
+            _arrays.read.open_zarr,
             context,
             root=self.root,
             name=name,
@@ -252,9 +244,11 @@ class Arrays:
         # Before TensorStore sees it, which ends the process over some.
         file = "zarr.json" if self.version == 3 else ".zarray"
         if not self.ocdbt:
-            text = _blocks.small(self.root / name / file)
+            text = _arrays.zarr.chunk_file.small(self.root / name / file)
             _check_form(text, form)
-            _zarr_chunks.check_files(self.root / name, _zarr_chunks.described(text))
+            _arrays.zarr.chunk_headers.check_files(
+                self.root / name, _arrays.zarr.chunk_headers.described(text)
+            )
             return opened()
         if self._is_blosc(name):
             self._check_values(name, file, form, context)
@@ -272,7 +266,7 @@ class Arrays:
                 if found.state != "value":
                     raise ValueError(f"{file} is missing")
                 _check_form(found.value, form)
-                if _zarr_chunks.described(found.value).codec == "blosc":
+                if _arrays.zarr.chunk_headers.described(found.value).codec == "blosc":
                     raise ValueError("it is compressed by blosc, unlike what was saved")
                 opened().add_done_callback(handed_over)
             except BaseException as error:
@@ -284,7 +278,7 @@ class Arrays:
             except BaseException as error:
                 promise.set_exception(error)
 
-        read = store.read(_zarr.database_key(name, file))
+        read = store.read(_arrays.zarr.metadata.database_key(name, file))
         read.add_done_callback(checked)
         read.force()
         return future
@@ -299,12 +293,12 @@ class Arrays:
     ) -> None:
         """Asserts that chunks of blosc in a database are as long as they should be."""
         store = _database(self.root, context)
-        read = store.read(_zarr.database_key(name, file))
+        read = store.read(_arrays.zarr.metadata.database_key(name, file))
         text = _text_of_value(read, self.root, file)
         _check_form(text, form)
-        chunks = _zarr_chunks.described(text)
+        chunks = _arrays.zarr.chunk_headers.described(text)
         if chunks.codec == "blosc":
-            _zarr_chunks.check_values(store, name, chunks)
+            _arrays.zarr.chunk_headers.check_values(store, name, chunks)
 
     def checks(self) -> _Checks | None:
         """What compares the files of arrays with their digests, if they need that."""
@@ -316,7 +310,9 @@ class Arrays:
         """Where the chunks of an array are, if they are not compressed."""
         if self.encoding is None:
             return None
-        if not _zarr.is_raw(self.encoding, *_layout.stored_form(info)):
+        if not _arrays.zarr.metadata.is_raw(
+            self.encoding, *_arrays.layout.stored_form(info)
+        ):
             return None
         return RawArray(self.root, name, self.ocdbt, self.encoding, self.digests)
 
@@ -375,7 +371,7 @@ def table(
         if info.dtype is not None:
             name = _orbax_json.param_name(info.keys)
             raw = arrays.raw(name, info)
-            form = ArrayForm(*_layout.stored_form(info), info.chunk_shape or ())
+            form = ArrayForm(*_arrays.layout.stored_form(info), info.chunk_shape or ())
             opener = arrays.opener(name, form, path)
             check = None if checks is None else functools.partial(checks, name)
             stored = StoredLeaf(path, info, opener, raw=raw, check=check)

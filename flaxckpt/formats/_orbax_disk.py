@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _layout, _marks, _storage, errors
+from flaxckpt import _arrays, _marks, _storage, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _orbax_json, _signatures
@@ -375,7 +375,7 @@ def checkpoint_info(
         _seconds(found.get("commit_timestamp_nsecs")),
         custom_in(found),
         (path / DATASET).is_dir() and not has_let_go_dataset(path),
-        sum(_layout.stored_bytes(info) for info in infos),
+        sum(_arrays.layout.stored_bytes(info) for info in infos),
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _layout, _ocdbt, _state, _storage, _zarr_chunks, errors
+from flaxckpt import _arrays, _state, _storage, errors
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import (
@@ -73,7 +73,7 @@ def read(path: Path, step: int | None) -> Stored:
     version = 3 if metadata.get("use_zarr3") else 2
     ocdbt = metadata.get("use_ocdbt")
     if ocdbt is None:
-        ocdbt = (item / _ocdbt.MANIFEST).is_file()
+        ocdbt = (item / _arrays.zarr.ocdbt.MANIFEST).is_file()
     names = [row.name for row in rows if row.is_array and row.path not in inline]
     arrays, blosc = _array_specs(item, path, names, version=version, ocdbt=bool(ocdbt))
     impls = _prng_impls(item)
@@ -120,7 +120,7 @@ def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
     stamp = _storage.local.stamp(file)
     tree = _aggregate(file)
     names = list(dict.fromkeys(_names(tree)))
-    ocdbt = (item / _ocdbt.MANIFEST).is_file()
+    ocdbt = (item / _arrays.zarr.ocdbt.MANIFEST).is_file()
     opened: dict[str, _ndarray.Opened] = {}
     if ocdbt:
         # Without the flag that `_METADATA` has, but all chunks were written then.
@@ -257,7 +257,7 @@ def _array_specs(
         try:
             text = give()
             found[name] = _checked(*_orbax_arrays.form_in(text))
-            if _zarr_chunks.described(text).codec == "blosc":
+            if _arrays.zarr.chunk_headers.described(text).codec == "blosc":
                 blosc.add(name)
         except PermissionError:
             raise
@@ -346,7 +346,7 @@ def _info(
     impl = impls.get(row.name)
     try:
         if impl:
-            _layout.check_keys(impl, shape, dtype)
+            _arrays.layout.check_keys(impl, shape, dtype)
     except ValueError as error:
         raise errors.DamagedCheckpointError(f"{item}: {path}: {error}") from None
     is_scalar = python_type not in ("jax.Array", "numpy.ndarray")

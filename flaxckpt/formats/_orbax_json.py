@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from flaxckpt import _layout, _state, _util, errors
+from flaxckpt import _arrays, _state, _util, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, Shape
 
@@ -130,7 +130,7 @@ def _value_text(info: LeafInfo, shape_text: Callable[[Shape], str]) -> str:
         value_type = EMPTIES[info.python_type]
         return f'{{"value_type":"{value_type}","skip_deserialize":true}}'
     if info.python_type == "jax.Array":
-        shape = _layout.write_shape(info, _layout.stored_form(info)[0])
+        shape = _arrays.layout.write_shape(info, _arrays.layout.stored_form(info)[0])
         return (
             '{"value_type":"jax.Array","skip_deserialize":false,'
             f'"write_shape":{shape_text(shape)}}}'
@@ -191,7 +191,7 @@ def array_metadatas(infos: Iterable[LeafInfo]) -> bytes:
     for info in infos:
         if info.chunk_shape is None:
             continue
-        shape = _layout.write_shape(info, _layout.stored_form(info)[0])
+        shape = _arrays.layout.write_shape(info, _arrays.layout.stored_form(info)[0])
         impl = info.prng_impl
         extra = {"random_key_impl": impl} if impl else None
         rows.append(

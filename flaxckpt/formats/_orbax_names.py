@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from flaxckpt import _ocdbt, errors
+from flaxckpt import _arrays, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _orbax_disk
@@ -16,7 +16,7 @@ _RESERVED = frozenset(
         _orbax_disk.SHARDING,
         _orbax_disk.STRINGS,
         "array_metadatas",
-        _ocdbt.MANIFEST,
+        _arrays.zarr.ocdbt.MANIFEST,
         "d",
     )
 )

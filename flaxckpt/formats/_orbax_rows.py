@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from flaxckpt import _array_limits, _state
+from flaxckpt import _arrays, _state
 from flaxckpt.formats import _orbax_json
 
 _MAX_AXES = 64
@@ -114,7 +114,11 @@ def _split(text: str) -> Split | None:
         if data["sharding_type"] != "NamedSharding":
             return None
         sizes = dict(
-            zip(data["axis_names"], _array_limits.sizes(data["shape"]), strict=True)
+            zip(
+                data["axis_names"],
+                _arrays.zarr.limits.sizes(data["shape"]),
+                strict=True,
+            )
         )
         spec = [tuple(p) if isinstance(p, list) else p for p in data["partition_spec"]]
         axes = [p if isinstance(p, tuple) else () if p is None else (p,) for p in spec]

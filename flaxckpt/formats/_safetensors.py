@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from flaxckpt import _layout, _spans, _state, _storage, _survey, errors
+from flaxckpt import _arrays, _state, _storage, _survey, errors
 from flaxckpt._state.leaf import Leaf, LeafTable, StoredLeaf
 from flaxckpt._storage.local import Stamp
 from flaxckpt._types import JSON
@@ -176,7 +176,9 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
             None,
             described.custom,
             has_dataset=False,
-            total_bytes=sum(_layout.stored_bytes(info) for info in described.infos),
+            total_bytes=sum(
+                _arrays.layout.stored_bytes(info) for info in described.infos
+            ),
             lineage=described.lineage,
             transforms=described.transforms,
         ),
@@ -238,13 +240,15 @@ def _table(
             name = described.names[info.path]
             place = tensors[name]
             file = files[name]
-            span = _spans.Span(
+            span = _arrays.byte_ranges.Span(
                 file.path,
                 place.offset,
                 place.shape,
                 place.dtype,
                 identity=file.identity,
             )
-            stored = StoredLeaf(path, info, functools.partial(_spans.opened, (span,)))
+            stored = StoredLeaf(
+                path, info, functools.partial(_arrays.byte_ranges.opened, (span,))
+            )
         table[info.path] = Leaf(info, (stored,))
     return table

@@ -14,7 +14,7 @@ import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from flaxckpt import _layout, _state, _util
+from flaxckpt import _arrays, _state, _util
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, Shape
 
@@ -289,11 +289,11 @@ def short(name: str) -> str:
 
 def dtype_name(info: LeafInfo) -> str | None:
     """What safetensors calls the element type of a leaf; None if it has no such."""
-    return _NAMES.get(_layout.stored_form(info)[1]) if _is_exact(info) else None
+    return _NAMES.get(_arrays.layout.stored_form(info)[1]) if _is_exact(info) else None
 
 
 def _is_exact(info: LeafInfo) -> bool:
-    return info.kind == "prng_key" or _layout.stored_form(info)[1] == info.dtype
+    return info.kind == "prng_key" or _arrays.layout.stored_form(info)[1] == info.dtype
 
 
 def header(
@@ -308,10 +308,10 @@ def header(
     rows: dict[str, JSON] = {METADATA: dict(metadata)} if metadata else {}
     offset = 0
     for name, info in tensors:
-        size = _layout.stored_bytes(info)
+        size = _arrays.layout.stored_bytes(info)
         rows[name] = {
             "dtype": dtype_name(info),
-            "shape": list(_layout.stored_form(info)[0]),
+            "shape": list(_arrays.layout.stored_form(info)[0]),
             "data_offsets": [offset, offset + size],
         }
         offset += size

@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flaxckpt import _layout, _state
+from flaxckpt import _arrays, _state
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath, Shape
 from flaxckpt.formats import _manifest, _orbax_json, _safetensors_json
@@ -189,7 +189,7 @@ def _check_tensors(
         if info.dtype is None:
             continue
         tensor = tensors[names[info.path]]
-        if _layout.stored_form(info) != (tensor.shape, tensor.dtype):
+        if _arrays.layout.stored_form(info) != (tensor.shape, tensor.dtype):
             raise ValueError(
                 f"{info.path} is recorded as {info}, stored as"
                 f" {tensor.dtype}{list(tensor.shape)}"
@@ -228,5 +228,5 @@ def _whole(info: LeafInfo) -> LeafInfo:
     """`info` as one chunk: how it was stored elsewhere is nothing to keep."""
     if info.dtype is None:
         return info
-    shape = tuple([size or 1 for size in _layout.stored_form(info)[0]])
+    shape = tuple([size or 1 for size in _arrays.layout.stored_form(info)[0]])
     return dataclasses.replace(info, chunk_shape=shape)

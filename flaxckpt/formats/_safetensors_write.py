@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from flaxckpt import _layout, _runs, _state, errors
+from flaxckpt import _arrays, _runs, _state, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _orbax_json, _safetensors_json, _safetensors_leaves
@@ -58,7 +58,7 @@ def layouts(
         name = f"{NAME}-{n:05}-of-{len(shards):05}{_safetensors_json.SUFFIX}"
         files.append(_file(name, shard, names, _FORMAT))
         weight_map |= {names[info.path]: name for info in shard}
-    size = sum(_layout.stored_bytes(info) for info in arrays)
+    size = sum(_arrays.layout.stored_bytes(info) for info in arrays)
     index = _runs.FileLayout(f"{NAME}{_safetensors_json.INDEX_SUFFIX}")
     of_index: dict[str, JSON] = {"total_size": size, _safetensors_json.OURS: ours}
     index.add(_limited(_safetensors_json.index(weight_map, of_index), index.name))
@@ -129,7 +129,7 @@ def _shards(
     shard: list[LeafInfo] = []
     total = 0
     for info in arrays:
-        size = _layout.stored_bytes(info)
+        size = _arrays.layout.stored_bytes(info)
         if shard and max_bytes is not None and total + size > max_bytes:
             yield shard
             shard, total = [], 0
@@ -152,7 +152,7 @@ def _file(
     tensors = [(names[info.path], info) for info in ordered]
     file.add(_limited(_safetensors_json.header(tensors, metadata), name))
     for info in ordered:
-        file.add_values(info.path, 0, _layout.stored_bytes(info))
+        file.add_values(info.path, 0, _arrays.layout.stored_bytes(info))
     return file
 
 

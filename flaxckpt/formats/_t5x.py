@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _array_limits, _state, _storage, errors
+from flaxckpt import _arrays, _state, _storage, errors
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _ndarray, _scan, _signatures, _zarr2
 from flaxckpt.formats._reader import Stored
@@ -134,7 +134,7 @@ class _Finder:
             raise ValueError(f"shares the directory {name} with {other}")
         self._leaves[name] = leaf
         array = _zarr2.find(self._root, name)
-        shape = _array_limits.sizes(spec["metadata"].get("shape"))
+        shape = _arrays.zarr.limits.sizes(spec["metadata"].get("shape"))
         dtype = spec.get("dtype", array.dtype)
         if array.shape != shape or array.dtype != dtype:
             raise ValueError(

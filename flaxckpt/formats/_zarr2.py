@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import _array_limits, _chunks, _read, _state, _storage, _zarr, errors
+from flaxckpt import _arrays, _state, _storage, errors
+from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._types import Shape
-from flaxckpt._zarr import Array
 from flaxckpt.formats import _ndarray, _orbax_json
 
 _MAX_METADATA_BYTES = 2**16
@@ -127,7 +127,9 @@ def _parse(root: Path, name: str, data: Mapping[str, Any]) -> _Zarr2:
             raise ValueError(f".zarray has the {key} {str(data.get(key))[:40]!r}")
     if "shape" not in data or "chunks" not in data:
         raise ValueError(".zarray has no shape or no chunks")
-    shape, chunk_shape = (_array_limits.sizes(data[key]) for key in ("shape", "chunks"))
+    shape, chunk_shape = (
+        _arrays.zarr.limits.sizes(data[key]) for key in ("shape", "chunks")
+    )
     array = _Zarr2(
         root,
         name,
@@ -175,7 +177,7 @@ def _codec(compressor: Any) -> str | None:
 def _open(array: _Zarr2, context: ts.Context) -> ts.Future[ts.TensorStore]:
     _check_files(array)
     if array.codec in _LEFT_TO_TENSORSTORE:
-        return _read.open_zarr(
+        return _arrays.read.open_zarr(
             context,
             root=array.root,
             name=array.name,
@@ -189,7 +191,7 @@ def _open(array: _Zarr2, context: ts.Context) -> ts.Future[ts.TensorStore]:
 
     def read(domain: ts.IndexDomain, target: Array, _: Any) -> None:
         region = tuple(zip(domain.inclusive_min, domain.exclusive_max, strict=True))
-        for chunk in _zarr.chunks(region, array.chunk_shape):
+        for chunk in _arrays.zarr.metadata.chunks(region, array.chunk_shape):
             index = tuple(
                 start // size
                 for (start, _), size in zip(
@@ -201,8 +203,8 @@ def _open(array: _Zarr2, context: ts.Context) -> ts.Future[ts.TensorStore]:
                 for i, size in zip(index, array.chunk_shape, strict=True)
             )
             values = _chunk(array, _key(index))
-            target[_zarr.within(chunk.bounds, region)] = values[
-                _zarr.within(chunk.bounds, cell)
+            target[_arrays.zarr.metadata.within(chunk.bounds, region)] = values[
+                _arrays.zarr.metadata.within(chunk.bounds, cell)
             ]
 
     promise.set_result(
@@ -229,7 +231,7 @@ def _check_files(array: _Zarr2) -> None:
     Raises:
         ValueError: One is not.
     """
-    wanted = _chunks.chunk_count(array.shape, array.chunk_shape)
+    wanted = _arrays.zarr.chunk_shape.chunk_count(array.shape, array.chunk_shape)
     there: dict[str, int] = {}
     with os.scandir(array.root / array.name) as entries:
         for entry in entries:
@@ -239,7 +241,9 @@ def _check_files(array: _Zarr2) -> None:
                 there[entry.name] = entry.stat().st_size
     if wanted > len(there):
         raise ValueError(f"of {wanted} chunks, at most {len(there)} are there")
-    for chunk in _zarr.chunks(_zarr.whole(array.shape), array.chunk_shape):
+    for chunk in _arrays.zarr.metadata.chunks(
+        _arrays.zarr.metadata.whole(array.shape), array.chunk_shape
+    ):
         key = chunk.key.removeprefix("c").removeprefix(".") or "0"
         if key not in there:
             raise ValueError(f"chunk {key} is missing")

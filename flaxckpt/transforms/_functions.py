@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from flaxckpt import _derive, _state, _util, errors
+from flaxckpt import _arrays, _state, _util, errors
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
 from flaxckpt.transforms import _table
@@ -74,13 +74,13 @@ class _Function(TableTransform):
 
         # Python numbers need no more than 32 bits, as if they were jax's.
         is_wide = any(
-            leaf.info.kind == "array" and _derive.needs_64_bits(leaf.info)
+            leaf.info.kind == "array" and _arrays.lazy.needs_64_bits(leaf.info)
             for leaf in traced
         )
         try:
-            with _derive.wide(is_wide):
+            with _arrays.lazy.wide(is_wide):
                 closed = jax.make_jaxpr(flat)(
-                    [_derive.abstract(leaf.info) for leaf in traced]
+                    [_arrays.lazy.abstract(leaf.info) for leaf in traced]
                 )
         except jax.errors.JAXTypeError as error:
             raise errors.OptionError(
@@ -272,7 +272,7 @@ class _Parts:
         self._inputs = dict(zip(closed.jaxpr.invars, traced, strict=True))
         self._is_wide = is_wide
         self._runs = runs
-        self._derive = _derive.Deriver(what)
+        self._derive = _arrays.lazy.Deriver(what)
         self._made_by = {
             var: i for i, eqn in enumerate(closed.jaxpr.eqns) for var in eqn.outvars
         }

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import jax
 
-from flaxckpt import _derive, errors
+from flaxckpt import _arrays, errors
 from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt.transforms import _table
@@ -63,7 +63,7 @@ def joined(
     def whole(*values: jax.Array) -> jax.Array:
         return join(values)
 
-    derive = _derive.Deriver(what)
+    derive = _arrays.lazy.Deriver(what)
     for new, parts in groups.items():
         _check_complete(new, parts, counts[new], what)
 
@@ -155,7 +155,7 @@ def parted(
             with it, to how it is taken apart; None if it cannot be.
         what: Who asks, for messages.
     """
-    derive = _derive.Deriver(what)
+    derive = _arrays.lazy.Deriver(what)
     taken = set(itertools.chain(*names.values()))
 
     def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[Row]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from flaxckpt import _derive, _state, _util, errors
+from flaxckpt import _arrays, _state, _util, errors
 from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt.transforms import _factored, _table
@@ -151,7 +151,7 @@ class _Map(TableTransform):
 
     def __call__(self, table: LeafTable) -> LeafTable:
         chosen = arrays(_table.matches(self.pattern, table), table, self.name)
-        derive = _derive.Deriver(self.name)
+        derive = _arrays.lazy.Deriver(self.name)
         shapes: dict[LeafPath, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
         def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[Row]:

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from flaxckpt import _derive, _layout, _place, _read, _state, _util, errors
+from flaxckpt import _state, _util, errors
+from flaxckpt._arrays import layout, lazy, to_device
+from flaxckpt._arrays import read as arrays_read
+from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath
-from flaxckpt._zarr import Array
 
 _AT_ONCE = 256 * 2**20
 """Bytes that are computed at one time; what they are made of is in memory as well."""
@@ -50,10 +52,10 @@ def _check_given(leaf: Leaf) -> None:
 
 def _computed(leaf: Leaf) -> Leaf:
     info = leaf.info
-    is_wide = _derive.has_wide_fn(leaf)
-    with _derive.wide(is_wide):
+    is_wide = lazy.has_wide_fn(leaf)
+    with lazy.wide(is_wide):
         args = _together([_as_array(s, is_wide, info.path) for s in leaf.sources])
-        value: Any = _derive.value_fn(leaf)(*args)
+        value: Any = lazy.value_fn(leaf)(*args)
     if info.python_type != "jax.Array":
         value = np.asarray(value)
         if info.kind == "scalar":
@@ -101,7 +103,7 @@ def _together(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
 # ---- while a checkpoint is read -----------------------------------------------------
 
 
-def read(leaves: Sequence[Leaf], options: _read.Options) -> dict[LeafPath, Any]:
+def read(leaves: Sequence[Leaf], options: arrays_read.Options) -> dict[LeafPath, Any]:
     """Reads what leaves are made of, and makes them.
 
     Each source is read once, and leaves that share some are made together; others, as
@@ -136,7 +138,7 @@ def _bytes_of(group: Sequence[Leaf]) -> int:
     infos = [leaf.info for leaf in group]
     sources = {id(s): s for leaf in group for s in leaf.sources}.values()
     infos += [s.info for s in sources if isinstance(s, StoredLeaf)]
-    return sum(map(_layout.stored_bytes, infos))
+    return sum(map(layout.stored_bytes, infos))
 
 
 def _groups(leaves: Sequence[Leaf]) -> Iterator[list[Leaf]]:
@@ -159,23 +161,25 @@ def _groups(leaves: Sequence[Leaf]) -> Iterator[list[Leaf]]:
     yield from groups.values()
 
 
-def _read_batch(leaves: Sequence[Leaf], options: _read.Options) -> dict[LeafPath, Any]:
+def _read_batch(
+    leaves: Sequence[Leaf], options: arrays_read.Options
+) -> dict[LeafPath, Any]:
     """Reads and makes leaves; those for the same devices in one computation."""
     alike: dict[Any, list[Leaf]] = {}
     for leaf in leaves:
         sharding = leaf.info.sharding
         devices = None if sharding is None else frozenset(sharding.device_set)
-        alike.setdefault((devices, _derive.has_wide_fn(leaf)), []).append(leaf)
+        alike.setdefault((devices, lazy.has_wide_fn(leaf)), []).append(leaf)
     values: dict[LeafPath, Any] = {}
     for some in alike.values():
         values |= _make(some, options)
     return values
 
 
-def _make(leaves: Sequence[Leaf], options: _read.Options) -> dict[LeafPath, Any]:
-    is_wide = _derive.has_wide_fn(leaves[0])
+def _make(leaves: Sequence[Leaf], options: arrays_read.Options) -> dict[LeafPath, Any]:
+    is_wide = lazy.has_wide_fn(leaves[0])
     users = {id(s): (s, leaf) for leaf in reversed(leaves) for s in leaf.sources}
-    jobs: dict[int, _read.ReadJob] = {}
+    jobs: dict[int, arrays_read.ReadJob] = {}
     given: dict[int, Any] = {}
     names: set[str] = set()
     for key, (source, user) in users.items():
@@ -185,10 +189,10 @@ def _make(leaves: Sequence[Leaf], options: _read.Options) -> dict[LeafPath, Any]
                 name = f"{name} of {source.root}"
             names.add(name)
             wanted = _wanted_of_source(source, user.info, name)
-            jobs[key] = _read.ReadJob(source, wanted)
+            jobs[key] = arrays_read.ReadJob(source, wanted)
         else:
             given[key] = _given(source, user.info)
-    found = _read.read(tuple(jobs.values()), options)
+    found = arrays_read.read(tuple(jobs.values()), options)
     arrays = given | {key: found[job.wanted.path] for key, job in jobs.items()}
     for key, array in arrays.items():
         if isinstance(array, np.ndarray):
@@ -197,22 +201,20 @@ def _make(leaves: Sequence[Leaf], options: _read.Options) -> dict[LeafPath, Any]
 
     def make(args: Sequence[jax.Array]) -> list[jax.Array]:
         return [
-            _derive.value_fn(leaf)(
-                *(args[order[id(source)]] for source in leaf.sources)
-            )
+            lazy.value_fn(leaf)(*(args[order[id(source)]] for source in leaf.sources))
             for leaf in leaves
         ]
 
     shardings = [_automatic(leaf.info.sharding) for leaf in leaves]
     split: dict[str, Any] = {"out_shardings": shardings} if any(shardings) else {}
-    with _derive.wide(is_wide):
+    with lazy.wide(is_wide):
         made = jax.jit(make, **split)(list(arrays.values()))
         # Else the next sources are read while these are still in memory.
         jax.block_until_ready(made)
     for value, leaf in zip(made, leaves, strict=True):
         assert value.shape == leaf.info.shape, (leaf.info.path, value.shape)
     return {
-        leaf.info.path: _place.place(value, leaf.info)
+        leaf.info.path: to_device.place(value, leaf.info)
         for leaf, value in zip(leaves, made, strict=True)
     }
 
@@ -233,7 +235,7 @@ def _given(value: Any, user: LeafInfo) -> Any:
 def _wanted_of_source(source: StoredLeaf, user: LeafInfo, name: str) -> LeafInfo:
     """How to read a source of the leaf `user`: split as that, where it is alike."""
     info = source.info
-    is_wide = _derive.needs_64_bits(
+    is_wide = lazy.needs_64_bits(
         info
     )  # jax would make it narrower outside of a computation
     python_type = "numpy.ndarray" if is_wide else "jax.Array"

@@ -1,6 +1,7 @@
 """What zarr stores of an array on the host: its metadata, and its raw chunks.
 
-Raw chunks (see `_zarr`) are stored as they lie in memory, without a copy if possible.
+Raw chunks (see `_arrays.zarr.metadata`) are stored as they lie in memory, without a
+copy if possible.
 """
 
 from __future__ import annotations
@@ -12,25 +13,29 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flaxckpt import _blocks, _state, _zarr
-from flaxckpt._snapshot import HostArray, HostShard
+from flaxckpt import _state
+from flaxckpt._arrays.to_host import HostArray, HostShard
+from flaxckpt._arrays.zarr import chunk_file
+from flaxckpt._arrays.zarr import metadata as zarr_metadata
+from flaxckpt._arrays.zarr.metadata import Array, Encoding, Region
 from flaxckpt._types import JSON
-from flaxckpt._zarr import Array, Encoding, Region
 
 
 def is_raw(array: HostArray, encoding: Encoding) -> bool:
     """Whether an array is written without TensorStore, which would sync it."""
-    return _zarr.is_raw(encoding, array.shape, _stored_name(array))
+    return zarr_metadata.is_raw(encoding, array.shape, _stored_name(array))
 
 
 def metadata(array: HostArray, encoding: Encoding) -> dict[str, JSON]:
     """What zarr says of an array, for TensorStore."""
-    return _zarr.metadata(encoding, array.shape, _stored_name(array), array.chunk_shape)
+    return zarr_metadata.metadata(
+        encoding, array.shape, _stored_name(array), array.chunk_shape
+    )
 
 
 def metadata_text(array: HostArray, encoding: Encoding) -> bytes:
     """The same, as the content of its file."""
-    return _zarr.metadata_text(
+    return zarr_metadata.metadata_text(
         encoding, array.shape, _stored_name(array), array.chunk_shape
     )
 
@@ -69,7 +74,7 @@ class Chunk(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of its values in memory."""
         itemsize: int = self.shard.data.dtype.itemsize
-        return math.prod(_zarr.extent(self.bounds)) * itemsize
+        return math.prod(zarr_metadata.extent(self.bounds)) * itemsize
 
     def has_to_be_copied(self) -> bool:
         """Whether its values are not already one run of bytes, as stored."""
@@ -84,7 +89,7 @@ class Chunk(NamedTuple):
         """What is stored: the values, padding, the checksum. Views where possible."""
         parts = self._content()
         if encoding.checksum:
-            parts.append(memoryview(_blocks.checksum(parts)))
+            parts.append(memoryview(chunk_file.checksum(parts)))
         return parts
 
     def _content(self) -> list[memoryview]:
@@ -101,14 +106,14 @@ class Chunk(NamedTuple):
 
     def _data(self) -> Array:
         values = np.asarray(self.shard.data)
-        data: Array = values[_zarr.within(self.bounds, self.shard.region)]
+        data: Array = values[zarr_metadata.within(self.bounds, self.shard.region)]
         return data
 
 
 def chunks(array: HostArray) -> Iterator[Chunk]:
     """The chunks that this process writes of an array."""
     for shard in array.shards:
-        for key, bounds in _zarr.chunks(shard.region, array.chunk_shape):
+        for key, bounds in zarr_metadata.chunks(shard.region, array.chunk_shape):
             yield Chunk(array, shard, key, bounds)
 
 

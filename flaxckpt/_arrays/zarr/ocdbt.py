@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 import tensorstore as ts
 
-from flaxckpt import _storage, _zarr
+from flaxckpt import _storage
+from flaxckpt._arrays.zarr import metadata
 
 MANIFEST = "manifest.ocdbt"
 PART = "ocdbt.process_"
@@ -89,7 +90,7 @@ def opened(root: Path, context: ts.Context) -> ts.KvStore:
         context: Shared by databases that take values over from each other.
     """
     _storage.client.use_threads()
-    spec = _zarr.kvstore(root, "", ocdbt=True)
+    spec = metadata.kvstore(root, "", ocdbt=True)
     return _storage.paths.result(ts.KvStore.open(spec, context=context), root)
 
 
@@ -200,7 +201,7 @@ class _Tree:
     def _dump(self, node: str | None) -> Any:
         if self._store is None:
             _storage.client.use_threads()
-            spec = _zarr.kvstore(self._root, "", ocdbt=False)
+            spec = metadata.kvstore(self._root, "", ocdbt=False)
             opening = ts.KvStore.open(spec, context=_storage.client.context())
             self._store = _storage.paths.result(opening, self._root)
         return _storage.paths.result(ts.ocdbt.dump(self._store, node), self._root)

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import tensorstore as ts
 
-from flaxckpt import _state, _storage, _zarr
+from flaxckpt import _state, _storage
+from flaxckpt._arrays.zarr import metadata
 
 _LONG_BYTES = 64 * 2**20
 """Shorter chunks may have any size: not much comes of them."""
@@ -58,7 +59,7 @@ def described(text: bytes) -> Chunks:
 
 
 def _described(data: Mapping[str, Any]) -> Chunks:
-    shape, dtype, chunk_shape = _zarr.array(data)
+    shape, dtype, chunk_shape = metadata.array(data)
     size = math.prod(chunk_shape) * _state.dtypes.to_numpy(dtype).itemsize
     if data["zarr_format"] == 3:
         codecs = [_name(codec) for codec in data["codecs"]]
@@ -142,7 +143,7 @@ def check_values(store: ts.KvStore, name: str, chunks: Chunks) -> None:
     Raises:
         ValueError: One says what it must not.
     """
-    before = _zarr.database_key(name, "")
+    before = metadata.database_key(name, "")
     end = before[:-1] + "0" if before else ""  # "0" comes after "/"
     keys = [
         key.decode() for key in store.list(ts.KvStore.KeyRange(before, end)).result()

@@ -16,8 +16,8 @@ import numpy as np
 import tensorstore as ts
 
 from flaxckpt import _state, _storage
+from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._types import Shape
-from flaxckpt._zarr import Array
 
 _PART_BYTES = 8 * 2**20
 """What is read at once: enough for a disk, and several at a time for several cores."""

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flaxckpt import _layout
-from flaxckpt._read import ReadJob
+from flaxckpt._arrays import layout
+from flaxckpt._arrays.read import ReadJob
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 
@@ -52,7 +52,7 @@ def parted(info: LeafInfo) -> NamedSharding | None:
     for count in range(len(spare), 0, -1):
         names = spare[:count]  # the first axes are those between processes
         parts = math.prod(sharding.mesh.shape[name] for name in names)
-        if _layout.stored_bytes(info) < _MIN_PART_BYTES * parts * split:
+        if layout.stored_bytes(info) < _MIN_PART_BYTES * parts * split:
             continue
         for axis, size in enumerate(shard):
             if size % parts == 0:

@@ -14,10 +14,13 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from flaxckpt import _chunks, _layout, _state, _writers, errors
+from flaxckpt import _state, errors
+from flaxckpt._arrays import layout
+from flaxckpt._arrays.zarr import chunk_shape as zarr_chunk_shape
+from flaxckpt._arrays.zarr import writer_assignment
+from flaxckpt._arrays.zarr.metadata import Array, Region, region_of, whole
 from flaxckpt._state.leaf import Leaf, LeafInfo
 from flaxckpt._types import Shape
-from flaxckpt._zarr import Array, Region, region_of, whole
 
 _log = logging.getLogger(__name__)
 
@@ -102,7 +105,7 @@ def to_host(
     return [
         HostArray(
             name,
-            _layout.stored_form(leaf.info)[0],
+            layout.stored_form(leaf.info)[0],
             leaf.info.dtype or "",
             chunk_shape,
             some
@@ -126,7 +129,7 @@ def places(leaves: Sequence[Named], processes: int) -> dict[str, int]:
 
     Returns:
         Name of an array -> place of those replicas in their groups, if it is not 0; see
-        `_writers`.
+        `_arrays.zarr.writer_assignment`.
     """
     tasks = tuple([_task(leaf.info) for _, _, leaf in leaves])
     found = _assigned(tasks, processes)
@@ -136,12 +139,14 @@ def places(leaves: Sequence[Named], processes: int) -> dict[str, int]:
 
 
 @functools.lru_cache(maxsize=4)
-def _assigned(tasks: tuple[_writers.Task, ...], processes: int) -> Sequence[int]:
-    return _writers.assign(tasks, processes)[0]
+def _assigned(
+    tasks: tuple[writer_assignment.Task, ...], processes: int
+) -> Sequence[int]:
+    return writer_assignment.assign(tasks, processes)[0]
 
 
-def _task(info: LeafInfo) -> _writers.Task:
-    task = _layout.task(info)
+def _task(info: LeafInfo) -> writer_assignment.Task:
+    task = layout.task(info)
     is_shared = task.sharding is not None and is_of_several(task.sharding)
     return task if is_shared else task._replace(sharding=None)
 
@@ -249,7 +254,7 @@ def _sources(leaf: Leaf, place: int) -> list[HostShard | _DevicePart]:
         return [HostShard(whole(array.shape), array)] if array.size else []
     if leaf.info.kind == "prng_key":
         value = jax.random.key_data(value)
-    writing = _layout.writing(leaf.info, value.shape)
+    writing = layout.writing(leaf.info, value.shape)
     if not value.size:
         return []
     grid = [
@@ -258,7 +263,9 @@ def _sources(leaf: Leaf, place: int) -> list[HostShard | _DevicePart]:
             value.shape, value.sharding.shard_shape(value.shape), strict=True
         )
     ]
-    writers = _writers.Writers(writing.replicas, writing.parts, place, math.prod(grid))
+    writers = writer_assignment.Writers(
+        writing.replicas, writing.parts, place, math.prod(grid)
+    )
     return [
         _part(shard, value.shape, writing.slices, part)
         for shard in value.addressable_shards
@@ -284,7 +291,10 @@ def _number(shard: jax.Shard, shape: Shape, grid: Sequence[int]) -> int:
 
 
 def _part(
-    shard: jax.Shard, shape: Shape, slices: _chunks.ReplicaSlices | None, part: int
+    shard: jax.Shard,
+    shape: Shape,
+    slices: zarr_chunk_shape.ReplicaSlices | None,
+    part: int,
 ) -> HostShard | _DevicePart:
     region = region_of(shard.index, shape)
     data = shard.data

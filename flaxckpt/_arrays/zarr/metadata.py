@@ -18,7 +18,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from flaxckpt import _array_limits, _state, _storage, _zarr_codecs
+from flaxckpt import _state, _storage
+from flaxckpt._arrays.zarr import codecs as zarr_codecs
+from flaxckpt._arrays.zarr import limits
 from flaxckpt._types import JSON, Shape
 
 METADATA = "zarr.json"
@@ -295,10 +297,10 @@ def array(
     else:
         dtype, chunks = metadata["dtype"], metadata["chunks"]
     shape, chunk_shape = (
-        _array_limits.sizes(metadata["shape"]),
-        _array_limits.sizes(chunks),
+        limits.sizes(metadata["shape"]),
+        limits.sizes(chunks),
     )
-    _zarr_codecs.check(metadata, chunk_shape)
+    zarr_codecs.check(metadata, chunk_shape)
     return shape, _element_type(dtype), chunk_shape
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flaxckpt import _array_limits
+from flaxckpt._arrays.zarr import limits
 
 _COMPRESSORS = frozenset(("blosc", "gzip", "zstd"))
 _CODECS = frozenset(("bytes", "crc32c", "transpose", *_COMPRESSORS))
@@ -55,7 +55,7 @@ def _check_2(metadata: Mapping[str, Any]) -> None:
 
 
 def _check_cut(cut: Mapping[str, Any], chunk_shape: Sequence[int]) -> None:
-    parts = _array_limits.sizes(cut["chunk_shape"])
+    parts = limits.sizes(cut["chunk_shape"])
     if len(parts) != len(chunk_shape) or 0 in parts:
         raise ValueError(f"chunks {list(chunk_shape)} are cut into {list(parts)}")
     counts = [-(-size // part) for size, part in zip(chunk_shape, parts, strict=True)]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from flaxckpt import _layout, _state, _zarr
+from flaxckpt import _state
+from flaxckpt._arrays import layout
+from flaxckpt._arrays.zarr import metadata
+from flaxckpt._arrays.zarr.metadata import Array, Region
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import Shape
-from flaxckpt._zarr import Array, Region
 
 
 def to_read(found: LeafInfo, wanted: LeafInfo) -> dict[Region, list[Region]]:
@@ -21,20 +23,20 @@ def to_read(found: LeafInfo, wanted: LeafInfo) -> dict[Region, list[Region]]:
         found: The leaf as it is stored.
         wanted: The same with the sharding that it gets.
     """
-    shape, _ = _layout.stored_form(found)
+    shape, _ = layout.stored_form(found)
     sharding = wanted.sharding
     if (
         sharding is None
         or wanted.kind != "array"
         or (len(sharding.device_set) == 1 and sharding.is_fully_addressable)
     ):
-        whole = _zarr.whole(shape)
+        whole = metadata.whole(shape)
         return {whole: [whole]}
     indices = sharding.addressable_devices_indices_map(shape).values()
     if not indices:
         return {}  # other processes have it all
     regions = list(
-        dict.fromkeys(_zarr.region_of(index or (), shape) for index in indices)
+        dict.fromkeys(metadata.region_of(index or (), shape) for index in indices)
     )
     chunk = found.chunk_shape
     if len(regions) == 1 or (
@@ -60,7 +62,7 @@ def cut(
 ) -> dict[Region, Array]:
     """What each device needs -> its values."""
     return {
-        region: arrays[read][_zarr.within(region, read)]
+        region: arrays[read][metadata.within(region, read)]
         for read, regions in reads.items()
         for region in regions
     }

@@ -16,10 +16,13 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import _computed, _layout, _read, _state, _storage, _util, _zarr, errors
+from flaxckpt import _state, _storage, _util, errors
+from flaxckpt._arrays import evaluate, layout
+from flaxckpt._arrays import read as arrays_read
+from flaxckpt._arrays.zarr import metadata
+from flaxckpt._arrays.zarr.metadata import Array, Region
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
-from flaxckpt._zarr import Array, Region
 
 
 class Piece(NamedTuple):
@@ -49,12 +52,12 @@ class Piece(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Whether it is the whole leaf."""
-        return self.region == _zarr.whole(_layout.stored_form(self.leaf.info)[0])
+        return self.region == metadata.whole(layout.stored_form(self.leaf.info)[0])
 
     @property
     def nbytes(self) -> int:
         """The size of its values, in memory."""
-        return math.prod(_zarr.extent(self.region)) * self.itemsize
+        return math.prod(metadata.extent(self.region)) * self.itemsize
 
     @property
     def itemsize(self) -> int:
@@ -64,7 +67,7 @@ class Piece(NamedTuple):
     @property
     def start(self) -> int:
         """How many bytes of the array, in C order, come before it."""
-        shape = _layout.stored_form(self.leaf.info)[0]
+        shape = layout.stored_form(self.leaf.info)[0]
         element = 0
         for (start, _), size in zip(self.region, shape, strict=True):
             element = element * size + start
@@ -79,13 +82,13 @@ def cut(leaf: Leaf, *, chunk_shape: Shape | None, max_bytes: int) -> list[Piece]
         chunk_shape: What must not be cut: the chunks it is written in. None: nothing.
         max_bytes: Upper bound on the values of a piece, as they are read and written.
     """
-    shape = _layout.stored_form(leaf.info)[0]
-    whole = Piece(leaf, _zarr.whole(shape))
+    shape = layout.stored_form(leaf.info)[0]
+    whole = Piece(leaf, metadata.whole(shape))
     if leaf.fn is not None:
         return [whole]
     read_bytes, read_chunk = 0, None
     if isinstance(source := leaf.source, StoredLeaf):
-        read_bytes = _layout.stored_bytes(source.info)
+        read_bytes = layout.stored_bytes(source.info)
         read_chunk = source.info.chunk_shape
     size = max(whole.nbytes, read_bytes)
     cuts = _Cuts(shape, chunk_shape, read_chunk, size, max_bytes)
@@ -118,10 +121,10 @@ def _regions(cuts: _Cuts, outer: Region) -> Iterator[Region]:
     """
     shape, axis = cuts.shape, len(outer)
     rest = shape[axis:]
-    rows = math.prod(_zarr.extent(outer))
+    rows = math.prod(metadata.extent(outer))
     size = cuts.size * rows // max(1, math.prod(shape[:axis]))
     if size <= cuts.max_bytes or not rest:
-        yield (*outer, *_zarr.whole(rest))
+        yield (*outer, *metadata.whole(rest))
         return
     step = cuts.chunk_shape[axis] if cuts.chunk_shape else 1
     row_bytes = max(1, size // rest[0])
@@ -136,7 +139,7 @@ def _regions(cuts: _Cuts, outer: Region) -> Iterator[Region]:
     step *= max(1, cuts.max_bytes // (row_bytes * step))
     for start in range(0, rest[0], step):
         bounds = (start, min(start + step, rest[0]))
-        yield (*outer, bounds, *_zarr.whole(rest[1:]))
+        yield (*outer, bounds, *metadata.whole(rest[1:]))
 
 
 def batches(pieces: Iterable[Piece], max_bytes: int) -> Iterator[list[Piece]]:
@@ -178,15 +181,17 @@ def read(pieces: Sequence[Piece], *, max_bytes: int) -> list[Array]:
 
 def _whole(pieces: Sequence[Piece], max_bytes: int) -> list[Array]:
     jobs = {
-        piece.path: _read.ReadJob(source, _as_numpy(source.info, piece.path))
+        piece.path: arrays_read.ReadJob(source, _as_numpy(source.info, piece.path))
         for piece in pieces
         if isinstance(source := piece.leaf.source, StoredLeaf)
     }
     if not jobs:
         return [_given(piece.leaf) for piece in pieces]
     root = next(iter(jobs.values())).stored.root
-    options = _read.Options(_storage.filesystem.is_local(str(root)), True, max_bytes)
-    values = _read.read(tuple(jobs.values()), options)
+    options = arrays_read.Options(
+        _storage.filesystem.is_local(str(root)), True, max_bytes
+    )
+    values = arrays_read.read(tuple(jobs.values()), options)
     return [
         _converted(values[piece.path], piece.leaf.info)
         if piece.path in values
@@ -202,7 +207,7 @@ def _as_numpy(info: LeafInfo, path: LeafPath) -> LeafInfo:
         path=path,
         kind="array",
         python_type="numpy.ndarray",
-        shape=_layout.stored_form(info)[0],
+        shape=layout.stored_form(info)[0],
         sharding=None,
         weak_type=False,
         prng_impl=None,
@@ -259,7 +264,7 @@ def _begun(
                     source.open(context), source.root
                 )
             store = opened[piece.path]
-            if (store.shape, store.dtype.name) != _layout.stored_form(source.info):
+            if (store.shape, store.dtype.name) != layout.stored_form(source.info):
                 raise ValueError(f"recorded as {source.info}, stored as another")
             region = tuple(slice(*bounds) for bounds in piece.region)
             begun.append(store[region].read())
@@ -276,8 +281,10 @@ def _first_words(error: Exception) -> str:
 
 
 def _given_part(piece: Piece) -> Array:
-    shape = _layout.stored_form(piece.leaf.info)[0]
-    part: Array = _given(piece.leaf)[_zarr.within(piece.region, _zarr.whole(shape))]
+    shape = layout.stored_form(piece.leaf.info)[0]
+    part: Array = _given(piece.leaf)[
+        metadata.within(piece.region, metadata.whole(shape))
+    ]
     return part
 
 
@@ -307,7 +314,7 @@ def _made(leaves: Sequence[Leaf], max_bytes: int) -> list[Array]:
         )
         for leaf in leaves
     ]
-    values = _computed.read(wanted, _read.Options(False, True, max_bytes))
+    values = evaluate.read(wanted, arrays_read.Options(False, True, max_bytes))
     return [_as_array(values[leaf.info.path], leaf.info) for leaf in leaves]
 
 

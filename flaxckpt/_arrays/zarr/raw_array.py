@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from flaxckpt import _zarr
+from flaxckpt._arrays.zarr import metadata
 
 
 class RawArray(NamedTuple):
@@ -24,5 +24,5 @@ class RawArray(NamedTuple):
     root: Path
     name: str
     ocdbt: bool
-    encoding: _zarr.Encoding
+    encoding: metadata.Encoding
     digests: Mapping[str, str] = MappingProxyType({})

@@ -1,7 +1,8 @@
 """Arrays from storage into memory, within a byte budget.
 
-Each part that a local device needs is read exactly once. Raw chunks (see `_zarr`) are
-mapped, or read straight into their place; all others come through TensorStore.
+Each part that a local device needs is read exactly once. Raw chunks (see
+`_arrays.zarr.metadata`) are mapped, or read straight into their place; all others come
+through TensorStore.
 """
 
 from __future__ import annotations
@@ -13,21 +14,13 @@ from typing import Any, NamedTuple
 
 import tensorstore as ts
 
-from flaxckpt import (
-    _layout,
-    _place,
-    _raw,
-    _regions,
-    _state,
-    _storage,
-    _util,
-    _zarr,
-    errors,
-)
-from flaxckpt._raw import Reading
+from flaxckpt import _state, _storage, _util, errors
+from flaxckpt._arrays import layout, read_raw, shards, to_device
+from flaxckpt._arrays.read_raw import Reading
+from flaxckpt._arrays.zarr import metadata
+from flaxckpt._arrays.zarr.metadata import Array, Region
 from flaxckpt._state.leaf import LeafInfo, StoredLeaf
 from flaxckpt._types import JSON, LeafPath
-from flaxckpt._zarr import Array, Region
 
 _DECODED_AT_ONCE = 128 * 2**20
 """Bytes that TensorStore decodes at one time; it holds them encoded as well."""
@@ -92,9 +85,9 @@ def open_one(stored: StoredLeaf) -> ts.TensorStore:
 def bytes_here(job: ReadJob) -> int:
     """Uncompressed bytes that this process reads for a leaf."""
     if job.found.dtype is None or job.wanted.sharding is None:
-        return _layout.stored_bytes(job.found)
-    return _regions.nbytes(
-        _regions.to_read(job.found, job.wanted), _layout.stored_form(job.found)[1]
+        return layout.stored_bytes(job.found)
+    return shards.nbytes(
+        shards.to_read(job.found, job.wanted), layout.stored_form(job.found)[1]
     )
 
 
@@ -113,13 +106,15 @@ def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
     faults: dict[LeafPath, str] = {}
     too_large: list[errors.Mismatch] = []
     context = _storage.client.context({"file_io_concurrency": {"limit": 32}})
-    databases = _raw.Databases(context)
+    databases = read_raw.Databases(context)
     for batch in _batches(jobs, options.max_concurrent_bytes):
         blocks = _read_batch(batch, options, databases, faults)
         while blocks:  # what has become an array is let go
             job, parts = blocks.pop()
             try:
-                values[job.wanted.path] = _place.assemble(parts, job.found, job.wanted)
+                values[job.wanted.path] = to_device.assemble(
+                    parts, job.found, job.wanted
+                )
             except (ValueError, MemoryError) as error:
                 faults[job.wanted.path] = _first_words(error)
             except OverflowError as error:
@@ -137,7 +132,7 @@ def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
 def _read_batch(
     batch: Sequence[_Work],
     options: Options,
-    databases: _raw.Databases,
+    databases: read_raw.Databases,
     faults: dict[LeafPath, str],
 ) -> list[tuple[ReadJob, dict[Region, Array]]]:
     """Each leaf with what the devices need of it, all of it in memory.
@@ -150,7 +145,7 @@ def _read_batch(
         _reporting(work, begun, options.report)
         for work, begun in zip(batch, reading, strict=True)
     ]
-    _raw.run(reading)
+    read_raw.run(reading)
     blocks = []
     for work, begun, unreported in zip(batch, reading, rest, strict=True):
         try:
@@ -158,7 +153,7 @@ def _read_batch(
             options.report(unreported)
             for array in arrays.values():
                 _state.dtypes.check_bools(array)
-            blocks.append((work.job, _regions.cut(work.reads, arrays)))
+            blocks.append((work.job, shards.cut(work.reads, arrays)))
         except errors.StoreError:
             raise  # nothing is wrong with the leaf
         except (ValueError, OSError, MemoryError) as error:
@@ -168,7 +163,7 @@ def _read_batch(
 
 def _reporting(work: _Work, begun: Reading, report: Callable[[int], object]) -> int:
     """Has the tasks report what they read; returns what is left to be reported."""
-    size = _regions.nbytes(work.reads, _layout.stored_form(work.job.found)[1])
+    size = shards.nbytes(work.reads, layout.stored_form(work.job.found)[1])
     raw = work.job.stored.raw
     if raw is None or raw.ocdbt or not begun.tasks:
         return size  # TensorStore reads behind its tasks
@@ -198,7 +193,7 @@ def _damaged(root: Path, faults: dict[LeafPath, str]) -> errors.DamagedCheckpoin
 def _first_words(error: Exception) -> str:
     """What TensorStore says, less the specification that it appends."""
     if isinstance(error, MemoryError):
-        return _raw.TOO_LARGE
+        return read_raw.TOO_LARGE
     text = str(error).split(" [tensorstore_spec", maxsplit=1)[0].split(" [source")[0]
     return " ".join(text.split())[:200]
 
@@ -223,10 +218,10 @@ def _batches(jobs: Sequence[ReadJob], max_bytes: int) -> Iterator[list[_Work]]:
     for is_raw in (True, False):
         at_once = max_bytes if is_raw else min(max_bytes, _DECODED_AT_ONCE)
         sized = (
-            (work, _regions.nbytes(work.reads, _layout.stored_form(job.found)[1]))
+            (work, shards.nbytes(work.reads, layout.stored_form(job.found)[1]))
             for job in jobs
             if (job.stored.raw is not None) == is_raw
-            for work in [_Work(job, _regions.to_read(job.found, job.wanted))]
+            for work in [_Work(job, shards.to_read(job.found, job.wanted))]
         )
         yield from _util.memory.batches(sized, at_once)
 
@@ -234,7 +229,7 @@ def _batches(jobs: Sequence[ReadJob], max_bytes: int) -> Iterator[list[_Work]]:
 # ---- reading --------------------------------------------------------------------
 
 
-def _begin(work: _Work, options: Options, databases: _raw.Databases) -> Reading:
+def _begin(work: _Work, options: Options, databases: read_raw.Databases) -> Reading:
     stored, regions = work.job.stored, tuple(work.reads)
     try:
         if stored.raw is None:
@@ -242,7 +237,7 @@ def _begin(work: _Work, options: Options, databases: _raw.Databases) -> Reading:
             return _from_store(work.job, regions, databases.context, check)
         if not stored.raw.ocdbt:
             _storage.symlinks.check_root(stored.raw.root, stored.root)
-            return _raw.from_files(
+            return read_raw.from_files(
                 stored.raw,
                 stored.info,
                 regions,
@@ -250,17 +245,17 @@ def _begin(work: _Work, options: Options, databases: _raw.Databases) -> Reading:
                 verify=options.verify,
             )
         databases.begin(stored.raw, stored.root, verify=options.verify)
-        if _layout.stored_bytes(stored.info) > _DATABASE_VALUE_BYTES:
+        if layout.stored_bytes(stored.info) > _DATABASE_VALUE_BYTES:
             return _from_store(work.job, regions, databases.context)
-        return _raw.from_database(
+        return read_raw.from_database(
             stored.raw, stored.info, regions, databases, verify=options.verify
         )
     except errors.StoreError:
         raise  # nothing is wrong with the leaf
     except (ValueError, OSError) as error:
-        return _raw.failed(error)
+        return read_raw.failed(error)
     except MemoryError:
-        return _raw.failed(ValueError(_raw.TOO_LARGE))
+        return read_raw.failed(ValueError(read_raw.TOO_LARGE))
 
 
 def _from_store(
@@ -278,10 +273,10 @@ def _from_store(
         if _is_cast_by_tensorstore(job):
             store = ts.cast(store, job.wanted.dtype or "")
         dtype = store.dtype.numpy_dtype
-        _util.memory.check(_regions.nbytes(regions, _layout.stored_form(job.found)[1]))
+        _util.memory.check(shards.nbytes(regions, layout.stored_form(job.found)[1]))
         for region in regions:
             # Into memory that jax takes over as it is; TensorStore's own it copies.
-            target = _raw.empty(_zarr.extent(region), dtype)
+            target = read_raw.empty(metadata.extent(region), dtype)
             source = store[tuple(slice(*b) for b in region)]
             moved = ts.array(target).write(source[ts.d[:].translate_to[0]])
             started[region] = moved.commit, target
@@ -314,7 +309,7 @@ def _open(stored: StoredLeaf, context: ts.Context) -> ts.Future[ts.TensorStore]:
 
 
 def _check_form(found: LeafInfo, store: ts.TensorStore) -> None:
-    shape, dtype = _layout.stored_form(found)
+    shape, dtype = layout.stored_form(found)
     if store.shape != shape or store.dtype.name != dtype:
         raise ValueError(
             f"recorded as {dtype}{list(shape)},"
@@ -343,7 +338,7 @@ def open_zarr(
     """
     spec: dict[str, JSON] = {
         "driver": "zarr3" if version == 3 else "zarr",
-        "kvstore": _zarr.kvstore(root, name, ocdbt=ocdbt),
+        "kvstore": metadata.kvstore(root, name, ocdbt=ocdbt),
         "fill_missing_data_reads": not strict,
     }
     return ts.open(spec, read=True, open=True, context=context)

@@ -17,10 +17,14 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import _blocks, _ocdbt, _raw_chunks, _state, _storage, _util, _zarr
-from flaxckpt._snapshot import HostArray, HostShard
+from flaxckpt import _state, _storage, _util
+from flaxckpt._arrays import chunks_to_write
+from flaxckpt._arrays.to_host import HostArray, HostShard
+from flaxckpt._arrays.zarr import chunk_file
+from flaxckpt._arrays.zarr import metadata as zarr_metadata
+from flaxckpt._arrays.zarr import ocdbt as zarr_ocdbt
+from flaxckpt._arrays.zarr.metadata import Encoding
 from flaxckpt._storage.local import Stamp
-from flaxckpt._zarr import Encoding
 
 DEFAULT_CONCURRENT_BYTES = 2 * 2**30
 """Bytes that may be between memory and storage at one time."""
@@ -92,14 +96,14 @@ def write(
         count: Called with bytes of values, in memory, whenever some are through.
         writer: Which process this is, if others write other chunks of these arrays, or
             other arrays, to the same `root`. Process 0 describes all of them. Each
-            has a database of its own, for `_ocdbt.merge`.
+            has a database of its own, for `_arrays.zarr.ocdbt.merge`.
 
     Raises:
         OSError, ValueError: Something could not be written.
     """
     context = _storage.client.context()
     if ocdbt and writer is not None:
-        root = root / f"{_ocdbt.PART}{writer}"
+        root = root / f"{zarr_ocdbt.PART}{writer}"
         root.mkdir()
     if ocdbt and _storage.upload.is_needed(root):
         # One database is made of all batches, which takes memory for all of it.
@@ -146,7 +150,7 @@ def _write_directories(
     raw: list[HostArray] = []
     encoded: list[HostArray] = []
     for array in arrays:
-        (raw if _raw_chunks.is_raw(array, encoding) else encoded).append(array)
+        (raw if chunks_to_write.is_raw(array, encoding) else encoded).append(array)
     budget = _util.threads.Budget(max_concurrent_bytes)
     _write_files(root, raw, encoding, previous, budget, count, writer)
     at_once = min(max_concurrent_bytes, _ENCODED_AT_ONCE)
@@ -221,29 +225,29 @@ def _write_files(
         """Makes the directory; returns whether the earlier metadata is the same."""
         directory = root / array.name
         directory.mkdir(exist_ok=not array.name or writer is not None)
-        content = _raw_chunks.metadata_text(array, encoding)
+        content = chunks_to_write.metadata_text(array, encoding)
         if not writer:
-            _blocks.write(directory / _zarr.METADATA, [memoryview(content)])
+            chunk_file.write(directory / zarr_metadata.METADATA, [memoryview(content)])
         return previous is not None and _is_unchanged(array, content, previous)
 
     def write_array(array: HostArray) -> None:
         is_unchanged = begin(array)
-        for chunk in _raw_chunks.chunks(array):
+        for chunk in chunks_to_write.chunks(array):
             write_chunk(chunk, is_unchanged)
 
-    def write_chunk(chunk: _raw_chunks.Chunk, is_unchanged: bool) -> None:
+    def write_chunk(chunk: chunks_to_write.Chunk, is_unchanged: bool) -> None:
         name = chunk.array.name
         new = root / name / chunk.key
         old = previous and previous.root / name / chunk.key
         # An array of jax's may have the memory of a numpy array, which its owner may
         # have changed since. jax does not tell, so that the checksums have to.
         is_same = is_unchanged and encoding.checksum
-        link = _blocks.link_unchanged if is_same else _blocks.link_equal
+        link = chunk_file.link_unchanged if is_same else chunk_file.link_equal
         copies = chunk.has_to_be_copied() + _COPIES_IN_REQUESTS * is_remote
         with budget.hold(chunk.size * copies):
             parts = chunk.parts(encoding)
             if not (old and link(old, new, parts)):
-                _blocks.write(new, parts)
+                chunk_file.write(new, parts)
         count(chunk.nbytes)
 
     # Large arrays are shared among the threads, chunk by chunk, and come first.
@@ -255,7 +259,7 @@ def _write_files(
         is_unchanged = begin(array)
         tasks += [
             functools.partial(write_chunk, chunk, is_unchanged)
-            for chunk in _raw_chunks.chunks(array)
+            for chunk in chunks_to_write.chunks(array)
         ]
     threads = _THREADS_OF_STORES if is_remote else _THREADS
     _util.threads.each(lambda task: task(), tasks, threads=threads)
@@ -273,8 +277,8 @@ def _is_unchanged(array: HostArray, metadata: bytes, previous: Previous) -> bool
     if dtype != array.dtype:
         return False
     try:
-        path = previous.root / array.name / _zarr.METADATA
-        return _blocks.small(path) == metadata
+        path = previous.root / array.name / zarr_metadata.METADATA
+        return chunk_file.small(path) == metadata
     except (ValueError, OSError):
         return False
 
@@ -283,7 +287,9 @@ def _link_files(old: Path, new: Path) -> None:
     """Replaces files of an array by links to equal ones of an earlier checkpoint."""
     for file in [path for path in new.iterdir() if path.is_file()]:
         link = file.with_name(file.name + ".link")
-        if _blocks.link_equal(old / file.name, link, [memoryview(file.read_bytes())]):
+        if chunk_file.link_equal(
+            old / file.name, link, [memoryview(file.read_bytes())]
+        ):
             link.replace(file)
 
 
@@ -300,19 +306,19 @@ def _write_database(
 ) -> None:
     """Writes arrays into one database, in one transaction: one data file for all."""
     transaction = ts.Transaction(atomic=True)
-    values = _ocdbt.opened(root, context).with_transaction(transaction)
+    values = zarr_ocdbt.opened(root, context).with_transaction(transaction)
     large = []
     for array in arrays:
-        if array.nbytes > _DATABASE_VALUE_BYTES or not _raw_chunks.is_raw(
+        if array.nbytes > _DATABASE_VALUE_BYTES or not chunks_to_write.is_raw(
             array, encoding
         ):
             large.append(array)
             continue
-        key = _zarr.database_key(array.name, _zarr.METADATA)
-        values.write(key, _raw_chunks.metadata_text(array, encoding))
-        for chunk in _raw_chunks.chunks(array):
+        key = zarr_metadata.database_key(array.name, zarr_metadata.METADATA)
+        values.write(key, chunks_to_write.metadata_text(array, encoding))
+        for chunk in chunks_to_write.chunks(array):
             content = b"".join(chunk.parts(encoding))
-            values.write(_zarr.database_key(array.name, chunk.key), content)
+            values.write(zarr_metadata.database_key(array.name, chunk.key), content)
         count(array.nbytes)
     _write_encoded(
         root, large, encoding, context, max_concurrent_bytes, transaction, count=count
@@ -338,12 +344,12 @@ def _write_encoded(
         ts.open(
             {
                 "driver": "zarr3" if encoding.version == 3 else "zarr",
-                "kvstore": _zarr.kvstore(
+                "kvstore": zarr_metadata.kvstore(
                     root, array.name, ocdbt=transaction is not None
                 ),
                 # Stock Orbax takes a missing chunk for damage: zeros are written too.
                 "store_data_equal_to_fill_value": True,
-                "metadata": _raw_chunks.metadata(array, encoding),
+                "metadata": chunks_to_write.metadata(array, encoding),
             },
             create=True,
             open=may_exist,

@@ -17,12 +17,15 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import _blocks, _layout, _ocdbt, _state, _storage, _util, _zarr
-from flaxckpt._blocks import Block, Bytes
-from flaxckpt._raw_array import RawArray
+from flaxckpt import _state, _storage, _util
+from flaxckpt._arrays import layout
+from flaxckpt._arrays.zarr import chunk_file, ocdbt
+from flaxckpt._arrays.zarr import metadata as zarr_metadata
+from flaxckpt._arrays.zarr.chunk_file import Block, Bytes
+from flaxckpt._arrays.zarr.metadata import Array, Region
+from flaxckpt._arrays.zarr.raw_array import RawArray
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import Shape
-from flaxckpt._zarr import Array, Region
 
 _THREADS = 8
 """Readers of files. More than cores: some wait for the disk."""
@@ -92,7 +95,11 @@ class _Form:
     """How the values of an array lie in its chunks."""
 
     def __init__(
-        self, encoding: _zarr.Encoding, shape: Shape, stored: str, chunk_shape: Shape
+        self,
+        encoding: zarr_metadata.Encoding,
+        shape: Shape,
+        stored: str,
+        chunk_shape: Shape,
     ) -> None:
         self.encoding = encoding
         self.shape = shape
@@ -103,7 +110,7 @@ class _Form:
 
     def check_metadata(self, text: bytes) -> None:
         """Compares the array's `zarr.json` with what was recorded of it."""
-        _zarr.check_metadata(
+        zarr_metadata.check_metadata(
             text, self.encoding, self.shape, self.stored, self.chunk_shape
         )
 
@@ -125,21 +132,21 @@ class _Form:
         """Whether so many chunks, one after another, are one piece of the array."""
         if chunks == 1:
             return True
-        return self.chunk_shape[1:] == self.shape[1:] and _blocks.can_join(
+        return self.chunk_shape[1:] == self.shape[1:] and chunk_file.can_join(
             [self.chunk_bytes] * chunks
         )
 
 
 @functools.lru_cache(maxsize=1024)  # most arrays are like others
 def _form(
-    encoding: _zarr.Encoding, shape: Shape, stored: str, chunk_shape: Shape
+    encoding: zarr_metadata.Encoding, shape: Shape, stored: str, chunk_shape: Shape
 ) -> _Form:
     return _Form(encoding, shape, stored, chunk_shape)
 
 
 def _form_of(raw: RawArray, info: LeafInfo) -> _Form:
     assert info.chunk_shape is not None, info
-    return _form(raw.encoding, *_layout.stored_form(info), info.chunk_shape)
+    return _form(raw.encoding, *layout.stored_form(info), info.chunk_shape)
 
 
 # ---- from files -----------------------------------------------------------------
@@ -163,7 +170,9 @@ def from_files(
     tasks: list[Callable[[], None]] = []
     if verify:
         tasks.append(
-            lambda: form.check_metadata(_blocks.small(directory / _zarr.METADATA))
+            lambda: form.check_metadata(
+                chunk_file.small(directory / zarr_metadata.METADATA)
+            )
         )
     arrays: dict[Region, Array] = {}
     may_map = memory_map and not _storage.paths.is_remote(directory)
@@ -173,14 +182,14 @@ def from_files(
                 Block(directory / key, form.chunk_bytes, form.encoding.checksum),
                 bounds,
             )
-            for key, bounds in _zarr.chunks(region, form.chunk_shape)
+            for key, bounds in zarr_metadata.chunks(region, form.chunk_shape)
         ]
         blocks = [block for block, _ in chunks]
         run = _map(form, blocks) if may_map and blocks else None
         if run is None:
-            arrays[region] = target = empty(_zarr.extent(region), form.dtype)
+            arrays[region] = target = empty(zarr_metadata.extent(region), form.dtype)
             for block, bounds in chunks:
-                part = target[_zarr.within(bounds, region)]
+                part = target[zarr_metadata.within(bounds, region)]
                 tasks.append(
                     functools.partial(_fill, form, part, block, bounds, verify)
                 )
@@ -188,7 +197,9 @@ def from_files(
             arrays[region] = form.values(run, region)
             for n, block in enumerate(blocks if verify else ()):
                 content = run[n * block.size : (n + 1) * block.size]
-                tasks.append(functools.partial(_blocks.verify_mapped, block, content))
+                tasks.append(
+                    functools.partial(chunk_file.verify_mapped, block, content)
+                )
     return Reading(tasks, lambda: arrays)
 
 
@@ -198,8 +209,8 @@ def _map(form: _Form, blocks: Sequence[Block]) -> Bytes | None:
         return None
     try:
         if len(blocks) == 1:
-            return _blocks.mapped(blocks[0])
-        return _blocks.mapped_as_one(blocks)
+            return chunk_file.mapped(blocks[0])
+        return chunk_file.mapped_as_one(blocks)
     except OSError as error:
         if error.errno in (errno.ENOMEM, errno.ENODEV):
             return None  # no more maps, or a file system that has none
@@ -208,7 +219,7 @@ def _map(form: _Form, blocks: Sequence[Block]) -> Bytes | None:
 
 def empty(shape: Shape, dtype: np.dtype[Any]) -> Array:
     """A new array, in memory that jax takes over as it is."""
-    memory = _blocks.empty(math.prod(shape) * dtype.itemsize)
+    memory = chunk_file.empty(math.prod(shape) * dtype.itemsize)
     return memory.view(dtype).reshape(shape)
 
 
@@ -228,10 +239,10 @@ def _fill(
         # The target is the beginning of the chunk; what is left is padding.
         memory = target.reshape(-1).view(np.uint8)
         rest = np.empty(block.size - memory.size, np.uint8)
-        _blocks.read(block, [memory.data, rest.data], verify=verify)
+        chunk_file.read(block, [memory.data, rest.data], verify=verify)
         return
-    buffer = _blocks.empty(block.size)
-    _blocks.read(block, [buffer.data], verify=verify)
+    buffer = chunk_file.empty(block.size)
+    chunk_file.read(block, [buffer.data], verify=verify)
     target[...] = form.values(buffer, bounds)
 
 
@@ -279,8 +290,8 @@ class Databases:
             try:
                 if verify:
                     _check_digests(root, raw.digests)
-                _ocdbt.check(root)
-                spec = _zarr.kvstore(root, "", ocdbt=True)
+                ocdbt.check(root)
+                spec = zarr_metadata.kvstore(root, "", ocdbt=True)
                 opening = ts.KvStore.open(spec, context=self.context)
                 opened = _storage.paths.result(opening, root)
             except (ValueError, OSError) as error:
@@ -310,12 +321,14 @@ def from_database(
     values = databases.open(raw, verify=verify)
     verify = verify and not raw.digests  # or all of it is verified already
     metadata = (
-        values.read(_zarr.database_key(raw.name, _zarr.METADATA)) if verify else None
+        values.read(zarr_metadata.database_key(raw.name, zarr_metadata.METADATA))
+        if verify
+        else None
     )
     pending = {
         region: [
-            (key, bounds, values.read(_zarr.database_key(raw.name, key)))
-            for key, bounds in _zarr.chunks(region, form.chunk_shape)
+            (key, bounds, values.read(zarr_metadata.database_key(raw.name, key)))
+            for key, bounds in zarr_metadata.chunks(region, form.chunk_shape)
         ]
         for region in regions
     }
@@ -325,7 +338,9 @@ def from_database(
     def arrays() -> Mapping[Region, Array]:
         if metadata is not None:
             form.check_metadata(
-                _value(_zarr.METADATA, _storage.paths.result(metadata, raw.root))
+                _value(
+                    zarr_metadata.METADATA, _storage.paths.result(metadata, raw.root)
+                )
             )
         found = {}
         for region, chunks in pending.items():
@@ -342,9 +357,9 @@ def from_database(
             if len(parts) == 1:
                 found[region] = parts[0][1]
                 continue
-            found[region] = target = empty(_zarr.extent(region), form.dtype)
+            found[region] = target = empty(zarr_metadata.extent(region), form.dtype)
             for bounds, values in parts:
-                target[_zarr.within(bounds, region)] = values
+                target[zarr_metadata.within(bounds, region)] = values
         return found
 
     return Reading([], arrays)
@@ -359,10 +374,10 @@ def _value(key: str, found: ts.KvStore.ReadResult) -> bytes:
 def _content(form: _Form, key: str, value: bytes, verify: bool) -> Bytes:
     """The values of a chunk, less its checksum."""
     content = np.frombuffer(value, np.uint8)
-    size = form.chunk_bytes + _blocks.CHECKSUM_BYTES * form.encoding.checksum
+    size = form.chunk_bytes + chunk_file.CHECKSUM_BYTES * form.encoding.checksum
     if len(content) != size:
         raise ValueError(f"{key} has {len(content)} bytes instead of {size}")
     values = content[: form.chunk_bytes]
     if verify and form.encoding.checksum:
-        _blocks.check(key, [values.data], content[form.chunk_bytes :].tobytes())
+        chunk_file.check(key, [values.data], content[form.chunk_bytes :].tobytes())
     return values

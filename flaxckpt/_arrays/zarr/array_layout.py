@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from flaxckpt import _util, _zarr, errors
+from flaxckpt import _util, errors
+from flaxckpt._arrays.zarr import metadata
 
 MIB = 2**20
 
@@ -43,10 +44,10 @@ class ArrayLayout:
                 )
 
     @property
-    def encoding(self) -> _zarr.Encoding:
+    def encoding(self) -> metadata.Encoding:
         """How the chunks of all arrays are encoded."""
         has_checksums = self.checksum and self.zarr_version == 3
-        return _zarr.Encoding(self.codec, has_checksums, self.zarr_version)
+        return metadata.Encoding(self.codec, has_checksums, self.zarr_version)
 
 
 def checked_layout(layout: ArrayLayout | None) -> ArrayLayout:

@@ -12,8 +12,10 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Sharding
 
-from flaxckpt import _array_limits, _chunks, _state, _writers
-from flaxckpt._array_layout import ArrayLayout
+from flaxckpt import _state
+from flaxckpt._arrays.zarr import chunk_shape as zarr_chunk_shape
+from flaxckpt._arrays.zarr import limits, writer_assignment
+from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._state.leaf import LeafInfo, Role
 from flaxckpt._types import Shape
 
@@ -33,7 +35,7 @@ class Writing(NamedTuple):
         replicas: How many they are.
     """
 
-    slices: _chunks.ReplicaSlices | None
+    slices: zarr_chunk_shape.ReplicaSlices | None
     shape: Shape
     replicas: int
 
@@ -65,7 +67,7 @@ def _shared_writing(
     )
     replicas = sharding.num_devices // copies
     stored_shard = (*shard, *shape[len(shard) :])
-    slices = _chunks.replica_slices(
+    slices = zarr_chunk_shape.replica_slices(
         stored_shard,
         replicas,
         itemsize=_state.dtypes.item_bits(dtype) / 8,
@@ -75,12 +77,12 @@ def _shared_writing(
     return Writing(slices, slices.shape if slices else stored_shard, replicas)
 
 
-def task(info: LeafInfo) -> _writers.Task:
+def task(info: LeafInfo) -> writer_assignment.Task:
     """What is to be written of a leaf, to be divided among processes."""
     shape, dtype = stored_form(info)
     part = writing(info, shape)
     nbytes = math.prod(part.shape) * _state.dtypes.item_bits(dtype) // 8
-    return _writers.Task(info.sharding, info.shape, part.parts, nbytes)
+    return writer_assignment.Task(info.sharding, info.shape, part.parts, nbytes)
 
 
 def stored_form(info: LeafInfo) -> tuple[Shape, str]:
@@ -163,7 +165,7 @@ def with_chunk_shape(
 
 @functools.lru_cache(maxsize=4096)
 def _chunk_shape(written: Shape, dtype: str, max_bytes: int, ragged: bool) -> Shape:
-    return _chunks.choose_chunk_shape(
+    return zarr_chunk_shape.choose_chunk_shape(
         written,
         itemsize=_state.dtypes.item_bits(dtype) / 8,
         max_bytes=max_bytes,
@@ -179,16 +181,16 @@ def fault(info: LeafInfo) -> str | None:
 @functools.lru_cache(maxsize=4096)
 def _fault(shape: Shape, chunk_shape: Shape) -> str | None:
     axes = len(chunk_shape)  # a PRNG key has one more than its shape
-    if axes > _array_limits.MAX_AXES:
-        return f"{axes} axes, and readers take {_array_limits.MAX_AXES}"
-    if max(shape, default=0) >= _array_limits.MAX_SIZE:
+    if axes > limits.MAX_AXES:
+        return f"{axes} axes, and readers take {limits.MAX_AXES}"
+    if max(shape, default=0) >= limits.MAX_SIZE:
         return (
             f"{max(shape)} elements along an axis, and readers take"
-            f" {_array_limits.MAX_SIZE - 1}"
+            f" {limits.MAX_SIZE - 1}"
         )
-    chunks = _chunks.chunk_count(shape, chunk_shape[: len(shape)])
-    if chunks > _array_limits.MAX_CHUNKS:
-        return f"{chunks} chunks, and readers take {_array_limits.MAX_CHUNKS}"
+    chunks = zarr_chunk_shape.chunk_count(shape, chunk_shape[: len(shape)])
+    if chunks > limits.MAX_CHUNKS:
+        return f"{chunks} chunks, and readers take {limits.MAX_CHUNKS}"
     return None
 
 

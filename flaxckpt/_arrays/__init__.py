@@ -1,0 +1,41 @@
+"""Arrays between devices, host memory and chunk files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flaxckpt import _doors
+
+if TYPE_CHECKING:
+    from flaxckpt._arrays import (
+        blockwise,
+        byte_ranges,
+        chunks_to_write,
+        evaluate,
+        layout,
+        lazy,
+        read,
+        read_once,
+        to_device,
+        to_host,
+        write,
+        zarr,
+    )
+
+__all__ = [
+    "blockwise",
+    "byte_ranges",
+    "chunks_to_write",
+    "evaluate",
+    "layout",
+    "lazy",
+    "read",
+    "read_once",
+    "to_device",
+    "to_host",
+    "write",
+    "zarr",
+]
+
+if not TYPE_CHECKING:
+    __getattr__ = _doors.opener(__name__, __all__)

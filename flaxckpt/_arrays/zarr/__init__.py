@@ -1,0 +1,35 @@
+"""The zarr format: metadata, chunks, codecs and OCDBT databases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flaxckpt import _doors
+
+if TYPE_CHECKING:
+    from flaxckpt._arrays.zarr import (
+        array_layout,
+        chunk_file,
+        chunk_headers,
+        chunk_shape,
+        limits,
+        metadata,
+        ocdbt,
+        raw_array,
+        writer_assignment,
+    )
+
+__all__ = [
+    "array_layout",
+    "chunk_file",
+    "chunk_headers",
+    "chunk_shape",
+    "limits",
+    "metadata",
+    "ocdbt",
+    "raw_array",
+    "writer_assignment",
+]
+
+if not TYPE_CHECKING:
+    __getattr__ = _doors.opener(__name__, __all__)
