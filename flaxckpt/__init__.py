@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from flaxckpt._checkpointer import Checkpointer
     from flaxckpt._convert import convert
     from flaxckpt._diff import CheckpointDiff, LeafDiff, diff
-    from flaxckpt._events import Event
     from flaxckpt._findings import VerifyReport
     from flaxckpt._handle import SaveHandle
     from flaxckpt._plan import LeafPlan, RestorePlan
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from flaxckpt._save_result import SaveResult
     from flaxckpt._simulation import Simulation, simulate
     from flaxckpt._state.leaf import LeafInfo
+    from flaxckpt._steps.event import Event
     from flaxckpt._storage.client import StoreOptions
     from flaxckpt._storage.store_settings import set_store_options
     from flaxckpt._verify import verify
@@ -106,7 +106,7 @@ _HOMES = {
     "CheckpointDiff": "_diff",
     "CheckpointMetadata": "formats._reader",
     "Checkpointer": "_checkpointer",
-    "Event": "_events",
+    "Event": "_steps.event",
     "LeafDiff": "_diff",
     "LeafInfo": "_state.leaf",
     "LeafPlan": "_plan",

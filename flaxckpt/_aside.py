@@ -6,7 +6,7 @@ import contextlib
 import logging
 from pathlib import Path
 
-from flaxckpt import _deletion, _steps, errors
+from flaxckpt import _steps, errors
 
 _log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class Aside:
         step_format: How its steps are called.
     """
 
-    def __init__(self, directory: Path, step_format: _steps.StepFormat) -> None:
+    def __init__(self, directory: Path, step_format: _steps.names.StepFormat) -> None:
         self._directory = directory / _PARAMS_ONLY
         self._format = step_format
 
@@ -41,15 +41,15 @@ class Aside:
 
     def latest(self) -> tuple[int, Path] | None:
         """The newest step and path; None if there is nothing."""
-        listed = _steps.listed(self._directory, self._format)
+        listed = _steps.names.listed(self._directory, self._format)
         return max(listed.items(), default=None)
 
     def keep_only(self, path: Path) -> None:
         """Deletes all others; says which it cannot delete."""
-        others = _steps.listed(self._directory, self._format).values()
+        others = _steps.names.listed(self._directory, self._format).values()
         for other in [other for other in others if other != path]:
             try:
-                _deletion.delete(other)
+                _steps.delete.delete(other)
             except OSError as error:
                 _log.warning("%s stays for now: %s", other, error)
 
@@ -57,4 +57,4 @@ class Aside:
         """Removes what crashes have left there."""
         with contextlib.suppress(OSError):  # another time
             if self._directory.is_dir() and not self._directory.is_symlink():
-                _deletion.tidy(self._directory, self._format, ())
+                _steps.delete.tidy(self._directory, self._format, ())

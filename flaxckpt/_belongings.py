@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from flaxckpt import _marks, _storage, errors, formats
+from flaxckpt import _steps, _storage, errors, formats
 from flaxckpt.formats import (
     _orbax,
     _orbax_disk,
@@ -285,7 +285,7 @@ def _slashes(name: str) -> Iterator[int]:
 
 def _is_orbax(directory: Path) -> bool:
     """Whether a checkpoint of ours or Orbax's is there, or was, if it is damaged."""
-    names = (_marks.DAMAGED, _orbax_json.MANIFEST, _orbax_disk.CHECKPOINT)
+    names = (_steps.markers.DAMAGED, _orbax_json.MANIFEST, _orbax_disk.CHECKPOINT)
     if any(_storage.local.lexists(directory / name) for name in names):
         return True
     try:
@@ -315,7 +315,7 @@ def _of_orbax(directory: Path, files: Collection[str]) -> set[str]:
     not known here hold whatever these have written.
     """
     handlers = _orbax_disk.item_handlers(directory)
-    is_damaged = _marks.DAMAGED in files
+    is_damaged = _steps.markers.DAMAGED in files
     own: set[str] = set()
     if not isinstance(handlers, dict) or _orbax_disk.TREE in files:  # or one item
         own |= _in_tree(files, is_damaged=False)
@@ -418,7 +418,7 @@ def _is_passing(name: str) -> bool:
     """
     directory, _, file = name.rpartition("/")
     return (
-        _marks.is_mark(file)
+        _steps.markers.is_mark(file)
         or _storage.local.is_replacing(file)
         or _OF_NFS.fullmatch(file) is not None
         or _LITTER.fullmatch(file) is not None

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from flaxckpt import _deletion, _marks, _measured, _storage, errors
+from flaxckpt import _measured, _steps, _storage, errors
 from flaxckpt.formats import _orbax
 
 _log = logging.getLogger(__name__)
@@ -37,25 +37,25 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> None:
 def pin(path: Path) -> None:
     """Keeps the step `path`, whatever the policies say."""
     with _writing(path, "it cannot be pinned"):
-        _marks.pin(path)
+        _steps.markers.pin(path)
 
 
 def unpin(path: Path) -> None:
     """Leaves the step `path` to the policies again."""
     with _writing(path, "it cannot be unpinned"):
-        _marks.unpin(path)
+        _steps.markers.unpin(path)
 
 
 def make_permanent(path: Path) -> None:
     """Has the step `path` stay as long as the policies say."""
     with _writing(path, "it cannot be made permanent"):
-        _marks.make_permanent(path)
+        _steps.markers.make_permanent(path)
 
 
 def delete(path: Path) -> None:
     """Deletes the step `path`, unless somebody reads it."""
     with _writing(path, "it cannot be deleted"):
-        _deletion.delete(path, even_pinned=True)
+        _steps.delete.delete(path, even_pinned=True)
 
 
 @contextlib.contextmanager

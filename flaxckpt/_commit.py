@@ -19,8 +19,8 @@ import jax
 from flaxckpt import (
     _arrays,
     _belongings,
-    _marks,
     _state,
+    _steps,
     _storage,
     _together,
     _util,
@@ -236,7 +236,7 @@ def made(snapshot: Snapshot) -> Iterator[Path]:
     with _storage.temporary.made(
         final,
         overwrite=snapshot.options.overwrite,
-        keep=lambda name: name == _marks.PIN,
+        keep=lambda name: name == _steps.markers.PIN,
     ) as temporary:
         (temporary / _orbax.STATE).mkdir()
         yield temporary
@@ -311,7 +311,7 @@ def finish(
     else:
         write_new(temporary, sealed)
     is_temporary = snapshot.options.temporary
-    marks = _marks.of_new(snapshot.final, temporary=is_temporary)
+    marks = _steps.markers.of_new(snapshot.final, temporary=is_temporary)
     write_new(temporary, {**marks, **snapshot.options.marks})
     size = _storage.local.sync_tree(temporary)
     manifest = _storage.local.stamp(temporary / _orbax_json.MANIFEST)

@@ -22,8 +22,8 @@ from flaxckpt import (
     _journal,
     _locate,
     _source_files,
+    _steps,
     _storage,
-    _survey,
     _targets,
     _util,
     errors,
@@ -130,7 +130,7 @@ def _run(source: Path, step: int | None, final: Path, options: Options) -> SaveR
     files = _source_files.stamps(found)
     stored = _locate.read_stored(found, number)
     # Under a number of its own, it is no step of the run that it comes from.
-    is_other = _survey.number(final.name) not in (number, None)
+    is_other = _steps.scan.number(final.name) not in (number, None)
     state = _conversion.state(stored, None if is_other else number, options)
     roots = _conversion.roots(state)
     files += tuple([f for r in roots if r != found for f in _source_files.stamps(r)])

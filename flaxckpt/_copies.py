@@ -10,7 +10,7 @@ from flaxckpt import (
     _audit,
     _belongings,
     _commit,
-    _marks,
+    _steps,
     _storage,
     _util,
     errors,
@@ -78,20 +78,20 @@ def is_whole(final: Path) -> bool:
         _audit.check(final)
     except (errors.DamagedCheckpointError, errors.CheckpointFormatError):
         return False
-    return not _marks.is_damaged(final)
+    return not _steps.markers.is_damaged(final)
 
 
 def make(path: Path, final: Path, *, overwrite: bool) -> int:
     """Makes a step of the directory of one in staging; returns its size in bytes."""
-    if _marks.is_damaged(final):
+    if _steps.markers.is_damaged(final):
         overwrite = True
         _belongings.set_aside(final)
     if overwrite and _storage.local.lexists(final):
         _belongings.check_replaceable(final)
-    is_temporary = _marks.is_temporary(path)
-    marks = _marks.of_new(final, temporary=is_temporary)
-    if _marks.is_pinned(path):
-        marks |= _marks.of_new(path, temporary=is_temporary)
+    is_temporary = _steps.markers.is_temporary(path)
+    marks = _steps.markers.of_new(final, temporary=is_temporary)
+    if _steps.markers.is_pinned(path):
+        marks |= _steps.markers.of_new(path, temporary=is_temporary)
     files = [
         file for file in path.rglob("*") if file.is_file() and _belongs(path, file)
     ]
@@ -102,7 +102,7 @@ def make(path: Path, final: Path, *, overwrite: bool) -> int:
             overwrite=overwrite,
             files=files,
             marks=marks,
-            keep=lambda name: name == _marks.PIN,
+            keep=lambda name: name == _steps.markers.PIN,
         )
     with _storage.temporary.made(final) as temporary:
         for directory in sorted({file.parent for file in files}):
@@ -125,5 +125,9 @@ def _belongs(path: Path, file: Path) -> bool:
     is_leftover = where in ("", _orbax.METRICS) and _storage.local.is_replacing(
         file.name
     )
-    is_mark = not where and _marks.is_mark(name) and not _marks.goes_along(name)
+    is_mark = (
+        not where
+        and _steps.markers.is_mark(name)
+        and not _steps.markers.goes_along(name)
+    )
     return not (is_leftover or is_mark)

@@ -10,12 +10,10 @@ from flaxckpt import (
     _follow,
     _inventory,
     _locate,
-    _marks,
     _retention,
     _run_steps,
     _steps,
     _storage,
-    _survey,
     _tiers,
     _util,
     _verify,
@@ -113,7 +111,7 @@ class RunDirectory:
         Raises:
             CheckpointNotFoundError: There is no such step.
         """
-        step = _steps.check(step)
+        step = _steps.names.check(step)
         self.wait()
         return _verify.verify_checkpoint(self._run.path(step), step)
 
@@ -128,7 +126,7 @@ class RunDirectory:
 
     def metadata(self, step: int) -> CheckpointMetadata:
         """Describes a step without reading any array."""
-        step = _steps.check(step)
+        step = _steps.names.check(step)
         return _locate.read_stored(self._run.path(step), step).metadata
 
     def has_dataset(self, step: int) -> bool:
@@ -159,7 +157,7 @@ class RunDirectory:
         """
         if self._run.listed() or not self.directory.is_dir():
             return
-        others = _survey.with_any_name(self.directory, formats.recognises)
+        others = _steps.scan.with_any_name(self.directory, formats.recognises)
         if others:
             newest = others[max(others)][0]
             fitting = _steps_called_like(newest.name, max(others))
@@ -298,7 +296,7 @@ class RunDirectory:
         """Leaves a step to the policies again; raises as `pin` does."""
         self.check_writable("unpin")
         if _util.processes.is_first():
-            with self._run.changing(step, _marks.PIN) as path:
+            with self._run.changing(step, _steps.markers.PIN) as path:
                 _changes.unpin(path)
 
 

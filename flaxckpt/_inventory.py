@@ -7,16 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import (
-    _marks,
-    _measured,
-    _steps,
-    _storage,
-    _survey,
-    errors,
-    formats,
-    policies,
-)
+from flaxckpt import _measured, _steps, _storage, errors, formats, policies
 from flaxckpt.formats import _orbax, _orbax_disk
 
 
@@ -30,7 +21,7 @@ class Found(NamedTuple):
     """
 
     path: Path
-    marks: _marks.Marks
+    marks: _steps.markers.Marks
     ranked: _measured.Ranked
 
 
@@ -46,7 +37,7 @@ class Inventory:
     def __init__(
         self,
         directory: Path,
-        step_format: _steps.StepFormat,
+        step_format: _steps.names.StepFormat,
         metrics_from: Callable[[], _measured.MetricsByStep] | None,
     ) -> None:
         self._directory = directory
@@ -66,11 +57,11 @@ class Inventory:
             self._directory
         ):  # where a look costs less than a stamp
             with _storage.paths.looking(self._directory):
-                listed = _steps.listed(self._directory, self._format)
+                listed = _steps.names.listed(self._directory, self._format)
                 return {s: path for s, path in listed.items() if _was_step(path)}
         known: dict[Path, _storage.local.Stamp] = {}
         found = {}
-        for step, path in _steps.listed(self._directory, self._format).items():
+        for step, path in _steps.names.listed(self._directory, self._format).items():
             stamp = _storage.local.stamp(path)
             if self._known.get(path) == stamp or _was_step(path):
                 known[path], found[step] = stamp, path
@@ -117,7 +108,7 @@ class Inventory:
         for step, path in listed.items():
             if not is_step(path):
                 continue
-            marks = _marks.of(path, dataset=_orbax.DATASET)
+            marks = _steps.markers.of(path, dataset=_orbax.DATASET)
             ranked = _measured.Ranked(
                 step,
                 temporary=marks.temporary,
@@ -132,7 +123,7 @@ class Inventory:
 def _was_step(path: Path) -> bool:
     """Whether a checkpoint is, or was, at `path`: a damaged one is to be told of."""
     try:
-        return _survey.sign(path) is not None or bool(formats.recognises(path))
+        return _steps.scan.sign(path) is not None or bool(formats.recognises(path))
     except (errors.CheckpointError, OSError):
         return True
 

@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flaxckpt import (
-    _event_journal,
     _locate,
-    _marks,
     _measured,
     _sizes,
     _steps,
     _storage,
-    _survey,
     errors,
     formats,
     policies,
@@ -30,7 +27,7 @@ from flaxckpt.formats import _orbax_disk
 from flaxckpt.policies import PreservationPolicy
 
 
-def survey(root: Path, step_format: str | None = None) -> _survey.Found:
+def survey(root: Path, step_format: str | None = None) -> _steps.scan.Found:
     """The steps under a run directory; none if a run has only begun.
 
     Args:
@@ -50,9 +47,9 @@ def survey(root: Path, step_format: str | None = None) -> _survey.Found:
         )
     with _storage.permissions.explained(root):
         number = _locate.number_of(step_format)
-        found = _survey.of(root, formats.recognises, number)
+        found = _steps.scan.of(root, formats.recognises, number)
         doubtful = {s: d for s, d in found.doubtful.items() if not _is_empty(*d)}
-        found = _survey.Found(found.steps, doubtful, step_format)
+        found = _steps.scan.Found(found.steps, doubtful, step_format)
         if not all_steps(found) and not _has_only_begun(root):
             if step_format is None:
                 formats.detect(root)  # raises
@@ -78,10 +75,10 @@ def _has_only_begun(root: Path) -> bool:
     )
 
 
-_BEFORE_STEPS = (_event_journal.NAME, "metadata", "params_only")
+_BEFORE_STEPS = (_steps.journal.NAME, "metadata", "params_only")
 
 
-def all_steps(found: _survey.Found) -> dict[int, Path]:
+def all_steps(found: _steps.scan.Found) -> dict[int, Path]:
     """The steps, and what may be some, ascending."""
     doubtful = {step: path for step, (path, _) in found.doubtful.items()}
     return dict(sorted({**doubtful, **found.steps}.items()))
@@ -102,7 +99,11 @@ def damage(path: Path, doubt: str | None) -> str | None:
     if doubt:
         return doubt
     if doubt is None:
-        return _marks.why_damaged(path) if _marks.is_damaged(path) else None
+        return (
+            _steps.markers.why_damaged(path)
+            if _steps.markers.is_damaged(path)
+            else None
+        )
     try:
         formats.detect(path)
     except errors.CheckpointError as error:
@@ -110,7 +111,7 @@ def damage(path: Path, doubt: str | None) -> str | None:
     return None
 
 
-def has_damage(found: _survey.Found) -> bool:
+def has_damage(found: _steps.scan.Found) -> bool:
     """Whether any of the steps is known to be damaged."""
     return any(
         damage(path, found.doubtful.get(step, (path, None))[1]) is not None
@@ -132,7 +133,7 @@ def created(path: Path) -> float | None:
 
 
 def explain(
-    root: Path, found: _survey.Found, keep: Sequence[PreservationPolicy]
+    root: Path, found: _steps.scan.Found, keep: Sequence[PreservationPolicy]
 ) -> dict[int, list[str]]:
     """Why each step stays, oldest first; a step without a reason would go.
 
@@ -155,20 +156,20 @@ def explain(
     return dict(sorted(reasons.items()))
 
 
-def step_format(found: _survey.Found) -> str | None:
+def step_format(found: _steps.scan.Found) -> str | None:
     """How the steps are called, as a `Checkpointer` takes it; None if it cannot."""
     if not all(path.is_dir() for path in found.steps.values()):
         return None
     if found.step_format is not None:
         return found.step_format
     for template in _templates(found):
-        known = _steps.StepFormat(template)
+        known = _steps.names.StepFormat(template)
         if all(known.step(path.name) == step for step, path in found.steps.items()):
             return template
     return None
 
 
-def _templates(found: _survey.Found) -> list[str]:
+def _templates(found: _steps.scan.Found) -> list[str]:
     """What the names of all steps may be made of."""
     if not found.steps:
         return ["{step}"]

@@ -13,9 +13,9 @@ from typing import NamedTuple, TypeVar
 from flaxckpt import (
     _keeping,
     _locate,
-    _marks,
     _measured,
     _sizes,
+    _steps,
     _storage,
     _util,
     errors,
@@ -178,10 +178,10 @@ def _newest_marked(steps: Sequence[Step]) -> tuple[Step, ...]:
     )
 
 
-def _marks_of(path: Path) -> _marks.Marks | None:
+def _marks_of(path: Path) -> _steps.markers.Marks | None:
     """What is said in a step of how long it stays; None if that may not be read."""
     try:
-        return _marks.of(path, dataset=_orbax.DATASET)
+        return _steps.markers.of(path, dataset=_orbax.DATASET)
     except PermissionError:
         return None
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from flaxckpt import _marks, _state, _steps, _storage, _survey, errors, formats
+from flaxckpt import _state, _steps, _storage, errors, formats
 from flaxckpt.formats._reader import Stored
 
 _log = logging.getLogger(__name__)
@@ -30,23 +30,23 @@ def locate(
         OptionError: `step` is no step, or `path` is one checkpoint.
     """
     with _storage.permissions.reading(path), _storage.paths.looking(path):
-        number = None if step is None else _steps.check(step)
+        number = None if step is None else _steps.names.check(step)
         return _locate(path, number, number_of(step_format))
 
 
-def number_of(step_format: str | None) -> _survey.Number | None:
+def number_of(step_format: str | None) -> _steps.scan.Number | None:
     """What gives the step that a name means under a format; None if there is none."""
-    return None if step_format is None else _steps.StepFormat(step_format).step
+    return None if step_format is None else _steps.names.StepFormat(step_format).step
 
 
 def _locate(
-    path: Path, step: int | None, number: _survey.Number | None
+    path: Path, step: int | None, number: _steps.scan.Number | None
 ) -> tuple[Path, int | None]:
     is_one = path.exists() and formats.recognises(path)
     if step is None and is_one:
         return path, None
     if is_one and not (
-        path.is_dir() and step in _survey.find(path, formats.recognises, number)
+        path.is_dir() and step in _steps.scan.find(path, formats.recognises, number)
     ):
         raise errors.OptionError(
             f"{path} is one checkpoint, not a directory of steps: leave step out, or"
@@ -54,7 +54,7 @@ def _locate(
         )
     if not path.is_dir():
         formats.detect(path)  # raises
-    found = _survey.of(path, formats.recognises, number)
+    found = _steps.scan.of(path, formats.recognises, number)
     if step is None:
         return _newest(path, found)
     if step in found.doubtful:
@@ -64,7 +64,7 @@ def _locate(
             )
         raise _damaged(*found.doubtful[step])
     if step not in found.steps:
-        if number is None and (other := _survey.called(path, step)):
+        if number is None and (other := _steps.scan.called(path, step)):
             raise _damaged(other, "")
         raise errors.CheckpointNotFoundError(
             f"{path} has no step {step}: it has {summary(list(found.steps))}"
@@ -73,15 +73,15 @@ def _locate(
     return found.steps[step], step
 
 
-def _advice(path: Path, found: _survey.Found) -> str:
+def _advice(path: Path, found: _steps.scan.Found) -> str:
     if advice := formats.advice_on_saves(path):
         return f"; {advice}"
     return "" if found.steps else formats.advice_on_names(path)
 
 
-def _newest(root: Path, found: _survey.Found) -> tuple[Path, int]:
+def _newest(root: Path, found: _steps.scan.Found) -> tuple[Path, int]:
     """The newest good step; newer ones that are not good are logged."""
-    marked = {s: p for s, p in found.steps.items() if _marks.is_damaged(p)}
+    marked = {s: p for s, p in found.steps.items() if _steps.markers.is_damaged(p)}
     steps = {s: p for s, p in found.steps.items() if s not in marked}
     newest = max(steps, default=-1)
     damaged = [
@@ -104,7 +104,8 @@ def _newest(root: Path, found: _survey.Found) -> tuple[Path, int]:
 def _marked(path: Path) -> errors.DamagedCheckpointError:
     """The error for a step that was found damaged before."""
     return errors.DamagedCheckpointError(
-        f"{path} is marked as damaged: {_marks.why_damaged(path)}; pass its number as"
+        f"{path} is marked as damaged: {_steps.markers.why_damaged(path)}; pass its"
+        " number as"
         " step= to try it all the same"
     )
 

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from flaxckpt import (
-    _events,
     _joint,
     _locate,
-    _marks,
     _plan,
     _restore,
     _run_steps,
     _state,
+    _steps,
     _storage,
     _util,
     _verify,
@@ -228,7 +227,7 @@ class Restores:
             except errors.DamagedCheckpointError as error:
                 damage = damage or error
                 left_out.append((number, path))
-                text = _events.first_lines(error, 1)
+                text = _steps.event.first_lines(error, 1)
                 self._run.events.emit("fell_back", number, path=path, error=text)
                 _log.warning("step %d is damaged and left out: %s", number, error)
             else:
@@ -331,14 +330,17 @@ class Restores:
         if self._read_only or not _util.processes.is_first():
             return
         try:
-            if _marks.is_damaged(path) and _verify.verify_checkpoint(path, number).ok:
-                _marks.unmark_damaged(path)
+            if (
+                _steps.markers.is_damaged(path)
+                and _verify.verify_checkpoint(path, number).ok
+            ):
+                _steps.markers.unmark_damaged(path)
                 _log.warning("step %d is good, and marked as damaged no more", number)
             for worse, there in left_out:
                 if (reason := _verify.damage(there, worse)) is None:
                     _log.warning("step %d may be good: it is not marked", worse)
                     continue
-                _marks.mark_damaged(there, reason)
+                _steps.markers.mark_damaged(there, reason)
                 _log.warning(
                     "step %d is marked as damaged: it is not counted as a step any"
                     " more, and replaced when the run gets there",

@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 
 from flaxckpt import (
     _audit,
-    _deletion,
     _inventory,
-    _marks,
     _measured,
     _steps,
     _storage,
@@ -94,7 +92,7 @@ class Retention:
     """
 
     def __init__(
-        self, directory: Path, step_format: _steps.StepFormat, rules: Rules
+        self, directory: Path, step_format: _steps.names.StepFormat, rules: Rules
     ) -> None:
         self.rules = rules
         self._directory = directory
@@ -196,7 +194,7 @@ class Retention:
         deleted = tuple(self._delete(judged, just_saved, is_over))
         what = "what deletions before have left"
         if not is_over():
-            self._attempt(what, _deletion.sweep, self._directory, self._format)
+            self._attempt(what, _steps.delete.sweep, self._directory, self._format)
         return deleted
 
     def _judge(self, just_saved: int | None) -> _Judged:
@@ -227,14 +225,14 @@ class Retention:
             is_new = False
             tried.add(step)
             path = judged.found[step].path
-            if self._attempt(f"step {step}", _deletion.delete, path):
+            if self._attempt(f"step {step}", _steps.delete.delete, path):
                 yield step
         for step in judged.datasets:
             if is_over():
                 return
             what = f"the dataset state of step {step}"
             path = judged.found[step].path
-            self._attempt(what, _deletion.delete_dataset, path, _orbax.DATASET)
+            self._attempt(what, _steps.delete.delete_dataset, path, _orbax.DATASET)
 
     def _tell_of_unmeasured(self, judged: _Judged) -> bool:
         """Logs, once for each, of a metric to keep the best of that no step has.
@@ -284,7 +282,7 @@ class Retention:
         if self.rules.keep or self.rules.keep_dataset:
             return True
         with _storage.permissions.explained(self._directory):
-            return any(map(_marks.is_temporary, self.steps.listed().values()))
+            return any(map(_steps.markers.is_temporary, self.steps.listed().values()))
 
     def _check_whole(self, step: int, check: Callable[[Path], None]) -> None:
         path = self._directory / self._format.name(step)

@@ -12,7 +12,6 @@ from typing import Any, Literal, Protocol, Self
 
 from flaxckpt import (
     _commit,
-    _deletion,
     _directory,
     _joint,
     _retention,
@@ -117,7 +116,7 @@ class RunSaver(_directory.RunDirectory):
         """Removes what crashes have left."""
         with _storage.paths.looking(self.directory):
             items = (_orbax.METRICS, "metadata")
-            _deletion.tidy(self.saves_in, self._run.format, items)
+            _steps.delete.tidy(self.saves_in, self._run.format, items)
             tiers = self._run.tiers
             if tiers is None or tiers.uploads.open():
                 self._saves.aside.tidy()
@@ -186,7 +185,7 @@ class RunSaver(_directory.RunDirectory):
                 f"on_exists must be 'error', 'skip' or 'overwrite', got {on_exists!r}"
             )
         asked = _saves.Asked(
-            _steps.check(step),
+            _steps.names.check(step),
             state,
             metrics,
             dataset,
@@ -202,7 +201,7 @@ class RunSaver(_directory.RunDirectory):
 
     def has_saved(self, step: int) -> bool:
         """Whether this object has saved or restored a step, or is about to have."""
-        return self._saves.has_saved(_steps.check(step))
+        return self._saves.has_saved(_steps.names.check(step))
 
     def rehearse(self, state: PyTree, *, dataset: Any = None) -> tuple[int, float]:
         """Does what `save` does before it returns, and writes nothing.
@@ -228,7 +227,7 @@ class RunSaver(_directory.RunDirectory):
             Where it is, for `load(path, …)` or `source=path`. None if the state has no
             optimizer, and nothing was saved.
         """
-        number = _steps.check(step)
+        number = _steps.names.check(step)
         self.check_writable("save")
         return self._saves.save_params_only(number, state)
 

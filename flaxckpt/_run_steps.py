@@ -9,10 +9,8 @@ from pathlib import Path
 from flaxckpt import (
     _belongings,
     _changes,
-    _event_journal,
     _inventory,
     _locate,
-    _marks,
     _retention,
     _steps,
     _storage,
@@ -58,14 +56,14 @@ class RunSteps:
         keep_staging: Sequence[PreservationPolicy],
     ) -> None:
         self.directory = self.saves_in = _storage.local.resolve(directory)
-        self.format = _steps.StepFormat(step_format)
+        self.format = _steps.names.StepFormat(step_format)
         self.retention = _retention.Retention(self.directory, self.format, rules)
         keep = policies.checked(keep_staging, "keep_staging")
         if staging is not None:
             self.saves_in = _tiers.resolve(staging, self.directory)
         elif keep != _tiers.KEEP:
             raise errors.OptionError("keep_staging is for a staging directory: set it")
-        journal = None if read_only else self.saves_in / _event_journal.NAME
+        journal = None if read_only else self.saves_in / _steps.journal.NAME
         self.events = _stream.Stream(self.directory, journal)
         self.tiers = None if staging is None else self._two_tiers(rules, keep)
 
@@ -130,7 +128,7 @@ class RunSteps:
         """The steps that are marked as damaged, ascending."""
         if self.tiers is not None:
             return self.tiers.damaged()
-        return _steps.damaged(self.directory, self.format)
+        return _steps.names.damaged(self.directory, self.format)
 
     def has_any(self) -> bool:
         """Whether there are steps, good or damaged."""
@@ -138,7 +136,9 @@ class RunSteps:
 
     def reasons(self) -> dict[int, str]:
         """Step -> why it is marked as damaged."""
-        return {step: _marks.why_damaged(p) for step, p in self.damaged().items()}
+        return {
+            step: _steps.markers.why_damaged(p) for step, p in self.damaged().items()
+        }
 
     def path(self, step: int) -> Path:
         """Where a step is, good or damaged.
@@ -147,7 +147,7 @@ class RunSteps:
             CheckpointNotFoundError: It is nowhere.
             OptionError: It is no number of a step.
         """
-        step = _steps.check(step)
+        step = _steps.names.check(step)
         if self.tiers is not None and (near := self.tiers.path(step)) is not None:
             return near
         listed = self.listed()
@@ -168,7 +168,7 @@ class RunSteps:
             DamagedCheckpointError: There are damaged ones only.
         """
         if step is not None:
-            step = _steps.check(step)
+            step = _steps.names.check(step)
             path = self.path(step)
             if self.tiers is not None:
                 return self.tiers.copies(step, path)
@@ -235,7 +235,9 @@ class RunSteps:
         """What says of a new step that it is still to be uploaded."""
         if self.tiers is None:
             return {}
-        return {_marks.NOT_UPLOADED: _marks.Waiting(overwrite).content()}
+        return {
+            _steps.markers.NOT_UPLOADED: _steps.markers.Waiting(overwrite).content()
+        }
 
     def replacing(self, path: Path) -> contextlib.AbstractContextManager[None]:
         """Lets no upload read a step in the `with` block."""
@@ -272,7 +274,7 @@ class RunSteps:
             SaveFailedError: That could not be written down.
         """
         if _util.processes.is_first():
-            with self.changing(step, _marks.UNTIL_NEXT) as path:
+            with self.changing(step, _steps.markers.UNTIL_NEXT) as path:
                 _changes.make_permanent(path)
 
     def retire(
@@ -294,7 +296,7 @@ class RunSteps:
         Raises:
             SaveFailedError: It could not be deleted.
         """
-        step = _steps.check(step)
+        step = _steps.names.check(step)
         path = self.path(step)
         if self.tiers is None:
             _changes.delete(path)

@@ -16,12 +16,11 @@ from flaxckpt import (
     _aside,
     _belongings,
     _commit,
-    _events,
     _joint,
-    _marks,
     _measured,
     _run_steps,
     _save,
+    _steps,
     _storage,
     _together,
     _util,
@@ -140,7 +139,7 @@ class Saves:
     ) -> _commit.Snapshot:
         if not self._own:
             self._run.check_no_checkpoint()
-        is_damaged = _marks.is_damaged(final)
+        is_damaged = _steps.markers.is_damaged(final)
         if is_damaged and (together is None or together.is_first):
             _belongings.set_aside(final)
         overwrite = asked.on_exists == "overwrite" or is_damaged
@@ -262,7 +261,7 @@ class Saves:
         try:
             yield
         except BaseException as error:
-            text = _events.first_lines(error)
+            text = _steps.event.first_lines(error)
             self._run.events.emit("failed", step, path=final, error=text)
             raise
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 from flaxckpt import _util, errors
-from flaxckpt._events import Event
+from flaxckpt._steps.event import Event
 
 _log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from flaxckpt import _marks, _storage, errors
+from flaxckpt import _steps, _storage, errors
 from flaxckpt._belongings import shards
 from flaxckpt.formats import (
     _safetensors_json,
@@ -23,7 +23,7 @@ def stamps(source: Path) -> tuple[_storage.local.Stamp, ...]:
     for path in _files(source):
         if len(found) == _MAX_FILES:
             break
-        if not _marks.is_mark(path.name):
+        if not _steps.markers.is_mark(path.name):
             found.append(_storage.local.stamp(path))
     return tuple(found)
 

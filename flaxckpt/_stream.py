@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _event_journal, _events, _sinks, _util
-from flaxckpt._events import Event, Kind
+from flaxckpt import _sinks, _steps, _util
 from flaxckpt._sinks import Sink
+from flaxckpt._steps.event import Event, Kind
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Stream:
         self._path = path
         self._journal = None
         if journal is not None:
-            self._journal = _event_journal.EventJournal(journal)
+            self._journal = _steps.journal.EventJournal(journal)
         self._has_lost = False
         self._sinks: list[_sinks.Teller] = []
         # What happened before a fork is told by the parent.
@@ -59,7 +59,7 @@ class Stream:
         """
         try:
             number = None if step is None else int(step)
-            plain = {name: _events.plain(value) for name, value in details.items()}
+            plain = {name: _steps.event.plain(value) for name, value in details.items()}
             event = Event(kind, number, str(path or self._path), time.time(), plain)
             if self._sinks:
                 self._queue.get().append(event)

@@ -18,7 +18,6 @@ from flaxckpt import (
     _belongings,
     _changes,
     _copies,
-    _marks,
     _retention,
     _steps,
     _storage,
@@ -133,7 +132,7 @@ class Tiers:
         self,
         staging: Path,
         directory: Path,
-        step_format: _steps.StepFormat,
+        step_format: _steps.names.StepFormat,
         near: _retention.Retention,
         far: _retention.Retention,
         events: _stream.Stream,
@@ -170,7 +169,7 @@ class Tiers:
 
     def _is_stale(self, path: Path) -> bool:
         """Whether a step of staging was replaced in the directory after its upload."""
-        return _marks.is_settled(path) and self._is_another(path)
+        return _steps.markers.is_settled(path) and self._is_another(path)
 
     def _is_another(self, path: Path) -> bool:
         """Whether the directory has another step of the number of one in staging.
@@ -191,8 +190,8 @@ class Tiers:
 
     def damaged(self) -> dict[int, Path]:
         """The steps that are marked as damaged wherever they are, ascending."""
-        found = _steps.damaged(self._directory, self._format)
-        found |= _steps.damaged(self._staging, self._format)
+        found = _steps.names.damaged(self._directory, self._format)
+        found |= _steps.names.damaged(self._staging, self._format)
         good = self.listed().keys()
         return {step: path for step, path in sorted(found.items()) if step not in good}
 
@@ -222,7 +221,7 @@ class Tiers:
         if self.tier(path) == "directory":
             return [(step, path)]
         found = [(step, path)]
-        if step in self.uploads.known or not _marks.is_waiting(path):
+        if step in self.uploads.known or not _steps.markers.is_waiting(path):
             with contextlib.suppress(OSError):
                 if not self._is_another(path):
                     found.append((step, self._directory / path.name))
@@ -235,7 +234,7 @@ class Tiers:
             (self._staging, self._near),
             (self._directory, self._far),
         ):
-            there = _steps.damaged(root, self._format) | retention.steps.listed()
+            there = _steps.names.damaged(root, self._format) | retention.steps.listed()
             found += [there[step]] if step in there else []
         return found
 
@@ -247,7 +246,7 @@ class Tiers:
         """What is stored of a step, in both if they have the same."""
         found = self._near.steps.metrics(path)
         is_near = self.tier(path) == "staging"
-        if is_near and not _marks.is_settled(path) and self._is_another(path):
+        if is_near and not _steps.markers.is_settled(path) and self._is_another(path):
             return dict(found)
         return {**self._far.steps.metrics(self._directory / path.name), **found}
 
@@ -263,7 +262,7 @@ class Tiers:
         for step in near.keys() & far.keys():
             path = self._staging / self._format.name(step)
             if self._is_another(path):
-                ranked[step] = (far if _marks.is_settled(path) else near)[step]
+                ranked[step] = (far if _steps.markers.is_settled(path) else near)[step]
                 continue
             both = {**far[step].metrics, **near[step].metrics}
             is_temporary = near[step].temporary
@@ -295,7 +294,7 @@ class Tiers:
             return
         with self.uploads.changing.get():
             try:
-                _marks.wait_for_upload(path, removed)
+                _steps.markers.wait_for_upload(path, removed)
             except OSError as error:
                 raise errors.SaveFailedError(
                     f"{path} cannot be changed: {error}; see that the step is still"
@@ -328,7 +327,7 @@ class Tiers:
         try:
             if path is None or not _storage.local.lexists(path):
                 return
-            if _storage.paths.is_remote(path) or not _marks.is_damaged(
+            if _storage.paths.is_remote(path) or not _steps.markers.is_damaged(
                 path
             ):  # else set aside
                 _belongings.check_replaceable(path)

@@ -20,10 +20,6 @@ from flaxckpt import (
     _audit,
     _changes,
     _copies,
-    _deletion,
-    _event_journal,
-    _events,
-    _marks,
     _measured,
     _retention,
     _steps,
@@ -81,7 +77,7 @@ class Uploads:
         self,
         staging: Path,
         directory: Path,
-        step_format: _steps.StepFormat,
+        step_format: _steps.names.StepFormat,
         near: _retention.Retention,
         far: _retention.Retention,
         events: _stream.Stream,
@@ -104,7 +100,7 @@ class Uploads:
     def waiting(self) -> dict[int, Path]:
         """The steps that are still to be uploaded."""
         listed = self._near.steps.listed().items()
-        return {step: path for step, path in listed if _marks.is_waiting(path)}
+        return {step: path for step, path in listed if _steps.markers.is_waiting(path)}
 
     def look(self) -> dict[int, Path]:
         """The steps of the directory."""
@@ -147,7 +143,9 @@ class Uploads:
         _storage.local.make_directory(self._directory)
         self.look()
         if not self._is_tidy:
-            _deletion.tidy(self._directory, self._format, (_orbax.METRICS, "metadata"))
+            _steps.delete.tidy(
+                self._directory, self._format, (_orbax.METRICS, "metadata")
+            )
             self._is_tidy = True
 
     def start(self) -> None:
@@ -198,7 +196,7 @@ class Uploads:
         for step in sorted(failures, reverse=True):
             advice.setdefault(_advice(failures[step]), []).append(step)
             lines = 1 if told else 3
-            text = _events.first_lines(failures[step], lines)
+            text = _steps.event.first_lines(failures[step], lines)
             told.append(f"step {step} could not be uploaded: {text}")
         waiting = errors.first_few([str(step) for step in self.waiting()], 8)
         helps = [
@@ -273,7 +271,7 @@ class Uploads:
 
     def _failed(self, step: int, path: Path, error: Exception) -> bool:
         """Tells of a failure; says whether other steps would fail likewise."""
-        text = _events.first_lines(error)
+        text = _steps.event.first_lines(error)
         self._events.emit("failed", step, path=self._directory / path.name, error=text)
         _log.warning("step %d is not uploaded, and stays in staging: %s", step, text)
         of_it_alone = (
@@ -325,7 +323,7 @@ class Uploads:
             CheckpointExistsError: The directory has another step of its number, or
                 something that is no checkpoint.
         """
-        if not overwrite and not _marks.is_damaged(final):
+        if not overwrite and not _steps.markers.is_damaged(final):
             relation = _copies.compare(path, final)
             if relation in ("other", "damaged"):
                 raise _TakenError(f"{final} is a step that another writer saved")
@@ -333,7 +331,7 @@ class Uploads:
             return _copies.make(path, final, overwrite=overwrite)
         except FileExistsError as error:
             # With overwrite, it says which files of others are in the way.
-            may_replace = overwrite or _marks.is_damaged(final)
+            may_replace = overwrite or _steps.markers.is_damaged(final)
             if not may_replace and _copies.compare(path, final) in ("other", "damaged"):
                 raise _TakenError(f"{final} is a step that another writer saved") from (
                     error
@@ -345,21 +343,21 @@ class Uploads:
             self.retire(step)
         except errors.SaveFailedError:  # the copy is not whole: it is made anew
             with self.changing.get(), contextlib.suppress(FileNotFoundError):
-                _marks.wait_for_upload(path)
+                _steps.markers.wait_for_upload(path)
             raise
 
-    def _mark(self, path: Path) -> _marks.Waiting | None:
+    def _mark(self, path: Path) -> _steps.markers.Waiting | None:
         with self.changing.get():  # nobody is in the middle of a change
-            return _marks.waiting(path)
+            return _steps.markers.waiting(path)
 
-    def _skip(self, step: int, path: Path, mark: _marks.Waiting) -> None:
+    def _skip(self, step: int, path: Path, mark: _steps.markers.Waiting) -> None:
         """Leaves a step to staging that the directory would not keep."""
         if self._unmark(path, mark) is None:
             reason = f"no policy would keep it in {self._directory}"
             self._events.emit("skipped", step, path=path, reason=reason)
             _log.info("step %d is not uploaded: %s", step, reason)
 
-    def _drop(self, step: int, path: Path, mark: _marks.Waiting) -> None:
+    def _drop(self, step: int, path: Path, mark: _steps.markers.Waiting) -> None:
         """Leaves a step alone that was uploaded and has been replaced there since."""
         if self._unmark(path, mark) is None:
             reason = f"{self._directory} has had another step {step} since"
@@ -367,42 +365,47 @@ class Uploads:
             _log.warning("step %d is not uploaded again: %s", step, reason)
 
     def _settle(
-        self, path: Path, final: Path, mark: _marks.Waiting, *, is_new: bool
+        self, path: Path, final: Path, mark: _steps.markers.Waiting, *, is_new: bool
     ) -> None:
         """Brings over what has changed since, until the mark can go."""
-        now: _marks.Waiting | None = mark
+        now: _steps.markers.Waiting | None = mark
         if is_new:
             now = self._unmark(path, mark)
         while now is not None:
             self._bring(path, final, now)
             now = self._unmark(path, now)
 
-    def _unmark(self, path: Path, mark: _marks.Waiting) -> _marks.Waiting | None:
+    def _unmark(
+        self, path: Path, mark: _steps.markers.Waiting
+    ) -> _steps.markers.Waiting | None:
         """Takes the mark away, if it is still this one; else what it is now."""
         with self.changing.get():
-            now = _marks.waiting(path)
+            now = _steps.markers.waiting(path)
             if now != mark:
                 return now
-            _marks.uploaded(path)
+            _steps.markers.uploaded(path)
             return None
 
-    def _bring(self, path: Path, final: Path, mark: _marks.Waiting) -> None:
+    def _bring(self, path: Path, final: Path, mark: _steps.markers.Waiting) -> None:
         """Writes metrics and marks that have changed."""
         metrics = _measured.read_metrics(path)
         if metrics and not metrics.items() <= self._far.steps.metrics(final).items():
             _changes.add_metrics(final, metrics)
-        if _marks.is_pinned(path) and not _marks.is_pinned(final):
+        if _steps.markers.is_pinned(path) and not _steps.markers.is_pinned(final):
             _changes.pin(final)
-        if _marks.PIN in mark.removed and not _marks.is_pinned(path):
+        if _steps.markers.PIN in mark.removed and not _steps.markers.is_pinned(path):
             _changes.unpin(final)
-        if _marks.UNTIL_NEXT in mark.removed and not _marks.is_temporary(path):
+        if (
+            _steps.markers.UNTIL_NEXT in mark.removed
+            and not _steps.markers.is_temporary(path)
+        ):
             _changes.make_permanent(final)
 
     def _pass_on(self) -> None:
         """Writes the journal, and the metadata of the run, to the directory."""
         try:
-            there = self._directory / _event_journal.NAME
-            _event_journal.pass_on(self._staging / _event_journal.NAME, there)
+            there = self._directory / _steps.journal.NAME
+            _steps.journal.pass_on(self._staging / _steps.journal.NAME, there)
             custom = _orbax.read_run_metadata(self._staging)
             if custom and custom != _orbax.read_run_metadata(self._directory):
                 _orbax.write_run_metadata(self._directory, custom)

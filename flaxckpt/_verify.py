@@ -16,9 +16,8 @@ from flaxckpt import (
     _file_checks,
     _findings,
     _locate,
-    _marks,
+    _steps,
     _storage,
-    _survey,
     _util,
     errors,
 )
@@ -141,7 +140,7 @@ def damage(path: Path, step: int | None) -> str | None:
         if _storage.permissions.is_unread(error):
             return None
         # It was a checkpoint, and is none any more.
-        is_ours = _survey.sign(path) or (path / _orbax.STATE).is_dir()
+        is_ours = _steps.scan.sign(path) or (path / _orbax.STATE).is_dir()
         if is_ours and _findings.unreadable(path) is None:
             return str(error).splitlines()[0]
         return None
@@ -230,7 +229,7 @@ def _verify_own(path: Path, stored: Stored, found: _findings.Findings) -> list[s
             checks += [(leaf_path, check) for check in made]
             if not encoding.checksum and not files <= digests.keys():
                 undigested[leaf_path] = leaf
-    is_digested = manifest.get("metrics") is True or _marks.is_measured(path)
+    is_digested = manifest.get("metrics") is True or _steps.markers.is_measured(path)
     checks += _file_checks.of_metrics(path, found, is_digested=is_digested)
     checks.append((_orbax.COMMITTED, functools.partial(check_committed, path)))
     found.counter.total = _findings.size_of(path)
@@ -250,7 +249,7 @@ def _is_array(leaf: Leaf) -> bool:
 
 
 def _is_mark(name: str) -> bool:
-    return "/" not in name and _marks.is_mark(name)
+    return "/" not in name and _steps.markers.is_mark(name)
 
 
 def _has_database(digests: Mapping[str, str]) -> bool:

@@ -262,7 +262,7 @@ def _policy(key: str, value: Any) -> PreservationPolicy:
 
 
 def _step_format(key: str, value: Any) -> str:
-    return _steps.StepFormat(_parsing.text(key, value)).template
+    return _steps.names.StepFormat(_parsing.text(key, value)).template
 
 
 _PARSERS: Mapping[str, Parser] = {

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flaxckpt._arrays.zarr import chunk_file
+from flaxckpt._arrays.zarr import chunk_file as zarr_chunk_file
 from flaxckpt._arrays.zarr.chunk_file import Block
 from flaxckpt._storage import filesystem as storage_filesystem
 
@@ -29,8 +29,8 @@ def views(*parts):
 def stored(path, content, *, has_checksum=True):
     parts = views(content)
     if has_checksum:
-        parts.append(memoryview(chunk_file.checksum(parts)))
-    chunk_file.write(path, parts)
+        parts.append(memoryview(zarr_chunk_file.checksum(parts)))
+    zarr_chunk_file.write(path, parts)
     return Block(path, len(content), has_checksum)
 
 
@@ -41,7 +41,7 @@ def noise(size, seed=0):
 @given(st.lists(st.binary(max_size=40), max_size=6))
 def test_a_checksum_is_that_of_all_parts_together(parts):
     whole = b"".join(parts)
-    assert chunk_file.checksum(views(*parts)) == crc32c.crc32c(whole).to_bytes(
+    assert zarr_chunk_file.checksum(views(*parts)) == crc32c.crc32c(whole).to_bytes(
         4, "little"
     )
 
@@ -52,24 +52,24 @@ def test_a_block_comes_back(tmp_path, size, has_checksum):
     content = noise(size)
     block = stored(tmp_path / "b", content, has_checksum=has_checksum)
     assert block.file_size == block.path.stat().st_size
-    into = chunk_file.empty(size)
-    chunk_file.read(block, [into.data], verify=True)
+    into = zarr_chunk_file.empty(size)
+    zarr_chunk_file.read(block, [into.data], verify=True)
     assert into.tobytes() == content
-    run = chunk_file.mapped(block)
-    chunk_file.verify_mapped(block, run)
+    run = zarr_chunk_file.mapped(block)
+    zarr_chunk_file.verify_mapped(block, run)
     assert run.tobytes() == content
 
 
 def test_a_block_is_read_into_several_places(tmp_path):
     block = stored(tmp_path / "b", b"abcdef")
-    first, second = chunk_file.empty(2), chunk_file.empty(4)
-    chunk_file.read(block, [first.data, second.data], verify=True)
+    first, second = zarr_chunk_file.empty(2), zarr_chunk_file.empty(4)
+    zarr_chunk_file.read(block, [first.data, second.data], verify=True)
     assert (first.tobytes(), second.tobytes()) == (b"ab", b"cdef")
 
 
 def test_memory_is_aligned_as_jax_wants_it():
     for size in (1, 63, 1000):
-        assert chunk_file.empty(size).ctypes.data % chunk_file.ALIGNMENT == 0
+        assert zarr_chunk_file.empty(size).ctypes.data % zarr_chunk_file.ALIGNMENT == 0
 
 
 def test_files_get_the_usual_permissions(tmp_path):
@@ -91,10 +91,10 @@ def test_a_flipped_bit_is_found(tmp_path, place):
     content[place] ^= 1
     block.path.write_bytes(content)
     with pytest.raises(ValueError, match="b has changed since it was written"):
-        chunk_file.read(block, [chunk_file.empty(10_000).data], verify=True)
+        zarr_chunk_file.read(block, [zarr_chunk_file.empty(10_000).data], verify=True)
     with pytest.raises(ValueError, match="b has changed since it was written"):
-        chunk_file.verify_mapped(block, chunk_file.mapped(block))
-    chunk_file.read(block, [chunk_file.empty(10_000).data], verify=False)
+        zarr_chunk_file.verify_mapped(block, zarr_chunk_file.mapped(block))
+    zarr_chunk_file.read(block, [zarr_chunk_file.empty(10_000).data], verify=False)
 
 
 @pytest.mark.parametrize("size", [0, 3, 9999, 10_001])
@@ -102,9 +102,11 @@ def test_another_size_is_found_before_anything_is_mapped(tmp_path, size):
     block = stored(tmp_path / "b", noise(10_000))
     block.path.write_bytes(noise(size))
     for use in (
-        lambda: chunk_file.read(block, [chunk_file.empty(10_000).data], verify=False),
-        lambda: chunk_file.mapped(block),
-        lambda: chunk_file.mapped_as_one([block, block]),
+        lambda: zarr_chunk_file.read(
+            block, [zarr_chunk_file.empty(10_000).data], verify=False
+        ),
+        lambda: zarr_chunk_file.mapped(block),
+        lambda: zarr_chunk_file.mapped_as_one([block, block]),
     ):
         with pytest.raises(ValueError, match=f"b has {size} bytes instead of 10004"):
             use()
@@ -112,16 +114,16 @@ def test_another_size_is_found_before_anything_is_mapped(tmp_path, size):
 
 def test_blocks_are_mapped_side_by_side(tmp_path):
     sizes = [PAGE, 3 * PAGE, PAGE // 2 + 1]
-    assert chunk_file.can_join(sizes)
-    assert not chunk_file.can_join([PAGE + 8, PAGE])
+    assert zarr_chunk_file.can_join(sizes)
+    assert not zarr_chunk_file.can_join([PAGE + 8, PAGE])
     blocks = [stored(tmp_path / str(n), noise(size, n)) for n, size in enumerate(sizes)]
-    run = chunk_file.mapped_as_one(blocks)
+    run = zarr_chunk_file.mapped_as_one(blocks)
     assert run.tobytes() == b"".join(noise(size, n) for n, size in enumerate(sizes))
 
 
 def test_what_is_written_to_a_map_stays_in_memory(tmp_path):
     block = stored(tmp_path / "b", noise(2 * PAGE))
-    for run in (chunk_file.mapped(block), chunk_file.mapped_as_one([block])):
+    for run in (zarr_chunk_file.mapped(block), zarr_chunk_file.mapped_as_one([block])):
         run[:] = 7
         assert set(run.tolist()) == {7}
     assert block.path.read_bytes()[:-4] == noise(2 * PAGE)
@@ -129,7 +131,10 @@ def test_what_is_written_to_a_map_stays_in_memory(tmp_path):
 
 def test_a_map_outlives_its_file(tmp_path):
     block = stored(tmp_path / "b", noise(2 * PAGE))
-    run, joined = chunk_file.mapped(block), chunk_file.mapped_as_one([block, block])
+    run, joined = (
+        zarr_chunk_file.mapped(block),
+        zarr_chunk_file.mapped_as_one([block, block]),
+    )
     block.path.unlink()
     assert run.tobytes() == noise(2 * PAGE)
     assert joined.tobytes() == noise(2 * PAGE) * 2
@@ -142,8 +147,8 @@ def maps_of(path):
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc here")
 def test_a_map_goes_with_the_last_array_that_uses_it(tmp_path):
     block = stored(tmp_path / "b", noise(2 * PAGE))
-    part = chunk_file.mapped(block)[10:20]
-    joined = chunk_file.mapped_as_one([block, block]).view(np.float32)[5:]
+    part = zarr_chunk_file.mapped(block)[10:20]
+    joined = zarr_chunk_file.mapped_as_one([block, block]).view(np.float32)[5:]
     assert maps_of(block.path) >= 2
     del part, joined
     gc.collect()
@@ -156,8 +161,8 @@ def test_an_equal_file_is_linked(tmp_path, has_checksum):
     old = stored(tmp_path / "old", content, has_checksum=has_checksum).path
     parts = views(content[:100], content[100:])
     if has_checksum:
-        parts.append(memoryview(chunk_file.checksum(parts)))
-    assert chunk_file.link_equal(old, tmp_path / "new", parts)
+        parts.append(memoryview(zarr_chunk_file.checksum(parts)))
+    assert zarr_chunk_file.link_equal(old, tmp_path / "new", parts)
     assert (tmp_path / "new").samefile(old)
 
 
@@ -167,11 +172,11 @@ def test_a_file_that_differs_is_not_linked(tmp_path, place):
     content = bytearray(noise(3 * 2**20))
     old = stored(tmp_path / "old", bytes(content)).path
     parts = views(bytes(content))
-    parts.append(memoryview(chunk_file.checksum(parts)))
+    parts.append(memoryview(zarr_chunk_file.checksum(parts)))
     with old.open("r+b") as file:
         file.seek(place)
         file.write(bytes([content[place] ^ 1]))
-    assert not chunk_file.link_equal(old, tmp_path / "new", parts)
+    assert not zarr_chunk_file.link_equal(old, tmp_path / "new", parts)
     assert not (tmp_path / "new").exists()
 
 
@@ -179,22 +184,28 @@ def test_an_unchanged_file_is_linked_if_its_checksum_is_the_same(tmp_path):
     content = noise(2**20)
     old = stored(tmp_path / "old", content).path
     parts = views(content)
-    assert chunk_file.link_unchanged(
-        old, tmp_path / "new", [*parts, memoryview(chunk_file.checksum(parts))]
+    assert zarr_chunk_file.link_unchanged(
+        old, tmp_path / "new", [*parts, memoryview(zarr_chunk_file.checksum(parts))]
     )
     assert (tmp_path / "new").samefile(old)
     changed = views(content[:-1] + bytes([content[-1] ^ 1]))
-    assert not chunk_file.link_unchanged(
-        old, tmp_path / "other", [*changed, memoryview(chunk_file.checksum(changed))]
+    assert not zarr_chunk_file.link_unchanged(
+        old,
+        tmp_path / "other",
+        [*changed, memoryview(zarr_chunk_file.checksum(changed))],
     )
     assert not (tmp_path / "other").exists()
 
 
 def test_no_link_is_made_of_what_is_not_there(tmp_path):
-    assert not chunk_file.link_equal(tmp_path / "old", tmp_path / "new", views(b"x"))
-    assert not chunk_file.link(tmp_path / "old", tmp_path / "new", 1)
+    assert not zarr_chunk_file.link_equal(
+        tmp_path / "old", tmp_path / "new", views(b"x")
+    )
+    assert not zarr_chunk_file.link(tmp_path / "old", tmp_path / "new", 1)
     (tmp_path / "empty").touch()
-    assert not chunk_file.link_equal(tmp_path / "empty", tmp_path / "new", views(b""))
+    assert not zarr_chunk_file.link_equal(
+        tmp_path / "empty", tmp_path / "new", views(b"")
+    )
 
 
 def test_the_file_system_of_a_path_is_known(tmp_path):
@@ -219,17 +230,19 @@ def test_only_whole_plain_files_are_linked(tmp_path, kind):
         old.symlink_to(tmp_path / "real")
     else:
         os.mkfifo(old)
-    assert not chunk_file.link(old, tmp_path / "new", len(b"content") + 4)
-    assert not chunk_file.link_equal(old, tmp_path / "new", views(b"content", b"crc!"))
+    assert not zarr_chunk_file.link(old, tmp_path / "new", len(b"content") + 4)
+    assert not zarr_chunk_file.link_equal(
+        old, tmp_path / "new", views(b"content", b"crc!")
+    )
     assert not (tmp_path / "new").exists()
 
 
 def test_a_map_keeps_no_file_open(tmp_path):
-    if chunk_file._map_function() is None:
+    if zarr_chunk_file._map_function() is None:
         pytest.skip("maps with Python's own function only")
     block = stored(tmp_path / "b", noise(2 * PAGE))
     before = len(list(Path("/proc/self/fd").iterdir()))
-    maps = [chunk_file.mapped(block) for _ in range(50)]
+    maps = [zarr_chunk_file.mapped(block) for _ in range(50)]
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     assert len(maps) == 50
 

@@ -24,9 +24,10 @@ from flax import nnx
 from flax.training import train_state
 
 import flaxckpt
-from flaxckpt import _event_journal, _held, errors
+from flaxckpt import _held, errors
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import step_counter as state_step_counter
+from flaxckpt._steps import journal as steps_journal
 from flaxckpt._storage import local as storage_local
 from flaxckpt.datasets import StepIndexed
 
@@ -45,7 +46,7 @@ def drive(callback, steps):
 def skipped(callback):
     """The steps that were due but not saved, each with the reason."""
     journal = callback.checkpointer.directory / "events.jsonl"
-    events = _event_journal.read(journal)
+    events = steps_journal.read(journal)
     return {e.step: e.details["reason"] for e in events if e.kind == "skipped"}
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flaxckpt._arrays.zarr import chunk_shape
+from flaxckpt._arrays.zarr import chunk_shape as zarr_chunk_shape
 
 MIB = 2**20
 PRIME = 16_777_259  # the first above 2**24
@@ -54,7 +54,7 @@ byte_counts = st.one_of(st.integers(1, 5_000), st.sampled_from([MIB, 64 * MIB]))
 def test_the_chunks_of_a_shard_are_as_expected(
     write_shape, itemsize, max_bytes, expected
 ):
-    found = chunk_shape.choose_chunk_shape(
+    found = zarr_chunk_shape.choose_chunk_shape(
         write_shape, itemsize=itemsize, max_bytes=max_bytes
     )
     assert found == expected
@@ -86,7 +86,7 @@ def test_the_chunks_of_a_shard_are_as_expected(
 def test_large_primes_and_empty_axes_get_few_chunks(
     write_shape, max_bytes, ragged, expected
 ):
-    found = chunk_shape.choose_chunk_shape(
+    found = zarr_chunk_shape.choose_chunk_shape(
         write_shape, itemsize=4, max_bytes=max_bytes, ragged=ragged
     )
     assert found == expected
@@ -96,12 +96,12 @@ def test_large_primes_and_empty_axes_get_few_chunks(
 @example((50_257, 768), 4, 64 * MIB)
 @example((PRIME, 2), 4, 64 * MIB)
 def test_chunks_of_a_shard_divide_it_and_are_few(shape, itemsize, max_bytes):
-    chunk = chunk_shape.choose_chunk_shape(
+    chunk = zarr_chunk_shape.choose_chunk_shape(
         shape, itemsize=itemsize, max_bytes=max_bytes
     )
     full = full_shape(shape)
     assert all(s % c == 0 for s, c in zip(full, chunk, strict=True))
-    assert chunk_shape.chunk_count(full, chunk) <= few(full, itemsize, max_bytes)
+    assert zarr_chunk_shape.chunk_count(full, chunk) <= few(full, itemsize, max_bytes)
 
 
 @given(shapes, itemsizes, byte_counts)
@@ -109,13 +109,13 @@ def test_chunks_of_a_shard_divide_it_and_are_few(shape, itemsize, max_bytes):
 @example((2, PRIME), 4, 64 * MIB)
 @example((100, 7, 3_000_000), 4, 64 * MIB)
 def test_chunks_of_a_whole_array_fit_and_are_few(shape, itemsize, max_bytes):
-    chunk = chunk_shape.choose_chunk_shape(
+    chunk = zarr_chunk_shape.choose_chunk_shape(
         shape, itemsize=itemsize, max_bytes=max_bytes, ragged=True
     )
     full = full_shape(shape)
     assert all(1 <= c <= s for s, c in zip(full, chunk, strict=True))
     assert math.prod(chunk) * itemsize <= max(max_bytes, itemsize)
-    assert chunk_shape.chunk_count(full, chunk) <= few(full, itemsize, max_bytes)
+    assert zarr_chunk_shape.chunk_count(full, chunk) <= few(full, itemsize, max_bytes)
 
 
 @given(shapes, itemsizes, byte_counts)
@@ -126,13 +126,15 @@ def test_chunks_of_a_whole_array_fit_and_are_few(shape, itemsize, max_bytes):
 def test_a_chunk_of_a_whole_array_is_one_run_of_bytes_and_pads_little(
     shape, itemsize, max_bytes
 ):
-    chunk = chunk_shape.choose_chunk_shape(
+    chunk = zarr_chunk_shape.choose_chunk_shape(
         shape, itemsize=itemsize, max_bytes=max_bytes, ragged=True
     )
     full = full_shape(shape)
     assert is_run(full, chunk)
     runs = math.prod(full[: cut_axis(full, chunk)])
-    padding = math.prod(chunk) * chunk_shape.chunk_count(full, chunk) - math.prod(full)
+    padding = math.prod(chunk) * zarr_chunk_shape.chunk_count(full, chunk) - math.prod(
+        full
+    )
     if runs > 1:
         assert padding <= math.prod(full) / 7
         return
@@ -149,7 +151,7 @@ def test_chunks_of_a_whole_array_are_whole_pages_where_rows_allow_it(
     shape, itemsize, max_bytes
 ):
     full = full_shape(shape)
-    chunk = chunk_shape.choose_chunk_shape(
+    chunk = zarr_chunk_shape.choose_chunk_shape(
         shape, itemsize=itemsize, max_bytes=max_bytes, ragged=True
     )
     chunk_bytes = math.prod(chunk) * itemsize
@@ -167,13 +169,14 @@ def test_a_chunk_is_cut_short_only_where_no_divisor_is_as_good(
     shape, itemsize, max_bytes
 ):
     sizes = {"itemsize": itemsize, "max_bytes": max_bytes}
-    even = chunk_shape.choose_chunk_shape(shape, **sizes)
-    either = chunk_shape.choose_chunk_shape(shape, **sizes, ragged=True)
+    even = zarr_chunk_shape.choose_chunk_shape(shape, **sizes)
+    either = zarr_chunk_shape.choose_chunk_shape(shape, **sizes, ragged=True)
     full = full_shape(shape)
     if (
         is_run(full, even)
         and math.prod(even) * itemsize % PAGE == 0
-        and chunk_shape.chunk_count(full, even) <= 2 * ideal(full, itemsize, max_bytes)
+        and zarr_chunk_shape.chunk_count(full, even)
+        <= 2 * ideal(full, itemsize, max_bytes)
     ):
         assert either == even
 
@@ -184,7 +187,7 @@ def test_a_shard_is_cut_along_its_leading_axes_if_that_makes_few_chunks(
     shape, itemsize, max_bytes
 ):
     full = full_shape(shape)
-    chunk = chunk_shape.choose_chunk_shape(
+    chunk = zarr_chunk_shape.choose_chunk_shape(
         shape, itemsize=itemsize, max_bytes=max_bytes
     )
     limit = max(1, int(max_bytes // itemsize))
@@ -198,7 +201,7 @@ def test_a_shard_is_cut_along_its_leading_axes_if_that_makes_few_chunks(
         run
         for run in runs
         if math.prod(run) <= limit
-        and chunk_shape.chunk_count(full, run) <= few(shape, itemsize, max_bytes)
+        and zarr_chunk_shape.chunk_count(full, run) <= few(shape, itemsize, max_bytes)
     ]
     assert is_run(full, chunk) or not fitting
 
@@ -206,7 +209,7 @@ def test_a_shard_is_cut_along_its_leading_axes_if_that_makes_few_chunks(
 @given(shapes, st.sampled_from([1, 2, 4, 8]))
 def test_an_array_that_fits_is_one_chunk(shape, itemsize):
     full = full_shape(shape)
-    chunk = chunk_shape.choose_chunk_shape(
+    chunk = zarr_chunk_shape.choose_chunk_shape(
         shape, itemsize=itemsize, max_bytes=math.prod(full) * itemsize
     )
     assert chunk == full
@@ -222,7 +225,7 @@ def test_an_array_that_fits_is_one_chunk(shape, itemsize):
 def test_replicas_write_each_element_once_in_equal_parts(
     shape, n_replicas, itemsize, min_bytes
 ):
-    found = chunk_shape.replica_slices(
+    found = zarr_chunk_shape.replica_slices(
         shape, n_replicas, itemsize=itemsize, min_bytes=min_bytes
     )
     if found is None:
@@ -263,7 +266,7 @@ def test_replicas_write_each_element_once_in_equal_parts(
 def test_replicas_cut_the_first_axis_that_divides(
     shape, n_replicas, min_bytes, expected
 ):
-    found = chunk_shape.replica_slices(shape, n_replicas, min_bytes=min_bytes)
+    found = zarr_chunk_shape.replica_slices(shape, n_replicas, min_bytes=min_bytes)
     if found is not None:
         found = (found.axis, found.bounds, found.shape)
     assert found == expected
@@ -272,13 +275,13 @@ def test_replicas_cut_the_first_axis_that_divides(
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: chunk_shape.choose_chunk_shape((1,), itemsize=0, max_bytes=1),
-        lambda: chunk_shape.choose_chunk_shape((1,), itemsize=1, max_bytes=0),
-        lambda: chunk_shape.choose_chunk_shape((-1,), itemsize=1, max_bytes=1),
-        lambda: chunk_shape.replica_slices((1,), 0),
-        lambda: chunk_shape.replica_slices((-1,), 1),
-        lambda: chunk_shape.replica_slices((1,), 1, itemsize=0),
-        lambda: chunk_shape.replica_slices((1,), 1, min_bytes=-1),
+        lambda: zarr_chunk_shape.choose_chunk_shape((1,), itemsize=0, max_bytes=1),
+        lambda: zarr_chunk_shape.choose_chunk_shape((1,), itemsize=1, max_bytes=0),
+        lambda: zarr_chunk_shape.choose_chunk_shape((-1,), itemsize=1, max_bytes=1),
+        lambda: zarr_chunk_shape.replica_slices((1,), 0),
+        lambda: zarr_chunk_shape.replica_slices((-1,), 1),
+        lambda: zarr_chunk_shape.replica_slices((1,), 1, itemsize=0),
+        lambda: zarr_chunk_shape.replica_slices((1,), 1, min_bytes=-1),
     ],
 )
 def test_sizes_that_make_no_sense_are_refused(call):

@@ -24,7 +24,7 @@ from safetensors import numpy as safetensors
 
 import flaxckpt
 from flaxckpt import _convert, _locate, errors, transforms
-from flaxckpt._arrays import blockwise
+from flaxckpt._arrays import blockwise as arrays_blockwise
 from flaxckpt.formats import _msgpack_write
 
 ocp = pytest.importorskip("orbax.checkpoint")
@@ -579,13 +579,13 @@ def test_what_was_killed_goes_on_where_it_was(
         if any(path.parent.name == line.split()[0] for line in done)
     }
     read = []
-    original = blockwise.read
+    original = arrays_blockwise.read
 
     def traced(pieces, **options):
         read.extend(piece.name for piece in pieces)
         return original(pieces, **options)
 
-    monkeypatch.setattr(blockwise, "read", traced)
+    monkeypatch.setattr(arrays_blockwise, "read", traced)
     flaxckpt.convert(
         source,
         target,
@@ -715,13 +715,13 @@ def test_progress_reaches_the_end(source, tmp_path, capsys):
 
 def test_pieces_keep_to_the_limit(source, tmp_path, monkeypatch):
     sizes = []
-    original = blockwise.read
+    original = arrays_blockwise.read
 
     def traced(pieces, **options):
         sizes.append(sum(piece.nbytes for piece in pieces))
         return original(pieces, **options)
 
-    monkeypatch.setattr(blockwise, "read", traced)
+    monkeypatch.setattr(arrays_blockwise, "read", traced)
     path = tmp_path / "m.safetensors"
     flaxckpt.convert(source, path, format="safetensors", max_concurrent_bytes=4000)
     flaxckpt.convert(path, tmp_path / "m", format="msgpack", max_concurrent_bytes=4000)

@@ -15,7 +15,7 @@ from safetensors import numpy as safetensors
 
 import flaxckpt
 from flaxckpt import _convert, errors, transforms
-from flaxckpt._arrays import blockwise
+from flaxckpt._arrays import blockwise as arrays_blockwise
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -309,13 +309,13 @@ def test_long_rows_are_cut(tmp_path, monkeypatch, format_name, chunk_bytes):
     layout = flaxckpt.ArrayLayout(chunk_bytes=chunk_bytes)
     flaxckpt.save(tmp_path / "a", wanted, layout=layout)
     sizes = []
-    original = blockwise.read
+    original = arrays_blockwise.read
 
     def traced(pieces, **options):
         sizes.append(sum(piece.nbytes for piece in pieces))
         return original(pieces, **options)
 
-    monkeypatch.setattr(blockwise, "read", traced)
+    monkeypatch.setattr(arrays_blockwise, "read", traced)
     flaxckpt.convert(
         tmp_path / "a",
         tmp_path / "b",

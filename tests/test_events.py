@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flaxckpt
-from flaxckpt import _event_journal, _locate, _save, _stream, errors
+from flaxckpt import _locate, _save, _stream, errors
+from flaxckpt._steps import journal as steps_journal
 from flaxckpt.policies import LatestN
 
 
@@ -26,7 +27,7 @@ def state(step):
 
 
 def journal(directory):
-    return _event_journal.read(directory / "events.jsonl")
+    return steps_journal.read(directory / "events.jsonl")
 
 
 def told(events):

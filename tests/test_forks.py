@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import _event_journal, _events, configs, integrations
+from flaxckpt import configs, integrations
+from flaxckpt._steps import event as steps_event
+from flaxckpt._steps import journal as steps_journal
 from flaxckpt._storage import local as storage_local
 from flaxckpt._util import forks as util_forks
 
@@ -318,7 +320,7 @@ def test_a_fork_works_while_threads_of_its_parent_save_and_tell(run, tmp_path):
     ]
     kinds = [
         (event.kind, event.step)
-        for event in _event_journal.read(tmp_path / "run/events.jsonl")
+        for event in steps_journal.read(tmp_path / "run/events.jsonl")
     ]
     assert kinds.count(("committed", 7)) == 1
 
@@ -398,18 +400,18 @@ def test_a_fork_of_a_program_that_has_used_tensorstore_is_told_so(run):
 
 def test_a_fork_does_not_write_what_its_parent_has_still_to_write():
     path = storage_local.resolve("memory://forks-journal/run/events.jsonl")
-    journal = _event_journal.EventJournal(path)
-    journal.write(_events.Event("started", 1, "run", 1.0, {}))
+    journal = steps_journal.EventJournal(path)
+    journal.write(steps_event.Event("started", 1, "run", 1.0, {}))
 
     def child():
-        journal.write(_events.Event("committed", 2, "run", 2.0, {}))
+        journal.write(steps_event.Event("committed", 2, "run", 2.0, {}))
         journal.close()
-        return 0 if [e.step for e in _event_journal.read(path)] == [2] else 2
+        return 0 if [e.step for e in steps_journal.read(path)] == [2] else 2
 
     with Held(lambda wait: _inside(journal, wait)):
         assert in_fork(child) == 0
     journal.close()
-    assert [event.step for event in _event_journal.read(path)] == [1]
+    assert [event.step for event in steps_journal.read(path)] == [1]
 
 
 def _inside(journal, wait):

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import flaxckpt
 from flaxckpt import _locate, errors, formats, transforms
-from flaxckpt._arrays import blockwise
+from flaxckpt._arrays import blockwise as arrays_blockwise
 from flaxckpt.cli import app
 
 VALUES = np.arange(4 * 6, dtype=np.float32).reshape(4, 6)
@@ -187,9 +187,9 @@ def test_leaves_are_converted_in_pieces(tmp_path, save):
     save(tmp_path / "a.npz", w=wanted, f=np.asfortranarray(wanted))
     stored = _locate.read_stored(tmp_path / "a.npz", None)
     for leaf in stored.table.values():
-        pieces = blockwise.cut(leaf, chunk_shape=None, max_bytes=2**15)
+        pieces = arrays_blockwise.cut(leaf, chunk_shape=None, max_bytes=2**15)
         assert len(pieces) == 8
-        found = blockwise.read(pieces, max_bytes=2**15)
+        found = arrays_blockwise.read(pieces, max_bytes=2**15)
         np.testing.assert_array_equal(np.concatenate(found), wanted)
 
 

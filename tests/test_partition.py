@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._arrays.zarr import chunk_file
+from flaxckpt._arrays.zarr import chunk_file as zarr_chunk_file
 
 RULES = [("embed", "data"), ("mlp", "model"), ("batch", "data")]
 
@@ -371,7 +371,9 @@ def count_blocks(monkeypatch):
         return counted
 
     for name in ("read", "verify_mapped"):
-        monkeypatch.setattr(chunk_file, name, counting(getattr(chunk_file, name)))
+        monkeypatch.setattr(
+            zarr_chunk_file, name, counting(getattr(zarr_chunk_file, name))
+        )
 
 
 def bytes_read():

@@ -16,9 +16,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._arrays import read, to_host, write
+from flaxckpt._arrays import read as arrays_read
 from flaxckpt._arrays import read_raw as arrays_read_raw
-from flaxckpt._arrays.zarr import chunk_file, metadata
+from flaxckpt._arrays import to_host as arrays_to_host
+from flaxckpt._arrays import write as arrays_write
+from flaxckpt._arrays.zarr import chunk_file as zarr_chunk_file
+from flaxckpt._arrays.zarr import metadata as zarr_metadata
 from flaxckpt._arrays.zarr.metadata import Encoding
 from flaxckpt._arrays.zarr.raw_array import RawArray
 from flaxckpt._state import dtypes as state_dtypes
@@ -27,7 +30,7 @@ from flaxckpt._storage import filesystem as storage_filesystem
 from flaxckpt._util import progress as util_progress
 
 DTYPES = sorted(state_dtypes._STORED_AS_IS)
-RAW_DTYPES = [dtype for dtype in DTYPES if dtype not in metadata._NEVER_RAW]
+RAW_DTYPES = [dtype for dtype in DTYPES if dtype not in zarr_metadata._NEVER_RAW]
 
 
 def array_of(dtype, shape, seed=0):
@@ -45,14 +48,14 @@ def bits(array):
 
 
 def host(name, array, chunk_shape, shards=None):
-    regions = shards or [metadata.whole(array.shape)]
-    return to_host.HostArray(
+    regions = shards or [zarr_metadata.whole(array.shape)]
+    return arrays_to_host.HostArray(
         name,
         array.shape,
         array.dtype.name,
         chunk_shape,
         tuple(
-            to_host.HostShard(region, array[tuple(slice(*b) for b in region)])
+            arrays_to_host.HostShard(region, array[tuple(slice(*b) for b in region)])
             for region in regions
             if array.size
         ),
@@ -60,7 +63,7 @@ def host(name, array, chunk_shape, shards=None):
 
 
 def opened(root, name, *, ocdbt):
-    return read.open_zarr(
+    return arrays_read.open_zarr(
         ts.Context(), root=root, name=name, version=3, ocdbt=ocdbt, strict=True
     ).result()
 
@@ -102,7 +105,7 @@ def test_tensorstore_reads_what_we_write(tmp_path, dtype, ocdbt):
         "none": host("none", array_of(dtype, (0, 3)), (1, 3)),
     }
     encoding = Encoding("none", True)
-    write.write(tmp_path, arrays.values(), encoding=encoding, ocdbt=ocdbt)
+    arrays_write.write(tmp_path, arrays.values(), encoding=encoding, ocdbt=ocdbt)
     for name, array in arrays.items():
         store = opened(tmp_path, name, ocdbt=ocdbt)
         assert store.dtype.name == dtype
@@ -120,9 +123,11 @@ def test_we_write_what_tensorstore_would(tmp_path, dtype):
     for root in (ours, theirs):
         root.mkdir()
     written = host("w", array, (2, 3))
-    budget = write._threads.Budget(1)
-    write._write_files(ours, [written], encoding, None, budget, util_progress.ignore)
-    write._write_encoded(theirs, [written], encoding, ts.Context(), 1)
+    budget = arrays_write._threads.Budget(1)
+    arrays_write._write_files(
+        ours, [written], encoding, None, budget, util_progress.ignore
+    )
+    arrays_write._write_encoded(theirs, [written], encoding, ts.Context(), 1)
     for file in theirs.rglob("c*"):
         assert (ours / "w" / file.name).read_bytes() == file.read_bytes()
     assert (
@@ -158,7 +163,7 @@ def test_any_region_of_any_chunks_comes_back(
     root = tmp_path_factory.mktemp("raw")
     array = array_of(dtype, shape)
     encoding = Encoding("none", checksum)
-    write.write(
+    arrays_write.write(
         root,
         [host("w", array, chunk_shape)],
         encoding=encoding,
@@ -183,7 +188,7 @@ def test_any_region_of_any_chunks_comes_back(
 def test_chunks_of_whole_pages_are_mapped_as_one(tmp_path, chunk_shape, memory_map):
     array = array_of("float32", (10, 1024))
     encoding = Encoding("none", True)
-    write.write(
+    arrays_write.write(
         tmp_path, [host("w", array, chunk_shape)], encoding=encoding, ocdbt=False
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -204,7 +209,7 @@ def test_chunks_of_whole_pages_are_mapped_as_one(tmp_path, chunk_shape, memory_m
 def test_parts_of_several_writers_make_one_array(tmp_path):
     array = array_of("float32", (8, 6))
     regions = [((r, r + 4), (c, c + 3)) for r in (0, 4) for c in (0, 3)]
-    write.write(
+    arrays_write.write(
         tmp_path,
         [host("w", array, (2, 3), regions)],
         encoding=Encoding("none", True),
@@ -217,13 +222,13 @@ def test_parts_of_several_writers_make_one_array(tmp_path):
 def test_casts_and_pieces_are_copied_within_the_budget(tmp_path, monkeypatch):
     """Rows are written where they are; columns and casts need memory of their own."""
     held = []
-    real = write._threads.Budget.hold
+    real = arrays_write._threads.Budget.hold
 
     def hold(self, size):
         held.append(size)
         return real(self, size)
 
-    monkeypatch.setattr(write._threads.Budget, "hold", hold)
+    monkeypatch.setattr(arrays_write._threads.Budget, "hold", hold)
     array = array_of("float32", (64, 64))
     rows, columns = host("rows", array, (16, 64)), host("columns", array, (64, 16))
     narrow = host("narrow", array, (64, 64))._replace(dtype="float16")
@@ -233,7 +238,9 @@ def test_casts_and_pieces_are_copied_within_the_budget(tmp_path, monkeypatch):
         (narrow, [64 * 64 * 2]),
     ):
         held.clear()
-        write.write(tmp_path, [written], encoding=Encoding("none", True), ocdbt=False)
+        arrays_write.write(
+            tmp_path, [written], encoding=Encoding("none", True), ocdbt=False
+        )
         assert held == sizes
 
 
@@ -292,8 +299,8 @@ def test_without_maps_left_files_are_read(saved, monkeypatch):
     def refuse(*_):
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(chunk_file, "mapped", refuse)
-    monkeypatch.setattr(chunk_file, "mapped_as_one", refuse)
+    monkeypatch.setattr(zarr_chunk_file, "mapped", refuse)
+    monkeypatch.setattr(zarr_chunk_file, "mapped_as_one", refuse)
     strategies.assert_same(flaxckpt.load(saved, memory_map=True), big_state())
 
 
@@ -412,8 +419,8 @@ def test_frozen_leaves_are_stored_once(tmp_path, codec, how):
 
 def shared_with_numpy(values):
     """A numpy array, and a jax array that has the same memory."""
-    memory = np.zeros(values.nbytes + chunk_file.ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % chunk_file.ALIGNMENT
+    memory = np.zeros(values.nbytes + zarr_chunk_file.ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % zarr_chunk_file.ALIGNMENT
     owner = memory[start : start + values.nbytes].view(values.dtype)
     owner = owner.reshape(values.shape)
     owner[...] = values
@@ -521,7 +528,7 @@ def test_a_step_replaced_while_it_is_linked_to_fails_the_save(tmp_path, monkeypa
     state = big_state(1)
     ours = flaxckpt.Checkpointer(tmp_path, layout=layout)
     ours.save(1, state).wait()
-    real, replaced = write._is_unchanged, []
+    real, replaced = arrays_write._is_unchanged, []
 
     def is_unchanged(*args):
         found = real(*args)
@@ -531,7 +538,7 @@ def test_a_step_replaced_while_it_is_linked_to_fails_the_save(tmp_path, monkeypa
                 theirs.save(1, big_state(2), on_exists="overwrite")
         return found
 
-    monkeypatch.setattr(write, "_is_unchanged", is_unchanged)
+    monkeypatch.setattr(arrays_write, "_is_unchanged", is_unchanged)
     with pytest.raises(errors.SaveFailedError, match="replaced by somebody else"):
         ours.save(2, state).wait()
     assert ours.steps() == [1]
@@ -542,7 +549,7 @@ def test_file_systems_without_links_get_copies(tmp_path, monkeypatch):
     def refuse(*_args, **_kwargs):
         raise OSError(1, "Operation not permitted")
 
-    monkeypatch.setattr(chunk_file.os, "link", refuse)
+    monkeypatch.setattr(zarr_chunk_file.os, "link", refuse)
     with flaxckpt.Checkpointer(
         tmp_path, layout=flaxckpt.ArrayLayout(store="files")
     ) as ckpt:
@@ -577,9 +584,9 @@ def test_arrays_in_use_by_another_thread_are_saved_whole(tmp_path):
 @pytest.mark.parametrize("pinned", ["pinned memory", "none", "not enough"])
 def test_values_come_from_accelerators_as_they_were(tmp_path, monkeypatch, pinned):
     """The CPU's devices have the same kinds of memory, so they can stand in for one."""
-    monkeypatch.setattr(to_host, "_is_on_cpu", lambda sharding: False)
+    monkeypatch.setattr(arrays_to_host, "_is_on_cpu", lambda sharding: False)
     if pinned == "none":
-        monkeypatch.setattr(to_host, "_pinned", lambda sharding: None)
+        monkeypatch.setattr(arrays_to_host, "_pinned", lambda sharding: None)
     elif pinned == "not enough":
 
         def refuse(*_args, **_kwargs):

@@ -29,8 +29,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import flaxckpt
 from flaxckpt import errors, formats, transforms
-from flaxckpt._arrays import read
-from flaxckpt._arrays.zarr import chunk_file
+from flaxckpt._arrays import read as arrays_read
+from flaxckpt._arrays.zarr import chunk_file as zarr_chunk_file
 
 TESTS = Path(__file__).parent
 HOSTILE = sorted(file.stem for file in (TESTS / "hostile").glob("*.py"))
@@ -49,8 +49,8 @@ def test_there_is_a_golden_checkpoint_of_each_format():
 
 @every_case
 def test_metadata_tells_shapes_and_types_and_reads_no_array(case, monkeypatch):
-    monkeypatch.setattr(read, "read", None)
-    monkeypatch.setattr(read, "open_one", None)
+    monkeypatch.setattr(arrays_read, "read", None)
+    monkeypatch.setattr(arrays_read, "open_one", None)
     found = flaxckpt.metadata(case.path)
     detected = formats.detect(case.path)
     assert detected.format == found.format
@@ -388,7 +388,7 @@ def bools(root: Path, name: str) -> Path:
         return orbax.write(root, metadata, {"0": content})
     flaxckpt.save(root / "c", {"w": np.array([False, True, True, True])})
     [chunk] = (root / "c/state/w").glob("c*")
-    chunk.write_bytes(content + chunk_file.checksum([memoryview(content)]))
+    chunk.write_bytes(content + zarr_chunk_file.checksum([memoryview(content)]))
     return root / "c"
 
 

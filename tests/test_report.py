@@ -24,12 +24,13 @@ from report_runs import (
 
 import flaxckpt
 from examples import report as examples_report
-from flaxckpt import _events, _report, _sizes, errors
+from flaxckpt import _report, _sizes, errors
 from flaxckpt._drawing import _scales as drawing__scales
 from flaxckpt._drawing import _treemap as drawing__treemap
 from flaxckpt._report import _parts as report__parts
 from flaxckpt._report import _saves as report__saves
 from flaxckpt._state.leaf import LeafInfo
+from flaxckpt._steps import event as steps_event
 from flaxckpt._util import html as util_html
 from flaxckpt.policies import BestN, LatestN
 
@@ -340,7 +341,7 @@ def test_runs_in_stores_are_reported(tmp_path):
 
 
 def event(kind, step=1, time=100.0, **details):
-    return _events.Event(kind, step, "", time, details)
+    return steps_event.Event(kind, step, "", time, details)
 
 
 def test_saves_that_did_not_end_well_are_told_apart():

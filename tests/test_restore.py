@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import errors, transforms
-from flaxckpt._arrays import read
+from flaxckpt._arrays import read as arrays_read
 from flaxckpt._state import dtypes as state_dtypes
 
 STATE = {
@@ -561,7 +561,7 @@ def test_a_checkpoint_replaced_while_it_is_read_is_not_mixed(
     """Half of it would be of one save, half of the other, each with good checksums."""
     path = tmp_path / "c"
     flaxckpt.save(path, {"w": np.ones(4), "v": np.ones(4)})
-    real = read._begin
+    real = arrays_read._begin
 
     def begin(work, *args):
         if work.job.wanted.path == "v":
@@ -569,7 +569,7 @@ def test_a_checkpoint_replaced_while_it_is_read_is_not_mixed(
             flaxckpt.save(path, other, overwrite=True)
         return real(work, *args)
 
-    monkeypatch.setattr(read, "_begin", begin)
+    monkeypatch.setattr(arrays_read, "_begin", begin)
     with pytest.raises(errors.DamagedCheckpointError, match="replaced or deleted"):
         flaxckpt.load(path, memory_map=memory_map)
     monkeypatch.undo()
@@ -579,13 +579,13 @@ def test_a_checkpoint_replaced_while_it_is_read_is_not_mixed(
 def test_a_checkpoint_deleted_while_it_is_read_says_so(tmp_path, monkeypatch):
     path = tmp_path / "c"
     flaxckpt.save(path, {"w": np.ones(4)})
-    real = read._begin
+    real = arrays_read._begin
 
     def begin(work, *args):
         shutil.rmtree(path)
         return real(work, *args)
 
-    monkeypatch.setattr(read, "_begin", begin)
+    monkeypatch.setattr(arrays_read, "_begin", begin)
     with pytest.raises(errors.DamagedCheckpointError, match="replaced or deleted"):
         flaxckpt.load(path)
 

@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 
 import flaxckpt
 from flaxckpt import _locate, errors
-from flaxckpt._arrays.zarr import metadata
+from flaxckpt._arrays.zarr import metadata as zarr_metadata
 
 PACKAGE = Path(__file__).parents[1] / "flaxckpt"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -65,7 +65,7 @@ def test_tensorstore_opens_only_what_was_put_together_here(module):
     assert all(argument.startswith(("spec", "{")) for argument in opened)
     stores = re.findall(r"KvStore\.open\(\s*([^)]*)\)", text)
     assert all(
-        argument.startswith(("spec", "metadata.kvstore(")) for argument in stores
+        argument.startswith(("spec", "zarr_metadata.kvstore(")) for argument in stores
     )
     assert not re.search(r"TensorStore\.open|ts\.Spec\(|KvStore\.Spec\(", text)
 
@@ -73,7 +73,7 @@ def test_tensorstore_opens_only_what_was_put_together_here(module):
 @pytest.mark.parametrize("ocdbt", [False, True])
 def test_the_place_of_an_array_is_in_its_directory_whatever_it_is_called(ocdbt):
     for name in ("w", "file:///etc/", "http://127.0.0.1:9/", '{"driver":"http"}'):
-        spec = metadata.kvstore(Path("/run/7"), name, ocdbt=ocdbt)
+        spec = zarr_metadata.kvstore(Path("/run/7"), name, ocdbt=ocdbt)
         assert set(spec) <= {"driver", "path", "base"}
         assert spec["driver"] == ("ocdbt" if ocdbt else "file")
         base = spec["base"] if ocdbt else spec

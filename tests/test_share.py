@@ -11,12 +11,13 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import _locate
-from flaxckpt._arrays import read, read_once
+from flaxckpt._arrays import read as arrays_read
+from flaxckpt._arrays import read_once as arrays_read_once
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import leaf as state_leaf
 
 SPECS = [P(), P("x"), P("y"), P(None, "x"), P("y", "x"), P(("x", "y")), P("z", "y")]
-READ_ALONE = read.Options(False, True, 2**30)
+READ_ALONE = arrays_read.Options(False, True, 2**30)
 
 
 def mesh(**options):
@@ -26,7 +27,7 @@ def mesh(**options):
 def job_for(path, wanted):
     [leaf] = _locate.read_stored(path, None).table.values()
     [info] = state_flax_state.flatten({"a": wanted}).table.values()
-    return read.ReadJob(leaf.source, info.info)
+    return arrays_read.ReadJob(leaf.source, info.info)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -39,13 +40,13 @@ def test_parts_are_put_together(spec, kind, tmp_path):
         tmp_path / "a",
         jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding),
     )
-    [part] = read_once.divided([job])
-    split = read_once.parted(job.wanted)
+    [part] = arrays_read_once.divided([job])
+    split = arrays_read_once.parted(job.wanted)
     assert part.wanted.sharding == split
     shard = math.prod(split.shard_shape(value.shape)) if split else value.size
     assert split is None or shard == value.size // 8
 
-    found = read_once.gathered(read.read([part], READ_ALONE), [job])["a"]
+    found = arrays_read_once.gathered(arrays_read.read([part], READ_ALONE), [job])["a"]
     assert found.sharding == sharding
     np.testing.assert_array_equal(found, value)
 
@@ -59,21 +60,25 @@ def info(shape, spec, dtype="float32", **options):
 
 
 def test_small_arrays_are_read_by_all():
-    assert read_once.parted(info((512, 512), P())) is None
-    assert read_once.parted(info((2**21,), P())) is not None
+    assert arrays_read_once.parted(info((512, 512), P())) is None
+    assert arrays_read_once.parted(info((2**21,), P())) is not None
 
 
 def test_as_many_take_part_as_an_axis_allows():
     """1,026 rows are for 2 devices, and not for 8."""
-    assert read_once.parted(info((2 * 513, 4097), P())).spec == P("x", None)
-    assert read_once.parted(info((4 * 513, 4097), P())).spec == P(("x", "y"), None)
-    assert read_once.parted(info((513, 8194), P())).spec == P(None, "x")
-    assert read_once.parted(info((513, 4097), P())) is None
+    assert arrays_read_once.parted(info((2 * 513, 4097), P())).spec == P("x", None)
+    assert arrays_read_once.parted(info((4 * 513, 4097), P())).spec == P(
+        ("x", "y"), None
+    )
+    assert arrays_read_once.parted(info((513, 8194), P())).spec == P(None, "x")
+    assert arrays_read_once.parted(info((513, 4097), P())) is None
 
 
 def test_what_is_split_already_is_split_on():
-    assert read_once.parted(info((4096, 1024), P("x"))).spec == P(("x", "y", "z"), None)
-    assert read_once.parted(info((4096, 1024), P(("x", "y", "z")))) is None
+    assert arrays_read_once.parted(info((4096, 1024), P("x"))).spec == P(
+        ("x", "y", "z"), None
+    )
+    assert arrays_read_once.parted(info((4096, 1024), P(("x", "y", "z")))) is None
 
 
 @pytest.mark.parametrize(
@@ -87,7 +92,7 @@ def test_what_is_split_already_is_split_on():
 )
 def test_what_one_device_wants_is_left_as_it_is(wanted):
     [leaf] = state_flax_state.flatten({"a": wanted}).table.values()
-    assert read_once.parted(leaf.info) is None
+    assert arrays_read_once.parted(leaf.info) is None
 
 
 def test_keys_are_left_as_they_are():
@@ -96,4 +101,4 @@ def test_keys_are_left_as_they_are():
     )
     [leaf] = state_flax_state.flatten({"a": keys}).table.values()
     assert isinstance(leaf.info, state_leaf.LeafInfo)
-    assert read_once.parted(leaf.info) is None
+    assert arrays_read_once.parted(leaf.info) is None

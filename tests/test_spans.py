@@ -6,7 +6,7 @@ import tensorstore as ts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flaxckpt._arrays import byte_ranges
+from flaxckpt._arrays import byte_ranges as arrays_byte_ranges
 from flaxckpt._storage import local as storage_local
 
 
@@ -14,7 +14,9 @@ def write(path, *arrays, before=b"\0" * 3):
     path.write_bytes(before + b"".join(array.tobytes() for array in arrays))
     offset, spans = len(before), []
     for array in arrays:
-        spans.append(byte_ranges.Span(path, offset, array.shape, array.dtype.name))
+        spans.append(
+            arrays_byte_ranges.Span(path, offset, array.shape, array.dtype.name)
+        )
         offset += array.nbytes
     return spans
 
@@ -33,8 +35,8 @@ def test_any_region_of_any_array_is_read(tmp_path_factory, shape, data, part_byt
     region = tuple(slice(*b) for b in bounds)
     path = tmp_path_factory.mktemp("span") / "file"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(byte_ranges, "_PART_BYTES", part_bytes)
-        store = byte_ranges.opened(write(path, array), ts.Context()).result()
+        patch.setattr(arrays_byte_ranges, "_PART_BYTES", part_bytes)
+        store = arrays_byte_ranges.opened(write(path, array), ts.Context()).result()
         np.testing.assert_array_equal(store.read().result(), array)
         np.testing.assert_array_equal(store[region].read().result(), array[region])
 
@@ -42,7 +44,7 @@ def test_any_region_of_any_array_is_read(tmp_path_factory, shape, data, part_byt
 def test_parts_follow_one_another(tmp_path):
     whole = np.arange(24, dtype="float32").reshape(6, 4)
     spans = write(tmp_path / "file", whole[:1], whole[1:4], whole[4:])
-    store = byte_ranges.opened(spans, ts.Context()).result()
+    store = arrays_byte_ranges.opened(spans, ts.Context()).result()
     np.testing.assert_array_equal(store.read().result(), whole)
     np.testing.assert_array_equal(store[3:5, 1:].read().result(), whole[3:5, 1:])
 
@@ -57,8 +59,10 @@ def test_the_runs_of_a_flat_array_make_one_of_any_shape(tmp_path, cuts):
         content += whole.reshape(-1)[done : done + size].tobytes()
         done += size
     (tmp_path / "file").write_bytes(content)
-    span = byte_ranges.Span(tmp_path / "file", 0, (2, 3, 4), "float32", tuple(pieces))
-    store = byte_ranges.opened([span], ts.Context()).result()
+    span = arrays_byte_ranges.Span(
+        tmp_path / "file", 0, (2, 3, 4), "float32", tuple(pieces)
+    )
+    store = arrays_byte_ranges.opened([span], ts.Context()).result()
     np.testing.assert_array_equal(store.read().result(), whole)
     np.testing.assert_array_equal(store[1:, 1:, 3].read().result(), whole[1:, 1:, 3])
 
@@ -68,14 +72,14 @@ def test_a_file_cut_short_is_an_error(tmp_path):
     spans = write(path, np.arange(24, dtype="float32").reshape(6, 4))
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(OSError, match=r"ends at byte 98"):
-        byte_ranges.opened(spans, ts.Context()).result().read().result()
+        arrays_byte_ranges.opened(spans, ts.Context()).result().read().result()
 
 
 def test_another_file_in_its_place_is_not_read(tmp_path):
     path = tmp_path / "file"
     [span] = write(path, np.arange(24, dtype="float32"))
     span = span._replace(identity=storage_local.stamp(path).identity)
-    store = byte_ranges.opened([span], ts.Context()).result()
+    store = arrays_byte_ranges.opened([span], ts.Context()).result()
     np.testing.assert_array_equal(store.read().result(), np.arange(24))
     other = tmp_path / "other"
     write(other, np.ones(24, "float32"))

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import strategies as st
 
 import flaxckpt
-from flaxckpt import _deletion, _steps, _survey, errors
+from flaxckpt import errors
+from flaxckpt._steps import delete, names, scan
 from flaxckpt._storage import local as storage_local
 
 TEMPLATES = ["{step}", "step_{step}", "{step:08d}", "ckpt-{step:05d}", "{step}.done"]
@@ -15,7 +16,7 @@ TEMPLATES = ["{step}", "step_{step}", "{step:08d}", "ckpt-{step:05d}", "{step}.d
 
 @hypothesis.given(st.sampled_from(TEMPLATES), st.integers(0, 10**17))
 def test_a_name_gives_its_step_back(template, step):
-    step_format = _steps.StepFormat(template)
+    step_format = names.StepFormat(template)
     assert step_format.step(step_format.name(step)) == step
 
 
@@ -37,19 +38,19 @@ def test_a_name_gives_its_step_back(template, step):
     ],
 )
 def test_other_names_are_no_steps(template, name):
-    assert _steps.StepFormat(template).step(name) is None
+    assert names.StepFormat(template).step(name) is None
 
 
 @pytest.mark.parametrize("template", ["", "step", "{step}{step}", "a/{step}", "{x}"])
 def test_a_format_without_one_step_is_refused(template):
     with pytest.raises(errors.OptionError, match="step_format"):
-        _steps.StepFormat(template)
+        names.StepFormat(template)
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, "1", True, None, 10**18])
 def test_a_step_is_a_whole_number_from_0(step):
     with pytest.raises(errors.OptionError, match="step"):
-        _steps.check(step)
+        names.check(step)
 
 
 def _has_files(path):
@@ -63,8 +64,8 @@ def test_only_filled_directories_are_listed(tmp_path):
     (tmp_path / "8").mkdir()
     (tmp_path / "6").touch()
     (tmp_path / "5").symlink_to(tmp_path / "10")
-    assert list(_steps.listed(tmp_path, _steps.StepFormat())) == [0, 9, 10]
-    assert _steps.listed(tmp_path / "missing", _steps.StepFormat()) == {}
+    assert list(names.listed(tmp_path, names.StepFormat())) == [0, 9, 10]
+    assert names.listed(tmp_path / "missing", names.StepFormat()) == {}
 
 
 def test_steps_are_found_however_they_are_called(tmp_path):
@@ -79,14 +80,14 @@ def test_steps_are_found_however_they_are_called(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
     (tmp_path / "plots_12").mkdir()  # called like a step, and none
-    assert {n: p.name for n, p in _survey.find(tmp_path, _has_files).items()} == {
+    assert {n: p.name for n, p in scan.find(tmp_path, _has_files).items()} == {
         3: "step_3",
         12: "00000012",
     }
     (tmp_path / "12").mkdir()
     (tmp_path / "12" / "file").touch()
     with pytest.raises(errors.CheckpointFormatError, match="step 12 twice"):
-        _survey.find(tmp_path, _has_files)
+        scan.find(tmp_path, _has_files)
 
 
 def test_delete_takes_the_name_away_first(tmp_path, monkeypatch, caplog):
@@ -99,10 +100,10 @@ def test_delete_takes_the_name_away_first(tmp_path, monkeypatch, caplog):
             raise OSError("interrupted")
 
     monkeypatch.setattr(storage_local, "remove_tree", fail)
-    _deletion.delete(step)
+    delete.delete(step)
     assert "interrupted" in caplog.text
-    assert not _steps.listed(tmp_path, _steps.StepFormat())
-    assert not _survey.find(tmp_path, _has_files)
+    assert not names.listed(tmp_path, names.StepFormat())
+    assert not scan.find(tmp_path, _has_files)
 
 
 # ---- numbers of steps ---------------------------------------------------------------

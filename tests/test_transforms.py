@@ -1364,7 +1364,7 @@ CHANGES = st.lists(
 @given(tree=TREES, changes=CHANGES)
 def test_what_applies_is_undone_by_its_inverse(tree, changes):
     """On tables alone: whatever can be applied at all. Or the inverse is refused."""
-    from flaxckpt._arrays import evaluate
+    from flaxckpt._arrays import evaluate as arrays_evaluate
     from flaxckpt._state import flax_state as state_flax_state
     from flaxckpt.transforms import _table
 
@@ -1384,12 +1384,12 @@ def test_what_applies_is_undone_by_its_inverse(tree, changes):
         except errors.OptionError:
             continue
         applied.append(change)
-    computed = evaluate.of_state(undone)
+    computed = arrays_evaluate.of_state(undone)
     try:
         computed = _table.apply(transforms.inverse(applied), computed)
     except errors.OptionError:
         return  # it was not silent
-    computed = evaluate.of_state(computed)
+    computed = arrays_evaluate.of_state(computed)
     if computed.keys() != table.keys():
         return  # an inverse also takes what was under the new name before
     for path, leaf in table.items():

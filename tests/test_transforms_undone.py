@@ -14,7 +14,7 @@ from flax.core import freeze
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._arrays import evaluate
+from flaxckpt._arrays import evaluate as arrays_evaluate
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import optimizer_roles as state_optimizer_roles
 from flaxckpt.transforms import (
@@ -146,8 +146,8 @@ def test_no_leaf_of_any_optimizer_is_lost(name):
 )
 def test_leaves_that_are_not_lost_have_their_values(name):
     table = table_of(filled(state_for(OPTIMIZERS[name])))
-    saved = evaluate.of_state(_table.apply(CHANGES, table))
-    back = evaluate.of_state(_table.apply(_table.undoing(CHANGES), saved))
+    saved = arrays_evaluate.of_state(_table.apply(CHANGES, table))
+    back = arrays_evaluate.of_state(_table.apply(_table.undoing(CHANGES), saved))
     assert _table.not_restored(CHANGES, table) == not_equal(table, back) == []
 
 
@@ -164,8 +164,8 @@ def test_leaves_that_do_not_come_back_are_listed():
         transpose("params/cube", (2, 0, 1)),
         drop("params/dropped"),
     ]
-    saved = evaluate.of_state(_table.apply(changes, table))
-    back = evaluate.of_state(_table.apply(_table.undoing(changes), saved))
+    saved = arrays_evaluate.of_state(_table.apply(changes, table))
+    back = arrays_evaluate.of_state(_table.apply(_table.undoing(changes), saved))
     listed = _table.not_restored(changes, table)
     assert listed == [
         path for path in not_equal(table, back) if not path.endswith("dropped")

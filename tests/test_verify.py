@@ -14,8 +14,9 @@ import strategies
 import tensorstore as ts
 
 import flaxckpt
-from flaxckpt import _marks, errors
-from flaxckpt._arrays.zarr import chunk_file
+from flaxckpt import errors
+from flaxckpt._arrays.zarr import chunk_file as zarr_chunk_file
+from flaxckpt._steps import markers
 from flaxckpt._storage import local as storage_local
 from flaxckpt.formats import _orbax
 from flaxckpt.policies import LatestN
@@ -453,7 +454,7 @@ def test_a_marked_step_is_replaced_when_the_run_gets_there(tmp_path):
     ckpt.save(2, state(2)).wait()
     assert (ckpt.steps(), ckpt.damaged()) == ([1, 2], {})
     assert ckpt.verify(2).ok
-    assert _marks.is_pinned(tmp_path / "2")
+    assert markers.is_pinned(tmp_path / "2")
 
 
 @pytest.mark.parametrize("on_exists", ["error", "skip", "overwrite"])
@@ -533,14 +534,14 @@ def test_a_reader_marks_nothing(tmp_path):
 
 def test_a_disk_that_fails_for_a_moment_proves_nothing(tmp_path, monkeypatch, caplog):
     ckpt = run(tmp_path, 1, 2)
-    real = chunk_file._descriptor
+    real = zarr_chunk_file._descriptor
 
     def fail(path):
         if "/2/" in str(path):
             raise OSError(errno.EIO, "Input/output error", str(path))
         return real(path)
 
-    monkeypatch.setattr(chunk_file, "_descriptor", fail)
+    monkeypatch.setattr(zarr_chunk_file, "_descriptor", fail)
     strategies.assert_same(state(1), ckpt.restore())
     monkeypatch.undo()
     assert (ckpt.steps(), ckpt.damaged()) == ([1, 2], {})

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from flaxckpt._arrays import to_host
-from flaxckpt._arrays.zarr import writer_assignment
+from flaxckpt._arrays import to_host as arrays_to_host
+from flaxckpt._arrays.zarr import writer_assignment as zarr_writer_assignment
 
 MIB = 2**20
 AXES = ("a", "b", "c")
@@ -36,24 +36,28 @@ specs = st.permutations(AXES).flatmap(
 @st.composite
 def tasks(draw, mesh):
     sharding = NamedSharding(mesh, draw(specs))
-    [shards] = {np.unique(writer_assignment.in_order(1)(sharding, ()), axis=0).shape[1]}
+    [shards] = {
+        np.unique(zarr_writer_assignment.in_order(1)(sharding, ()), axis=0).shape[1]
+    }
     replicas = mesh.size // shards
     parts = draw(st.sampled_from([n for n in range(1, 65) if replicas % n == 0]))
-    return writer_assignment.Task(sharding, (), parts, draw(st.integers(0, 4 * MIB)))
+    return zarr_writer_assignment.Task(
+        sharding, (), parts, draw(st.integers(0, 4 * MIB))
+    )
 
 
 @given(meshes(), st.data())
 def test_every_part_of_every_shard_has_one_writer(drawn, data):
     mesh, processes = drawn
     given_tasks = data.draw(st.lists(tasks(mesh), max_size=6))
-    place = writer_assignment.in_order(processes)
-    places, loads = writer_assignment.assign(given_tasks, processes, place)
+    place = zarr_writer_assignment.in_order(processes)
+    places, loads = zarr_writer_assignment.assign(given_tasks, processes, place)
     expected = np.zeros(processes, np.int64)
     for task, chosen in zip(given_tasks, places, strict=True):
         holders = place(task.sharding, ())
         replicas, shards = holders.shape
         assert replicas * shards == mesh.size
-        writers = writer_assignment.Writers(replicas, task.parts, chosen, shards)
+        writers = zarr_writer_assignment.Writers(replicas, task.parts, chosen, shards)
         for shard in range(shards):
             parts = {
                 r: part
@@ -69,9 +73,9 @@ def test_every_part_of_every_shard_has_one_writer(drawn, data):
 @given(meshes(), st.integers(1, 40))
 def test_equal_arrays_that_all_have_are_divided_equally(drawn, count):
     mesh, processes = drawn
-    task = writer_assignment.Task(NamedSharding(mesh, P()), (), 1, MIB)
-    _, loads = writer_assignment.assign(
-        [task] * count, processes, writer_assignment.in_order(processes)
+    task = zarr_writer_assignment.Task(NamedSharding(mesh, P()), (), 1, MIB)
+    _, loads = zarr_writer_assignment.assign(
+        [task] * count, processes, zarr_writer_assignment.in_order(processes)
     )
     assert max(loads) - min(loads) <= MIB
 
@@ -80,18 +84,20 @@ def test_the_largest_arrays_go_first_to_whoever_has_least():
     mesh = AbstractMesh((2, 2), ("data", "model"))
     everywhere = NamedSharding(mesh, P())
     sizes = [size * MIB for size in (1, 2, 3, 10, 4)]
-    one = [writer_assignment.Task(everywhere, (), 1, size) for size in sizes]
-    places, loads = writer_assignment.assign(one, 2, writer_assignment.in_order(2))
+    one = [zarr_writer_assignment.Task(everywhere, (), 1, size) for size in sizes]
+    places, loads = zarr_writer_assignment.assign(
+        one, 2, zarr_writer_assignment.in_order(2)
+    )
     assert loads == [10 * MIB, 10 * MIB]
     assert [places[i] for i in (3, 4, 2, 1, 0)] == [0, 2, 2, 2, 2]
 
 
 def test_an_array_in_shards_is_divided_though_none_is_written_in_parts():
     mesh = AbstractMesh((8, 4), ("data", "model"))
-    split = writer_assignment.Task(NamedSharding(mesh, P("model")), (), 1, MIB)
+    split = zarr_writer_assignment.Task(NamedSharding(mesh, P("model")), (), 1, MIB)
     for count, most in ((1, MIB), (2, MIB), (3, 2 * MIB), (8, 4 * MIB)):
-        _, loads = writer_assignment.assign(
-            [split] * count, 8, writer_assignment.in_order(8)
+        _, loads = zarr_writer_assignment.assign(
+            [split] * count, 8, zarr_writer_assignment.in_order(8)
         )
         assert (sum(loads), max(loads)) == (count * 4 * MIB, most)
 
@@ -100,11 +106,11 @@ def test_tiny_arrays_are_not_all_written_by_one():
     """Whoever has a little less to write than the others does not make all files."""
     mesh = AbstractMesh((8,), ("data",))
     whole = NamedSharding(mesh, P())
-    large = [writer_assignment.Task(whole, (), 1, MIB)] * 7
-    large.append(writer_assignment.Task(whole, (), 1, MIB - 4096))
-    tiny = [writer_assignment.Task(whole, (), 1, 4)] * 800
-    places, _ = writer_assignment.assign(
-        [*large, *tiny], 8, writer_assignment.in_order(8)
+    large = [zarr_writer_assignment.Task(whole, (), 1, MIB)] * 7
+    large.append(zarr_writer_assignment.Task(whole, (), 1, MIB - 4096))
+    tiny = [zarr_writer_assignment.Task(whole, (), 1, 4)] * 800
+    places, _ = zarr_writer_assignment.assign(
+        [*large, *tiny], 8, zarr_writer_assignment.in_order(8)
     )
     files = np.bincount(places[8:], minlength=8)
     assert 95 <= files.min() <= files.max() <= 105
@@ -121,18 +127,18 @@ def test_shards_are_numbered_alike_where_they_are_and_in_plans(spec):
     array = jax.device_put(np.zeros((8, 8)), sharding)
     grid = [8 // size for size in sharding.shard_shape((8, 8))]
     ids = np.array([device.id for device in devices]).reshape(2, 2, 2)
-    holders = writer_assignment.on_mesh(sharding, ids)
+    holders = zarr_writer_assignment.on_mesh(sharding, ids)
     for shard in array.addressable_shards:
-        number = to_host._number(shard, (8, 8), grid)
+        number = arrays_to_host._number(shard, (8, 8), grid)
         assert holders[shard.replica_id, number] == shard.device.id
 
 
 def test_what_has_no_sharding_is_written_by_the_first_process():
     tasks = [
-        writer_assignment.Task(None, (3,), 1, 7),
-        writer_assignment.Task(None, (), 1, 5),
+        zarr_writer_assignment.Task(None, (3,), 1, 7),
+        zarr_writer_assignment.Task(None, (), 1, 5),
     ]
-    assert writer_assignment.assign(tasks, 3) == ([0, 0], [12, 0, 0])
+    assert zarr_writer_assignment.assign(tasks, 3) == ([0, 0], [12, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -144,7 +150,7 @@ def test_replicas_are_numbered_as_jax_numbers_them(spec):
     sharding = NamedSharding(mesh, spec)
     array = jax.device_put(np.zeros((8, 8)), sharding)
     ids = np.array([device.id for device in devices]).reshape(2, 2, 2)
-    holders = writer_assignment.on_mesh(sharding, ids)
+    holders = zarr_writer_assignment.on_mesh(sharding, ids)
     found = {}
     for shard in array.addressable_shards:
         found.setdefault(str(shard.index), {})[shard.replica_id] = shard.device.id
@@ -154,4 +160,4 @@ def test_replicas_are_numbered_as_jax_numbers_them(spec):
 
 def test_an_array_on_one_device_is_where_that_is():
     sharding = SingleDeviceSharding(jax.devices()[3])
-    assert writer_assignment.placement(sharding, (8, 8)).tolist() == [[0]]
+    assert zarr_writer_assignment.placement(sharding, (8, 8)).tolist() == [[0]]

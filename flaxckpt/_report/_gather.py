@@ -14,17 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import (
-    _diff,
-    _event_journal,
-    _events,
-    _listing,
-    _locate,
-    _sizes,
-    _storage,
-    _util,
-    errors,
-)
+from flaxckpt import _diff, _listing, _locate, _sizes, _steps, _storage, _util, errors
 from flaxckpt._diff import CheckpointDiff
 from flaxckpt._listing import Listing, Step
 from flaxckpt._report import _integrity, _parts, _positions, _saves
@@ -82,7 +72,7 @@ def gather(path: PathLike, options: Options) -> Report:
     notes: dict[str, str] = {}
     described = _described(root, found, options.step_format, notes)
     change = _change(root, found, options, notes)
-    events = _event_journal.read(root / _event_journal.NAME) if found.is_run else []
+    events = _steps.journal.read(root / _steps.journal.NAME) if found.is_run else []
     if not events:
         notes["saves"] = _why_no_journal(found)
     trees = [] if described is None else _sizes.subtrees(described.leaves)
@@ -122,7 +112,7 @@ def _described(
         return _locate.read_stored(*newest).metadata
     except _UNREADABLE as error:
         notes["sizes"] = (
-            f"The newest step cannot be read: {_events.first_lines(error, 1)}"
+            f"The newest step cannot be read: {_steps.event.first_lines(error, 1)}"
         )
         return None
 
@@ -130,7 +120,7 @@ def _described(
 def _why_no_journal(found: Listing) -> str:
     if not found.is_run:
         return "This is one checkpoint, which has no journal of saves."
-    return f"There is no {_event_journal.NAME} beside the steps, which tells of saves."
+    return f"There is no {_steps.journal.NAME} beside the steps, which tells of saves."
 
 
 # ---- metrics ----------------------------------------------------------------------
@@ -221,7 +211,7 @@ def _change(
         if is_asked_for and not is_damaged:
             raise
         notes["change"] = (
-            f"The steps could not be compared: {_events.first_lines(error, 1)}"
+            f"The steps could not be compared: {_steps.event.first_lines(error, 1)}"
         )
         return None
 
@@ -288,6 +278,6 @@ def _dataset_positions(
         except _UNREADABLE as error:
             told = "" if step.step is None else f" of step {step.step}"
             notes["dataset"] = (
-                f"The state{told} cannot be read: {_events.first_lines(error, 1)}"
+                f"The state{told} cannot be read: {_steps.event.first_lines(error, 1)}"
             )
     return tuple(position for position in found if position is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from flaxckpt import _audit, _events, _locate, _storage, _util, _verify, errors
+from flaxckpt import _audit, _locate, _steps, _storage, _util, _verify, errors
 from flaxckpt._findings import VerifyReport
 from flaxckpt._listing import Step
 from flaxckpt._report._data import Integrity, State
@@ -52,7 +52,7 @@ def _looked_at(step: Step, is_new: bool) -> Integrity:
     except (errors.CheckpointError, OSError) as error:
         if is_ours or isinstance(error, errors.DamagedCheckpointError | OSError):
             return _of_error(step, error)
-        return Integrity(step.step, "unknown", _events.first_lines(error, 1), 0)
+        return Integrity(step.step, "unknown", _steps.event.first_lines(error, 1), 0)
     if is_ours:
         return Integrity(step.step, "whole", "files and sizes are as recorded", 0)
     return Integrity(step.step, "unknown", _NO_LIST, 0)
@@ -63,7 +63,7 @@ def _of_error(step: Step, error: Exception) -> Integrity:
     if is_gone:
         return Integrity(step.step, "unknown", "deleted meanwhile", 0)
     state: State = "unread" if _storage.permissions.is_unread(error) else "damaged"
-    return Integrity(step.step, state, _events.first_lines(error, 1), 0)
+    return Integrity(step.step, state, _steps.event.first_lines(error, 1), 0)
 
 
 def _verified(step: Step) -> Integrity:

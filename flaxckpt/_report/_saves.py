@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from flaxckpt._events import Event
 from flaxckpt._report._data import Happened, Save
+from flaxckpt._steps.event import Event
 from flaxckpt._types import JSON
 
 _OTHERS = frozenset(("restored", "fell_back", "preempted", "deleted"))

@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _event_journal, _storage, _survey, errors
+from flaxckpt import _steps, _storage, errors
 from flaxckpt._types import PathLike
 from flaxckpt.formats import (
     _msgpack,
@@ -98,7 +98,7 @@ def _detect(path: Path) -> Detected:
     for name, reader in _readers(path).items():
         if why := reader.recognises(path):
             return Detected(name, why, reader)
-    if path.is_dir() and (steps := _survey.find(path, recognises)):
+    if path.is_dir() and (steps := _steps.scan.find(path, recognises)):
         raise errors.CheckpointFormatError(
             f"{path} is no checkpoint but a directory of {len(steps)} steps: pass one"
             f" of them, as {steps[max(steps)]}"
@@ -112,7 +112,7 @@ def _detect(path: Path) -> Detected:
         raise errors.CheckpointNotFoundError(
             f"{path} has no committed step yet: {advice}"
         )
-    if path.is_dir() and _storage.local.names(path) == [_event_journal.NAME]:
+    if path.is_dir() and _storage.local.names(path) == [_steps.journal.NAME]:
         raise errors.CheckpointNotFoundError(
             f"{path} has no committed step yet: a run has only begun there"
         )
@@ -121,7 +121,7 @@ def _detect(path: Path) -> Detected:
             f"{path} is an item of JSON, which Orbax's JsonSave wrote, and no tree of"
             f" arrays: {_orbax.json_advice(path)}"
         )
-    mark = _survey.sign(path) if path.is_dir() else None
+    mark = _steps.scan.sign(path) if path.is_dir() else None
     if (
         mark
         and _storage.paths.is_remote(path)
@@ -232,7 +232,7 @@ def _of_runs(directory: Path) -> str | None:
     children = sorted(child for child in directory.iterdir() if child.is_dir())
     for child in children[:_MAX_TRIED]:
         with contextlib.suppress(errors.CheckpointError, OSError):
-            if _survey.find(child, recognises):
+            if _steps.scan.find(child, recognises):
                 return f"a directory of runs: pass the path of one, such as {child}"
     return None
 
@@ -242,7 +242,7 @@ def advice_on_names(directory: Path) -> str:
 
     Empty if none may be a step.
     """
-    found = _survey.with_any_name(directory, recognises)
+    found = _steps.scan.with_any_name(directory, recognises)
     names = [path.name for paths in found.values() for path in paths]
     if not names:
         return ""

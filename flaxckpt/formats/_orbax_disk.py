@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _arrays, _marks, _storage, errors
+from flaxckpt import _arrays, _steps, _storage, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _orbax_json, _signatures
@@ -271,8 +271,8 @@ def metrics_in(path: Path) -> dict[str, Any]:
 
 def _has_had_metrics(path: Path) -> str | None:
     """The file that says of a checkpoint of ours that metrics were saved, or added."""
-    if _marks.is_measured(path):
-        return _marks.MEASURED
+    if _steps.markers.is_measured(path):
+        return _steps.markers.MEASURED
     if not (path / _orbax_json.MANIFEST).is_file():  # no digest tells if this is so
         return None
     items = json_file(path / CHECKPOINT, path).get("item_handlers")
@@ -390,7 +390,7 @@ def custom_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def has_let_go_dataset(path: Path) -> bool:
     """Whether the dataset's state of the checkpoint `path` was deleted on purpose."""
-    return (path / _marks.WITHOUT_DATASET).is_file()
+    return (path / _steps.markers.WITHOUT_DATASET).is_file()
 
 
 def read_created(path: Path) -> float:

@@ -7,7 +7,7 @@ import errno
 from collections.abc import Mapping
 from pathlib import Path
 
-from flaxckpt import _marks, _storage, errors
+from flaxckpt import _steps, _storage, errors
 from flaxckpt._types import JSON
 from flaxckpt.formats import _orbax_disk, _orbax_json
 from flaxckpt.formats._orbax_disk import METRICS, METRICS_DIGESTS
@@ -38,7 +38,7 @@ def write(path: Path, metrics: Mapping[str, JSON]) -> None:
     """
     _storage.symlinks.check_file(path / METRICS / METRICS, path)
     _write(path, metrics)
-    _marks.mark_measured(path)
+    _steps.markers.mark_measured(path)
 
 
 def _write(path: Path, metrics: Mapping[str, JSON]) -> None:

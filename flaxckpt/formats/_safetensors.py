@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from flaxckpt import _arrays, _state, _storage, _survey, errors
+from flaxckpt import _arrays, _state, _steps, _storage, errors
 from flaxckpt._state.leaf import Leaf, LeafTable, StoredLeaf
 from flaxckpt._storage.local import Stamp
 from flaxckpt._types import JSON
@@ -126,12 +126,12 @@ def _is_beside(path: Path) -> bool:
         if any((path / name).exists() for name in _IN_STEPS):
             return True
         return (
-            _survey.is_usual_name(path.name)
+            _steps.scan.is_usual_name(path.name)
             and path.is_file()
             and _signatures.is_msgpack(path)
         )
     except PermissionError:
-        return _survey.is_usual_name(path.name)
+        return _steps.scan.is_usual_name(path.name)
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:

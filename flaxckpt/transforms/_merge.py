@@ -81,5 +81,5 @@ def merge(
             f"on_conflict must be 'error', 'first' or 'second', got {on_conflict!r}"
         )
     resolved = str(_storage.local.resolve(path))
-    step = None if step is None else _steps.check(step)
+    step = None if step is None else _steps.names.check(step)
     return _Merge(resolved, step, _table.checked(transforms), on_conflict)

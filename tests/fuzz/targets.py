@@ -23,8 +23,11 @@ import numpy as np
 from golden_cases import GOLDEN
 
 import flaxckpt
-from flaxckpt import _event_journal, _steps, _survey, errors, formats
+from flaxckpt import errors, formats
 from flaxckpt._state import classes as state_classes
+from flaxckpt._steps import journal as steps_journal
+from flaxckpt._steps import names as steps_names
+from flaxckpt._steps import scan
 from flaxckpt._storage import local as storage_local
 from flaxckpt.datasets import _json_codec
 
@@ -377,26 +380,26 @@ def codec(data: bytes) -> None:
 def journal(data: bytes) -> None:
     path = room() / "events.jsonl"
     path.write_bytes(data)
-    for event in _event_journal.read(path):
-        _event_journal._line(event)
+    for event in steps_journal.read(path):
+        steps_journal._line(event)
 
 
 @target()
 def step_names(data: bytes) -> None:
     name = os.fsdecode(data.replace(b"/", b"").replace(b"\0", b""))
     for template in ("{step}", "step_{step:08d}", "ckpt-{step}"):
-        step_format = _steps.StepFormat(template)
+        step_format = steps_names.StepFormat(template)
         step = step_format.step(name)
         assert step is None or step_format.name(step) == name
     if name in ("", ".", "..") or len(data) > 200:
         return
-    _survey.is_usual_name(name)
+    scan.is_usual_name(name)
     path = room() / "steps"
     path.mkdir(exist_ok=True)
     (path / name).mkdir()
     try:
         with only_ours():
-            found = _survey.find(path, lambda _: True)
+            found = scan.find(path, lambda _: True)
             assert all(0 <= step < 10**18 for step in found)
     finally:
         (path / name).rmdir()

@@ -11,7 +11,8 @@ import pytest
 import strategies
 
 import flaxckpt
-from flaxckpt import _event_journal, errors
+from flaxckpt import errors
+from flaxckpt._steps import journal
 from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt._storage import local as storage_local
 from flaxckpt.datasets import StepIndexed
@@ -43,7 +44,7 @@ def test_a_resumed_run_equals_the_run_it_would_have_been(store_path, kind):
     assert start == 5
     strategies.assert_same(whole, parts)
     assert ckpt.steps() == [8, 9]
-    kinds = [event.kind for event in _event_journal.read(path / "parts/events.jsonl")]
+    kinds = [event.kind for event in journal.read(path / "parts/events.jsonl")]
     assert kinds.count("restored") == 1
     assert kinds.count("committed") >= 5
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from flaxckpt import _event_journal, _storage, errors
+from flaxckpt import _storage, errors
+from flaxckpt._steps import journal
 
 _T5X_TEMPORARY = re.compile(r"\.tmp-[0-9]+")
 """How T5X ends the name of a step that is not finished."""
@@ -165,7 +166,7 @@ def _called_like_steps(root: Path, number: Number | None) -> list[tuple[Path, in
 def _recorded(root: Path) -> set[str]:
     """The prefix of step names in the run's journal."""
     found = set()
-    for event in _event_journal.recent(root / _event_journal.NAME):
+    for event in journal.recent(root / journal.NAME):
         name = event.path.rstrip("/").rpartition("/")[2]
         match = _ANY_NAME.fullmatch(name) if event.kind == "committed" else None
         if match is not None and int(match[1]) == event.step:

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 from flaxckpt import _storage, _util
-from flaxckpt._events import KINDS, Event
+from flaxckpt._steps.event import KINDS, Event
 
 NAME = "events.jsonl"
 """The journal's name in a run directory."""

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from flaxckpt import _marks, _steps, _storage, errors
+from flaxckpt import _storage, errors
+from flaxckpt._steps import markers, names
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ def _delete_in_store(path: _storage.paths.RemotePath, *, even_pinned: bool) -> N
 
 
 def _check_not_pinned(path: Path, now: Path) -> None:
-    if _marks.is_pinned(now):
+    if markers.is_pinned(now):
         raise errors.SaveFailedError(f"{path} is not deleted: it is pinned")
 
 
@@ -79,7 +80,7 @@ def delete_dataset(path: Path, dataset: str) -> None:
     aside = _storage.temporary.beside(path, _storage.temporary.DELETED)
     with _storage.temporary.claimed(path / dataset):
         with _storage.leases.deletion(path):
-            _marks.let_dataset_go(path)
+            markers.let_dataset_go(path)
             if _storage.paths.is_remote(path):
                 _storage.local.remove_tree(path / dataset)
                 return
@@ -88,7 +89,7 @@ def delete_dataset(path: Path, dataset: str) -> None:
         _storage.temporary.discard(aside)
 
 
-def sweep(root: Path, step_format: _steps.StepFormat) -> None:
+def sweep(root: Path, step_format: names.StepFormat) -> None:
     """Removes what saves and deletions that were cut off have left under `root`.
 
     Raises:
@@ -97,7 +98,7 @@ def sweep(root: Path, step_format: _steps.StepFormat) -> None:
     _storage.temporary.sweep(root, lambda name: step_format.step(name) is not None)
 
 
-def tidy(root: Path, step_format: _steps.StepFormat, items: Sequence[str]) -> None:
+def tidy(root: Path, step_format: names.StepFormat, items: Sequence[str]) -> None:
     """Removes all that crashes have left in a run directory; says what it cannot.
 
     Args:
@@ -111,7 +112,7 @@ def tidy(root: Path, step_format: _steps.StepFormat, items: Sequence[str]) -> No
             () if _storage.paths.is_remote(root) else items
         )  # no leftovers in there
         directories = [root / name for name in inside]
-        for step in _steps.listed(root, step_format).values():
+        for step in names.listed(root, step_format).values():
             directories += [step, *(step / name for name in inside)]
         for directory in directories:
             if not directory.is_symlink():

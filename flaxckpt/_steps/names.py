@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _marks, _storage, _util, errors
+from flaxckpt import _storage, _util, errors
+from flaxckpt._steps import markers
 
 _FIELD = re.compile(r"\{step(?::0(\d+)d)?\}")
 
@@ -110,7 +111,7 @@ def _told_apart(
     for step in sorted(step for step in steps if step is not None):
         content = contents.get(steps[step].name) or _content(steps[step])
         if content and _counts(steps[step], content):
-            found[_marks.DAMAGED in content][step] = steps[step]
+            found[markers.DAMAGED in content][step] = steps[step]
     return found
 
 
