@@ -10,6 +10,7 @@ from flaxckpt import (
     _arrays,
     _card,
     _commit,
+    _distributed,
     _locate,
     _measured,
     _plan,
@@ -20,7 +21,6 @@ from flaxckpt import (
     _sinks,
     _storage,
     _tiers,
-    _together,
     errors,
 )
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
@@ -107,7 +107,7 @@ class Checkpointer(_run_saver.RunSaver):
         sinks: Sequence[_sinks.Sink] = (),
         keep_dataset: Sequence[PreservationPolicy] = (),
         metrics_from: Callable[[], _measured.MetricsByStep] | None = None,
-        peer_timeout_secs: float = _together.TIMEOUT_SECS,
+        peer_timeout_secs: float = _distributed.operation.TIMEOUT_SECS,
         read_once: bool = False,
         staging: PathLike | None = None,
         keep_staging: Sequence[PreservationPolicy] = _tiers.KEEP,

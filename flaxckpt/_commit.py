@@ -19,10 +19,10 @@ import jax
 from flaxckpt import (
     _arrays,
     _belongings,
+    _distributed,
     _state,
     _steps,
     _storage,
-    _together,
     _util,
     errors,
 )
@@ -68,7 +68,7 @@ class Options:
     planned: Callable[..., object] | None = None
     temporary: bool = False
     count: _arrays.write.Count = _util.progress.ignore
-    together: _together.Operation | None = None
+    together: _distributed.operation.Operation | None = None
     marks: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import jax
 from jax.sharding import NamedSharding
 
-from flaxckpt import _arrays, _commit, _joint, _storage, _util, datasets, errors
+from flaxckpt import _arrays, _commit, _distributed, _storage, _util, datasets, errors
 from flaxckpt._commit import Snapshot, Written
-from flaxckpt._notes import ApartError
+from flaxckpt._distributed.messages import ApartError
+from flaxckpt._distributed.operation import Operation
 from flaxckpt._state.leaf import Leaf, LeafInfo
-from flaxckpt._together import Operation
 from flaxckpt._types import Shape
 from flaxckpt.formats import _orbax, _orbax_json
 
@@ -141,7 +141,7 @@ def execute(
                 return _lead(snapshot, previous, together)
             return _follow(snapshot, previous, together)
     except ApartError as apart:
-        raise _joint.not_saved(together, apart) from apart.__cause__
+        raise _distributed.agreement.not_saved(together, apart) from apart.__cause__
 
 
 def _lead(

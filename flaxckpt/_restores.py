@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from flaxckpt import (
-    _joint,
+    _distributed,
     _locate,
     _plan,
     _restore,
@@ -73,7 +73,7 @@ class Restores:
         self,
         run: _run_steps.RunSteps,
         transforms: Sequence[Transform],
-        processes: _joint.Processes,
+        processes: _distributed.agreement.Processes,
         wait: Callable[[], object],
         *,
         read_only: bool,
@@ -145,12 +145,12 @@ class Restores:
         """
         what = "the newest step" if step is None else f"step {step}"
         together = self._processes.begin("find", what)
-        with _joint.ending(together, saving=False):
+        with _distributed.agreement.ending(together, saving=False):
             self._wait()
             if self._run.tiers is not None:
                 candidates = self._run.candidates(step)
                 return candidates, self._marked_beyond(step, candidates)
-            _joint.check_asked(together, what)
+            _distributed.agreement.check_asked(together, what)
 
             def look() -> list[list[tuple[int, str]]]:
                 candidates = self._run.candidates(step)
@@ -158,7 +158,7 @@ class Restores:
                 named = [(number, path.name) for number, path in candidates]
                 return [named, list(marked.items())]
 
-            named, marked = _joint.first_says(together, "found", look)
+            named, marked = _distributed.agreement.first_says(together, "found", look)
         found = [(number, self._run.directory / name) for number, name in named]
         return found, dict(marked)
 
@@ -223,7 +223,7 @@ class Restores:
             one = functools.partial(self._one, number, path, wanted, counter)
             together = self._processes.begin("restore", f"step {number}")
             try:
-                stored, state = _joint.attempt(together, one)
+                stored, state = _distributed.agreement.attempt(together, one)
             except errors.DamagedCheckpointError as error:
                 damage = damage or error
                 left_out.append((number, path))

@@ -13,14 +13,13 @@ from typing import Any, Literal, Protocol, Self
 from flaxckpt import (
     _commit,
     _directory,
-    _joint,
+    _distributed,
     _retention,
     _save,
     _saves,
     _sinks,
     _steps,
     _storage,
-    _together,
     _util,
     errors,
 )
@@ -96,7 +95,9 @@ class RunSaver(_directory.RunDirectory):
             ("peer_timeout_secs", peer_timeout_secs),
         ):
             _util.arguments.positive(name, value)
-        self._processes = _joint.Processes(self.directory, peer_timeout_secs)
+        self._processes = _distributed.agreement.Processes(
+            self.directory, peer_timeout_secs
+        )
         self._saves = _saves.Saves(self._run, options, self._processes)
         self._trainers: list[Trainer] = []
         for sink in _sinks.listed(sinks):
@@ -110,7 +111,7 @@ class RunSaver(_directory.RunDirectory):
             taken = _save.json_of(metadata)
             if _util.processes.is_first():
                 self._write_metadata(taken)
-        _together.attend(self.directory)
+        _distributed.operation.attend(self.directory)
 
     def _tidy(self) -> None:
         """Removes what crashes have left."""
@@ -299,8 +300,8 @@ class RunSaver(_directory.RunDirectory):
         Where several processes train, all of them call this at the same place.
         """
         together = self._processes.begin("once", what)
-        with _joint.ending(together):
-            return _joint.first_says(together, "done", act)
+        with _distributed.agreement.ending(together):
+            return _distributed.agreement.first_says(together, "done", act)
 
     def has_steps(self) -> bool:
         """Whether there are steps, good or damaged, so that a run does not begin anew.
@@ -308,9 +309,11 @@ class RunSaver(_directory.RunDirectory):
         Where several processes train, all of them call this, and process 0 looks.
         """
         together = self._processes.begin("look", "the steps")
-        with _joint.ending(together, saving=False):
+        with _distributed.agreement.ending(together, saving=False):
             self._saves.end()
-            return bool(_joint.first_says(together, "there", self._run.has_any))
+            return bool(
+                _distributed.agreement.first_says(together, "there", self._run.has_any)
+            )
 
     # ---- lifetime ---------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from flaxckpt import (
     _arrays,
     _belongings,
     _commit,
-    _joint,
+    _distributed,
     _joint_save,
     _state,
     _storage,
@@ -100,7 +100,7 @@ def save_async(
     final = _storage.local.resolve(path)
     _belongings.check_name(final, "save")
     counter = _util.progress.Counter(f"saving {final.name}")
-    together = _joint.begin("save", final, str(final))
+    together = _distributed.agreement.begin("save", final, str(final))
     options = Options(
         layout=checked_layout(layout),
         transforms=transforms,
@@ -109,13 +109,13 @@ def save_async(
         count=counter.add,
         together=together,
     )
-    with _joint.telling(together), _commit.beginning(final):
+    with _distributed.agreement.telling(together), _commit.beginning(final):
         snapshot = take(final, state, options)
     counter.total = snapshot.nbytes
     blocked = time.monotonic() - start
 
     def work() -> SaveResult:
-        with _joint.ending(together):
+        with _distributed.agreement.ending(together):
             written = execute(snapshot).size
         total = time.monotonic() - start
         _log_saved(snapshot.final, written, total, blocked)

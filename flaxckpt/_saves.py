@@ -16,13 +16,12 @@ from flaxckpt import (
     _aside,
     _belongings,
     _commit,
-    _joint,
+    _distributed,
     _measured,
     _run_steps,
     _save,
     _steps,
     _storage,
-    _together,
     _util,
 )
 from flaxckpt._handle import SaveHandle
@@ -75,7 +74,7 @@ class Saves:
         self,
         run: _run_steps.RunSteps,
         options: _commit.Options,
-        processes: _joint.Processes,
+        processes: _distributed.agreement.Processes,
     ) -> None:
         self.lineage: tuple[Lineage, ...] = ()
         self._run = run
@@ -94,19 +93,24 @@ class Saves:
         """Begins a save when the one before it has ended."""
         with self._lock.get():
             together = self._processes.begin("save", f"step {asked.step}")
-            with _joint.telling(together):
+            with _distributed.agreement.telling(together):
                 self.end()
                 return self._begin(asked, together)
 
-    def _begin(self, asked: Asked, together: _together.Operation | None) -> SaveHandle:
+    def _begin(
+        self, asked: Asked, together: _distributed.operation.Operation | None
+    ) -> SaveHandle:
         final = self._run.saves_in / self._run.format.name(asked.step)
         with _commit.beginning(final):
             return self._begun(asked, final, together)
 
     def _begun(
-        self, asked: Asked, final: Path, together: _together.Operation | None
+        self,
+        asked: Asked,
+        final: Path,
+        together: _distributed.operation.Operation | None,
     ) -> SaveHandle:
-        if asked.on_exists == "skip" and _joint.first_says(
+        if asked.on_exists == "skip" and _distributed.agreement.first_says(
             together, "there", lambda: asked.step in self._run.seen()
         ):
             if together is not None:
@@ -122,7 +126,7 @@ class Saves:
         self._run.events.emit("snapshot", asked.step, path=final, blocked_secs=blocked)
 
         @self._failing(asked.step, final)
-        @_joint.ending(together)
+        @_distributed.agreement.ending(together)
         def work() -> SaveResult:
             return self._execute(asked, snapshot, blocked)
 
@@ -135,7 +139,7 @@ class Saves:
         asked: Asked,
         final: Path,
         counter: _util.progress.Counter,
-        together: _together.Operation | None,
+        together: _distributed.operation.Operation | None,
     ) -> _commit.Snapshot:
         if not self._own:
             self._run.check_no_checkpoint()
@@ -203,7 +207,9 @@ class Saves:
             **said,
         )
         deleted = tuple(
-            _joint.first_says(options.together, "deleted", lambda: self._retired(step))
+            _distributed.agreement.first_says(
+                options.together, "deleted", lambda: self._retired(step)
+            )
         )
         total = time.monotonic() - asked.start
         _log.info(
@@ -281,7 +287,7 @@ class Saves:
             return None
         what = f"the parameters of step {step}"
         together = self._processes.begin("params", what)
-        with self._lock.get(), _joint.ending(together):
+        with self._lock.get(), _distributed.agreement.ending(together):
             self.wait()
             path = self.aside.path(step)
             options = self._options(step, overwrite=True, together=together)

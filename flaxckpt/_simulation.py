@@ -18,8 +18,9 @@ from flaxckpt._types import PyTree
 from flaxckpt.formats import _orbax_json, _orbax_names
 
 EXCHANGES = 5
-"""How often the processes of a save tell each other how it is; see `_joint`: that it
-begins, where, that all is written, that it is committed, and what was deleted."""
+"""How often the processes of a save tell each other how it is; see
+`_distributed.agreement`: that it begins, where, that all is written, that it is
+committed, and what was deleted."""
 
 _NOWHERE = Path(os.devnull, "simulated")
 

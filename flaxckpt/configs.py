@@ -26,10 +26,10 @@ from typing import Any, Literal, Self
 from flaxckpt import (
     _arrays,
     _callback,
+    _distributed,
     _parsing,
     _steps,
     _tiers,
-    _together,
     errors,
     policies,
 )
@@ -98,7 +98,7 @@ class CheckpointConfig:
     max_concurrent_bytes: int = _arrays.write.DEFAULT_CONCURRENT_BYTES
     step_format: str = "{step}"
     read_only: bool = False
-    peer_timeout_secs: float = _together.TIMEOUT_SECS
+    peer_timeout_secs: float = _distributed.operation.TIMEOUT_SECS
     read_once: bool = False
     staging: str | None = None
     keep_staging: tuple[PreservationPolicy, ...] = _tiers.KEEP

@@ -18,7 +18,7 @@ from flax import linen
 
 import flaxckpt
 from flaxckpt import _commit, _save, errors
-from flaxckpt._steps import delete
+from flaxckpt._steps import delete as steps_delete
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
 
 
@@ -303,7 +303,7 @@ def test_a_step_that_cannot_be_deleted_does_not_fail_the_save(
 
     with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
         ckpt.save(1, state(1)).wait()
-        monkeypatch.setattr(delete, "delete", fail)
+        monkeypatch.setattr(steps_delete, "delete", fail)
         assert ckpt.save(2, state(2)).wait().deleted_steps == ()
     assert "step 1 could not be deleted" in caplog.text
     assert ckpt.steps() == [1, 2]

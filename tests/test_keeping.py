@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 import flaxckpt
 from flaxckpt import _keeping, _listing, errors
-from flaxckpt._steps import markers, names, scan
+from flaxckpt._steps import markers as steps_markers
+from flaxckpt._steps import names as steps_names
+from flaxckpt._steps import scan as steps_scan
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
 
 
@@ -45,17 +47,17 @@ def test_names_of_steps_are_found_out(tmp_path_factory, prefix, width, steps):
     paths = {step: root / f"{prefix}{step:0{width}d}" for step in steps}
     for path in paths.values():
         path.mkdir()
-    found = _keeping.step_format(scan.Found(paths, {}))
+    found = _keeping.step_format(steps_scan.Found(paths, {}))
     assert found is not None
     for step, path in paths.items():
-        assert names.StepFormat(found).name(step) == path.name
+        assert steps_names.StepFormat(found).name(step) == path.name
 
 
 def test_names_of_two_kinds_are_none_of_ours(tmp_path):
     paths = {1: tmp_path / "1", 2: tmp_path / "002"}
     for path in paths.values():
         path.mkdir()
-    assert _keeping.step_format(scan.Found(paths, {})) is None
+    assert _keeping.step_format(steps_scan.Found(paths, {})) is None
 
 
 def test_a_listing_is_what_the_checkpointer_says(tmp_path):
@@ -70,7 +72,7 @@ def test_a_listing_is_what_the_checkpointer_says(tmp_path):
 
 def test_damaged_steps_are_listed_and_never_pruned(tmp_path):
     root = make_run(tmp_path / "run", (10, 20, 30, 40))
-    markers.mark_damaged(root / "10", "it is bad")
+    steps_markers.mark_damaged(root / "10", "it is bad")
     (root / "20" / "flaxckpt.json").write_text("{")
     shutil.rmtree(root / "40" / "state")
     (root / "40" / "flaxckpt.json").unlink()
@@ -123,7 +125,7 @@ def test_pinning_takes_all_or_none(tmp_path):
     root = make_run(tmp_path / "run")
     with pytest.raises(errors.CheckpointNotFoundError, match="no step 7"):
         _keeping.set_pinned(root, [10, 7], pinned=True)
-    assert not markers.is_pinned(root / "10")
+    assert not steps_markers.is_pinned(root / "10")
     _keeping.set_pinned(root, [10, 20], pinned=True)
     assert _listing.listing(root).steps[1].marks == ("pinned",)
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._steps import markers
+from flaxckpt._steps import markers as steps_markers
 from flaxckpt._storage import leases as storage_leases
 from flaxckpt._storage import local as storage_local
 from flaxckpt._storage import paths as storage_paths
@@ -101,14 +101,14 @@ def test_what_flaxckpt_writes_itself_is_replaced(tmp_path, state, zarr_version):
         lease = storage_leases.Lease(tmp_path / "1")
         for name in (
             storage_leases.DELETING,
-            markers.UNTIL_NEXT,
-            markers.WITHOUT_DATASET,
+            steps_markers.UNTIL_NEXT,
+            steps_markers.WITHOUT_DATASET,
         ):
             (tmp_path / "1" / name).touch()
         (tmp_path / "1" / ".nfs00000000000a1b2c00000001").touch()
         run.save(1, state, on_exists="overwrite").wait()
         lease.release()
-        markers.mark_damaged(tmp_path / "1", "it is bad")
+        steps_markers.mark_damaged(tmp_path / "1", "it is bad")
         (tmp_path / "1" / "flaxckpt.json").unlink()
         run.save(1, state).wait()
         assert run.steps() == [1]
@@ -125,7 +125,7 @@ def test_a_damaged_step_with_files_of_others_is_set_aside(tmp_path, caplog, name
     for number in ("", "2."):
         with flaxckpt.Checkpointer(tmp_path) as run:
             run.save(1, STATE).wait()
-            markers.mark_damaged(tmp_path / "1", "it is bad")
+            steps_markers.mark_damaged(tmp_path / "1", "it is bad")
             (tmp_path / "1" / "flaxckpt.json").unlink()
             add_files(tmp_path / "1", names)
             run.save(1, NEW).wait()
@@ -143,7 +143,7 @@ def test_a_damaged_step_with_files_of_others_is_set_aside(tmp_path, caplog, name
 def test_a_training_goes_on_over_a_damaged_step_with_litter(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as run:
         run.save(1, STATE).wait()
-        markers.mark_damaged(tmp_path / "1", "it is bad")
+        steps_markers.mark_damaged(tmp_path / "1", "it is bad")
         (tmp_path / "1" / ".ipynb_checkpoints").mkdir()
         add_files(tmp_path / "1", [".DS_Store"])
         run.save(1, NEW).wait()
@@ -157,7 +157,7 @@ def test_an_upload_sets_a_damaged_step_with_files_of_others_aside(tmp_path):
         run.save(1, STATE).wait()
         run.wait_for_uploads()
         for path in (directory / "1", staging / "1"):
-            markers.mark_damaged(path, "it is bad")
+            steps_markers.mark_damaged(path, "it is bad")
             add_files(path, ["notes.txt"])
         run.save(1, NEW).wait()
         run.wait_for_uploads()

@@ -21,7 +21,7 @@ import strategies
 
 import flaxckpt
 from flaxckpt import _retention, _save, errors
-from flaxckpt._steps import delete
+from flaxckpt._steps import delete as steps_delete
 from flaxckpt._storage import local as storage_local
 from flaxckpt._storage import rename as storage_rename
 from flaxckpt.datasets import StepIndexed
@@ -971,7 +971,7 @@ def test_metrics_appear_with_their_directory(tmp_path, monkeypatch):
 def during(monkeypatch, act, *, before):
     """Has `act(path)` happen whenever a directory is withdrawn, or begins to be."""
     name = "delete" if before == "deletion" else "withdraw"
-    module = delete if before == "deletion" else storage_rename
+    module = steps_delete if before == "deletion" else storage_rename
     real = getattr(module, name)
 
     def act_first(path, *rest):

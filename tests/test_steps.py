@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._steps import delete, names, scan
+from flaxckpt._steps import delete as steps_delete
+from flaxckpt._steps import names as steps_names
+from flaxckpt._steps import scan as steps_scan
 from flaxckpt._storage import local as storage_local
 
 TEMPLATES = ["{step}", "step_{step}", "{step:08d}", "ckpt-{step:05d}", "{step}.done"]
@@ -16,7 +18,7 @@ TEMPLATES = ["{step}", "step_{step}", "{step:08d}", "ckpt-{step:05d}", "{step}.d
 
 @hypothesis.given(st.sampled_from(TEMPLATES), st.integers(0, 10**17))
 def test_a_name_gives_its_step_back(template, step):
-    step_format = names.StepFormat(template)
+    step_format = steps_names.StepFormat(template)
     assert step_format.step(step_format.name(step)) == step
 
 
@@ -38,19 +40,19 @@ def test_a_name_gives_its_step_back(template, step):
     ],
 )
 def test_other_names_are_no_steps(template, name):
-    assert names.StepFormat(template).step(name) is None
+    assert steps_names.StepFormat(template).step(name) is None
 
 
 @pytest.mark.parametrize("template", ["", "step", "{step}{step}", "a/{step}", "{x}"])
 def test_a_format_without_one_step_is_refused(template):
     with pytest.raises(errors.OptionError, match="step_format"):
-        names.StepFormat(template)
+        steps_names.StepFormat(template)
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, "1", True, None, 10**18])
 def test_a_step_is_a_whole_number_from_0(step):
     with pytest.raises(errors.OptionError, match="step"):
-        names.check(step)
+        steps_names.check(step)
 
 
 def _has_files(path):
@@ -64,8 +66,8 @@ def test_only_filled_directories_are_listed(tmp_path):
     (tmp_path / "8").mkdir()
     (tmp_path / "6").touch()
     (tmp_path / "5").symlink_to(tmp_path / "10")
-    assert list(names.listed(tmp_path, names.StepFormat())) == [0, 9, 10]
-    assert names.listed(tmp_path / "missing", names.StepFormat()) == {}
+    assert list(steps_names.listed(tmp_path, steps_names.StepFormat())) == [0, 9, 10]
+    assert steps_names.listed(tmp_path / "missing", steps_names.StepFormat()) == {}
 
 
 def test_steps_are_found_however_they_are_called(tmp_path):
@@ -80,14 +82,14 @@ def test_steps_are_found_however_they_are_called(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
     (tmp_path / "plots_12").mkdir()  # called like a step, and none
-    assert {n: p.name for n, p in scan.find(tmp_path, _has_files).items()} == {
+    assert {n: p.name for n, p in steps_scan.find(tmp_path, _has_files).items()} == {
         3: "step_3",
         12: "00000012",
     }
     (tmp_path / "12").mkdir()
     (tmp_path / "12" / "file").touch()
     with pytest.raises(errors.CheckpointFormatError, match="step 12 twice"):
-        scan.find(tmp_path, _has_files)
+        steps_scan.find(tmp_path, _has_files)
 
 
 def test_delete_takes_the_name_away_first(tmp_path, monkeypatch, caplog):
@@ -100,10 +102,10 @@ def test_delete_takes_the_name_away_first(tmp_path, monkeypatch, caplog):
             raise OSError("interrupted")
 
     monkeypatch.setattr(storage_local, "remove_tree", fail)
-    delete.delete(step)
+    steps_delete.delete(step)
     assert "interrupted" in caplog.text
-    assert not names.listed(tmp_path, names.StepFormat())
-    assert not scan.find(tmp_path, _has_files)
+    assert not steps_names.listed(tmp_path, steps_names.StepFormat())
+    assert not steps_scan.find(tmp_path, _has_files)
 
 
 # ---- numbers of steps ---------------------------------------------------------------

@@ -16,7 +16,7 @@ import tensorstore as ts
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._arrays.zarr import chunk_file as zarr_chunk_file
-from flaxckpt._steps import markers
+from flaxckpt._steps import markers as steps_markers
 from flaxckpt._storage import local as storage_local
 from flaxckpt.formats import _orbax
 from flaxckpt.policies import LatestN
@@ -454,7 +454,7 @@ def test_a_marked_step_is_replaced_when_the_run_gets_there(tmp_path):
     ckpt.save(2, state(2)).wait()
     assert (ckpt.steps(), ckpt.damaged()) == ([1, 2], {})
     assert ckpt.verify(2).ok
-    assert markers.is_pinned(tmp_path / "2")
+    assert steps_markers.is_pinned(tmp_path / "2")
 
 
 @pytest.mark.parametrize("on_exists", ["error", "skip", "overwrite"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 import flaxckpt
-from flaxckpt._steps import markers
+from flaxckpt._steps import markers as steps_markers
 from flaxckpt.datasets import StepIndexed
 
 
@@ -33,7 +33,7 @@ def test_explain_says_why_each_step_stays(here, command):
 
 
 def test_explain_exits_with_1_if_a_step_is_known_to_be_damaged(here, command):
-    markers.mark_damaged(here / "run" / "200", "w: its checksum is another")
+    steps_markers.mark_damaged(here / "run" / "200", "w: its checksum is another")
     found = command.json("explain", "run", code=1)
     assert found["200"] == ["damaged: w: its checksum is another"]
 
@@ -151,7 +151,7 @@ def test_prune_takes_no_files(here, command):
 
 def test_pin_keeps_steps_and_unpin_lets_them_go(here, command):
     assert command.text("pin", "run", 100, 200) == ["pinned steps 100, 200 of run"]
-    assert markers.is_pinned(here / "run" / "100")
+    assert steps_markers.is_pinned(here / "run" / "100")
     command("prune", "run", "-k", "latest:1", "--yes")
     assert steps("run") == [100, 200, 300]
     found = command.json("unpin", "run", 100)
@@ -162,7 +162,7 @@ def test_pin_keeps_steps_and_unpin_lets_them_go(here, command):
 
 def test_pin_of_several_pins_none_if_one_is_missing(here, command):
     assert "has no step 7" in command.refuses("pin", "run", 100, 7)
-    assert not markers.is_pinned(here / "run" / "100")
+    assert not steps_markers.is_pinned(here / "run" / "100")
     assert "does not exist" in command.refuses("pin", "nowhere", 1)
     assert not (here / "nowhere").exists()
 

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import flaxckpt
-from flaxckpt._steps import markers
+from flaxckpt._steps import markers as steps_markers
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -109,7 +109,7 @@ def test_ls_lists_files_that_are_steps(here, command):
 
 
 def test_ls_exits_with_1_if_a_step_is_known_to_be_damaged(here, command):
-    markers.mark_damaged(here / "run" / "300", "w: its checksum\nis another")
+    steps_markers.mark_damaged(here / "run" / "300", "w: its checksum\nis another")
     (here / "run" / "200" / "flaxckpt.json").unlink()
     (here / "run" / "200" / "state" / "_METADATA").unlink()
     lines = command.text("ls", "run", code=1)

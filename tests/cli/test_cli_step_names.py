@@ -7,7 +7,7 @@ from flax import serialization
 
 import flaxckpt
 from flaxckpt import _keeping, _listing, _report, errors, formats
-from flaxckpt._steps import scan
+from flaxckpt._steps import scan as steps_scan
 from flaxckpt.policies import LatestN
 
 
@@ -155,7 +155,7 @@ def test_files_are_steps_under_a_format_that_is_given(tmp_path):
 def test_damage_of_a_name_that_is_no_steps_is_not_told(models):
     (models / "model2" / "flaxckpt.json").write_text("{")
     flaxckpt.save(models / "3", {"n": 3})
-    found = scan.of(models, formats.recognises)
+    found = steps_scan.of(models, formats.recognises)
     assert [*found.steps] == [3]
     assert found.doubtful == {}
 

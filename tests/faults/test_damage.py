@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt._steps import markers
+from flaxckpt._steps import markers as steps_markers
 
 FLIPS, ZEROED, TRUNCATED, REMOVED = 128, 64, 38, 25
 """Of each case."""
@@ -127,7 +127,7 @@ class Run:
 
     def heal(self, name):
         put(self.path / name, self.files[name])
-        (self.path / markers.DAMAGED).unlink(missing_ok=True)
+        (self.path / steps_markers.DAMAGED).unlink(missing_ok=True)
 
 
 def choose(files, chance, n):

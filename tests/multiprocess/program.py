@@ -37,11 +37,12 @@ if COUNT > 1:
 import states  # noqa: E402
 
 import flaxckpt  # noqa: E402
-from flaxckpt import _beats, _joint_save, _texts, _together, errors  # noqa: E402
+from flaxckpt import _joint_save, errors  # noqa: E402
+from flaxckpt._distributed import heartbeat, key_value, operation  # noqa: E402
 from flaxckpt.policies import LatestN  # noqa: E402
 
-_together.USES_FILES = GIVEN.get("files", False)
-_beats.SILENT_SECS = GIVEN.get("silent_secs", 60.0)
+operation.USES_FILES = GIVEN.get("files", False)
+heartbeat.SILENT_SECS = GIVEN.get("silent_secs", 60.0)
 
 LAYOUTS = {
     "files": flaxckpt.ArrayLayout(store="files", chunk_bytes=2**20),
@@ -519,7 +520,7 @@ def check_small(state, step):
 def lost():
     """The last process is killed before it does anything with others."""
     with flaxckpt.Checkpointer(DIRECTORY) as ckpt:
-        _together.group(DIRECTORY).texts.get(f"{_beats._KEY}/{RANK}", 20)
+        operation.group(DIRECTORY).texts.get(f"{heartbeat._KEY}/{RANK}", 20)
         say(opened=True)
         if RANK == COUNT - 1:
             wait_for(DIRECTORY / "never")
@@ -552,8 +553,8 @@ def together():
     import exercise_together
 
     DIRECTORY.mkdir(parents=True, exist_ok=True)
-    group = _together.group(DIRECTORY)
-    is_files = type(group.texts) is _texts.Files
+    group = operation.group(DIRECTORY)
+    is_files = type(group.texts) is key_value.Files
     assert is_files == GIVEN["files"]
     exercise_together.exercise(group)
     say(ok=True)

@@ -6,11 +6,12 @@ import time
 import exercise_together
 import pytest
 
-from flaxckpt import _beats, _notes, _texts, _together
+from flaxckpt._distributed import heartbeat, key_value, messages
+from flaxckpt._distributed import operation as distributed_operation
 
 
 def test_files_have_texts_by_key_and_nothing_of_others(tmp_path):
-    files = _texts.Files(tmp_path / "texts")
+    files = key_value.Files(tmp_path / "texts")
     assert files.list("a") == {}
     files.delete("a")
     files.set("a/b", "one")
@@ -27,7 +28,7 @@ def test_files_have_texts_by_key_and_nothing_of_others(tmp_path):
 
 
 def test_a_text_that_comes_later_is_waited_for(tmp_path):
-    files = _texts.Files(tmp_path)
+    files = key_value.Files(tmp_path)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         waiting = pool.submit(files.get, "later", 60)
         time.sleep(0.05)
@@ -38,7 +39,8 @@ def test_a_text_that_comes_later_is_waited_for(tmp_path):
 @pytest.mark.parametrize("count", [2, 5])
 def test_all_know_how_it_ended_for_all(tmp_path, count):
     groups = [
-        _together.Group(_texts.Files(tmp_path), index, count) for index in range(count)
+        distributed_operation.Group(key_value.Files(tmp_path), index, count)
+        for index in range(count)
     ]
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
         done = [pool.submit(exercise_together.exercise, group) for group in groups]
@@ -47,13 +49,15 @@ def test_all_know_how_it_ended_for_all(tmp_path, count):
 
 
 def test_who_beats_no_more_is_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr(_beats, "SILENT_SECS", 0.3)
-    files = _texts.Files(tmp_path)
+    monkeypatch.setattr(heartbeat, "SILENT_SECS", 0.3)
+    files = key_value.Files(tmp_path)
     files.set("flaxckpt/beat/1", "7")  # the last that was heard of it
-    operation = exercise_together.begin(_together.Group(files, 0, 2), timeout_secs=60)
-    with pytest.raises(_notes.ApartError) as raised:
+    operation = exercise_together.begin(
+        distributed_operation.Group(files, 0, 2), timeout_secs=60
+    )
+    with pytest.raises(messages.ApartError) as raised:
         operation.gather("one")
     operation.close()
     [failure] = raised.value.failures
-    assert (failure.process, failure.kind) == (1, _notes.LATE)
+    assert (failure.process, failure.kind) == (1, messages.LATE)
     assert "has not been heard of for" in failure.text

@@ -7,7 +7,7 @@ import strategies
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._steps import names
+from flaxckpt._steps import names as steps_names
 from flaxckpt._storage import client as storage_client
 from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt._storage import locks as storage_locks
@@ -210,4 +210,4 @@ def test_a_step_counts_by_its_marker():
         strategies.assert_same(state(1), flaxckpt.load(path))
         with pytest.raises(errors.CheckpointError):
             flaxckpt.load(path / "2")
-    assert names.listed(path, names.StepFormat()).keys() == {1}
+    assert steps_names.listed(path, steps_names.StepFormat()).keys() == {1}

@@ -12,7 +12,7 @@ import strategies
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._steps import journal
+from flaxckpt._steps import journal as steps_journal
 from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt._storage import local as storage_local
 from flaxckpt.datasets import StepIndexed
@@ -44,7 +44,7 @@ def test_a_resumed_run_equals_the_run_it_would_have_been(store_path, kind):
     assert start == 5
     strategies.assert_same(whole, parts)
     assert ckpt.steps() == [8, 9]
-    kinds = [event.kind for event in journal.read(path / "parts/events.jsonl")]
+    kinds = [event.kind for event in steps_journal.read(path / "parts/events.jsonl")]
     assert kinds.count("restored") == 1
     assert kinds.count("committed") >= 5
 

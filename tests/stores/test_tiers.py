@@ -19,7 +19,8 @@ import strategies
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._steps import journal, markers
+from flaxckpt._steps import journal as steps_journal
+from flaxckpt._steps import markers as steps_markers
 from flaxckpt._storage import client as storage_client
 from flaxckpt._storage import local as storage_local
 from flaxckpt._storage import upload as storage_upload
@@ -56,7 +57,7 @@ def steps_in(directory):
 
 def kinds(directory):
     return collections.Counter(
-        event.kind for event in journal.read(directory / "events.jsonl")
+        event.kind for event in steps_journal.read(directory / "events.jsonl")
     )
 
 
@@ -86,7 +87,7 @@ def test_each_tier_keeps_what_its_policies_say(store_path, tmp_path, kind, layou
     for step in (3, 4, 5):
         strategies.assert_same(state(step), flaxckpt.load(path, step=step))
         assert flaxckpt.verify(path / str(step)).ok
-    assert not list(staging.rglob(markers.NOT_UPLOADED))
+    assert not list(staging.rglob(steps_markers.NOT_UPLOADED))
     there = {p.name for p in path.iterdir()}
     assert there == {"3", "4", "5", "events.jsonl"}
 
@@ -143,7 +144,7 @@ def test_without_staging_all_is_durable_in_the_directory(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
         assert ckpt.save(1, state(1)).wait().tier == "directory"
         ckpt.wait_for_uploads()
-        assert not (tmp_path / "run/1" / markers.NOT_UPLOADED).exists()
+        assert not (tmp_path / "run/1" / steps_markers.NOT_UPLOADED).exists()
 
 
 # ---- what changes later -----------------------------------------------------------
@@ -165,11 +166,11 @@ def test_metrics_and_marks_follow_wherever_a_step_is(store_path, tmp_path, kind)
         for step in (1, 2):
             wanted = {"a": step, "b": 1.0, "loss": 1 / step}
             assert ckpt.metrics(step) == ckpt.metadata(step).metrics == wanted
-            assert markers.is_pinned(path / str(step))
+            assert steps_markers.is_pinned(path / str(step))
             assert flaxckpt.Checkpointer(path).metrics(step) == wanted
             ckpt.unpin(step)
         ckpt.wait_for_uploads()
-        assert not any(markers.is_pinned(path / str(step)) for step in (1, 2))
+        assert not any(steps_markers.is_pinned(path / str(step)) for step in (1, 2))
         # What somebody else has measured counts, too.
         flaxckpt.Checkpointer(path).add_metrics(2, {"elsewhere": 3.0})
         ckpt.reload()
@@ -210,10 +211,10 @@ def test_temporary_steps_can_be_made_permanent_on_both_tiers(
     with flaxckpt.Checkpointer(path, staging=staging, keep=[LatestN(3)]) as ckpt:
         ckpt.save(1, state(1), temporary=True).wait()
         ckpt.wait_for_uploads()
-        assert markers.is_temporary(path / "1")
+        assert steps_markers.is_temporary(path / "1")
         ckpt.save(1, state(1), on_exists="skip").wait()
         ckpt.wait_for_uploads()
-        assert not markers.is_temporary(path / "1")
+        assert not steps_markers.is_temporary(path / "1")
         ckpt.save(2, state(2), temporary=True)
         ckpt.save(3, state(3))
     assert steps_in(path) == {1, 3}
@@ -237,7 +238,7 @@ def test_a_step_is_deleted_from_both_and_replaced_on_both(store_path, tmp_path, 
             ckpt.save(step, state(step, "b"), on_exists="overwrite").wait()
             ckpt.wait_for_uploads()
             strategies.assert_same(state(step, "b"), flaxckpt.load(path, step=step))
-        assert markers.is_pinned(path / "1")
+        assert steps_markers.is_pinned(path / "1")
         ckpt.delete(3)
         ckpt.delete(2)
         assert ckpt.steps() == [1]
@@ -264,8 +265,8 @@ def test_what_changes_while_a_step_is_uploaded_follows(tmp_path, monkeypatch):
         monkeypatch.undo()
         assert not ckpt._run.tiers.uploads.waiting()
         assert flaxckpt.Checkpointer(path).metrics(1) == {"loss": 1.0, "late": 2.0}
-        assert markers.is_pinned(path / "1")
-        assert not markers.is_temporary(path / "1")
+        assert steps_markers.is_pinned(path / "1")
+        assert not steps_markers.is_temporary(path / "1")
         assert ckpt.verify(1).ok
         assert flaxckpt.verify(path / "1").ok
 
@@ -415,7 +416,7 @@ def test_a_step_replaced_in_the_directory_beats_its_old_copy(
     assert ckpt.best_step("old", "max") is None
     assert ckpt.metadata(1).path == str(path / "1")
     ckpt.pin(1)
-    assert markers.is_pinned(path / "1")
+    assert steps_markers.is_pinned(path / "1")
     ckpt.save(2, state(2))
     ckpt.close()
     strategies.assert_same(state(1, "b"), flaxckpt.load(path, step=1))
@@ -439,7 +440,7 @@ def test_what_is_changed_of_an_old_copy_does_not_go_to_what_replaced_it(
     [skipped] = [event for event in told if event.kind == "skipped"]
     assert "another step 1 since" in skipped.details["reason"]
     found = flaxckpt.Checkpointer(path)
-    assert (found.metrics(1), markers.is_pinned(path / "1")) == ({}, False)
+    assert (found.metrics(1), steps_markers.is_pinned(path / "1")) == ({}, False)
     strategies.assert_same(state(1, "b"), found.restore())
 
 
@@ -702,7 +703,7 @@ def test_a_program_ends_though_its_directory_is_dead(tmp_path, monkeypatch):
         process = run_apart(save_and_end, "s3://nowhere/run", str(staging), quick)
         process.join(60)
         assert process.exitcode == 0
-    assert markers.is_waiting(staging / "1")
+    assert steps_markers.is_waiting(staging / "1")
     (staging / "STAGING_OF").write_text(f"{tmp_path / 'run'}\n")  # it has moved
     with flaxckpt.Checkpointer(tmp_path / "run", staging=staging) as ckpt:
         ckpt.wait_for_uploads()

@@ -24,8 +24,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from flaxckpt import _beats, _storage, _texts, _util, errors
-from flaxckpt._notes import LATE, STOPPED, ApartError, Failure, Notes, failed_in
+from flaxckpt import _storage, _util, errors
+from flaxckpt._distributed import heartbeat, key_value
+from flaxckpt._distributed.messages import (
+    LATE,
+    STOPPED,
+    ApartError,
+    Failure,
+    Notes,
+    failed_in,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +66,7 @@ class Group:
         count: How many there are.
     """
 
-    def __init__(self, texts: _texts.Texts, index: int, count: int) -> None:
+    def __init__(self, texts: key_value.Texts, index: int, count: int) -> None:
         self.texts = texts
         self.index = index
         self.count = count
@@ -66,7 +74,7 @@ class Group:
         self._open: set[Operation] = set()
         # Whose texts process 0 has still to delete, by the directory they are about.
         self._over: dict[str, list[str]] = {}
-        self._beats = _beats.Beats(texts, index, self._look)
+        self._beats = heartbeat.Beats(texts, index, self._look)
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
@@ -298,7 +306,7 @@ class Operation:
         deadline = time.monotonic() + _GRACE_SECS
         for process in range(1, self.count):
             while self._notes.told(stage, process, _SLICE_SECS) is None:
-                gone = self._group.silent_secs(process) > _beats.SILENT_SECS
+                gone = self._group.silent_secs(process) > heartbeat.SILENT_SECS
                 stopped = process in failed_in(self._notes.failures())
                 if gone or stopped or time.monotonic() > deadline:
                     break
@@ -315,7 +323,7 @@ class Operation:
     ) -> str | None:
         """What is to be said of a process that will not come; None if it still may."""
         silent = self._group.silent_secs(process)
-        if silent > _beats.SILENT_SECS:
+        if silent > heartbeat.SILENT_SECS:
             return (
                 f"has not been heard of for {silent:.0f} s, and has not reached"
                 f" {stage!r} of {self.what}"
@@ -376,7 +384,7 @@ def attend(directory: Path) -> None:
         found.attend()
 
 
-def _files(directory: Path) -> _texts.Files:
+def _files(directory: Path) -> key_value.Files:
     if _storage.paths.is_remote(directory):
         raise errors.OptionError(
             f"{directory}: this jax does not tell of its coordination service, without"
@@ -384,4 +392,4 @@ def _files(directory: Path) -> _texts.Files:
         )
     # A name of its own, or what an earlier run has left there would be believed.
     token = _util.processes.same_bytes(secrets.token_bytes(8)).hex()
-    return _texts.Files(directory / f"together.orbax-checkpoint-tmp-{token}")
+    return key_value.Files(directory / f"together.orbax-checkpoint-tmp-{token}")

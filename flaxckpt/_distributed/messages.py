@@ -1,6 +1,6 @@
 """What the processes of a job write down of one thing that they do together.
 
-Short texts by name, wherever `_texts` keeps them. All of them see all.
+Short texts by name, wherever `_distributed.key_value` keeps them. All of them see all.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from flaxckpt import _texts
+from flaxckpt._distributed import key_value
 
 LATE = "late"
 """The kind of failure of a process that did not come."""
@@ -69,7 +69,7 @@ class Notes:
         index: This process's number.
     """
 
-    def __init__(self, texts: _texts.Texts, name: str, index: int) -> None:
+    def __init__(self, texts: key_value.Texts, name: str, index: int) -> None:
         self._texts = texts
         self._name = name
         self._index = index

@@ -1,6 +1,6 @@
 """What several processes do together succeeds for all of them, or fails for all.
 
-Nothing here goes through a device: see `_together`.
+Nothing here goes through a device: see `_distributed.operation`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flaxckpt import (
-    _notes,
-    _together,
-    errors,
-)
-from flaxckpt._notes import ApartError, Failure
-from flaxckpt._together import Operation
+from flaxckpt import errors
+from flaxckpt._distributed import messages, operation
+from flaxckpt._distributed.messages import ApartError, Failure
+from flaxckpt._distributed.operation import Operation
 
 T = TypeVar("T")
 
 
 def begin(
-    kind: str, directory: Path, what: str, timeout_secs: float = _together.TIMEOUT_SECS
+    kind: str, directory: Path, what: str, timeout_secs: float = operation.TIMEOUT_SECS
 ) -> Operation | None:
     """Begins what all processes do; None if there is only one.
 
@@ -32,7 +29,7 @@ def begin(
     Raises:
         OptionError: The directory is one that each process has for itself.
     """
-    group = _together.group(directory)
+    group = operation.group(directory)
     if group is None:
         return None
     if str(directory).startswith("memory://"):
@@ -187,7 +184,7 @@ def _not_restored(together: Operation, apart: ApartError) -> errors.CheckpointEr
     damage = errors.DamagedCheckpointError.__name__
     if all(failure.kind == damage for failure in apart.failures):
         return errors.DamagedCheckpointError(f"{text}\nRestore another step.")
-    if any(failure.kind == _notes.LATE for failure in apart.failures):
+    if any(failure.kind == messages.LATE for failure in apart.failures):
         return errors.CheckpointTimeoutError(
             f"{text}\nSee what became of these processes, then start the job again."
         )

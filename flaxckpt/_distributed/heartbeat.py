@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from flaxckpt import _texts
+from flaxckpt._distributed import key_value
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Beats:
     """
 
     def __init__(
-        self, texts: _texts.Texts, index: int, look: Callable[[], bool]
+        self, texts: key_value.Texts, index: int, look: Callable[[], bool]
     ) -> None:
         self._texts = texts
         self._index = index

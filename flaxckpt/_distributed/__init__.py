@@ -1,0 +1,15 @@
+"""Processes of one job: their messages, heartbeats and common operations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flaxckpt import _doors
+
+if TYPE_CHECKING:
+    from flaxckpt._distributed import agreement, messages, operation
+
+__all__ = ["agreement", "messages", "operation"]
+
+if not TYPE_CHECKING:
+    __getattr__ = _doors.opener(__name__, __all__)
