@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _arrays, _locate, _state, _storage, _util, errors
+from flaxckpt import _arrays, _state, _storage, _util, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import Shape
-from flaxckpt.formats import _manifest, _orbax, _orbax_disk, _orbax_json
+from flaxckpt.formats import _locate, _native
 from flaxckpt.formats._reader import Stored
 
 _CRC_BYTES = 4
@@ -42,17 +42,17 @@ def _check(path: Path) -> None:
     stored = _locate.read_stored(path, None)
     if stored.metadata.format != "flaxckpt":
         raise errors.DamagedCheckpointError(
-            f"{path / _orbax_json.MANIFEST} is missing; restore another step"
+            f"{path / _native.orbax_json.MANIFEST} is missing; restore another step"
         )
     with _storage.permissions.explained(path):
-        manifest = _orbax_disk.json_file(path / _orbax_json.MANIFEST, path)
-        encoding = _manifest.encoding(manifest)
+        manifest = _native.items.json_file(path / _native.orbax_json.MANIFEST, path)
+        encoding = _native.manifest.encoding(manifest)
         for name, digest in digests(path, stored).items():
             # Zarr 2 has one for every file, which would be as much to read as all.
             is_much = encoding and (
                 encoding.version == 2 or _storage.paths.is_remote(path)
             )
-            if not (is_much and _orbax.is_of_arrays(name)):
+            if not (is_much and _native.checkpoint.is_of_arrays(name)):
                 _check_digest(path / name, digest)
         if _storage.paths.is_remote(path):
             _check_objects(path, stored, manifest, encoding)
@@ -61,10 +61,10 @@ def _check(path: Path) -> None:
         if encoding is None or not arrays:
             return
         if manifest["ocdbt"]:
-            _check_database(path / _orbax.STATE, encoding, arrays)
+            _check_database(path / _native.checkpoint.STATE, encoding, arrays)
             return
         for info in arrays:
-            _check_array(path / _orbax.STATE, encoding, info)
+            _check_array(path / _native.checkpoint.STATE, encoding, info)
 
 
 def _check_objects(
@@ -74,12 +74,16 @@ def _check_objects(
     encoding: _arrays.zarr.metadata.Encoding | None,
 ) -> None:
     """Looks for the objects of arrays; each is there whole, or not at all."""
-    wanted = {name for name in digests(path, stored) if _orbax.is_of_arrays(name)}
+    wanted = {
+        name for name in digests(path, stored) if _native.checkpoint.is_of_arrays(name)
+    }
     if encoding is not None and not manifest["ocdbt"]:
         for info in stored.metadata.leaves.values():
             if info.dtype is None:
                 continue
-            directory = f"{_orbax.STATE}/{_orbax_json.param_name(info.keys)}"
+            directory = (
+                f"{_native.checkpoint.STATE}/{_native.orbax_json.param_name(info.keys)}"
+            )
             shape, _ = _arrays.layout.stored_form(info)
             names = keys(encoding, shape, info.chunk_shape or ())
             wanted |= {
@@ -87,7 +91,7 @@ def _check_objects(
                 for name in (*names, metadata_name(encoding))
             }
     elif encoding is not None and any(i.dtype for i in stored.metadata.leaves.values()):
-        wanted.add(f"{_orbax.STATE}/{_arrays.zarr.ocdbt.MANIFEST}")
+        wanted.add(f"{_native.checkpoint.STATE}/{_arrays.zarr.ocdbt.MANIFEST}")
     if missing := sorted(wanted.difference(path.keys())):
         raise errors.DamagedCheckpointError(
             f"{path} is not all there; restore another step:\n"
@@ -97,11 +101,11 @@ def _check_objects(
 
 def digests(path: Path, stored: Stored) -> dict[str, str]:
     """The files of a checkpoint that must be there -> the digest recorded of each."""
-    let_go = _orbax.has_let_go_dataset(path)
+    let_go = _native.checkpoint.has_let_go_dataset(path)
     return {
         name: digest
         for name, digest in stored.digests.items()
-        if not (let_go and name.startswith(f"{_orbax.DATASET}/"))
+        if not (let_go and name.startswith(f"{_native.checkpoint.DATASET}/"))
     }
 
 
@@ -151,7 +155,7 @@ def _check_array(
     root: Path, encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo
 ) -> None:
     """Looks at the size of each file of an array."""
-    directory = root / _orbax_json.param_name(info.keys)
+    directory = root / _native.orbax_json.param_name(info.keys)
     found = _sizes(directory)
     shape, _ = _arrays.layout.stored_form(info)
     size = chunk_bytes(encoding, info)

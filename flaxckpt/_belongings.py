@@ -10,41 +10,39 @@ from pathlib import Path
 from typing import Literal
 
 from flaxckpt import _steps, _storage, errors, formats
-from flaxckpt.formats import (
-    _orbax,
-    _orbax_disk,
-    _orbax_json,
-    _safetensors_json,
-    _t5x,
-)
+from flaxckpt.formats import _native, _safetensors, _t5x
 
 _log = logging.getLogger(__name__)
 
 # ---- what is replaced ------------------------------------------------------------
 
 
-_FILES = frozenset((_orbax_json.MANIFEST, _orbax_disk.CHECKPOINT, "commit_success.txt"))
-_CONTROL = rf"{_orbax_disk.CHECKPOINT}|commit_success\.txt|orbax\.checkpoint"
+_FILES = frozenset(
+    (_native.orbax_json.MANIFEST, _native.items.CHECKPOINT, "commit_success.txt")
+)
+_CONTROL = rf"{_native.items.CHECKPOINT}|commit_success\.txt|orbax\.checkpoint"
 """Files of Orbax that may be in a checkpoint and in each of its items."""
 
 _OF_A_TREE = re.compile(
-    rf"{_CONTROL}|{_orbax_disk.TREE}|{_orbax_disk.SHARDING}|{_orbax_disk.AGGREGATE}"
-    rf"|{re.escape(_orbax_disk.STRINGS)}|array_metadatas/process_[\w-]+"
+    rf"{_CONTROL}|{_native.items.TREE}|{_native.items.SHARDING}|{_native.items.AGGREGATE}"
+    rf"|{re.escape(_native.items.STRINGS)}|array_metadatas/process_[\w-]+"
     r"|(?:ocdbt\.process_[^/]+/)?"
     r"(?:manifest\.(?:ocdbt|[0-9a-f]+)|(?:d|ocdbt_data|ocdbt_meta)/[0-9a-f]{16,})"
 )
 """Paths in an item of arrays, but for those of arrays with directories of their own."""
 
-_OF_JSON = re.compile(rf"{_CONTROL}|{_orbax_disk.JSON_ITEM}|{_orbax.METRICS}")
-_OF_METRICS = re.compile(rf"{_CONTROL}|{_orbax.METRICS}|digests")
+_OF_JSON = re.compile(
+    rf"{_CONTROL}|{_native.items.JSON_ITEM}|{_native.checkpoint.METRICS}"
+)
+_OF_METRICS = re.compile(rf"{_CONTROL}|{_native.checkpoint.METRICS}|digests")
 _OF_A_DATASET = re.compile(
     rf"{_CONTROL}|metadata|process_\d+-of-\d+(?:\.\w+)?|shard_state_\d+\.json"
 )
 _OF_A_DESCRIPTOR = re.compile(rf"{_CONTROL}|\w+\.pbtxt")
 _OF_RUN_METADATA = re.compile(rf"{_CONTROL}|metadata|_ROOT_METADATA")
 _OTHER_DIRECTORIES = {
-    _orbax.METRICS: _OF_METRICS,
-    _orbax.DATASET: _OF_A_DATASET,
+    _native.checkpoint.METRICS: _OF_METRICS,
+    _native.checkpoint.DATASET: _OF_A_DATASET,
     "descriptor": _OF_A_DESCRIPTOR,
     "metadata": _OF_RUN_METADATA,
 }
@@ -73,7 +71,9 @@ _LITTER = re.compile(
 )
 """Files, and empty directories, that programs leave anywhere; nobody misses them."""
 
-_OWN_DIRECTORIES = frozenset((_orbax.STATE, "array_metadatas", *_OTHER_DIRECTORIES))
+_OWN_DIRECTORIES = frozenset(
+    (_native.checkpoint.STATE, "array_metadatas", *_OTHER_DIRECTORIES)
+)
 """Directories that checkpoints have, sometimes empty."""
 
 
@@ -213,7 +213,7 @@ def _foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
     """
     if _is_orbax(directory):
         files = _content(directory)
-        if _orbax_json.MANIFEST in files:
+        if _native.orbax_json.MANIFEST in files:
             own = _own(files)
         else:
             own = _of_orbax(directory, files)
@@ -221,7 +221,7 @@ def _foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
         return None
     elif _t5x.recognises(directory):
         files = _content(directory)
-        own = _in_arrays(files) | {_orbax_disk.AGGREGATE}
+        own = _in_arrays(files) | {_native.items.AGGREGATE}
     else:
         files = _content(directory)
         own = _of_safetensors(directory, [name for name in files if "/" not in name])
@@ -239,7 +239,7 @@ def _empty_directories(directory: Path) -> list[str]:
     """The empty directories right in a directory that somebody else has made."""
     if _storage.paths.is_remote(directory):
         return []
-    handlers = _orbax_disk.item_handlers(directory)
+    handlers = _native.items.item_handlers(directory)
     items = handlers if isinstance(handlers, dict) else {}
     return sorted(
         f"{child.name}/"
@@ -285,11 +285,15 @@ def _slashes(name: str) -> Iterator[int]:
 
 def _is_orbax(directory: Path) -> bool:
     """Whether a checkpoint of ours or Orbax's is there, or was, if it is damaged."""
-    names = (_steps.markers.DAMAGED, _orbax_json.MANIFEST, _orbax_disk.CHECKPOINT)
+    names = (
+        _steps.markers.DAMAGED,
+        _native.orbax_json.MANIFEST,
+        _native.items.CHECKPOINT,
+    )
     if any(_storage.local.lexists(directory / name) for name in names):
         return True
     try:
-        return _orbax.is_whole(directory)
+        return _native.checkpoint.is_whole(directory)
     except errors.CheckpointFormatError:  # several items, or none of arrays
         return True
 
@@ -298,9 +302,9 @@ def _own(files: Collection[str]) -> set[str]:
     """The files of a checkpoint of ours that has its manifest."""
     found = set(files) & _FILES
     for name, inside in _by_directory(files).items():
-        if name == _orbax.STATE:
+        if name == _native.checkpoint.STATE:
             own = _in_tree(inside, is_damaged=True)
-        elif name in (_orbax.METRICS, _orbax.DATASET):
+        elif name in (_native.checkpoint.METRICS, _native.checkpoint.DATASET):
             own = {file for file in inside if _OTHER_DIRECTORIES[name].fullmatch(file)}
         else:
             continue
@@ -314,10 +318,10 @@ def _of_orbax(directory: Path, files: Collection[str]) -> set[str]:
     The checkpoint says which of its directories are items. Those of handlers that are
     not known here hold whatever these have written.
     """
-    handlers = _orbax_disk.item_handlers(directory)
+    handlers = _native.items.item_handlers(directory)
     is_damaged = _steps.markers.DAMAGED in files
     own: set[str] = set()
-    if not isinstance(handlers, dict) or _orbax_disk.TREE in files:  # or one item
+    if not isinstance(handlers, dict) or _native.items.TREE in files:  # or one item
         own |= _in_tree(files, is_damaged=False)
         if isinstance(handlers, str) and _kind(handlers) == "json":
             own |= _in_json(files)
@@ -332,11 +336,11 @@ def _of_orbax(directory: Path, files: Collection[str]) -> set[str]:
             found = _in_json(inside)
         elif (
             kind == "tree"
-            or _orbax_disk.TREE in inside
+            or _native.items.TREE in inside
             or (not handlers and _is_item(directory / name))
         ):
             found = _in_tree(inside, is_damaged=is_damaged)
-        if not handlers and _orbax_disk.is_json_item(directory / name):
+        if not handlers and _native.items.is_json_item(directory / name):
             found |= _in_json(inside)
         if known := _OTHER_DIRECTORIES.get(name):
             found |= {file for file in inside if known.fullmatch(file)}
@@ -358,7 +362,7 @@ def _is_item(directory: Path) -> bool:
     """Whether Orbax has written a directory that no metadata names."""
     names = ("manifest.ocdbt", *_ARRAY_METADATA)
     return (
-        _orbax_disk.is_tree(directory)
+        _native.items.is_tree(directory)
         or any((directory / name).is_file() for name in names)
         or any(True for name in _ARRAY_METADATA for _ in directory.glob(f"*/{name}"))
     )
@@ -429,21 +433,23 @@ def _is_passing(name: str) -> bool:
 def _of_safetensors(directory: Path, names: Iterable[str]) -> set[str]:
     """The files of the checkpoint in a directory; empty if there is no single one."""
     names = list(names)
-    suffix = _safetensors_json.INDEX_SUFFIX
+    suffix = _safetensors.header.INDEX_SUFFIX
     indices = [name for name in names if name.endswith(suffix)]
     if len(indices) > 1:
         return set()
     if indices:
         return {indices[0], *shards(directory / indices[0])}
-    files = [name for name in names if name.endswith(_safetensors_json.SUFFIX)]
+    files = [name for name in names if name.endswith(_safetensors.header.SUFFIX)]
     return set(files) if len(files) == 1 else set()
 
 
 def shards(index: Path) -> set[str]:
     """Names of the files that an index is of; none if it cannot be read."""
     try:
-        text = _storage.local.read(index, max_bytes=_safetensors_json.MAX_HEADER_BYTES)
-        return set(_safetensors_json.parse_index(text).files.values())
+        text = _storage.local.read(
+            index, max_bytes=_safetensors.header.MAX_HEADER_BYTES
+        )
+        return set(_safetensors.header.parse_index(text).files.values())
     except (OSError, ValueError):
         return set()
 

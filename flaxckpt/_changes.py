@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from flaxckpt import _measured, _steps, _storage, errors
-from flaxckpt.formats import _orbax
+from flaxckpt.formats import _native
 
 _log = logging.getLogger(__name__)
 
@@ -19,10 +19,10 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> None:
     added = _measured.as_metrics(metrics)
     with (
         _writing(path, "metrics cannot be added to it"),
-        _storage.local.locked(_orbax.file_to_lock(path)),
+        _storage.local.locked(_native.checkpoint.file_to_lock(path)),
     ):
         try:
-            found = _orbax.metrics_in(path)
+            found = _native.checkpoint.metrics_in(path)
         except errors.DamagedCheckpointError as error:
             if os.path.lexists(path / _measured.METRICS_FILE):
                 raise errors.SaveFailedError(
@@ -31,7 +31,9 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> None:
                 ) from None
             _log.warning("only the metrics added now are there: %s", error)
             found = {}
-        _orbax.write_metrics(path, _orbax.with_metrics(found, added))
+        _native.checkpoint.write_metrics(
+            path, _native.checkpoint.with_metrics(found, added)
+        )
 
 
 def pin(path: Path) -> None:

@@ -11,7 +11,6 @@ from flaxckpt import (
     _card,
     _commit,
     _distributed,
-    _locate,
     _measured,
     _plan,
     _restore,
@@ -25,6 +24,7 @@ from flaxckpt import (
 )
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
 from flaxckpt._types import JSON, PathLike, PyTree
+from flaxckpt.formats import _locate
 from flaxckpt.policies import PreservationPolicy
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _table as _transforms

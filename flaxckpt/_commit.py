@@ -29,7 +29,7 @@ from flaxckpt import (
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath
-from flaxckpt.formats import _orbax, _orbax_json
+from flaxckpt.formats import _native
 from flaxckpt.formats._reader import Lineage
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _table as _transforms
@@ -238,13 +238,13 @@ def made(snapshot: Snapshot) -> Iterator[Path]:
         overwrite=snapshot.options.overwrite,
         keep=lambda name: name == _steps.markers.PIN,
     ) as temporary:
-        (temporary / _orbax.STATE).mkdir()
+        (temporary / _native.checkpoint.STATE).mkdir()
         yield temporary
 
 
 def fill(
     snapshot: Snapshot, temporary: Path, previous: _arrays.write.Previous | None
-) -> tuple[_orbax.Contents, dict[str, bytes]]:
+) -> tuple[_native.checkpoint.Contents, dict[str, bytes]]:
     """Writes all that this process has but the manifest, and describes it.
 
     Returns:
@@ -255,11 +255,11 @@ def fill(
 
     @_util.gc_pause.paused()
     def describe() -> None:
-        files.update(_orbax.files(contents))
+        files.update(_native.checkpoint.files(contents))
         write_new(temporary, files)
 
     with _util.threads.beside(describe) as check:
-        root = temporary / _orbax.STATE
+        root = temporary / _native.checkpoint.STATE
         write_arrays(snapshot, root, previous, check)
     return contents, files
 
@@ -292,7 +292,7 @@ def write_arrays(
 def finish(
     snapshot: Snapshot,
     temporary: Path,
-    contents: _orbax.Contents,
+    contents: _native.checkpoint.Contents,
     files: Mapping[str, bytes],
     digests: Mapping[str, str] | None = None,
 ) -> Written:
@@ -305,21 +305,26 @@ def finish(
         files: What lies beside the arrays, by name.
         digests: Of such files that others have written.
     """
-    sealed = _orbax.seal(contents, files, temporary, digests or {})
+    sealed = _native.checkpoint.seal(contents, files, temporary, digests or {})
     if _storage.paths.is_remote(temporary):  # where it is the marker that commits
-        write_new(temporary, {_orbax_json.MANIFEST: sealed[_orbax_json.MANIFEST]})
+        write_new(
+            temporary,
+            {_native.orbax_json.MANIFEST: sealed[_native.orbax_json.MANIFEST]},
+        )
     else:
         write_new(temporary, sealed)
     is_temporary = snapshot.options.temporary
     marks = _steps.markers.of_new(snapshot.final, temporary=is_temporary)
     write_new(temporary, {**marks, **snapshot.options.marks})
     size = _storage.local.sync_tree(temporary)
-    manifest = _storage.local.stamp(temporary / _orbax_json.MANIFEST)
+    manifest = _storage.local.stamp(temporary / _native.orbax_json.MANIFEST)
     if _storage.paths.is_remote(temporary):
-        size = _storage.commit_marker.commit(temporary, sealed[_orbax.COMMITTED])
+        size = _storage.commit_marker.commit(
+            temporary, sealed[_native.checkpoint.COMMITTED]
+        )
     else:
         name(temporary, snapshot.final, overwrite=snapshot.options.overwrite)
-    stamp = manifest._replace(path=snapshot.final / _orbax_json.MANIFEST)
+    stamp = manifest._replace(path=snapshot.final / _native.orbax_json.MANIFEST)
     return Written(size, for_next(snapshot, stamp))
 
 
@@ -342,19 +347,21 @@ def for_next(snapshot: Snapshot, stamp: _storage.local.Stamp) -> _arrays.write.P
         for array in snapshot.arrays
         if array.source is not None
     }
-    return _arrays.write.Previous(snapshot.final / _orbax.STATE, sources, stamp)
+    return _arrays.write.Previous(
+        snapshot.final / _native.checkpoint.STATE, sources, stamp
+    )
 
 
 def metadata_files(snapshot: Snapshot) -> dict[str, bytes]:
     """All files of a checkpoint but its arrays, as if those had no digests."""
     contents = _contents(snapshot)
-    made = _orbax.files(contents)
-    return made | _orbax.seal(contents, made, snapshot.final)
+    made = _native.checkpoint.files(contents)
+    return made | _native.checkpoint.seal(contents, made, snapshot.final)
 
 
-def _contents(snapshot: Snapshot) -> _orbax.Contents:
+def _contents(snapshot: Snapshot) -> _native.checkpoint.Contents:
     options = snapshot.options
-    return _orbax.Contents(
+    return _native.checkpoint.Contents(
         options.step,
         snapshot.infos,
         snapshot.structure,

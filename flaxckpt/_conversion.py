@@ -14,7 +14,7 @@ from flaxckpt import _arrays, _state, _storage, _targets, errors
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
 from flaxckpt._state.leaf import Leaf, StoredLeaf
 from flaxckpt._types import JSON
-from flaxckpt.formats import _manifest, _orbax, _orbax_json
+from flaxckpt.formats import _native
 from flaxckpt.formats._reader import Stored
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _table as _transforms
@@ -164,7 +164,7 @@ def state(stored: Stored, step: int | None, options: Options) -> _targets.State:
             ),
         ),
         step,
-        _orbax.read_dataset(found, stored.digests) if has_dataset else {},
+        _native.checkpoint.read_dataset(found, stored.digests) if has_dataset else {},
         options.layout,
         options.max_shard_bytes,
         min(_BATCH_BYTES, max(1, options.max_concurrent_bytes // 2)),
@@ -186,7 +186,7 @@ def work(
     """What is made of what: equal only if what is done already can be kept."""
     rows: list[JSON] = [
         [
-            _manifest.leaf_row(leaf.info),
+            _native.manifest.leaf_row(leaf.info),
             [
                 [str(source.root), source.info.path, str(source.info)]
                 for source in _stored(leaf)
@@ -197,7 +197,7 @@ def work(
     # Of other checkpoints nobody knows whether they are still the same.
     others = [str(root) for root in roots(state) if str(root) != stored.metadata.path]
     identity = None if stored.stamp is None else stored.stamp.identity
-    content = _orbax_json.dumps([rows, _state.treedef.to_json(state.structure)])
+    content = _native.orbax_json.dumps([rows, _state.treedef.to_json(state.structure)])
     return {
         "version": 1,
         "source": stored.metadata.path,

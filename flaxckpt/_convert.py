@@ -20,7 +20,6 @@ from flaxckpt import (
     _belongings,
     _conversion,
     _journal,
-    _locate,
     _source_files,
     _steps,
     _storage,
@@ -34,6 +33,7 @@ from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._conversion import Options
 from flaxckpt._save_result import SaveResult
 from flaxckpt._types import PathLike
+from flaxckpt.formats import _locate
 from flaxckpt.formats._reader import Stored
 from flaxckpt.transforms import Transform
 

@@ -16,7 +16,7 @@ from flaxckpt import (
     errors,
     formats,
 )
-from flaxckpt.formats import _orbax, _orbax_json
+from flaxckpt.formats import _native
 
 _COPYING_THREADS = 8
 
@@ -43,18 +43,18 @@ def compare(path: Path, final: Path) -> Relation:
     marker = _content(final / _storage.commit_marker.MARKER)
     if marker is not None and marker == _content(path / _storage.commit_marker.MARKER):
         return "same"
-    manifest = _content(final / _orbax_json.MANIFEST)
+    manifest = _content(final / _native.orbax_json.MANIFEST)
     if marker is None and manifest is None:
         is_there = _storage.local.lexists(final)
         return "other" if is_there and _is_foreign(final) else "none"
-    is_intact = manifest is not None and marker == _orbax.seal_of(manifest)
+    is_intact = manifest is not None and marker == _native.checkpoint.seal_of(manifest)
     return "other" if is_intact else "damaged"
 
 
 def _content(file: Path) -> bytes | None:
     """The content of a small file; None if it is missing or not ours."""
     try:
-        return _storage.local.read(file, max_bytes=_orbax_json.MAX_BYTES)
+        return _storage.local.read(file, max_bytes=_native.orbax_json.MAX_BYTES)
     except (
         FileNotFoundError,
         NotADirectoryError,
@@ -122,9 +122,10 @@ def _belongs(path: Path, file: Path) -> bool:
     """Whether a file is of the step itself, and neither a mark nor a leftover."""
     name = file.relative_to(path).as_posix()
     where = name.rpartition("/")[0]
-    is_leftover = where in ("", _orbax.METRICS) and _storage.local.is_replacing(
-        file.name
-    )
+    is_leftover = where in (
+        "",
+        _native.checkpoint.METRICS,
+    ) and _storage.local.is_replacing(file.name)
     is_mark = (
         not where
         and _steps.markers.is_mark(name)

@@ -9,10 +9,11 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from flaxckpt import _arrays, _locate, _storage, _util
+from flaxckpt import _arrays, _storage, _util
 from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
+from flaxckpt.formats import _locate
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _table as _transforms
 

@@ -9,7 +9,6 @@ from flaxckpt import (
     _changes,
     _follow,
     _inventory,
-    _locate,
     _retention,
     _run_steps,
     _steps,
@@ -24,7 +23,7 @@ from flaxckpt import (
 from flaxckpt._findings import VerifyReport
 from flaxckpt._save_result import SaveResult
 from flaxckpt._types import JSON, PathLike
-from flaxckpt.formats import _orbax
+from flaxckpt.formats import _locate, _native
 from flaxckpt.formats._reader import CheckpointMetadata
 from flaxckpt.policies import PreservationPolicy
 
@@ -131,7 +130,7 @@ class RunDirectory:
 
     def has_dataset(self, step: int) -> bool:
         """Whether the state of a dataset is there, by a look into the directory."""
-        return (self._run.path(step) / _orbax.DATASET).is_dir()
+        return (self._run.path(step) / _native.checkpoint.DATASET).is_dir()
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """What was measured at a step and is stored with it."""
@@ -142,7 +141,7 @@ class RunDirectory:
         """The metadata of the whole run."""
         for directory in (self.saves_in, self.directory):
             with _storage.permissions.explained(directory):
-                if found := _orbax.read_run_metadata(directory):
+                if found := _native.checkpoint.read_run_metadata(directory):
                     return found
         return {}
 

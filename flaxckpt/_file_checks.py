@@ -17,7 +17,7 @@ import crc32c
 from flaxckpt import _arrays, _audit, _findings, _state, _storage
 from flaxckpt._state.leaf import Leaf, LeafInfo
 from flaxckpt._types import LeafPath
-from flaxckpt.formats import _orbax, _orbax_disk, _orbax_json
+from flaxckpt.formats import _native
 
 
 def check_keys(
@@ -27,17 +27,18 @@ def check_keys(
     found: _findings.Findings,
 ) -> None:
     """Looks for all that arrays must have in a database, which is sound without."""
-    if any(_orbax.is_of_arrays(name) for name in found.problems):
+    if any(_native.checkpoint.is_of_arrays(name) for name in found.problems):
         return  # it has changed, and may not be readable
     there: set[str] = set()
-    manifest = f"{_orbax.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
+    manifest = f"{_native.checkpoint.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
     found.attempt(
-        manifest, lambda: there.update(_arrays.zarr.ocdbt.keys(path / _orbax.STATE))
+        manifest,
+        lambda: there.update(_arrays.zarr.ocdbt.keys(path / _native.checkpoint.STATE)),
     )
     if manifest in found.problems or manifest in found.unread:
         return
     for leaf_path, leaf in leaves.items():
-        name = _orbax_json.param_name(leaf.info.keys)
+        name = _native.orbax_json.param_name(leaf.info.keys)
         shape, _ = _arrays.layout.stored_form(leaf.info)
         chunks = _audit.keys(encoding, shape, leaf.info.chunk_shape or ())
         missing = [
@@ -59,8 +60,10 @@ def of_array(
     found: _findings.Findings,
 ) -> tuple[set[str], list[Callable[[], object]]]:
     """The files of an array, and what is to be done with those without a digest."""
-    name = _orbax_json.param_name(info.keys)
-    directory = f"{_orbax.STATE}/{name}" if name else _orbax.STATE
+    name = _native.orbax_json.param_name(info.keys)
+    directory = (
+        f"{_native.checkpoint.STATE}/{name}" if name else _native.checkpoint.STATE
+    )
     shape, dtype = _arrays.layout.stored_form(info)
     chunk_shape = info.chunk_shape or ()
     metadata = f"{directory}/{_audit.metadata_name(encoding)}"
@@ -93,7 +96,7 @@ def check_digest(
 ) -> None:
     """Compares a file with its SHA-256."""
     digest = hashlib.sha256()
-    most = _findings.LARGE if _orbax.is_of_arrays(name) else 0
+    most = _findings.LARGE if _native.checkpoint.is_of_arrays(name) else 0
     _findings.stream(path / name, path, count, digest.update, most)
     if f"sha256:{digest.hexdigest()}" != recorded:
         raise ValueError("it has changed since it was saved: its SHA-256 differs")
@@ -161,9 +164,9 @@ def _check_chunk(chunk: _Chunk, count: Callable[[int], object]) -> None:
 
 def check_committed(path: Path) -> None:
     """Compares the seal with the manifest."""
-    manifest = _orbax_disk.read_file(path / _orbax_json.MANIFEST, path)
-    found = _orbax_disk.read_file(path / _orbax.COMMITTED, path)
-    if found != _orbax.seal_of(manifest):
+    manifest = _native.items.read_file(path / _native.orbax_json.MANIFEST, path)
+    found = _native.items.read_file(path / _native.checkpoint.COMMITTED, path)
+    if found != _native.checkpoint.seal_of(manifest):
         raise ValueError("it is not what was written there")
 
 
@@ -171,22 +174,22 @@ def of_metrics(
     path: Path, found: _findings.Findings, *, is_digested: bool
 ) -> list[tuple[str, Callable[[], object]]]:
     """What is to be done with metrics, if there are or were some."""
-    name = f"{_orbax.METRICS}/{_orbax.METRICS}"
-    digests = path / _orbax_disk.METRICS_DIGESTS
+    name = f"{_native.checkpoint.METRICS}/{_native.checkpoint.METRICS}"
+    digests = path / _native.items.METRICS_DIGESTS
 
     def check() -> None:
-        if (path / _orbax.METRICS).exists():
+        if (path / _native.checkpoint.METRICS).exists():
             (path / name).stat()  # or there would be none
-        _orbax.metrics_in(path)
+        _native.checkpoint.metrics_in(path)
 
     def check_digests() -> None:
-        text = _orbax_disk.read_file(digests, path)
-        if not _orbax.are_digests_of_metrics(text, digests):
+        text = _native.items.read_file(digests, path)
+        if not _native.checkpoint.are_digests_of_metrics(text, digests):
             raise ValueError("it is not what was written there")
 
     checks: list[tuple[str, Callable[[], object]]] = [(name, check)]
     if is_digested or digests.exists():
-        checks.append((_orbax_disk.METRICS_DIGESTS, check_digests))
+        checks.append((_native.items.METRICS_DIGESTS, check_digests))
     elif (path / name).exists():
         found.unchecked[name] = "they were written without a digest"
     return checks

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flaxckpt import _measured, _steps, _storage, errors, formats, policies
-from flaxckpt.formats import _orbax, _orbax_disk
+from flaxckpt.formats import _native
 
 
 class Found(NamedTuple):
@@ -48,7 +48,7 @@ class Inventory:
             _measured.METRICS_FILE, _measured.read_metrics
         )
         self._created = _measured.Remembered(
-            _orbax_disk.CHECKPOINT, _orbax.read_created
+            _native.items.CHECKPOINT, _native.checkpoint.read_created
         )
 
     def listed(self) -> dict[int, Path]:
@@ -108,7 +108,7 @@ class Inventory:
         for step, path in listed.items():
             if not is_step(path):
                 continue
-            marks = _steps.markers.of(path, dataset=_orbax.DATASET)
+            marks = _steps.markers.of(path, dataset=_native.checkpoint.DATASET)
             ranked = _measured.Ranked(
                 step,
                 temporary=marks.temporary,

@@ -22,7 +22,7 @@ from flaxckpt._distributed.messages import ApartError
 from flaxckpt._distributed.operation import Operation
 from flaxckpt._state.leaf import Leaf, LeafInfo
 from flaxckpt._types import Shape
-from flaxckpt.formats import _orbax, _orbax_json
+from flaxckpt.formats import _native
 
 Named = tuple[str, Shape, Leaf]
 """A leaf with its name on disk and its chunk shape."""
@@ -159,7 +159,9 @@ def _lead(
                 raise together.outcome() from error
             raise
         if snapshot.ocdbt:
-            _arrays.zarr.ocdbt.merge(temporary / _orbax.STATE, together.count)
+            _arrays.zarr.ocdbt.merge(
+                temporary / _native.checkpoint.STATE, together.count
+            )
         digests = {n: d for each in told[1:] for n, d in json.loads(each).items()}
         written = _commit.finish(snapshot, temporary, contents, files, digests)
     together.first("committed", lambda: str(written.size))
@@ -179,7 +181,7 @@ def _follow(
             raise together.outcome() from error
         raise
     size = int(together.first("committed", str))
-    manifest = _storage.local.stamp(snapshot.final / _orbax_json.MANIFEST)
+    manifest = _storage.local.stamp(snapshot.final / _native.orbax_json.MANIFEST)
     return Written(size, _commit.for_next(snapshot, manifest))
 
 
@@ -194,16 +196,16 @@ def _write_part(
     Returns:
         File -> digest, of the state of its dataset iterators.
     """
-    root = temporary / _orbax.STATE
+    root = temporary / _native.checkpoint.STATE
     _commit.write_arrays(snapshot, root, previous, together.check)
     files = {
-        f"{_orbax.DATASET}/{name}": content
+        f"{_native.checkpoint.DATASET}/{name}": content
         for name, content in snapshot.dataset.items()
         if name != datasets.DESCRIPTION
     }
     _commit.write_new(temporary, files)
     if files:
-        _storage.local.sync_directory(temporary / _orbax.DATASET)
+        _storage.local.sync_directory(temporary / _native.checkpoint.DATASET)
     if snapshot.ocdbt:
         _storage.local.sync_tree(root / f"{_arrays.zarr.ocdbt.PART}{together.index}")
     else:

@@ -11,19 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flaxckpt import (
-    _locate,
-    _measured,
-    _sizes,
-    _steps,
-    _storage,
-    errors,
-    formats,
-    policies,
-)
+from flaxckpt import _measured, _sizes, _steps, _storage, errors, formats, policies
 from flaxckpt._checkpointer import Checkpointer
 from flaxckpt._types import PathLike
-from flaxckpt.formats import _orbax_disk
+from flaxckpt.formats import _locate, _native
 from flaxckpt.policies import PreservationPolicy
 
 
@@ -123,7 +114,7 @@ def created(path: Path) -> float | None:
     """When a step was saved, as far as it tells; None if it is gone."""
     try:
         if path.is_dir():
-            return _orbax_disk.read_created(path)
+            return _native.items.read_created(path)
         return path.stat().st_mtime
     except (OSError, ValueError):  # gone, or an empty directory
         return None

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from flaxckpt import _arrays, _locate, _storage, _util, errors
+from flaxckpt import _arrays, _storage, _util, errors
 from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt.errors import Mismatch
+from flaxckpt.formats import _locate
 
 _PIECE_BYTES = 16 * 2**20
 _AT_ONCE = 64 * 2**20

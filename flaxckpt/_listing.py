@@ -12,7 +12,6 @@ from typing import NamedTuple, TypeVar
 
 from flaxckpt import (
     _keeping,
-    _locate,
     _measured,
     _sizes,
     _steps,
@@ -23,7 +22,7 @@ from flaxckpt import (
     policies,
 )
 from flaxckpt._types import PathLike
-from flaxckpt.formats import _orbax, _orbax_json
+from flaxckpt.formats import _locate, _native
 from flaxckpt.policies import PreservationPolicy
 
 _Step = TypeVar("_Step")
@@ -181,14 +180,14 @@ def _newest_marked(steps: Sequence[Step]) -> tuple[Step, ...]:
 def _marks_of(path: Path) -> _steps.markers.Marks | None:
     """What is said in a step of how long it stays; None if that may not be read."""
     try:
-        return _steps.markers.of(path, dataset=_orbax.DATASET)
+        return _steps.markers.of(path, dataset=_native.checkpoint.DATASET)
     except PermissionError:
         return None
 
 
 def _format(path: Path) -> str:
     try:
-        if (path / _orbax_json.MANIFEST).is_file():
+        if (path / _native.orbax_json.MANIFEST).is_file():
             return "flaxckpt"
         return formats.detect(path).format
     except (errors.CheckpointError, PermissionError):

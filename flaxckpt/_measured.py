@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from flaxckpt import _storage, _util, errors
-from flaxckpt.formats import _orbax, _orbax_json
+from flaxckpt.formats import _native
 
 _log = logging.getLogger(__name__)
 
-METRICS_FILE = f"{_orbax.METRICS}/{_orbax.METRICS}"
+METRICS_FILE = f"{_native.checkpoint.METRICS}/{_native.checkpoint.METRICS}"
 
 T = TypeVar("T")
 MetricsByStep: TypeAlias = Mapping[int, Mapping[str, float]]
@@ -85,7 +85,7 @@ class Ranked:
 def read_metrics(path: Path) -> dict[str, float] | None:
     """The numbers stored with the step `path`; None if they cannot be read."""
     try:
-        return _orbax.numbers_in(_orbax.metrics_in(path))
+        return _native.checkpoint.numbers_in(_native.checkpoint.metrics_in(path))
     except (errors.DamagedCheckpointError, OSError) as error:
         _log.warning("the metrics of %s cannot be read: %s", path, error)
         return None
@@ -128,7 +128,7 @@ def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     flat: dict[str, float] = {}
     try:
         _add_metrics(flat, metrics or {}, "", 0)
-        _orbax_json.check_size(_orbax_json.dumps(flat))
+        _native.orbax_json.check_size(_native.orbax_json.dumps(flat))
     except errors.OptionError:
         raise
     except ValueError as error:

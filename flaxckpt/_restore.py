@@ -14,7 +14,6 @@ from flaxckpt import (
     _afresh,
     _arrays,
     _fit,
-    _locate,
     _plan,
     _planner,
     _state,
@@ -27,7 +26,7 @@ from flaxckpt._plan import RestorePlan
 from flaxckpt._state.leaf import LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.errors import Mismatch
-from flaxckpt.formats import _orbax
+from flaxckpt.formats import _locate, _native
 from flaxckpt.formats._reader import CheckpointMetadata, Lineage, Stored
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _table as _transforms
@@ -371,7 +370,7 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
             it.
     """
     path = _storage.paths.from_text(stored.metadata.path)
-    if _orbax.has_let_go_dataset(path):
+    if _native.checkpoint.has_let_go_dataset(path):
         if isinstance(iterator, datasets.Restarting):
             _log.warning(
                 "the data starts from the beginning: its state in %s was let go by"
@@ -385,7 +384,7 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
             " metadata(step).has_dataset, or pass dataset=None to start the data from"
             " the beginning"
         )
-    files = _orbax.read_dataset(path, stored.digests)
+    files = _native.checkpoint.read_dataset(path, stored.digests)
     if not files:
         if isinstance(iterator, datasets.Restarting):
             _log.warning(

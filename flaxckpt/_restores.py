@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from flaxckpt import (
     _distributed,
-    _locate,
     _plan,
     _restore,
     _run_steps,
@@ -25,6 +24,7 @@ from flaxckpt import (
     formats,
 )
 from flaxckpt._types import PyTree
+from flaxckpt.formats import _locate
 from flaxckpt.formats._reader import CheckpointMetadata, Lineage, Stored
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _table as _transforms

@@ -19,7 +19,7 @@ from flaxckpt import (
     errors,
     policies,
 )
-from flaxckpt.formats import _orbax
+from flaxckpt.formats import _native
 from flaxckpt.policies import PreservationPolicy
 
 _log = logging.getLogger(__name__)
@@ -232,7 +232,9 @@ class Retention:
                 return
             what = f"the dataset state of step {step}"
             path = judged.found[step].path
-            self._attempt(what, _steps.delete.delete_dataset, path, _orbax.DATASET)
+            self._attempt(
+                what, _steps.delete.delete_dataset, path, _native.checkpoint.DATASET
+            )
 
     def _tell_of_unmeasured(self, judged: _Judged) -> bool:
         """Logs, once for each, of a metric to keep the best of that no step has.

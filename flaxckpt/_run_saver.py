@@ -26,7 +26,7 @@ from flaxckpt import (
 from flaxckpt._handle import SaveHandle
 from flaxckpt._save_result import SaveResult
 from flaxckpt._types import JSON, PathLike, PyTree
-from flaxckpt.formats import _orbax
+from flaxckpt.formats import _native
 from flaxckpt.formats._reader import Lineage
 from flaxckpt.policies import PreservationPolicy
 
@@ -116,7 +116,7 @@ class RunSaver(_directory.RunDirectory):
     def _tidy(self) -> None:
         """Removes what crashes have left."""
         with _storage.paths.looking(self.directory):
-            items = (_orbax.METRICS, "metadata")
+            items = (_native.checkpoint.METRICS, "metadata")
             _steps.delete.tidy(self.saves_in, self._run.format, items)
             tiers = self._run.tiers
             if tiers is None or tiers.uploads.open():
@@ -124,7 +124,7 @@ class RunSaver(_directory.RunDirectory):
 
     def _write_metadata(self, metadata: Mapping[str, JSON]) -> None:
         try:
-            _orbax.write_run_metadata(self.saves_in, metadata)
+            _native.checkpoint.write_run_metadata(self.saves_in, metadata)
         except (OSError, ValueError) as error:
             raise errors.SaveFailedError(
                 f"the metadata of {self.saves_in} cannot be written: {error}; see that"

@@ -10,7 +10,6 @@ from flaxckpt import (
     _belongings,
     _changes,
     _inventory,
-    _locate,
     _retention,
     _steps,
     _storage,
@@ -22,6 +21,7 @@ from flaxckpt import (
     policies,
 )
 from flaxckpt._types import PathLike
+from flaxckpt.formats import _locate
 from flaxckpt.policies import PreservationPolicy
 
 

@@ -26,7 +26,7 @@ from flaxckpt._handle import SaveHandle
 from flaxckpt._save_result import SaveResult
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
-from flaxckpt.formats import _manifest, _orbax_json, _orbax_names
+from flaxckpt.formats import _native
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _table as _transforms
 
@@ -160,10 +160,10 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     flat = _state.flax_state.flatten(state)
     table, structure = planned(flat, options)
     infos = tuple([leaf.info for leaf in table.values()])
-    names = [_orbax_json.param_name(info.keys) for info in infos]
+    names = [_native.orbax_json.param_name(info.keys) for info in infos]
     ocdbt = uses_ocdbt(infos, names, options.layout)
-    _orbax_names.check(infos, names, ocdbt=ocdbt)
-    _manifest.check_arrays(infos)
+    _native.names.check(infos, names, ocdbt=ocdbt)
+    _native.manifest.check_arrays(infos)
     strings = {
         name: str(leaf.source)
         for name, leaf in zip(names, table.values(), strict=True)
@@ -208,7 +208,7 @@ def _may_be_too_large(infos: Sequence[LeafInfo]) -> bool:
     names = sum([len(info.path) for info in infos])
     return (
         _STRINGS_OF_A_LEAF * len(infos) > _util.json_limits.MAX_STRINGS
-        or _BYTES_OF_A_LEAF * len(infos) + 3 * names > _orbax_json.MAX_BYTES
+        or _BYTES_OF_A_LEAF * len(infos) + 3 * names > _native.orbax_json.MAX_BYTES
     )
 
 
@@ -225,7 +225,7 @@ def _check_strings(infos: Sequence[LeafInfo], strings: Mapping[str, str]) -> Non
     if sum(map(len, strings.values())) <= _FEW_CHARACTERS:
         return
     try:
-        _orbax_json.check_size(_orbax_json.strings(strings))
+        _native.orbax_json.check_size(_native.orbax_json.strings(strings))
     except ValueError as error:
         sizes = {
             info.path: len(text)
@@ -336,7 +336,7 @@ def uses_ocdbt(
     many_small = len(sizes) > _MANY_LEAVES and sum(sizes) < _SMALL_LEAF_BYTES * len(
         sizes
     )
-    return many_small or not _orbax_names.are_file_safe(infos, names)
+    return many_small or not _native.names.are_file_safe(infos, names)
 
 
 def _check_free(final: Path, *, overwrite: bool) -> None:
@@ -364,7 +364,7 @@ def json_of(metadata: Mapping[str, JSON]) -> dict[str, JSON]:
         if not isinstance(metadata, Mapping):
             raise ValueError(f"metadata is a {type(metadata).__name__}")
         copy = _util.json_limits.copied(metadata, "metadata")
-        _orbax_json.check_size(_orbax_json.dumps(copy))
+        _native.orbax_json.check_size(_native.orbax_json.dumps(copy))
     except ValueError as error:
         raise errors.OptionError(
             f"the metadata cannot be saved as JSON: {errors.printable(str(error))}"

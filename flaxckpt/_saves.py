@@ -27,7 +27,7 @@ from flaxckpt import (
 from flaxckpt._handle import SaveHandle
 from flaxckpt._save_result import SaveResult
 from flaxckpt._types import JSON, PyTree
-from flaxckpt.formats import _orbax
+from flaxckpt.formats import _native
 from flaxckpt.formats._reader import Lineage
 
 _log = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ class Saves:
         saved = self._saved
         if saved is not None and saved.root.parent == newest and saved.is_current():
             return saved
-        return _arrays.write.Previous(newest / _orbax.STATE, {})
+        return _arrays.write.Previous(newest / _native.checkpoint.STATE, {})
 
     def _retired(self, just_saved: int) -> tuple[int, ...]:
         return self._run.retire(just_saved=just_saved, is_awaited=self._is_awaited)

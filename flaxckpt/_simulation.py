@@ -15,7 +15,7 @@ from flaxckpt import _arrays, _commit, _save, _state, _util, errors
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import PyTree
-from flaxckpt.formats import _orbax_json, _orbax_names
+from flaxckpt.formats import _native
 
 EXCHANGES = 5
 """How often the processes of a save tell each other how it is; see
@@ -141,9 +141,9 @@ def simulate(
     table, structure = _save.planned(_state.flax_state.flatten(abstract_state), options)
     infos = tuple([leaf.info for leaf in table.values()])
     _check_meshes(infos, processes)
-    names = [_orbax_json.param_name(info.keys) for info in infos]
+    names = [_native.orbax_json.param_name(info.keys) for info in infos]
     ocdbt = _save.uses_ocdbt(infos, names, options.layout)
-    _orbax_names.check(infos, names, ocdbt=ocdbt)
+    _native.names.check(infos, names, ocdbt=ocdbt)
     snapshot = _commit.Snapshot(
         _NOWHERE, infos, structure, (), {}, {}, ocdbt, options, 0.0
     )

@@ -8,10 +8,7 @@ from pathlib import Path
 
 from flaxckpt import _steps, _storage, errors
 from flaxckpt._belongings import shards
-from flaxckpt.formats import (
-    _safetensors_json,
-    _t5x,
-)
+from flaxckpt.formats import _safetensors, _t5x
 
 _MAX_FILES = 200_000
 """Files of one source that are watched."""
@@ -39,7 +36,7 @@ def _files(source: Path) -> Iterator[Path]:
                 yield Path(directory, name)
         return
     yield source
-    if source.name.endswith(_safetensors_json.INDEX_SUFFIX):
+    if source.name.endswith(_safetensors.header.INDEX_SUFFIX):
         for name in sorted(shards(source)):
             yield source.parent / name
     elif _t5x.recognises(source):

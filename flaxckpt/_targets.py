@@ -12,22 +12,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flaxckpt import _arrays, _commit, _runs, _save, _state, _storage, _util
+from flaxckpt import _arrays, _commit, _save, _state, _storage, _util
 from flaxckpt._arrays.blockwise import Piece
 from flaxckpt._arrays.to_host import HostArray, HostShard
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
-from flaxckpt.formats import (
-    _manifest,
-    _msgpack_write,
-    _orbax,
-    _orbax_json,
-    _orbax_names,
-    _safetensors_json,
-    _safetensors_write,
-)
+from flaxckpt.formats import _file_layout, _msgpack, _native, _safetensors
 from flaxckpt.formats._reader import CheckpointMetadata
 
 _SYNCING_THREADS = 8
@@ -113,7 +105,7 @@ class _FlatTarget:
     """Files in which arrays follow one another."""
 
     def __init__(
-        self, state: State, layouts: Sequence[_runs.FileLayout], result: str
+        self, state: State, layouts: Sequence[_file_layout.FileLayout], result: str
     ) -> None:
         self._layouts = layouts
         self._output = Path()
@@ -145,16 +137,18 @@ class _FlatTarget:
                 for piece, array in inside:
                     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
                     runs = layout.runs[piece.path]
-                    _runs.write_values(descriptor, runs, piece.start, content.data)
+                    _file_layout.write_values(
+                        descriptor, runs, piece.start, content.data
+                    )
                 os.fsync(descriptor)
 
     def finish(self, output: Path) -> None:
         for layout in self._layouts:
             with _opened(output / layout.name) as descriptor:
-                _runs.write_literals(descriptor, layout)
+                _file_layout.write_literals(descriptor, layout)
 
 
-def _literals_digest(layout: _runs.FileLayout) -> str:
+def _literals_digest(layout: _file_layout.FileLayout) -> str:
     return _storage.local.digest(
         b"".join(b"%d %b" % (at, content) for at, content in layout.literals)
     )
@@ -170,8 +164,8 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
 
 
 def _safetensors_target(state: State, final: Path) -> Target:
-    is_file = final.suffix == _safetensors_json.SUFFIX
-    layouts = _safetensors_write.layouts(
+    is_file = final.suffix == _safetensors.header.SUFFIX
+    layouts = _safetensors.writer.layouts(
         state.infos,
         state.structure,
         state.strings,
@@ -189,13 +183,13 @@ def _msgpack_target(state: State, final: Path) -> Target:
         if leaf.info.python_type in ("int", "float", "bool", "complex")
     ]
     values = _arrays.blockwise.read(numbers, max_bytes=state.batch_bytes)
-    contents = _msgpack_write.Contents(
+    contents = _msgpack.writer.Contents(
         state.structure,
         infos,
         {p.path: v.item() for p, v in zip(numbers, values, strict=True)},
         state.strings,
     )
-    layout = _msgpack_write.layout("state.msgpack", contents)
+    layout = _msgpack.writer.layout("state.msgpack", contents)
     target = _FlatTarget(state, [layout], layout.name)
     target.pieces = [piece for piece in target.pieces if piece.path in layout.runs]
     return target
@@ -211,18 +205,18 @@ class _OrbaxTarget:
         self._state = state
         self._root = Path()
         infos = state.infos
-        names = [_orbax_json.param_name(info.keys) for info in infos]
+        names = [_native.orbax_json.param_name(info.keys) for info in infos]
         self._names = {i.path: name for i, name in zip(infos, names, strict=True)}
         self._ocdbt = _save.uses_ocdbt(infos, names, state.layout)
-        _orbax_names.check(infos, names, ocdbt=self._ocdbt)
-        _manifest.check_arrays(infos)
+        _native.names.check(infos, names, ocdbt=self._ocdbt)
+        _native.manifest.check_arrays(infos)
         self.pieces = state.pieces(by_chunk=True)
         self.files = ["ocdbt" if self._ocdbt else "files"]
         self.result = ""
         self.batch_bytes = state.batch_bytes
 
     def begin(self, output: Path, done: Collection[str]) -> Collection[str]:
-        self._root = output / _orbax.STATE
+        self._root = output / _native.checkpoint.STATE
         self._root.mkdir(exist_ok=True)
         if self._ocdbt:
             return done if (self._root / _arrays.zarr.ocdbt.MANIFEST).is_file() else ()
@@ -281,14 +275,14 @@ class _OrbaxTarget:
 
     def finish(self, output: Path) -> None:
         contents = self._contents()
-        made = _orbax.files(contents)
+        made = _native.checkpoint.files(contents)
         _write_anew(output, made)
-        _write_anew(output, _orbax.seal(contents, made, output))
+        _write_anew(output, _native.checkpoint.seal(contents, made, output))
 
-    def _contents(self) -> _orbax.Contents:
+    def _contents(self) -> _native.checkpoint.Contents:
         state, now = self._state, time.time()
         metadata = state.metadata
-        return _orbax.Contents(
+        return _native.checkpoint.Contents(
             step=state.step,
             infos=state.infos,
             structure=state.structure,

@@ -28,7 +28,7 @@ from flaxckpt import (
     _util,
     errors,
 )
-from flaxckpt.formats import _orbax
+from flaxckpt.formats import _native
 
 _log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class Uploads:
         self.look()
         if not self._is_tidy:
             _steps.delete.tidy(
-                self._directory, self._format, (_orbax.METRICS, "metadata")
+                self._directory, self._format, (_native.checkpoint.METRICS, "metadata")
             )
             self._is_tidy = True
 
@@ -406,9 +406,11 @@ class Uploads:
         try:
             there = self._directory / _steps.journal.NAME
             _steps.journal.pass_on(self._staging / _steps.journal.NAME, there)
-            custom = _orbax.read_run_metadata(self._staging)
-            if custom and custom != _orbax.read_run_metadata(self._directory):
-                _orbax.write_run_metadata(self._directory, custom)
+            custom = _native.checkpoint.read_run_metadata(self._staging)
+            if custom and custom != _native.checkpoint.read_run_metadata(
+                self._directory
+            ):
+                _native.checkpoint.write_run_metadata(self._directory, custom)
         except OSError as error:
             _log.warning("%s does not get the journal: %s", self._directory, error)
 

@@ -15,7 +15,6 @@ from flaxckpt import (
     _audit,
     _file_checks,
     _findings,
-    _locate,
     _steps,
     _storage,
     _util,
@@ -24,7 +23,7 @@ from flaxckpt import (
 from flaxckpt._file_checks import check_committed, check_digest, check_keys
 from flaxckpt._state.leaf import Leaf, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
-from flaxckpt.formats import _manifest, _orbax, _orbax_disk, _orbax_json
+from flaxckpt.formats import _locate, _native
 from flaxckpt.formats._reader import Stored
 
 _DECODED_AT_ONCE = 128 * 2**20
@@ -116,7 +115,7 @@ def check(path: Path) -> None:
     """
     report = verify_checkpoint(path, None)
     for name, why in {**report.problems, **report.unread}.items():
-        if not name.startswith(f"{_orbax.METRICS}/"):
+        if not name.startswith(f"{_native.checkpoint.METRICS}/"):
             where = path if name == _findings.HERE else name
             raise errors.DamagedCheckpointError(f"{where}: {why}")
 
@@ -140,7 +139,7 @@ def damage(path: Path, step: int | None) -> str | None:
         if _storage.permissions.is_unread(error):
             return None
         # It was a checkpoint, and is none any more.
-        is_ours = _steps.scan.sign(path) or (path / _orbax.STATE).is_dir()
+        is_ours = _steps.scan.sign(path) or (path / _native.checkpoint.STATE).is_dir()
         if is_ours and _findings.unreadable(path) is None:
             return str(error).splitlines()[0]
         return None
@@ -177,7 +176,7 @@ def _unreadable(stored: Stored, found: _findings.Findings) -> dict[LeafPath, str
         for name, why in faults.items():
             if name in stored.table:
                 unreadable.setdefault(name, why)
-            elif _orbax.is_of_arrays(name):
+            elif _native.checkpoint.is_of_arrays(name):
                 state = "missing" if "is missing" in why else default
                 for leaf_path in _leaves_in(name, stored):
                     unreadable.setdefault(leaf_path, f"{name} is {state}")
@@ -187,14 +186,14 @@ def _unreadable(stored: Stored, found: _findings.Findings) -> dict[LeafPath, str
 def _leaves_in(name: str, stored: Stored) -> list[LeafPath]:
     """The leaves that are lost with a file of the arrays."""
     arrays = {path: leaf for path, leaf in stored.table.items() if _is_array(leaf)}
-    is_index = name == f"{_orbax.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
+    is_index = name == f"{_native.checkpoint.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
     if is_index or _has_database(stored.digests):  # read as a whole, or not at all
         return list(arrays)
-    directory = name.removeprefix(f"{_orbax.STATE}/").rpartition("/")[0]
+    directory = name.removeprefix(f"{_native.checkpoint.STATE}/").rpartition("/")[0]
     return [
         path
         for path, leaf in arrays.items()
-        if _orbax_json.param_name(leaf.info.keys) == directory
+        if _native.orbax_json.param_name(leaf.info.keys) == directory
     ]
 
 
@@ -203,8 +202,8 @@ def _leaves_in(name: str, stored: Stored) -> list[LeafPath]:
 
 def _verify_own(path: Path, stored: Stored, found: _findings.Findings) -> list[str]:
     """Compares every file with its checksum; returns those that are no part of it."""
-    manifest = _orbax_disk.json_file(path / _orbax_json.MANIFEST, path)
-    encoding = _manifest.encoding(manifest)
+    manifest = _native.items.json_file(path / _native.orbax_json.MANIFEST, path)
+    encoding = _native.manifest.encoding(manifest)
     digests = _audit.digests(path, stored)
     checks: list[tuple[str, Callable[[], object]]] = [
         (
@@ -213,12 +212,12 @@ def _verify_own(path: Path, stored: Stored, found: _findings.Findings) -> list[s
         )
         for name, digest in digests.items()
     ]
-    known = {*digests, *_orbax.UNDIGESTED}
+    known = {*digests, *_native.checkpoint.UNDIGESTED}
     leaves = {p: leaf for p, leaf in stored.table.items() if _is_array(leaf)}
     if encoding is None or manifest["ocdbt"]:
         undigested = {} if _has_database(digests) else leaves
         if undigested:
-            known |= _findings.names(path, path / _orbax.STATE)
+            known |= _findings.names(path, path / _native.checkpoint.STATE)
     else:
         undigested = {}
         for leaf_path, leaf in leaves.items():
@@ -231,7 +230,9 @@ def _verify_own(path: Path, stored: Stored, found: _findings.Findings) -> list[s
                 undigested[leaf_path] = leaf
     is_digested = manifest.get("metrics") is True or _steps.markers.is_measured(path)
     checks += _file_checks.of_metrics(path, found, is_digested=is_digested)
-    checks.append((_orbax.COMMITTED, functools.partial(check_committed, path)))
+    checks.append(
+        (_native.checkpoint.COMMITTED, functools.partial(check_committed, path))
+    )
     found.counter.total = _findings.size_of(path)
     found.run(checks)
     if encoding is not None and manifest["ocdbt"] and leaves:
@@ -253,7 +254,7 @@ def _is_mark(name: str) -> bool:
 
 
 def _has_database(digests: Mapping[str, str]) -> bool:
-    return f"{_orbax.STATE}/{_arrays.zarr.ocdbt.MANIFEST}" in digests
+    return f"{_native.checkpoint.STATE}/{_arrays.zarr.ocdbt.MANIFEST}" in digests
 
 
 # ---- other formats ----------------------------------------------------------------

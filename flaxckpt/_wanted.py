@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from flaxckpt import _locate, _state, _storage, errors, formats
+from flaxckpt import _state, _storage, errors, formats
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import PathLike, PyTree
+from flaxckpt.formats import _locate
 
 _MAX_FILE_BYTES = 2**28
 _ARRAY = re.compile(r"([a-z][a-z0-9_]*)\[([0-9, ]*)\]")

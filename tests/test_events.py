@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flaxckpt
-from flaxckpt import _locate, _save, _stream, errors
+from flaxckpt import _save, _stream, errors
 from flaxckpt._steps import journal as steps_journal
+from flaxckpt.formats import _locate
 from flaxckpt.policies import LatestN
 
 

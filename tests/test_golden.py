@@ -16,7 +16,7 @@ from golden import make_flaxckpt, make_roles
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt.datasets import StepIndexed
-from flaxckpt.formats import _manifest
+from flaxckpt.formats._native import manifest as native_manifest
 
 GOLDEN = Path(__file__).parent / "golden"
 RUNS = sorted(GOLDEN.glob("flaxckpt-*/*"))
@@ -28,7 +28,7 @@ def test_there_is_a_golden_checkpoint_of_every_version_and_layout():
     found = {f"{run.parent.name}/{run.name}" for run in RUNS}
     assert {"flaxckpt-1/files", "flaxckpt-1/ocdbt"} <= found
     assert {f"{NEWEST.name}/{name}" for name in make_flaxckpt.LAYOUTS} <= found
-    assert NEWEST.name.split("-")[1] == str(_manifest.VERSION)
+    assert NEWEST.name.split("-")[1] == str(native_manifest.VERSION)
 
 
 def manifest(run):

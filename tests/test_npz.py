@@ -20,9 +20,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from typer.testing import CliRunner
 
 import flaxckpt
-from flaxckpt import _locate, errors, formats, transforms
+from flaxckpt import errors, formats, transforms
 from flaxckpt._arrays import blockwise as arrays_blockwise
 from flaxckpt.cli import app
+from flaxckpt.formats import _locate
 
 VALUES = np.arange(4 * 6, dtype=np.float32).reshape(4, 6)
 SAVES = pytest.mark.parametrize("save", [np.savez, np.savez_compressed])

@@ -15,8 +15,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flaxckpt
-from flaxckpt import _locate, _plan, _restore, _save, transforms
+from flaxckpt import _plan, _restore, _save, transforms
 from flaxckpt._util import progress as util_progress
+from flaxckpt.formats import _locate
 
 # Each operation goes on only when it gets a line from the terminal, or, if it is to be
 # quiet, when nobody draws any more.

@@ -23,7 +23,9 @@ from flaxckpt._state import leaf as state_leaf
 from flaxckpt._state import tree as state_tree
 from flaxckpt._state import treedef as state_treedef
 from flaxckpt._util import gc_pause as util_gc_pause
-from flaxckpt.formats import _manifest, _orbax, _orbax_json, _reader
+from flaxckpt.formats import _reader
+from flaxckpt.formats._native import checkpoint, orbax_json
+from flaxckpt.formats._native import manifest as native_manifest
 
 ADAMW = optax.adamw(1e-3)
 NOWHERE = pathlib.Path("/nonexistent/checkpoint")
@@ -75,7 +77,7 @@ def contents(make, n):
 
 @functools.cache
 def manifest(make, n):
-    return _orbax_json.loads(_orbax._manifest_text(contents(make, n), {}), "")
+    return orbax_json.loads(checkpoint._manifest_text(contents(make, n), {}), "")
 
 
 def read(make, n, *, with_roles=True):
@@ -87,7 +89,7 @@ def read(make, n, *, with_roles=True):
     for row in data["leaves"]:
         if not with_roles:
             row = {name: value for name, value in row.items() if name != "role"}
-        info = _manifest.leaf_info(row, keys)
+        info = native_manifest.leaf_info(row, keys)
         table[info.path] = state_leaf.Leaf(
             info, (state_leaf.StoredLeaf(NOWHERE, info),)
         )
@@ -105,8 +107,8 @@ WORK = {
     "a save": lambda n: snapshot(linen_like(n)),
     "a save of NNX": lambda n: snapshot(nnx_like(n)),
     "a save of many optimizers": lambda n: snapshot(several_optimizers(n)),
-    "metadata": lambda n: _orbax.files(contents(linen_like, n)),
-    "the manifest": lambda n: _orbax._manifest_text(contents(linen_like, n), {}),
+    "metadata": lambda n: checkpoint.files(contents(linen_like, n)),
+    "the manifest": lambda n: checkpoint._manifest_text(contents(linen_like, n), {}),
     "reading metadata": lambda n: read(linen_like, n),
     "a restore": lambda n: plan(read(linen_like, n), linen_like(n)),
     "a restore of everything": lambda n: plan(read(linen_like, n), None),

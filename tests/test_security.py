@@ -14,8 +14,9 @@ import pytest
 from flax.training.train_state import TrainState
 
 import flaxckpt
-from flaxckpt import _locate, errors
+from flaxckpt import errors
 from flaxckpt._arrays.zarr import metadata as zarr_metadata
+from flaxckpt.formats import _locate
 
 PACKAGE = Path(__file__).parents[1] / "flaxckpt"
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -10,11 +10,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxckpt
-from flaxckpt import _locate
 from flaxckpt._arrays import read as arrays_read
 from flaxckpt._arrays import read_once as arrays_read_once
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import leaf as state_leaf
+from flaxckpt.formats import _locate
 
 SPECS = [P(), P("x"), P("y"), P(None, "x"), P("y", "x"), P(("x", "y")), P("z", "y")]
 READ_ALONE = arrays_read.Options(False, True, 2**30)

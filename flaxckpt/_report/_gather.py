@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _diff, _listing, _locate, _sizes, _steps, _storage, _util, errors
+from flaxckpt import _diff, _listing, _sizes, _steps, _storage, _util, errors
 from flaxckpt._diff import CheckpointDiff
 from flaxckpt._listing import Listing, Step
 from flaxckpt._report import _integrity, _parts, _positions, _saves
 from flaxckpt._report._data import Change, Changed, Measured, Position, Report
 from flaxckpt._types import PathLike
+from flaxckpt.formats import _locate
 from flaxckpt.formats._reader import CheckpointMetadata
 from flaxckpt.policies import BestN, PreservationPolicy
 

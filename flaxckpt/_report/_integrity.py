@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from flaxckpt import _audit, _locate, _steps, _storage, _util, _verify, errors
+from flaxckpt import _audit, _steps, _storage, _util, _verify, errors
 from flaxckpt._findings import VerifyReport
 from flaxckpt._listing import Step
 from flaxckpt._report._data import Integrity, State
+from flaxckpt.formats import _locate
 
 LOOKED_AT = 10
 """So many of the newest steps are looked at without being asked for."""

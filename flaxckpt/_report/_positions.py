@@ -9,7 +9,7 @@ from typing import Any
 
 from flaxckpt import _util, datasets
 from flaxckpt._report._data import Position
-from flaxckpt.formats import _orbax
+from flaxckpt.formats import _native
 
 _MAX_BYTES = 2**20
 """Of all states of a step: larger ones are not read, only their size is told."""
@@ -30,7 +30,7 @@ def position(path: Path, step: int | None) -> Position | None:
         return None
     if sum(sizes) > _MAX_BYTES:
         return Position(step, "", 0, sum(sizes), {})
-    files = _orbax.read_dataset(path, {})
+    files = _native.checkpoint.read_dataset(path, {})
     described = _parsed(files.pop(datasets.DESCRIPTION, b"{}"))
     states = sorted(name for name in files if name.startswith("process_"))
     values = dict(_numbers(_parsed(files[states[0]]))) if states else {}
@@ -45,7 +45,7 @@ def position(path: Path, step: int | None) -> Position | None:
 
 
 def _files(path: Path) -> list[Path]:
-    item = path / _orbax.DATASET
+    item = path / _native.checkpoint.DATASET
     if not path.is_dir() or not item.is_dir():
         return []
     return [file for file in item.iterdir() if file.is_file()]

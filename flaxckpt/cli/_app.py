@@ -78,7 +78,8 @@ def checkpoint(
     """The path and step of a checkpoint: of its own path, if a format is given."""
     if step_format is None:
         return path, step
-    from flaxckpt import _locate, _storage
+    from flaxckpt import _storage
+    from flaxckpt.formats import _locate
 
     found, _ = _locate.locate(_storage.local.resolve(path), step, step_format)
     return str(found), None

@@ -8,28 +8,25 @@ from typing import NamedTuple
 
 from flaxckpt import _steps, _storage, errors
 from flaxckpt._types import PathLike
-from flaxckpt.formats import (
-    _msgpack,
-    _npz,
-    _orbax,
-    _safetensors,
-    _signatures,
-    _streaming,
-    _t5x,
-)
+from flaxckpt.formats import _signatures, _t5x
+from flaxckpt.formats._msgpack import reader as msgpack_reader
+from flaxckpt.formats._msgpack import stream
+from flaxckpt.formats._native import checkpoint
+from flaxckpt.formats._npz import reader as npz_reader
 from flaxckpt.formats._reader import Reader
+from flaxckpt.formats._safetensors import reader as safetensors_reader
 
 __all__ = ["Detected", "detect", "recognises"]
 
 READERS: dict[str, Reader] = {
     # Old ones of Orbax have a file of the same name as T5X's, with other keys in it.
     "t5x": _t5x,
-    "orbax": _orbax,
-    "safetensors": _safetensors,
-    "npz": _npz,
-    "streaming": _streaming,
+    "orbax": checkpoint,
+    "safetensors": safetensors_reader,
+    "npz": npz_reader,
+    "streaming": stream,
     # After T5X, whose single files are such maps, too.
-    "msgpack": _msgpack,
+    "msgpack": msgpack_reader,
 }
 """Name of a format -> its reader, in the order in which they are asked."""
 
@@ -43,7 +40,7 @@ _READ_HERE = (
 
 def _readers(path: Path) -> dict[str, Reader]:
     """Those that are asked; the others map files, or look behind links."""
-    return {"orbax": _orbax} if _storage.paths.is_remote(path) else READERS
+    return {"orbax": checkpoint} if _storage.paths.is_remote(path) else READERS
 
 
 class Detected(NamedTuple):
@@ -116,10 +113,10 @@ def _detect(path: Path) -> Detected:
         raise errors.CheckpointNotFoundError(
             f"{path} has no committed step yet: a run has only begun there"
         )
-    if path.is_dir() and _orbax.is_json_item(path):
+    if path.is_dir() and checkpoint.is_json_item(path):
         raise errors.CheckpointFormatError(
             f"{path} is an item of JSON, which Orbax's JsonSave wrote, and no tree of"
-            f" arrays: {_orbax.json_advice(path)}"
+            f" arrays: {checkpoint.json_advice(path)}"
         )
     mark = _steps.scan.sign(path) if path.is_dir() else None
     if (
@@ -163,7 +160,7 @@ def _refused(path: Path) -> str | None:
             path.glob("*.ckpt*.index")
         ):
             return _OF_TENSORFLOW
-        return _safetensors.refusal(path) or _with_points(path) or _above(path)
+        return safetensors_reader.refusal(path) or _with_points(path) or _above(path)
     first = _signatures.first_bytes(path)
     if first.startswith(_TENSORFLOW) or path.with_name(path.name + ".index").is_file():
         return _OF_TENSORFLOW

@@ -1,435 +1,356 @@
-"""The native format: what stock Orbax reads and writes, plus our manifest."""
+"""Checkpoints that Orbax wrote: their tree, and what else is only told there."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import re
-import sys
+import errno
+import logging
+import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _arrays, _state, _storage, datasets, errors
-from flaxckpt._state.leaf import LeafInfo
-from flaxckpt._types import JSON, LeafPath
-from flaxckpt.formats import (
-    _manifest,
-    _orbax_arrays,
-    _orbax_disk,
-    _orbax_foreign,
-    _orbax_json,
-    _orbax_metrics,
-)
-from flaxckpt.formats._reader import Lineage, Stored
+from flaxckpt import _arrays, _state, _storage, errors
+from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
+from flaxckpt._types import LeafPath
+from flaxckpt.formats import _zarr2
+from flaxckpt.formats._msgpack import leaves, scanner
+from flaxckpt.formats._native import arrays as native_arrays
+from flaxckpt.formats._native import items, orbax_json, orbax_rows
+from flaxckpt.formats._reader import Stored
 
-COMMITTED = _storage.commit_marker.MARKER
-_ROOT_METADATA = "metadata/_ROOT_METADATA"
-_OLD_ROOT_METADATA = "metadata/metadata"
-"""The user's metadata of a run, and nothing else, as Orbax wrote it before 0.11."""
-
-STATE, DATASET, METRICS = _orbax_disk.STATE, _orbax_disk.DATASET, _orbax_disk.METRICS
-UNDIGESTED = frozenset(
-    (
-        _orbax_json.MANIFEST,
-        COMMITTED,
-        f"{METRICS}/{METRICS}",
-        _orbax_disk.METRICS_DIGESTS,
-    )
-)
-"""Files of a checkpoint that are no arrays, and whose digests are not in it."""
-
-_DATABASE = re.compile(
-    rf"{STATE}/(?:manifest\.ocdbt|(?:{re.escape(_arrays.zarr.ocdbt.PART)}\d+/)?d/.+)",
-    re.DOTALL,
-)
-"""A file of the database, or of one that a single process has written."""
-
-_SMALL_DATABASE_BYTES = 64 * 2**20
-
-
-# ---- writing --------------------------------------------------------------------
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Contents:
-    """Everything of a checkpoint but its arrays.
+class _Row:
+    keys: tuple[_state.tree.Key, ...]
+    value_type: str
 
-    Attributes:
-        step: Its number, or None.
-        infos: Its leaves, in order.
-        structure: Its containers.
-        strings: Param name -> value of the string leaves.
-        ocdbt: Whether the arrays are in one database.
-        encoding: How their chunks are encoded.
-        metrics: What was measured.
-        custom: The user's metadata.
-        dataset: File name -> content, of the iterator's state; empty if none is saved.
-        created: When the save began, in seconds since 1970.
-        committed: When it ended.
-        versions: Package -> version that wrote it.
-        lineage: What the run began from.
-        transforms: What was changed on the way, as text.
-    """
+    @property
+    def path(self) -> LeafPath:
+        return _state.tree.join(self.keys)
 
-    step: int | None
-    infos: Sequence[LeafInfo]
-    structure: _state.tree.Node | LeafPath
-    strings: Mapping[str, str]
-    ocdbt: bool
-    encoding: _arrays.zarr.metadata.Encoding
-    metrics: Mapping[str, float]
-    custom: Mapping[str, JSON]
-    dataset: Mapping[str, bytes]
-    created: float
-    committed: float
-    versions: Mapping[str, str]
-    lineage: Sequence[Lineage] = ()
-    transforms: Sequence[str] = ()
+    @property
+    def name(self) -> str:
+        return orbax_json.param_name(self.keys)
+
+    @property
+    def is_array(self) -> bool:
+        return self.value_type != "string" and orbax_rows.empty(self.value_type) is None
 
 
-def files(contents: Contents) -> dict[str, bytes]:
-    """The files of a checkpoint: relative path -> content.
-
-    All but its arrays, and but those that `seal` makes when everything else is there.
-
-    Raises:
-        SaveFailedError: One is nothing that `read` would take.
-    """
-    made = {
-        _orbax_disk.CHECKPOINT: _checkpoint_metadata(contents),
-        f"{STATE}/{_orbax_disk.TREE}": _orbax_json.tree_metadata(
-            contents.infos,
-            ocdbt=contents.ocdbt,
-            zarr_version=contents.encoding.version,
-        ),
-        f"{STATE}/{_orbax_disk.SHARDING}": _orbax_json.shardings(contents.infos),
-        f"{STATE}/{_orbax_disk.ARRAYS}": _orbax_json.array_metadatas(contents.infos),
-    }
-    if contents.strings:
-        made[f"{STATE}/{_orbax_disk.STRINGS}"] = _orbax_json.strings(contents.strings)
-    for name, content in contents.dataset.items():
-        made[f"{DATASET}/{name}"] = content
-    if contents.metrics:
-        text = _orbax_json.dumps(dict(contents.metrics))
-        made[f"{METRICS}/{METRICS}"] = text
-        made[_orbax_disk.METRICS_DIGESTS] = _orbax_metrics.digests_of(text)
-    for name in _PARSED & made.keys():
-        with _readable(name):
-            _orbax_json.check_size(made[name])
-            found = _orbax_json.loads(made[name], name)
-        if name.endswith(_orbax_disk.STRINGS):
-            with _readable(name):
-                for leaf in contents.strings:
-                    _orbax_json.string_at(found, leaf)
-    return made
+_MAX_CHUNK_BYTES = 64 * 2**20  # if the array is smaller; old releases never cut arrays
+_STANDS_FOR = ("PLACEHOLDER://", "AGGREGATED://")
+"""How a string in the aggregate file begins that names an array beside it."""
 
 
-_PARSED = frozenset(
-    (
-        _orbax_disk.CHECKPOINT,
-        f"{STATE}/{_orbax_disk.STRINGS}",
-        f"{METRICS}/{METRICS}",
-    )
-)
-"""Files that readers parse, beside the manifest."""
-
-
-@contextlib.contextmanager
-def _readable(name: str) -> Iterator[None]:
-    """Explains why a file that was made cannot be read, before it is committed.
-
-    Raises:
-        SaveFailedError: What happened within, if it is an error of a parser.
-    """
-    try:
-        yield
-    except (
-        *(ValueError, TypeError, KeyError, AttributeError, RecursionError),
-        errors.DamagedCheckpointError,
-    ) as error:
-        raise errors.SaveFailedError(
-            f"no reader would take {name} as it is to be written:"
-            f" {errors.printable(str(error)[:300])}\n"
-            "Nothing is saved, and earlier checkpoints are untouched; leave out or"
-            " shorten what it is about, or save it in several checkpoints."
-        ) from error
-
-
-def seal(
-    contents: Contents,
-    made: Mapping[str, bytes],
-    root: Path,
-    others: Mapping[str, str] | None = None,
-) -> dict[str, bytes]:
-    """The manifest and its own digest: relative path -> content.
-
-    The manifest has the digest of every file in `made` but the metrics, which may be
-    written anew later, and of a small database under `root`, which is verified as a
-    whole: that is faster than each of its values. Of zarr 2, whose chunks have no
-    checksums, it has the digests of all files. `others` are the digests of files that
-    other processes have written.
-
-    Raises:
-        SaveFailedError: The manifest is nothing that `read` would take.
-    """
-    digests = {
-        name: _storage.local.digest(text)
-        for name, text in made.items()
-        if not name.startswith(METRICS)
-    }
-    digests |= {**(others or {}), **_digests_of_arrays(contents, root)}
-    with _readable(_orbax_json.MANIFEST):
-        manifest = _manifest_text(contents, digests)
-        _orbax_json.check_size(manifest)
-        data = _orbax_json.loads(manifest, _orbax_json.MANIFEST)
-        _manifest.check_readable(data, contents.infos)
-    return {_orbax_json.MANIFEST: manifest, COMMITTED: seal_of(manifest)}
-
-
-def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
-    """Path of a file of arrays -> its digest, where each chunk's own are not enough."""
-    is_bare = contents.encoding.version == 2
-    if contents.ocdbt:
-        state = root / STATE
-        found = [state / _arrays.zarr.ocdbt.MANIFEST, *state.glob("d/*")]
-        found += state.glob(f"{_arrays.zarr.ocdbt.PART}*/d/*")
-    elif is_bare:
-        names = {_orbax_json.param_name(info.keys) for info in contents.infos}
-        found = [file for name in names for file in (root / STATE / name).glob("*")]
-    else:
-        return {}
-    found = [file for file in found if file.is_file()]  # none without arrays
-    size = sum(file.stat().st_size for file in found)
-    if not is_bare and size > _SMALL_DATABASE_BYTES:
-        return {}
-    return {
-        file.relative_to(root).as_posix(): digest
-        for file in found
-        if (digest := _storage.local.digest_file(file, max_bytes=sys.maxsize))
-    }
-
-
-def seal_of(manifest: bytes) -> bytes:
-    """The content of `commit_success.txt`."""
-    return _orbax_json.dumps({_orbax_json.MANIFEST: _storage.local.digest(manifest)})
-
-
-def _checkpoint_metadata(contents: Contents) -> bytes:
-    handlers = {STATE: _orbax_json.STATE_HANDLER}
-    if contents.metrics:
-        handlers[METRICS] = _orbax_json.JSON_HANDLER
-    if contents.dataset:
-        handlers[DATASET] = _orbax_json.JSON_HANDLER
-    return _orbax_json.dumps(
-        {
-            "item_handlers": handlers,
-            "metrics": {},
-            "performance_metrics": {},
-            "init_timestamp_nsecs": int(contents.created * 1e9),
-            "commit_timestamp_nsecs": int(contents.committed * 1e9),
-            "custom_metadata": dict(contents.custom),
-        }
-    )
-
-
-def _manifest_text(contents: Contents, digests: Mapping[str, str]) -> bytes:
-    origin: dict[str, JSON] = {}  # and what else is not always there
-    if contents.lineage:
-        origin["lineage"] = [_manifest.lineage_row(each) for each in contents.lineage]
-    if contents.transforms:
-        origin["transforms"] = list(contents.transforms)
-    if contents.metrics:
-        origin["metrics"] = True
-    return _orbax_json.dumps(
-        {
-            "format": "flaxckpt",
-            "version": _manifest.VERSION,
-            "step": contents.step,
-            "versions": dict(contents.versions),
-            "ocdbt": contents.ocdbt,
-            "encoding": _manifest.encoding_row(contents.encoding),
-            "leaves": [_manifest.leaf_row(info) for info in contents.infos],
-            "structure": _state.treedef.to_json(contents.structure),
-            "digests": digests,
-            **origin,
-        }
-    )
-
-
-# ---- reading --------------------------------------------------------------------
-
-
-def recognises(path: Path) -> str | None:
-    """Why `path` is a checkpoint of ours or Orbax's, or one item of it."""
-    item = _orbax_disk.item(path)
-    if item is None:
-        return None
-    if (path / _orbax_json.MANIFEST).is_file():
-        return f"it has the manifest {_orbax_json.MANIFEST}"
-    file = item / _orbax_disk.TREE
-    if not file.is_file():
-        file = item / _orbax_disk.AGGREGATE
-    return f"it has the file {file.relative_to(path)}"
-
-
-def is_whole(path: Path) -> bool:
-    """Whether `path` itself is a checkpoint, and not just something around one."""
-    names = (_orbax_json.MANIFEST, _orbax_disk.CHECKPOINT, _orbax_disk.TREE)
-    return _orbax_disk.item(path) is not None and any(
-        (path / name).is_file() for name in names
-    )
-
-
-def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
+def read(path: Path, step: int | None) -> Stored:
     """Reads everything but arrays.
 
     Raises:
-        DamagedCheckpointError: A file is missing, not what it should be, or does not
-            have the digest that was written down for it.
+        DamagedCheckpointError: A file is missing or not what it should be, or all of
+            them went since the format was recognised.
     """
-    if _storage.local.lexists(path / _orbax_json.MANIFEST):
-        return _read_own(path, step, resolve)
-    if _orbax_json.MANIFEST in _committed(path):
-        raise errors.DamagedCheckpointError(
-            f"{path / _orbax_json.MANIFEST} is missing, as {COMMITTED} tells; restore"
-            " another step"
-        )
-    return _orbax_foreign.read(path, step)
-
-
-read_metrics = _orbax_disk.read_metrics
-metrics_in = _orbax_disk.metrics_in
-numbers_in = _orbax_disk.numbers_in
-with_metrics = _orbax_disk.with_metrics
-read_created = _orbax_disk.read_created
-is_json_item = _orbax_disk.is_json_item
-json_advice = _orbax_disk.json_advice
-has_let_go_dataset = _orbax_disk.has_let_go_dataset
-write_metrics = _orbax_metrics.write
-are_digests_of_metrics = _orbax_metrics.are_digests
-
-
-def file_to_lock(path: Path) -> Path:
-    """A file of the checkpoint `path` that is always there and never replaced."""
-    names = (_orbax_json.MANIFEST, _orbax_disk.CHECKPOINT)
-    return next((path / name for name in names if (path / name).is_file()), path)
-
-
-def read_dataset(path: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
-    """The files of the dataset iterator saved in `path`; empty if there are none.
-
-    So they are if they were let go.
-
-    Orbax lets its users name the item, so any that has grain's files is taken.
-    """
-    if _orbax_disk.has_let_go_dataset(path):
-        return {}
-    for name in digests:
-        if name.startswith(f"{DATASET}/") and not (path / name).is_file():
-            _orbax_disk.read_file(path / name, path)  # raises
-    items = [
-        path / DATASET,
-        *(path / name for name in _storage.local.directories(path)),
+    item = items.item(path)
+    if item is None:  # recognised as a checkpoint a moment ago
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    items.warn_of_others(path, item)
+    if not (item / items.TREE).is_file():
+        return _read_aggregate(path, item, step)
+    stamp = _storage.local.stamp(item / items.TREE)
+    metadata = items.json_file(item / items.TREE, path)
+    rows = _rows(item, metadata)
+    inline = _inline(path, item)
+    version = 3 if metadata.get("use_zarr3") else 2
+    ocdbt = metadata.get("use_ocdbt")
+    if ocdbt is None:
+        ocdbt = (item / _arrays.zarr.ocdbt.MANIFEST).is_file()
+    names = [row.name for row in rows if row.is_array and row.path not in inline]
+    arrays, blosc = _array_specs(item, path, names, version=version, ocdbt=bool(ocdbt))
+    impls = _prng_impls(item)
+    splits = _splits(item, path)
+    infos = [
+        dataclasses.replace(inline[row.path].info, keys=row.keys)
+        if row.path in inline
+        else _with_split(_info(item, row, arrays, impls), splits.get(row.name))
+        for row in rows
     ]
-    item = next((i for i in items if any(i.glob("process_*-of-*.json"))), None)
-    if item is None:
-        return {}
-    files = {}
-    for file in sorted(item.iterdir()):
-        if file.is_file():
-            files[file.name] = _orbax_disk.read_file(
-                file, path, max_bytes=datasets.MAX_STATE_BYTES
-            )
-            _orbax_disk.check_digest(
-                file, files[file.name], digests.get(f"{DATASET}/{file.name}")
-            )
-    return files
-
-
-def read_run_metadata(root: Path) -> dict[str, JSON]:
-    """The user's metadata of a whole run, where Orbax keeps it."""
-    if (path := root / _ROOT_METADATA).is_file():
-        return _orbax_disk.custom_in(_orbax_disk.json_file(path, root))
-    if (path := root / _OLD_ROOT_METADATA).is_file():
-        return _orbax_disk.json_file(path, root)
-    return {}
-
-
-def write_run_metadata(root: Path, custom: Mapping[str, JSON]) -> None:
-    """Writes the user's metadata of a whole run, in one step.
-
-    Raises:
-        ValueError: It would be written behind a link out of the run.
-    """
-    path = root / _ROOT_METADATA
-    _storage.symlinks.check_file(path, root)
-    _storage.local.make_directory(path.parent)
-    _storage.local.replace(
-        path,
-        _orbax_json.dumps({"internal_metadata": {}, "custom_metadata": dict(custom)}),
+    kept = native_arrays.Arrays(
+        item,
+        version,
+        bool(ocdbt),
+        strict=bool(metadata.get("store_array_data_equal_to_fill_value")),
+        is_checked=True,
+        blosc=blosc,
+    )
+    others = [info for info in infos if info.path not in inline]
+    table = native_arrays.table(
+        path, others, kept, items.read_strings(item, path, others, {})
+    )
+    for info in infos:
+        if info.path in inline:
+            source = dataclasses.replace(inline[info.path], info=info)
+            table[info.path] = Leaf(info, (source,))
+    return Stored(
+        items.checkpoint_info(path, "orbax", step, infos, {}),
+        {info.path: table[info.path] for info in infos},
+        _state.tree.plain_structure(
+            (i.path, i.keys, i.python_type if i.kind == "empty" else None)
+            for i in infos
+        ),
+        stamp=stamp,
     )
 
 
-def _read_own(path: Path, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
-    stamp = _storage.local.stamp(path / _orbax_json.MANIFEST)
-    raw = _orbax_disk.read_file(path / _orbax_json.MANIFEST, path)
-    if _storage.local.lexists(path / COMMITTED):
-        recorded = _committed(path).get(_orbax_json.MANIFEST, "")
-        _orbax_disk.check_digest(path / _orbax_json.MANIFEST, raw, recorded)
-    manifest = _orbax_json.loads(raw, path / _orbax_json.MANIFEST)
-    version = manifest.get("version")
-    if version != _manifest.VERSION:
-        raise errors.CheckpointFormatError(
-            f"{path} has manifest version {repr(version)[:20]}, this flaxckpt reads"
-            f" {_manifest.VERSION}; use the flaxckpt that wrote it"
-            f" ({repr(manifest.get('versions'))[:200]}) or a newer one"
-        )
+# ---- the tree in msgpack ----------------------------------------------------------
+
+
+def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
+    """Reads a checkpoint without `_METADATA`, which tells no types of its arrays."""
+    file = item / items.AGGREGATE
+    stamp = _storage.local.stamp(file)
+    tree = _aggregate(file)
+    names = list(dict.fromkeys(_names(tree)))
+    ocdbt = (item / _arrays.zarr.ocdbt.MANIFEST).is_file()
+    opened: dict[str, leaves.Opened] = {}
+    if ocdbt:
+        # Without the flag that `_METADATA` has, but all chunks were written then.
+        arrays, blosc = _array_specs(item, path, names, version=2, ocdbt=True)
+        kept = native_arrays.Arrays(item, 2, ocdbt=True, is_checked=True, blosc=blosc)
+        for name, found in arrays.items():
+            form = native_arrays.ArrayForm(*found)
+            opened[name] = leaves.Opened(*found, kept.opener(name, form, path))
+    else:
+        faults = {}
+        for name in names:
+            try:
+                opened[name] = _zarr2.find(item, name)
+            except PermissionError:
+                raise
+            except (ValueError, OSError) as error:
+                faults[name] = str(error)[:200]
+        if faults:
+            raise leaves.unreadable(item, faults)
+    tree = _filled(tree, opened)
+    found_here = leaves.stored(
+        path, file, tree, format_name="orbax", step=step, stamp=stamp
+    )
+    infos = [leaf.info for leaf in found_here.table.values()]
+    metadata = items.checkpoint_info(path, "orbax", step, infos, {})
+    return dataclasses.replace(found_here, metadata=metadata)
+
+
+def _inline(path: Path, item: Path) -> dict[LeafPath, StoredLeaf]:
+    """The leaves whose values are in the aggregate file, beside a `_METADATA`."""
+    file = item / items.AGGREGATE
+    if not file.is_file():
+        return {}
+    tree = _filled(_aggregate(file), {})
+    stamp = _storage.local.stamp(file)
+    found = leaves.stored(path, file, tree, format_name="", step=None, stamp=stamp)
+    return {
+        name: leaf.source
+        for name, leaf in found.table.items()
+        if isinstance(leaf.source, StoredLeaf) and leaf.info.kind != "empty"
+    }
+
+
+def _aggregate(file: Path) -> scanner.Value:
     try:
-        said = _manifest.parse(manifest, resolve)
+        _zarr2.inside(file.parent, file)
+    except ValueError as error:
+        raise errors.DamagedCheckpointError(str(error)) from None
+    with scanner.scanner(file) as scan:
+        tree = scan.value()
+        scan.leave()
+    return tree
+
+
+def _names(value: scanner.Value) -> Iterator[str]:
+    for _, leaf in leaves.walk(value):
+        if isinstance(leaf, str) and leaf.startswith(_STANDS_FOR):
+            yield leaf.partition("://")[2]
+
+
+def _filled(value: scanner.Value, arrays: Mapping[str, leaves.Opened]) -> scanner.Value:
+    """`value` with the arrays in their places; with None for those not in `arrays`."""
+    if isinstance(value, dict):
+        return {key: _filled(child, arrays) for key, child in value.items()}
+    if isinstance(value, list):
+        return [_filled(child, arrays) for child in value]
+    if isinstance(value, str) and value.startswith(_STANDS_FOR):
+        return arrays.get(value.partition("://")[2])
+    return value
+
+
+# ---- the tree in `_METADATA` ------------------------------------------------------
+
+
+def _rows(item: Path, metadata: Mapping[str, Any]) -> list[_Row]:
+    try:
+        rows = [
+            _Row(orbax_rows.keys(row), str(row["value_metadata"]["value_type"]))
+            for row in metadata["tree_metadata"].values()
+        ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise errors.DamagedCheckpointError(
-            f"{path / _orbax_json.MANIFEST} is not a manifest:"
-            f" {errors.printable(str(error)[:200])}"
+            f"{item / items.TREE} does not describe a tree: {str(error)[:200]}"
         ) from None
-    strings = _orbax_disk.read_strings(path / STATE, path, said.infos, said.digests)
-    arrays = _orbax_arrays.Arrays(
-        path / STATE,
-        3 if said.encoding is None else said.encoding.version,
-        said.ocdbt,
-        encoding=said.encoding,
-        digests={
-            name.removeprefix(f"{STATE}/"): digest
-            for name, digest in said.digests.items()
-            if name.startswith(f"{STATE}/")
-            and (not said.ocdbt or _DATABASE.fullmatch(name))
-        },
+    # A partial save leaves placeholders at the prefixes of paths saved later.
+    inner = {row.keys[:n] for row in rows for n in range(len(row.keys))}
+    found = sorted(
+        (row for row in rows if row.keys not in inner or len(rows) == 1),
+        key=lambda row: [_rank(key) for key in row.keys],
     )
-    described = dataclasses.replace(
-        _orbax_disk.checkpoint_info(path, "flaxckpt", step, said.infos, said.digests),
-        lineage=said.lineage,
-        transforms=said.transforms,
-    )
-    return Stored(
-        described,
-        _orbax_arrays.table(path, said.infos, arrays, strings),
-        said.structure,
-        said.unknown_types,
-        said.digests,
-        stamp,
-        said.step,
-    )
+    _check_places(item, found)
+    return found
 
 
-def _committed(path: Path) -> Mapping[str, Any]:
-    """What was committed: our manifest -> its digest; empty if we did not write it."""
+def _check_places(item: Path, rows: Sequence[_Row]) -> None:
+    """Refuses leaves that share a path, or the array that they are kept in.
+
+    Raises:
+        DamagedCheckpointError: All of them.
+    """
+    faults: dict[LeafPath, str] = {}
+    seen: dict[str, LeafPath] = {}
+    paths: set[LeafPath] = set()
+    for row in rows:
+        path = row.path
+        if path in paths:
+            faults[path] = "is there twice"
+        paths.add(path)
+        if row.is_array and (other := seen.setdefault(row.name, path)) != path:
+            faults[path] = f"is kept where {other} is"
+    if faults:
+        raise leaves.unreadable(item, faults)
+
+
+def _rank(key: _state.tree.Key) -> tuple[str, int]:
+    return ("", int(key.name)) if key.kind == "index" else (str(key.name), 0)
+
+
+def _array_specs(
+    item: Path, checkpoint: Path, names: Sequence[str], *, version: int, ocdbt: bool
+) -> tuple[dict[str, tuple[tuple[int, ...], str, tuple[int, ...]]], set[str]]:
+    """Shape, dtype and chunk shape of every array, from its own zarr metadata.
+
+    Returns:
+        These by name, and the names of those that are compressed by blosc.
+    """
+    native_arrays.check_names(item, names, ocdbt=ocdbt)
+    file = "zarr.json" if version == 3 else ".zarray"
+    texts = native_arrays.texts(item, checkpoint, names, file, ocdbt=ocdbt)
+    found = {}
+    blosc = set()
+    faults = {}
+    for name, give in texts.items():
+        try:
+            text = give()
+            found[name] = _checked(*native_arrays.form_in(text))
+            if _arrays.zarr.chunk_headers.described(text).codec == "blosc":
+                blosc.add(name)
+        except PermissionError:
+            raise
+        except (ValueError, KeyError, TypeError, OSError, errors.CheckpointError) as e:
+            words = str(e).split(" [tensorstore_spec")[0].split(" [source")[0]
+            faults[name] = words[:200]
+    if faults:
+        raise leaves.unreadable(item, faults)
+    return found, blosc
+
+
+def _checked(
+    shape: tuple[int, ...], dtype: str, chunk_shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], str, tuple[int, ...]]:
+    """The same, if TensorStore can take it: too large a chunk ends the process.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    itemsize = _state.dtypes.to_numpy(dtype).itemsize
+    chunk_bytes = math.prod(chunk_shape) * itemsize
+    if (
+        len(chunk_shape) != len(shape)
+        or 0 in chunk_shape
+        or chunk_bytes > max(math.prod(shape) * itemsize, _MAX_CHUNK_BYTES)
+    ):
+        raise ValueError(f"chunks {list(chunk_shape)} of an array {list(shape)}")
+    return shape, dtype, chunk_shape
+
+
+def _prng_impls(item: Path) -> dict[str, str]:
+    directory = item / "array_metadatas"
+    if not directory.is_dir():
+        return {}
+    impls = {}
+    for path in sorted(directory.iterdir())[:1]:
+        try:
+            for row in items.json_file(path, item).get("array_metadatas", []):
+                array = row.get("array_metadata", {})
+                impl = (array.get("ext_metadata") or {}).get("random_key_impl")
+                if isinstance(impl, str):
+                    impls[str(array.get("param_name"))] = impl
+        except (AttributeError, TypeError) as error:
+            raise errors.DamagedCheckpointError(
+                f"{path} does not describe arrays: {str(error)[:100]}; restore another"
+                " step"
+            ) from None
+    return impls
+
+
+def _splits(item: Path, checkpoint: Path) -> dict[str, orbax_rows.Split]:
+    """Param name -> how its array was split, if that can be told."""
+    file = item / items.SHARDING
+    if not file.is_file():
+        return {}
     try:
-        return _orbax_disk.json_file(path / COMMITTED, path)
-    except errors.DamagedCheckpointError:
-        return {}  # Orbax writes a sentence there, where it writes it
+        return orbax_rows.splits(items.json_file(file, checkpoint))
+    except errors.DamagedCheckpointError as error:
+        _log.info("how arrays were split is not known: %s", error)
+        return {}
 
 
-def is_of_arrays(name: str) -> bool:
-    """Whether the file `name` of a checkpoint has nothing but values of arrays."""
-    root, _, rest = name.partition("/")
-    return root == STATE and rest not in _orbax_disk.DESCRIPTIONS
+def _with_split(info: LeafInfo, split: orbax_rows.Split | None) -> LeafInfo:
+    if split is None or len(split.parts) > len(info.shape):
+        return info
+    shard_shape = split.shard_shape(info.shape)
+    return dataclasses.replace(info, spec=split.spec, shard_shape=shard_shape)
+
+
+def _info(
+    item: Path,
+    row: _Row,
+    arrays: Mapping[str, tuple[tuple[int, ...], str, tuple[int, ...]]],
+    impls: Mapping[str, str],
+) -> LeafInfo:
+    path = _state.tree.join(row.keys)
+    if empty := orbax_rows.empty(row.value_type):
+        return LeafInfo(path, row.keys, "empty", empty)
+    if row.value_type == "string":
+        return LeafInfo(path, row.keys, "string", "str")
+    shape, dtype, chunk_shape = arrays[row.name]
+    try:
+        python_type = orbax_rows.python_type(row.value_type, dtype)
+    except ValueError as error:
+        raise errors.DamagedCheckpointError(f"{item}: {path}: {error}") from None
+    impl = impls.get(row.name)
+    try:
+        if impl:
+            _arrays.layout.check_keys(impl, shape, dtype)
+    except ValueError as error:
+        raise errors.DamagedCheckpointError(f"{item}: {path}: {error}") from None
+    is_scalar = python_type not in ("jax.Array", "numpy.ndarray")
+    return LeafInfo(
+        path,
+        row.keys,
+        "prng_key" if impl else "scalar" if is_scalar else "array",
+        python_type,
+        shape[:-1] if impl else shape,
+        dtype,
+        chunk_shape=chunk_shape,
+        weak_type=is_scalar,
+        prng_impl=impl,
+    )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flaxckpt import _storage, errors
-from flaxckpt.formats import _scan
+from flaxckpt.formats._msgpack import scanner
 
 LFS = b"version https://git-lfs"
 """What stands in the place of a file that Git LFS has not brought."""
@@ -64,7 +64,7 @@ def first_keys(path: Path) -> Sequence[str] | None:
     """
     found: list[str] = []
     try:
-        with _scan.scanner(path, buffer_bytes=_FIRST_BYTES) as scan:
+        with scanner.scanner(path, buffer_bytes=_FIRST_BYTES) as scan:
             kind, size = scan.head()
             if kind != "map":
                 return None
@@ -85,9 +85,9 @@ def first_keys(path: Path) -> Sequence[str] | None:
 def begins_with_array(path: Path) -> bool:
     """Whether the file `path` begins with an array, as Flax has it in msgpack."""
     try:
-        with _scan.scanner(path, buffer_bytes=_FIRST_BYTES) as scan:
+        with scanner.scanner(path, buffer_bytes=_FIRST_BYTES) as scan:
             kind, _ = scan.head()
-            return kind == "ext" and scan.value_type() == _scan.NDARRAY
+            return kind == "ext" and scan.value_type() == scanner.NDARRAY
     except errors.DamagedCheckpointError:
         return False
 
@@ -98,7 +98,7 @@ def begins_with_record(path: Path) -> bool:
     So do streams of records `[key, value]`.
     """
     try:
-        with _scan.scanner(path, buffer_bytes=_FIRST_BYTES) as scan:
+        with scanner.scanner(path, buffer_bytes=_FIRST_BYTES) as scan:
             if scan.head() != ("array", 2):
                 return False
             kind, size = scan.head()

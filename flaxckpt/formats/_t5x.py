@@ -14,7 +14,8 @@ from typing import Any
 
 from flaxckpt import _arrays, _state, _storage, errors
 from flaxckpt._types import LeafPath
-from flaxckpt.formats import _ndarray, _scan, _signatures, _zarr2
+from flaxckpt.formats import _signatures, _zarr2
+from flaxckpt.formats._msgpack import leaves, scanner
 from flaxckpt.formats._reader import Stored
 
 _FILE = "checkpoint"
@@ -61,7 +62,7 @@ def _is_ours(file: Path) -> bool:
         return False
     # The other order, with all of the state before the version.
     try:
-        with _scan.scanner(file) as scan:
+        with scanner.scanner(file) as scan:
             tree = scan.value()
     except errors.DamagedCheckpointError:
         return False
@@ -81,7 +82,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         _zarr2.inside(file.parent, file)
     except ValueError as error:
         raise errors.DamagedCheckpointError(str(error)) from None
-    with _scan.scanner(file) as scan:
+    with scanner.scanner(file) as scan:
         tree = scan.value()
         scan.leave()
     version = tree["version"]
@@ -94,8 +95,8 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     finder = _Finder(file.parent, version)
     state = finder.replaced(tree["optimizer"], ())
     if finder.faults:
-        raise _ndarray.unreadable(path, finder.faults)
-    return _ndarray.stored(path, file, state, format_name="t5x", step=step, stamp=stamp)
+        raise leaves.unreadable(path, finder.faults)
+    return leaves.stored(path, file, state, format_name="t5x", step=step, stamp=stamp)
 
 
 class _Finder:
@@ -128,7 +129,7 @@ class _Finder:
             self.faults[leaf] = str(error)[:200]
             return None
 
-    def _array(self, spec: dict[str, Any], leaf: LeafPath) -> _ndarray.Opened:
+    def _array(self, spec: dict[str, Any], leaf: LeafPath) -> leaves.Opened:
         name = _directory(spec)
         if other := self._leaves.get(name):
             raise ValueError(f"shares the directory {name} with {other}")

@@ -25,7 +25,8 @@ import tensorstore as ts
 from flaxckpt import _arrays, _state, _storage, errors
 from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._types import Shape
-from flaxckpt.formats import _ndarray, _orbax_json
+from flaxckpt.formats._msgpack import leaves
+from flaxckpt.formats._native import orbax_json
 
 _MAX_METADATA_BYTES = 2**16
 _MAX_CHUNK_BYTES = 2 * 2**30
@@ -67,14 +68,14 @@ class _Zarr2:
         return math.prod(self.chunk_shape) * self.dtype.itemsize
 
 
-def find(root: Path, name: str) -> _ndarray.Opened:
+def find(root: Path, name: str) -> leaves.Opened:
     """The array in the directory `name` of a checkpoint, its values unread.
 
     Raises:
         ValueError: There is none, or none that is read.
     """
     array = _parse(root, name, _metadata(root, name))
-    return _ndarray.Opened(
+    return leaves.Opened(
         array.shape,
         _state.dtypes.name(array.dtype.newbyteorder("=")),
         array.chunk_shape,
@@ -99,7 +100,7 @@ def _metadata(root: Path, name: str) -> Mapping[str, Any]:
         raise ValueError(f"{name}/.zarray is missing")
     try:
         content = _storage.local.read(file, max_bytes=_MAX_METADATA_BYTES)
-        return _orbax_json.loads(content, file)
+        return orbax_json.loads(content, file)
     except errors.DamagedCheckpointError as error:
         raise ValueError(str(error)) from None
 

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from flaxckpt import _locate, _steps, _storage, errors
+from flaxckpt import _steps, _storage, errors
 from flaxckpt._state.leaf import LeafTable
 from flaxckpt._types import LeafPath, PathLike
+from flaxckpt.formats import _locate
 from flaxckpt.transforms import _table
 from flaxckpt.transforms._table import TableTransform, Transform
 

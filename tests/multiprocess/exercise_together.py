@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flaxckpt._distributed import messages
+from flaxckpt._distributed import messages as distributed_messages
 
 WORK = Path("/a/run")
 
@@ -40,7 +40,7 @@ def _fail(group):
         operation.fail(OSError(28, "no room"))
         apart = operation.outcome()
     else:
-        with pytest.raises(messages.ApartError) as raised:
+        with pytest.raises(distributed_messages.ApartError) as raised:
             operation.exchange("one")
         apart = raised.value
     operation.close()
@@ -51,7 +51,7 @@ def _fail(group):
 
 def _first_fails(group):
     operation = begin(group)
-    with pytest.raises((messages.ApartError, ZeroDivisionError)), operation:
+    with pytest.raises((distributed_messages.ApartError, ZeroDivisionError)), operation:
         operation.first("one", lambda: str(1 / 0))
     if group.index:
         [failure] = operation.outcome().failures
@@ -64,7 +64,7 @@ def _stop_early(group):
     if group.index == group.count - 1:
         operation.fail(ValueError("it is over"))
     else:
-        with pytest.raises(messages.ApartError) as raised, operation:
+        with pytest.raises(distributed_messages.ApartError) as raised, operation:
             _work(operation)
         assert "it is over" in str(raised.value)
     assert "it is over" in str(operation.outcome())
@@ -84,7 +84,7 @@ def _late(group):
     if group.index == group.count - 1:
         assert "has not reached 'one' of step 7" in str(operation.outcome())
     else:
-        with pytest.raises(messages.ApartError) as raised:
+        with pytest.raises(distributed_messages.ApartError) as raised:
             operation.exchange("one")
         [failure] = raised.value.failures
         assert (failure.process, failure.kind) == (group.count - 1, "late")

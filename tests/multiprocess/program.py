@@ -38,11 +38,13 @@ import states  # noqa: E402
 
 import flaxckpt  # noqa: E402
 from flaxckpt import _joint_save, errors  # noqa: E402
-from flaxckpt._distributed import heartbeat, key_value, operation  # noqa: E402
+from flaxckpt._distributed import heartbeat as distributed_heartbeat  # noqa: E402
+from flaxckpt._distributed import key_value as distributed_key_value  # noqa: E402
+from flaxckpt._distributed import operation as distributed_operation  # noqa: E402
 from flaxckpt.policies import LatestN  # noqa: E402
 
-operation.USES_FILES = GIVEN.get("files", False)
-heartbeat.SILENT_SECS = GIVEN.get("silent_secs", 60.0)
+distributed_operation.USES_FILES = GIVEN.get("files", False)
+distributed_heartbeat.SILENT_SECS = GIVEN.get("silent_secs", 60.0)
 
 LAYOUTS = {
     "files": flaxckpt.ArrayLayout(store="files", chunk_bytes=2**20),
@@ -520,7 +522,9 @@ def check_small(state, step):
 def lost():
     """The last process is killed before it does anything with others."""
     with flaxckpt.Checkpointer(DIRECTORY) as ckpt:
-        operation.group(DIRECTORY).texts.get(f"{heartbeat._KEY}/{RANK}", 20)
+        distributed_operation.group(DIRECTORY).texts.get(
+            f"{distributed_heartbeat._KEY}/{RANK}", 20
+        )
         say(opened=True)
         if RANK == COUNT - 1:
             wait_for(DIRECTORY / "never")
@@ -553,8 +557,8 @@ def together():
     import exercise_together
 
     DIRECTORY.mkdir(parents=True, exist_ok=True)
-    group = operation.group(DIRECTORY)
-    is_files = type(group.texts) is key_value.Files
+    group = distributed_operation.group(DIRECTORY)
+    is_files = type(group.texts) is distributed_key_value.Files
     assert is_files == GIVEN["files"]
     exercise_together.exercise(group)
     say(ok=True)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from flaxckpt import _arrays, _state
-from flaxckpt.formats import _orbax_json
+from flaxckpt.formats._native import orbax_json
 
 _MAX_AXES = 64
 
@@ -52,7 +52,7 @@ def python_type(value_type: str, dtype: str) -> str:
         case "np.ndarray":
             return "numpy.ndarray"
         case "scalar":
-            return _orbax_json.PYTHON_OF_KIND[_state.dtypes.kind(dtype)]
+            return orbax_json.PYTHON_OF_KIND[_state.dtypes.kind(dtype)]
         case _:
             raise ValueError(f"value type {value_type!r} is not known")
 

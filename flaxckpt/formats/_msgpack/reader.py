@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from flaxckpt import _state, _storage, errors
-from flaxckpt.formats import _ndarray, _scan, _signatures
+from flaxckpt.formats import _signatures
+from flaxckpt.formats._msgpack import leaves, scanner
 from flaxckpt.formats._reader import Stored
 
 _ELSEWHERE = "//GDAPlaceholder:"
@@ -33,13 +34,13 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         CheckpointFormatError: Parts of it are elsewhere, in a way that is not read.
     """
     stamp = _storage.local.stamp(path)
-    with _scan.scanner(path) as scan:
+    with scanner.scanner(path) as scan:
         tree = scan.value()
         scan.leave()
     beside = path.with_name(f"{path.name}_gda")
     elsewhere = [
         _state.tree.join(keys)
-        for keys, value in _ndarray.walk(tree)
+        for keys, value in leaves.walk(tree)
         if isinstance(value, str) and value.startswith(_ELSEWHERE)
     ]
     if elsewhere or beside.exists():
@@ -49,6 +50,6 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
             + errors.rows(elsewhere)
             + "\nRestore it with the Flax that wrote it, and save it again as one."
         )
-    return _ndarray.stored(
+    return leaves.stored(
         path, path, tree, format_name="msgpack", step=step, stamp=stamp
     )

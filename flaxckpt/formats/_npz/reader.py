@@ -20,8 +20,10 @@ import tensorstore as ts
 from flaxckpt import _arrays, _state, _storage, errors
 from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._types import Shape
-from flaxckpt.formats import _ndarray, _npz_members, _signatures
-from flaxckpt.formats._npz_members import Header, Member
+from flaxckpt.formats import _signatures
+from flaxckpt.formats._msgpack import leaves
+from flaxckpt.formats._npz import members as npz_members
+from flaxckpt.formats._npz.members import Header, Member
 from flaxckpt.formats._reader import Stored
 
 _log = logging.getLogger(__name__)
@@ -50,24 +52,24 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     try:
         with _storage.local.opened(path) as file:
             size = os.fstat(file.fileno()).st_size
-            members, faults = _npz_members.members(file, stamp, size)
+            members, faults = npz_members.members(file, stamp, size)
             for member in members:
                 try:
-                    headers[member] = _npz_members.header(file, member)
-                except _npz_members.UnsupportedError as error:
+                    headers[member] = npz_members.header(file, member)
+                except npz_members.UnsupportedError as error:
                     unsupported[member.name] = str(error)
                 except ValueError as error:
                     faults[member.name] = str(error)
     except ValueError as error:
-        raise _npz_members.damaged(path, error) from None
+        raise npz_members.damaged(path, error) from None
     if faults:
         raise _unreadable(path, faults)
     if unsupported:
         raise _refused(path, unsupported)
     # Each is compared with its checksum once, in however many parts it is read.
-    check = functools.lru_cache(maxsize=None)(_npz_members.check)
+    check = functools.lru_cache(maxsize=None)(npz_members.check)
     arrays = {m.name: _opened(m, h, check) for m, h in headers.items()}
-    return _ndarray.stored(
+    return leaves.stored(
         path, path, _tree_of(path, arrays), format_name="npz", step=step, stamp=stamp
     )
 
@@ -93,8 +95,8 @@ def _refused(path: Path, unsupported: Mapping[str, str]) -> errors.CheckpointErr
 
 
 def _tree_of(
-    path: Path, arrays: Mapping[str, _ndarray.Opened]
-) -> dict[str, _ndarray.Opened | dict[str, Any]]:
+    path: Path, arrays: Mapping[str, leaves.Opened]
+) -> dict[str, leaves.Opened | dict[str, Any]]:
     """The arrays in maps, as their names are divided at `/`.
 
     Names stay whole if one of them continues another, or has too many parts.
@@ -123,12 +125,12 @@ def _tree_of(
 
 def _opened(
     member: Member, header: Header, check: Callable[[Member], None]
-) -> _ndarray.Opened:
+) -> leaves.Opened:
     shape = header.shape
     if member.is_deflated:
         chunk_shape = tuple([max(size, 1) for size in shape])
         # Expanding it compares it with its checksum.
-        return _ndarray.Opened(
+        return leaves.Opened(
             shape,
             header.dtype,
             chunk_shape,
@@ -140,7 +142,7 @@ def _opened(
     chunk_shape = tuple(
         [1 if axis == slowest else max(size, 1) for axis, size in enumerate(shape)]
     )
-    return _ndarray.Opened(
+    return leaves.Opened(
         shape,
         header.dtype,
         chunk_shape,
@@ -184,7 +186,7 @@ def _open_deflated(
         rows = domain[0] if shape else ts.Dim(size=1)
         start = header.nbytes + rows.inclusive_min * row_bytes
         stop = header.nbytes + rows.exclusive_max * row_bytes
-        values = _npz_members.expanded(member, start, stop).view(dtype)
+        values = npz_members.expanded(member, start, stop).view(dtype)
         if header.is_big_endian:
             values.byteswap(inplace=True)
         _state.dtypes.check_bools(values)

@@ -23,7 +23,7 @@ from flaxckpt import _arrays, _state, _storage, _util, errors
 from flaxckpt._arrays.zarr.raw_array import RawArray
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
-from flaxckpt.formats import _orbax_json
+from flaxckpt.formats._native import orbax_json
 
 
 class ArrayForm(NamedTuple):
@@ -180,7 +180,7 @@ def check_names(path: Path, names: Iterable[str], *, ocdbt: bool) -> None:
     Raises:
         DamagedCheckpointError: All such names.
     """
-    faults = [n for n in names if _orbax_json.UNSAFE.search(n)] if not ocdbt else []
+    faults = [n for n in names if orbax_json.UNSAFE.search(n)] if not ocdbt else []
     if faults:
         raise errors.DamagedCheckpointError(
             f"{path} has arrays in places that are not in it:\n"
@@ -362,14 +362,14 @@ def table(
     table = {}
     check_names(
         path,
-        (_orbax_json.param_name(i.keys) for i in infos if i.dtype is not None),
+        (orbax_json.param_name(i.keys) for i in infos if i.dtype is not None),
         ocdbt=arrays.ocdbt,
     )
     checks = arrays.checks()
     for info in infos:
         stored = StoredLeaf(path, info, value=strings.get(info.path))
         if info.dtype is not None:
-            name = _orbax_json.param_name(info.keys)
+            name = orbax_json.param_name(info.keys)
             raw = arrays.raw(name, info)
             form = ArrayForm(*_arrays.layout.stored_form(info), info.chunk_shape or ())
             opener = arrays.opener(name, form, path)

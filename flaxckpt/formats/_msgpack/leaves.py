@@ -14,8 +14,8 @@ import tensorstore as ts
 from flaxckpt import _arrays, _state, _storage, errors
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
+from flaxckpt.formats._msgpack.scanner import Array, Run, Value
 from flaxckpt.formats._reader import CheckpointMetadata, Stored
-from flaxckpt.formats._scan import Array, Run, Value
 
 _MAX_LEAVES = 5 * 10**5
 _MAX_PATH_BYTES = 256 * 2**20  # of all leaf paths together: keys high up recur in them

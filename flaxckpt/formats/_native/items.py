@@ -13,7 +13,8 @@ from typing import Any
 from flaxckpt import _arrays, _steps, _storage, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
-from flaxckpt.formats import _orbax_json, _signatures
+from flaxckpt.formats import _signatures
+from flaxckpt.formats._native import orbax_json
 from flaxckpt.formats._reader import CheckpointMetadata
 
 _log = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ def _check_tree(path: Path) -> None:
     Raises:
         CheckpointFormatError: All its items are of other kinds.
     """
-    if _storage.local.lexists(path / _orbax_json.MANIFEST):
+    if _storage.local.lexists(path / orbax_json.MANIFEST):
         return
     try:
         handlers = json_file(path / CHECKPOINT, path).get("item_handlers")
@@ -167,7 +168,7 @@ def is_tree(path: Path) -> bool:
 
 
 def read_file(
-    path: Path, checkpoint: Path, *, max_bytes: int = _orbax_json.MAX_BYTES
+    path: Path, checkpoint: Path, *, max_bytes: int = orbax_json.MAX_BYTES
 ) -> bytes:
     """The content of a file of a checkpoint that must be there.
 
@@ -191,7 +192,7 @@ def json_file(path: Path, checkpoint: Path) -> dict[str, Any]:
     Raises:
         DamagedCheckpointError: It is not, or holds something else.
     """
-    return _orbax_json.loads(read_file(path, checkpoint), path)
+    return orbax_json.loads(read_file(path, checkpoint), path)
 
 
 def check_digest(path: Path, content: bytes, recorded: object) -> None:
@@ -220,10 +221,10 @@ def read_strings(
     path = item / STRINGS
     raw = read_file(path, checkpoint)
     check_digest(path, raw, digests.get(f"{STATE}/{STRINGS}"))
-    data = _orbax_json.loads(raw, path)
+    data = orbax_json.loads(raw, path)
     try:
         return {
-            info.path: _orbax_json.string_at(data, _orbax_json.param_name(info.keys))
+            info.path: orbax_json.string_at(data, orbax_json.param_name(info.keys))
             for info in wanted
         }
     except KeyError as error:
@@ -266,14 +267,14 @@ def metrics_in(path: Path) -> dict[str, Any]:
                 f"{file} has changed since it was written, or {METRICS_DIGESTS} has"
             )
         content = again
-    return _orbax_json.loads(content, file)
+    return orbax_json.loads(content, file)
 
 
 def _has_had_metrics(path: Path) -> str | None:
     """The file that says of a checkpoint of ours that metrics were saved, or added."""
     if _steps.markers.is_measured(path):
         return _steps.markers.MEASURED
-    if not (path / _orbax_json.MANIFEST).is_file():  # no digest tells if this is so
+    if not (path / orbax_json.MANIFEST).is_file():  # no digest tells if this is so
         return None
     items = json_file(path / CHECKPOINT, path).get("item_handlers")
     return CHECKPOINT if isinstance(items, dict) and METRICS in items else None
@@ -358,11 +359,11 @@ def checkpoint_info(
         raw = read_file(path / CHECKPOINT, path)
         if CHECKPOINT in digests:
             check_digest(path / CHECKPOINT, raw, digests[CHECKPOINT])
-            found = _orbax_json.loads(raw, path / CHECKPOINT)
+            found = orbax_json.loads(raw, path / CHECKPOINT)
         else:
             # Orbax tolerates rubbish here, and nothing of the state depends on it.
             try:
-                found = _orbax_json.loads(raw, path / CHECKPOINT)
+                found = orbax_json.loads(raw, path / CHECKPOINT)
             except errors.DamagedCheckpointError:
                 found = {}
     return CheckpointMetadata(

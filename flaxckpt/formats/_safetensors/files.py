@@ -11,8 +11,8 @@ from pathlib import Path
 from flaxckpt import _storage, errors
 from flaxckpt._storage.local import Stamp
 from flaxckpt._types import JSON
-from flaxckpt.formats import _safetensors_json
-from flaxckpt.formats._safetensors_json import Header, Index, Tensor
+from flaxckpt.formats._safetensors import header
+from flaxckpt.formats._safetensors.header import Header, Index, Tensor
 from flaxckpt.formats._signatures import LFS, OF_LFS
 
 _log = logging.getLogger(__name__)
@@ -26,13 +26,12 @@ def read_header(path: Path) -> Header:
     """
     try:
         text, size = _header_text(path)
-        return _safetensors_json.parse_header(text, file_size=size)
+        return header.parse_header(text, file_size=size)
     except errors.CheckpointFormatError:
         raise
-    except _safetensors_json.NotReadError as error:
+    except header.NotReadError as error:
         rows = [
-            f"{_safetensors_json.short(name)}: {dtype}"
-            for name, dtype in error.tensors.items()
+            f"{header.short(name)}: {dtype}" for name, dtype in error.tensors.items()
         ]
         raise errors.CheckpointFormatError(
             f"{path} has {len(rows)} tensors of element types that are not read here:\n"
@@ -60,10 +59,10 @@ def _header_text(path: Path) -> tuple[bytes, int]:
                 f"its header is said to have {length} bytes, the file has"
                 f" {status.st_size}"
             )
-        if length > _safetensors_json.MAX_HEADER_BYTES:
+        if length > header.MAX_HEADER_BYTES:
             raise ValueError(
                 f"its header has {length} bytes, and at most"
-                f" {_safetensors_json.MAX_HEADER_BYTES} are read"
+                f" {header.MAX_HEADER_BYTES} are read"
             )
         text = file.read(length)
     if len(text) != length:
@@ -87,7 +86,7 @@ def read_shards(
         listed = [index.files.get(tensor) == name for tensor in headers[name].tensors]
         unlisted += listed.count(False)
         try:
-            _safetensors_json.check_count(len(index.files) + unlisted)
+            header.check_count(len(index.files) + unlisted)
         except ValueError as error:
             raise damaged(index_file, error) from None
     for tensor, name in index.files.items():
@@ -110,12 +109,10 @@ def _read_index(index_file: Path) -> Index:
     try:
         if not stat.S_ISREG(index_file.stat().st_mode):
             raise ValueError("it is no plain file")
-        text = _storage.local.read(
-            index_file, max_bytes=_safetensors_json.MAX_HEADER_BYTES
-        )
+        text = _storage.local.read(index_file, max_bytes=header.MAX_HEADER_BYTES)
         if text.startswith(LFS):
             raise errors.CheckpointFormatError(f"{index_file} is {OF_LFS}")
-        return _safetensors_json.parse_index(text)
+        return header.parse_index(text)
     except errors.CheckpointFormatError:
         raise
     except (ValueError, FileNotFoundError) as error:

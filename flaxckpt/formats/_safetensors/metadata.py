@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 from flaxckpt import _arrays, _state
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath, Shape
-from flaxckpt.formats import _manifest, _orbax_json, _safetensors_json
+from flaxckpt.formats._native import manifest, orbax_json
 from flaxckpt.formats._reader import CheckpointMetadata, Lineage
-from flaxckpt.formats._safetensors_json import Tensor
+from flaxckpt.formats._safetensors import header
+from flaxckpt.formats._safetensors.header import Tensor
 
 _VERSION = 1
 
@@ -111,25 +112,25 @@ def describe_own(
         ValueError: The text is something else, or does not fit the tensors.
     """
     try:
-        data = _safetensors_json.load(text.encode(errors="surrogatepass"))
+        data = header.load(text.encode(errors="surrogatepass"))
         _check_version(data["version"])
         structure = _state.treedef.from_json(data["structure"], resolve, unknown)
-        keys = _manifest.key_paths(structure)
+        keys = manifest.key_paths(structure)
         own = [_own_info(row, keys) for row in data["leaves"]]
-        infos = tuple(_manifest.with_trusted_roles(own, structure))
+        infos = tuple(manifest.with_trusted_roles(own, structure))
         strings, metrics, custom = data["strings"], data["metrics"], data["custom"]
-        _manifest.check_leaves(infos, keys, structure)
+        manifest.check_leaves(infos, keys, structure)
         _check_own(infos, strings, metrics)
         if not isinstance(custom, dict):
             raise ValueError(f"it has the metadata {reprlib.repr(custom)}")
         names = {
-            info.path: _orbax_json.param_name(info.keys)
+            info.path: orbax_json.param_name(info.keys)
             for info in infos
             if info.dtype is not None
         }
         _check_tensors(infos, names, tensors)
-        lineage = _manifest.lineage(data)
-        changes = _manifest.texts(data.get("transforms", []))
+        lineage = manifest.lineage(data)
+        changes = manifest.texts(data.get("transforms", []))
         numbers = {name: float(value) for name, value in metrics.items()}
     except LaterVersionError:
         raise
@@ -138,8 +139,7 @@ def describe_own(
         *(OverflowError, RecursionError),
     ) as error:
         raise ValueError(
-            f"its {_safetensors_json.OURS!r} metadata is not what was written:"
-            f" {str(error)[:200]}"
+            f"its {header.OURS!r} metadata is not what was written: {str(error)[:200]}"
         ) from None
     return Described(
         infos, names, structure, strings, numbers, custom, lineage, changes
@@ -150,7 +150,7 @@ def _check_version(version: Any) -> None:
     told = reprlib.repr(version)
     if type(version) is int and version > _VERSION:
         raise LaterVersionError(
-            f"its {_safetensors_json.OURS!r} metadata has version {told}, this flaxckpt"
+            f"its {header.OURS!r} metadata has version {told}, this flaxckpt"
             f" reads {_VERSION}; use a newer one"
         )
     if told != str(_VERSION):
@@ -160,7 +160,7 @@ def _check_version(version: Any) -> None:
 def _own_info(
     row: Any, keys: Mapping[LeafPath, tuple[_state.tree.Key, ...]]
 ) -> LeafInfo:
-    info = _manifest.leaf_info(row, keys)
+    info = manifest.leaf_info(row, keys)
     if info.chunk_shape is None:
         return info
     return dataclasses.replace(info, chunk_shape=_each(info.chunk_shape))
@@ -183,7 +183,7 @@ def _check_tensors(
         different = set(names.values()) ^ set(tensors)
         raise ValueError(
             "its leaves and the tensors do not agree:"
-            f" {', '.join(map(_safetensors_json.short, sorted(different)[:3]))}"
+            f" {', '.join(map(header.short, sorted(different)[:3]))}"
         )
     for info in infos:
         if info.dtype is None:
@@ -210,14 +210,14 @@ def own_metadata(
     """What `describe_own` reads."""
     data: dict[str, JSON] = {
         "version": _VERSION,
-        "leaves": [_manifest.leaf_row(_whole(info)) for info in infos],
+        "leaves": [manifest.leaf_row(_whole(info)) for info in infos],
         "structure": _state.treedef.to_json(structure),
         "strings": dict(strings),
         "metrics": dict(metadata.metrics),
         "custom": dict(metadata.custom),
     }
     if metadata.lineage:
-        rows = [_manifest.lineage_row(origin) for origin in metadata.lineage]
+        rows = [manifest.lineage_row(origin) for origin in metadata.lineage]
         data["lineage"] = rows
     if metadata.transforms:
         data["transforms"] = list(metadata.transforms)

@@ -12,20 +12,13 @@ from flaxckpt import _arrays, _state, _steps, _storage, errors
 from flaxckpt._state.leaf import Leaf, LeafTable, StoredLeaf
 from flaxckpt._storage.local import Stamp
 from flaxckpt._types import JSON
-from flaxckpt.formats import (
-    _safetensors_files,
-    _safetensors_json,
-    _safetensors_leaves,
-    _signatures,
-)
+from flaxckpt.formats import _signatures
 from flaxckpt.formats._reader import CheckpointMetadata, Stored
-from flaxckpt.formats._safetensors_json import (
-    INDEX_SUFFIX,
-    OURS,
-    SUFFIX,
-    Tensor,
-)
-from flaxckpt.formats._safetensors_leaves import Described
+from flaxckpt.formats._safetensors import files as safetensors_files
+from flaxckpt.formats._safetensors import header as safetensors_header
+from flaxckpt.formats._safetensors import metadata as safetensors_metadata
+from flaxckpt.formats._safetensors.header import INDEX_SUFFIX, OURS, SUFFIX, Tensor
+from flaxckpt.formats._safetensors.metadata import Described
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +44,7 @@ def recognises(path: Path) -> str | None:
         return None
     start = _signatures.first_bytes(path, 8 + 64)
     length = int.from_bytes(start[:8], "little")
-    if _BEGINNING.match(start[8:]) and length <= _safetensors_json.MAX_HEADER_BYTES:
+    if _BEGINNING.match(start[8:]) and length <= safetensors_header.MAX_HEADER_BYTES:
         return "it begins with the header of a safetensors file"
     if path.suffix == SUFFIX and not _is_something_else(path, start):
         return f"its name ends in {SUFFIX}"
@@ -109,7 +102,7 @@ def _are_shards(names: list[str]) -> bool:
 def _missing(names: list[str]) -> list[str]:
     """The shards that are not there, of those that `names` speak of."""
     match = _SHARD.fullmatch(names[0])
-    if match is None or int(match[3]) > _safetensors_json.MAX_SHARDS:
+    if match is None or int(match[3]) > safetensors_header.MAX_SHARDS:
         return []
     stem, digits, count = match[1], len(match[2]), match[3]
     wanted = (
@@ -148,15 +141,15 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
                 f"{path} holds no single safetensors file or index any more"
             )
         _check_shards(path, _candidates(path))
-        main = _safetensors_files.inside(path, found.name)
+        main = safetensors_files.inside(path, found.name)
     stamp = _storage.local.stamp(main)
     files: dict[str, Stamp] = {}
     tensors: dict[str, Tensor] = {}
     metadata: Mapping[str, JSON]
     if main.name.endswith(INDEX_SUFFIX):
-        metadata = _safetensors_files.read_shards(main, tensors, files)
+        metadata = safetensors_files.read_shards(main, tensors, files)
     else:
-        header = _safetensors_files.read_header(main)
+        header = safetensors_files.read_header(main)
         if _missing([main.name]):
             _log.warning("%s is one of several shards, the others are not read", main)
         tensors.update(header.tensors)
@@ -212,12 +205,12 @@ def _describe(
     ours = metadata.get(OURS)
     if isinstance(ours, str):
         try:
-            return _safetensors_leaves.describe_own(ours, tensors, resolve, unknown)
-        except _safetensors_leaves.LaterVersionError as error:
+            return safetensors_metadata.describe_own(ours, tensors, resolve, unknown)
+        except safetensors_metadata.LaterVersionError as error:
             raise errors.CheckpointFormatError(f"{path}: {error}") from None
         except ValueError as error:
-            raise _safetensors_files.damaged(path, error) from None
-    described, is_split = _safetensors_leaves.describe_foreign(tensors, metadata)
+            raise safetensors_files.damaged(path, error) from None
+    described, is_split = safetensors_metadata.describe_foreign(tensors, metadata)
     if not is_split:
         _log.warning(
             "the names of the tensors in %s stay whole: one continues another one"

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from flaxckpt import _arrays, _runs, _state, errors
+from flaxckpt import _arrays, _state, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath
-from flaxckpt.formats import _orbax_json, _safetensors_json, _safetensors_leaves
+from flaxckpt.formats import _file_layout
+from flaxckpt.formats._native import orbax_json
 from flaxckpt.formats._reader import CheckpointMetadata
+from flaxckpt.formats._safetensors import header
+from flaxckpt.formats._safetensors import metadata as safetensors_metadata
 
 NAME = "model"
 """What files are called, as Hugging Face's libraries have it."""
@@ -27,7 +30,7 @@ def layouts(
     metadata: CheckpointMetadata,
     *,
     max_shard_bytes: int | None,
-) -> list[_runs.FileLayout]:
+) -> list[_file_layout.FileLayout]:
     """The files of a checkpoint; with an index, if they are several.
 
     Args:
@@ -43,25 +46,25 @@ def layouts(
         UnsupportedLeafError: Leaves of types that safetensors lacks.
     """
     arrays = [info for info in infos if info.dtype is not None]
-    names = {info.path: _orbax_json.param_name(info.keys) for info in arrays}
+    names = {info.path: orbax_json.param_name(info.keys) for info in arrays}
     _check_names(names)
     _check_types(arrays)
-    ours = _safetensors_leaves.own_metadata(infos, structure, strings, metadata)
+    ours = safetensors_metadata.own_metadata(infos, structure, strings, metadata)
     shards = list(_shards(arrays, max_shard_bytes))
     if len(shards) == 1:
-        text = {**_FORMAT, _safetensors_json.OURS: ours}
-        name = f"{NAME}{_safetensors_json.SUFFIX}"
+        text = {**_FORMAT, header.OURS: ours}
+        name = f"{NAME}{header.SUFFIX}"
         return [_file(name, shards[0], names, text)]
     files = []
     weight_map: dict[str, str] = {}
     for n, shard in enumerate(shards, start=1):
-        name = f"{NAME}-{n:05}-of-{len(shards):05}{_safetensors_json.SUFFIX}"
+        name = f"{NAME}-{n:05}-of-{len(shards):05}{header.SUFFIX}"
         files.append(_file(name, shard, names, _FORMAT))
         weight_map |= {names[info.path]: name for info in shard}
     size = sum(_arrays.layout.stored_bytes(info) for info in arrays)
-    index = _runs.FileLayout(f"{NAME}{_safetensors_json.INDEX_SUFFIX}")
-    of_index: dict[str, JSON] = {"total_size": size, _safetensors_json.OURS: ours}
-    index.add(_limited(_safetensors_json.index(weight_map, of_index), index.name))
+    index = _file_layout.FileLayout(f"{NAME}{header.INDEX_SUFFIX}")
+    of_index: dict[str, JSON] = {"total_size": size, header.OURS: ours}
+    index.add(_limited(header.index(weight_map, of_index), index.name))
     return [*files, index]
 
 
@@ -71,7 +74,7 @@ def _check_names(names: Mapping[LeafPath, str]) -> None:
     for path, name in names.items():
         if name in seen:
             faults[path] = f"is called {name!r} in the file, as {seen[name]} is"
-        elif name == _safetensors_json.METADATA:
+        elif name == header.METADATA:
             faults[path] = "is the name of the file's own metadata"
         elif not name.isascii() and name.encode(errors="replace").decode() != name:
             faults[path] = "is no valid Unicode"
@@ -87,7 +90,7 @@ def _check_types(arrays: Sequence[LeafInfo]) -> None:
     faults = {
         info.path: f"{info}, a type that safetensors lacks; {_advice(info)}"
         for info in arrays
-        if _safetensors_json.dtype_name(info) is None
+        if header.dtype_name(info) is None
     }
     if faults:
         raise errors.UnsupportedLeafError(
@@ -143,24 +146,24 @@ def _file(
     infos: Sequence[LeafInfo],
     names: Mapping[LeafPath, str],
     metadata: Mapping[str, str],
-) -> _runs.FileLayout:
+) -> _file_layout.FileLayout:
     # Large elements first: so all of them are where their size divides their place.
     ordered = sorted(
         infos, key=lambda i: (-_state.dtypes.item_bits(i.dtype or ""), names[i.path])
     )
-    file = _runs.FileLayout(name)
+    file = _file_layout.FileLayout(name)
     tensors = [(names[info.path], info) for info in ordered]
-    file.add(_limited(_safetensors_json.header(tensors, metadata), name))
+    file.add(_limited(header.header(tensors, metadata), name))
     for info in ordered:
         file.add_values(info.path, 0, _arrays.layout.stored_bytes(info))
     return file
 
 
 def _limited(content: bytes, name: str) -> bytes:
-    if len(content) > _safetensors_json.MAX_HEADER_BYTES:
+    if len(content) > header.MAX_HEADER_BYTES:
         raise errors.OptionError(
             f"{name} would describe its tensors in {len(content)} bytes, and readers"
-            f" take {_safetensors_json.MAX_HEADER_BYTES}: leave out leaves, or convert"
+            f" take {header.MAX_HEADER_BYTES}: leave out leaves, or convert"
             " to another format"
         )
     return content

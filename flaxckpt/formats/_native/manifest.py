@@ -13,13 +13,13 @@ from flaxckpt import _arrays, _state, errors
 from flaxckpt._arrays.zarr.limits import sizes
 from flaxckpt._state.leaf import LeafInfo, Role
 from flaxckpt._types import JSON, LeafPath
-from flaxckpt.formats import _orbax_json
-from flaxckpt.formats._orbax_json import EMPTIES
+from flaxckpt.formats._native import orbax_json
+from flaxckpt.formats._native.orbax_json import EMPTIES
 from flaxckpt.formats._reader import Lineage
 
 VERSION = 1
 _PARSED_LEAVES = 20_000  # of which all rows are parsed anew before a commit
-_SCALARS = frozenset((*_orbax_json.PYTHON_OF_KIND.values(), "numpy.generic"))
+_SCALARS = frozenset((*orbax_json.PYTHON_OF_KIND.values(), "numpy.generic"))
 
 
 class Manifest(NamedTuple):
@@ -317,7 +317,7 @@ def digests(found: Any) -> dict[str, str]:
     if not isinstance(found, dict):
         raise ValueError(f"{str(found)[:80]} are no digests")
     for name in found:
-        if _orbax_json.UNSAFE.search(name):
+        if orbax_json.UNSAFE.search(name):
             raise ValueError(f"it has the digest of {name[:80]!r}")
     return dict(found)
 

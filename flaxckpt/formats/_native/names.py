@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from flaxckpt import _arrays, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
-from flaxckpt.formats import _orbax_disk
+from flaxckpt.formats._native import items
 
 _RESERVED = frozenset(
     (
-        _orbax_disk.TREE,
-        _orbax_disk.SHARDING,
-        _orbax_disk.STRINGS,
+        items.TREE,
+        items.SHARDING,
+        items.STRINGS,
         "array_metadatas",
         _arrays.zarr.ocdbt.MANIFEST,
         "d",

@@ -12,9 +12,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from flaxckpt import _state, _storage
-from flaxckpt.formats import _ndarray, _scan, _signatures
+from flaxckpt.formats import _signatures
+from flaxckpt.formats._msgpack import leaves, scanner
+from flaxckpt.formats._msgpack.scanner import Run, Scanner, Value
 from flaxckpt.formats._reader import Stored
-from flaxckpt.formats._scan import Run, Scanner, Value
 
 
 def recognises(path: Path) -> str | None:
@@ -32,10 +33,10 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     """
     stamp = _storage.local.stamp(path)
     tree: dict[str, Value] = {}
-    with _scan.scanner(path) as scan:
+    with scanner.scanner(path) as scan:
         while scan.position < scan.size:
             _enter(scan, tree)
-    return _ndarray.stored(
+    return leaves.stored(
         path, path, tree, format_name="streaming", step=step, stamp=stamp
     )
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from flaxckpt import _steps, _storage, errors
 from flaxckpt._types import JSON
-from flaxckpt.formats import _orbax_disk, _orbax_json
-from flaxckpt.formats._orbax_disk import METRICS, METRICS_DIGESTS
+from flaxckpt.formats._native import items, orbax_json
+from flaxckpt.formats._native.items import METRICS, METRICS_DIGESTS
 
 
 def digests_of(*texts: bytes) -> bytes:
     """The content of `metrics/digests`, if one of `texts` is that of the metrics."""
     digests = [_storage.local.digest(text) for text in texts]
-    return _orbax_json.dumps({METRICS: digests})
+    return orbax_json.dumps({METRICS: digests})
 
 
 def are_digests(text: bytes, file: Path) -> bool:
@@ -25,8 +25,8 @@ def are_digests(text: bytes, file: Path) -> bool:
     Raises:
         DamagedCheckpointError: It is no JSON.
     """
-    found = _orbax_json.loads(text, file).get(METRICS)
-    return isinstance(found, list) and text == _orbax_json.dumps({METRICS: found})
+    found = orbax_json.loads(text, file).get(METRICS)
+    return isinstance(found, list) and text == orbax_json.dumps({METRICS: found})
 
 
 def write(path: Path, metrics: Mapping[str, JSON]) -> None:
@@ -42,8 +42,8 @@ def write(path: Path, metrics: Mapping[str, JSON]) -> None:
 
 
 def _write(path: Path, metrics: Mapping[str, JSON]) -> None:
-    content = _orbax_json.dumps(dict(metrics))
-    _orbax_json.check_size(content)
+    content = orbax_json.dumps(dict(metrics))
+    orbax_json.check_size(content)
     if (path / METRICS).is_dir():
         _replace(path, content)
         return
@@ -72,7 +72,7 @@ def _write(path: Path, metrics: Mapping[str, JSON]) -> None:
 def _replace(path: Path, content: bytes) -> None:
     right = [content]
     with contextlib.suppress(errors.DamagedCheckpointError):
-        right.append(_orbax_disk.read_file(path / METRICS / METRICS, path))
+        right.append(items.read_file(path / METRICS / METRICS, path))
     # Both are right until the new ones are there, whenever that is cut off.
     _storage.local.replace(path / METRICS_DIGESTS, digests_of(*right))
     _storage.local.replace(path / METRICS / METRICS, content)

@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 import msgpack
 
-from flaxckpt import _arrays, _runs, _state, errors
+from flaxckpt import _arrays, _state, errors
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath, Shape
+from flaxckpt.formats import _file_layout
 
 MAX_CHUNK_BYTES = 2**30
 """Arrays of more bytes are written in pieces of this size; Flax's `MAX_CHUNK_SIZE`."""
@@ -44,7 +45,7 @@ class Contents(NamedTuple):
     strings: Mapping[LeafPath, str]
 
 
-def layout(name: str, contents: Contents) -> _runs.FileLayout:
+def layout(name: str, contents: Contents) -> _file_layout.FileLayout:
     """The file `name` that holds the state.
 
     Raises:
@@ -52,7 +53,7 @@ def layout(name: str, contents: Contents) -> _runs.FileLayout:
         UnsupportedLeafError: Values of which that is so.
     """
     _check(contents)
-    file = _runs.FileLayout(name)
+    file = _file_layout.FileLayout(name)
     _add(file, contents, contents.structure)
     return file
 
@@ -186,7 +187,7 @@ def _leaves(
 
 
 def _add(
-    file: _runs.FileLayout, contents: Contents, node: _state.tree.Node | LeafPath
+    file: _file_layout.FileLayout, contents: Contents, node: _state.tree.Node | LeafPath
 ) -> None:
     if isinstance(node, str):
         _add_leaf(file, contents, contents.infos[node])
@@ -200,14 +201,18 @@ def _add(
         _add_map(file, parts)
 
 
-def _add_map(file: _runs.FileLayout, parts: Mapping[str, Callable[[], None]]) -> None:
+def _add_map(
+    file: _file_layout.FileLayout, parts: Mapping[str, Callable[[], None]]
+) -> None:
     file.add(msgpack.Packer().pack_map_header(len(parts)))
     for key, add in parts.items():
         file.add(_pack(key))
         add()
 
 
-def _add_leaf(file: _runs.FileLayout, contents: Contents, info: LeafInfo) -> None:
+def _add_leaf(
+    file: _file_layout.FileLayout, contents: Contents, info: LeafInfo
+) -> None:
     if info.path in contents.strings:
         file.add(_pack(contents.strings[info.path]))
     elif info.path in contents.numbers:
@@ -216,7 +221,7 @@ def _add_leaf(file: _runs.FileLayout, contents: Contents, info: LeafInfo) -> Non
         _add_array(file, info)
 
 
-def _add_array(file: _runs.FileLayout, info: LeafInfo) -> None:
+def _add_array(file: _file_layout.FileLayout, info: LeafInfo) -> None:
     shape, dtype = _arrays.layout.stored_form(info)[0], info.dtype or ""
     itemsize = _state.dtypes.to_numpy(dtype).itemsize
     elements = math.prod(shape)
@@ -250,7 +255,7 @@ def _add_array(file: _runs.FileLayout, info: LeafInfo) -> None:
 
 
 def _add_elements(
-    file: _runs.FileLayout,
+    file: _file_layout.FileLayout,
     info: LeafInfo,
     shape: Shape,
     start: int,

@@ -1,0 +1,1 @@
+"""numpy's archives of arrays, and their members."""

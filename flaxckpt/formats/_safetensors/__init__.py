@@ -1,0 +1,15 @@
+"""safetensors: one file, or several with an index."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flaxckpt import _doors
+
+if TYPE_CHECKING:
+    from flaxckpt.formats._safetensors import header, writer
+
+__all__ = ["header", "writer"]
+
+if not TYPE_CHECKING:
+    __getattr__ = _doors.opener(__name__, __all__)
