@@ -27,7 +27,7 @@ from flaxckpt._types import JSON, PathLike, PyTree
 from flaxckpt.formats import _locate
 from flaxckpt.policies import PreservationPolicy
 from flaxckpt.transforms import Transform
-from flaxckpt.transforms import _table as _transforms
+from flaxckpt.transforms import _base as _transforms
 
 
 def _name_methods(cls: type) -> type:

@@ -32,7 +32,7 @@ from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _native
 from flaxckpt.formats._reader import Lineage
 from flaxckpt.transforms import Transform
-from flaxckpt.transforms import _table as _transforms
+from flaxckpt.transforms import _base as _transforms
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from flaxckpt._types import JSON
 from flaxckpt.formats import _native
 from flaxckpt.formats._reader import Stored
 from flaxckpt.transforms import Transform
-from flaxckpt.transforms import _table as _transforms
+from flaxckpt.transforms import _base as _transforms
 
 DEFAULT_CONCURRENT_BYTES = 2**30
 

@@ -15,7 +15,7 @@ from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt.formats import _locate
 from flaxckpt.transforms import Transform
-from flaxckpt.transforms import _table as _transforms
+from flaxckpt.transforms import _base as _transforms
 
 _PIECE_BYTES = 16 * 2**20
 _AT_ONCE = 64 * 2**20

@@ -14,7 +14,7 @@ from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath
 from flaxckpt.errors import Mismatch
 from flaxckpt.transforms import Transform
-from flaxckpt.transforms import _table as _transforms
+from flaxckpt.transforms import _base as _transforms
 
 if TYPE_CHECKING:
     import rich.table

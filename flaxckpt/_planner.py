@@ -19,7 +19,7 @@ from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
 from flaxckpt.formats._reader import Stored
-from flaxckpt.transforms import _table as _transforms
+from flaxckpt.transforms import _base as _transforms
 
 _log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from flaxckpt.errors import Mismatch
 from flaxckpt.formats import _locate, _native
 from flaxckpt.formats._reader import CheckpointMetadata, Lineage, Stored
 from flaxckpt.transforms import Transform
-from flaxckpt.transforms import _table as _transforms
+from flaxckpt.transforms import _base as _transforms
 
 if TYPE_CHECKING:
     import tensorstore as ts

@@ -27,7 +27,7 @@ from flaxckpt._types import PyTree
 from flaxckpt.formats import _locate
 from flaxckpt.formats._reader import CheckpointMetadata, Lineage, Stored
 from flaxckpt.transforms import Transform
-from flaxckpt.transforms import _table as _transforms
+from flaxckpt.transforms import _base as _transforms
 
 _log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ import flaxckpt
 from flaxckpt import _convert, errors, transforms
 from flaxckpt._arrays import blockwise as arrays_blockwise
 from flaxckpt.formats import _locate
-from flaxckpt.formats._msgpack import writer
+from flaxckpt.formats._msgpack import writer as msgpack_writer
 
 ocp = pytest.importorskip("orbax.checkpoint")
 
@@ -457,7 +457,7 @@ def test_msgpack_is_what_flax_writes(tmp_path, monkeypatch, max_bytes, limit):
     wanted = flax_state()
     flaxckpt.save(tmp_path / "c", wanted)
     monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", max_bytes)
-    monkeypatch.setattr(writer, "MAX_CHUNK_BYTES", max_bytes)
+    monkeypatch.setattr(msgpack_writer, "MAX_CHUNK_BYTES", max_bytes)
     path = tmp_path / "state.msgpack"
     flaxckpt.convert(tmp_path / "c", path, format="msgpack", max_concurrent_bytes=limit)
     content = path.read_bytes()

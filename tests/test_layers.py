@@ -167,14 +167,6 @@ HOMES: dict[str, str] = {
     "cli._print": "cli._output",
     "configs": "configs",
     "formats._orbax": "formats._native.checkpoint",
-    "transforms._functions": "transforms._from_function",
-    "transforms._fusions": "transforms._fuse",
-    "transforms._mirrors": "transforms._moments",
-    "transforms._names": "transforms._rename",
-    "transforms._parts": "transforms._grouping",
-    "transforms._stacks": "transforms._stack",
-    "transforms._table": "transforms._base",
-    "transforms._values": "transforms._map",
 }
 # homes end
 

@@ -23,7 +23,7 @@ from safetensors import numpy as safetensors
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt.formats._safetensors import header
+from flaxckpt.formats._safetensors import header as safetensors_header
 
 GOLDEN = Path(__file__).parent / "golden" / "safetensors"
 SILERO = GOLDEN / "silero_vad_16k.safetensors"
@@ -185,7 +185,7 @@ def test_whatever_the_library_writes_is_read(tmp_path_factory, forms):
 
 @pytest.mark.parametrize("name", ["BF16", "F8_E4M3", "F8_E5M2"])
 def test_types_that_numpy_lacks_are_read(tmp_path, name):
-    dtype = getattr(ml_dtypes, header.DTYPES[name])
+    dtype = getattr(ml_dtypes, safetensors_header.DTYPES[name])
     array = np.array([0.5, -2, 1]).astype(dtype)
     row = {"dtype": name, "shape": [3], "data_offsets": [0, array.nbytes]}
     path = hostile.file(tmp_path / "m.safetensors", {"a": row}, array.tobytes())

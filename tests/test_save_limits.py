@@ -16,8 +16,9 @@ from flaxckpt import errors, transforms
 from flaxckpt._util import json_limits as util_json_limits
 from flaxckpt.datasets import _json_codec
 from flaxckpt.formats import _locate
-from flaxckpt.formats._native import checkpoint, orbax_json
-from flaxckpt.formats._safetensors import header
+from flaxckpt.formats._native import checkpoint as native_checkpoint
+from flaxckpt.formats._native import orbax_json as native_orbax_json
+from flaxckpt.formats._safetensors import header as safetensors_header
 
 MIB = 2**20
 
@@ -173,7 +174,7 @@ def test_static_fields_without_a_form_in_json_do_not_hinder(tmp_path, field):
 
 
 def test_very_many_leaves_are_refused_at_the_call(tmp_path, monkeypatch):
-    monkeypatch.setattr(orbax_json, "MAX_BYTES", 20_000)
+    monkeypatch.setattr(native_orbax_json, "MAX_BYTES", 20_000)
     state = {f"layer {i}": np.zeros(2) for i in range(200)}
     with pytest.raises(errors.SaveFailedError, match=r"flaxckpt\.json.*20000"):
         flaxckpt.save_async(tmp_path / "c", state)
@@ -184,10 +185,12 @@ def test_very_many_leaves_are_refused_at_the_call(tmp_path, monkeypatch):
 def test_a_manifest_that_cannot_be_parsed_is_not_committed(
     tmp_path, monkeypatch, leaves
 ):
-    monkeypatch.setattr(checkpoint._manifest, "_PARSED_LEAVES", 10)
-    row_of = checkpoint._manifest.leaf_row
+    monkeypatch.setattr(native_checkpoint._manifest, "_PARSED_LEAVES", 10)
+    row_of = native_checkpoint._manifest.leaf_row
     monkeypatch.setattr(
-        checkpoint._manifest, "leaf_row", lambda info: {**row_of(info), "role": "none"}
+        native_checkpoint._manifest,
+        "leaf_row",
+        lambda info: {**row_of(info), "role": "none"},
     )
     state = {str(i): None for i in range(leaves)} | {"w": np.zeros(2)}
     with pytest.raises(errors.SaveFailedError, match="none is no role"):
@@ -307,7 +310,7 @@ def holds_itself():
 def test_metadata_that_would_not_come_back_is_refused(
     tmp_path, monkeypatch, value, word
 ):
-    monkeypatch.setattr(orbax_json, "MAX_BYTES", MIB)
+    monkeypatch.setattr(native_orbax_json, "MAX_BYTES", MIB)
     for where in (tmp_path / "c", "memory://test/limits"):
         with pytest.raises(errors.OptionError) as info:
             flaxckpt.save_async(where, {"a": 1}, metadata={"key": value})
@@ -368,7 +371,7 @@ def test_what_is_changed_after_the_call_is_not_saved(tmp_path):
 def test_metrics_that_would_not_come_back_are_refused(
     tmp_path, monkeypatch, metrics, word
 ):
-    monkeypatch.setattr(orbax_json, "MAX_BYTES", MIB)
+    monkeypatch.setattr(native_orbax_json, "MAX_BYTES", MIB)
     with flaxckpt.Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(errors.OptionError, match=word):
             checkpointer.save(1, {"a": 1}, metrics=metrics)
@@ -379,7 +382,7 @@ def test_metrics_that_would_not_come_back_are_refused(
 
 
 def test_metrics_that_grow_too_large_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(orbax_json, "MAX_BYTES", MIB)
+    monkeypatch.setattr(native_orbax_json, "MAX_BYTES", MIB)
     large = {name * (MIB // 3 * 2): 1.0 for name in "xy"}
     with flaxckpt.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"a": 1}, metrics=dict([large.popitem()])).wait()
@@ -392,7 +395,7 @@ def test_a_reason_of_damage_is_read_however_long_it_is(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"a": 1}).wait()
         from_error = "it is gone " * 20_000
-        checkpoint._orbax_metrics._marks.mark_damaged(tmp_path / "1", from_error)
+        native_checkpoint._orbax_metrics._marks.mark_damaged(tmp_path / "1", from_error)
         assert checkpointer.damaged()[1].startswith("it is gone")
 
 
@@ -470,7 +473,7 @@ def test_what_a_conversion_makes_is_read_before_it_gets_its_name(
 
 
 def test_headers_of_safetensors_that_are_not_read_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(header, "MAX_HEADER_BYTES", MIB)
+    monkeypatch.setattr(safetensors_header, "MAX_HEADER_BYTES", MIB)
     flaxckpt.save(tmp_path / "c", {"a": np.ones(2), "text": '"' * (MIB // 2)})
     with pytest.raises(errors.OptionError, match="1048576"):
         flaxckpt.convert(tmp_path / "c", tmp_path / "out.safetensors")

@@ -24,8 +24,9 @@ from flaxckpt._state import tree as state_tree
 from flaxckpt._state import treedef as state_treedef
 from flaxckpt._util import gc_pause as util_gc_pause
 from flaxckpt.formats import _reader
-from flaxckpt.formats._native import checkpoint, orbax_json
+from flaxckpt.formats._native import checkpoint as native_checkpoint
 from flaxckpt.formats._native import manifest as native_manifest
+from flaxckpt.formats._native import orbax_json as native_orbax_json
 
 ADAMW = optax.adamw(1e-3)
 NOWHERE = pathlib.Path("/nonexistent/checkpoint")
@@ -77,7 +78,9 @@ def contents(make, n):
 
 @functools.cache
 def manifest(make, n):
-    return orbax_json.loads(checkpoint._manifest_text(contents(make, n), {}), "")
+    return native_orbax_json.loads(
+        native_checkpoint._manifest_text(contents(make, n), {}), ""
+    )
 
 
 def read(make, n, *, with_roles=True):
@@ -107,8 +110,10 @@ WORK = {
     "a save": lambda n: snapshot(linen_like(n)),
     "a save of NNX": lambda n: snapshot(nnx_like(n)),
     "a save of many optimizers": lambda n: snapshot(several_optimizers(n)),
-    "metadata": lambda n: checkpoint.files(contents(linen_like, n)),
-    "the manifest": lambda n: checkpoint._manifest_text(contents(linen_like, n), {}),
+    "metadata": lambda n: native_checkpoint.files(contents(linen_like, n)),
+    "the manifest": lambda n: native_checkpoint._manifest_text(
+        contents(linen_like, n), {}
+    ),
     "reading metadata": lambda n: read(linen_like, n),
     "a restore": lambda n: plan(read(linen_like, n), linen_like(n)),
     "a restore of everything": lambda n: plan(read(linen_like, n), None),

@@ -1366,7 +1366,7 @@ def test_what_applies_is_undone_by_its_inverse(tree, changes):
     """On tables alone: whatever can be applied at all. Or the inverse is refused."""
     from flaxckpt._arrays import evaluate as arrays_evaluate
     from flaxckpt._state import flax_state as state_flax_state
-    from flaxckpt.transforms import _table
+    from flaxckpt.transforms import _base
 
     state = {
         outer: {
@@ -1380,13 +1380,13 @@ def test_what_applies_is_undone_by_its_inverse(tree, changes):
     applied = []
     for change in changes:
         try:
-            undone = _table.apply([change], undone)
+            undone = _base.apply([change], undone)
         except errors.OptionError:
             continue
         applied.append(change)
     computed = arrays_evaluate.of_state(undone)
     try:
-        computed = _table.apply(transforms.inverse(applied), computed)
+        computed = _base.apply(transforms.inverse(applied), computed)
     except errors.OptionError:
         return  # it was not silent
     computed = arrays_evaluate.of_state(computed)

@@ -18,7 +18,7 @@ from flaxckpt._arrays import evaluate as arrays_evaluate
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import optimizer_roles as state_optimizer_roles
 from flaxckpt.transforms import (
-    _table,
+    _base,
     copy,
     drop,
     from_function,
@@ -138,7 +138,7 @@ def state_for(tx):
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_no_leaf_of_any_optimizer_is_lost(name):
     table = table_of(state_for(OPTIMIZERS[name]))
-    assert _table.not_restored(CHANGES, table) == []
+    assert _base.not_restored(CHANGES, table) == []
 
 
 @pytest.mark.parametrize(
@@ -146,9 +146,9 @@ def test_no_leaf_of_any_optimizer_is_lost(name):
 )
 def test_leaves_that_are_not_lost_have_their_values(name):
     table = table_of(filled(state_for(OPTIMIZERS[name])))
-    saved = arrays_evaluate.of_state(_table.apply(CHANGES, table))
-    back = arrays_evaluate.of_state(_table.apply(_table.undoing(CHANGES), saved))
-    assert _table.not_restored(CHANGES, table) == not_equal(table, back) == []
+    saved = arrays_evaluate.of_state(_base.apply(CHANGES, table))
+    back = arrays_evaluate.of_state(_base.apply(_base.undoing(CHANGES), saved))
+    assert _base.not_restored(CHANGES, table) == not_equal(table, back) == []
 
 
 def test_leaves_that_do_not_come_back_are_listed():
@@ -164,9 +164,9 @@ def test_leaves_that_do_not_come_back_are_listed():
         transpose("params/cube", (2, 0, 1)),
         drop("params/dropped"),
     ]
-    saved = arrays_evaluate.of_state(_table.apply(changes, table))
-    back = arrays_evaluate.of_state(_table.apply(_table.undoing(changes), saved))
-    listed = _table.not_restored(changes, table)
+    saved = arrays_evaluate.of_state(_base.apply(changes, table))
+    back = arrays_evaluate.of_state(_base.apply(_base.undoing(changes), saved))
+    listed = _base.not_restored(changes, table)
     assert listed == [
         path for path in not_equal(table, back) if not path.endswith("dropped")
     ]

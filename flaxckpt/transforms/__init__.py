@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flaxckpt import errors
-from flaxckpt.transforms import _table
-from flaxckpt.transforms._functions import from_function
-from flaxckpt.transforms._fusions import fuse, split
+from flaxckpt.transforms import _base
+from flaxckpt.transforms._base import TableTransform, Transform, describe
+from flaxckpt.transforms._from_function import from_function
+from flaxckpt.transforms._fuse import fuse, split
+from flaxckpt.transforms._map import cast, grow, map_leaf, pad, slice, transpose
 from flaxckpt.transforms._merge import merge
-from flaxckpt.transforms._names import assign, copy, drop, keep, rename
-from flaxckpt.transforms._stacks import stack, unstack
-from flaxckpt.transforms._table import TableTransform, Transform, describe
-from flaxckpt.transforms._values import cast, grow, map_leaf, pad, slice, transpose
+from flaxckpt.transforms._rename import assign, copy, drop, keep, rename
+from flaxckpt.transforms._stack import stack, unstack
 
 __all__ = [
     "Transform",
@@ -53,7 +53,7 @@ def inverse(transforms: Sequence[Transform]) -> list[Transform]:
         OptionError: One of them cannot be undone.
     """
     undone: list[Transform] = []
-    for transform in reversed(_table.checked(transforms)):
+    for transform in reversed(_base.checked(transforms)):
         if not isinstance(transform, TableTransform):
             [name] = describe([transform])
             raise errors.OptionError(f"{name} cannot be inverted: it is a function")

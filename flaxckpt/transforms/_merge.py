@@ -10,8 +10,8 @@ from flaxckpt import _steps, _storage, errors
 from flaxckpt._state.leaf import LeafTable
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt.formats import _locate
-from flaxckpt.transforms import _table
-from flaxckpt.transforms._table import TableTransform, Transform
+from flaxckpt.transforms import _base
+from flaxckpt.transforms._base import TableTransform, Transform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class _Merge(TableTransform):
     def __call__(self, table: LeafTable) -> LeafTable:
         found, step = _locate.locate(_storage.local.resolve(self.path), self.step)
         stored = _locate.read_stored(found, step)
-        other = _table.apply(self.transforms, stored.table, self.wanted)
+        other = _base.apply(self.transforms, stored.table, self.wanted)
         twice = [path for path in other if _has_leaf(table, path)]
         if twice and self.on_conflict == "error":
             raise errors.OptionError(
@@ -44,8 +44,8 @@ class _Merge(TableTransform):
 
     def __str__(self) -> str:
         conflict = None if self.on_conflict == "error" else self.on_conflict
-        inner = [*_table.describe(self.transforms)] or None
-        return _table.call(
+        inner = [*_base.describe(self.transforms)] or None
+        return _base.call(
             "merge", self.path, step=self.step, transforms=inner, on_conflict=conflict
         )
 
@@ -83,4 +83,4 @@ def merge(
         )
     resolved = str(_storage.local.resolve(path))
     step = None if step is None else _steps.names.check(step)
-    return _Merge(resolved, step, _table.checked(transforms), on_conflict)
+    return _Merge(resolved, step, _base.checked(transforms), on_conflict)

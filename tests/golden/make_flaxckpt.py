@@ -30,7 +30,7 @@ from flax.training import dynamic_scale, train_state
 
 import flaxckpt
 from flaxckpt.datasets import StepIndexed
-from flaxckpt.formats._native import manifest
+from flaxckpt.formats._native import manifest as native_manifest
 
 STEP: Final = 7
 METRICS: Final = {"eval/loss": 0.25}
@@ -95,7 +95,7 @@ def write(folder: Path) -> None:
 
 def main() -> None:
     """Adds the folder of this release."""
-    name = f"flaxckpt-{manifest.VERSION}-{version('flaxckpt')}"
+    name = f"flaxckpt-{native_manifest.VERSION}-{version('flaxckpt')}"
     folder = Path(__file__).parent / name
     folder.mkdir()
     write(folder)

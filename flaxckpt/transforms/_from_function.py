@@ -15,8 +15,8 @@ from jax.extend import core
 from flaxckpt import _arrays, _state, _util, errors
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
-from flaxckpt.transforms import _table
-from flaxckpt.transforms._table import TableTransform, Transform
+from flaxckpt.transforms import _base
+from flaxckpt.transforms._base import TableTransform, Transform
 
 Tree: TypeAlias = dict[str, Any]
 """Nested dicts with `str` keys."""
@@ -245,7 +245,7 @@ def _assembled(
         found, old = constant.leaf, table.get(path)
         if old and found.info.kind == old.info.kind == "empty":
             found = old  # which knows what kind of container it is
-        new[path] = _table.moved(found, path)
+        new[path] = _base.moved(found, path)
     return new
 
 
@@ -282,7 +282,7 @@ class _Parts:
         out = self._closed.jaxpr.outvars[number]
         if not isinstance(out, core.Literal) and out in self._inputs:
             leaf = self._inputs[out]
-            return None if _is_abstract(leaf) else _table.moved(leaf, path)
+            return None if _is_abstract(leaf) else _base.moved(leaf, path)
         equations, used = self._needed(out)
         leaves = [self._inputs[var] for var in used]
         if any(_is_abstract(leaf) for leaf in leaves):
@@ -300,7 +300,7 @@ class _Parts:
             run = self._runs.setdefault(str(part), jax.jit(run))
         info = LeafInfo(path, _tree_keys(path), "array", "jax.Array")
         if leaves:
-            info = _table.moved(leaves[0], path).info
+            info = _base.moved(leaves[0], path).info
         return self._derive(
             leaves, lambda *values: run(*values)[0], base=info, is_wide=self._is_wide
         )
@@ -332,7 +332,7 @@ def _has_body(equation: Any) -> bool:
 
 
 def _tree_keys(path: LeafPath) -> tuple[_state.tree.Key, ...]:
-    return _table.keys(path, LeafInfo("", (), "array", "jax.Array"))
+    return _base.keys(path, LeafInfo("", (), "array", "jax.Array"))
 
 
 def _is_abstract(leaf: Leaf) -> bool:

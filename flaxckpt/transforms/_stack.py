@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from flaxckpt import _util, errors
 from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._types import LeafPath, Shape
-from flaxckpt.transforms import _factored, _parts, _table
+from flaxckpt.transforms import _base, _factored, _grouping
+from flaxckpt.transforms._base import TableTransform, Transform
+from flaxckpt.transforms._map import arrays
 from flaxckpt.transforms._patterns import (
     INDEX,
     check_replacement,
@@ -22,8 +24,6 @@ from flaxckpt.transforms._patterns import (
     invert,
     name_index,
 )
-from flaxckpt.transforms._table import TableTransform, Transform
-from flaxckpt.transforms._values import arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +36,8 @@ class _Stack(TableTransform):
     text: str
 
     def __call__(self, table: LeafTable) -> LeafTable:
-        matches = _table.matches(self.pattern, table)
-        groups: _parts.Groups = {}
+        matches = _base.matches(self.pattern, table)
+        groups: _grouping.Groups = {}
         stacks: dict[LeafPath, str] = {}  # new path -> what its parts begin with
         sizes: dict[str, int] = {}
         for path in arrays(matches, table, str(self)):
@@ -48,7 +48,7 @@ class _Stack(TableTransform):
                     f" number of a part, and matched {number!r} in {path}"
                 )
             new = expand(matches[path], self.replacement)
-            _parts.add(groups, new, int(number), path, str(self))
+            _grouping.add(groups, new, int(number), path, str(self))
             beginning = path[: matches[path].start("i")]
             beginning = stacks.setdefault(new, beginning)
             sizes[beginning] = max(sizes.get(beginning, 0), int(number) + 1)
@@ -58,7 +58,9 @@ class _Stack(TableTransform):
         def join(values: Sequence[jax.Array]) -> jax.Array:
             return jnp.stack(values, self.axis)
 
-        def join_mirrors(mirrors: Sequence[Leaf], shape: Shape) -> _parts.Made | None:
+        def join_mirrors(
+            mirrors: Sequence[Leaf], shape: Shape
+        ) -> _grouping.Made | None:
             axis = self.axis % (len(shape) + 1)
             origins = [*range(axis), None, *range(axis, len(shape))]
             new_shape = (*shape[:axis], len(mirrors), *shape[axis:])
@@ -74,13 +76,13 @@ class _Stack(TableTransform):
             leaves = [source.leaf for source in found]
             return leaves, _stacked(axis - (lacking < axis))
 
-        return _parts.joined(
+        return _grouping.joined(
             table, groups, join, join_mirrors, counts=counts, what=str(self)
         )
 
     def __str__(self) -> str:
         axis = self.axis or None
-        return _table.call("stack", self.text, self.replacement, axis=axis)
+        return _base.call("stack", self.text, self.replacement, axis=axis)
 
     def inverse(self) -> Transform:
         pattern, back = invert(self.pattern.pattern, self.replacement)
@@ -125,7 +127,7 @@ class _Unstack(TableTransform):
     axis: int
 
     def __call__(self, table: LeafTable) -> LeafTable:
-        matches = _table.matches(self.pattern, table)
+        matches = _base.matches(self.pattern, table)
         names = {}
         for path in arrays(matches, table, str(self)):
             shape = table[path].info.shape
@@ -138,7 +140,7 @@ class _Unstack(TableTransform):
                 for i in range(shape[self.axis])
             ]
 
-        def part_mirror(mirror: Leaf, shape: Shape) -> _parts.Parts | None:
+        def part_mirror(mirror: Leaf, shape: Shape) -> _grouping.Parts | None:
             info, axis = mirror.info, self.axis % len(shape)
             if _factored.is_factored(info):
                 origins = [i for i in range(len(shape)) if i != axis]
@@ -156,13 +158,13 @@ class _Unstack(TableTransform):
                 return mirror, functools.partial(_part, axis)
             return None
 
-        return _parts.parted(
+        return _grouping.parted(
             table, names, functools.partial(_part, self.axis), part_mirror, str(self)
         )
 
     def __str__(self) -> str:
         axis = self.axis or None
-        return _table.call("unstack", self.pattern.pattern, self.replacement, axis=axis)
+        return _base.call("unstack", self.pattern.pattern, self.replacement, axis=axis)
 
     def inverse(self) -> Transform:
         pattern, back = invert(self.pattern.pattern, self.replacement)

@@ -11,8 +11,8 @@ import jax
 from flaxckpt import _arrays, errors
 from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._types import LeafPath, Shape
-from flaxckpt.transforms import _table
-from flaxckpt.transforms._table import Row
+from flaxckpt.transforms import _base
+from flaxckpt.transforms._base import Row
 
 Join: TypeAlias = Callable[[Sequence[jax.Array]], jax.Array]
 PartFn: TypeAlias = Callable[[jax.Array], jax.Array]
@@ -94,7 +94,7 @@ def joined(
                 )
             yield Row(present[0], new, derive(some, whole))
 
-    return _table.replace(
+    return _base.replace(
         table, itertools.chain(*map(dict.values, groups.values())), act
     )
 
@@ -175,4 +175,4 @@ def parted(
                     made = derive([source], part_fn(number), base=leaf.info)
                 yield Row(path, new, made)
 
-    return _table.replace(table, names, act)
+    return _base.replace(table, names, act)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 from flaxckpt import _state, _util, errors
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
-from flaxckpt.transforms._mirrors import Mirror, Mirrors, Slot, beginnings
-from flaxckpt.transforms._mirrors import mirrors as find_mirrors
+from flaxckpt.transforms._moments import Mirror, Mirrors, Slot, beginnings
+from flaxckpt.transforms._moments import mirrors as find_mirrors
 from flaxckpt.transforms._patterns import no_match
 
 _log = logging.getLogger(__name__)

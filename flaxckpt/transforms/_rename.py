@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from flaxckpt import _util, errors
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
-from flaxckpt.transforms import _table
-from flaxckpt.transforms._mirrors import Mirror
-from flaxckpt.transforms._mirrors import mirrors as find_mirrors
+from flaxckpt.transforms import _base
+from flaxckpt.transforms._base import Row, TableTransform, Transform
+from flaxckpt.transforms._moments import Mirror
+from flaxckpt.transforms._moments import mirrors as find_mirrors
 from flaxckpt.transforms._patterns import (
     check_replacement,
     compile_pattern,
@@ -19,7 +20,6 @@ from flaxckpt.transforms._patterns import (
     invert,
     no_match,
 )
-from flaxckpt.transforms._table import Row, TableTransform, Transform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Rename(TableTransform):
     def __call__(self, table: LeafTable) -> LeafTable:
         renamed: dict[LeafPath, LeafPath] = {}
         for pattern, replacement in self.rules:
-            for path, match in _table.matches(pattern, table).items():
+            for path, match in _base.matches(pattern, table).items():
                 renamed.setdefault(path, expand(match, replacement))
         self._check_undone(renamed)
 
@@ -49,7 +49,7 @@ class _Rename(TableTransform):
                     yield Row(path, path, leaf)
                 yield Row(path, renamed[path], leaf)
 
-        return _table.replace(table, renamed, act)
+        return _base.replace(table, renamed, act)
 
     def _check_undone(self, renamed: Mapping[LeafPath, LeafPath]) -> None:
         if not self.undoes:
@@ -67,8 +67,8 @@ class _Rename(TableTransform):
         name = "copy" if self.keeps_old else "rename"
         if len(self.rules) == 1:
             [(pattern, replacement)] = self.rules
-            return _table.call(name, pattern.pattern, replacement)
-        return _table.call(name, {p.pattern: r for p, r in self.rules})
+            return _base.call(name, pattern.pattern, replacement)
+        return _base.call(name, {p.pattern: r for p, r in self.rules})
 
     def inverse(self) -> Transform:
         if self.keeps_old:
@@ -140,14 +140,14 @@ class _Drop(TableTransform):
     pattern: re.Pattern[str]
 
     def __call__(self, table: LeafTable) -> LeafTable:
-        chosen = _table.matches(self.pattern, table)
-        return _table.replace(table, chosen, lambda leaves, is_mirror: ())
+        chosen = _base.matches(self.pattern, table)
+        return _base.replace(table, chosen, lambda leaves, is_mirror: ())
 
     def on_restore(self) -> Transform | None:
         return None
 
     def __str__(self) -> str:
-        return _table.call("drop", self.pattern.pattern)
+        return _base.call("drop", self.pattern.pattern)
 
 
 def drop(pattern: str) -> TableTransform:
@@ -169,14 +169,14 @@ class _Keep(TableTransform):
     pattern: re.Pattern[str]
 
     def __call__(self, table: LeafTable) -> LeafTable:
-        chosen = _table.matches(self.pattern, table)
+        chosen = _base.matches(self.pattern, table)
         return {path: leaf for path, leaf in table.items() if path in chosen}
 
     def on_restore(self) -> Transform | None:
         return None
 
     def __str__(self) -> str:
-        return _table.call("keep", self.pattern.pattern)
+        return _base.call("keep", self.pattern.pattern)
 
 
 def keep(pattern: str) -> TableTransform:
@@ -239,7 +239,7 @@ class _Assign(TableTransform):
         }
         for path, source in assigned.items():
             if source is not None:
-                leaf = _table.moved(table[source], path)
+                leaf = _base.moved(table[source], path)
                 if path in wanted_mirrors:
                     role = self.wanted[path].info.role
                     info = dataclasses.replace(leaf.info, role=role)
@@ -267,7 +267,7 @@ class _Assign(TableTransform):
 
     def __str__(self) -> str:
         rules = [(p.pattern, r) for p, r in self.rules]
-        return _table.call("assign", rules, strict=None if self.strict else False)
+        return _base.call("assign", rules, strict=None if self.strict else False)
 
 
 class _Moments:

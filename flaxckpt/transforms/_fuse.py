@@ -12,15 +12,15 @@ import jax.numpy as jnp
 
 from flaxckpt import _util, errors
 from flaxckpt._state.leaf import LeafTable
-from flaxckpt.transforms import _parts, _table
+from flaxckpt.transforms import _base, _grouping
+from flaxckpt.transforms._base import TableTransform, Transform
+from flaxckpt.transforms._map import arrays
 from flaxckpt.transforms._patterns import (
     check_replacement,
     compile_pattern,
     expand,
     invert,
 )
-from flaxckpt.transforms._table import TableTransform, Transform
-from flaxckpt.transforms._values import arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +38,11 @@ class _Fuse(TableTransform):
     sizes: tuple[int, ...] | None
 
     def __call__(self, table: LeafTable) -> LeafTable:
-        groups: _parts.Groups = {}
+        groups: _grouping.Groups = {}
         for number, (pattern, replacement) in enumerate(self.parts):
-            matches = _table.matches(pattern, table)
+            matches = _base.matches(pattern, table)
             for path in arrays(matches, table, str(self)):
-                _parts.add(
+                _grouping.add(
                     groups, expand(matches[path], replacement), number, path, str(self)
                 )
 
@@ -56,7 +56,7 @@ class _Fuse(TableTransform):
                 raise ValueError(f"its parts have the sizes {list(found)}")
             return jnp.concatenate(values, self.axis)
 
-        return _parts.joined(
+        return _grouping.joined(
             table,
             groups,
             join,
@@ -69,7 +69,7 @@ class _Fuse(TableTransform):
         patterns = [pattern.pattern for pattern, _ in self.parts]
         whole = {replacement for _, replacement in self.parts}
         shown = whole.pop() if len(whole) == 1 else [r for _, r in self.parts]
-        return _table.call("fuse", patterns, shown, axis=self.axis, sizes=self.sizes)
+        return _base.call("fuse", patterns, shown, axis=self.axis, sizes=self.sizes)
 
     def inverse(self) -> Transform:
         inverted = [invert(p.pattern, replacement) for p, replacement in self.parts]
@@ -130,7 +130,7 @@ class _Split(TableTransform):
     sizes: tuple[int, ...] | None
 
     def __call__(self, table: LeafTable) -> LeafTable:
-        matches = _table.matches(self.pattern, table)
+        matches = _base.matches(self.pattern, table)
         names = {
             path: [expand(matches[path], part) for part in self.replacements]
             for path in arrays(matches, table, str(self))
@@ -145,7 +145,7 @@ class _Split(TableTransform):
             )
 
         part_fn = functools.cache(functools.partial(functools.partial, part))
-        return _parts.parted(table, names, part_fn, lambda *_: None, str(self))
+        return _grouping.parted(table, names, part_fn, lambda *_: None, str(self))
 
     def _sizes(self, total: int) -> tuple[int, ...]:
         count = len(self.replacements)
@@ -157,7 +157,7 @@ class _Split(TableTransform):
 
     def __str__(self) -> str:
         pattern, parts = self.pattern.pattern, list(self.replacements)
-        return _table.call("split", pattern, parts, axis=self.axis, sizes=self.sizes)
+        return _base.call("split", pattern, parts, axis=self.axis, sizes=self.sizes)
 
     def inverse(self) -> Transform:
         inverted = [invert(self.pattern.pattern, r) for r in self.replacements]

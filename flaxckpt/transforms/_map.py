@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from flaxckpt import _arrays, _state, _util, errors
 from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._types import LeafPath, Shape
-from flaxckpt.transforms import _factored, _table
+from flaxckpt.transforms import _base, _factored
+from flaxckpt.transforms._base import Row, TableTransform, Transform
 from flaxckpt.transforms._patterns import compile_pattern
-from flaxckpt.transforms._table import Row, TableTransform, Transform
 
 # ---- types --------------------------------------------------------------------------
 
@@ -31,7 +31,7 @@ class _Cast(TableTransform):
     lossy: bool
 
     def __call__(self, table: LeafTable) -> LeafTable:
-        matching = _table.matches(self.pattern, table)
+        matching = _base.matches(self.pattern, table)
         faults = {
             path: str(table[path].info)
             for path in matching
@@ -55,7 +55,7 @@ class _Cast(TableTransform):
 
     def __str__(self) -> str:
         lossy = True if self.lossy else None
-        return _table.call("cast", self.pattern.pattern, self.dtype, lossy=lossy)
+        return _base.call("cast", self.pattern.pattern, self.dtype, lossy=lossy)
 
 
 def cast(pattern: str, dtype: Any, *, lossy: bool = False) -> TableTransform:
@@ -150,7 +150,7 @@ class _Map(TableTransform):
     resizes: bool = False
 
     def __call__(self, table: LeafTable) -> LeafTable:
-        chosen = arrays(_table.matches(self.pattern, table), table, self.name)
+        chosen = arrays(_base.matches(self.pattern, table), table, self.name)
         derive = _arrays.lazy.Deriver(self.name)
         shapes: dict[LeafPath, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
@@ -179,7 +179,7 @@ class _Map(TableTransform):
                     yield Row(path, path, derive([source], turn_fn, base=leaf.info))
                 # Else nobody knows how it follows: it is left out, and starts afresh.
 
-        return _table.replace(table, chosen, act, moves=False)
+        return _base.replace(table, chosen, act, moves=False)
 
     def __str__(self) -> str:
         return self.name
@@ -297,7 +297,7 @@ def map_leaf(
 
     # A trainer saves again and again: what is in the function is compiled once.
     traced = jax.jit(lambda x: fn(x))
-    name = _table.call("map_leaf", pattern) + f" with {_fn_name(fn)}"
+    name = _base.call("map_leaf", pattern) + f" with {_fn_name(fn)}"
     return _Map(
         name, compile_pattern(pattern), traced, undo=None if inverse is None else undo
     )
@@ -339,7 +339,7 @@ def transpose(pattern: str, axes: Sequence[int] | None = None) -> TableTransform
             return tuple(reversed(range(ndim)))
         return tuple(axis % ndim for axis in order)
 
-    name = _table.call("transpose", pattern, order)
+    name = _base.call("transpose", pattern, order)
     return _Map(
         name, compile_pattern(pattern), fn, undo=undo, follows=True, order=order_of
     )
@@ -370,7 +370,7 @@ def pad(
         return jnp.pad(x, widths, constant_values=fill)
 
     return _Map(
-        _table.call("pad", pattern, wanted, value=value or None),
+        _base.call("pad", pattern, wanted, value=value or None),
         compile_pattern(pattern),
         lambda x: padded(x, value),
         lambda x: padded(x, 0),
@@ -396,7 +396,7 @@ def slice(pattern: str, shape: Sequence[int | None]) -> TableTransform:
             raise ValueError(f"it is smaller than {wanted} already; pad or grow it")
         return jax.lax.slice(x, [0] * x.ndim, [new for _, new in extents])
 
-    name = _table.call("slice", pattern, wanted)
+    name = _base.call("slice", pattern, wanted)
     return _Map(name, compile_pattern(pattern), cut, resizes=True)
 
 
@@ -468,7 +468,7 @@ def grow(
 
     shown = None if init == "mean" else init
     return _Map(
-        _table.call("grow", pattern, axis, size, init=shown, seed=seed or None),
+        _base.call("grow", pattern, axis, size, init=shown, seed=seed or None),
         compile_pattern(pattern),
         lambda x: grown(x, init),
         lambda x: grown(x, "zeros"),
