@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     )
     from flaxckpt._arrays.zarr.array_layout import ArrayLayout
     from flaxckpt._callback import CheckpointCallback
+    from flaxckpt._checkpoint.handle import SaveHandle
+    from flaxckpt._checkpoint.plan import LeafPlan, RestorePlan
+    from flaxckpt._checkpoint.restore import load, metadata, open_leaf, plan
+    from flaxckpt._checkpoint.result import SaveResult
+    from flaxckpt._checkpoint.save import save, save_async
+    from flaxckpt._checkpoint.verify import verify
+    from flaxckpt._checkpoint.verify_report import VerifyReport
     from flaxckpt._checkpointer import Checkpointer
     from flaxckpt._convert import convert
     from flaxckpt._diff import CheckpointDiff, LeafDiff, diff
-    from flaxckpt._findings import VerifyReport
-    from flaxckpt._handle import SaveHandle
-    from flaxckpt._plan import LeafPlan, RestorePlan
-    from flaxckpt._restore import load, metadata, open_leaf, plan
-    from flaxckpt._save import save, save_async
-    from flaxckpt._save_result import SaveResult
     from flaxckpt._simulation import Simulation, simulate
     from flaxckpt._state.leaf import LeafInfo
     from flaxckpt._steps.event import Event
     from flaxckpt._storage.client import StoreOptions
     from flaxckpt._storage.store_settings import set_store_options
-    from flaxckpt._verify import verify
     from flaxckpt.formats._reader import CheckpointMetadata
     from flaxckpt.partition import abstract_state, parameter_infos
 
@@ -109,26 +109,26 @@ _HOMES = {
     "Event": "_steps.event",
     "LeafDiff": "_diff",
     "LeafInfo": "_state.leaf",
-    "LeafPlan": "_plan",
-    "RestorePlan": "_plan",
-    "SaveHandle": "_handle",
-    "SaveResult": "_save_result",
+    "LeafPlan": "_checkpoint.plan",
+    "RestorePlan": "_checkpoint.plan",
+    "SaveHandle": "_checkpoint.handle",
+    "SaveResult": "_checkpoint.result",
     "Simulation": "_simulation",
     "StoreOptions": "_storage.client",
-    "VerifyReport": "_findings",
+    "VerifyReport": "_checkpoint.verify_report",
     "abstract_state": "partition",
     "convert": "_convert",
     "diff": "_diff",
-    "load": "_restore",
-    "metadata": "_restore",
-    "open_leaf": "_restore",
+    "load": "_checkpoint.restore",
+    "metadata": "_checkpoint.restore",
+    "open_leaf": "_checkpoint.restore",
     "parameter_infos": "partition",
-    "plan": "_restore",
-    "save": "_save",
-    "save_async": "_save",
+    "plan": "_checkpoint.restore",
+    "save": "_checkpoint.save",
+    "save_async": "_checkpoint.save",
     "set_store_options": "_storage.store_settings",
     "simulate": "_simulation",
-    "verify": "_verify",
+    "verify": "_checkpoint.verify",
 }
 
 if not TYPE_CHECKING:  # else every name would be one that type checkers believe in

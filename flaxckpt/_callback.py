@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxckpt import _beginning, _completed, _resume, _state, errors
+from flaxckpt._checkpoint.handle import SaveHandle
 from flaxckpt._checkpointer import Checkpointer
-from flaxckpt._handle import SaveHandle
 from flaxckpt._hook import Hook
 from flaxckpt._preemption import Grace
 from flaxckpt._stopping import Stopping

@@ -9,11 +9,9 @@ from typing import Any, Literal
 from flaxckpt import (
     _arrays,
     _card,
-    _commit,
+    _checkpoint,
     _distributed,
     _measured,
-    _plan,
-    _restore,
     _restores,
     _retention,
     _run_saver,
@@ -112,7 +110,7 @@ class Checkpointer(_run_saver.RunSaver):
         staging: PathLike | None = None,
         keep_staging: Sequence[PreservationPolicy] = _tiers.KEEP,
     ) -> None:
-        self._options = _commit.Options(
+        self._options = _checkpoint.commit.Options(
             layout=checked_layout(layout),
             transforms=_transforms.checked(transforms),
             max_concurrent_bytes=max_concurrent_bytes,
@@ -224,7 +222,7 @@ class Checkpointer(_run_saver.RunSaver):
         step: int | None,
         dataset: Any,
         fallback: bool,
-        options: _plan.Options,
+        options: _checkpoint.plan.Options,
     ) -> PyTree:
         with self._delivering():
             found = self._restores.restore(
@@ -238,8 +236,8 @@ class Checkpointer(_run_saver.RunSaver):
             self._saves.own(found.step)
         return found.state
 
-    def _plan_options(self, **given: Any) -> _plan.Options:
-        return _plan.Options(
+    def _plan_options(self, **given: Any) -> _checkpoint.plan.Options:
+        return _checkpoint.plan.Options(
             max_concurrent_bytes=self._options.max_concurrent_bytes,
             read_once=self._read_once,
             **given,
@@ -290,7 +288,7 @@ class Checkpointer(_run_saver.RunSaver):
             state, self.lineage = self._restores.load_source(
                 path, step, abstract_state, options
             )
-        return state, 0 if options.keeps_steps else _restore.step_of(state)
+        return state, 0 if options.keeps_steps else _checkpoint.restore.step_of(state)
 
     def restore_dataset(self, dataset: Any, *, step: int | None = None) -> None:
         """Puts an iterator where it stood at a step, by default the newest.
@@ -304,7 +302,7 @@ class Checkpointer(_run_saver.RunSaver):
         if number is None:
             raise errors.CheckpointNotFoundError(f"{self.directory} has no steps")
         path = self._run.path(number)
-        _restore.restore_dataset(_locate.read_step(path, number), dataset)
+        _checkpoint.restore.restore_dataset(_locate.read_step(path, number), dataset)
 
     def __repr__(self) -> str:
         return f"Checkpointer({str(self.directory)!r})"

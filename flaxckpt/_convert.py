@@ -17,7 +17,7 @@ from typing import Literal
 
 from flaxckpt import (
     _arrays,
-    _belongings,
+    _checkpoint,
     _conversion,
     _journal,
     _source_files,
@@ -30,8 +30,8 @@ from flaxckpt import (
 from flaxckpt._arrays.blockwise import Piece
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._arrays.zarr.metadata import Array
+from flaxckpt._checkpoint.result import SaveResult
 from flaxckpt._conversion import Options
-from flaxckpt._save_result import SaveResult
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _locate
 from flaxckpt.formats._reader import Stored
@@ -120,13 +120,13 @@ def convert(
 def _run(source: Path, step: int | None, final: Path, options: Options) -> SaveResult:
     """Converts the checkpoint at `source` into one at `final`."""
     if final.suffix.lower() != f".{options.format}":
-        _belongings.check_name(final, "convert")
+        _checkpoint.overwrite.check_name(final, "convert")
     if _storage.paths.is_remote(final):
         return _to_store(source, step, final, options)
     begun = time.monotonic()
     found, number = _locate.locate(source, step)
     _source_files.check_apart(final, [found], ())
-    _belongings.check_free(final, overwrite=options.overwrite)
+    _checkpoint.overwrite.check_free(final, overwrite=options.overwrite)
     files = _source_files.stamps(found)
     stored = _locate.read_stored(found, number)
     # Under a number of its own, it is no step of the run that it comes from.
@@ -176,7 +176,7 @@ def _to_store(
             " convert to a local path, and copy that"
         )
     begun = time.monotonic()
-    _belongings.check_free(final, overwrite=options.overwrite)
+    _checkpoint.overwrite.check_free(final, overwrite=options.overwrite)
     with tempfile.TemporaryDirectory(prefix="flaxckpt-convert-") as directory:
         made = Path(directory) / final.name
         _run(source, step, made, options)
@@ -304,7 +304,7 @@ def _check_readable(
 
 def _publish(made: Path, final: Path, *, overwrite: bool) -> None:
     """Moves what was made to its place, in one step."""
-    _belongings.check_free(final, overwrite=overwrite)
+    _checkpoint.overwrite.check_free(final, overwrite=overwrite)
     if made.is_dir() and overwrite and final.is_dir():
         _storage.rename.exchange(made, final)
     elif made.is_dir() and not (overwrite and final.exists()):

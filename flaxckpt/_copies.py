@@ -6,16 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from flaxckpt import (
-    _audit,
-    _belongings,
-    _commit,
-    _steps,
-    _storage,
-    _util,
-    errors,
-    formats,
-)
+from flaxckpt import _checkpoint, _steps, _storage, _util, errors, formats
 from flaxckpt.formats import _native
 
 _COPYING_THREADS = 8
@@ -75,7 +66,7 @@ def _is_foreign(final: Path) -> bool:
 def is_whole(final: Path) -> bool:
     """Whether the step that the directory has is whole, and not marked as damaged."""
     try:
-        _audit.check(final)
+        _checkpoint.file_sizes.check(final)
     except (errors.DamagedCheckpointError, errors.CheckpointFormatError):
         return False
     return not _steps.markers.is_damaged(final)
@@ -85,9 +76,9 @@ def make(path: Path, final: Path, *, overwrite: bool) -> int:
     """Makes a step of the directory of one in staging; returns its size in bytes."""
     if _steps.markers.is_damaged(final):
         overwrite = True
-        _belongings.set_aside(final)
+        _checkpoint.overwrite.set_aside(final)
     if overwrite and _storage.local.lexists(final):
-        _belongings.check_replaceable(final)
+        _checkpoint.overwrite.check_replaceable(final)
     is_temporary = _steps.markers.is_temporary(path)
     marks = _steps.markers.of_new(final, temporary=is_temporary)
     if _steps.markers.is_pinned(path):
@@ -112,9 +103,9 @@ def make(path: Path, final: Path, *, overwrite: bool) -> int:
             shutil.copyfile(file, temporary / file.relative_to(path))
 
         _util.threads.each(copy, files, threads=_COPYING_THREADS)
-        _commit.write_new(temporary, marks)
+        _checkpoint.commit.write_new(temporary, marks)
         size = _storage.local.sync_tree(temporary)
-        _commit.name(temporary, final, overwrite=overwrite)
+        _checkpoint.commit.name(temporary, final, overwrite=overwrite)
         return size
 
 

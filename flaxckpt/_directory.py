@@ -7,6 +7,7 @@ from typing import Literal
 
 from flaxckpt import (
     _changes,
+    _checkpoint,
     _follow,
     _inventory,
     _retention,
@@ -15,13 +16,12 @@ from flaxckpt import (
     _storage,
     _tiers,
     _util,
-    _verify,
     errors,
     formats,
     policies,
 )
-from flaxckpt._findings import VerifyReport
-from flaxckpt._save_result import SaveResult
+from flaxckpt._checkpoint.result import SaveResult
+from flaxckpt._checkpoint.verify_report import VerifyReport
 from flaxckpt._types import JSON, PathLike
 from flaxckpt.formats import _locate, _native
 from flaxckpt.formats._reader import CheckpointMetadata
@@ -112,7 +112,7 @@ class RunDirectory:
         """
         step = _steps.names.check(step)
         self.wait()
-        return _verify.verify_checkpoint(self._run.path(step), step)
+        return _checkpoint.verify.verify_checkpoint(self._run.path(step), step)
 
     def latest_step(self) -> int | None:
         """The newest of `steps()`; None if there is none."""

@@ -21,9 +21,9 @@ from flaxckpt import (
     datasets,
     errors,
 )
+from flaxckpt._checkpoint.handle import SaveHandle
 from flaxckpt._checkpointer import Checkpointer
 from flaxckpt._completed import Completed
-from flaxckpt._handle import SaveHandle
 from flaxckpt._preemption import Grace, Notice
 from flaxckpt._stopping import Stopping
 from flaxckpt._triggers import Due, Triggers

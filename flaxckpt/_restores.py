@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from flaxckpt import (
+    _checkpoint,
     _distributed,
-    _plan,
-    _restore,
     _run_steps,
     _state,
     _steps,
     _storage,
     _util,
-    _verify,
     errors,
     formats,
 )
@@ -51,7 +49,7 @@ class _Wanted(NamedTuple):
 
     state: PyTree | None
     dataset: Any
-    options: _plan.Options
+    options: _checkpoint.plan.Options
 
 
 _Marked: TypeAlias = dict[int, str]
@@ -92,7 +90,7 @@ class Restores:
         step: int | None,
         dataset: Any,
         fallback: bool,
-        options: _plan.Options,
+        options: _checkpoint.plan.Options,
     ) -> Restored:
         """Restores a step; see `Checkpointer.restore`."""
         with _storage.paths.looking(self._run.directory):
@@ -109,14 +107,14 @@ class Restores:
         path: Path,
         step: int | None,
         abstract_state: PyTree,
-        options: _plan.Options,
+        options: _checkpoint.plan.Options,
     ) -> tuple[PyTree, tuple[Lineage, ...]]:
         """Loads another checkpoint, and says what a run has begun from then."""
         start, counter = (
             time.monotonic(),
             _util.progress.Counter(f"loading {path.name}"),
         )
-        state, lineage = _restore.load_source(
+        state, lineage = _checkpoint.restore.load_source(
             path, step, abstract_state, options, counter
         )
         self._tell(lineage[0].step, lineage[0].path, counter, start)
@@ -276,9 +274,11 @@ class Restores:
                 )
             stored = _locate.read_step(path, number, wanted.options.types)
             undone = self._undone(stored.metadata, wanted)
-            state = _restore.restore(stored, wanted.state, undone, counter, has_read)
+            state = _checkpoint.restore.restore(
+                stored, wanted.state, undone, counter, has_read
+            )
             if wanted.dataset is not None:
-                _restore.restore_dataset(stored, wanted.dataset)
+                _checkpoint.restore.restore_dataset(stored, wanted.dataset)
         except OSError as error:
             if isinstance(error, errors.CheckpointError):
                 raise
@@ -288,7 +288,9 @@ class Restores:
             ) from error
         return stored, state
 
-    def _undone(self, metadata: CheckpointMetadata, wanted: _Wanted) -> _plan.Options:
+    def _undone(
+        self, metadata: CheckpointMetadata, wanted: _Wanted
+    ) -> _checkpoint.plan.Options:
         """The options to restore a state from what was made of it at the save."""
         if wanted.state is None or not self._transforms:
             return wanted.options
@@ -332,12 +334,12 @@ class Restores:
         try:
             if (
                 _steps.markers.is_damaged(path)
-                and _verify.verify_checkpoint(path, number).ok
+                and _checkpoint.verify.verify_checkpoint(path, number).ok
             ):
                 _steps.markers.unmark_damaged(path)
                 _log.warning("step %d is good, and marked as damaged no more", number)
             for worse, there in left_out:
-                if (reason := _verify.damage(there, worse)) is None:
+                if (reason := _checkpoint.verify.damage(there, worse)) is None:
                     _log.warning("step %d may be good: it is not marked", worse)
                     continue
                 _steps.markers.mark_damaged(there, reason)

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flaxckpt import (
-    _audit,
+    _checkpoint,
     _inventory,
     _measured,
     _steps,
     _storage,
-    _verify,
     errors,
     policies,
 )
@@ -187,9 +186,9 @@ class Retention:
             return ()
         if is_any_to_go:
             if just_saved is None:
-                self._check_whole(max(judged.found), _verify.check)
+                self._check_whole(max(judged.found), _checkpoint.verify.check)
             else:
-                self._check_whole(just_saved, _audit.check)
+                self._check_whole(just_saved, _checkpoint.file_sizes.check)
         is_over = _out_of_time(is_awaited)
         deleted = tuple(self._delete(judged, just_saved, is_over))
         what = "what deletions before have left"

@@ -11,11 +11,10 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
 from flaxckpt import (
-    _commit,
+    _checkpoint,
     _directory,
     _distributed,
     _retention,
-    _save,
     _saves,
     _sinks,
     _steps,
@@ -23,8 +22,8 @@ from flaxckpt import (
     _util,
     errors,
 )
-from flaxckpt._handle import SaveHandle
-from flaxckpt._save_result import SaveResult
+from flaxckpt._checkpoint.handle import SaveHandle
+from flaxckpt._checkpoint.result import SaveResult
 from flaxckpt._types import JSON, PathLike, PyTree
 from flaxckpt.formats import _native
 from flaxckpt.formats._reader import Lineage
@@ -72,7 +71,7 @@ class RunSaver(_directory.RunDirectory):
         self,
         directory: PathLike,
         rules: _retention.Rules,
-        options: _commit.Options,
+        options: _checkpoint.commit.Options,
         *,
         step_format: str,
         read_only: bool,
@@ -108,7 +107,7 @@ class RunSaver(_directory.RunDirectory):
                 self._tidy()
         if metadata is not None:
             self.check_writable("keep metadata")
-            taken = _save.json_of(metadata)
+            taken = _checkpoint.save.json_of(metadata)
             if _util.processes.is_first():
                 self._write_metadata(taken)
         _distributed.operation.attend(self.directory)

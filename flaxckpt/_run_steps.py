@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from flaxckpt import (
-    _belongings,
     _changes,
+    _checkpoint,
     _inventory,
     _retention,
     _steps,
@@ -102,7 +102,7 @@ class RunSteps:
         new = self.saves_in / self.format.name(0)
         for path in (self.directory, self.saves_in, new):
             try:
-                _belongings.check_name(path, "a run")
+                _checkpoint.overwrite.check_name(path, "a run")
             except errors.OptionError:
                 if not (self.has_any() if path == new else path.is_dir()):
                     raise

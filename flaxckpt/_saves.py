@@ -14,18 +14,16 @@ from typing import Any, Literal, NamedTuple
 from flaxckpt import (
     _arrays,
     _aside,
-    _belongings,
-    _commit,
+    _checkpoint,
     _distributed,
     _measured,
     _run_steps,
-    _save,
     _steps,
     _storage,
     _util,
 )
-from flaxckpt._handle import SaveHandle
-from flaxckpt._save_result import SaveResult
+from flaxckpt._checkpoint.handle import SaveHandle
+from flaxckpt._checkpoint.result import SaveResult
 from flaxckpt._types import JSON, PyTree
 from flaxckpt.formats import _native
 from flaxckpt.formats._reader import Lineage
@@ -73,7 +71,7 @@ class Saves:
     def __init__(
         self,
         run: _run_steps.RunSteps,
-        options: _commit.Options,
+        options: _checkpoint.commit.Options,
         processes: _distributed.agreement.Processes,
     ) -> None:
         self.lineage: tuple[Lineage, ...] = ()
@@ -101,7 +99,7 @@ class Saves:
         self, asked: Asked, together: _distributed.operation.Operation | None
     ) -> SaveHandle:
         final = self._run.saves_in / self._run.format.name(asked.step)
-        with _commit.beginning(final):
+        with _checkpoint.commit.beginning(final):
             return self._begun(asked, final, together)
 
     def _begun(
@@ -140,12 +138,12 @@ class Saves:
         final: Path,
         counter: _util.progress.Counter,
         together: _distributed.operation.Operation | None,
-    ) -> _commit.Snapshot:
+    ) -> _checkpoint.commit.Snapshot:
         if not self._own:
             self._run.check_no_checkpoint()
         is_damaged = _steps.markers.is_damaged(final)
         if is_damaged and (together is None or together.is_first):
-            _belongings.set_aside(final)
+            _checkpoint.overwrite.set_aside(final)
         overwrite = asked.on_exists == "overwrite" or is_damaged
         if overwrite:
             self._run.check_replaceable(asked.step)
@@ -169,7 +167,7 @@ class Saves:
             together=together,
             marks=self._run.marks_of_new(overwrite=overwrite),
         )
-        snapshot = _save.take(final, asked.state, options)
+        snapshot = _checkpoint.save.take(final, asked.state, options)
         self._try_undoing(asked.state)
         return snapshot
 
@@ -178,21 +176,21 @@ class Saves:
         if self._has_undone or not self._shared.transforms:
             return
         self._has_undone = True
-        if problem := _save.trouble_undoing(state, self._shared.transforms):
+        if problem := _checkpoint.save.trouble_undoing(state, self._shared.transforms):
             _log.warning("%s", problem)
 
-    def _options(self, step: int, **given: Any) -> _commit.Options:
+    def _options(self, step: int, **given: Any) -> _checkpoint.commit.Options:
         return dataclasses.replace(
             self._shared, step=step, lineage=self.lineage, **given
         )
 
     def _execute(
-        self, asked: Asked, snapshot: _commit.Snapshot, blocked: float
+        self, asked: Asked, snapshot: _checkpoint.commit.Snapshot, blocked: float
     ) -> SaveResult:
         """Writes a snapshot, and deletes what is not kept any more."""
         step, final, options = asked.step, snapshot.final, snapshot.options
         with self._run.replacing(final):
-            written, self._saved = _save.execute(snapshot, self._previous())
+            written, self._saved = _checkpoint.save.execute(snapshot, self._previous())
         self._own.add(step)
         tier = self._run.tier(final)
         said = {} if self._run.tiers is None else {"tier": tier}
@@ -277,13 +275,13 @@ class Saves:
         """Does what a save does at first, and returns how many bytes it would store."""
         path = self._run.saves_in / "rehearsal" / self._run.format.name(0)
         options = self._options(0, dataset=dataset)
-        size = _save.take(path, state, options).stored_bytes
+        size = _checkpoint.save.take(path, state, options).stored_bytes
         self._try_undoing(state)
         return size
 
     def save_params_only(self, step: int, state: PyTree) -> Path | None:
         """See `Checkpointer.save_params_only`."""
-        if not _save.has_optimizer(state):
+        if not _checkpoint.save.has_optimizer(state):
             return None
         what = f"the parameters of step {step}"
         together = self._processes.begin("params", what)
@@ -292,11 +290,12 @@ class Saves:
             path = self.aside.path(step)
             options = self._options(step, overwrite=True, together=together)
             options = dataclasses.replace(
-                options, transforms=(_save.without_optimizer, *options.transforms)
+                options,
+                transforms=(_checkpoint.save.without_optimizer, *options.transforms),
             )
-            with _commit.beginning(path):
-                snapshot = _save.take(path, state, options)
-            _save.execute(snapshot)
+            with _checkpoint.commit.beginning(path):
+                snapshot = _checkpoint.save.take(path, state, options)
+            _checkpoint.save.execute(snapshot)
             if _util.processes.is_first():
                 self.aside.keep_only(path)
         return path

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from flaxckpt import _arrays, _commit, _save, _state, _util, errors
+from flaxckpt import _arrays, _checkpoint, _state, _util, errors
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import PyTree
@@ -137,17 +137,19 @@ def simulate(
         OptionError: There is no such mesh, or its devices cannot be divided.
         UnsupportedLeafError, LeafNameError: As `save` says.
     """
-    options = _commit.Options(layout=checked_layout(layout))
-    table, structure = _save.planned(_state.flax_state.flatten(abstract_state), options)
+    options = _checkpoint.commit.Options(layout=checked_layout(layout))
+    table, structure = _checkpoint.save.planned(
+        _state.flax_state.flatten(abstract_state), options
+    )
     infos = tuple([leaf.info for leaf in table.values()])
     _check_meshes(infos, processes)
     names = [_native.orbax_json.param_name(info.keys) for info in infos]
-    ocdbt = _save.uses_ocdbt(infos, names, options.layout)
+    ocdbt = _checkpoint.save.uses_ocdbt(infos, names, options.layout)
     _native.names.check(infos, names, ocdbt=ocdbt)
-    snapshot = _commit.Snapshot(
+    snapshot = _checkpoint.commit.Snapshot(
         _NOWHERE, infos, structure, (), {}, {}, ocdbt, options, 0.0
     )
-    metadata = _commit.metadata_files(snapshot)
+    metadata = _checkpoint.commit.metadata_files(snapshot)
 
     stored = [info for info in infos if info.chunk_shape is not None]
     tasks = [_arrays.layout.task(info) for info in stored]

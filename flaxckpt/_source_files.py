@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flaxckpt import _steps, _storage, errors
-from flaxckpt._belongings import shards
+from flaxckpt._checkpoint.overwrite import shards
 from flaxckpt.formats import _safetensors, _t5x
 
 _MAX_FILES = 200_000

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flaxckpt import _arrays, _commit, _save, _state, _storage, _util
+from flaxckpt import _arrays, _checkpoint, _state, _storage, _util
 from flaxckpt._arrays.blockwise import Piece
 from flaxckpt._arrays.to_host import HostArray, HostShard
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
@@ -207,7 +207,7 @@ class _OrbaxTarget:
         infos = state.infos
         names = [_native.orbax_json.param_name(info.keys) for info in infos]
         self._names = {i.path: name for i, name in zip(infos, names, strict=True)}
-        self._ocdbt = _save.uses_ocdbt(infos, names, state.layout)
+        self._ocdbt = _checkpoint.save.uses_ocdbt(infos, names, state.layout)
         _native.names.check(infos, names, ocdbt=self._ocdbt)
         _native.manifest.check_arrays(infos)
         self.pieces = state.pieces(by_chunk=True)
@@ -294,7 +294,7 @@ class _OrbaxTarget:
             dataset=state.dataset,
             created=metadata.created or now,
             committed=now,
-            versions=_commit.versions(),
+            versions=_checkpoint.commit.versions(),
             lineage=metadata.lineage,
             transforms=metadata.transforms,
         )

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from flaxckpt import (
-    _belongings,
     _changes,
+    _checkpoint,
     _copies,
     _retention,
     _steps,
@@ -330,7 +330,7 @@ class Tiers:
             if _storage.paths.is_remote(path) or not _steps.markers.is_damaged(
                 path
             ):  # else set aside
-                _belongings.check_replaceable(path)
+                _checkpoint.overwrite.check_replaceable(path)
         except errors.CheckpointExistsError:
             raise
         except OSError as error:

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flaxckpt import (
-    _audit,
     _changes,
+    _checkpoint,
     _copies,
     _measured,
     _retention,
@@ -301,7 +301,7 @@ class Uploads:
                 self._drop(step, path, mark)
                 return
             if not is_there:
-                _audit.check(path)
+                _checkpoint.file_sizes.check(path)
                 if not self._far.would_keep(step, self._near):
                     self._skip(step, path, mark)
                     return

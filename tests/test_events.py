@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flaxckpt
-from flaxckpt import _save, _stream, errors
+from flaxckpt import _stream, errors
+from flaxckpt._checkpoint import save
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt.formats import _locate
 from flaxckpt.policies import LatestN
@@ -90,7 +91,7 @@ def test_a_save_that_fails_tells_why(tmp_path, monkeypatch):
     with flaxckpt.Checkpointer(tmp_path, sinks=[seen.append]) as ckpt:
         with pytest.raises(errors.UnsupportedLeafError):
             ckpt.save(1, {"f": object()})
-        monkeypatch.setattr(_save._storage, "sync_tree", fail)
+        monkeypatch.setattr(save._storage, "sync_tree", fail)
         ckpt.save(2, state(2))
         with pytest.raises(errors.SaveFailedError):
             ckpt.wait()

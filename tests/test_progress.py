@@ -15,7 +15,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flaxckpt
-from flaxckpt import _plan, _restore, _save, transforms
+from flaxckpt import transforms
+from flaxckpt._checkpoint import plan, restore, save
 from flaxckpt._util import progress as util_progress
 from flaxckpt.formats import _locate
 
@@ -233,11 +234,11 @@ def test_all_bytes_are_counted_once(tmp_path, options, verify):
     saved = util_progress.Counter("saving")
     layout = flaxckpt.ArrayLayout(**options)
     half = [transforms.cast("large", "float32")]
-    given = _save.Options(layout=layout, transforms=half, count=saved.add)
-    snapshot = _save.take(tmp_path / "c", state(), given)
-    _save.execute(snapshot)
+    given = save.Options(layout=layout, transforms=half, count=saved.add)
+    snapshot = save.take(tmp_path / "c", state(), given)
+    save.execute(snapshot)
     assert saved.done == snapshot.nbytes > 0
     loaded = util_progress.Counter("loading")
     stored = _locate.read_stored(tmp_path / "c", None)
-    _restore.restore(stored, state(), _plan.Options(verify=verify), loaded)
+    restore.restore(stored, state(), plan.Options(verify=verify), loaded)
     assert loaded.done == loaded.total > 0

@@ -20,7 +20,8 @@ import pytest
 import strategies
 
 import flaxckpt
-from flaxckpt import _retention, _save, errors
+from flaxckpt import _retention, errors
+from flaxckpt._checkpoint import save as checkpoint_save
 from flaxckpt._steps import delete as steps_delete
 from flaxckpt._storage import local as storage_local
 from flaxckpt._storage import rename as storage_rename
@@ -1054,7 +1055,9 @@ def test_a_save_that_is_waited_for_leaves_deletions_to_the_next(tmp_path, monkey
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[Waited(1)])
     handle = ckpt.save(9, state(9))
     monkeypatch.setattr(
-        _save._progress, "shown", lambda counter: contextlib.nullcontext(waited.set())
+        checkpoint_save._progress,
+        "shown",
+        lambda counter: contextlib.nullcontext(waited.set()),
     )
     assert handle.wait().deleted_steps == (0, 1)
     assert ckpt.steps() == [*range(2, 10)]

@@ -16,7 +16,9 @@ from flax.training.train_state import TrainState
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import flaxckpt
-from flaxckpt import _commit, _plan, _planner, _save, errors, transforms
+from flaxckpt import errors, transforms
+from flaxckpt._checkpoint import commit, planner, save
+from flaxckpt._checkpoint import plan as checkpoint_plan
 from flaxckpt._state import classes as state_classes
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import leaf as state_leaf
@@ -67,13 +69,13 @@ def several_optimizers(n):
 
 
 def snapshot(state):
-    return _save.take(NOWHERE, state, _save.Options())
+    return save.take(NOWHERE, state, save.Options())
 
 
 @functools.cache
 def contents(make, n):
     taken = snapshot(make(n))
-    return _commit._contents(taken)
+    return commit._contents(taken)
 
 
 @functools.cache
@@ -103,7 +105,7 @@ def read(make, n, *, with_roles=True):
 
 
 def plan(stored, state, **options):
-    return _planner.make(stored, state, _plan.Options(**options))
+    return planner.make(stored, state, checkpoint_plan.Options(**options))
 
 
 WORK = {
@@ -195,7 +197,7 @@ def test_a_flattened_state_is_freed_without_the_garbage_collector(wrap):
     try:
         state_flax_state.flatten(state)
         state_tree.flatten(state)
-        _save.take(NOWHERE, {"a": state}, _save.Options())
+        save.take(NOWHERE, {"a": state}, save.Options())
         del state, leaf
         assert gone() is None
     finally:

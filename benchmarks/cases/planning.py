@@ -9,7 +9,7 @@ import jax
 from benchmarks import states, timing
 from benchmarks.samples import Rows, Sample, Series, Settings
 from benchmarks.states import PyTree
-from flaxckpt import _commit, _save
+from flaxckpt._checkpoint import commit, save
 
 CASE = "planning"
 
@@ -31,4 +31,4 @@ def run(settings: Settings) -> Rows:
 
 
 def _plan(path: Path, state: PyTree) -> object:
-    return _save.take(path, state, _commit.Options())
+    return save.take(path, state, commit.Options())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from flaxckpt import _audit, _steps, _storage, _util, _verify, errors
-from flaxckpt._findings import VerifyReport
+from flaxckpt import _checkpoint, _steps, _storage, _util, errors
+from flaxckpt._checkpoint.verify_report import VerifyReport
 from flaxckpt._listing import Step
 from flaxckpt._report._data import Integrity, State
 from flaxckpt.formats import _locate
@@ -47,7 +47,7 @@ def _looked_at(step: Step, is_new: bool) -> Integrity:
     path = _storage.paths.from_text(step.path)
     try:
         if is_ours:
-            _audit.check(path)
+            _checkpoint.file_sizes.check(path)
         else:  # perhaps it was ours, and lacks the manifest
             _locate.read_stored(path, None)
     except (errors.CheckpointError, OSError) as error:
@@ -71,9 +71,9 @@ def _verified(step: Step) -> Integrity:
     path = _storage.paths.from_text(step.path)
     try:
         try:
-            found = _verify.verify_checkpoint(path, step.step)
+            found = _checkpoint.verify.verify_checkpoint(path, step.step)
         except errors.DamagedCheckpointError as error:
-            found = _verify.lost(path, step.step, error)
+            found = _checkpoint.verify.lost(path, step.step, error)
     except (errors.CheckpointError, OSError) as error:
         return _of_error(step, error)
     told = {**found.problems, **found.unread}

@@ -10,7 +10,7 @@ from flaxckpt import errors
 from flaxckpt.cli import _app, _print
 
 if TYPE_CHECKING:
-    from flaxckpt._plan import RestorePlan
+    from flaxckpt._checkpoint.plan import RestorePlan
 
 
 @_app.verb
@@ -54,11 +54,11 @@ def plan(
       flaxckpt plan runs/7 runs/8
       flaxckpt plan runs/7 wanted.json
     """
-    from flaxckpt import _restore, _wanted
+    from flaxckpt import _checkpoint, _wanted
 
     path, step = _app.checkpoint(path, step, step_format)
     wanted = _wanted.wanted(target, step=target_step)
-    found = _restore.plan(
+    found = _checkpoint.restore.plan(
         path,
         wanted.state,
         step=step,

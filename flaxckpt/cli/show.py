@@ -54,10 +54,10 @@ def show(
       flaxckpt show runs/7 --depth 2
       flaxckpt show runs/7 params/dense/kernel
     """
-    from flaxckpt import _leaf_statistics, _restore, _sizes
+    from flaxckpt import _checkpoint, _leaf_statistics, _sizes
 
     path, step = _app.checkpoint(path, step, step_format)
-    found = _restore.metadata(path, step=step)
+    found = _checkpoint.restore.metadata(path, step=step)
     if leaf is not None and leaf in found.leaves:
         statistics = _leaf_statistics.leaf_statistics(path, leaf, step=step)
         _show_leaf(statistics, json)

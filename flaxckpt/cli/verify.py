@@ -11,7 +11,7 @@ from flaxckpt.cli import _app, _print
 from flaxckpt.cli._print import Cell, Column
 
 if TYPE_CHECKING:
-    from flaxckpt._findings import VerifyReport
+    from flaxckpt._checkpoint.verify_report import VerifyReport
 
 _ROWS = 20
 
@@ -35,7 +35,7 @@ def verify(
     Example:
       flaxckpt verify runs/7 --all
     """
-    from flaxckpt import _keeping, _verify
+    from flaxckpt import _checkpoint, _keeping
 
     if every and step is not None:
         raise errors.OptionError("--all is all steps: leave --step out")
@@ -45,7 +45,7 @@ def verify(
     for number in steps:
         try:
             one, at = _app.checkpoint(path, number, step_format)
-            reports.append(_verify.verify(one, step=at))
+            reports.append(_checkpoint.verify.verify(one, step=at))
         except errors.CheckpointFormatError as error:
             if not every:
                 raise

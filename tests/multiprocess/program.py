@@ -37,7 +37,8 @@ if COUNT > 1:
 import states  # noqa: E402
 
 import flaxckpt  # noqa: E402
-from flaxckpt import _joint_save, errors  # noqa: E402
+from flaxckpt import errors  # noqa: E402
+from flaxckpt._checkpoint import save_distributed  # noqa: E402
 from flaxckpt._distributed import heartbeat as distributed_heartbeat  # noqa: E402
 from flaxckpt._distributed import key_value as distributed_key_value  # noqa: E402
 from flaxckpt._distributed import operation as distributed_operation  # noqa: E402
@@ -143,14 +144,14 @@ def train():
     The last process writes only when all have trained on, and they train on only while
     it has not written.
     """
-    real, may_write = _joint_save._write_part, threading.Event()
+    real, may_write = save_distributed._write_part, threading.Event()
 
     def write_later(*args):
         assert may_write.wait(60)
         return real(*args)
 
     if RANK == COUNT - 1:
-        _joint_save._write_part = write_later
+        save_distributed._write_part = write_later
 
     @jax.jit
     def step(state):

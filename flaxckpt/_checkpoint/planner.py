@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flaxckpt import _arrays, _plan, _state, _util, errors
-from flaxckpt._finder import Finder
-from flaxckpt._fit import misfit, missing, too_wide
-from flaxckpt._plan import LeafPlan, Options, Recipe, RestorePlan
+from flaxckpt import _arrays, _state, _util, errors
+from flaxckpt._checkpoint import plan as checkpoint_plan
+from flaxckpt._checkpoint.match import Finder
+from flaxckpt._checkpoint.mismatch import misfit, missing, too_wide
+from flaxckpt._checkpoint.plan import LeafPlan, Options, Recipe, RestorePlan
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
@@ -86,9 +87,11 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
         if problem := too_wide(leaf.info, leaf.info):
             problems.append(problem)
         size = reading.add(leaf, wanted)
-        sources = _plan.source_paths(leaf)
-        actions = _plan.actions(wanted, leaf, path, path)
-        leaves[path] = LeafPlan(actions, sources, wanted, _plan.stored_info(leaf), size)
+        sources = checkpoint_plan.source_paths(leaf)
+        actions = checkpoint_plan.actions(wanted, leaf, path, path)
+        leaves[path] = LeafPlan(
+            actions, sources, wanted, checkpoint_plan.stored_info(leaf), size
+        )
     structure = _state.containers.of(stored.structure, stored.table, table)
     total = reading.bytes_to_read
     return (
@@ -104,7 +107,7 @@ class _Reading:
         self.given: dict[LeafPath, Any] = {}
         self._jobs: list[_arrays.read.ReadJob] = []
         self._derived: list[Leaf] = []
-        self._numbers: list[_plan.ComputedNumber] = []
+        self._numbers: list[checkpoint_plan.ComputedNumber] = []
         self._seen: set[int] = set()  # read for one of them
 
     def add(self, leaf: Leaf, wanted: LeafInfo) -> int:
@@ -120,7 +123,7 @@ class _Reading:
             if leaf.info.is_python_number and not wanted.is_python_number:
                 # Whether it fits the wanted type is seen once it is computed.
                 computed = dataclasses.replace(leaf.info, path=path, keys=wanted.keys)
-                self._numbers.append(_plan.ComputedNumber(computed, wanted))
+                self._numbers.append(checkpoint_plan.ComputedNumber(computed, wanted))
             self._derived.append(Leaf(computed, leaf.sources, leaf.fn))
             new = {id(source): source for source in stored}
             new = {key: new[key] for key in new.keys() - self._seen}
@@ -357,10 +360,10 @@ class _Planner:
             self._conflict(problem, wanted, found.info, (source_path,))
             return
         self._leaves[path] = LeafPlan(
-            _plan.actions(wanted, found, path, source_path),
-            _plan.source_paths(found),
+            checkpoint_plan.actions(wanted, found, path, source_path),
+            checkpoint_plan.source_paths(found),
             wanted,
-            _plan.stored_info(found),
+            checkpoint_plan.stored_info(found),
             self._reading.add(found, wanted),
         )
 

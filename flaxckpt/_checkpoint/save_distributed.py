@@ -16,8 +16,9 @@ from pathlib import Path
 import jax
 from jax.sharding import NamedSharding
 
-from flaxckpt import _arrays, _commit, _distributed, _storage, _util, datasets, errors
-from flaxckpt._commit import Snapshot, Written
+from flaxckpt import _arrays, _distributed, _storage, _util, datasets, errors
+from flaxckpt._checkpoint import commit
+from flaxckpt._checkpoint.commit import Snapshot, Written
 from flaxckpt._distributed.messages import ApartError
 from flaxckpt._distributed.operation import Operation
 from flaxckpt._state.leaf import Leaf, LeafInfo
@@ -136,7 +137,7 @@ def execute(
         SaveFailedError: Somebody could not write, or is gone; nothing is kept.
     """
     try:
-        with _commit.alone(snapshot.final):
+        with commit.alone(snapshot.final):
             if together.is_first:
                 return _lead(snapshot, previous, together)
             return _follow(snapshot, previous, together)
@@ -147,10 +148,10 @@ def execute(
 def _lead(
     snapshot: Snapshot, previous: _arrays.write.Previous | None, together: Operation
 ) -> Written:
-    with _commit.made(snapshot) as temporary:
+    with commit.made(snapshot) as temporary:
         try:
             together.first("made", lambda: temporary.name)
-            contents, files = _commit.fill(snapshot, temporary, previous)
+            contents, files = commit.fill(snapshot, temporary, previous)
             told = together.gather("written")
         except BaseException as error:
             # The others write there: it is removed when they have stopped.
@@ -163,7 +164,7 @@ def _lead(
                 temporary / _native.checkpoint.STATE, together.count
             )
         digests = {n: d for each in told[1:] for n, d in json.loads(each).items()}
-        written = _commit.finish(snapshot, temporary, contents, files, digests)
+        written = commit.finish(snapshot, temporary, contents, files, digests)
     together.first("committed", lambda: str(written.size))
     return written
 
@@ -182,7 +183,7 @@ def _follow(
         raise
     size = int(together.first("committed", str))
     manifest = _storage.local.stamp(snapshot.final / _native.orbax_json.MANIFEST)
-    return Written(size, _commit.for_next(snapshot, manifest))
+    return Written(size, commit.for_next(snapshot, manifest))
 
 
 def _write_part(
@@ -197,13 +198,13 @@ def _write_part(
         File -> digest, of the state of its dataset iterators.
     """
     root = temporary / _native.checkpoint.STATE
-    _commit.write_arrays(snapshot, root, previous, together.check)
+    commit.write_arrays(snapshot, root, previous, together.check)
     files = {
         f"{_native.checkpoint.DATASET}/{name}": content
         for name, content in snapshot.dataset.items()
         if name != datasets.DESCRIPTION
     }
-    _commit.write_new(temporary, files)
+    commit.write_new(temporary, files)
     if files:
         _storage.local.sync_directory(temporary / _native.checkpoint.DATASET)
     if snapshot.ocdbt:

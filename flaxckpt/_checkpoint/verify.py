@@ -10,17 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from flaxckpt import (
-    _arrays,
-    _audit,
-    _file_checks,
-    _findings,
-    _steps,
-    _storage,
-    _util,
-    errors,
-)
-from flaxckpt._file_checks import check_committed, check_digest, check_keys
+from flaxckpt import _arrays, _steps, _storage, _util, errors
+from flaxckpt._checkpoint import checksums, file_sizes, verify_report
+from flaxckpt._checkpoint.checksums import check_committed, check_digest, check_keys
 from flaxckpt._state.leaf import Leaf, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt.formats import _locate, _native
@@ -31,7 +23,7 @@ _PIECE_BYTES = 64 * 2**20
 """No less than a chunk of ours, which would be read for each piece of it."""
 
 
-def verify(path: PathLike, *, step: int | None = None) -> _findings.VerifyReport:
+def verify(path: PathLike, *, step: int | None = None) -> verify_report.VerifyReport:
     """Reads all of a checkpoint, in any format, and compares it with its checksums.
 
     What flaxckpt wrote is compared byte by byte: arrays with the CRC-32C of their
@@ -63,7 +55,7 @@ def verify(path: PathLike, *, step: int | None = None) -> _findings.VerifyReport
 
 def verify_checkpoint(
     path: Path, step: int | None, *, thorough: bool = True
-) -> _findings.VerifyReport:
+) -> verify_report.VerifyReport:
     """Reads all of the checkpoint `path`, whose number is `step`.
 
     Args:
@@ -75,7 +67,7 @@ def verify_checkpoint(
         CheckpointNotFoundError, CheckpointFormatError: There is none.
     """
     start, counter = time.monotonic(), _util.progress.Counter(f"verifying {path.name}")
-    found = _findings.Findings(counter, thorough=thorough)
+    found = verify_report.Findings(counter, thorough=thorough)
     with _util.progress.shown(counter), _storage.paths.looking(path):
         stored = _description(path, step, found)
         format_name = "unknown" if stored is None else stored.metadata.format
@@ -87,11 +79,11 @@ def verify_checkpoint(
                 _verify_foreign(path, stored, found)
             if stored is not None and step is not None:
                 check = functools.partial(_locate.check_step, path, step, stored)
-                found.attempt(_findings.HERE, check)
+                found.attempt(verify_report.HERE, check)
         except OSError as error:
             if not _storage.permissions.is_unread(error):
                 raise
-            found.add(found.unread, _findings.HERE, str(error))
+            found.add(found.unread, verify_report.HERE, str(error))
     secs = time.monotonic() - start
     if stored is None:
         return found.report(path, format_name, step, extra, secs)
@@ -116,15 +108,17 @@ def check(path: Path) -> None:
     report = verify_checkpoint(path, None)
     for name, why in {**report.problems, **report.unread}.items():
         if not name.startswith(f"{_native.checkpoint.METRICS}/"):
-            where = path if name == _findings.HERE else name
+            where = path if name == verify_report.HERE else name
             raise errors.DamagedCheckpointError(f"{where}: {why}")
 
 
-def lost(path: Path, step: int | None, error: Exception) -> _findings.VerifyReport:
+def lost(path: Path, step: int | None, error: Exception) -> verify_report.VerifyReport:
     """The report on what is not recognised as the checkpoint that it was."""
-    found = _findings.Findings(_util.progress.Counter(""), thorough=True)
+    found = verify_report.Findings(_util.progress.Counter(""), thorough=True)
     is_unread = _storage.permissions.is_unread(error)
-    found.add(found.unread if is_unread else found.problems, _findings.HERE, str(error))
+    found.add(
+        found.unread if is_unread else found.problems, verify_report.HERE, str(error)
+    )
     return found.report(path, "unknown", step, (), 0.0)
 
 
@@ -140,16 +134,16 @@ def damage(path: Path, step: int | None) -> str | None:
             return None
         # It was a checkpoint, and is none any more.
         is_ours = _steps.scan.sign(path) or (path / _native.checkpoint.STATE).is_dir()
-        if is_ours and _findings.unreadable(path) is None:
+        if is_ours and verify_report.unreadable(path) is None:
             return str(error).splitlines()[0]
         return None
     for name, why in report.problems.items():
-        return why if name == _findings.HERE else f"{name}: {why}"
+        return why if name == verify_report.HERE else f"{name}: {why}"
     return None
 
 
 def _description(
-    path: Path, step: int | None, found: _findings.Findings
+    path: Path, step: int | None, found: verify_report.Findings
 ) -> Stored | None:
     """Everything of a checkpoint but its arrays; None if it cannot be had."""
     try:
@@ -158,15 +152,15 @@ def _description(
         if isinstance(error, errors.CheckpointNotFoundError):
             raise
         if _storage.permissions.is_unread(error):
-            found.add(found.unread, _findings.HERE, str(error))
-        elif (why := _findings.unreadable(path)) is not None:
-            found.add(found.unread, _findings.HERE, why)
+            found.add(found.unread, verify_report.HERE, str(error))
+        elif (why := verify_report.unreadable(path)) is not None:
+            found.add(found.unread, verify_report.HERE, why)
         else:
-            found.add(found.problems, _findings.HERE, str(error))
+            found.add(found.problems, verify_report.HERE, str(error))
         return None
 
 
-def _unreadable(stored: Stored, found: _findings.Findings) -> dict[LeafPath, str]:
+def _unreadable(stored: Stored, found: verify_report.Findings) -> dict[LeafPath, str]:
     """Leaf path -> the reason why a restore cannot read the leaf."""
     unreadable: dict[LeafPath, str] = {}
     for faults, default in (
@@ -200,11 +194,11 @@ def _leaves_in(name: str, stored: Stored) -> list[LeafPath]:
 # ---- our own format ---------------------------------------------------------------
 
 
-def _verify_own(path: Path, stored: Stored, found: _findings.Findings) -> list[str]:
+def _verify_own(path: Path, stored: Stored, found: verify_report.Findings) -> list[str]:
     """Compares every file with its checksum; returns those that are no part of it."""
     manifest = _native.items.json_file(path / _native.orbax_json.MANIFEST, path)
     encoding = _native.manifest.encoding(manifest)
-    digests = _audit.digests(path, stored)
+    digests = file_sizes.digests(path, stored)
     checks: list[tuple[str, Callable[[], object]]] = [
         (
             name,
@@ -217,23 +211,21 @@ def _verify_own(path: Path, stored: Stored, found: _findings.Findings) -> list[s
     if encoding is None or manifest["ocdbt"]:
         undigested = {} if _has_database(digests) else leaves
         if undigested:
-            known |= _findings.names(path, path / _native.checkpoint.STATE)
+            known |= verify_report.names(path, path / _native.checkpoint.STATE)
     else:
         undigested = {}
         for leaf_path, leaf in leaves.items():
-            files, made = _file_checks.of_array(
-                path, encoding, leaf.info, digests, found
-            )
+            files, made = checksums.of_array(path, encoding, leaf.info, digests, found)
             known |= files
             checks += [(leaf_path, check) for check in made]
             if not encoding.checksum and not files <= digests.keys():
                 undigested[leaf_path] = leaf
     is_digested = manifest.get("metrics") is True or _steps.markers.is_measured(path)
-    checks += _file_checks.of_metrics(path, found, is_digested=is_digested)
+    checks += checksums.of_metrics(path, found, is_digested=is_digested)
     checks.append(
         (_native.checkpoint.COMMITTED, functools.partial(check_committed, path))
     )
-    found.counter.total = _findings.size_of(path)
+    found.counter.total = verify_report.size_of(path)
     found.run(checks)
     if encoding is not None and manifest["ocdbt"] and leaves:
         check_keys(path, encoding, leaves, found)
@@ -241,7 +233,7 @@ def _verify_own(path: Path, stored: Stored, found: _findings.Findings) -> list[s
         for leaf_path in undigested:
             found.unchecked[leaf_path] = "it was saved without checksums; it is there"
     _decode(path, undigested, found)
-    there = {name for name in _findings.names(path, path) if not _is_mark(name)}
+    there = {name for name in verify_report.names(path, path) if not _is_mark(name)}
     return sorted(there - known)
 
 
@@ -260,7 +252,7 @@ def _has_database(digests: Mapping[str, str]) -> bool:
 # ---- other formats ----------------------------------------------------------------
 
 
-def _verify_foreign(path: Path, stored: Stored, found: _findings.Findings) -> None:
+def _verify_foreign(path: Path, stored: Stored, found: verify_report.Findings) -> None:
     """Reads and decodes every array; that is all that can be done."""
     leaves = {p: leaf for p, leaf in stored.table.items() if _is_array(leaf)}
     found.counter.total = sum(
@@ -286,7 +278,7 @@ def _has_checksums(leaf: Leaf) -> bool:
 
 
 def _decode(
-    path: Path, leaves: Mapping[LeafPath, Leaf], found: _findings.Findings
+    path: Path, leaves: Mapping[LeafPath, Leaf], found: verify_report.Findings
 ) -> None:
     """Reads arrays, in pieces, and lets them go."""
     pieces = [
@@ -296,7 +288,7 @@ def _decode(
             leaf, chunk_shape=None, max_bytes=_PIECE_BYTES
         )
     ]
-    faults = _findings.Findings(found.counter, thorough=found.thorough)
+    faults = verify_report.Findings(found.counter, thorough=found.thorough)
     for batch in _arrays.blockwise.batches(pieces, max_bytes=_DECODED_AT_ONCE):
         if found.is_enough or faults.is_enough:
             break
@@ -310,7 +302,7 @@ def _decode(
                 faults.attempt(piece.path, read)
         found.counter.add(sum(piece.nbytes for piece in batch))
     # What reads and decodes does not say which of the two has failed.
-    proved = not faults.problems or _findings.unreadable(path) is None
+    proved = not faults.problems or verify_report.unreadable(path) is None
     for name, why in faults.problems.items():
         found.add(found.problems if proved else found.unread, name, why)
     for name, why in faults.unread.items():

@@ -16,17 +16,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from flaxckpt import (
-    _arrays,
-    _belongings,
-    _distributed,
-    _state,
-    _steps,
-    _storage,
-    _util,
-    errors,
-)
+from flaxckpt import _arrays, _distributed, _state, _steps, _storage, _util, errors
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
+from flaxckpt._checkpoint import overwrite as checkpoint_overwrite
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats import _native
@@ -232,7 +224,7 @@ def made(snapshot: Snapshot) -> Iterator[Path]:
     if not _storage.paths.is_remote(final):  # where whoever locks it next sweeps it
         _storage.temporary.sweep(final.parent, lambda name: name == final.name)
     elif snapshot.options.overwrite and _storage.commit_marker.is_committed(final):
-        _belongings.check_replaceable(final)  # which comes to its end at once
+        checkpoint_overwrite.check_replaceable(final)  # which comes to its end at once
     with _storage.temporary.made(
         final,
         overwrite=snapshot.options.overwrite,
@@ -332,7 +324,7 @@ def name(temporary: Path, final: Path, *, overwrite: bool) -> None:
     """Gives a finished directory its name, durably."""
     if overwrite and final.exists():
         # Somebody may have put files there since the save began.
-        _belongings.check_replaceable(final)
+        checkpoint_overwrite.check_replaceable(final)
         aside = _storage.temporary.beside(final, _storage.temporary.REPLACED)
         with _storage.temporary.claimed(final):
             _storage.rename.exchange(temporary, final, aside)

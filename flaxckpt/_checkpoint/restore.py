@@ -10,19 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from flaxckpt import (
-    _afresh,
-    _arrays,
-    _fit,
-    _plan,
-    _planner,
-    _state,
-    _storage,
-    _util,
-    datasets,
-    errors,
-)
-from flaxckpt._plan import RestorePlan
+from flaxckpt import _arrays, _state, _storage, _util, datasets, errors
+from flaxckpt._checkpoint import mismatch, optimizer_init, planner
+from flaxckpt._checkpoint import plan as checkpoint_plan
+from flaxckpt._checkpoint.plan import RestorePlan
 from flaxckpt._state.leaf import LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.errors import Mismatch
@@ -106,7 +97,7 @@ def load(
         DamagedCheckpointError: Parts of it are missing or fail their checksum.
         RestoreMismatchError: It does not fit `abstract_state`; all leaves are named.
     """
-    options = _plan.Options(
+    options = checkpoint_plan.Options(
         missing,
         unused,
         optimizer,
@@ -127,7 +118,7 @@ def load_source(
     path: Path,
     step: int | None,
     abstract_state: PyTree,
-    options: _plan.Options,
+    options: checkpoint_plan.Options,
     counter: _util.progress.Counter,
 ) -> tuple[PyTree, tuple[Lineage, ...]]:
     """Loads a checkpoint for a run to begin from, and says where it came from."""
@@ -150,7 +141,7 @@ def step_of(state: PyTree) -> int:
     roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
     found = {
         path: set(np.asarray(flat.table[path].source).ravel().tolist())
-        for path in _planner.step_counters(roles)
+        for path in planner.step_counters(roles)
         if path in flat.table
     }
     steps = set().union(*found.values())
@@ -192,9 +183,9 @@ def plan(
         CheckpointFormatError: What is there is no checkpoint.
         DamagedCheckpointError: Its description is missing or has changed.
     """
-    options = _plan.Options(missing, unused, optimizer, transforms)
+    options = checkpoint_plan.Options(missing, unused, optimizer, transforms)
     stored = _locate.read_stored(*_locate.locate(_storage.local.resolve(path), step))
-    return _planner.make(stored, abstract_state, options)[0]
+    return planner.make(stored, abstract_state, options)[0]
 
 
 @_util.gc_pause.paused()
@@ -244,7 +235,7 @@ def open_leaf(
     source = None if found is None else found.source
     if not isinstance(source, StoredLeaf) or source.open is None:
         wanted = LeafInfo(leaf_path, (), "array", "jax.Array")
-        nothing = _fit.missing(wanted, stored.table)
+        nothing = mismatch.missing(wanted, stored.table)
         raise errors.RestoreMismatchError(
             stored.metadata.path,
             [Mismatch(leaf_path, "an array", nothing.found)],
@@ -259,7 +250,7 @@ def open_leaf(
 def restore(
     stored: Stored,
     abstract_state: PyTree | None,
-    options: _plan.Options,
+    options: checkpoint_plan.Options,
     counter: _util.progress.Counter,
     has_read: Callable[[], object] = lambda: None,
 ) -> PyTree:
@@ -268,14 +259,14 @@ def restore(
     Calls `has_read` before anything is computed of what was read.
     """
     start = time.monotonic()
-    planned, recipe = _planner.make(stored, abstract_state, options)
+    planned, recipe = planner.make(stored, abstract_state, options)
     if planned.problems:
         elsewhere = [] if options.transforms else _elsewhere(planned, stored.table)
         raise errors.RestoreMismatchError(
             planned.path,
             planned.problems,
-            _fit.advice(planned.problems, abstract_state, stored.table, elsewhere),
-            shown=_fit.rows(planned.problems, elsewhere),
+            mismatch.advice(planned.problems, abstract_state, stored.table, elsewhere),
+            shown=mismatch.rows(planned.problems, elsewhere),
         )
     jobs: Sequence[_arrays.read.ReadJob] = recipe.jobs
     if options.read_once and _util.processes.process_count() > 1:
@@ -311,7 +302,7 @@ def restore(
 
 def _placed_numbers(
     path: str,
-    numbers: Sequence[_plan.ComputedNumber],
+    numbers: Sequence[checkpoint_plan.ComputedNumber],
     values: Mapping[LeafPath, Any],
 ) -> dict[LeafPath, Any]:
     """Python numbers that were computed, as the leaves that the state asks for.
@@ -335,7 +326,7 @@ def _placed_numbers(
     return placed
 
 
-def _elsewhere(planned: RestorePlan, table: LeafTable) -> list[_fit.Moved]:
+def _elsewhere(planned: RestorePlan, table: LeafTable) -> list[mismatch.Moved]:
     """Leaves that are wanted in one container, and stored in another."""
     lacking = {
         path: leaf.wanted
@@ -350,7 +341,7 @@ def _elsewhere(planned: RestorePlan, table: LeafTable) -> list[_fit.Moved]:
         if leaf.wanted is not None
         for source in leaf.sources
     }
-    return _fit.moved(lacking, used, table)
+    return mismatch.moved(lacking, used, table)
 
 
 def _check_current(stored: Stored) -> None:
@@ -401,7 +392,7 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
 
 
 def _built(
-    recipe: _plan.Recipe,
+    recipe: checkpoint_plan.Recipe,
     abstract_state: PyTree | None,
     path: str,
     values: dict[LeafPath, Any],
@@ -409,7 +400,7 @@ def _built(
     if recipe.flat is None:
         return _state.tree.unflatten(recipe.structure, values)
     if recipe.fresh:
-        fresh, kept = _afresh.values(recipe, abstract_state, values, path)
+        fresh, kept = optimizer_init.values(recipe, abstract_state, values, path)
         if kept:
             _warn(path, "are as the state has them", kept)
         values |= fresh
@@ -417,7 +408,7 @@ def _built(
 
 
 def _reading(
-    path: str, options: _plan.Options, report: Callable[[int], object]
+    path: str, options: checkpoint_plan.Options, report: Callable[[int], object]
 ) -> _arrays.read.Options:
     memory_map = options.memory_map
     if memory_map == "auto":
@@ -426,7 +417,11 @@ def _reading(
     return _arrays.read.Options(memory_map, options.verify, at_once, report)
 
 
-def _tell(planned: RestorePlan, recipe: _plan.Recipe, options: _plan.Options) -> None:
+def _tell(
+    planned: RestorePlan,
+    recipe: checkpoint_plan.Recipe,
+    options: checkpoint_plan.Options,
+) -> None:
     """Warns of what a caller may not expect: leaves left behind, moments made anew."""
     dropped = [p for p, leaf in planned.leaves.items() if "dropped" in leaf.actions]
     wanted = [leaf.wanted for leaf in planned.leaves.values() if leaf.wanted]

@@ -1,4 +1,4 @@
-"""The plan of a restore, as data: what `_planner` makes and `_restore` carries out."""
+"""The plan of a restore, as data: made by `planner`, carried out by `restore`."""
 
 from __future__ import annotations
 

@@ -8,22 +8,13 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flaxckpt import (
-    _arrays,
-    _belongings,
-    _commit,
-    _distributed,
-    _joint_save,
-    _state,
-    _storage,
-    _util,
-    datasets,
-    errors,
-)
+from flaxckpt import _arrays, _distributed, _state, _storage, _util, datasets, errors
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
-from flaxckpt._commit import Options, Snapshot, Written
-from flaxckpt._handle import SaveHandle
-from flaxckpt._save_result import SaveResult
+from flaxckpt._checkpoint import commit, save_distributed
+from flaxckpt._checkpoint import overwrite as checkpoint_overwrite
+from flaxckpt._checkpoint.commit import Options, Snapshot, Written
+from flaxckpt._checkpoint.handle import SaveHandle
+from flaxckpt._checkpoint.result import SaveResult
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
 from flaxckpt.formats import _native
@@ -98,7 +89,7 @@ def save_async(
     """
     start = time.monotonic()
     final = _storage.local.resolve(path)
-    _belongings.check_name(final, "save")
+    checkpoint_overwrite.check_name(final, "save")
     counter = _util.progress.Counter(f"saving {final.name}")
     together = _distributed.agreement.begin("save", final, str(final))
     options = Options(
@@ -109,7 +100,7 @@ def save_async(
         count=counter.add,
         together=together,
     )
-    with _distributed.agreement.telling(together), _commit.beginning(final):
+    with _distributed.agreement.telling(together), commit.beginning(final):
         snapshot = take(final, state, options)
     counter.total = snapshot.nbytes
     blocked = time.monotonic() - start
@@ -185,13 +176,13 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     places = {}
     if together is not None:
         places = _arrays.to_host.places(arrays, together.count)
-        arrays = _joint_save.own(together, infos, arrays)
+        arrays = save_distributed.own(together, infos, arrays)
     dataset = {} if options.dataset is None else datasets.state_files(options.dataset)
     snapshot = Snapshot(
         final, infos, structure, (), strings, dataset, ocdbt, options, created
     )
     if _may_be_too_large(infos):
-        _commit.metadata_files(snapshot)  # raises, before anything is written
+        commit.metadata_files(snapshot)  # raises, before anything is written
     values = tuple(_arrays.to_host.to_host(arrays, places))
     return dataclasses.replace(snapshot, arrays=values)
 
@@ -351,7 +342,7 @@ def _check_free(final: Path, *, overwrite: bool) -> None:
             f"{final} exists: choose another path, or pass overwrite=True (to a"
             " Checkpointer: on_exists='overwrite')"
         )
-    _belongings.check_replaceable(final)
+    checkpoint_overwrite.check_replaceable(final)
 
 
 def json_of(metadata: Mapping[str, JSON]) -> dict[str, JSON]:
@@ -389,5 +380,5 @@ def execute(
             after the disk did not confirm its name, told of.
     """
     if snapshot.options.together is None:
-        return _commit.execute(snapshot, previous)
-    return _joint_save.execute(snapshot, previous, snapshot.options.together)
+        return commit.execute(snapshot, previous)
+    return save_distributed.execute(snapshot, previous, snapshot.options.together)

@@ -11,13 +11,14 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
-from flaxckpt import _arrays, _plan, _state, errors
+from flaxckpt import _arrays, _state, errors
+from flaxckpt._checkpoint import plan
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
 
 
 def values(
-    recipe: _plan.Recipe,
+    recipe: plan.Recipe,
     abstract_state: PyTree,
     restored: Mapping[LeafPath, Any],
     path: str,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from flaxckpt import _util, errors
-from flaxckpt._save_result import SaveResult
+from flaxckpt._checkpoint.result import SaveResult
 
 
 class SaveHandle:

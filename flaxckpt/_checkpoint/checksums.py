@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import crc32c
 
-from flaxckpt import _arrays, _audit, _findings, _state, _storage
+from flaxckpt import _arrays, _state, _storage
+from flaxckpt._checkpoint import file_sizes, verify_report
 from flaxckpt._state.leaf import Leaf, LeafInfo
 from flaxckpt._types import LeafPath
 from flaxckpt.formats import _native
@@ -24,7 +25,7 @@ def check_keys(
     path: Path,
     encoding: _arrays.zarr.metadata.Encoding,
     leaves: Mapping[LeafPath, Leaf],
-    found: _findings.Findings,
+    found: verify_report.Findings,
 ) -> None:
     """Looks for all that arrays must have in a database, which is sound without."""
     if any(_native.checkpoint.is_of_arrays(name) for name in found.problems):
@@ -40,10 +41,10 @@ def check_keys(
     for leaf_path, leaf in leaves.items():
         name = _native.orbax_json.param_name(leaf.info.keys)
         shape, _ = _arrays.layout.stored_form(leaf.info)
-        chunks = _audit.keys(encoding, shape, leaf.info.chunk_shape or ())
+        chunks = file_sizes.keys(encoding, shape, leaf.info.chunk_shape or ())
         missing = [
             key
-            for key in (_audit.metadata_name(encoding), *chunks)
+            for key in (file_sizes.metadata_name(encoding), *chunks)
             if _arrays.zarr.metadata.database_key(name, key) not in there
         ]
         if missing:
@@ -57,7 +58,7 @@ def of_array(
     encoding: _arrays.zarr.metadata.Encoding,
     info: LeafInfo,
     digests: Mapping[str, str],
-    found: _findings.Findings,
+    found: verify_report.Findings,
 ) -> tuple[set[str], list[Callable[[], object]]]:
     """The files of an array, and what is to be done with those without a digest."""
     name = _native.orbax_json.param_name(info.keys)
@@ -66,7 +67,7 @@ def of_array(
     )
     shape, dtype = _arrays.layout.stored_form(info)
     chunk_shape = info.chunk_shape or ()
-    metadata = f"{directory}/{_audit.metadata_name(encoding)}"
+    metadata = f"{directory}/{file_sizes.metadata_name(encoding)}"
     files = {metadata}
     checks: list[Callable[[], object]] = []
     if metadata not in digests:
@@ -79,9 +80,9 @@ def of_array(
             _arrays.zarr.metadata.check_compact(text)
 
         checks.append(check_metadata)
-    size = _audit.chunk_bytes(encoding, info)
+    size = file_sizes.chunk_bytes(encoding, info)
     most = size or math.prod(chunk_shape) * _state.dtypes.item_bits(dtype) // 8
-    for key in _audit.keys(encoding, shape, chunk_shape):
+    for key in file_sizes.keys(encoding, shape, chunk_shape):
         file = f"{directory}/{key}"
         files.add(file)
         if file not in digests:
@@ -96,8 +97,8 @@ def check_digest(
 ) -> None:
     """Compares a file with its SHA-256."""
     digest = hashlib.sha256()
-    most = _findings.LARGE if _native.checkpoint.is_of_arrays(name) else 0
-    _findings.stream(path / name, path, count, digest.update, most)
+    most = verify_report.LARGE if _native.checkpoint.is_of_arrays(name) else 0
+    verify_report.stream(path / name, path, count, digest.update, most)
     if f"sha256:{digest.hexdigest()}" != recorded:
         raise ValueError("it has changed since it was saved: its SHA-256 differs")
 
@@ -126,11 +127,11 @@ class _Chunk(NamedTuple):
 def _check_size(chunk: _Chunk, count: Callable[[int], object]) -> None:
     """Compares the size of a chunk with what it must be."""
     if not _storage.paths.is_remote(chunk.file):
-        with _findings.opened(chunk.file, chunk.root) as (_, found):
+        with verify_report.opened(chunk.file, chunk.root) as (_, found):
             chunk.check_size(found)
         return
     sizes: list[int] = []
-    _findings.stream(
+    verify_report.stream(
         chunk.file, chunk.root, count, lambda part: sizes.append(len(part)), chunk.most
     )
     chunk.check_size(sum(sizes))
@@ -153,7 +154,7 @@ def _check_chunk(chunk: _Chunk, count: Callable[[int], object]) -> None:
             part[-_arrays.zarr.chunk_file.CHECKSUM_BYTES :]
         )  # of the file, for all we know
 
-    _findings.stream(chunk.file, chunk.root, count, take, chunk.most)
+    verify_report.stream(chunk.file, chunk.root, count, take, chunk.most)
     chunk.check_size(found)
     if tail != value.to_bytes(_arrays.zarr.chunk_file.CHECKSUM_BYTES, "little"):
         raise ValueError(
@@ -171,7 +172,7 @@ def check_committed(path: Path) -> None:
 
 
 def of_metrics(
-    path: Path, found: _findings.Findings, *, is_digested: bool
+    path: Path, found: verify_report.Findings, *, is_digested: bool
 ) -> list[tuple[str, Callable[[], object]]]:
     """What is to be done with metrics, if there are or were some."""
     name = f"{_native.checkpoint.METRICS}/{_native.checkpoint.METRICS}"

@@ -1,0 +1,37 @@
+"""One checkpoint: save, commit, plan, restore and verify."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flaxckpt import _doors
+
+if TYPE_CHECKING:
+    from flaxckpt._checkpoint import (
+        commit,
+        file_sizes,
+        handle,
+        overwrite,
+        plan,
+        restore,
+        result,
+        save,
+        verify,
+        verify_report,
+    )
+
+__all__ = [
+    "commit",
+    "file_sizes",
+    "handle",
+    "overwrite",
+    "plan",
+    "restore",
+    "result",
+    "save",
+    "verify",
+    "verify_report",
+]
+
+if not TYPE_CHECKING:
+    __getattr__ = _doors.opener(__name__, __all__)
