@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from flaxckpt._checkpoint.save import save, save_async
     from flaxckpt._checkpoint.verify import verify
     from flaxckpt._checkpoint.verify_report import VerifyReport
-    from flaxckpt._checkpointer import Checkpointer
     from flaxckpt._convert import convert
     from flaxckpt._diff import CheckpointDiff, LeafDiff, diff
+    from flaxckpt._run.checkpointer import Checkpointer
     from flaxckpt._simulation import Simulation, simulate
     from flaxckpt._state.leaf import LeafInfo
     from flaxckpt._steps.event import Event
@@ -105,7 +105,7 @@ _HOMES = {
     "CheckpointCallback": "_callback",
     "CheckpointDiff": "_diff",
     "CheckpointMetadata": "formats._reader",
-    "Checkpointer": "_checkpointer",
+    "Checkpointer": "_run.checkpointer",
     "Event": "_steps.event",
     "LeafDiff": "_diff",
     "LeafInfo": "_state.leaf",

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from flaxckpt import errors
-from flaxckpt._checkpointer import Checkpointer
+from flaxckpt._run.checkpointer import Checkpointer
 from flaxckpt._types import PathLike, PyTree
 from flaxckpt.transforms import Transform
 

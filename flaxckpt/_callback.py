@@ -18,9 +18,9 @@ import numpy as np
 
 from flaxckpt import _beginning, _completed, _resume, _state, errors
 from flaxckpt._checkpoint.handle import SaveHandle
-from flaxckpt._checkpointer import Checkpointer
 from flaxckpt._hook import Hook
 from flaxckpt._preemption import Grace
+from flaxckpt._run.checkpointer import Checkpointer
 from flaxckpt._stopping import Stopping
 from flaxckpt._triggers import Triggers
 from flaxckpt._types import PathLike, PyTree

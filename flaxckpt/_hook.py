@@ -13,18 +13,17 @@ from typing import Any, Literal
 from flaxckpt import (
     _beginning,
     _held,
-    _measured,
     _preflight,
-    _sinks,
+    _run,
     _state,
     _util,
     datasets,
     errors,
 )
 from flaxckpt._checkpoint.handle import SaveHandle
-from flaxckpt._checkpointer import Checkpointer
 from flaxckpt._completed import Completed
 from flaxckpt._preemption import Grace, Notice
+from flaxckpt._run.checkpointer import Checkpointer
 from flaxckpt._stopping import Stopping
 from flaxckpt._triggers import Due, Triggers
 from flaxckpt._types import PyTree
@@ -81,7 +80,7 @@ class Hook:
         self._offset = offset
         self._check_step = check_step
         self._preflight = preflight
-        self._sinks = _sinks.listed(sinks)
+        self._sinks = _run.events.sinks.listed(sinks)
         self._subscribed: list[Any] = []
         self._seen = 0
         self._began_at: int | None = None
@@ -89,7 +88,7 @@ class Hook:
         self._restored: tuple[int, _held.Trace] | None = None
         self._consumption = _state.step_counter.Consumption()
         for sink in self._sinks:
-            _sinks.check(sink)
+            _run.events.sinks.check(sink)
 
     # ---- in the loop --------------------------------------------------------------
 
@@ -158,7 +157,7 @@ class Hook:
         self._seen = _beginning.check(
             ckpt, seen.step, self._began_at, again=self._last is not None
         )
-        _measured.as_metrics(seen.metrics())
+        _run.metrics.as_metrics(seen.metrics())
         state, dataset = seen.get("state"), seen.get("dataset")
         if self._check_step:
             _state.step_counter.check(state, seen.step, offset=self._offset)

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flaxckpt import _measured, _sizes, _steps, _storage, errors, formats, policies
-from flaxckpt._checkpointer import Checkpointer
+from flaxckpt import _run, _steps, _storage, errors, formats, policies
+from flaxckpt._run.checkpointer import Checkpointer
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _locate, _native
 from flaxckpt.policies import PreservationPolicy
@@ -174,9 +174,9 @@ def _templates(found: _steps.scan.Found) -> list[str]:
     return [f"{prefix}{{step}}", f"{prefix}{{step:0{len(digits[0])}d}}"]
 
 
-def _ranked(step: int, path: Path) -> _measured.Ranked:
+def _ranked(step: int, path: Path) -> _run.metrics.Ranked:
     """A step of a run whose names no `Checkpointer` has."""
-    return _measured.Ranked(
+    return _run.metrics.Ranked(
         step,
         temporary=False,
         elsewhere={},
@@ -307,10 +307,10 @@ def _own_sizes(
     steps: Mapping[int, Path], reasons: Mapping[int, Sequence[str]]
 ) -> dict[int, int] | None:
     """How much each step has that goes, which none has that stays."""
-    counted: set[_sizes.FileId] = set()
+    counted: set[_run.disk_usage.FileId] = set()
     found = {}
     for step in sorted(steps, key=lambda step: not reasons.get(step)):
-        usage = _sizes.on_disk(steps[step], counted)
+        usage = _run.disk_usage.on_disk(steps[step], counted)
         if usage is None:
             return None
         found[step] = usage.own

@@ -10,17 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from flaxckpt import (
-    _keeping,
-    _measured,
-    _sizes,
-    _steps,
-    _storage,
-    _util,
-    errors,
-    formats,
-    policies,
-)
+from flaxckpt import _keeping, _run, _steps, _storage, _util, errors, formats, policies
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _locate, _native
 from flaxckpt.policies import PreservationPolicy
@@ -97,16 +87,16 @@ def listing(
     """
     root = _storage.local.resolve(path)
     if step_format is None and root.exists() and formats.recognises(root):
-        usage = _sizes.on_disk(root, set())
+        usage = _run.disk_usage.on_disk(root, set())
         step = _described(None, root, usage)
         return Listing(str(root), False, (step,), step.bytes)
     found = _keeping.survey(root, step_format)
     reasons = _keeping.explain(root, found, keep)
     best = {str(policy) for policy in keep if isinstance(policy, policies.BestN)}
-    counted: set[_sizes.FileId] = set()
+    counted: set[_run.disk_usage.FileId] = set()
     steps, total = [], 0
     for number, step_path in _watched([*_keeping.all_steps(found).items()], root):
-        usage = _sizes.on_disk(step_path, counted)
+        usage = _run.disk_usage.on_disk(step_path, counted)
         total += 0 if usage is None else usage.own
         why = reasons.get(number, [])
         step = _described(
@@ -139,7 +129,7 @@ def _watched(steps: Sequence[_Step], root: Path) -> Iterator[_Step]:
 def _described(
     number: int | None,
     path: Path,
-    usage: _sizes.Usage | None,
+    usage: _run.disk_usage.Usage | None,
     *,
     why: Sequence[str] = (),
     is_best: bool = False,
@@ -161,7 +151,7 @@ def _described(
         _format(path),
         _keeping.created(path),
         None if usage is None else usage.bytes,
-        (_measured.read_metrics(path) or {}) if is_directory else {},
+        (_run.metrics.read_metrics(path) or {}) if is_directory else {},
         tuple(name for name, is_so in marks.items() if is_so),
         tuple(why),
         damage,
@@ -227,7 +217,7 @@ class DiskUsage:
     steps: tuple[StepUsage, ...]
     bytes: int | None
     shown: str | None
-    subtrees: tuple[_sizes.Subtree, ...]
+    subtrees: tuple[_run.disk_usage.Subtree, ...]
 
 
 def disk_usage(
@@ -252,7 +242,7 @@ def disk_usage(
     paths: list[tuple[int | None, Path]] = [(None, root)]
     if step_format is not None or not (root.exists() and formats.recognises(root)):
         paths = [*_keeping.all_steps(_keeping.survey(root, step_format)).items()]
-    counted: set[_sizes.FileId] = set()
+    counted: set[_run.disk_usage.FileId] = set()
     steps = tuple(
         _usage(number, path, counted) for number, path in _watched(paths, root)
     )
@@ -261,11 +251,13 @@ def disk_usage(
     if not steps:
         return DiskUsage(str(root), steps, total, None, ())
     described = _locate.read_stored(*_locate.locate(root, step, step_format)).metadata
-    trees = _sizes.subtrees(described.leaves)
+    trees = _run.disk_usage.subtrees(described.leaves)
     shown = [tree for tree in trees if tree.depth <= depth]
     return DiskUsage(str(root), steps, total, described.path, tuple(shown))
 
 
-def _usage(step: int | None, path: Path, counted: set[_sizes.FileId]) -> StepUsage:
-    usage = _sizes.on_disk(path, counted)
+def _usage(
+    step: int | None, path: Path, counted: set[_run.disk_usage.FileId]
+) -> StepUsage:
+    usage = _run.disk_usage.on_disk(path, counted)
     return StepUsage(step, *(usage or (None, None)))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flaxckpt import _storage, errors, policies
-from flaxckpt._checkpointer import Checkpointer
+from flaxckpt._run.checkpointer import Checkpointer
 from flaxckpt._types import PyTree
 from flaxckpt.policies import PreservationPolicy
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxckpt import _state, _storage, _util, errors
-from flaxckpt._checkpointer import Checkpointer
+from flaxckpt._run.checkpointer import Checkpointer
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
 

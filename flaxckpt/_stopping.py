@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable
 
-from flaxckpt import _stream, _util, errors
+from flaxckpt import _run, _util, errors
 from flaxckpt._preemption import Notice, Watch
 from flaxckpt._triggers import Triggers
 
@@ -83,7 +83,13 @@ class Stopping:
         return rows[0][0], notice
 
     def tell(
-        self, events: _stream.Stream, step: int, notice: Notice, what: str, *, at: int
+        self,
+        events: _run.events.stream.Stream,
+        step: int,
+        notice: Notice,
+        what: str,
+        *,
+        at: int,
     ) -> None:
         """Says what has become of the last step.
 

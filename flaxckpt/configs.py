@@ -28,15 +28,15 @@ from flaxckpt import (
     _callback,
     _distributed,
     _parsing,
+    _run,
     _steps,
-    _tiers,
     errors,
     policies,
 )
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._callback import CheckpointCallback
-from flaxckpt._checkpointer import Checkpointer
 from flaxckpt._parsing import Parser
+from flaxckpt._run.checkpointer import Checkpointer
 from flaxckpt._types import PathLike
 from flaxckpt.policies import PreservationPolicy
 from flaxckpt.transforms import Transform, cast
@@ -101,7 +101,7 @@ class CheckpointConfig:
     peer_timeout_secs: float = _distributed.operation.TIMEOUT_SECS
     read_once: bool = False
     staging: str | None = None
-    keep_staging: tuple[PreservationPolicy, ...] = _tiers.KEEP
+    keep_staging: tuple[PreservationPolicy, ...] = _run.staging.KEEP
     every_steps: int | None = None
     every_secs: float | None = None
     temporary: bool = False

@@ -18,7 +18,8 @@ from flax import linen
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._checkpoint import commit, save
+from flaxckpt._checkpoint import commit as checkpoint_commit
+from flaxckpt._checkpoint import save as checkpoint_save
 from flaxckpt._steps import delete as steps_delete
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
 
@@ -205,7 +206,7 @@ def broken_disk(monkeypatch):
     def fail(path):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(save._storage, "sync_tree", fail)
+    monkeypatch.setattr(checkpoint_save._storage, "sync_tree", fail)
     return monkeypatch
 
 
@@ -250,7 +251,7 @@ def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(tmp_path, broken_d
 
 
 def test_saves_from_several_threads_follow_one_another(tmp_path, monkeypatch):
-    real, running, most = save.execute, [], []
+    real, running, most = checkpoint_save.execute, [], []
 
     def execute(snapshot, previous):
         running.append(snapshot)
@@ -259,7 +260,7 @@ def test_saves_from_several_threads_follow_one_another(tmp_path, monkeypatch):
         running.remove(snapshot)
         return real(snapshot, previous)
 
-    monkeypatch.setattr(save, "execute", execute)
+    monkeypatch.setattr(checkpoint_save, "execute", execute)
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         threads = [
             threading.Thread(target=ckpt.save, args=(step, state(step)))
@@ -275,13 +276,13 @@ def test_saves_from_several_threads_follow_one_another(tmp_path, monkeypatch):
 
 def test_an_interrupted_wait_can_be_taken_up_again(tmp_path, monkeypatch):
     release = threading.Event()
-    real = save.execute
+    real = checkpoint_save.execute
 
     def held_up(snapshot, previous):
         release.wait()
         return real(snapshot, previous)
 
-    monkeypatch.setattr(save, "execute", held_up)
+    monkeypatch.setattr(checkpoint_save, "execute", held_up)
     ckpt = flaxckpt.Checkpointer(tmp_path)
     handle = ckpt.save(1, state(1))
 
@@ -320,13 +321,13 @@ def test_a_file_is_no_run_directory(tmp_path):
 
 
 def test_waiting_may_time_out(tmp_path, monkeypatch):
-    real = save.execute
+    real = checkpoint_save.execute
 
     def slow(snapshot):
         time.sleep(0.3)
         return real(snapshot)
 
-    monkeypatch.setattr(save, "execute", slow)
+    monkeypatch.setattr(checkpoint_save, "execute", slow)
     handle = flaxckpt.save_async(tmp_path / "c", state(1))
     with pytest.raises(errors.CheckpointTimeoutError) as info:
         handle.wait(timeout_secs=0.01)
@@ -417,7 +418,7 @@ def test_a_writer_remembers_no_lock_of_a_path_that_is_written(tmp_path):
         for step in range(5):
             ckpt.save(step, state(step))
     gc.collect()
-    assert not commit._locks
+    assert not checkpoint_commit._locks
 
 
 # ---- falling back ----------------------------------------------------------------

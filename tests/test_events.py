@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flaxckpt
-from flaxckpt import _stream, errors
-from flaxckpt._checkpoint import save
+from flaxckpt import errors
+from flaxckpt._checkpoint import save as checkpoint_save
+from flaxckpt._run.events import stream as events_stream
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt.formats import _locate
 from flaxckpt.policies import LatestN
@@ -38,7 +39,7 @@ def told(events):
 
 @pytest.fixture
 def stream(tmp_path):
-    return _stream.Stream(tmp_path, tmp_path / "events.jsonl")
+    return events_stream.Stream(tmp_path, tmp_path / "events.jsonl")
 
 
 # ---- what is told ------------------------------------------------------------------
@@ -91,7 +92,7 @@ def test_a_save_that_fails_tells_why(tmp_path, monkeypatch):
     with flaxckpt.Checkpointer(tmp_path, sinks=[seen.append]) as ckpt:
         with pytest.raises(errors.UnsupportedLeafError):
             ckpt.save(1, {"f": object()})
-        monkeypatch.setattr(save._storage, "sync_tree", fail)
+        monkeypatch.setattr(checkpoint_save._storage, "sync_tree", fail)
         ckpt.save(2, state(2))
         with pytest.raises(errors.SaveFailedError):
             ckpt.wait()
@@ -491,7 +492,7 @@ def test_what_is_no_json_is_told_as_text(stream, tmp_path):
 )
 def test_details_come_back_from_the_journal(tmp_path_factory, details):
     directory = tmp_path_factory.mktemp("run")
-    stream = _stream.Stream(directory, directory / "events.jsonl")
+    stream = events_stream.Stream(directory, directory / "events.jsonl")
     seen = []
     stream.subscribe(seen.append)
     stream.emit("preflight", **details)

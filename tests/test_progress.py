@@ -16,7 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flaxckpt
 from flaxckpt import transforms
-from flaxckpt._checkpoint import plan, restore, save
+from flaxckpt._checkpoint import plan as checkpoint_plan
+from flaxckpt._checkpoint import restore as checkpoint_restore
+from flaxckpt._checkpoint import save as checkpoint_save
 from flaxckpt._util import progress as util_progress
 from flaxckpt.formats import _locate
 
@@ -234,11 +236,13 @@ def test_all_bytes_are_counted_once(tmp_path, options, verify):
     saved = util_progress.Counter("saving")
     layout = flaxckpt.ArrayLayout(**options)
     half = [transforms.cast("large", "float32")]
-    given = save.Options(layout=layout, transforms=half, count=saved.add)
-    snapshot = save.take(tmp_path / "c", state(), given)
-    save.execute(snapshot)
+    given = checkpoint_save.Options(layout=layout, transforms=half, count=saved.add)
+    snapshot = checkpoint_save.take(tmp_path / "c", state(), given)
+    checkpoint_save.execute(snapshot)
     assert saved.done == snapshot.nbytes > 0
     loaded = util_progress.Counter("loading")
     stored = _locate.read_stored(tmp_path / "c", None)
-    restore.restore(stored, state(), plan.Options(verify=verify), loaded)
+    checkpoint_restore.restore(
+        stored, state(), checkpoint_plan.Options(verify=verify), loaded
+    )
     assert loaded.done == loaded.total > 0

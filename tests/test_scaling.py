@@ -17,8 +17,10 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import flaxckpt
 from flaxckpt import errors, transforms
-from flaxckpt._checkpoint import commit, planner, save
+from flaxckpt._checkpoint import commit as checkpoint_commit
 from flaxckpt._checkpoint import plan as checkpoint_plan
+from flaxckpt._checkpoint import planner as checkpoint_planner
+from flaxckpt._checkpoint import save as checkpoint_save
 from flaxckpt._state import classes as state_classes
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import leaf as state_leaf
@@ -69,13 +71,13 @@ def several_optimizers(n):
 
 
 def snapshot(state):
-    return save.take(NOWHERE, state, save.Options())
+    return checkpoint_save.take(NOWHERE, state, checkpoint_save.Options())
 
 
 @functools.cache
 def contents(make, n):
     taken = snapshot(make(n))
-    return commit._contents(taken)
+    return checkpoint_commit._contents(taken)
 
 
 @functools.cache
@@ -105,7 +107,7 @@ def read(make, n, *, with_roles=True):
 
 
 def plan(stored, state, **options):
-    return planner.make(stored, state, checkpoint_plan.Options(**options))
+    return checkpoint_planner.make(stored, state, checkpoint_plan.Options(**options))
 
 
 WORK = {
@@ -197,7 +199,7 @@ def test_a_flattened_state_is_freed_without_the_garbage_collector(wrap):
     try:
         state_flax_state.flatten(state)
         state_tree.flatten(state)
-        save.take(NOWHERE, {"a": state}, save.Options())
+        checkpoint_save.take(NOWHERE, {"a": state}, checkpoint_save.Options())
         del state, leaf
         assert gone() is None
     finally:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _diff, _listing, _sizes, _steps, _storage, _util, errors
+from flaxckpt import _diff, _listing, _run, _steps, _storage, _util, errors
 from flaxckpt._diff import CheckpointDiff
 from flaxckpt._listing import Listing, Step
 from flaxckpt._report import _integrity, _parts, _positions, _saves
@@ -76,7 +76,7 @@ def gather(path: PathLike, options: Options) -> Report:
     events = _steps.journal.read(root / _steps.journal.NAME) if found.is_run else []
     if not events:
         notes["saves"] = _why_no_journal(found)
-    trees = [] if described is None else _sizes.subtrees(described.leaves)
+    trees = [] if described is None else _run.disk_usage.subtrees(described.leaves)
     return Report(
         path=found.path,
         is_run=found.is_run,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from flaxckpt._report._data import Part
-from flaxckpt._sizes import Subtree
+from flaxckpt._run.disk_usage import Subtree
 
 _MOST_PARTS = 60
 _MOST_INNER = 14

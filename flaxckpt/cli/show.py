@@ -13,7 +13,7 @@ from flaxckpt.cli._print import Cell, Column
 
 if TYPE_CHECKING:
     from flaxckpt._leaf_statistics import LeafStatistics
-    from flaxckpt._sizes import Subtree
+    from flaxckpt._run.disk_usage import Subtree
     from flaxckpt.formats._reader import CheckpointMetadata
 
 _ROWS_AT_ONCE = 100
@@ -54,7 +54,7 @@ def show(
       flaxckpt show runs/7 --depth 2
       flaxckpt show runs/7 params/dense/kernel
     """
-    from flaxckpt import _checkpoint, _leaf_statistics, _sizes
+    from flaxckpt import _checkpoint, _leaf_statistics, _run
 
     path, step = _app.checkpoint(path, step, step_format)
     found = _checkpoint.restore.metadata(path, step=step)
@@ -62,15 +62,15 @@ def show(
         statistics = _leaf_statistics.leaf_statistics(path, leaf, step=step)
         _show_leaf(statistics, json)
         return _app.FINE
-    trees = _sizes.subtrees(found.leaves, below=leaf or "")
+    trees = _run.disk_usage.subtrees(found.leaves, below=leaf or "")
     if not trees:
-        raise errors.OptionError(_sizes.nothing_there(found, leaf or ""))
+        raise errors.OptionError(_run.disk_usage.nothing_there(found, leaf or ""))
     if json:
         _print.document(found if leaf is None else trees)
         return _app.FINE
     if leaf is None:
         _show_head(found)
-    shown = _sizes.shown(trees, depth=depth, rows=_ROWS_AT_ONCE)
+    shown = _run.disk_usage.shown(trees, depth=depth, rows=_ROWS_AT_ONCE)
     _show_tree(shown)
     if hidden := len(trees) - len(shown):
         deeper = max(tree.depth for tree in trees) - trees[0].depth

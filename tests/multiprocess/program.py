@@ -38,7 +38,7 @@ import states  # noqa: E402
 
 import flaxckpt  # noqa: E402
 from flaxckpt import errors  # noqa: E402
-from flaxckpt._checkpoint import save_distributed  # noqa: E402
+from flaxckpt._checkpoint import save_distributed as checkpoint_save_distributed  # noqa: E402
 from flaxckpt._distributed import heartbeat as distributed_heartbeat  # noqa: E402
 from flaxckpt._distributed import key_value as distributed_key_value  # noqa: E402
 from flaxckpt._distributed import operation as distributed_operation  # noqa: E402
@@ -144,14 +144,14 @@ def train():
     The last process writes only when all have trained on, and they train on only while
     it has not written.
     """
-    real, may_write = save_distributed._write_part, threading.Event()
+    real, may_write = checkpoint_save_distributed._write_part, threading.Event()
 
     def write_later(*args):
         assert may_write.wait(60)
         return real(*args)
 
     if RANK == COUNT - 1:
-        save_distributed._write_part = write_later
+        checkpoint_save_distributed._write_part = write_later
 
     @jax.jit
     def step(state):

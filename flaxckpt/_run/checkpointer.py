@@ -6,21 +6,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from flaxckpt import (
-    _arrays,
-    _card,
-    _checkpoint,
-    _distributed,
-    _measured,
-    _restores,
-    _retention,
-    _run_saver,
-    _sinks,
-    _storage,
-    _tiers,
-    errors,
-)
+from flaxckpt import _arrays, _checkpoint, _distributed, _storage, errors
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
+from flaxckpt._run import card, metrics, restoring, retention, run_saver
+from flaxckpt._run import staging as run_staging
+from flaxckpt._run.events import sinks as events_sinks
 from flaxckpt._types import JSON, PathLike, PyTree
 from flaxckpt.formats import _locate
 from flaxckpt.policies import PreservationPolicy
@@ -43,7 +33,7 @@ def _name_methods(cls: type) -> type:
 
 
 @_name_methods
-class Checkpointer(_run_saver.RunSaver):
+class Checkpointer(run_saver.RunSaver):
     """Saves, finds, restores and retires the steps under one directory.
 
     One save is under way at a time. Steps are always listed from the directory
@@ -102,13 +92,13 @@ class Checkpointer(_run_saver.RunSaver):
         step_format: str = "{step}",
         read_only: bool = False,
         metadata: Mapping[str, JSON] | None = None,
-        sinks: Sequence[_sinks.Sink] = (),
+        sinks: Sequence[events_sinks.Sink] = (),
         keep_dataset: Sequence[PreservationPolicy] = (),
-        metrics_from: Callable[[], _measured.MetricsByStep] | None = None,
+        metrics_from: Callable[[], metrics.MetricsByStep] | None = None,
         peer_timeout_secs: float = _distributed.operation.TIMEOUT_SECS,
         read_once: bool = False,
         staging: PathLike | None = None,
-        keep_staging: Sequence[PreservationPolicy] = _tiers.KEEP,
+        keep_staging: Sequence[PreservationPolicy] = run_staging.KEEP,
     ) -> None:
         self._options = _checkpoint.commit.Options(
             layout=checked_layout(layout),
@@ -117,7 +107,7 @@ class Checkpointer(_run_saver.RunSaver):
         )
         super().__init__(
             directory,
-            _retention.Rules.of(keep, keep_dataset, metrics_from),
+            retention.Rules.of(keep, keep_dataset, metrics_from),
             self._options,
             step_format=step_format,
             read_only=read_only,
@@ -130,7 +120,7 @@ class Checkpointer(_run_saver.RunSaver):
         self.restored_step: int | None = None
         self._peer_timeout_secs = peer_timeout_secs
         self._read_once = read_once
-        self._restores = _restores.Restores(
+        self._restores = restoring.Restores(
             self._run,
             self._options.transforms,
             self._processes,
@@ -309,4 +299,4 @@ class Checkpointer(_run_saver.RunSaver):
 
     def _repr_html_(self) -> str:
         """A card for notebooks, of what is there now; no array is read."""
-        return _card.of_run(self, self._run.path)
+        return card.of_run(self, self._run.path)

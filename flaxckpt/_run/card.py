@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from flaxckpt import _directory, _sizes, _storage, _util, policies
+from flaxckpt import _storage, _util, policies
+from flaxckpt._run import disk_usage, run_directory
 from flaxckpt._util.html import Markup
 
 _log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ _RIGHT = (
 )
 
 
-def of_run(run: _directory.RunDirectory, path_of: Callable[[int], Path]) -> str:
+def of_run(run: run_directory.RunDirectory, path_of: Callable[[int], Path]) -> str:
     """A card of what is in its directory now; never raises.
 
     Args:
@@ -44,7 +45,7 @@ def of_run(run: _directory.RunDirectory, path_of: Callable[[int], Path]) -> str:
         return _framed(run, told)
 
 
-def _card(run: _directory.RunDirectory, path_of: Callable[[int], Path]) -> str:
+def _card(run: run_directory.RunDirectory, path_of: Callable[[int], Path]) -> str:
     steps = run.steps()
     reasons = run.explain()
     shown = sorted(reasons)[-_ROWS:]
@@ -53,7 +54,7 @@ def _card(run: _directory.RunDirectory, path_of: Callable[[int], Path]) -> str:
     there = dict.fromkeys(n for found in metrics.values() for n in found)
     asked_for = dict.fromkeys(p.metric for p in bests if p.metric in there)
     names = list(asked_for | there)[:_MOST_METRICS]
-    sizes = {step: _sizes.on_disk(path_of(step), set()) for step in shown}
+    sizes = {step: disk_usage.on_disk(path_of(step), set()) for step in shown}
     best = {str(policy) for policy in bests}
     titles = ["step", *names, "size", "stays for"]
     rows = [_row("th", titles, len(names) + 2, None)]
@@ -82,7 +83,7 @@ def _card(run: _directory.RunDirectory, path_of: Callable[[int], Path]) -> str:
     return _framed(run, said, *([table] if shown else []))
 
 
-def _framed(run: _directory.RunDirectory, *parts: Markup) -> str:
+def _framed(run: run_directory.RunDirectory, *parts: Markup) -> str:
     name = run.directory.name or str(run.directory)
     return _util.html.element(
         "div",

@@ -6,20 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from flaxckpt import (
-    _changes,
-    _checkpoint,
-    _inventory,
-    _retention,
-    _steps,
-    _storage,
-    _stream,
-    _tiers,
-    _util,
-    errors,
-    formats,
-    policies,
-)
+from flaxckpt import _checkpoint, _steps, _storage, _util, errors, formats, policies
+from flaxckpt._run import edit, index, retention
+from flaxckpt._run import staging as run_staging
+from flaxckpt._run.events import stream
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _locate
 from flaxckpt.policies import PreservationPolicy
@@ -48,7 +38,7 @@ class RunSteps:
     def __init__(
         self,
         directory: PathLike,
-        rules: _retention.Rules,
+        rules: retention.Rules,
         *,
         step_format: str,
         read_only: bool,
@@ -57,23 +47,23 @@ class RunSteps:
     ) -> None:
         self.directory = self.saves_in = _storage.local.resolve(directory)
         self.format = _steps.names.StepFormat(step_format)
-        self.retention = _retention.Retention(self.directory, self.format, rules)
+        self.retention = retention.Retention(self.directory, self.format, rules)
         keep = policies.checked(keep_staging, "keep_staging")
         if staging is not None:
-            self.saves_in = _tiers.resolve(staging, self.directory)
-        elif keep != _tiers.KEEP:
+            self.saves_in = run_staging.resolve(staging, self.directory)
+        elif keep != run_staging.KEEP:
             raise errors.OptionError("keep_staging is for a staging directory: set it")
         journal = None if read_only else self.saves_in / _steps.journal.NAME
-        self.events = _stream.Stream(self.directory, journal)
+        self.events = stream.Stream(self.directory, journal)
         self.tiers = None if staging is None else self._two_tiers(rules, keep)
 
     def _two_tiers(
-        self, rules: _retention.Rules, keep: tuple[PreservationPolicy, ...]
-    ) -> _tiers.Tiers:
+        self, rules: retention.Rules, keep: tuple[PreservationPolicy, ...]
+    ) -> run_staging.Tiers:
         """Keeps other steps in staging than in the directory."""
         far, near = self.retention, rules._replace(keep=keep, keep_dataset=())
-        self.retention = _retention.Retention(self.saves_in, self.format, near)
-        return _tiers.Tiers(
+        self.retention = retention.Retention(self.saves_in, self.format, near)
+        return run_staging.Tiers(
             self.saves_in, self.directory, self.format, self.retention, far, self.events
         )
 
@@ -90,7 +80,7 @@ class RunSteps:
                 _storage.local.make_directory(self.directory)
             else:
                 listed = self.retention.steps.listed()
-                _tiers.make(self.saves_in, self.directory, listed)
+                run_staging.make(self.saves_in, self.directory, listed)
         except OSError as error:
             raise errors.SaveFailedError(
                 f"{self.saves_in} cannot be made: {error}; choose another directory,"
@@ -110,7 +100,7 @@ class RunSteps:
     # ---- finding ----------------------------------------------------------------
 
     @property
-    def all(self) -> _inventory.Inventory | _tiers.Tiers:
+    def all(self) -> index.Inventory | run_staging.Tiers:
         """The steps of both."""
         return self.retention.steps if self.tiers is None else self.tiers
 
@@ -196,7 +186,7 @@ class RunSteps:
 
     # ---- saving -----------------------------------------------------------------
 
-    def tier(self, path: Path) -> _tiers.Tier:
+    def tier(self, path: Path) -> run_staging.Tier:
         """In which of both a step is."""
         return "directory" if self.tiers is None else self.tiers.tier(path)
 
@@ -275,7 +265,7 @@ class RunSteps:
         """
         if _util.processes.is_first():
             with self.changing(step, _steps.markers.UNTIL_NEXT) as path:
-                _changes.make_permanent(path)
+                edit.make_permanent(path)
 
     def retire(
         self,
@@ -299,7 +289,7 @@ class RunSteps:
         step = _steps.names.check(step)
         path = self.path(step)
         if self.tiers is None:
-            _changes.delete(path)
+            edit.delete(path)
         else:
             self.tiers.delete(step)
         self.events.emit("deleted", step, path=path, reason="it was asked for")

@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _sinks, _steps, _util
-from flaxckpt._sinks import Sink
+from flaxckpt import _steps, _util
+from flaxckpt._run.events import sinks
+from flaxckpt._run.events.sinks import Sink
 from flaxckpt._steps.event import Event, Kind
 
 _log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class Stream:
         if journal is not None:
             self._journal = _steps.journal.EventJournal(journal)
         self._has_lost = False
-        self._sinks: list[_sinks.Teller] = []
+        self._sinks: list[sinks.Teller] = []
         # What happened before a fork is told by the parent.
         self._queue = _util.forks.PerProcess(_new_queue)
         self._delivering = _util.forks.PerProcess(threading.Lock)
@@ -79,8 +80,8 @@ class Stream:
         Raises:
             OptionError: It is none.
         """
-        teller = _sinks.Teller(sink)
-        is_new = not any(_sinks.is_same(sink, known.sink) for known in self._sinks)
+        teller = sinks.Teller(sink)
+        is_new = not any(sinks.is_same(sink, known.sink) for known in self._sinks)
         if is_new:
             self._sinks.append(teller)
         return is_new
@@ -88,7 +89,7 @@ class Stream:
     def unsubscribe(self, sink: Sink) -> None:
         """Tells a sink what has happened until now, and no more."""
         self.deliver()
-        self._sinks = [s for s in self._sinks if not _sinks.is_same(sink, s.sink)]
+        self._sinks = [s for s in self._sinks if not sinks.is_same(sink, s.sink)]
 
     def deliver(self, step: int | None = None) -> None:
         """Tells the sinks what has happened, on the thread of the caller.

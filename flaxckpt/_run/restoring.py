@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeAlias
 from flaxckpt import (
     _checkpoint,
     _distributed,
-    _run_steps,
     _state,
     _steps,
     _storage,
@@ -21,6 +20,7 @@ from flaxckpt import (
     errors,
     formats,
 )
+from flaxckpt._run import run_steps
 from flaxckpt._types import PyTree
 from flaxckpt.formats import _locate
 from flaxckpt.formats._reader import CheckpointMetadata, Lineage, Stored
@@ -69,7 +69,7 @@ class Restores:
 
     def __init__(
         self,
-        run: _run_steps.RunSteps,
+        run: run_steps.RunSteps,
         transforms: Sequence[Transform],
         processes: _distributed.agreement.Processes,
         wait: Callable[[], object],

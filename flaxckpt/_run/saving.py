@@ -11,19 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from flaxckpt import (
-    _arrays,
-    _aside,
-    _checkpoint,
-    _distributed,
-    _measured,
-    _run_steps,
-    _steps,
-    _storage,
-    _util,
-)
+from flaxckpt import _arrays, _checkpoint, _distributed, _steps, _storage, _util
 from flaxckpt._checkpoint.handle import SaveHandle
 from flaxckpt._checkpoint.result import SaveResult
+from flaxckpt._run import metrics as run_metrics
+from flaxckpt._run import params_only, run_steps
 from flaxckpt._types import JSON, PyTree
 from flaxckpt.formats import _native
 from flaxckpt.formats._reader import Lineage
@@ -70,7 +62,7 @@ class Saves:
 
     def __init__(
         self,
-        run: _run_steps.RunSteps,
+        run: run_steps.RunSteps,
         options: _checkpoint.commit.Options,
         processes: _distributed.agreement.Processes,
     ) -> None:
@@ -78,7 +70,7 @@ class Saves:
         self._run = run
         self._shared = options
         self._processes = processes
-        self.aside = _aside.Aside(run.directory, run.format)
+        self.aside = params_only.Aside(run.directory, run.format)
         # One save at a time, whichever thread asks.
         self._lock = _util.forks.PerProcess(threading.RLock)
         self._pending: SaveHandle | None = None
@@ -157,7 +149,7 @@ class Saves:
 
         options = self._options(
             asked.step,
-            metrics=_measured.as_metrics(asked.metrics),
+            metrics=run_metrics.as_metrics(asked.metrics),
             metadata=asked.metadata or {},
             dataset=asked.dataset,
             overwrite=overwrite,

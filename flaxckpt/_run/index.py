@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _measured, _steps, _storage, errors, formats, policies
+from flaxckpt import _steps, _storage, errors, formats, policies
+from flaxckpt._run import metrics as run_metrics
 from flaxckpt.formats import _native
 
 
@@ -22,7 +23,7 @@ class Found(NamedTuple):
 
     path: Path
     marks: _steps.markers.Marks
-    ranked: _measured.Ranked
+    ranked: run_metrics.Ranked
 
 
 class Inventory:
@@ -38,16 +39,16 @@ class Inventory:
         self,
         directory: Path,
         step_format: _steps.names.StepFormat,
-        metrics_from: Callable[[], _measured.MetricsByStep] | None,
+        metrics_from: Callable[[], run_metrics.MetricsByStep] | None,
     ) -> None:
         self._directory = directory
         self._format = step_format
         self._metrics_from = metrics_from
         self._known: dict[Path, _storage.local.Stamp] = {}  # steps, as of when
-        self._metrics = _measured.Remembered(
-            _measured.METRICS_FILE, _measured.read_metrics
+        self._metrics = run_metrics.Remembered(
+            run_metrics.METRICS_FILE, run_metrics.read_metrics
         )
-        self._created = _measured.Remembered(
+        self._created = run_metrics.Remembered(
             _native.items.CHECKPOINT, _native.checkpoint.read_created
         )
 
@@ -81,7 +82,7 @@ class Inventory:
         """The steps that `policy` names."""
         return policy.preserved(list(self.ranked().values()))
 
-    def ranked(self) -> dict[int, _measured.Ranked]:
+    def ranked(self) -> dict[int, run_metrics.Ranked]:
         """The steps as policies see them."""
         return {step: found.ranked for step, found in self.found().items()}
 
@@ -98,9 +99,9 @@ class Inventory:
             return self._looked_at()
 
     def _looked_at(self) -> dict[int, Found]:
-        elsewhere: _measured.MetricsByStep = {}
+        elsewhere: run_metrics.MetricsByStep = {}
         if self._metrics_from is not None:
-            elsewhere = _measured.by_step(self._metrics_from())
+            elsewhere = run_metrics.by_step(self._metrics_from())
         found = {}
         listed = self.listed()
         for remembered in (self._metrics, self._created):
@@ -109,7 +110,7 @@ class Inventory:
             if not is_step(path):
                 continue
             marks = _steps.markers.of(path, dataset=_native.checkpoint.DATASET)
-            ranked = _measured.Ranked(
+            ranked = run_metrics.Ranked(
                 step,
                 temporary=marks.temporary,
                 elsewhere=elsewhere.get(step, {}),

@@ -10,20 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
-from flaxckpt import (
-    _checkpoint,
-    _directory,
-    _distributed,
-    _retention,
-    _saves,
-    _sinks,
-    _steps,
-    _storage,
-    _util,
-    errors,
-)
+from flaxckpt import _checkpoint, _distributed, _steps, _storage, _util, errors
 from flaxckpt._checkpoint.handle import SaveHandle
 from flaxckpt._checkpoint.result import SaveResult
+from flaxckpt._run import retention, run_directory, saving
+from flaxckpt._run.events import sinks as events_sinks
 from flaxckpt._types import JSON, PathLike, PyTree
 from flaxckpt.formats import _native
 from flaxckpt.formats._reader import Lineage
@@ -51,7 +42,7 @@ class Trainer(Protocol):
         ...
 
 
-class RunSaver(_directory.RunDirectory):
+class RunSaver(run_directory.RunDirectory):
     """Saves the steps of a run, and tells its trainers of the end.
 
     Args:
@@ -70,13 +61,13 @@ class RunSaver(_directory.RunDirectory):
     def __init__(
         self,
         directory: PathLike,
-        rules: _retention.Rules,
+        rules: retention.Rules,
         options: _checkpoint.commit.Options,
         *,
         step_format: str,
         read_only: bool,
         metadata: Mapping[str, JSON] | None,
-        sinks: Sequence[_sinks.Sink],
+        sinks: Sequence[events_sinks.Sink],
         peer_timeout_secs: float,
         staging: PathLike | None,
         keep_staging: Sequence[PreservationPolicy],
@@ -97,9 +88,9 @@ class RunSaver(_directory.RunDirectory):
         self._processes = _distributed.agreement.Processes(
             self.directory, peer_timeout_secs
         )
-        self._saves = _saves.Saves(self._run, options, self._processes)
+        self._saves = saving.Saves(self._run, options, self._processes)
         self._trainers: list[Trainer] = []
-        for sink in _sinks.listed(sinks):
+        for sink in events_sinks.listed(sinks):
             self.events.subscribe(sink)
         if not read_only:
             self._run.make_directory()
@@ -184,7 +175,7 @@ class RunSaver(_directory.RunDirectory):
             raise errors.OptionError(
                 f"on_exists must be 'error', 'skip' or 'overwrite', got {on_exists!r}"
             )
-        asked = _saves.Asked(
+        asked = saving.Asked(
             _steps.names.check(step),
             state,
             metrics,

@@ -5,23 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from flaxckpt import (
-    _changes,
-    _checkpoint,
-    _follow,
-    _inventory,
-    _retention,
-    _run_steps,
-    _steps,
-    _storage,
-    _tiers,
-    _util,
-    errors,
-    formats,
-    policies,
-)
+from flaxckpt import _checkpoint, _steps, _storage, _util, errors, formats, policies
 from flaxckpt._checkpoint.result import SaveResult
 from flaxckpt._checkpoint.verify_report import VerifyReport
+from flaxckpt._run import edit, index, retention, run_steps, watch
+from flaxckpt._run import staging as run_staging
 from flaxckpt._types import JSON, PathLike
 from flaxckpt.formats import _locate, _native
 from flaxckpt.formats._reader import CheckpointMetadata
@@ -51,14 +39,14 @@ class RunDirectory:
     def __init__(
         self,
         directory: PathLike,
-        rules: _retention.Rules,
+        rules: retention.Rules,
         *,
         step_format: str,
         read_only: bool,
         staging: PathLike | None = None,
-        keep_staging: Sequence[PreservationPolicy] = _tiers.KEEP,
+        keep_staging: Sequence[PreservationPolicy] = run_staging.KEEP,
     ) -> None:
-        self._run = _run_steps.RunSteps(
+        self._run = run_steps.RunSteps(
             directory,
             rules,
             step_format=step_format,
@@ -184,9 +172,9 @@ class RunDirectory:
             timeout_secs: Ends after so long without a new step; None never ends.
             poll_secs: How often the directory is looked at.
         """
-        return _follow.new_steps(
+        return watch.new_steps(
             self._run.listed,
-            _inventory.is_step,
+            index.is_step,
             timeout_secs=timeout_secs,
             poll_secs=poll_secs,
         )
@@ -218,7 +206,7 @@ class RunDirectory:
         self.wait()
         if _util.processes.is_first():
             with self._run.changing(step) as path:
-                _changes.add_metrics(path, metrics)
+                edit.add_metrics(path, metrics)
 
     def explain(self) -> dict[int, list[str]]:
         """Why each step stays, oldest first; a step without a reason would go.
@@ -289,14 +277,14 @@ class RunDirectory:
         self.check_writable("pin")
         if _util.processes.is_first():
             with self._run.changing(step) as path:
-                _changes.pin(path)
+                edit.pin(path)
 
     def unpin(self, step: int) -> None:
         """Leaves a step to the policies again; raises as `pin` does."""
         self.check_writable("unpin")
         if _util.processes.is_first():
             with self._run.changing(step, _steps.markers.PIN) as path:
-                _changes.unpin(path)
+                edit.unpin(path)
 
 
 def _steps_called_like(name: str, step: int) -> str:

@@ -16,18 +16,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from flaxckpt import (
-    _changes,
-    _checkpoint,
-    _copies,
-    _measured,
-    _retention,
-    _steps,
-    _storage,
-    _stream,
-    _util,
-    errors,
-)
+from flaxckpt import _checkpoint, _steps, _storage, _util, errors
+from flaxckpt._run import edit, retention, upload_copies
+from flaxckpt._run import metrics as run_metrics
+from flaxckpt._run.events import stream
 from flaxckpt.formats import _native
 
 _log = logging.getLogger(__name__)
@@ -78,9 +70,9 @@ class Uploads:
         staging: Path,
         directory: Path,
         step_format: _steps.names.StepFormat,
-        near: _retention.Retention,
-        far: _retention.Retention,
-        events: _stream.Stream,
+        near: retention.Retention,
+        far: retention.Retention,
+        events: stream.Stream,
     ) -> None:
         self._staging = staging
         self._directory = directory
@@ -295,8 +287,8 @@ class Uploads:
             if is_begin:
                 self._reach()
             final = self._directory / path.name
-            relation = _copies.compare(path, final)
-            is_there = relation == "same" and _copies.is_whole(final)
+            relation = upload_copies.compare(path, final)
+            is_there = relation == "same" and upload_copies.is_whole(final)
             if relation == "other" and mark.settled:
                 self._drop(step, path, mark)
                 return
@@ -324,15 +316,18 @@ class Uploads:
                 something that is no checkpoint.
         """
         if not overwrite and not _steps.markers.is_damaged(final):
-            relation = _copies.compare(path, final)
+            relation = upload_copies.compare(path, final)
             if relation in ("other", "damaged"):
                 raise _TakenError(f"{final} is a step that another writer saved")
         try:
-            return _copies.make(path, final, overwrite=overwrite)
+            return upload_copies.make(path, final, overwrite=overwrite)
         except FileExistsError as error:
             # With overwrite, it says which files of others are in the way.
             may_replace = overwrite or _steps.markers.is_damaged(final)
-            if not may_replace and _copies.compare(path, final) in ("other", "damaged"):
+            if not may_replace and upload_copies.compare(path, final) in (
+                "other",
+                "damaged",
+            ):
                 raise _TakenError(f"{final} is a step that another writer saved") from (
                     error
                 )
@@ -388,18 +383,18 @@ class Uploads:
 
     def _bring(self, path: Path, final: Path, mark: _steps.markers.Waiting) -> None:
         """Writes metrics and marks that have changed."""
-        metrics = _measured.read_metrics(path)
+        metrics = run_metrics.read_metrics(path)
         if metrics and not metrics.items() <= self._far.steps.metrics(final).items():
-            _changes.add_metrics(final, metrics)
+            edit.add_metrics(final, metrics)
         if _steps.markers.is_pinned(path) and not _steps.markers.is_pinned(final):
-            _changes.pin(final)
+            edit.pin(final)
         if _steps.markers.PIN in mark.removed and not _steps.markers.is_pinned(path):
-            _changes.unpin(final)
+            edit.unpin(final)
         if (
             _steps.markers.UNTIL_NEXT in mark.removed
             and not _steps.markers.is_temporary(path)
         ):
-            _changes.make_permanent(final)
+            edit.make_permanent(final)
 
     def _pass_on(self) -> None:
         """Writes the journal, and the metadata of the run, to the directory."""

@@ -1,9 +1,9 @@
 """A staging directory on a faster disk, before the directory of the run.
 
 Steps are committed in staging, with a mark that says that the directory has not got
-them; `_uploads` sees to that. What is to change in a step that staging has is changed
-there, and marks it again. So a crash forgets nothing: what is marked when the directory
-is opened again is uploaded then.
+them; `_run.uploads` sees to that. What is to change in a step that staging has is
+changed there, and marks it again. So a crash forgets nothing: what is marked when the
+directory is opened again is uploaded then.
 """
 
 from __future__ import annotations
@@ -14,19 +14,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from flaxckpt import (
-    _changes,
-    _checkpoint,
-    _copies,
-    _retention,
-    _steps,
-    _storage,
-    _stream,
-    _uploads,
-    _util,
-    errors,
-    policies,
-)
+from flaxckpt import _checkpoint, _steps, _storage, _util, errors, policies
+from flaxckpt._run import edit, upload_copies, uploads
+from flaxckpt._run import retention as run_retention
+from flaxckpt._run.events import stream
 from flaxckpt._types import PathLike
 
 _log = logging.getLogger(__name__)
@@ -133,16 +124,16 @@ class Tiers:
         staging: Path,
         directory: Path,
         step_format: _steps.names.StepFormat,
-        near: _retention.Retention,
-        far: _retention.Retention,
-        events: _stream.Stream,
+        near: run_retention.Retention,
+        far: run_retention.Retention,
+        events: stream.Stream,
     ) -> None:
         self._staging = staging
         self._directory = directory
         self._format = step_format
         self._near = near
         self._far = far
-        self.uploads = _uploads.Uploads(
+        self.uploads = uploads.Uploads(
             staging, directory, step_format, near, far, events
         )
 
@@ -178,7 +169,7 @@ class Tiers:
             StoreError: The directory is out of reach.
         """
         try:
-            return _copies.compare(path, self._directory / path.name) == "other"
+            return upload_copies.compare(path, self._directory / path.name) == "other"
         except errors.StoreError:
             raise
         except OSError:  # a file that cannot be read proves nothing
@@ -351,7 +342,7 @@ class Tiers:
         with self.uploads.busy.get():
             found = self._wherever(step)
             for path in found:
-                _changes.delete(path)
+                edit.delete(path)
             self.uploads.known.pop(step, None)
         return found
 

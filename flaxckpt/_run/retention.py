@@ -9,15 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flaxckpt import (
-    _checkpoint,
-    _inventory,
-    _measured,
-    _steps,
-    _storage,
-    errors,
-    policies,
-)
+from flaxckpt import _checkpoint, _steps, _storage, errors, policies
+from flaxckpt._run import index, metrics
 from flaxckpt.formats import _native
 from flaxckpt.policies import PreservationPolicy
 
@@ -42,7 +35,7 @@ class Rules(NamedTuple):
 
     keep: tuple[PreservationPolicy, ...] = ()
     keep_dataset: tuple[PreservationPolicy, ...] = ()
-    metrics_from: Callable[[], _measured.MetricsByStep] | None = None
+    metrics_from: Callable[[], metrics.MetricsByStep] | None = None
 
     @classmethod
     def of(cls, keep: object, keep_dataset: object, metrics_from: object) -> Rules:
@@ -72,7 +65,7 @@ class _Judged(NamedTuple):
         datasets: Those of which the dataset's state is to be deleted.
     """
 
-    found: Mapping[int, _inventory.Found]
+    found: Mapping[int, index.Found]
     going: Sequence[int]
     datasets: Sequence[int]
 
@@ -96,7 +89,7 @@ class Retention:
         self.rules = rules
         self._directory = directory
         self._format = step_format
-        self.steps = _inventory.Inventory(directory, step_format, rules.metrics_from)
+        self.steps = index.Inventory(directory, step_format, rules.metrics_from)
         self._told: set[PreservationPolicy] = set()
 
     # ---- what stays -----------------------------------------------------------------
@@ -117,7 +110,7 @@ class Retention:
         return self._explained(self.steps.found())
 
     def _decided(
-        self, keep: Sequence[PreservationPolicy], found: Mapping[int, _inventory.Found]
+        self, keep: Sequence[PreservationPolicy], found: Mapping[int, index.Found]
     ) -> dict[int, list[str]]:
         """Why each step stays that is among `found`."""
         reasons = policies.decide(
@@ -131,7 +124,7 @@ class Retention:
                 why.append("metrics damaged")
         return reasons
 
-    def _explained(self, found: Mapping[int, _inventory.Found]) -> dict[int, list[str]]:
+    def _explained(self, found: Mapping[int, index.Found]) -> dict[int, list[str]]:
         reasons = self._decided(self.rules.keep, found)
         for step, why in reasons.items():
             if found[step].marks.waiting:
@@ -297,7 +290,7 @@ class Retention:
             ) from error
 
     def _datasets(
-        self, staying: Mapping[int, _inventory.Found], just_saved: int | None
+        self, staying: Mapping[int, index.Found], just_saved: int | None
     ) -> list[int]:
         """The steps whose dataset state goes."""
         states = {s: each for s, each in staying.items() if each.marks.has_dataset}

@@ -8,7 +8,8 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from flaxckpt import _measured, _steps, _storage, errors
+from flaxckpt import _steps, _storage, errors
+from flaxckpt._run import metrics as run_metrics
 from flaxckpt.formats import _native
 
 _log = logging.getLogger(__name__)
@@ -16,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 def add_metrics(path: Path, metrics: Mapping[str, float]) -> None:
     """Adds metrics to the step `path`, one process after another."""
-    added = _measured.as_metrics(metrics)
+    added = run_metrics.as_metrics(metrics)
     with (
         _writing(path, "metrics cannot be added to it"),
         _storage.local.locked(_native.checkpoint.file_to_lock(path)),
@@ -24,9 +25,9 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> None:
         try:
             found = _native.checkpoint.metrics_in(path)
         except errors.DamagedCheckpointError as error:
-            if os.path.lexists(path / _measured.METRICS_FILE):
+            if os.path.lexists(path / run_metrics.METRICS_FILE):
                 raise errors.SaveFailedError(
-                    f"{path / _measured.METRICS_FILE} is damaged, so nothing can be"
+                    f"{path / run_metrics.METRICS_FILE} is damaged, so nothing can be"
                     " added to it: delete it, and add all metrics of the step anew"
                 ) from None
             _log.warning("only the metrics added now are there: %s", error)

@@ -1,0 +1,15 @@
+"""The checkpoints of one run: `Checkpointer`, retention, staging, metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flaxckpt import _doors
+
+if TYPE_CHECKING:
+    from flaxckpt._run import checkpointer, disk_usage, events, metrics, staging
+
+__all__ = ["checkpointer", "disk_usage", "events", "metrics", "staging"]
+
+if not TYPE_CHECKING:
+    __getattr__ = _doors.opener(__name__, __all__)
