@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flaxckpt._checkpoint.save import save, save_async
     from flaxckpt._checkpoint.verify import verify
     from flaxckpt._checkpoint.verify_report import VerifyReport
-    from flaxckpt._convert import convert
+    from flaxckpt._convert.convert import convert
     from flaxckpt._diff import CheckpointDiff, LeafDiff, diff
     from flaxckpt._run.checkpointer import Checkpointer
     from flaxckpt._simulation import Simulation, simulate
@@ -117,7 +117,7 @@ _HOMES = {
     "StoreOptions": "_storage.client",
     "VerifyReport": "_checkpoint.verify_report",
     "abstract_state": "partition",
-    "convert": "_convert",
+    "convert": "_convert.convert",
     "diff": "_diff",
     "load": "_checkpoint.restore",
     "metadata": "_checkpoint.restore",

@@ -14,8 +14,9 @@ import strategies
 from safetensors import numpy as safetensors
 
 import flaxckpt
-from flaxckpt import _convert, errors, transforms
+from flaxckpt import errors, transforms
 from flaxckpt._arrays import blockwise as arrays_blockwise
+from flaxckpt._convert import convert
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -176,7 +177,7 @@ def stopped(source, target, **options):
         flaxckpt.convert(
             source, target, progress=stop, max_concurrent_bytes=100, **options
         )
-    temporary = target.with_name(target.name + _convert.TEMPORARY)
+    temporary = target.with_name(target.name + convert.TEMPORARY)
     assert (temporary / "done.txt").read_text()
 
 
@@ -251,7 +252,7 @@ def test_nothing_is_said_of_work_that_is_not_there(source, tmp_path, monkeypatch
     def fail(directory, work):
         raise OSError("no space left")
 
-    monkeypatch.setattr(_convert._journal, "Journal", fail)
+    monkeypatch.setattr(convert._journal, "Journal", fail)
     with pytest.raises(errors.SaveFailedError, match="no space left") as caught:
         flaxckpt.convert(source, tmp_path / "c")
     assert "What is done" not in str(caught.value)

@@ -29,7 +29,7 @@ from flaxckpt._drawing import _scales as drawing__scales
 from flaxckpt._drawing import _treemap as drawing__treemap
 from flaxckpt._report import _parts as report__parts
 from flaxckpt._report import _saves as report__saves
-from flaxckpt._run import disk_usage
+from flaxckpt._run import disk_usage as run_disk_usage
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._steps import event as steps_event
 from flaxckpt._util import html as util_html
@@ -423,7 +423,7 @@ def test_parts_add_up_whatever_the_tree(sizes):
         for path, size in sizes.items()
         if not any(other.startswith(f"{path}/") for other in sizes)
     }
-    found = report__parts.parts(disk_usage.subtrees(leaves))
+    found = report__parts.parts(run_disk_usage.subtrees(leaves))
     assert sum(p.leaves for p in found) == len(leaves)
     assert sum(p.bytes for p in found) == sum(
         math.prod(info.shape) for info in leaves.values()
@@ -532,7 +532,7 @@ def test_ten_thousand_leaves_are_few_parts(tmp_path):
         )
         for n in range(10_000)
     }
-    found = report__parts.parts(disk_usage.subtrees(leaves))
+    found = report__parts.parts(run_disk_usage.subtrees(leaves))
     assert len(found) <= 60
     assert sum(part.leaves for part in found) == 10_000
     assert sum(part.bytes for part in found) == 55_000

@@ -22,7 +22,7 @@ import strategies
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._checkpoint import save as checkpoint_save
-from flaxckpt._run import retention
+from flaxckpt._run import retention as run_retention
 from flaxckpt._steps import delete as steps_delete
 from flaxckpt._storage import local as storage_local
 from flaxckpt._storage import rename as storage_rename
@@ -1042,7 +1042,7 @@ def test_without_space_for_one_more_file_steps_are_deleted(tmp_path, monkeypatch
 
 
 def test_a_save_that_is_waited_for_leaves_deletions_to_the_next(tmp_path, monkeypatch):
-    monkeypatch.setattr(retention, "_DELETING_SECS", 0)
+    monkeypatch.setattr(run_retention, "_DELETING_SECS", 0)
     save(tmp_path, *range(9))
     waited = threading.Event()
 
@@ -1067,7 +1067,7 @@ def test_a_save_that_is_waited_for_leaves_deletions_to_the_next(tmp_path, monkey
 
 
 def test_a_save_that_nobody_waits_for_deletes_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(retention, "_DELETING_SECS", 0)
+    monkeypatch.setattr(run_retention, "_DELETING_SECS", 0)
     save(tmp_path, *range(9))
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
     handle = ckpt.save(9, state(9))

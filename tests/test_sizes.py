@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flaxckpt._run import disk_usage
+from flaxckpt._run import disk_usage as run_disk_usage
 from flaxckpt._state.leaf import LeafInfo
 
 
@@ -19,7 +19,7 @@ paths = st.lists(names, min_size=1, max_size=4).map("/".join)
 def test_every_subtree_is_the_sum_of_its_leaves(counts):
     # No leaf can be a container, too.
     counts = {p: n for p, n in counts.items() if not _has_inner(p, counts)}
-    trees = disk_usage.subtrees({path: info(path, n) for path, n in counts.items()})
+    trees = run_disk_usage.subtrees({path: info(path, n) for path, n in counts.items()})
     for tree in trees:
         inner = [n for p, n in counts.items() if _is_in(p, tree.path)]
         assert (tree.leaves, tree.bytes) == (len(inner), 4 * sum(inner))
@@ -41,30 +41,30 @@ def _is_in(path, container):
 
 def test_a_subtree_may_be_asked_for_alone():
     leaves = {path: info(path, 1) for path in ("a/b/c", "a/b/d", "a/e")}
-    found = disk_usage.subtrees(leaves, below="a/b")
+    found = run_disk_usage.subtrees(leaves, below="a/b")
     assert [(tree.path, tree.depth) for tree in found] == [
         ("a/b", 2),
         ("a/b/c", 3),
         ("a/b/d", 3),
     ]
-    assert disk_usage.subtrees(leaves, below="b") == []
+    assert run_disk_usage.subtrees(leaves, below="b") == []
 
 
 def test_a_state_that_is_one_leaf_is_one_row():
-    [tree] = disk_usage.subtrees({"": info("", 3)})
+    [tree] = run_disk_usage.subtrees({"": info("", 3)})
     assert (tree.path, tree.leaves, tree.bytes) == ("", 1, 12)
 
 
 def test_what_is_shown_is_as_deep_as_there_is_room():
     leaves = {f"a/{i}/{j}": info("", 1) for i in range(10) for j in range(10)}
-    trees = disk_usage.subtrees(leaves)
-    assert len(disk_usage.shown(trees, depth=None, rows=200)) == 112
-    assert len(disk_usage.shown(trees, depth=None, rows=50)) == 12
-    assert len(disk_usage.shown(trees, depth=1, rows=50)) == 2
-    assert len(disk_usage.shown(trees, depth=9, rows=50)) == 112
+    trees = run_disk_usage.subtrees(leaves)
+    assert len(run_disk_usage.shown(trees, depth=None, rows=200)) == 112
+    assert len(run_disk_usage.shown(trees, depth=None, rows=50)) == 12
+    assert len(run_disk_usage.shown(trees, depth=1, rows=50)) == 2
+    assert len(run_disk_usage.shown(trees, depth=9, rows=50)) == 112
     # Two rows of a hundred would say next to nothing.
-    wide = disk_usage.subtrees({f"a/{i}": info("", 1) for i in range(500)})
-    assert len(disk_usage.shown(wide, depth=None, rows=100)) == 100
+    wide = run_disk_usage.subtrees({f"a/{i}": info("", 1) for i in range(500)})
+    assert len(run_disk_usage.shown(wide, depth=None, rows=100)) == 100
 
 
 def test_files_are_counted_once_and_links_are_not_followed(tmp_path):
@@ -76,7 +76,7 @@ def test_files_are_counted_once_and_links_are_not_followed(tmp_path):
     (tmp_path / "two" / "d").write_bytes(b"123")
     (tmp_path / "two" / "e").symlink_to(tmp_path / "one")
     counted = set()
-    assert disk_usage.on_disk(tmp_path / "one", counted) == (5, 5)
-    assert disk_usage.on_disk(tmp_path / "two", counted) == (8, 3)
-    assert disk_usage.on_disk(tmp_path / "two" / "d", set()) == (3, 3)
-    assert disk_usage.on_disk(tmp_path / "gone", counted) == (0, 0)
+    assert run_disk_usage.on_disk(tmp_path / "one", counted) == (5, 5)
+    assert run_disk_usage.on_disk(tmp_path / "two", counted) == (8, 3)
+    assert run_disk_usage.on_disk(tmp_path / "two" / "d", set()) == (3, 3)
+    assert run_disk_usage.on_disk(tmp_path / "gone", counted) == (0, 0)

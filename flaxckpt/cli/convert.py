@@ -74,7 +74,7 @@ def convert(
     changes += [transforms.rename(*_pair("rename", text)) for text in rename or ()]
     changes += [transforms.cast(*_pair("cast", text)) for text in cast or ()]
     src, step = _app.checkpoint(src, step, step_format)
-    found = _convert.convert(
+    found = _convert.convert.convert(
         src,
         dst,
         format=format,

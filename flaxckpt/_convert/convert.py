@@ -15,23 +15,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from flaxckpt import (
-    _arrays,
-    _checkpoint,
-    _conversion,
-    _journal,
-    _source_files,
-    _steps,
-    _storage,
-    _targets,
-    _util,
-    errors,
-)
+from flaxckpt import _arrays, _checkpoint, _steps, _storage, _util, errors
 from flaxckpt._arrays.blockwise import Piece
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._checkpoint.result import SaveResult
-from flaxckpt._conversion import Options
+from flaxckpt._convert import journal as convert_journal
+from flaxckpt._convert import plan, source_files, writers
+from flaxckpt._convert.plan import Options
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _locate
 from flaxckpt.formats._reader import Stored
@@ -53,7 +44,7 @@ def convert(
     step: int | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = 5 * 10**9,
-    max_concurrent_bytes: int = _conversion.DEFAULT_CONCURRENT_BYTES,
+    max_concurrent_bytes: int = plan.DEFAULT_CONCURRENT_BYTES,
     progress: Literal["auto"] | bool | Callable[[int, int], object] = "auto",
 ) -> SaveResult:
     """Makes a checkpoint in another format, or in another layout, of one that is read.
@@ -106,7 +97,7 @@ def convert(
     """
     final = _storage.local.resolve(dst)
     options = Options(
-        _conversion.format_of(final, format),
+        plan.format_of(final, format),
         transforms,
         ArrayLayout() if layout is None else layout,
         overwrite,
@@ -125,24 +116,24 @@ def _run(source: Path, step: int | None, final: Path, options: Options) -> SaveR
         return _to_store(source, step, final, options)
     begun = time.monotonic()
     found, number = _locate.locate(source, step)
-    _source_files.check_apart(final, [found], ())
+    source_files.check_apart(final, [found], ())
     _checkpoint.overwrite.check_free(final, overwrite=options.overwrite)
-    files = _source_files.stamps(found)
+    files = source_files.stamps(found)
     stored = _locate.read_stored(found, number)
     # Under a number of its own, it is no step of the run that it comes from.
     is_other = _steps.scan.number(final.name) not in (number, None)
-    state = _conversion.state(stored, None if is_other else number, options)
-    roots = _conversion.roots(state)
-    files += tuple([f for r in roots if r != found for f in _source_files.stamps(r)])
-    _source_files.check_apart(final, roots, files)
+    state = plan.state(stored, None if is_other else number, options)
+    roots = plan.roots(state)
+    files += tuple([f for r in roots if r != found for f in source_files.stamps(r)])
+    source_files.check_apart(final, roots, files)
     temporary = final.with_name(final.name + TEMPORARY)
-    _conversion.check_sources(state)
-    _conversion.check_space(final, temporary, state, options)
-    target = _targets.MAKERS[options.format](state, final)
-    work = _conversion.work(stored, state, target, options, files)
+    plan.check_sources(state)
+    plan.check_space(final, temporary, state, options)
+    target = writers.MAKERS[options.format](state, final)
+    work = plan.work(stored, state, target, options, files)
     progress = _Shown(options.progress, final.name)
     try:
-        with _journal.Journal(temporary, work) as done, progress.begin() as show:
+        with convert_journal.Journal(temporary, work) as done, progress.begin() as show:
             kept = target.begin(done.output, done.done)
             _write(target, kept, done, show)
             target.finish(done.output)
@@ -195,9 +186,9 @@ def _rest(temporary: Path) -> str:
 
 
 def _write(
-    target: _targets.Target,
+    target: writers.Target,
     kept: Collection[str],
-    journal: _journal.Journal,
+    journal: convert_journal.Journal,
     show: Callable[[int, int], object],
 ) -> None:
     missing = [piece for piece in target.pieces if piece.name not in kept]
@@ -219,8 +210,8 @@ def _write(
 
 
 def _finish(
-    target: _targets.Target,
-    journal: _journal.Journal,
+    target: writers.Target,
+    journal: convert_journal.Journal,
     ready: Sequence[tuple[Piece, Array]],
 ) -> None:
     if ready:
@@ -236,7 +227,7 @@ class _Shown:
         raised: What the caller's own function raised.
     """
 
-    def __init__(self, progress: _conversion.Progress, name: str) -> None:
+    def __init__(self, progress: plan.Progress, name: str) -> None:
         self._progress = progress
         self._counter = _util.progress.Counter(f"converting to {name}")
         self.raised: Exception | None = None
@@ -276,7 +267,7 @@ def _check_current(stored: Stored, files: Sequence[_storage.local.Stamp]) -> Non
             f"{stored.metadata.path} was replaced or deleted while it was read;"
             " convert it again"
         )
-    if names := _source_files.changed(files):
+    if names := source_files.changed(files):
         raise errors.DamagedCheckpointError(
             f"{len(names)} files were changed or deleted while they were read:\n"
             f"{errors.rows(names)}\nConvert {stored.metadata.path} again."
@@ -284,7 +275,7 @@ def _check_current(stored: Stored, files: Sequence[_storage.local.Stamp]) -> Non
 
 
 def _check_readable(
-    done: _journal.Journal, target: _targets.Target, step: int | None
+    done: convert_journal.Journal, target: writers.Target, step: int | None
 ) -> None:
     """Reads a new checkpoint, except its arrays, as a load would.
 

@@ -10,8 +10,9 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from flaxckpt import _arrays, _state, _storage, _targets, errors
+from flaxckpt import _arrays, _state, _storage, errors
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
+from flaxckpt._convert import writers
 from flaxckpt._state.leaf import Leaf, StoredLeaf
 from flaxckpt._types import JSON
 from flaxckpt.formats import _native
@@ -57,9 +58,9 @@ class Options:
     progress: Progress = "auto"
 
     def __post_init__(self) -> None:
-        if self.format not in tuple(_targets.MAKERS):
+        if self.format not in tuple(writers.MAKERS):
             raise errors.OptionError(
-                f"format must be one of {tuple(_targets.MAKERS)}, got {self.format!r}"
+                f"format must be one of {tuple(writers.MAKERS)}, got {self.format!r}"
             )
         for name in ("max_shard_bytes", "max_concurrent_bytes"):
             value = getattr(self, name)
@@ -85,7 +86,7 @@ def format_of(final: Path, format: str | None) -> Any:
     suffix = _SUFFIXES.get(final.suffix)
     if format is None:
         return suffix or "orbax"
-    if suffix is not None and format in tuple(_targets.MAKERS) and format != suffix:
+    if suffix is not None and format in tuple(writers.MAKERS) and format != suffix:
         raise errors.OptionError(
             f"{final} ends in {final.suffix}, and format={format!r} makes none of that:"
             f" pass format={suffix!r}, or choose another path"
@@ -93,7 +94,7 @@ def format_of(final: Path, format: str | None) -> Any:
     return format
 
 
-def check_sources(state: _targets.State) -> None:
+def check_sources(state: writers.State) -> None:
     """Asserts that large arrays may be what they are said to be, before all work.
 
     Raises:
@@ -106,7 +107,7 @@ def check_sources(state: _targets.State) -> None:
 
 
 def check_space(
-    final: Path, temporary: Path, state: _targets.State, options: Options
+    final: Path, temporary: Path, state: writers.State, options: Options
 ) -> None:
     """Refuses to begin what does not fit on the disk.
 
@@ -131,7 +132,7 @@ def check_space(
         )
 
 
-def state(stored: Stored, step: int | None, options: Options) -> _targets.State:
+def state(stored: Stored, step: int | None, options: Options) -> writers.State:
     """What is to be made of a checkpoint.
 
     Args:
@@ -148,7 +149,7 @@ def state(stored: Stored, step: int | None, options: Options) -> _targets.State:
         table[path] = Leaf(info, leaf.sources, leaf.fn)
     found = _storage.paths.from_text(stored.metadata.path)
     has_dataset = stored.metadata.has_dataset and options.format == "orbax"
-    return _targets.State(
+    return writers.State(
         table,
         structure,
         {
@@ -178,8 +179,8 @@ def _text(leaf: Leaf) -> str:
 
 def work(
     stored: Stored,
-    state: _targets.State,
-    target: _targets.Target,
+    state: writers.State,
+    target: writers.Target,
     options: Options,
     files: Sequence[_storage.local.Stamp],
 ) -> dict[str, JSON]:
@@ -214,7 +215,7 @@ def work(
     }
 
 
-def roots(state: _targets.State) -> list[Path]:
+def roots(state: writers.State) -> list[Path]:
     """The checkpoints that leaves come from."""
     stored = [source for leaf in state.table.values() for source in _stored(leaf)]
     return list(dict.fromkeys(source.root for source in stored))
