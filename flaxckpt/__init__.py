@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         transforms,
     )
     from flaxckpt._arrays.zarr.array_layout import ArrayLayout
-    from flaxckpt._callback import CheckpointCallback
     from flaxckpt._checkpoint.handle import SaveHandle
     from flaxckpt._checkpoint.plan import LeafPlan, RestorePlan
     from flaxckpt._checkpoint.restore import load, metadata, open_leaf, plan
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from flaxckpt._steps.event import Event
     from flaxckpt._storage.client import StoreOptions
     from flaxckpt._storage.store_settings import set_store_options
+    from flaxckpt._training.callback import CheckpointCallback
     from flaxckpt.formats._reader import CheckpointMetadata
     from flaxckpt.partition import abstract_state, parameter_infos
 
@@ -102,7 +102,7 @@ os.register_at_fork(
 # needs none of it.
 _HOMES = {
     "ArrayLayout": "_arrays.zarr.array_layout",
-    "CheckpointCallback": "_callback",
+    "CheckpointCallback": "_training.callback",
     "CheckpointDiff": "_diff",
     "CheckpointMetadata": "formats._reader",
     "Checkpointer": "_run.checkpointer",

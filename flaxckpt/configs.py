@@ -25,18 +25,18 @@ from typing import Any, Literal, Self
 
 from flaxckpt import (
     _arrays,
-    _callback,
     _distributed,
     _parsing,
     _run,
     _steps,
+    _training,
     errors,
     policies,
 )
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
-from flaxckpt._callback import CheckpointCallback
 from flaxckpt._parsing import Parser
 from flaxckpt._run.checkpointer import Checkpointer
+from flaxckpt._training.callback import CheckpointCallback
 from flaxckpt._types import PathLike
 from flaxckpt.policies import PreservationPolicy
 from flaxckpt.transforms import Transform, cast
@@ -108,7 +108,7 @@ class CheckpointConfig:
     on_steps: tuple[int, ...] = ()
     on_preemption: bool = True
     grace_secs: float | None = None
-    exit_code: int | None = _callback.REQUEUE_EXIT_CODE
+    exit_code: int | None = _training.callback.REQUEUE_EXIT_CODE
     save_first: bool = False
     save_last: bool = True
     step_is: Literal["completed", "index"] = "completed"

@@ -75,5 +75,5 @@ _counter = itertools.count()
 def _signals_are_put_back():
     """A callback that a test has not closed watches for signals no longer."""
     yield
-    if "flaxckpt._preemption" in sys.modules:
-        sys.modules["flaxckpt._preemption"]._forget()
+    if "flaxckpt._training.signals" in sys.modules:
+        sys.modules["flaxckpt._training.signals"]._forget()

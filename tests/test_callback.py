@@ -24,11 +24,12 @@ from flax import nnx
 from flax.training import train_state
 
 import flaxckpt
-from flaxckpt import _held, errors
+from flaxckpt import errors
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import step_counter as state_step_counter
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._storage import local as storage_local
+from flaxckpt._training import held as training_held
 from flaxckpt.datasets import StepIndexed
 
 
@@ -241,7 +242,9 @@ def test_a_loop_that_reports_before_it_trains_may_move_the_state(ckpt, kind, mov
 
 @pytest.mark.parametrize("move", ["sharded", "jitted", "fetched"])
 def test_a_state_that_was_moved_and_trained_has_changed(ckpt, move, monkeypatch):
-    monkeypatch.setattr(_held, "_COMPARED_BYTES", 1000)  # of the large ones, a part
+    monkeypatch.setattr(
+        training_held, "_COMPARED_BYTES", 1000
+    )  # of the large ones, a part
     large = {f"w{i}": jnp.full(100, float(i)) for i in range(10)}
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=4)
     state, start = callback.restore_or_init(large | {"n": jnp.ones(3)})
@@ -929,7 +932,7 @@ def test_small_numpy_arrays_are_kept_beside_large_ones(ckpt):
 def test_huge_numpy_arrays_are_not_kept_and_that_is_said_at_the_beginning(
     ckpt, caplog, monkeypatch
 ):
-    monkeypatch.setattr(_held, "_SUMMED_BYTES", 2**22)
+    monkeypatch.setattr(training_held, "_SUMMED_BYTES", 2**22)
     state = {"w": np.zeros(10**6)}
     with flaxckpt.CheckpointCallback(ckpt, every_steps=2) as callback:
         callback(1, state)
@@ -1075,7 +1078,7 @@ def test_bound_metrics_that_take_long_are_saved_if_nothing_came_after(ckpt, capl
 
 def test_holding_a_state_copies_no_jax_array():
     state = {"w": jnp.ones(10**6), "n": 1}
-    held = _held.Held(state)
+    held = training_held.Held(state)
     with held.put_back() as found:
         assert found["w"] is state["w"]
 

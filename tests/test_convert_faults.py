@@ -16,7 +16,7 @@ from safetensors import numpy as safetensors
 import flaxckpt
 from flaxckpt import errors, transforms
 from flaxckpt._arrays import blockwise as arrays_blockwise
-from flaxckpt._convert import convert
+from flaxckpt._convert import convert as convert_convert
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -177,7 +177,7 @@ def stopped(source, target, **options):
         flaxckpt.convert(
             source, target, progress=stop, max_concurrent_bytes=100, **options
         )
-    temporary = target.with_name(target.name + convert.TEMPORARY)
+    temporary = target.with_name(target.name + convert_convert.TEMPORARY)
     assert (temporary / "done.txt").read_text()
 
 
@@ -252,7 +252,7 @@ def test_nothing_is_said_of_work_that_is_not_there(source, tmp_path, monkeypatch
     def fail(directory, work):
         raise OSError("no space left")
 
-    monkeypatch.setattr(convert._journal, "Journal", fail)
+    monkeypatch.setattr(convert_convert._journal, "Journal", fail)
     with pytest.raises(errors.SaveFailedError, match="no space left") as caught:
         flaxckpt.convert(source, tmp_path / "c")
     assert "What is done" not in str(caught.value)

@@ -275,7 +275,7 @@ class _Roles:
         return "several"  # which their names tell apart
 
     def _held_without_classes(self, node: tree.Node) -> Literal["one", "several"]:
-        """See `_held`; for a dict without states of known classes in it."""
+        """See `_training.held`; for a dict without states of known classes in it."""
         if self._is_unnamed_state(node) or state_optimizer_states.has_indices(node):
             return "one"
         nodes = [child for child in node.children if isinstance(child, tree.Node)]
@@ -291,7 +291,7 @@ class _Roles:
         is_full: bool,
         are_complete: bool,
     ) -> Literal["one", "several", "either"]:
-        """See `_held`.
+        """See `_training.held`.
 
         Args:
             carriers: The elements with moments.

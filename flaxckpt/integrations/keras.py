@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from flaxckpt import errors
-from flaxckpt._callback import CheckpointCallback
+from flaxckpt._training.callback import CheckpointCallback
 from flaxckpt._types import PyTree
 from flaxckpt.datasets import SaveableIterator
 

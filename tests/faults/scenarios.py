@@ -15,7 +15,8 @@ from types import MappingProxyType
 import numpy as np
 
 import flaxckpt
-from flaxckpt import _preflight, _resume, errors
+from flaxckpt import errors
+from flaxckpt._training import preflight, resume_check
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
 
@@ -326,9 +327,9 @@ class Trials(Scenario):
     """What is tried out before a run begins; nothing of it may stay."""
 
     def do(self, ckpt, log):
-        _preflight.check(ckpt, state(2), None, only_warn=False)
+        preflight.check(ckpt, state(2), None, only_warn=False)
         small = {"count": 1}
-        _resume.check(ckpt, small, dict, dataset=None, fresh=None)
+        resume_check.check(ckpt, small, dict, dataset=None, fresh=None)
 
 
 class Endless(Scenario):

@@ -7,8 +7,9 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from flaxckpt import _held, _state, datasets, errors
-from flaxckpt._held import Held
+from flaxckpt import _state, datasets, errors
+from flaxckpt._training import held
+from flaxckpt._training.held import Held
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Completed:
         That is so for a bound state that is replaced as a whole, as a `TrainState` is.
         """
         state = self.get("state")
-        is_one = self.is_bound and _held.is_replaced_whole(state)
+        is_one = self.is_bound and held.is_replaced_whole(state)
         return is_one and bool(_state.step_counter.found(state))
 
     def let_state_go(self) -> None:

@@ -7,8 +7,8 @@ import weakref
 from collections.abc import Callable
 
 from flaxckpt import _run, _util, errors
-from flaxckpt._preemption import Notice, Watch
-from flaxckpt._triggers import Triggers
+from flaxckpt._training.signals import Notice, Watch
+from flaxckpt._training.triggers import Triggers
 
 _log = logging.getLogger(__name__)
 

@@ -10,22 +10,16 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from flaxckpt import (
-    _beginning,
-    _held,
-    _preflight,
-    _run,
-    _state,
-    _util,
-    datasets,
-    errors,
-)
+from flaxckpt import _run, _state, _util, datasets, errors
 from flaxckpt._checkpoint.handle import SaveHandle
-from flaxckpt._completed import Completed
-from flaxckpt._preemption import Grace, Notice
 from flaxckpt._run.checkpointer import Checkpointer
-from flaxckpt._stopping import Stopping
-from flaxckpt._triggers import Due, Triggers
+from flaxckpt._training import held
+from flaxckpt._training import preflight as training_preflight
+from flaxckpt._training import start as training_start
+from flaxckpt._training.completed_step import Completed
+from flaxckpt._training.preemption import Stopping
+from flaxckpt._training.signals import Grace, Notice
+from flaxckpt._training.triggers import Due, Triggers
 from flaxckpt._types import PyTree
 
 _log = logging.getLogger(__name__)
@@ -85,7 +79,7 @@ class Hook:
         self._seen = 0
         self._began_at: int | None = None
         self._last: Completed | None = None
-        self._restored: tuple[int, _held.Trace] | None = None
+        self._restored: tuple[int, held.Trace] | None = None
         self._consumption = _state.step_counter.Consumption()
         for sink in self._sinks:
             _run.events.sinks.check(sink)
@@ -154,7 +148,7 @@ class Hook:
         self.start()
         ckpt = self._checkpointer
         ckpt.check_writable("save")
-        self._seen = _beginning.check(
+        self._seen = training_start.check(
             ckpt, seen.step, self._began_at, again=self._last is not None
         )
         _run.metrics.as_metrics(seen.metrics())
@@ -170,7 +164,7 @@ class Hook:
                 seen.fault,
             )
         if self._preflight:
-            found = _preflight.check(
+            found = training_preflight.check(
                 ckpt, state, dataset, only_warn=self._preflight == "warn"
             )
             if found is not None and self._grace.save_secs is None:
@@ -295,7 +289,7 @@ class Hook:
     # ---- beginning and ending -----------------------------------------------------
 
     def restore_or_init(
-        self, state: PyTree, source: _beginning.Source, dataset: Any
+        self, state: PyTree, source: training_start.Source, dataset: Any
     ) -> tuple[PyTree, int]:
         """See `CheckpointCallback.restore_or_init`."""
         _state.flax_state.check_state(state)
@@ -311,7 +305,7 @@ class Hook:
         if dataset is not None:
             self.getters["dataset"] = lambda: dataset
         dataset = self.getters["dataset"]()
-        restored, step = _beginning.restore_or_init(
+        restored, step = training_start.restore_or_init(
             self._checkpointer, state, source, dataset=dataset
         )
         self._consumption.begin(step, datasets.position(dataset))
@@ -325,7 +319,7 @@ class Hook:
     def _note_restored(self, state: PyTree, step: int) -> None:
         """Remembers the first state of the loop, and compares its step counter."""
         with contextlib.suppress(TypeError, ValueError):  # a save will say more of it
-            self._restored = step, _held.Trace(state)
+            self._restored = step, held.Trace(state)
         if self._began_at is not None and (
             counters := _state.step_counter.mismatch(state, step)
         ):

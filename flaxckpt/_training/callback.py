@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxckpt import _beginning, _completed, _resume, _state, errors
+from flaxckpt import _state, errors
 from flaxckpt._checkpoint.handle import SaveHandle
-from flaxckpt._hook import Hook
-from flaxckpt._preemption import Grace
 from flaxckpt._run.checkpointer import Checkpointer
-from flaxckpt._stopping import Stopping
-from flaxckpt._triggers import Triggers
+from flaxckpt._training import completed_step, resume_check, start
+from flaxckpt._training.loop import Hook
+from flaxckpt._training.preemption import Stopping
+from flaxckpt._training.signals import Grace
+from flaxckpt._training.triggers import Triggers
 from flaxckpt._types import PathLike, PyTree
 from flaxckpt.transforms import Transform
 
@@ -311,7 +312,7 @@ class CheckpointCallback:
         Raises:
             CheckpointError: There are checkpoints, but none that fits.
         """
-        begins_from = _beginning.Source(
+        begins_from = start.Source(
             source, source_step, source_transforms, missing, unused, optimizer
         )
         return self._hook.restore_or_init(state, begins_from, dataset)
@@ -323,7 +324,7 @@ class CheckpointCallback:
             step: As the loop counts; see `step_is`.
             metrics: Numbers by name, or a clu metric collection.
         """
-        named = _completed.values(metrics) or {}
+        named = completed_step.values(metrics) or {}
         self.checkpointer.add_metrics(
             _state.step_counter.whole(step) + self._offset, named
         )
@@ -357,7 +358,9 @@ class CheckpointCallback:
         """
         self.checkpointer.check_writable("try out a resume")
         dataset = self._hook.getters["dataset"]() if dataset is None else dataset
-        _resume.check(self.checkpointer, state, step_fn, dataset=dataset, fresh=fresh)
+        resume_check.check(
+            self.checkpointer, state, step_fn, dataset=dataset, fresh=fresh
+        )
 
     def wait(self) -> None:
         """Waits for the save under way."""

@@ -1,0 +1,15 @@
+"""`CheckpointCallback`: when a training loop saves, stops and resumes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flaxckpt import _doors
+
+if TYPE_CHECKING:
+    from flaxckpt._training import callback
+
+__all__ = ["callback"]
+
+if not TYPE_CHECKING:
+    __getattr__ = _doors.opener(__name__, __all__)
