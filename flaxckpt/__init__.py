@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from flaxckpt._checkpoint.verify import verify
     from flaxckpt._checkpoint.verify_report import VerifyReport
     from flaxckpt._convert.convert import convert
-    from flaxckpt._diff import CheckpointDiff, LeafDiff, diff
+    from flaxckpt._inspect.diff import CheckpointDiff, LeafDiff, diff
+    from flaxckpt._inspect.simulate import Simulation, simulate
     from flaxckpt._run.checkpointer import Checkpointer
-    from flaxckpt._simulation import Simulation, simulate
     from flaxckpt._state.leaf import LeafInfo
     from flaxckpt._steps.event import Event
     from flaxckpt._storage.client import StoreOptions
@@ -103,22 +103,22 @@ os.register_at_fork(
 _HOMES = {
     "ArrayLayout": "_arrays.zarr.array_layout",
     "CheckpointCallback": "_training.callback",
-    "CheckpointDiff": "_diff",
+    "CheckpointDiff": "_inspect.diff",
     "CheckpointMetadata": "formats._reader",
     "Checkpointer": "_run.checkpointer",
     "Event": "_steps.event",
-    "LeafDiff": "_diff",
+    "LeafDiff": "_inspect.diff",
     "LeafInfo": "_state.leaf",
     "LeafPlan": "_checkpoint.plan",
     "RestorePlan": "_checkpoint.plan",
     "SaveHandle": "_checkpoint.handle",
     "SaveResult": "_checkpoint.result",
-    "Simulation": "_simulation",
+    "Simulation": "_inspect.simulate",
     "StoreOptions": "_storage.client",
     "VerifyReport": "_checkpoint.verify_report",
     "abstract_state": "partition",
     "convert": "_convert.convert",
-    "diff": "_diff",
+    "diff": "_inspect.diff",
     "load": "_checkpoint.restore",
     "metadata": "_checkpoint.restore",
     "open_leaf": "_checkpoint.restore",
@@ -127,7 +127,7 @@ _HOMES = {
     "save": "_checkpoint.save",
     "save_async": "_checkpoint.save",
     "set_store_options": "_storage.store_settings",
-    "simulate": "_simulation",
+    "simulate": "_inspect.simulate",
     "verify": "_checkpoint.verify",
 }
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flaxckpt
-from flaxckpt import _keeping, _listing, errors
+from flaxckpt import errors
+from flaxckpt._inspect import listing, run_view
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt._steps import names as steps_names
 from flaxckpt._steps import scan as steps_scan
@@ -31,9 +32,9 @@ def make_run(root, steps=(10, 20, 30), **options):
 )
 def test_runs_are_opened_whatever_their_steps_are_called(tmp_path, template):
     make_run(tmp_path / "run", step_format=template)
-    with _keeping.opened(tmp_path / "run", read_only=True) as run:
+    with run_view.opened(tmp_path / "run", read_only=True) as run:
         assert run.steps() == [10, 20, 30]
-    found = _listing.listing(tmp_path / "run", keep=[EveryNSteps(20)])
+    found = listing.listing(tmp_path / "run", keep=[EveryNSteps(20)])
     assert [step.why for step in found.steps] == [(), ("EveryNSteps(20)",), ("newest",)]
 
 
@@ -47,7 +48,7 @@ def test_names_of_steps_are_found_out(tmp_path_factory, prefix, width, steps):
     paths = {step: root / f"{prefix}{step:0{width}d}" for step in steps}
     for path in paths.values():
         path.mkdir()
-    found = _keeping.step_format(steps_scan.Found(paths, {}))
+    found = run_view.step_format(steps_scan.Found(paths, {}))
     assert found is not None
     for step, path in paths.items():
         assert steps_names.StepFormat(found).name(step) == path.name
@@ -57,7 +58,7 @@ def test_names_of_two_kinds_are_none_of_ours(tmp_path):
     paths = {1: tmp_path / "1", 2: tmp_path / "002"}
     for path in paths.values():
         path.mkdir()
-    assert _keeping.step_format(steps_scan.Found(paths, {})) is None
+    assert run_view.step_format(steps_scan.Found(paths, {})) is None
 
 
 def test_a_listing_is_what_the_checkpointer_says(tmp_path):
@@ -65,7 +66,7 @@ def test_a_listing_is_what_the_checkpointer_says(tmp_path):
     make_run(tmp_path / "run")
     with flaxckpt.Checkpointer(tmp_path / "run", keep=keep, read_only=True) as run:
         explained = run.explain()
-    found = _listing.listing(tmp_path / "run", keep=keep)
+    found = listing.listing(tmp_path / "run", keep=keep)
     assert {step.step: [*step.why] for step in found.steps} == explained
     assert [step.marks for step in found.steps] == [("best",), (), ("latest",)]
 
@@ -77,12 +78,12 @@ def test_damaged_steps_are_listed_and_never_pruned(tmp_path):
     shutil.rmtree(root / "40" / "state")
     (root / "40" / "flaxckpt.json").unlink()
     (root / "50").mkdir()
-    found = {step.step: step for step in _listing.listing(root).steps}
+    found = {step.step: step for step in listing.listing(root).steps}
     assert [*found] == [10, 20, 30, 40]
     assert found[10].damage == "it is bad"
     assert found[30].marks == ("latest",)
     assert "restore another step" in found[40].damage
-    pruned = _keeping.prune(root, keep=[LatestN(1)], dry_run=False)
+    pruned = run_view.prune(root, keep=[LatestN(1)], dry_run=False)
     assert pruned.deleted == (20,)
     assert (root / "10").is_dir()
     assert (root / "40").is_dir()
@@ -93,19 +94,19 @@ def test_what_is_freed_is_what_nothing_else_has(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         for step in (1, 2, 3):
             run.save(step, {**frozen, "n": step}).wait()
-    found = _keeping.prune(tmp_path / "run", keep=[LatestN(1)], dry_run=True)
+    found = run_view.prune(tmp_path / "run", keep=[LatestN(1)], dry_run=True)
     assert found.deleted == (1, 2)
     assert 0 < found.bytes < 100_000
-    alone = _keeping.prune(tmp_path / "run", keep=[EveryNSteps(7)], dry_run=True)
+    alone = run_view.prune(tmp_path / "run", keep=[EveryNSteps(7)], dry_run=True)
     assert alone.bytes == found.bytes
 
 
 def test_nothing_is_made_where_nothing_is(tmp_path):
     for call in (
-        lambda path: _keeping.prune(path, keep=[LatestN(1)], dry_run=False),
-        lambda path: _keeping.set_pinned(path, [1], pinned=True),
-        _listing.listing,
-        _listing.disk_usage,
+        lambda path: run_view.prune(path, keep=[LatestN(1)], dry_run=False),
+        lambda path: run_view.set_pinned(path, [1], pinned=True),
+        listing.listing,
+        listing.disk_usage,
     ):
         with pytest.raises(errors.CheckpointNotFoundError):
             call(tmp_path / "nowhere")
@@ -115,19 +116,19 @@ def test_nothing_is_made_where_nothing_is(tmp_path):
 def test_a_look_leaves_no_trace(tmp_path):
     root = make_run(tmp_path / "run")
     before = sorted((p, p.stat().st_mtime_ns) for p in root.rglob("*"))
-    _listing.listing(root, keep=[LatestN(1)])
-    _listing.disk_usage(root)
-    _keeping.prune(root, keep=[LatestN(1)], dry_run=True)
+    listing.listing(root, keep=[LatestN(1)])
+    listing.disk_usage(root)
+    run_view.prune(root, keep=[LatestN(1)], dry_run=True)
     assert before == sorted((p, p.stat().st_mtime_ns) for p in root.rglob("*"))
 
 
 def test_pinning_takes_all_or_none(tmp_path):
     root = make_run(tmp_path / "run")
     with pytest.raises(errors.CheckpointNotFoundError, match="no step 7"):
-        _keeping.set_pinned(root, [10, 7], pinned=True)
+        run_view.set_pinned(root, [10, 7], pinned=True)
     assert not steps_markers.is_pinned(root / "10")
-    _keeping.set_pinned(root, [10, 20], pinned=True)
-    assert _listing.listing(root).steps[1].marks == ("pinned",)
+    run_view.set_pinned(root, [10, 20], pinned=True)
+    assert listing.listing(root).steps[1].marks == ("pinned",)
 
 
 def test_what_may_not_be_read_is_told():
@@ -136,14 +137,14 @@ def test_what_may_not_be_read_is_told():
         root = make_run(Path(name) / "run")
         (root / "30" / "state").chmod(0)
         with without_rights():
-            found = _listing.listing(root).steps[2]
+            found = listing.listing(root).steps[2]
         assert "permission denied" in found.damage
         (root / "30").chmod(0)
         with (
             without_rights(),
             pytest.raises(errors.DamagedCheckpointError, match="permission denied"),
         ):
-            _listing.listing(root)
+            listing.listing(root)
         (root / "30").chmod(0o755)
         (root / "30" / "state").chmod(0o755)
 

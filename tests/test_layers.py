@@ -86,8 +86,6 @@ def module_name(file: Path) -> str:
 # Modules that are still to move -> their new place.
 # homes begin
 HOMES: dict[str, str] = {
-    "_diff": "_inspect.diff",
-    "_doctor": "_inspect.doctor",
     "_drawing": "_report.charts",
     "_drawing._curves": "_report.charts.curves",
     "_drawing._scales": "_report.charts.scales",
@@ -95,9 +93,6 @@ HOMES: dict[str, str] = {
     "_drawing._style": "_report.charts.css",
     "_drawing._timeline": "_report.charts.timeline",
     "_drawing._treemap": "_report.charts.treemap",
-    "_keeping": "_inspect.run_view",
-    "_leaf_statistics": "_inspect.leaf_statistics",
-    "_listing": "_inspect.listing",
     "_parsing": "configs._parsing",
     "_report._data": "_report.data",
     "_report._gather": "_report.gather",
@@ -111,8 +106,6 @@ HOMES: dict[str, str] = {
     "_report._positions": "_report.dataset_positions",
     "_report._saves": "_report.save_history",
     "_report._section": "_report.section",
-    "_simulation": "_inspect.simulate",
-    "_wanted": "_inspect.abstract_file",
     "cli._keep": "cli._policies",
     "cli._print": "cli._output",
     "configs": "configs",

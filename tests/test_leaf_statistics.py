@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import flaxckpt
-from flaxckpt import _leaf_statistics, errors
+from flaxckpt import errors
+from flaxckpt._inspect import leaf_statistics
 
 finite = st.floats(-1e6, 1e6, width=32)
 odd = st.sampled_from([np.nan, np.inf, -np.inf, 0.0, -0.0])
@@ -17,7 +18,7 @@ odd = st.sampled_from([np.nan, np.inf, -np.inf, 0.0, -0.0])
 
 def of(tmp_path, value, **options):
     flaxckpt.save(tmp_path / "one", {"w": value})
-    return _leaf_statistics.leaf_statistics(tmp_path / "one", "w", **options)
+    return leaf_statistics.leaf_statistics(tmp_path / "one", "w", **options)
 
 
 @given(
@@ -25,7 +26,7 @@ def of(tmp_path, value, **options):
     st.integers(1, 40),
 )
 def test_sums_in_parts_are_those_of_the_whole(values, cut):
-    sums = _leaf_statistics._Sums()
+    sums = leaf_statistics._Sums()
     for start in range(0, len(values), cut):
         sums.add(values[start : start + cut])
     kept = values[np.isfinite(values)].astype(np.float64)
@@ -66,8 +67,8 @@ def test_the_histogram_is_numpys(tmp_path):
 
 
 def test_a_leaf_of_several_pieces_is_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(_leaf_statistics, "_PIECE_BYTES", 1000)
-    monkeypatch.setattr(_leaf_statistics, "_AT_ONCE", 3000)
+    monkeypatch.setattr(leaf_statistics, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(leaf_statistics, "_AT_ONCE", 3000)
     values = np.random.default_rng(0).normal(size=(30, 50))
     found = of(tmp_path, values)
     assert found.count == 1500
@@ -106,4 +107,4 @@ def test_what_is_no_array_has_its_value(tmp_path):
 def test_a_leaf_that_is_not_there_is_an_error(tmp_path):
     flaxckpt.save(tmp_path / "one", {"w": np.ones(2)})
     with pytest.raises(errors.RestoreMismatchError, match="v: wanted a leaf"):
-        _leaf_statistics.leaf_statistics(tmp_path / "one", "v")
+        leaf_statistics.leaf_statistics(tmp_path / "one", "v")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from flaxckpt._listing import Step
+from flaxckpt._inspect.listing import Step
 from flaxckpt.formats._reader import Lineage
 
 

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _diff, _listing, _run, _steps, _storage, _util, errors
-from flaxckpt._diff import CheckpointDiff
-from flaxckpt._listing import Listing, Step
+from flaxckpt import _inspect, _run, _steps, _storage, _util, errors
+from flaxckpt._inspect.diff import CheckpointDiff
+from flaxckpt._inspect.listing import Listing, Step
 from flaxckpt._report import _integrity, _parts, _positions, _saves
 from flaxckpt._report._data import Change, Changed, Measured, Position, Report
 from flaxckpt._types import PathLike
@@ -67,7 +67,7 @@ def gather(path: PathLike, options: Options) -> Report:
             "--no-diff compares nothing: leave out --step-a and --step-b, or that"
         )
     with _storage.paths.looking(root):
-        found = _listing.listing(
+        found = _inspect.listing.listing(
             root, keep=options.keep, step_format=options.step_format
         )
     notes: dict[str, str] = {}
@@ -243,7 +243,7 @@ def _pair(found: Listing, options: Options) -> tuple[int, int] | None:
 
 
 def _compared(paths: Sequence[Path], steps: tuple[int, int]) -> Change:
-    found = _diff.diff(*paths)
+    found = _inspect.diff.diff(*paths)
     a, b = steps
     return Change(a, b, _changed(found, a, b), len(found.same), found.bytes_compared)
 

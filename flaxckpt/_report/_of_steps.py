@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from flaxckpt import _util
 from flaxckpt._drawing import _curves, _strip
-from flaxckpt._listing import Step
+from flaxckpt._inspect.listing import Step
 from flaxckpt._report import _saves, _section
 from flaxckpt._report._data import Report
 from flaxckpt._report._section import Section

@@ -11,7 +11,7 @@ from flaxckpt.cli import _app, _print
 from flaxckpt.cli._print import Cell, Column
 
 if TYPE_CHECKING:
-    from flaxckpt._diff import CheckpointDiff, LeafDiff
+    from flaxckpt._inspect.diff import CheckpointDiff, LeafDiff
 
 _ROWS = 100
 
@@ -49,7 +49,7 @@ def diff(
       flaxckpt diff runs/7 --step-a 1000 --step-b 2000
       flaxckpt diff runs/7 model.safetensors
     """
-    from flaxckpt import _diff
+    from flaxckpt import _inspect
 
     if b is None and step_a == step_b:
         raise errors.OptionError(
@@ -58,7 +58,9 @@ def diff(
         )
     side_a, step_a = _app.checkpoint(a, step_a, step_format)
     side_b, step_b = _app.checkpoint(a if b is None else b, step_b, step_format)
-    found = _diff.diff(side_a, side_b, step_a=step_a, step_b=step_b, values=values)
+    found = _inspect.diff.diff(
+        side_a, side_b, step_a=step_a, step_b=step_b, values=values
+    )
     if json:
         _print.document({"equal": found.is_empty, **_print.fields(found)})
     else:

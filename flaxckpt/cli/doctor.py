@@ -10,7 +10,7 @@ from flaxckpt.cli import _app, _print
 from flaxckpt.cli._print import Cell, Column
 
 if TYPE_CHECKING:
-    from flaxckpt._doctor import Diagnosis
+    from flaxckpt._inspect.doctor import Diagnosis
 
 
 @_app.verb
@@ -37,9 +37,11 @@ def doctor(
     Example:
       flaxckpt doctor runs/7
     """
-    from flaxckpt import _doctor
+    from flaxckpt import _inspect
 
-    found = _doctor.examine(directory, max_bytes=max_mb * 10**6, max_secs=max_secs)
+    found = _inspect.doctor.examine(
+        directory, max_bytes=max_mb * 10**6, max_secs=max_secs
+    )
     if json:
         _print.document({"ok": not found.problems, **_print.fields(found)})
     else:

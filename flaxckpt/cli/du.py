@@ -10,7 +10,7 @@ from flaxckpt.cli import _app, _print
 from flaxckpt.cli._print import Column
 
 if TYPE_CHECKING:
-    from flaxckpt._listing import DiskUsage
+    from flaxckpt._inspect.listing import DiskUsage
 
 
 @_app.verb
@@ -31,9 +31,11 @@ def du(
     Example:
       flaxckpt du runs/7 --depth 3
     """
-    from flaxckpt import _listing
+    from flaxckpt import _inspect
 
-    found = _listing.disk_usage(path, step=step, depth=depth, step_format=step_format)
+    found = _inspect.listing.disk_usage(
+        path, step=step, depth=depth, step_format=step_format
+    )
     if json:
         _print.document(found)
         return _app.FINE

@@ -23,13 +23,13 @@ def explain(
     Example:
       flaxckpt explain runs/7 --keep latest:3 --keep every:1000
     """
-    from flaxckpt import _keeping, _storage
+    from flaxckpt import _inspect, _storage
 
     policies = _keep.policies(keep, config, group)
     root = _storage.local.resolve(path)
-    steps = _keeping.survey(root, step_format)
-    found = _keeping.explain(root, steps, policies)
-    code = _app.FOUND if _keeping.has_damage(steps) else _app.FINE
+    steps = _inspect.run_view.survey(root, step_format)
+    found = _inspect.run_view.explain(root, steps, policies)
+    code = _app.FOUND if _inspect.run_view.has_damage(steps) else _app.FINE
     if json:
         _print.document(found)
         return code

@@ -9,7 +9,7 @@ from flaxckpt.cli import _app, _keep, _print
 from flaxckpt.cli._print import Cell, Column
 
 if TYPE_CHECKING:
-    from flaxckpt._listing import Listing, Step
+    from flaxckpt._inspect.listing import Listing, Step
     from flaxckpt.policies import PreservationPolicy
 
 _STYLES = {"damaged": "red", "latest": "green", "best": "green", "pinned": "cyan"}
@@ -35,10 +35,10 @@ def ls(
     Example:
       flaxckpt ls runs/7 --keep latest:3 --keep best:1:eval/loss:min
     """
-    from flaxckpt import _listing
+    from flaxckpt import _inspect
 
     policies = _keep.policies(keep, config, group)
-    found = _listing.listing(path, keep=policies, step_format=step_format)
+    found = _inspect.listing.listing(path, keep=policies, step_format=step_format)
     if json:
         _print.document(found)
     else:

@@ -44,9 +44,11 @@ def unpin(
 def _change(
     path: str, steps: list[int], step_format: str | None, json: bool, *, pinned: bool
 ) -> int:
-    from flaxckpt import _keeping
+    from flaxckpt import _inspect
 
-    found = _keeping.set_pinned(path, steps, pinned=pinned, step_format=step_format)
+    found = _inspect.run_view.set_pinned(
+        path, steps, pinned=pinned, step_format=step_format
+    )
     if json:
         _print.document({"path": found, "steps": steps, "pinned": pinned})
     else:

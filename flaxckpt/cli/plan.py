@@ -54,10 +54,10 @@ def plan(
       flaxckpt plan runs/7 runs/8
       flaxckpt plan runs/7 wanted.json
     """
-    from flaxckpt import _checkpoint, _wanted
+    from flaxckpt import _checkpoint, _inspect
 
     path, step = _app.checkpoint(path, step, step_format)
-    wanted = _wanted.wanted(target, step=target_step)
+    wanted = _inspect.abstract_file.wanted(target, step=target_step)
     found = _checkpoint.restore.plan(
         path,
         wanted.state,

@@ -12,7 +12,7 @@ from flaxckpt.cli import _app, _keep, _print
 from flaxckpt.cli._print import Cell, Column
 
 if TYPE_CHECKING:
-    from flaxckpt._keeping import Pruned
+    from flaxckpt._inspect.run_view import Pruned
 
 
 @_app.verb
@@ -37,7 +37,7 @@ def prune(
     Example:
       flaxckpt prune runs/7 --keep latest:3 --keep best:1:eval/loss:min --yes
     """
-    from flaxckpt import _keeping
+    from flaxckpt import _inspect
 
     policies, of_datasets = _keep.both(keep, config, group)
     if not policies:
@@ -46,7 +46,7 @@ def prune(
             " --keep latest:3, --keep best:1:eval/loss:min, --keep every:1000, or the"
             " settings of the run as --config FILE"
         )
-    found = _keeping.prune(
+    found = _inspect.run_view.prune(
         path,
         keep=policies,
         keep_dataset=of_datasets,

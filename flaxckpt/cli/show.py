@@ -12,7 +12,7 @@ from flaxckpt.cli import _app, _print
 from flaxckpt.cli._print import Cell, Column
 
 if TYPE_CHECKING:
-    from flaxckpt._leaf_statistics import LeafStatistics
+    from flaxckpt._inspect.leaf_statistics import LeafStatistics
     from flaxckpt._run.disk_usage import Subtree
     from flaxckpt.formats._reader import CheckpointMetadata
 
@@ -54,12 +54,12 @@ def show(
       flaxckpt show runs/7 --depth 2
       flaxckpt show runs/7 params/dense/kernel
     """
-    from flaxckpt import _checkpoint, _leaf_statistics, _run
+    from flaxckpt import _checkpoint, _inspect, _run
 
     path, step = _app.checkpoint(path, step, step_format)
     found = _checkpoint.restore.metadata(path, step=step)
     if leaf is not None and leaf in found.leaves:
-        statistics = _leaf_statistics.leaf_statistics(path, leaf, step=step)
+        statistics = _inspect.leaf_statistics.leaf_statistics(path, leaf, step=step)
         _show_leaf(statistics, json)
         return _app.FINE
     trees = _run.disk_usage.subtrees(found.leaves, below=leaf or "")

@@ -35,11 +35,11 @@ def verify(
     Example:
       flaxckpt verify runs/7 --all
     """
-    from flaxckpt import _checkpoint, _keeping
+    from flaxckpt import _checkpoint, _inspect
 
     if every and step is not None:
         raise errors.OptionError("--all is all steps: leave --step out")
-    steps = _keeping.numbers(path, step_format) if every else [step]
+    steps = _inspect.run_view.numbers(path, step_format) if every else [step]
     reports: list[VerifyReport] = []
     passed_over: dict[str, str] = {}
     for number in steps:

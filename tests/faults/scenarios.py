@@ -16,7 +16,8 @@ import numpy as np
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._training import preflight, resume_check
+from flaxckpt._training import preflight as training_preflight
+from flaxckpt._training import resume_check as training_resume_check
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
 
@@ -327,9 +328,9 @@ class Trials(Scenario):
     """What is tried out before a run begins; nothing of it may stay."""
 
     def do(self, ckpt, log):
-        preflight.check(ckpt, state(2), None, only_warn=False)
+        training_preflight.check(ckpt, state(2), None, only_warn=False)
         small = {"count": 1}
-        resume_check.check(ckpt, small, dict, dataset=None, fresh=None)
+        training_resume_check.check(ckpt, small, dict, dataset=None, fresh=None)
 
 
 class Endless(Scenario):

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from flaxckpt import _keeping, _run, _steps, _storage, _util, errors, formats, policies
+from flaxckpt import _run, _steps, _storage, _util, errors, formats, policies
+from flaxckpt._inspect import run_view
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _locate, _native
 from flaxckpt.policies import PreservationPolicy
@@ -90,12 +91,12 @@ def listing(
         usage = _run.disk_usage.on_disk(root, set())
         step = _described(None, root, usage)
         return Listing(str(root), False, (step,), step.bytes)
-    found = _keeping.survey(root, step_format)
-    reasons = _keeping.explain(root, found, keep)
+    found = run_view.survey(root, step_format)
+    reasons = run_view.explain(root, found, keep)
     best = {str(policy) for policy in keep if isinstance(policy, policies.BestN)}
     counted: set[_run.disk_usage.FileId] = set()
     steps, total = [], 0
-    for number, step_path in _watched([*_keeping.all_steps(found).items()], root):
+    for number, step_path in _watched([*run_view.all_steps(found).items()], root):
         usage = _run.disk_usage.on_disk(step_path, counted)
         total += 0 if usage is None else usage.own
         why = reasons.get(number, [])
@@ -137,7 +138,7 @@ def _described(
 ) -> Step:
     is_directory = path.is_dir()
     found = _marks_of(path) if is_directory else None
-    damage = _keeping.damage(path, doubt)
+    damage = run_view.damage(path, doubt)
     marks = {
         "best": is_best,
         "pinned": found is not None and found.pinned,
@@ -149,7 +150,7 @@ def _described(
         number,
         str(path),
         _format(path),
-        _keeping.created(path),
+        run_view.created(path),
         None if usage is None else usage.bytes,
         (_run.metrics.read_metrics(path) or {}) if is_directory else {},
         tuple(name for name, is_so in marks.items() if is_so),
@@ -241,7 +242,7 @@ def disk_usage(
     root = _storage.local.resolve(path)
     paths: list[tuple[int | None, Path]] = [(None, root)]
     if step_format is not None or not (root.exists() and formats.recognises(root)):
-        paths = [*_keeping.all_steps(_keeping.survey(root, step_format)).items()]
+        paths = [*run_view.all_steps(run_view.survey(root, step_format)).items()]
     counted: set[_run.disk_usage.FileId] = set()
     steps = tuple(
         _usage(number, path, counted) for number, path in _watched(paths, root)

@@ -1,0 +1,31 @@
+"""Questions about checkpoints: listings, differences, statistics, diagnoses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flaxckpt import _doors
+
+if TYPE_CHECKING:
+    from flaxckpt._inspect import (
+        abstract_file,
+        diff,
+        doctor,
+        leaf_statistics,
+        listing,
+        run_view,
+        simulate,
+    )
+
+__all__ = [
+    "abstract_file",
+    "diff",
+    "doctor",
+    "leaf_statistics",
+    "listing",
+    "run_view",
+    "simulate",
+]
+
+if not TYPE_CHECKING:
+    __getattr__ = _doors.opener(__name__, __all__)
