@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 import flaxckpt
 from flaxckpt import errors, transforms
-from flaxckpt._inspect import diff
+from flaxckpt._inspect import diff as inspect_diff
 
 
 def saved(path, state, **options):
@@ -120,8 +120,8 @@ def test_leaves_that_are_called_otherwise(tmp_path):
 
 
 def test_large_leaves_are_compared_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(diff, "_PIECE_BYTES", 1000)
-    monkeypatch.setattr(diff, "_AT_ONCE", 3000)
+    monkeypatch.setattr(inspect_diff, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(inspect_diff, "_AT_ONCE", 3000)
     values = np.arange(5000, dtype=np.float32).reshape(50, 100)
     other = values.copy()
     other[::7, 3] += 1
@@ -169,7 +169,7 @@ floats = hnp.arrays(
 
 @given(floats)
 def test_values_are_equal_to_themselves(values):
-    sums = diff._Sums()
+    sums = inspect_diff._Sums()
     sums.add(values, values.copy())
     assert sums.different == 0
 
@@ -178,7 +178,7 @@ def test_values_are_equal_to_themselves(values):
 def test_what_differs_is_what_numpy_says(a, b):
     if a.shape != b.shape:
         return
-    sums = diff._Sums()
+    sums = inspect_diff._Sums()
     sums.add(a, b)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     assert sums.different == np.count_nonzero(~same)

@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._inspect import leaf_statistics
+from flaxckpt._inspect import leaf_statistics as inspect_leaf_statistics
 
 finite = st.floats(-1e6, 1e6, width=32)
 odd = st.sampled_from([np.nan, np.inf, -np.inf, 0.0, -0.0])
@@ -18,7 +18,7 @@ odd = st.sampled_from([np.nan, np.inf, -np.inf, 0.0, -0.0])
 
 def of(tmp_path, value, **options):
     flaxckpt.save(tmp_path / "one", {"w": value})
-    return leaf_statistics.leaf_statistics(tmp_path / "one", "w", **options)
+    return inspect_leaf_statistics.leaf_statistics(tmp_path / "one", "w", **options)
 
 
 @given(
@@ -26,7 +26,7 @@ def of(tmp_path, value, **options):
     st.integers(1, 40),
 )
 def test_sums_in_parts_are_those_of_the_whole(values, cut):
-    sums = leaf_statistics._Sums()
+    sums = inspect_leaf_statistics._Sums()
     for start in range(0, len(values), cut):
         sums.add(values[start : start + cut])
     kept = values[np.isfinite(values)].astype(np.float64)
@@ -67,8 +67,8 @@ def test_the_histogram_is_numpys(tmp_path):
 
 
 def test_a_leaf_of_several_pieces_is_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(leaf_statistics, "_PIECE_BYTES", 1000)
-    monkeypatch.setattr(leaf_statistics, "_AT_ONCE", 3000)
+    monkeypatch.setattr(inspect_leaf_statistics, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(inspect_leaf_statistics, "_AT_ONCE", 3000)
     values = np.random.default_rng(0).normal(size=(30, 50))
     found = of(tmp_path, values)
     assert found.count == 1500
@@ -107,4 +107,4 @@ def test_what_is_no_array_has_its_value(tmp_path):
 def test_a_leaf_that_is_not_there_is_an_error(tmp_path):
     flaxckpt.save(tmp_path / "one", {"w": np.ones(2)})
     with pytest.raises(errors.RestoreMismatchError, match="v: wanted a leaf"):
-        leaf_statistics.leaf_statistics(tmp_path / "one", "v")
+        inspect_leaf_statistics.leaf_statistics(tmp_path / "one", "v")

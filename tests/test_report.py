@@ -25,10 +25,6 @@ from report_runs import (
 import flaxckpt
 from examples import report as examples_report
 from flaxckpt import _report, errors
-from flaxckpt._drawing import _scales as drawing__scales
-from flaxckpt._drawing import _treemap as drawing__treemap
-from flaxckpt._report import _parts as report__parts
-from flaxckpt._report import _saves as report__saves
 from flaxckpt._run import disk_usage as run_disk_usage
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._steps import event as steps_event
@@ -346,7 +342,7 @@ def event(kind, step=1, time=100.0, **details):
 
 
 def test_saves_that_did_not_end_well_are_told_apart():
-    found = report__saves.saves(
+    found = _report.save_history.saves(
         [
             event("started", 1, 10.0),
             event("snapshot", 1, 11.0, blocked_secs=1.0),
@@ -376,7 +372,9 @@ def test_saves_that_did_not_end_well_are_told_apart():
 
 
 def test_what_a_journal_cannot_say_is_left_out():
-    found = report__saves.saves([event("committed", total_secs="soon", bytes="many")])
+    found = _report.save_history.saves(
+        [event("committed", total_secs="soon", bytes="many")]
+    )
     assert found[0].total_secs is None
     assert found[0].bytes is None
     assert found[0].outcome == "durable"
@@ -396,7 +394,9 @@ trees = st.recursive(
 @given(st.lists(st.integers(0, 10**6), max_size=40))
 def test_rectangles_of_a_treemap_have_their_areas_and_stay_inside(sizes):
     sizes = sorted(sizes, reverse=True)
-    boxes = drawing__treemap.squarified(sizes, drawing__treemap.Box(0, 0, 300, 200))
+    boxes = _report.charts.treemap.squarified(
+        sizes, _report.charts.treemap.Box(0, 0, 300, 200)
+    )
     assert len(boxes) == len(sizes)
     total = sum(sizes)
     for size, box in zip(sizes, boxes, strict=True):
@@ -423,7 +423,7 @@ def test_parts_add_up_whatever_the_tree(sizes):
         for path, size in sizes.items()
         if not any(other.startswith(f"{path}/") for other in sizes)
     }
-    found = report__parts.parts(run_disk_usage.subtrees(leaves))
+    found = _report.size_groups.parts(run_disk_usage.subtrees(leaves))
     assert sum(p.leaves for p in found) == len(leaves)
     assert sum(p.bytes for p in found) == sum(
         math.prod(info.shape) for info in leaves.values()
@@ -441,7 +441,7 @@ def _info(path, size):
 )
 def test_ticks_are_few_and_in_their_range(a, b):
     low, high = sorted((a, b))
-    found = drawing__scales.ticks(low, high, 5)
+    found = _report.charts.scales.ticks(low, high, 5)
     assert 1 <= len(found) <= 8
     slack = (high / 2 - low / 2) * 1e-6 + 1e-300
     assert all(low - slack <= tick <= high + slack for tick in found)
@@ -532,7 +532,7 @@ def test_ten_thousand_leaves_are_few_parts(tmp_path):
         )
         for n in range(10_000)
     }
-    found = report__parts.parts(run_disk_usage.subtrees(leaves))
+    found = _report.size_groups.parts(run_disk_usage.subtrees(leaves))
     assert len(found) <= 60
     assert sum(part.leaves for part in found) == 10_000
     assert sum(part.bytes for part in found) == 55_000

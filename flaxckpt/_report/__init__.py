@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flaxckpt._report._data import Report as Report
-from flaxckpt._report._gather import Options as Options
-from flaxckpt._report._gather import gather as gather
-from flaxckpt._report._page import page as page
+from flaxckpt._report.data import Report as Report
+from flaxckpt._report.gather import Options as Options
+from flaxckpt._report.gather import gather as gather
+from flaxckpt._report.page import page as page
 
 __all__ = ["Options", "Report", "gather", "page"]

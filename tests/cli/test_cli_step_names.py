@@ -7,7 +7,8 @@ from flax import serialization
 
 import flaxckpt
 from flaxckpt import _report, errors, formats
-from flaxckpt._inspect import listing, run_view
+from flaxckpt._inspect import listing as inspect_listing
+from flaxckpt._inspect import run_view as inspect_run_view
 from flaxckpt._steps import scan as steps_scan
 from flaxckpt.policies import LatestN
 
@@ -23,12 +24,12 @@ def models(tmp_path):
 @pytest.mark.parametrize(
     "look",
     [
-        listing.listing,
-        listing.disk_usage,
-        lambda path: run_view.survey(path),
-        lambda path: run_view.prune(path, keep=[LatestN(1)], dry_run=False),
-        lambda path: run_view.set_pinned(path, [1], pinned=True),
-        lambda path: run_view.set_pinned(path, [1], pinned=False),
+        inspect_listing.listing,
+        inspect_listing.disk_usage,
+        lambda path: inspect_run_view.survey(path),
+        lambda path: inspect_run_view.prune(path, keep=[LatestN(1)], dry_run=False),
+        lambda path: inspect_run_view.set_pinned(path, [1], pinned=True),
+        lambda path: inspect_run_view.set_pinned(path, [1], pinned=False),
         lambda path: _report.gather(path, _report.Options()),
         lambda path: flaxckpt.diff(path, path),
         flaxckpt.load,
@@ -97,13 +98,13 @@ def test_a_run_says_how_its_steps_are_called(tmp_path, template):
     flaxckpt.save(tmp_path / "model77", {"n": 77})  # beside it, and none of its steps
     flaxckpt.save(tmp_path / "step_88", {"n": 88})
     assert flaxckpt.load(tmp_path)["n"] == 10
-    assert [step.step for step in listing.listing(tmp_path).steps] == [9, 10]
-    pruned = run_view.prune(tmp_path, keep=[LatestN(1)], dry_run=False)
+    assert [step.step for step in inspect_listing.listing(tmp_path).steps] == [9, 10]
+    pruned = inspect_run_view.prune(tmp_path, keep=[LatestN(1)], dry_run=False)
     assert pruned.deleted == (9,)
     (tmp_path / "events.jsonl").unlink()
     with pytest.raises(errors.CheckpointNotFoundError):
         flaxckpt.load(tmp_path, step=10)
-    with run_view.opened(tmp_path, called=template) as run:
+    with inspect_run_view.opened(tmp_path, called=template) as run:
         assert run.steps() == [10]
 
 
@@ -113,9 +114,9 @@ def test_names_beside_a_run_are_none_of_its_steps(tmp_path):
             run.save(step, {"n": step})
     for name in ("model9", "step_8", "backup-2026", "2024.12"):
         flaxckpt.save(tmp_path / name, {"n": 0})
-    assert run_view.numbers(tmp_path) == [1, 2, 3]
+    assert inspect_run_view.numbers(tmp_path) == [1, 2, 3]
     assert flaxckpt.load(tmp_path)["n"] == 3
-    pruned = run_view.prune(tmp_path, keep=[LatestN(1)], dry_run=False)
+    pruned = inspect_run_view.prune(tmp_path, keep=[LatestN(1)], dry_run=False)
     assert pruned.deleted == (1, 2)
     assert all((tmp_path / n).is_dir() for n in ("model9", "step_8", "backup-2026"))
 
@@ -134,10 +135,10 @@ def test_runs_of_orbax_have_its_standard_names(tmp_path, options):
     template = f"{options['step_prefix']}_{{step:06d}}" if len(options) == 2 else None
     if options.get("step_prefix") == "ck":
         with pytest.raises(errors.CheckpointFormatError, match=r"'ck_{step:06d}'"):
-            run_view.numbers(tmp_path)
+            inspect_run_view.numbers(tmp_path)
     else:
-        assert run_view.numbers(tmp_path) == [1, 2]
-    pruned = run_view.prune(
+        assert inspect_run_view.numbers(tmp_path) == [1, 2]
+    pruned = inspect_run_view.prune(
         tmp_path, keep=[LatestN(1)], dry_run=False, step_format=template
     )
     assert pruned.deleted == (1,)
@@ -147,10 +148,10 @@ def test_files_are_steps_under_a_format_that_is_given(tmp_path):
     for step in (7, 8):
         file = tmp_path / f"export_{step}.msgpack"
         file.write_bytes(serialization.to_bytes({"step": step}))
-    found = listing.listing(tmp_path, step_format="export_{step}.msgpack")
+    found = inspect_listing.listing(tmp_path, step_format="export_{step}.msgpack")
     assert [step.step for step in found.steps] == [7, 8]
     with pytest.raises(errors.OptionError, match="not directories"):
-        run_view.opened(tmp_path, called="export_{step}.msgpack")
+        inspect_run_view.opened(tmp_path, called="export_{step}.msgpack")
 
 
 def test_damage_of_a_name_that_is_no_steps_is_not_told(models):
@@ -166,6 +167,6 @@ def test_a_folder_of_runs_says_so(tmp_path, names):
     for name in names:
         with flaxckpt.Checkpointer(tmp_path / name) as run:
             run.save(1, {"n": 1})
-    for look in (listing.listing, flaxckpt.load, run_view.survey):
+    for look in (inspect_listing.listing, flaxckpt.load, inspect_run_view.survey):
         with pytest.raises(errors.CheckpointFormatError, match="a directory of runs"):
             look(tmp_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from flaxckpt._report._data import Happened, Save
+from flaxckpt._report.data import Happened, Save
 from flaxckpt._steps.event import Event
 from flaxckpt._types import JSON
 

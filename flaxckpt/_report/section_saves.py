@@ -6,10 +6,10 @@ import collections
 from collections.abc import Sequence
 
 from flaxckpt import _util
-from flaxckpt._drawing import _timeline
-from flaxckpt._report import _section
-from flaxckpt._report._data import Report, Save
-from flaxckpt._report._section import Section
+from flaxckpt._report import section
+from flaxckpt._report.charts import timeline
+from flaxckpt._report.data import Report, Save
+from flaxckpt._report.section import Section
 from flaxckpt._util.html import Column, Row
 
 
@@ -19,7 +19,7 @@ def saves(report: Report) -> Section:
         note = report.notes.get("saves", "The journal tells of no saves.")
         return Section("saves", "Saves", note)
     bars = [
-        _timeline.Bar(
+        timeline.Bar(
             save.step,
             save.began,
             save.blocked_secs or 0.0,
@@ -29,26 +29,26 @@ def saves(report: Report) -> Section:
         for save in report.saves
     ]
     others = [
-        _timeline.Happening(each.time, each.kind, _told(each.step, each.why))
+        timeline.Happening(each.time, each.kind, _told(each.step, each.why))
         for each in report.happened
         if each.kind != "deleted"
     ]
     others += [
-        _timeline.Happening(save.began, "failed", _told(save.step, save.error or ""))
+        timeline.Happening(save.began, "failed", _told(save.step, save.error or ""))
         for save in report.saves
         if save.outcome == "failed"
     ]
     pictures = [
-        _timeline.timeline(bars, others, w) for w in (_section.WIDE, _section.NARROW)
+        timeline.timeline(bars, others, w) for w in (section.WIDE, section.NARROW)
     ]
-    key = _section.legend(
+    key = section.legend(
         [
             ("bar blocked", "training waited"),
             ("bar behind", "written behind it"),
             *_glyphs(report),
         ]
     )
-    rows = _section.table(
+    rows = section.table(
         "Saves, the newest first",
         _SAVE_COLUMNS,
         [_save_row(s) for s in report.saves[::-1]],

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flaxckpt import _util, datasets
-from flaxckpt._report._data import Position
+from flaxckpt._report.data import Position
 from flaxckpt.formats import _native
 
 _MAX_BYTES = 2**20

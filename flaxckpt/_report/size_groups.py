@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flaxckpt._report._data import Part
+from flaxckpt._report.data import Part
 from flaxckpt._run.disk_usage import Subtree
 
 _MOST_PARTS = 60

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
 
 from flaxckpt import _util
-from flaxckpt._drawing import _style
-from flaxckpt._report import _of_origin, _of_saves, _of_state, _of_steps
-from flaxckpt._report._data import Report
-from flaxckpt._report._section import Section
+from flaxckpt._report import section_origin, section_saves, section_state, section_steps
+from flaxckpt._report.charts import css
+from flaxckpt._report.data import Report
+from flaxckpt._report.section import Section
 from flaxckpt._util.html import Markup
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -19,14 +19,14 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 _SECTIONS: Sequence[Callable[[Report], Section | None]] = (
-    _of_saves.saves,
-    _of_steps.metrics,
-    _of_steps.retention,
-    _of_state.sizes,
-    _of_state.change,
-    _of_origin.dataset,
-    _of_origin.lineage,
-    _of_origin.integrity,
+    section_saves.saves,
+    section_steps.metrics,
+    section_steps.retention,
+    section_state.sizes,
+    section_state.change,
+    section_origin.dataset,
+    section_origin.lineage,
+    section_origin.integrity,
 )
 
 
@@ -45,7 +45,7 @@ def page(report: Report) -> str:
         _util.html.element("meta", name_="color-scheme", content="light dark"),
         _util.html.element("link", rel="icon", href="data:,"),
         _util.html.element("title", f"{name}: flaxckpt report"),
-        _util.html.element("style", Markup(_style.PAGE)),
+        _util.html.element("style", Markup(css.PAGE)),
     )
     made = [section(report) for section in _SECTIONS]
     sections = [section for section in made if section is not None]

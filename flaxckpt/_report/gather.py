@@ -17,8 +17,8 @@ from typing import NamedTuple
 from flaxckpt import _inspect, _run, _steps, _storage, _util, errors
 from flaxckpt._inspect.diff import CheckpointDiff
 from flaxckpt._inspect.listing import Listing, Step
-from flaxckpt._report import _integrity, _parts, _positions, _saves
-from flaxckpt._report._data import Change, Changed, Measured, Position, Report
+from flaxckpt._report import dataset_positions, integrity, save_history, size_groups
+from flaxckpt._report.data import Change, Changed, Measured, Position, Report
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _locate
 from flaxckpt.formats._reader import CheckpointMetadata
@@ -86,17 +86,17 @@ def gather(path: PathLike, options: Options) -> Report:
         bytes=found.bytes,
         policies=tuple(str(policy) for policy in options.keep),
         steps=found.steps,
-        saves=_saves.saves(events),
-        happened=_saves.happened(events),
+        saves=save_history.saves(events),
+        happened=save_history.happened(events),
         metrics=_metrics(found.steps, options.keep),
         shown=None if described is None else described.path,
         total_bytes=0 if described is None else described.total_bytes,
         leaves=0 if described is None else len(described.leaves),
-        parts=_parts.parts(trees) if trees else (),
+        parts=size_groups.parts(trees) if trees else (),
         change=change,
         positions=_dataset_positions(root, found.steps, notes),
         lineage=() if described is None else described.lineage,
-        integrity=_integrity.integrity(root, found.steps, every=options.verify),
+        integrity=integrity.integrity(root, found.steps, every=options.verify),
         notes=notes,
     )
 
@@ -275,7 +275,7 @@ def _dataset_positions(
     for step in steps[-most:]:
         path = _storage.paths.from_text(step.path)
         try:
-            found.append(_positions.position(path, step.step))
+            found.append(dataset_positions.position(path, step.step))
         except _UNREADABLE as error:
             told = "" if step.step is None else f" of step {step.step}"
             notes["dataset"] = (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from flaxckpt import _util
-from flaxckpt._drawing import _scales
+from flaxckpt._report.charts import scales
 from flaxckpt._util.html import Markup
 
 _WIDTH, _HEIGHT = 320, 206
@@ -46,8 +46,8 @@ def curve(name: str, points: Sequence[Point]) -> Markup:
     steps = [point.step for point in drawn]
     values = [point.value for point in drawn]
     low, high = _range(values)
-    x = _scales.Scale(min(steps), max(steps), _LEFT + 6, _WIDTH - _RIGHT)
-    y = _scales.Scale(low, high, _HEIGHT - _BOTTOM, _TOP)
+    x = scales.Scale(min(steps), max(steps), _LEFT + 6, _WIDTH - _RIGHT)
+    y = scales.Scale(low, high, _HEIGHT - _BOTTOM, _TOP)
     said = (
         f"{_util.humanize.count(len(drawn), 'value')} from step {min(steps)} to"
         f" {max(steps)}, from {min(values):.6g} to {max(values):.6g}."
@@ -72,17 +72,17 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     return low - room, high + room
 
 
-def _axes(x: _scales.Scale, y: _scales.Scale) -> list[Markup]:
+def _axes(x: scales.Scale, y: scales.Scale) -> list[Markup]:
     parts = []
-    for tick in _scales.ticks(y.low, y.high, 5):
+    for tick in scales.ticks(y.low, y.high, 5):
         at = y(tick)
         parts.append(_util.html.line(_LEFT, at, _WIDTH - _RIGHT, at, "grid"))
         shown = f"{tick:.4g}" if abs(tick) > 1e-12 * (y.high - y.low) else "0"
         parts.append(_util.html.label(_LEFT - 6, at + 4, shown, class_="tick end"))
     bottom = _HEIGHT - _BOTTOM
     parts.append(_util.html.line(_LEFT, bottom, _WIDTH - _RIGHT, bottom, "baseline"))
-    for step in _scales.whole_ticks(x.low, x.high, 5):
-        shown = _scales.short(step)
+    for step in scales.whole_ticks(x.low, x.high, 5):
+        shown = scales.short(step)
         parts.append(
             _util.html.label(x(step), bottom + 16, shown, class_="tick middle")
         )
@@ -91,7 +91,7 @@ def _axes(x: _scales.Scale, y: _scales.Scale) -> list[Markup]:
     return parts
 
 
-def _lines(points: Sequence[Point], x: _scales.Scale, y: _scales.Scale) -> list[Markup]:
+def _lines(points: Sequence[Point], x: scales.Scale, y: scales.Scale) -> list[Markup]:
     """The line, which has gaps where a value is not finite."""
     pieces: list[list[str]] = [[]]
     for point in _thinned(points):
@@ -125,7 +125,7 @@ def _with_markers(drawn: Sequence[Point]) -> Sequence[Point]:
     return [p for p in drawn if p.best or p in (drawn[0], drawn[-1])][-_MARKERS:]
 
 
-def _marker(name: str, point: Point, x: _scales.Scale, y: _scales.Scale) -> Markup:
+def _marker(name: str, point: Point, x: scales.Scale, y: scales.Scale) -> Markup:
     stays = "stays" if point.is_kept else "would go"
     best = f", {point.best}" if point.best else ""
     told = _util.html.element(
@@ -158,7 +158,7 @@ def _marker(name: str, point: Point, x: _scales.Scale, y: _scales.Scale) -> Mark
 
 
 def _best_labels(
-    drawn: Sequence[Point], x: _scales.Scale, y: _scales.Scale
+    drawn: Sequence[Point], x: scales.Scale, y: scales.Scale
 ) -> list[Markup]:
     """What is the best, or an extreme, beside it, where there is room."""
     parts = []

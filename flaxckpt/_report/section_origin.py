@@ -6,9 +6,9 @@ import collections
 from collections.abc import Mapping
 
 from flaxckpt import _util
-from flaxckpt._report import _section
-from flaxckpt._report._data import Report, State
-from flaxckpt._report._section import Section
+from flaxckpt._report import section
+from flaxckpt._report.data import Report, State
+from flaxckpt._report.section import Section
 from flaxckpt._util.html import Column, Markup, Row
 from flaxckpt.formats._reader import Lineage
 
@@ -51,7 +51,7 @@ def dataset(report: Report) -> Section | None:
         "dataset",
         "Dataset",
         f"{said} {note}".strip(),
-        _section.table("Positions, the newest first", columns, rows),
+        section.table("Positions, the newest first", columns, rows),
     )
 
 
@@ -65,7 +65,7 @@ def lineage(report: Report) -> Section | None:
     said = "This run began from another checkpoint; each step records it."
     here = _util.html.element(
         "li",
-        _util.html.element("strong", _section.last(report.path) or report.path),
+        _util.html.element("strong", section.last(report.path) or report.path),
         _util.html.element("p", "this run" if report.is_run else "this checkpoint"),
         class_="here",
     )
@@ -128,7 +128,7 @@ def integrity(report: Report) -> Section | None:
         rows.append(Row([step, state, each.detail], data, kind))
     rows.sort(key=lambda row: row.kind is None)  # what is wrong comes first
     return Section(
-        "integrity", "Integrity", said, _section.table("Each step", columns, rows)
+        "integrity", "Integrity", said, section.table("Each step", columns, rows)
     )
 
 

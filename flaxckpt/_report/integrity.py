@@ -8,7 +8,7 @@ from pathlib import Path
 from flaxckpt import _checkpoint, _steps, _storage, _util, errors
 from flaxckpt._checkpoint.verify_report import VerifyReport
 from flaxckpt._inspect.listing import Step
-from flaxckpt._report._data import Integrity, State
+from flaxckpt._report.data import Integrity, State
 from flaxckpt.formats import _locate
 
 LOOKED_AT = 10

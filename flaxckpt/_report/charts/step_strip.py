@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from flaxckpt import _util
-from flaxckpt._drawing import _scales
+from flaxckpt._report.charts import scales
 from flaxckpt._util.html import Markup
 
 _HEIGHT, _MIDDLE, _LEFT, _RIGHT = 62, 22, 14, 14
@@ -25,7 +25,7 @@ def strip(
         width: Of the picture.
     """
     steps = [*kept, *gone]
-    x = _scales.Scale(min(steps), max(steps), _LEFT, width - _RIGHT)
+    x = scales.Scale(min(steps), max(steps), _LEFT, width - _RIGHT)
     parts = [_util.html.line(_LEFT, _MIDDLE, width - _RIGHT, _MIDDLE, "baseline")]
     places = {_util.html.px(x(step)) for step in sorted(gone)[-_MOST_GONE:]}
     parts += [
@@ -38,8 +38,8 @@ def strip(
         said = kept[step]
         told = _util.html.element("title", f"step {step}: {said}")
         parts.append(_mark(step, x(step), step in best, told))
-    for step in _scales.whole_ticks(x.low, x.high, max(2, int(width / 90))):
-        shown = _scales.short(step)
+    for step in scales.whole_ticks(x.low, x.high, max(2, int(width / 90))):
+        shown = scales.short(step)
         parts.append(
             _util.html.label(x(step), _MIDDLE + 28, shown, class_="tick middle")
         )
@@ -54,7 +54,7 @@ def strip(
 
 
 def _apart(
-    kept: Mapping[int, str], best: Collection[int], x: _scales.Scale
+    kept: Mapping[int, str], best: Collection[int], x: scales.Scale
 ) -> list[int]:
     """One step for each place, ascending: the best there, else the newest."""
     places: dict[int, int] = {}

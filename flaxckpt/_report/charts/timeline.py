@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from flaxckpt import _util
-from flaxckpt._drawing import _scales
+from flaxckpt._report.charts import scales
 from flaxckpt._util.html import Markup
 
 _LEAST_PITCH = 3.5
@@ -120,13 +120,13 @@ def _panel(
     y: float,
 ) -> list[Markup]:
     """A row of bars with its axis; `values` are their heights."""
-    top = _scales.top(max(values))
-    unit, write = _scales.seconds(top)
-    scale = _scales.Scale(0.0, top, y + _PANEL, y)
+    top = scales.top(max(values))
+    unit, write = scales.seconds(top)
+    scale = scales.Scale(0.0, top, y + _PANEL, y)
     parts = [
         _util.html.label(place.start, y - 8, f"{title}, {unit}", class_="axis-title")
     ]
-    for tick in _scales.ticks(0.0, top, 4):
+    for tick in scales.ticks(0.0, top, 4):
         at = scale(tick)
         parts.append(_util.html.line(place.start, at, place.stop, at, "grid"))
         parts.append(
@@ -182,7 +182,7 @@ def _step_labels(
             is_tight = n == 0 and place.pitch < _LEAST_LABELLED
             x = place.left(n) + (0 if is_tight else place.width / 2)
             class_ = "tick" if is_tight else "tick middle"
-            parts.append(_util.html.label(x, y, _scales.short(step), class_=class_))
+            parts.append(_util.html.label(x, y, scales.short(step), class_=class_))
     return parts
 
 
@@ -191,7 +191,7 @@ def _lane(
 ) -> list[Markup]:
     """The line of when each save was."""
     times = [bar.began for bar in bars] + [each.time for each in happenings]
-    scale = _scales.Scale(min(times), max(times), _LEFT + 4, width - _RIGHT - 4)
+    scale = scales.Scale(min(times), max(times), _LEFT + 4, width - _RIGHT - 4)
     middle = y + _LANE / 2
     parts = [
         _util.html.label(_LEFT - 6, middle + 4, "when", class_="tick end"),

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 
 from flaxckpt import _util
-from flaxckpt._drawing import _curves, _strip
 from flaxckpt._inspect.listing import Step
-from flaxckpt._report import _saves, _section
-from flaxckpt._report._data import Report
-from flaxckpt._report._section import Section
+from flaxckpt._report import save_history, section
+from flaxckpt._report.charts import curves, step_strip
+from flaxckpt._report.data import Report
+from flaxckpt._report.section import Section
 from flaxckpt._util.html import Column, Row
 
 _MOST_CURVES = 12
@@ -23,7 +23,7 @@ _MOST_COLUMNS = 3
 def metrics(report: Report) -> Section:
     """Each metric over the steps that are there."""
     drawn = {
-        name: [_curves.Point(p.step, p.value, p.stays, p.best) for p in points]
+        name: [curves.Point(p.step, p.value, p.stays, p.best) for p in points]
         for name, points in report.metrics.items()
         if any(math.isfinite(point.value) for point in points)
     }
@@ -34,7 +34,7 @@ def metrics(report: Report) -> Section:
         caption = _util.html.element("figcaption", name)
         figures.append(
             _util.html.element(
-                "figure", caption, _curves.curve(name, points), data_metric=name
+                "figure", caption, curves.curve(name, points), data_metric=name
             )
         )
     items = [("point kept", "stays")]
@@ -42,7 +42,7 @@ def metrics(report: Report) -> Section:
         items.append(("point goes", "would go"))
     if _has_best(report):
         items.append(("point best", "best by a policy"))
-    key = _section.legend(items)
+    key = section.legend(items)
     said = "Of the steps that are there; a metric is gone with its step."
     if not _has_best(report):
         said += (
@@ -72,12 +72,12 @@ def retention(report: Report) -> Section | None:
     if not report.steps:
         return Section("retention", "Retention", "There are no steps yet.")
     there = {s.step for s in report.steps}
-    gone = [s for s in _saves.deleted(report.happened) if s not in there]
+    gone = [s for s in save_history.deleted(report.happened) if s not in there]
     kept = {s.step: _why(report, s) for s in report.steps if s.step is not None}
     best = {s.step for s in report.steps if "best" in s.marks and s.step is not None}
     pictures = [
-        _strip.strip(kept, gone, best, width)
-        for width in (_section.WIDE, _section.NARROW)
+        step_strip.strip(kept, gone, best, width)
+        for width in (section.WIDE, section.NARROW)
     ]
     items = [("point kept", "there"), ("gone", "deleted")]
     if best:
@@ -89,9 +89,9 @@ def retention(report: Report) -> Section | None:
         "Retention",
         _retention_said(report, len(gone)),
         [
-            _section.legend(items if gone or best else items[:1]),
+            section.legend(items if gone or best else items[:1]),
             _util.html.both(*pictures),
-            *_section.table("Steps, the newest first", _columns(metrics), rows),
+            *section.table("Steps, the newest first", _columns(metrics), rows),
         ],
     )
 

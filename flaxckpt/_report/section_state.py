@@ -6,10 +6,10 @@ import collections
 import math
 
 from flaxckpt import _util
-from flaxckpt._drawing import _treemap
-from flaxckpt._report import _section
-from flaxckpt._report._data import Changed, Part, Report
-from flaxckpt._report._section import Section
+from flaxckpt._report import section
+from flaxckpt._report.charts import treemap
+from flaxckpt._report.data import Changed, Part, Report
+from flaxckpt._report.section import Section
 from flaxckpt._util.html import Column, Row
 
 _MOST_CHANGES = 20
@@ -26,12 +26,12 @@ def sizes(report: Report) -> Section:
     for part in report.parts:
         groups[part.group].append(part)
     drawn = [
-        _treemap.Group(name, [_tile(part) for part in found])
+        treemap.Group(name, [_tile(part) for part in found])
         for name, found in groups.items()
     ]
     pictures = [
-        _treemap.treemap(drawn, _section.WIDE, 400),
-        _treemap.treemap(drawn, _section.NARROW, 420),
+        treemap.treemap(drawn, section.WIDE, 400),
+        treemap.treemap(drawn, section.NARROW, 420),
     ]
     ordered = sorted(report.parts, key=lambda part: -part.bytes)
     rows = [_part_row(part, report.total_bytes) for part in ordered]
@@ -39,7 +39,7 @@ def sizes(report: Report) -> Section:
     said = (
         f"{_util.humanize.size(report.total_bytes)} of arrays, uncompressed, in"
         f" {leaves} of"
-        f" {_section.last(report.shown)}."
+        f" {section.last(report.shown)}."
     )
     columns = [
         Column("subtree"),
@@ -61,11 +61,11 @@ def _named(part: Part) -> str:
     return f"{part.path} … {part.until.rpartition('/')[2]}"
 
 
-def _tile(part: Part) -> _treemap.Tile:
+def _tile(part: Part) -> treemap.Tile:
     name = _named(part)
     told = f"{name}, {_util.humanize.count(part.leaves, 'leaf', 'leaves')}"
     inside = name.removeprefix(f"{part.group}/")
-    return _treemap.Tile(inside, told, name, part.bytes)
+    return treemap.Tile(inside, told, name, part.bytes)
 
 
 def _part_row(part: Part, total: int) -> Row:
