@@ -86,10 +86,6 @@ def module_name(file: Path) -> str:
 # Modules that are still to move -> their new place.
 # homes begin
 HOMES: dict[str, str] = {
-    "_parsing": "configs._parsing",
-    "cli._keep": "cli._policies",
-    "cli._print": "cli._output",
-    "configs": "configs",
     "formats._orbax": "formats._native.checkpoint",
 }
 # homes end

@@ -12,7 +12,7 @@ from flax.training.train_state import TrainState
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._inspect import abstract_file as inspect_abstract_file
-from flaxckpt.cli import _print
+from flaxckpt.cli import _output
 
 STATE = {
     "a": jnp.ones((2, 3), jnp.bfloat16),
@@ -56,7 +56,7 @@ def test_what_show_prints_is_the_same_state(tmp_path):
     file = tmp_path / "shown.json"
     content = {
         "format": "flaxckpt",
-        "leaves": {path: _print.leaf(leaf) for path, leaf in shown.leaves.items()},
+        "leaves": {path: _output.leaf(leaf) for path, leaf in shown.leaves.items()},
     }
     file.write_text(json.dumps(content))
     found = flaxckpt.plan(tmp_path / "one", inspect_abstract_file.wanted(file).state)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from flaxckpt import _arrays, errors
-from flaxckpt.cli import _app, _print
+from flaxckpt.cli import _app, _output
 
 _Patterns = list[str] | None
 
@@ -84,10 +84,10 @@ def convert(
         overwrite=overwrite,
     )
     if json:
-        _print.document(found)
+        _output.document(found)
         return _app.FINE
-    size, secs = _print.size(found.bytes_written), _print.secs(found.total_secs)
-    _print.line(f"wrote {_print.short(found.path)}: {size} in {secs}")
+    size, secs = _output.size(found.bytes_written), _output.secs(found.total_secs)
+    _output.line(f"wrote {_output.short(found.path)}: {size} in {secs}")
     return _app.FINE
 
 

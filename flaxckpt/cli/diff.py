@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flaxckpt import errors
-from flaxckpt.cli import _app, _print
-from flaxckpt.cli._print import Cell, Column
+from flaxckpt.cli import _app, _output
+from flaxckpt.cli._output import Cell, Column
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.diff import CheckpointDiff, LeafDiff
@@ -62,15 +62,15 @@ def diff(
         side_a, side_b, step_a=step_a, step_b=step_b, values=values
     )
     if json:
-        _print.document({"equal": found.is_empty, **_print.fields(found)})
+        _output.document({"equal": found.is_empty, **_output.fields(found)})
     else:
         _show(found)
     return _app.FINE if found.is_empty else _app.FOUND
 
 
 def _show(found: CheckpointDiff) -> None:
-    _print.line(f"a: {_print.short(found.a)}")
-    _print.line(f"b: {_print.short(found.b)}")
+    _output.line(f"a: {_output.short(found.a)}")
+    _output.line(f"b: {_output.short(found.b)}")
     rows = [_row(path, leaf) for path, leaf in found.changed.items()]
     rows += [[path, Cell("only in a", "red"), "", "", ""] for path in found.only_in_a]
     rows += [[path, Cell("only in b", "green"), "", "", ""] for path in found.only_in_b]
@@ -81,10 +81,10 @@ def _show(found: CheckpointDiff) -> None:
         Column("at most", is_number=True),
         Column("norm", is_number=True),
     ]
-    _print.table(columns, rows[:_ROWS])
+    _output.table(columns, rows[:_ROWS])
     if len(rows) > _ROWS:
-        _print.line(f"… and {len(rows) - _ROWS} more: --json lists them all")
-    _print.line(_summary(found))
+        _output.line(f"… and {len(rows) - _ROWS} more: --json lists them all")
+    _output.line(_summary(found))
 
 
 def _row(path: str, leaf: LeafDiff) -> list[str | Cell]:
@@ -93,7 +93,7 @@ def _row(path: str, leaf: LeafDiff) -> list[str | Cell]:
     what = f"{leaf.a.dtype} -> {leaf.b.dtype}" if leaf.kind == "dtype" else "values"
     if not leaf.different:
         return [path, what, "", "", ""]
-    changes = [_print.number(leaf.max_abs), _print.number(leaf.rel_norm)]
+    changes = [_output.number(leaf.max_abs), _output.number(leaf.rel_norm)]
     return [path, what, str(leaf.different), *changes]
 
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flaxckpt.cli import _app, _print
-from flaxckpt.cli._print import Cell, Column
+from flaxckpt.cli import _app, _output
+from flaxckpt.cli._output import Cell, Column
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.doctor import Diagnosis
@@ -43,7 +43,7 @@ def doctor(
         directory, max_bytes=max_mb * 10**6, max_secs=max_secs
     )
     if json:
-        _print.document({"ok": not found.problems, **_print.fields(found)})
+        _output.document({"ok": not found.problems, **_output.fields(found)})
     else:
         _show(found)
     return _app.FOUND if found.problems else _app.FINE
@@ -51,23 +51,25 @@ def doctor(
 
 def _show(found: Diagnosis) -> None:
     columns = [Column(""), Column("")]
-    _print.table(columns, [[name, version] for name, version in found.versions.items()])
-    _print.line()
+    _output.table(
+        columns, [[name, version] for name, version in found.versions.items()]
+    )
+    _output.line()
     rows: list[list[str | Cell]] = [
         ["directory", found.directory],
         ["file system", found.file_system],
-        ["free", _print.size(found.free_bytes)],
+        ["free", _output.size(found.free_bytes)],
     ]
     if found.sync_secs is not None:
         rows += [
-            ["a small file is durable after", _print.secs(found.sync_secs)],
-            ["durable writes", f"{_print.size(found.write_rate)}/s"],
-            ["reads", f"{_print.size(found.read_rate)}/s"],
+            ["a small file is durable after", _output.secs(found.sync_secs)],
+            ["durable writes", f"{_output.size(found.write_rate)}/s"],
+            ["reads", f"{_output.size(found.read_rate)}/s"],
         ]
     rows += [
         [name, Cell("yes", "green") if works else Cell("no", "yellow")]
         for name, works in found.features.items()
     ]
-    _print.table(columns, [row for row in rows if row[1]])
+    _output.table(columns, [row for row in rows if row[1]])
     for problem in found.problems:
-        _print.line(f"wrong: {problem}")
+        _output.line(f"wrong: {problem}")

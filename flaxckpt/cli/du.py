@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flaxckpt.cli import _app, _print
-from flaxckpt.cli._print import Column
+from flaxckpt.cli import _app, _output
+from flaxckpt.cli._output import Column
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.listing import DiskUsage
@@ -37,7 +37,7 @@ def du(
         path, step=step, depth=depth, step_format=step_format
     )
     if json:
-        _print.document(found)
+        _output.document(found)
         return _app.FINE
     _show(found)
     return _app.FINE
@@ -52,24 +52,24 @@ def _show(found: DiskUsage) -> None:
     rows = [
         [
             "" if step.step is None else str(step.step),
-            _print.size(step.bytes),
-            _print.size(step.own),
+            _output.size(step.bytes),
+            _output.size(step.own),
         ]
         for step in found.steps
     ]
-    _print.table(columns, rows)
+    _output.table(columns, rows)
     if found.bytes is None:
-        _print.line("an object store does not tell the sizes of files")
+        _output.line("an object store does not tell the sizes of files")
     else:
-        _print.line(f"{_print.size(found.bytes)} on the disk")
+        _output.line(f"{_output.size(found.bytes)} on the disk")
     if found.subtrees:
-        _print.line()
-        of = _print.short(found.shown or "")
-        _print.line(f"arrays of {of}, uncompressed:")
-    _print.table(
+        _output.line()
+        of = _output.short(found.shown or "")
+        _output.line(f"arrays of {of}, uncompressed:")
+    _output.table(
         [Column("subtree"), Column("leaves", True), Column("size", is_number=True)],
         [
-            [tree.path or "(all)", str(tree.leaves), _print.size(tree.bytes)]
+            [tree.path or "(all)", str(tree.leaves), _output.size(tree.bytes)]
             for tree in found.subtrees
         ],
     )

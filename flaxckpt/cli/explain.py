@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from flaxckpt.cli import _app, _keep, _print
-from flaxckpt.cli._print import Cell, Column
+from flaxckpt.cli import _app, _output, _policies
+from flaxckpt.cli._output import Cell, Column
 
 
 @_app.verb
 def explain(
     path: _app.RunArgument,
-    keep: _keep.KeepOption = None,
-    config: _keep.ConfigOption = None,
-    group: _keep.GroupOption = None,
+    keep: _policies.KeepOption = None,
+    config: _policies.ConfigOption = None,
+    group: _policies.GroupOption = None,
     step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,
 ) -> int:
@@ -25,19 +25,19 @@ def explain(
     """
     from flaxckpt import _inspect, _storage
 
-    policies = _keep.policies(keep, config, group)
+    policies = _policies.policies(keep, config, group)
     root = _storage.local.resolve(path)
     steps = _inspect.run_view.survey(root, step_format)
     found = _inspect.run_view.explain(root, steps, policies)
     code = _app.FOUND if _inspect.run_view.has_damage(steps) else _app.FINE
     if json:
-        _print.document(found)
+        _output.document(found)
         return code
     rows: list[list[str | Cell]] = [
         [str(step), ", ".join(why) if why else Cell("goes: nothing keeps it", "yellow")]
         for step, why in found.items()
     ]
-    _print.table([Column("step", is_number=True), Column("stays for")], rows)
+    _output.table([Column("step", is_number=True), Column("stays for")], rows)
     if not found:
-        _print.line(f"{_print.short(str(root))} has no steps yet")
+        _output.line(f"{_output.short(str(root))} has no steps yet")
     return code

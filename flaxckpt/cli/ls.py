@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flaxckpt.cli import _app, _keep, _print
-from flaxckpt.cli._print import Cell, Column
+from flaxckpt.cli import _app, _output, _policies
+from flaxckpt.cli._output import Cell, Column
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.listing import Listing, Step
@@ -20,9 +20,9 @@ _MOST_METRICS = 4
 @_app.verb
 def ls(
     path: _app.PathArgument,
-    keep: _keep.KeepOption = None,
-    config: _keep.ConfigOption = None,
-    group: _keep.GroupOption = None,
+    keep: _policies.KeepOption = None,
+    config: _policies.ConfigOption = None,
+    group: _policies.GroupOption = None,
     step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,
 ) -> int:
@@ -37,10 +37,10 @@ def ls(
     """
     from flaxckpt import _inspect
 
-    policies = _keep.policies(keep, config, group)
+    policies = _policies.policies(keep, config, group)
     found = _inspect.listing.listing(path, keep=policies, step_format=step_format)
     if json:
-        _print.document(found)
+        _output.document(found)
     else:
         _show(found, policies)
     return _app.FOUND if found.has_damage else _app.FINE
@@ -48,7 +48,7 @@ def ls(
 
 def _show(found: Listing, policies: Sequence[PreservationPolicy]) -> None:
     if not found.steps:
-        _print.line(f"{_print.short(found.path)} has no steps yet")
+        _output.line(f"{_output.short(found.path)} has no steps yet")
         return
     formats = sorted({step.format for step in found.steps} - {"unknown"})
     columns = [
@@ -61,10 +61,10 @@ def _show(found: Listing, policies: Sequence[PreservationPolicy]) -> None:
         Column("stays for"),
     ]
     rows = [_row(step, len(formats) > 1, policies) for step in found.steps]
-    _print.table(columns, rows)
+    _output.table(columns, rows)
     for step in found.steps:
         if step.damage is not None:
-            _print.line(f"step {step.step} is damaged: {step.damage}")
+            _output.line(f"step {step.step} is damaged: {step.damage}")
     count = len(found.steps)
     what = (
         f"{count} {'step' if count == 1 else 'steps'}"
@@ -73,8 +73,8 @@ def _show(found: Listing, policies: Sequence[PreservationPolicy]) -> None:
     )
     told = [what, *(formats if len(formats) == 1 else [])]
     if found.bytes is not None:
-        told.append(_print.size(found.bytes))
-    _print.line(", ".join(told))
+        told.append(_output.size(found.bytes))
+    _output.line(", ".join(told))
 
 
 def _row(
@@ -87,10 +87,10 @@ def _row(
     why = ", ".join(step.why) or "nothing"
     return [
         "" if step.step is None else str(step.step),
-        _print.when(step.created),
-        _print.size(step.bytes) if step.bytes is not None else "",
+        _output.when(step.created),
+        _output.size(step.bytes) if step.bytes is not None else "",
         step.format if with_format else "",
-        _print.metrics(step.metrics, _MOST_METRICS, asked_for),
+        _output.metrics(step.metrics, _MOST_METRICS, asked_for),
         Cell(", ".join(step.marks), style),
         why if policies and step.damage is None else "",
     ]

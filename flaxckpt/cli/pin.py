@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flaxckpt.cli import _app, _print
+from flaxckpt.cli import _app, _output
 
 _Steps = Annotated[list[int], typer.Argument(metavar="STEP", min=0, help="The steps.")]
 
@@ -50,9 +50,9 @@ def _change(
         path, steps, pinned=pinned, step_format=step_format
     )
     if json:
-        _print.document({"path": found, "steps": steps, "pinned": pinned})
+        _output.document({"path": found, "steps": steps, "pinned": pinned})
     else:
         which = "step" if len(steps) == 1 else "steps"
-        told = f"{which} {', '.join(map(str, steps))} of {_print.short(found)}"
-        _print.line(f"pinned {told}" if pinned else f"unpinned {told}")
+        told = f"{which} {', '.join(map(str, steps))} of {_output.short(found)}"
+        _output.line(f"pinned {told}" if pinned else f"unpinned {told}")
     return _app.FINE

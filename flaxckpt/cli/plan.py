@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from flaxckpt import errors
-from flaxckpt.cli import _app, _print
+from flaxckpt.cli import _app, _output
 
 if TYPE_CHECKING:
     from flaxckpt._checkpoint.plan import RestorePlan
@@ -66,18 +66,18 @@ def plan(
         unused=unused,
     )
     if json:
-        _print.document({"ok": not found.problems, **_print.fields(found)})
+        _output.document({"ok": not found.problems, **_output.fields(found)})
     else:
         _show(found)
     return _app.FOUND if found.problems else _app.FINE
 
 
 def _show(found: RestorePlan) -> None:
-    if _print.is_terminal():
-        _print.rich_print(found)
+    if _output.is_terminal():
+        _output.rich_print(found)
     else:
-        _print.lines(str(found))
+        _output.lines(str(found))
     if count := len(found.problems):
         told = "1 leaf" if count == 1 else f"{count} leaves"
         rows = [f"{p.leaf}: wanted {p.wanted}, found {p.found}" for p in found.problems]
-        _print.lines(f"{told} cannot be restored:\n{errors.rows(rows)}")
+        _output.lines(f"{told} cannot be restored:\n{errors.rows(rows)}")

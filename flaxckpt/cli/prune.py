@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flaxckpt import errors
-from flaxckpt.cli import _app, _keep, _print
-from flaxckpt.cli._print import Cell, Column
+from flaxckpt.cli import _app, _output, _policies
+from flaxckpt.cli._output import Cell, Column
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.run_view import Pruned
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 @_app.verb
 def prune(
     path: _app.RunArgument,
-    keep: _keep.KeepOption = None,
-    config: _keep.ConfigOption = None,
-    group: _keep.GroupOption = None,
+    keep: _policies.KeepOption = None,
+    config: _policies.ConfigOption = None,
+    group: _policies.GroupOption = None,
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Delete them; else it is only said.")
     ] = False,
@@ -39,7 +39,7 @@ def prune(
     """
     from flaxckpt import _inspect
 
-    policies, of_datasets = _keep.both(keep, config, group)
+    policies, of_datasets = _policies.both(keep, config, group)
     if not policies:
         raise errors.OptionError(
             "prune wants to know what to keep, which no run directory records: pass"
@@ -55,11 +55,11 @@ def prune(
     )
     code = _app.FOUND if found.left else _app.FINE
     if json:
-        _print.document(found)
+        _output.document(found)
         return code
     columns = [Column("step", is_number=True), Column("stays for")]
-    _print.table(columns, [_row(found, step) for step in found.reasons])
-    _print.line(_summary(found))
+    _output.table(columns, [_row(found, step) for step in found.reasons])
+    _output.line(_summary(found))
     return code
 
 
@@ -77,7 +77,7 @@ def _summary(found: Pruned) -> str:
         return "nothing to delete"
     what = _steps(found.deleted)
     if found.bytes is not None:
-        what += f", {_print.size(found.bytes)}"
+        what += f", {_output.size(found.bytes)}"
     if found.dry_run:
         return f"would delete {what}: pass --yes to do so"
     return f"deleted {what}"

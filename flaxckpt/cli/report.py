@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flaxckpt import errors
-from flaxckpt.cli import _app, _keep, _print
+from flaxckpt.cli import _app, _output, _policies
 
 if TYPE_CHECKING:
     from flaxckpt._report import Report
@@ -29,9 +29,9 @@ def report(
             show_default=False,
         ),
     ] = None,
-    keep: _keep.KeepOption = None,
-    config: _keep.ConfigOption = None,
-    group: _keep.GroupOption = None,
+    keep: _policies.KeepOption = None,
+    config: _policies.ConfigOption = None,
+    group: _policies.GroupOption = None,
     step_a: Annotated[
         int | None,
         typer.Option("--step-a", "-a", min=0, help="Compared; else the one before."),
@@ -67,14 +67,14 @@ def report(
     """
     from flaxckpt import _report
 
-    policies = _keep.policies(keep, config, group)
+    policies = _policies.policies(keep, config, group)
     file = None if json and output is None else _destination(path, output)
     found = _report.gather(
         path, _report.Options(policies, step_a, step_b, diff, verify, step_format)
     )
     size = 0 if file is None else _write(file, _report.page(found))
     if json:
-        _print.document({"ok": found.is_good, **_print.fields(found)})
+        _output.document({"ok": found.is_good, **_output.fields(found)})
     else:
         _show(found, file, size)
     return _app.FINE if found.is_good else _app.FOUND
@@ -136,10 +136,10 @@ def _show(found: Report, file: Path | None, size: int) -> None:
         if each.state in ("damaged", "unread"):
             what = "is damaged" if each.state == "damaged" else "could not be read"
             name = f"step {each.step}" if each.step is not None else found.path
-            _print.line(f"{name} {what}: {each.detail}")
+            _output.line(f"{name} {what}: {each.detail}")
     known, total = found.looked_at, len(found.integrity)
     if known < total:
-        _print.line(
+        _output.line(
             f"the integrity of {known:,} of {total:,} steps was looked at: --verify"
             " reads every byte of all"
             if found.is_run
@@ -147,7 +147,7 @@ def _show(found: Report, file: Path | None, size: int) -> None:
         )
     steps = len(found.steps)
     what = f"{steps} {'step' if steps == 1 else 'steps'}"
-    _print.line(
-        f"wrote {_print.short(str(file))}: {what if found.is_run else '1 checkpoint'},"
-        f" {_print.size(size)}"
+    _output.line(
+        f"wrote {_output.short(str(file))}: {what if found.is_run else '1 checkpoint'},"
+        f" {_output.size(size)}"
     )

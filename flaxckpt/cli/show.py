@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flaxckpt import errors
-from flaxckpt.cli import _app, _print
-from flaxckpt.cli._print import Cell, Column
+from flaxckpt.cli import _app, _output
+from flaxckpt.cli._output import Cell, Column
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.leaf_statistics import LeafStatistics
@@ -66,7 +66,7 @@ def show(
     if not trees:
         raise errors.OptionError(_run.disk_usage.nothing_there(found, leaf or ""))
     if json:
-        _print.document(found if leaf is None else trees)
+        _output.document(found if leaf is None else trees)
         return _app.FINE
     if leaf is None:
         _show_head(found)
@@ -74,7 +74,7 @@ def show(
     _show_tree(shown)
     if hidden := len(trees) - len(shown):
         deeper = max(tree.depth for tree in trees) - trees[0].depth
-        _print.line(f"… and {hidden} more below: --depth {deeper} shows all")
+        _output.line(f"… and {hidden} more below: --depth {deeper} shows all")
     return _app.FINE
 
 
@@ -82,18 +82,18 @@ def _show_head(found: CheckpointMetadata) -> None:
     told = [
         found.format,
         "" if found.step is None else f"step {found.step}",
-        _print.when(found.created),
-        f"{_print.size(found.total_bytes)} of arrays",
+        _output.when(found.created),
+        f"{_output.size(found.total_bytes)} of arrays",
         "with a dataset's state" if found.has_dataset else "",
     ]
-    _print.line(f"{_print.short(found.path)}: {', '.join(filter(None, told))}")
+    _output.line(f"{_output.short(found.path)}: {', '.join(filter(None, told))}")
     if found.metrics:
-        _print.line(f"metrics: {_print.metrics(found.metrics)}")
+        _output.line(f"metrics: {_output.metrics(found.metrics)}")
     for origin in found.lineage:
         step = "" if origin.step is None else f", step {origin.step}"
-        _print.line(f"began from {origin.path}{step}")
+        _output.line(f"began from {origin.path}{step}")
     for change in found.transforms:
-        _print.line(f"changed by {change}")
+        _output.line(f"changed by {change}")
 
 
 def _show_tree(trees: Sequence[Subtree]) -> None:
@@ -103,17 +103,17 @@ def _show_tree(trees: Sequence[Subtree]) -> None:
         Column("spec"),
         Column("size", is_number=True),
     ]
-    _print.table(columns, [_tree_row(tree, trees[0].depth) for tree in trees])
+    _output.table(columns, [_tree_row(tree, trees[0].depth) for tree in trees])
 
 
 def _tree_row(tree: Subtree, top: int) -> list[str | Cell]:
     name = tree.path.rpartition("/")[2] if tree.depth > top else tree.path
     indented = "  " * (tree.depth - top) + (name or "(all)")
-    size = _print.size(tree.bytes)
+    size = _output.size(tree.bytes)
     if tree.info is None:
         leaves = f"{tree.leaves} {'leaf' if tree.leaves == 1 else 'leaves'}"
         return [Cell(indented, "bold"), Cell(leaves, "dim"), "", Cell(size, "bold")]
-    spec = "" if tree.info.spec is None else _print.spec(tree.info.spec)
+    spec = "" if tree.info.spec is None else _output.spec(tree.info.spec)
     return [indented, str(tree.info), spec, size if tree.info.dtype else ""]
 
 
@@ -122,12 +122,12 @@ def _tree_row(tree: Subtree, top: int) -> list[str | Cell]:
 
 def _show_leaf(found: LeafStatistics, json: bool) -> None:
     if json:
-        _print.document(found)
+        _output.document(found)
         return
     info = found.info
-    _print.line(f"{info.path or '(all)'}: {info}")
+    _output.line(f"{info.path or '(all)'}: {info}")
     rows: list[tuple[str, Any]] = [
-        ("spec", None if info.spec is None else _print.spec(info.spec)),
+        ("spec", None if info.spec is None else _output.spec(info.spec)),
         ("chunks", None if info.chunk_shape is None else list(info.chunk_shape)),
         ("role", info.role and f"{info.role.field} of {info.role.state_class}"),
     ]
@@ -136,14 +136,14 @@ def _show_leaf(found: LeafStatistics, json: bool) -> None:
     else:
         rows += _numbers(found)
     facts = [[name, str(value)] for name, value in rows if value is not None]
-    _print.table([Column(""), Column("")], facts)
+    _output.table([Column(""), Column("")], facts)
     _show_histogram(found)
 
 
 def _numbers(found: LeafStatistics) -> list[tuple[str, Any]]:
     names = ("min", "max", "mean", "std", "norm")
-    rows = [(name, _print.number(getattr(found, name))) for name in names]
-    few = None if found.values is None else ", ".join(map(_print.number, found.values))
+    rows = [(name, _output.number(getattr(found, name))) for name in names]
+    few = None if found.values is None else ", ".join(map(_output.number, found.values))
     return [
         ("elements", f"{found.count}, of which {found.zeros} are 0"),
         ("not finite", _not_finite(found)),
@@ -164,8 +164,8 @@ def _show_histogram(found: LeafStatistics) -> None:
         return
     rows: list[list[str | Cell]] = [
         [
-            _print.number(low),
-            _print.number(high),
+            _output.number(low),
+            _output.number(high),
             str(count),
             Cell("█" * max(bool(count), round(count / most * _BAR)), "cyan"),
         ]
@@ -174,4 +174,4 @@ def _show_histogram(found: LeafStatistics) -> None:
         )
     ]
     columns = [Column("from", True), Column("to", True), Column("count", True)]
-    _print.table([*columns, Column("")], rows)
+    _output.table([*columns, Column("")], rows)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flaxckpt import errors
-from flaxckpt.cli import _app, _print
-from flaxckpt.cli._print import Cell, Column
+from flaxckpt.cli import _app, _output
+from flaxckpt.cli._output import Cell, Column
 
 if TYPE_CHECKING:
     from flaxckpt._checkpoint.verify_report import VerifyReport
@@ -51,22 +51,22 @@ def verify(
                 raise
             passed_over[str(number)] = str(error)
             if not json:
-                _print.line(f"step {number}: not verified: {error}")
+                _output.line(f"step {number}: not verified: {error}")
             continue
         if not json:
             _show(reports[-1])
     is_good = all(report.ok for report in reports) and not passed_over
     if json:
         found = [
-            {"ok": report.ok, "summary": report.summary, **_print.fields(report)}
+            {"ok": report.ok, "summary": report.summary, **_output.fields(report)}
             for report in reports
         ]
         document = {"ok": is_good, "reports": found}
         if passed_over:
             document["not_verified"] = passed_over
-        _print.document(document)
+        _output.document(document)
     elif not steps:
-        _print.line(f"{path} has no steps yet")
+        _output.line(f"{path} has no steps yet")
     return _app.FINE if is_good else _app.FOUND
 
 
@@ -74,26 +74,28 @@ def _show(found: VerifyReport) -> None:
     verdict = "good" if found.ok else "DAMAGED"
     if found.unread and not found.problems:
         verdict = "could not be read"
-    name = _print.short(found.path)
+    name = _output.short(found.path)
     if found.step is not None and not name.endswith(str(found.step)):
         name += f", step {found.step}"  # nothing there is known to be that step
     told = [verdict]
     if found.bytes_checked:
-        size = _print.size(found.bytes_checked)
-        told.append(f"{size} checked in {_print.secs(found.secs)}")
-    _print.line(f"{name}: {', '.join(told)}")
+        size = _output.size(found.bytes_checked)
+        told.append(f"{size} checked in {_output.secs(found.secs)}")
+    _output.line(f"{name}: {', '.join(told)}")
     if found.summary:
-        _print.line(f"  {found.summary}")
+        _output.line(f"  {found.summary}")
     rows: list[list[str | Cell]] = []
     for style, what, faults in (
         ("red", "", found.problems),
         ("yellow", "could not be read: ", found.unread),
     ):
         rows += [[name, Cell(what + why, style)] for name, why in faults.items()]
-    _print.table([Column("where"), Column("what is wrong")], rows[:_ROWS])
+    _output.table([Column("where"), Column("what is wrong")], rows[:_ROWS])
     if len(rows) > _ROWS:
-        _print.line(f"… and {len(rows) - _ROWS} more: --json lists them all")
+        _output.line(f"… and {len(rows) - _ROWS} more: --json lists them all")
     if found.unchecked:
-        _print.line(f"  {len(found.unchecked)} without checksums, which were read only")
+        _output.line(
+            f"  {len(found.unchecked)} without checksums, which were read only"
+        )
     if found.extra:
-        _print.line(f"  no part of it: {', '.join(found.extra[:_ROWS])}")
+        _output.line(f"  no part of it: {', '.join(found.extra[:_ROWS])}")

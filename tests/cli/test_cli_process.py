@@ -15,7 +15,7 @@ import pytest
 import typer.main
 
 import flaxckpt
-from flaxckpt.cli import _print, app, main
+from flaxckpt.cli import _output, app, main
 
 VERBS = [*typer.main.get_command(app).commands]
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -190,4 +190,4 @@ def _plain(line):
     ],
 )
 def test_sizes_are_told_in_three_digits(count, text):
-    assert _print.size(count) == text
+    assert _output.size(count) == text

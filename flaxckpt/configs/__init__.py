@@ -23,21 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from flaxckpt import (
-    _arrays,
-    _distributed,
-    _parsing,
-    _run,
-    _steps,
-    _training,
-    errors,
-    policies,
-)
+from flaxckpt import _arrays, _distributed, _run, _steps, _training, errors, policies
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
-from flaxckpt._parsing import Parser
 from flaxckpt._run.checkpointer import Checkpointer
 from flaxckpt._training.callback import CheckpointCallback
 from flaxckpt._types import PathLike
+from flaxckpt.configs import _parsing
+from flaxckpt.configs._parsing import Parser
 from flaxckpt.policies import PreservationPolicy
 from flaxckpt.transforms import Transform, cast
 
