@@ -62,6 +62,22 @@ def import_module(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
+_unopened: dict[str, list[str]] = {}
+"""Package -> the modules behind its door that may not be imported yet."""
+
+
+def open_all() -> None:
+    """Imports all modules behind the doors of the packages that are in use.
+
+    Call it before a thread starts that may outlive the main thread: at exit, Python
+    refuses some imports.
+    """
+    while _unopened:
+        package, modules = _unopened.popitem()
+        for name in modules:
+            import_module(f"{package}.{name}")
+
+
 def opener(package: str, modules: Collection[str]) -> Callable[[str], ModuleType]:
     """Returns a `__getattr__` for `package` that imports `modules` on first use.
 
@@ -75,6 +91,7 @@ def opener(package: str, modules: Collection[str]) -> Callable[[str], ModuleType
     Raises:
         AttributeError: The returned function was asked for any other name.
     """
+    _unopened[package] = list(modules)
 
     def get(name: str) -> ModuleType:
         if name not in modules:
