@@ -213,25 +213,30 @@ def _tf_checkpoint(iterator: Any) -> Any:
 
 
 class _Clu:
-    """clu, whose iterators write files that only they can read."""
+    """CLU, whose iterators write files that only they can read."""
 
     name = "files"
 
     def get_state(self, iterator: Any) -> Any:
+        name = _duck_types.type_name(iterator)
         if _has_peeked(iterator):
             raise errors.DatasetStateError(
-                f"{_duck_types.type_name(iterator)} has a batch that was peeked at and"
-                " not"
-                " taken, which would be lost: call next() before saving"
+                f"{name} has a batch that was peeked at and not taken, which would be"
+                " lost: call next() before saving"
             )
         with tempfile.TemporaryDirectory() as directory:
-            iterator.save(_epath(directory))
+            try:
+                iterator.save(_epath(directory))
+            except NotImplementedError:
+                raise errors.DatasetStateError(
+                    f"{name} does not save its state: give it the methods save and"
+                    " restore of a DatasetIterator, or pass dataset=None"
+                ) from None
             files = _files_in(directory)
         if not files:
             raise errors.DatasetStateError(
-                f"{_duck_types.type_name(iterator)} saved nothing; a TfDatasetIterator"
-                " does"
-                " so only if it is made with checkpoint=True"
+                f"{name} saved nothing; a TfDatasetIterator does so only if it is made"
+                " with checkpoint=True"
             )
         return files
 
