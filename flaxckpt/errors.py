@@ -70,11 +70,11 @@ class CheckpointFormatError(CheckpointError, ValueError):
 
 
 class DamagedCheckpointError(CheckpointError, OSError):
-    """Parts of a checkpoint are missing or fail their checksum."""
+    """Missing or corrupt parts of a checkpoint."""
 
 
 class OptionError(CheckpointError, ValueError):
-    """An argument has an invalid value."""
+    """Invalid value of an argument."""
 
 
 class ReadOnlyError(CheckpointError, PermissionError):
@@ -90,15 +90,15 @@ class StoreError(CheckpointError, OSError):
 
 
 class CheckpointTimeoutError(CheckpointError, TimeoutError):
-    """A save did not finish before the deadline; the save is still running."""
+    """A save did not finish before the deadline; writing continues."""
 
 
 class DatasetStateError(CheckpointError, TypeError):
-    """A dataset iterator cannot return its state, or rejects the saved state."""
+    """A dataset iterator cannot return or restore its state."""
 
 
 class UnsupportedLeafError(CheckpointError, TypeError):
-    """The state has leaves of types that cannot be saved.
+    """Leaves of the state cannot be saved because of their types.
 
     Attributes:
         leaves: Leaf path -> a description of the leaf found there.
@@ -136,7 +136,7 @@ class PartitionError(CheckpointError, ValueError):
 
 
 class LeafNameError(CheckpointError, ValueError):
-    """Leaf names collide on disk, or the store does not allow them.
+    """Leaf names collide on disk, or contain characters the store rejects.
 
     Attributes:
         names: The invalid names -> the reason.
@@ -153,7 +153,7 @@ class LeafNameError(CheckpointError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A leaf that differs between a state and a checkpoint.
+    """A difference between a state and a checkpoint in a leaf.
 
     Attributes:
         leaf: The leaf path, `params/Dense_0/kernel`.
@@ -228,7 +228,7 @@ def first_few(names: Sequence[str], most: int = 5) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns `text` on one line, with control characters escaped, cut to a length.
+    """Returns `text` on a single line, shortened, with control characters escaped.
 
     Names read from a checkpoint are untrusted.
     """

@@ -112,7 +112,7 @@ def _filled(file: Path, found: Any, above: tuple[str, ...]) -> PyTree:
 
 
 def _leaf(file: Path, path: str, found: object) -> Any:
-    """Parses a text such as "float32[8, 4]", or a leaf in our messages."""
+    """Parses a leaf's type, such as "float32[8, 4]", also as messages print it."""
     if found is None or found == "None":
         return None
     text = str(found)

@@ -57,7 +57,7 @@ def resolve(type_name: str) -> Build | None:
     """Returns the builder of a class by its stored name, or None.
 
     Only containers defined by flax, optax or the standard library's `collections` are
-    found; no other module is imported, whatever the file names.
+    found; no other module is imported, whatever names the file holds.
     """
     module_name, _, qualname = type_name.partition(":")
     package = module_name.split(".")[0]

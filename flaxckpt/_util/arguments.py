@@ -18,7 +18,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
 
 def found(value: Any) -> str:
-    """Describes an unexpected value in a few words, without its contents."""
+    """Describes an unexpected value in a few words, without contents."""
     if value is None or type(value) in _PLAIN:
         return f"{value!r:.80}"
     if isinstance(value, type):
@@ -41,7 +41,7 @@ def is_list(value: Any) -> bool:
 
 
 def is_path(value: Any) -> bool:
-    """Returns True for a str path, or a path object that converts to str."""
+    """Returns True for a str, or a path object for a str path."""
     return isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str)
 
 

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class PerProcess(Generic[T]):
-    """An object that each process creates for itself, even after a fork.
+    """An object created separately in each process, also after a fork.
 
     A thread that forks while holding a lock releases the lock of its own process.
 

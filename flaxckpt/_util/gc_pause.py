@@ -36,7 +36,7 @@ def paused() -> Iterator[None]:
 
 
 def _resume_in_child() -> None:
-    """Ends, in a forked child, the pauses of threads that the child does not have."""
+    """In a forked child, ends the pauses of threads missing there."""
     if _pauses:
         gc.enable()
 

@@ -12,7 +12,7 @@ from flaxckpt._util import humanize
 
 
 class Markup(str):
-    """Text that is already HTML; elements escape any other text."""
+    """HTML text; elements escape any other text."""
 
     __slots__ = ()
 
@@ -21,7 +21,7 @@ NOTHING = Markup("")
 
 
 def element(name: str, *children: object, **attributes: object) -> Markup:
-    """Returns an element with its children.
+    """Returns an element with children.
 
     Args:
         name: The tag.
@@ -48,7 +48,7 @@ def join(parts: Iterable[object]) -> Markup:
 
 
 def text(value: object) -> Markup:
-    """Returns `value` as escaped, shortened text on one line; markup unchanged."""
+    """Escapes and shortens `value` to a single line; returns markup unchanged."""
     if isinstance(value, Markup):
         return value
     return Markup(html.escape(errors.printable(str(value))))
@@ -101,7 +101,7 @@ class Row(NamedTuple):
 
 
 def table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> Markup:
-    """Returns a table in a box that scrolls if the table is too wide."""
+    """Returns a table in a box with a scroll bar for wide tables."""
     used = [n for n in range(len(columns)) if any(str(row.cells[n]) for row in rows)]
     heads = [
         element("th", columns[n].title, scope="col", class_=_class(columns[n]))
@@ -169,7 +169,7 @@ def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
 
 
 def both(wide: Markup, narrow: Markup) -> Markup:
-    """Returns a picture for wide screens and one for phones; CSS shows one of them."""
+    """Returns two pictures, for wide screens and for phones; CSS hides one."""
     return join(
         (element("div", wide, class_="wide"), element("div", narrow, class_="narrow"))
     )

@@ -45,5 +45,5 @@ TO_THE_SECOND = "%Y-%m-%d %H:%M:%S"
 
 
 def count(n: int, one: str, many: str | None = None) -> str:
-    """Formats a count with its noun: `1 step`, `2 steps`."""
+    """Formats a count with a noun: `1 step`, `2 steps`."""
     return f"{n:,} {one if n == 1 else many or one + 's'}"

@@ -87,7 +87,7 @@ def text(value: str, at: str) -> str:
 
 
 def check(text: bytes, *, max_containers: int = MAX_CONTAINERS) -> None:
-    """Raises ValueError before parsing JSON that would need too much memory."""
+    """Raises ValueError for JSON too large to parse safely."""
     if text.count(b"[") + text.count(b"{") > max_containers:
         raise ValueError("it has too many containers")
     if text.count(b",") > MAX_VALUES:

@@ -33,7 +33,7 @@ def check(size: int) -> None:
 
 
 def free_bytes() -> int | None:
-    """Returns the bytes that this process can still allocate, None if unknown."""
+    """Returns the bytes still available to this process, None if unknown."""
     limits = [_of_system(), _of_process()]
     return min((limit for limit in limits if limit is not None), default=None)
 

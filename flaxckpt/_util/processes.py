@@ -22,7 +22,7 @@ def process_count() -> int:
 
 
 def is_first() -> bool:
-    """Returns True in process 0; a single process starts no backend for this."""
+    """Returns True in process 0, without starting a backend in a single process."""
     return not jax.distributed.is_initialized() or process_index() == 0
 
 
@@ -56,7 +56,7 @@ def reached_preemption(step: int) -> bool:
 
 
 def is_together() -> bool:
-    """Returns True in a job of several processes; needs no backend in a single one."""
+    """Returns True in a multi-process job; starts no backend otherwise."""
     return jax.distributed.is_initialized() and process_count() > 1
 
 
@@ -85,7 +85,7 @@ class Service:
             self._client.key_value_set(key, text, allow_overwrite=True)
 
     def get(self, key: str, timeout_secs: float) -> str:
-        """Waits for a text and returns it.
+        """Waits for a text.
 
         Raises:
             TimeoutError: No text was set in time.
@@ -107,7 +107,7 @@ class Service:
 
 
 def service() -> Service | None:
-    """Returns the coordination service; None if this version of jax hides it."""
+    """Returns the coordination service; None if hidden in this version of jax."""
     try:
         from jax._src import distributed  # no public way to it
 

@@ -89,7 +89,7 @@ def _start(work: Callable[[], None]) -> threading.Thread | None:
 
 
 class Budget:
-    """A limit on the bytes held at one time by all threads together."""
+    """A limit on the bytes held at the same time by all threads."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -98,7 +98,7 @@ class Budget:
 
     @contextlib.contextmanager
     def hold(self, size: int) -> Iterator[None]:
-        """Waits until `size` bytes are free and holds them during the `with` block.
+        """Waits for `size` free bytes and holds them during the `with` block.
 
         A size above the whole budget waits until nothing else is held.
         """

@@ -59,7 +59,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """The options of `Checkpointer` and `CheckpointCallback` that are data.
+    """Options of `Checkpointer` and `CheckpointCallback`, as plain data.
 
     Meanings and defaults are the same as there. Policies, casts and the layout may be
     given as mappings, as in files; numbers of bytes and seconds as texts, such as
@@ -150,7 +150,7 @@ class CheckpointConfig:
             raise errors.OptionError(f"{begins}{error}") from None
 
     def to_mapping(self) -> dict[str, Any]:
-        """Returns the options that differ from the defaults, as for `from_mapping`.
+        """Returns the options with other values than the default, for `from_mapping`.
 
         Raises:
             OptionError: A policy is a user's own, which has no name in files.
@@ -288,7 +288,7 @@ _PARSERS: Mapping[str, Parser] = {
 
 
 def _plain(key: str, value: Any) -> Any:
-    """Converts a value to its form in files."""
+    """Converts a value to the types of files."""
     if value is None:
         return "none"  # only exit_code has another default
     if isinstance(value, tuple):

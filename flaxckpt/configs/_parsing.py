@@ -53,7 +53,7 @@ def boolean(key: str, value: Any) -> bool:
 
 
 def text(key: str, value: Any) -> str:
-    """Parses a text that is not empty."""
+    """Parses a nonempty text."""
     if not isinstance(value, str) or not value:
         raise _wrong(key, "a text", value)
     return value
@@ -83,7 +83,7 @@ def whole(smallest: int) -> Parser:
 
 
 def _amount(key: str, value: Any, units: Mapping[str, int], example: str) -> float:
-    """Parses a positive number, or a text of a number with its unit."""
+    """Parses a positive number, or a text of a number and a unit."""
     number, unit = value, ""
     if isinstance(value, str):
         parts = re.fullmatch(r"([\d.]+(?:e\+?\d+)?) *([A-Za-z]*)", value)
@@ -98,12 +98,12 @@ def _amount(key: str, value: Any, units: Mapping[str, int], example: str) -> flo
 
 
 def secs(key: str, value: Any) -> float:
-    """Parses seconds, or a text such as "15 min"."""
+    """Parses seconds, also from a text like "15 min"."""
     return _amount(key, value, SECS, "15 min")
 
 
 def bytes_(key: str, value: Any) -> int:
-    """Parses bytes, or a text such as "64 MiB"."""
+    """Parses bytes, also from a text like "64 MiB"."""
     amount = _amount(key, value, BYTES, "64 MiB")
     if not amount.is_integer():
         raise _wrong(key, "a whole number of bytes", value)
@@ -180,7 +180,7 @@ def names(cls: type[Any]) -> list[str]:
 
 
 def record(cls: type[Any], parsers: Mapping[str, Parser]) -> Parser:
-    """Returns a parser of a dataclass, or of a table of its fields."""
+    """Returns a parser of a dataclass, or of a table of fields."""
 
     def parse(key: str, value: Any) -> Any:
         if isinstance(value, cls):

@@ -65,7 +65,7 @@ def find(iterator: Any) -> Adapter:
 
 
 def position(iterator: Any) -> int | None:
-    """Returns the position of an iterator if its state has a counter, or None.
+    """Returns the position of an iterator with a counter in the state, or None.
 
     Counters exist in grain's datasets and in `StepIndexed`. They count batches if the
     counting stage of the pipeline produces batches.
@@ -81,7 +81,7 @@ def position(iterator: Any) -> int | None:
 
 
 class _GetState:
-    """For iterators of grain, AXLearn and flaxckpt."""
+    """Gets and sets the state of grain, AXLearn and flaxckpt iterators."""
 
     name = "get_state"
 
@@ -93,7 +93,7 @@ class _GetState:
 
 
 class _StateDict:
-    """For torchdata and Hugging Face datasets, whose loaders hold the state."""
+    """Gets and sets the state of torchdata and Hugging Face loaders and datasets."""
 
     name = "state_dict"
 
@@ -132,7 +132,7 @@ def _epochs(state: Any) -> Iterator[int]:
 
 
 def _load(iterator: Any, state: Any) -> None:
-    """Makes a loader use its new state now, not at the next call of iter().
+    """Makes a loader use the new state now, not at the next call of iter().
 
     An invalid state then raises here, and a save before the first batch contains the
     restored state.
@@ -172,7 +172,7 @@ def _warn_of_live_iterator(iterator: Any) -> None:
 
 
 def _is_begun(dataset: Any) -> bool:
-    """Returns True if a Hugging Face dataset has moved since its state was set.
+    """Returns True for a Hugging Face dataset moved after the last `set_state`.
 
     A loop that has already ended cannot be detected.
     """
@@ -192,7 +192,7 @@ def _warn_of_begun(iterator: Any) -> None:
 
 
 class _TensorFlow:
-    """For tf.data, whose iterators are saved by a `tf.train.Checkpoint` as files."""
+    """Gets and sets the state of tf.data iterators by a `tf.train.Checkpoint`."""
 
     name = "tf.train.Checkpoint"
 
@@ -213,7 +213,7 @@ def _tf_checkpoint(iterator: Any) -> Any:
 
 
 class _Clu:
-    """For clu, whose iterators write files in their own format."""
+    """Gets and sets the state of clu iterators, as files in clu's format."""
 
     name = "files"
 

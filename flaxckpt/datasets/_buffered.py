@@ -26,7 +26,7 @@ _SECONDS_BETWEEN_LOOKS = 10.0
 
 
 class Buffered(Generic[Batch]):
-    """Prefetches batches on a thread; its state follows the last batch taken.
+    """Prefetches batches on a thread; the state follows the last batch taken.
 
     A prefetcher around an iterator hides the loop's position from a checkpoint: the
     state of the inner iterator is ahead of the batches that the loop has used.
@@ -198,7 +198,7 @@ class Buffered(Generic[Batch]):
             )
 
     def _check_own(self) -> None:
-        """Raises DatasetStateError if a fork has left the thread behind."""
+        """Raises DatasetStateError if the thread was lost in a fork."""
         if self._worker is not None and not self._worker.is_own():
             raise errors.DatasetStateError(
                 "this Buffered has begun in another process, and its thread did not"
@@ -221,7 +221,7 @@ def _checked_depth(depth: object) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _State:
-    """The state of an iterator, and of its shards if available."""
+    """The state of an iterator, and of any shards."""
 
     whole: Any
     shards: tuple[Any, ...] = ()
@@ -239,7 +239,7 @@ def _has_shards(iterator: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Made:
-    """A batch and the state after it, or the error in place of a batch."""
+    """A batch with the state after the batch, or an error."""
 
     batch: Any
     state: _State | None
@@ -272,7 +272,7 @@ class _Worker:
         self._thread.start()
 
     def take(self) -> _Made:
-        """Waits for the next batch and returns it."""
+        """Waits for the next batch."""
         with self._changed:
             while not self._ready:
                 self._changed.wait(_SECONDS_BETWEEN_LOOKS)
@@ -299,7 +299,7 @@ class _Worker:
             self._changed.notify_all()
 
     def join(self, timeout_secs: float | None = None) -> None:
-        """Waits until the thread has ended."""
+        """Waits for the end of the thread."""
         self._thread.join(timeout_secs)
 
     def _run(self) -> None:

@@ -50,7 +50,7 @@ _GENERATORS = {
 
 
 def refusal(thing: Any) -> errors.DatasetStateError:
-    """Returns the error for an object that cannot be saved."""
+    """Returns the error for an object without a saveable state."""
     return errors.DatasetStateError(
         f"{_duck_types.type_name(thing)} cannot be saved: wanted an iterator with"
         " get_state"
@@ -77,7 +77,7 @@ def _way_out(thing: Any) -> str:
 
 
 def no_state(thing: Any, error: Exception) -> errors.DatasetStateError:
-    """Returns the error for an iterator that failed to return its state."""
+    """Returns the error for an iterator after a failure of `get_state`."""
     advice = "See that it is not closed, or pass dataset=None."
     if _duck_types.package(thing) == "tensorflow":
         advice = (
@@ -95,7 +95,7 @@ def no_state(thing: Any, error: Exception) -> errors.DatasetStateError:
 def not_taken(
     thing: Any, error: Exception, *, saved_by: str, path: object
 ) -> errors.DatasetStateError:
-    """Returns the error for an iterator that rejects its state."""
+    """Returns the error for an iterator after a failure of `set_state`."""
     advice = "Pass an iterator over the same data, built the same way, or dataset=None."
     if "worker" in str(error).lower():
         advice = "Use as many workers as when it was saved, or pass dataset=None."
@@ -118,7 +118,7 @@ _warned: collections.defaultdict[str, weakref.WeakSet[Any]] = collections.defaul
 
 
 def warn_of_traps(thing: Any) -> None:
-    """Warns, once per iterator, if its state lacks part of its position."""
+    """Warns, once per iterator, of a state without the full position."""
     if any(_is_buffer(part) for part in _parts(thing)):
         _warn_once(
             thing,
@@ -136,7 +136,7 @@ def warn_of_traps(thing: Any) -> None:
 
 
 def _is_buffer(part: Any) -> bool:
-    """Returns True for a shuffle buffer that holds more than a single example."""
+    """Returns True for a shuffle buffer of more than a single example."""
     return _duck_types.is_a(part, _HF_BUFFER) and getattr(part, "buffer_size", 0) != 1
 
 

@@ -18,7 +18,7 @@ def full_name(cls: type) -> str:
 
 
 def is_a(thing: Any, *names: str) -> bool:
-    """Returns True if the class of `thing`, or a base class, has such a name."""
+    """Returns True if `thing` is an instance of a class with one of the names."""
     return any(full_name(cls) in names for cls in type(thing).__mro__)
 
 
@@ -28,14 +28,14 @@ def package(thing: Any) -> str:
 
 
 def has(thing: Any, *names: str) -> bool:
-    """Returns True if `thing` is not a class and has all of these methods."""
+    """Returns True for an instance with all of the named methods."""
     return not isinstance(thing, type) and all(
         callable(getattr(thing, name, None)) for name in names
     )
 
 
 def version(thing: Any) -> str | None:
-    """Returns the version of the library that defines `thing`; None for flaxckpt."""
+    """Returns the version of the library of `thing`; None for flaxckpt."""
     if package(thing) == "flaxckpt":
         return None
     found = getattr(sys.modules.get(package(thing)), "__version__", None)

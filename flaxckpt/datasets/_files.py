@@ -169,7 +169,7 @@ def _decoded(
 
 
 def _version_of(described: Mapping[str, Any]) -> int:
-    """Returns the codec version: first releases did not record it, Orbax has none."""
+    """Returns the codec version: 1 for the first releases, 0 for Orbax."""
     return int(described.get("codec", 1 if described else 0))
 
 

@@ -15,7 +15,7 @@ Batch = TypeVar("Batch")
 
 @runtime_checkable
 class SaveableIterator(Protocol):
-    """An iterator that can be saved and restored: grain's protocol.
+    """The protocol of iterators with a saveable state, from grain.
 
     The state may nest dicts, lists and tuples of numbers, strings, bytes, numpy arrays
     and torch tensors.
@@ -36,7 +36,7 @@ class SaveableIterator(Protocol):
 
 
 class StepIndexed(Generic[Batch]):
-    """Batches computed from their index, so that the index is the whole state.
+    """Batches computed from their index, which forms the whole state.
 
     ```python
     batches = StepIndexed(lambda i: make_batch(seed=0, index=i))
@@ -98,7 +98,7 @@ def _is_index(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restarting:
-    """Lets a run restart its data if the saved dataset states cannot be restored.
+    """Lets a run restart the data if the saved dataset states do not fit.
 
     ```python
     CheckpointCallback(checkpointer, dataset=Restarting(batches))

@@ -52,7 +52,7 @@ def dumps(state: Any) -> bytes:
 
 
 def loads(content: bytes, *, version: int = VERSION) -> Any:
-    """Returns the state that `dumps` converted.
+    """Converts JSON from `dumps` back to the state.
 
     Args:
         content: JSON.
@@ -70,7 +70,7 @@ def loads(content: bytes, *, version: int = VERSION) -> Any:
 
 
 def check_size(content: bytes) -> None:
-    """Raises ValueError if the JSON is too large to write or read.
+    """Raises ValueError for JSON above the limits of writing and reading.
 
     Raises:
         ValueError: It is too large.
@@ -97,7 +97,7 @@ def is_own_json(content: bytes) -> bool:
 
 
 def _is_tagged(found: Any) -> bool:
-    """Returns True for a JSON object that `loads` would interpret as a tag."""
+    """Returns True for a JSON object in the form of a tag."""
     return (
         isinstance(found, dict) and len(found) == 1 and not _TAGS[-1].isdisjoint(found)
     )

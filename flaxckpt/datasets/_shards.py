@@ -105,7 +105,7 @@ def shard_name(i: int) -> str:
 
 
 def own_shards(iterator: Any, files: Mapping[str, bytes]) -> list[str]:
-    """Returns the files of the shards that this process has now.
+    """Returns the files of the shards of this process.
 
     Raises:
         DatasetStateError: Its iterator has another number of shards.

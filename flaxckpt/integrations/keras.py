@@ -187,7 +187,7 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class _Done(NamedTuple):
-    """The argument of `CheckpointCallback.on_step`; it may lack the state."""
+    """The argument of `CheckpointCallback.on_step`, possibly without the state."""
 
     next_step: int
     metrics: Mapping[str, Any] | None
@@ -218,7 +218,7 @@ class EpochBatches(keras.utils.PyDataset):  # type: ignore[misc]
 
     @property
     def num_batches(self) -> int:
-        """The number of batches in the epoch, or left at its first batch."""
+        """The number of batches in the epoch, or in its remaining part."""
         return self.steps_per_epoch if self._left is None else self._left
 
     def on_epoch_begin(self) -> None:

@@ -35,7 +35,7 @@ class TableTransform(abc.ABC):
         """Returns the call that creates the transform, for the record."""
 
     def with_wanted(self, wanted: LeafTable | None) -> Transform:
-        """Returns this transform for a restore of `wanted` leaves, None for all."""
+        """Returns this transform for restoring `wanted`, or all leaves if None."""
         return self
 
     def on_restore(self) -> Transform | None:

@@ -71,7 +71,7 @@ def merge(
         path: A checkpoint, or a run directory.
         step: The step to read; the newest by default.
         transforms: Applied to the other checkpoint first.
-        on_conflict: The checkpoint that wins if both have a leaf.
+        on_conflict: If both have a leaf, raise, or keep the leaf of one checkpoint.
 
     Raises:
         OptionError: When applied: both checkpoints have a leaf, and `on_conflict` is
