@@ -74,7 +74,7 @@ class DamagedCheckpointError(CheckpointError, OSError):
 
 
 class OptionError(CheckpointError, ValueError):
-    """Invalid value of an argument."""
+    """Invalid argument value."""
 
 
 class ReadOnlyError(CheckpointError, PermissionError):
@@ -86,7 +86,7 @@ class SaveFailedError(CheckpointError, OSError):
 
 
 class StoreError(CheckpointError, OSError):
-    """An object store refused, or did not answer in time."""
+    """An object store rejected a request, or did not answer in time."""
 
 
 class CheckpointTimeoutError(CheckpointError, TimeoutError):
@@ -153,7 +153,7 @@ class LeafNameError(CheckpointError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A difference between a state and a checkpoint in a leaf.
+    """A leaf with different properties in a state and in a checkpoint.
 
     Attributes:
         leaf: The leaf path, `params/Dense_0/kernel`.

@@ -244,7 +244,7 @@ def decide(
     pinned: Collection[int] = (),
     readers: Mapping[int, Collection[str]] | None = None,
 ) -> dict[int, list[str]]:
-    """Returns the reasons to keep each step; a step without reasons is deleted.
+    """Returns the reasons to keep each step; a step without reasons may be deleted.
 
     Args:
         policies: A step is kept if any policy keeps it. Without policies, every

@@ -52,12 +52,12 @@ def survey(root: Path, step_format: str | None = None) -> _steps.scan.Found:
 
 
 def _is_empty(path: Path, why: str) -> bool:
-    """Returns True for an empty directory, because no committed step is empty."""
+    """Returns True for an empty directory; committed steps are never empty."""
     return not why and path.is_dir() and not any(path.iterdir())
 
 
 def _has_only_begun(root: Path) -> bool:
-    """Returns True if a directory only contains files older than a run's steps."""
+    """Returns True for a directory with only the files of a run before any step."""
     return all(
         child.name in _BEFORE_STEPS
         or _storage.temporary.TEMPORARY in child.name

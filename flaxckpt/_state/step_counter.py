@@ -87,7 +87,7 @@ def mismatch(state: PyTree, step: int) -> str:
 
 
 def found(state: PyTree) -> dict[str, int]:
-    """Returns the path of each step counter of a state -> its value."""
+    """Returns the value of each step counter of a state, by path."""
     return dict(_found(state))
 
 

@@ -36,7 +36,7 @@ def paused() -> Iterator[None]:
 
 
 def _resume_in_child() -> None:
-    """In a forked child, ends the pauses of threads missing there."""
+    """Ends the pauses of the parent's other threads in a forked child."""
     if _pauses:
         gc.enable()
 

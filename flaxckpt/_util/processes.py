@@ -85,7 +85,7 @@ class Service:
             self._client.key_value_set(key, text, allow_overwrite=True)
 
     def get(self, key: str, timeout_secs: float) -> str:
-        """Waits for a text.
+        """Returns the text of a key, waiting for up to `timeout_secs`.
 
         Raises:
             TimeoutError: No text was set in time.

@@ -82,7 +82,7 @@ def shown(counter: Counter) -> Iterator[None]:
 
 
 def _is_watched() -> bool:
-    """Returns True for a process in the foreground of the terminal on stderr."""
+    """Returns True if this process runs in the foreground of a terminal on stderr."""
     if os.environ.get("FLAXCKPT_PROGRESS") == "0":
         return False
     try:

@@ -172,7 +172,7 @@ def _warn_of_live_iterator(iterator: Any) -> None:
 
 
 def _is_begun(dataset: Any) -> bool:
-    """Returns True for a Hugging Face dataset moved after the last `set_state`.
+    """Returns True if a Hugging Face dataset moved after `load_state_dict`.
 
     A loop that has already ended cannot be detected.
     """

@@ -272,7 +272,7 @@ class _Worker:
         self._thread.start()
 
     def take(self) -> _Made:
-        """Waits for the next batch."""
+        """Returns the next batch, waiting until ready."""
         with self._changed:
             while not self._ready:
                 self._changed.wait(_SECONDS_BETWEEN_LOOKS)

@@ -82,7 +82,7 @@ class Mirrors:
 
 
 def _below_root(path: LeafPath) -> LeafPath:
-    """Returns a path below the root of all parameters: `params`, or the first key."""
+    """Returns the part of a path below `params`, or else below the first key."""
     parts = path.split("/")
     for i, part in enumerate(parts[:_DEEPEST_ROOT]):
         if part in _ROOTS and i + 1 < len(parts):
@@ -187,7 +187,7 @@ class _Found:
         return bool(found)
 
     def settle_empty(self, path: LeafPath) -> None:
-        """Makes an empty container in a slot, as of a masked moment, a mirror."""
+        """Records an empty container in a slot as a mirror, such as a masked moment."""
         for head in beginnings(path):
             if head in self._root_of_head:
                 slot, root = self._root_of_head[head]

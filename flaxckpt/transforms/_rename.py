@@ -125,9 +125,9 @@ def rename(
 def copy(
     pattern: str | Mapping[str, str], replacement: str | None = None
 ) -> TableTransform:
-    """Copies the matching leaves to new paths and keeps the old paths.
+    """Copies the matching leaves to new paths; arguments and errors as for `rename`.
 
-    Two leaves of a model can then be filled from a single leaf of the checkpoint.
+    A single leaf of the checkpoint can then fill two leaves of a model.
     """
     return _Rename(_as_rules(pattern, replacement), keeps_old=True)
 
