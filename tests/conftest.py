@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 
 from tests import ROOT
+from tests.helpers import run_guard
 
 # Before anything imports jax. Child processes inherit all of them.
 _flags = re.sub(
@@ -19,6 +20,8 @@ os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8".s
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _path = os.environ.get("PYTHONPATH")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([_path] if _path else [])])
+
+run_guard.start()
 
 # A shell that starts the tests behind it (&) has Ctrl-C ignored in all that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
