@@ -8,10 +8,10 @@ import sys
 import time
 
 import pytest
-import scenarios
 
 import flaxckpt
 from flaxckpt._storage import temporary as storage_temporary
+from tests.faults import scenarios
 
 KILLS = 30
 LEFT = "7.orbax-checkpoint-tmp-writing-0123abcd"
