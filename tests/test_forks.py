@@ -328,12 +328,13 @@ def test_a_fork_works_while_threads_of_its_parent_save_and_tell(run, tmp_path):
 def test_a_fork_works_while_its_parent_uploads(run):
     told = run(
         """
-        from flaxckpt import _copies, errors
+        from flaxckpt import errors
+        from flaxckpt._run import upload_copies
         ssd = directory + "-ssd"
         ckpt = flaxckpt.Checkpointer(directory, layout=FILES, staging=ssd)
         ckpt.save(1, state(1)).wait()
         ckpt.wait_for_uploads()
-        _copies.make = held_up(_copies.make)
+        upload_copies.make = held_up(upload_copies.make)
         ckpt.save(2, state(2)).wait()
         inside.wait()
         locks = ckpt._run.tiers.uploads

@@ -414,9 +414,9 @@ def stop_with(ckpt, *, grace_secs, took_secs):
     _, start = on_step.restore_or_init(train_state_at(0))
     on_step(start + 2, train_state_at(start + 2))
     ckpt.wait()
-    on_step._hook._note_duration()
-    on_step._hook._grace.save_secs = took_secs
-    on_step._hook.last_save = None
+    on_step._note_duration()
+    on_step._grace.save_secs = took_secs
+    on_step.last_save = None
     send()
     with pytest.raises(SystemExit) as left:
         on_step(start + 3, train_state_at(start + 3))
