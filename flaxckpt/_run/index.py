@@ -124,7 +124,7 @@ class Inventory:
 def _was_step(path: Path) -> bool:
     """Whether a checkpoint is, or was, at `path`: a damaged one is to be told of."""
     try:
-        return _steps.scan.sign(path) is not None or bool(formats.recognises(path))
+        return _steps.index.sign(path) is not None or bool(formats.recognises(path))
     except (errors.CheckpointError, OSError):
         return True
 

@@ -268,11 +268,14 @@ class Restores:
             CheckpointError: It does not fit.
         """
         try:
-            if not formats.recognises(path):
+            detected = formats.identify(path)
+            if detected is None:
                 raise errors.DamagedCheckpointError(
                     f"{path} is called like a step, but holds no checkpoint"
                 )
-            stored = _locate.read_step(path, number, wanted.options.types)
+            located = _locate.Located(path, number, detected)
+            stored = located.open(wanted.options.types)
+            _locate.check_step(path, number, stored)
             undone = self._undone(stored.metadata, wanted)
             state = _checkpoint.restore.restore(
                 stored, wanted.state, undone, counter, has_read

@@ -144,7 +144,7 @@ class RunDirectory:
         """
         if self._run.listed() or not self.directory.is_dir():
             return
-        others = _steps.scan.with_any_name(self.directory, formats.recognises)
+        others = _steps.index.with_any_name(self.directory, formats.recognises)
         if others:
             newest = others[max(others)][0]
             fitting = _steps_called_like(newest.name, max(others))

@@ -7,15 +7,27 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from flaxckpt import _storage, _util, errors
 from flaxckpt._steps import markers
 
+Number: TypeAlias = Callable[[str], int | None]
+"""Returns the step that a name means; None if it means none."""
+
 _FIELD = re.compile(r"\{step(?::0(\d+)d)?\}")
+
+_ANY_NAME = re.compile(r"(?:.*(?<![0-9]\.)(?<![0-9]))?([0-9]{1,18})", re.DOTALL)
+
+_USUAL_PREFIX = re.compile(
+    r"(?:checkpoint|ckpt|step)?[-_]?|checkpoint\.npz-|streaming_.*_", re.DOTALL
+)
+
+_T5X_TEMPORARY = re.compile(r"\.tmp-[0-9]+")
+"""How T5X ends the name of a step that is not finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +89,33 @@ def check(step: Any) -> int:
             f" got {_util.arguments.found(step)}"
         )
     return number
+
+
+def number(name: str) -> int | None:
+    """The number in which a name ends, as the names of steps do; None if none."""
+    match = _ANY_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def prefix(name: str) -> str:
+    """The part of a name before its final number."""
+    match = _ANY_NAME.fullmatch(name)
+    return name[: match.start(1)] if match else name
+
+
+def is_usual_prefix(text: str) -> bool:
+    """Whether the names of steps usually begin so."""
+    return _USUAL_PREFIX.fullmatch(text) is not None
+
+
+def is_usual(name: str) -> bool:
+    """Whether steps are usually called so: `3`, `step_3`, `checkpoint_3`."""
+    return number(name) is not None and is_usual_prefix(prefix(name))
+
+
+def is_temporary(name: str) -> bool:
+    """Whether T5X calls steps so that are not finished."""
+    return _T5X_TEMPORARY.search(name) is not None
 
 
 def listed(root: Path, step_format: StepFormat) -> dict[int, Path]:
