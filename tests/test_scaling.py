@@ -231,7 +231,7 @@ def test_no_garbage_is_collected_while_something_is_planned(tmp_path):
                 abstract, mesh=mesh, leaf_rules={".*": PartitionSpec()}
             ),
             "parameter_infos": lambda: flaxckpt.partition.parameter_infos(abstract),
-            "rehearse": lambda: ckpt.rehearse(state),
+            "rehearse": lambda: ckpt._session.saves.rehearse(state, None),
         }
         begun = []
         before = gc.get_threshold()

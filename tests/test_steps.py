@@ -149,7 +149,7 @@ CALLS = {
     "metadata of a run": lambda run, s: run.metadata(s),
     "metrics": lambda run, s: run.metrics(s),
     "has_dataset": lambda run, s: run.has_dataset(s),
-    "has_saved": lambda run, s: run.has_saved(s),
+    "has_saved": lambda run, s: run._session.saves.has_saved(s),
     "verify of a run": lambda run, s: run.verify(s),
     "add_metrics": lambda run, s: run.add_metrics(s, {"b": 1.0}),
     "pin": lambda run, s: run.pin(s),

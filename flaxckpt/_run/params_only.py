@@ -14,8 +14,10 @@ _PARAMS_ONLY = "params_only"
 """The directory, beside the steps, of what was saved without its optimizer."""
 
 
-class Aside:
-    """The directory of such states, called like the steps that they are of.
+class ParamsOnly:
+    """The directory of the states that were saved without their optimizer.
+
+    Each is named like the step that it is a part of.
 
     Args:
         directory: Of the run.

@@ -57,7 +57,7 @@ class Saves:
 
     Attributes:
         lineage: What the run began from.
-        aside: What was saved beside the steps.
+        params_only: The states that were saved without their optimizer.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Saves:
         self._run = run
         self._shared = options
         self._processes = processes
-        self.aside = params_only.Aside(run.directory, run.format)
+        self.params_only = params_only.ParamsOnly(run.directory, run.format)
         # One save at a time, whichever thread asks.
         self._lock = _util.forks.PerProcess(threading.RLock)
         self._pending: SaveHandle | None = None
@@ -261,10 +261,26 @@ class Saves:
             self._run.events.emit("failed", step, path=final, error=text)
             raise
 
+    def tidy(self) -> None:
+        """Removes the files that crashes have left."""
+        with _storage.paths.looking(self._run.directory):
+            items = (_native.checkpoint.METRICS, "metadata")
+            _steps.delete.tidy(self._run.saves_in, self._run.format, items)
+            tiers = self._run.tiers
+            if tiers is None or tiers.uploads.open():
+                self.params_only.tidy()
+
     # ---- beside the steps -------------------------------------------------------
 
     def rehearse(self, state: PyTree, dataset: Any) -> int:
-        """Does what a save does at first, and returns how many bytes it would store."""
+        """Does what `save` does before it returns, and writes nothing.
+
+        Returns:
+            The size of all arrays as they would be stored, in bytes.
+
+        Raises:
+            CheckpointError: As for `save`.
+        """
         path = self._run.saves_in / "rehearsal" / self._run.format.name(0)
         options = self._options(0, dataset=dataset)
         size = _checkpoint.save.take(path, state, options).stored_bytes
@@ -279,7 +295,7 @@ class Saves:
         together = self._processes.begin("params", what)
         with self._lock.get(), _distributed.agreement.ending(together):
             self.wait()
-            path = self.aside.path(step)
+            path = self.params_only.path(step)
             options = self._options(step, overwrite=True, together=together)
             options = dataclasses.replace(
                 options,
@@ -289,7 +305,7 @@ class Saves:
                 snapshot = _checkpoint.save.take(path, state, options)
             _checkpoint.save.execute(snapshot)
             if _util.processes.is_first():
-                self.aside.keep_only(path)
+                self.params_only.keep_only(path)
         return path
 
     # ---- under way --------------------------------------------------------------
@@ -338,6 +354,7 @@ class Saves:
 
     def has_saved(self, step: int) -> bool:
         """Whether this object has saved or restored a step, or is about to have."""
+        step = _steps.names.check(step)
         pending = self._pending
         if pending is not None and self._pending_step == step:
             return not pending.has_untold_error()

@@ -18,8 +18,8 @@ import numpy as np
 
 from flaxckpt import _state, errors
 from flaxckpt._checkpoint.handle import SaveHandle
-from flaxckpt._run.checkpointer import Checkpointer
-from flaxckpt._training import completed_step, resume_check, start
+from flaxckpt._run.checkpointer import Checkpointer, session_of
+from flaxckpt._training import completed_step, resume_check
 from flaxckpt._training.loop import Hook
 from flaxckpt._training.preemption import Stopping
 from flaxckpt._training.signals import Grace
@@ -312,10 +312,16 @@ class CheckpointCallback:
         Raises:
             CheckpointError: There are checkpoints, but none that fits.
         """
-        begins_from = start.Source(
-            source, source_step, source_transforms, missing, unused, optimizer
+        return self._hook.restore_or_init(
+            state,
+            dataset,
+            source=source,
+            source_step=source_step,
+            missing=missing,
+            unused=unused,
+            optimizer=optimizer,
+            transforms=source_transforms,
         )
-        return self._hook.restore_or_init(state, begins_from, dataset)
 
     def add_metrics(self, step: int, metrics: Any) -> None:
         """Adds metrics to a committed step, as of an evaluation after its save.
@@ -356,7 +362,7 @@ class CheckpointCallback:
         Raises:
             ResumeMismatchError: Something differs; all leaves that do are named.
         """
-        self.checkpointer.check_writable("try out a resume")
+        session_of(self.checkpointer).check_writable("try out a resume")
         dataset = self._hook.getters["dataset"]() if dataset is None else dataset
         resume_check.check(
             self.checkpointer, state, step_fn, dataset=dataset, fresh=fresh
@@ -374,7 +380,7 @@ class CheckpointCallback:
             SystemExit, KeyboardInterrupt: A signal came that no call has heeded.
         """
         with contextlib.ExitStack() as last:  # each is done, whatever the others raise
-            last.callback(self.checkpointer.settle)
+            last.callback(session_of(self.checkpointer).settle)
             last.callback(self.after_close)
             last.callback(self.checkpointer.wait)
             last.callback(self.before_close)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from flaxckpt import _run, _state, _util, datasets, errors
 from flaxckpt._checkpoint.handle import SaveHandle
-from flaxckpt._run.checkpointer import Checkpointer
+from flaxckpt._run.checkpointer import Checkpointer, session_of
 from flaxckpt._training import held
 from flaxckpt._training import preflight as training_preflight
 from flaxckpt._training import start as training_start
@@ -66,6 +66,7 @@ class Hook:
         self._asks: bool | None = None  # for the bound state, at each report
         self._asks_metrics = True
         self._checkpointer = checkpointer
+        self._session = session_of(checkpointer)
         self._triggers = triggers
         self._stopping = stopping
         self._grace = grace
@@ -147,7 +148,7 @@ class Hook:
         """
         self.start()
         ckpt = self._checkpointer
-        ckpt.check_writable("save")
+        self._session.check_writable("save")
         self._seen = training_start.check(
             ckpt, seen.step, self._began_at, again=self._last is not None
         )
@@ -195,7 +196,7 @@ class Hook:
 
     def start(self) -> None:
         """From here on, the program's end is ours to arrange."""
-        self._checkpointer.attach(self)
+        self._session.attach(self)
         subscribe = self._checkpointer.events.subscribe
         self._subscribed += [sink for sink in self._sinks if subscribe(sink)]
         _begun.add(self)
@@ -203,7 +204,7 @@ class Hook:
 
     def _save(self, seen: Completed, *, temporary: bool = False) -> bool:
         step = seen.step
-        if self._checkpointer.has_saved(step):
+        if self._session.saves.has_saved(step):
             self._skip(step, "this run has saved or restored it already")
             return False
         state, dataset = seen.get("state"), seen.get("dataset")
@@ -261,7 +262,7 @@ class Hook:
 
     def _save_in_time(self, seen: Completed, notice: Notice) -> tuple[str, bool]:
         """Begins the save that there is time for; says which."""
-        if self._checkpointer.has_saved(seen.step):
+        if self._session.saves.has_saved(seen.step):
             return "was saved already", False
         self._note_duration()
         # By the first process's clock: all of them save the same.
@@ -289,7 +290,7 @@ class Hook:
     # ---- beginning and ending -----------------------------------------------------
 
     def restore_or_init(
-        self, state: PyTree, source: training_start.Source, dataset: Any
+        self, state: PyTree, dataset: Any, **source: Any
     ) -> tuple[PyTree, int]:
         """See `CheckpointCallback.restore_or_init`."""
         _state.flax_state.check_state(state)
@@ -299,14 +300,14 @@ class Hook:
                 " begin from is passed as source="
             )
         self.start()
-        for trainer in self._checkpointer.trainers:
-            if isinstance(trainer, Hook) and trainer is not self:
+        for trainer in self._session.trainers:
+            if trainer is not self:
                 trainer.give_way()
         if dataset is not None:
             self.getters["dataset"] = lambda: dataset
         dataset = self.getters["dataset"]()
         restored, step = training_start.restore_or_init(
-            self._checkpointer, state, source, dataset=dataset
+            self._checkpointer, state, dataset=dataset, **source
         )
         self._consumption.begin(step, datasets.position(dataset))
         self._began_at = self._checkpointer.restored_step
@@ -337,7 +338,7 @@ class Hook:
         last, self._last = self._to_be_saved(), None
         if last is None:
             return
-        if self._checkpointer.has_saved(last.step):
+        if self._session.saves.has_saved(last.step):
             if self._temporary:
                 self._checkpointer.wait()
                 self._checkpointer.make_permanent(last.step)
@@ -369,7 +370,9 @@ class Hook:
 
     def abandon(self, error: BaseException) -> None:
         """What the checkpointer calls when its block ends by an error."""
-        if self._last is not None and not self._checkpointer.has_saved(self._last.step):
+        if self._last is not None and not self._session.saves.has_saved(
+            self._last.step
+        ):
             self._skip(self._last.step, f"the block ended by {type(error).__name__}")
         self.give_way()
 
@@ -380,7 +383,7 @@ class Hook:
 
     def _end(self) -> None:
         self._stopping.end()
-        self._checkpointer.detach(self)
+        self._session.detach(self)
         while self._subscribed:
             self._checkpointer.events.unsubscribe(self._subscribed.pop())
         _begun.discard(self)
@@ -388,7 +391,7 @@ class Hook:
     def tell_if_lost(self) -> None:
         """Says at the program's end that the last step is not saved."""
         last = self._to_be_saved()
-        if last is not None and not self._checkpointer.has_saved(last.step):
+        if last is not None and not self._session.saves.has_saved(last.step):
             _log.warning(
                 "the program ends, and step %d is not saved: close the Checkpointer or"
                 " the CheckpointCallback, best by a with block",

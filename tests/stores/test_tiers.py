@@ -814,7 +814,7 @@ def test_staging_comes_from_a_config(tmp_path):
             ckpt.wait_for_uploads()
     assert steps_in(tmp_path / "run") == {0, 1, 2, 3}
     assert steps_in(tmp_path / "ssd") == {2, 3}
-    assert ckpt.saves_in == storage_local.resolve(tmp_path / "ssd")
+    assert ckpt._session.run.saves_in == storage_local.resolve(tmp_path / "ssd")
 
 
 def test_a_reader_uploads_nothing(tmp_path):
