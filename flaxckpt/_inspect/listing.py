@@ -171,9 +171,12 @@ def _newest_marked(steps: Sequence[Step]) -> tuple[Step, ...]:
 def _marks_of(path: Path) -> _steps.markers.Marks | None:
     """What is said in a step of how long it stays; None if that may not be read."""
     try:
-        return _steps.markers.of(path, dataset=_native.checkpoint.DATASET)
+        names = _storage.local.names(path)
+    except FileNotFoundError:  # just deleted
+        names = []
     except PermissionError:
         return None
+    return _steps.markers.of(path, names, dataset=_native.checkpoint.DATASET)
 
 
 def _format(path: Path) -> str:

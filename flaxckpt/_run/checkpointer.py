@@ -27,7 +27,6 @@ from flaxckpt._checkpoint.verify_report import VerifyReport
 from flaxckpt._run import (
     card,
     edit,
-    index,
     restoring,
     retention,
     saving,
@@ -469,7 +468,6 @@ class Checkpointer:
         """
         return watch.new_steps(
             self._run.listed,
-            index.is_step,
             timeout_secs=timeout_secs,
             poll_secs=poll_secs,
         )

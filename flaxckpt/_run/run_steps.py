@@ -96,7 +96,7 @@ class RunSteps:
 
     def damaged(self) -> dict[int, Path]:
         """The steps that are marked as damaged, ascending."""
-        return _steps.names.damaged(self.directory, self.format)
+        return self.retention.steps.damaged()
 
     def metrics(self, path: Path) -> Mapping[str, float]:
         """The metrics that are stored with the step at `path`."""

@@ -218,8 +218,7 @@ class StagedSteps(run_steps.RunSteps):
 
     def damaged(self) -> dict[int, Path]:
         """The steps that are marked as damaged wherever they are, ascending."""
-        found = _steps.names.damaged(self.directory, self.format)
-        found |= _steps.names.damaged(self.saves_in, self.format)
+        found = self._far.steps.damaged() | self._near.damaged()
         good = self.listed().keys()
         return {step: path for step, path in sorted(found.items()) if step not in good}
 
@@ -259,11 +258,8 @@ class StagedSteps(run_steps.RunSteps):
     def _wherever(self, step: int) -> list[Path]:
         """A step in both, good or damaged."""
         found = []
-        for root, steps in (
-            (self.saves_in, self._near),
-            (self.directory, self._far.steps),
-        ):
-            there = _steps.names.damaged(root, self.format) | steps.listed()
+        for steps in (self._near, self._far.steps):
+            there = steps.damaged() | steps.listed()
             found += [there[step]] if step in there else []
         return found
 

@@ -7,13 +7,12 @@ ends in a number, as `model1`, is a step only if the format of its name is given
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from flaxckpt import _storage, errors
-from flaxckpt._steps import journal, names
+from flaxckpt._steps import journal, markers, names
 
 _T = TypeVar("_T")
 
@@ -21,21 +20,54 @@ _SIGNS = ("flaxckpt.json", "_CHECKPOINT_METADATA", "commit_success.txt")
 """Files of which each is in steps and nowhere else."""
 
 
-@dataclass(frozen=True, slots=True)
 class Entry(Generic[_T]):
-    """A directory or file that has the name of a step.
+    """A directory or file that has the name of a step, recognised when it is asked for.
 
-    Attributes:
+    Args:
         step: Its number.
         path: Where it is.
-        checkpoint: The checkpoint that was recognised there; None if there is none.
-        error: The reason why nobody could tell; None if `checkpoint` does.
+        recognise: Returns the checkpoint at a path; None if there is none.
+        files: The names of what is directly in it, if these are known.
     """
 
-    step: int
-    path: Path
-    checkpoint: _T | None
-    error: errors.CheckpointError | None = None
+    def __init__(
+        self,
+        step: int,
+        path: Path,
+        recognise: Callable[[Path], _T | None],
+        files: Collection[str] = (),
+    ) -> None:
+        self.step = step
+        self.path = path
+        self.files = files
+        self._recognise = recognise
+
+    @functools.cached_property
+    def _recognised(self) -> tuple[_T | None, errors.CheckpointError | None]:
+        try:
+            return self._recognise(self.path), None
+        except (errors.DamagedCheckpointError, errors.CheckpointFormatError) as error:
+            return None, error
+
+    @property
+    def checkpoint(self) -> _T | None:
+        """The checkpoint that was recognised there; None if there is none."""
+        return self._recognised[0]
+
+    @property
+    def error(self) -> errors.CheckpointError | None:
+        """The reason why nobody could tell; None if `checkpoint` does."""
+        return self._recognised[1]
+
+    @property
+    def why(self) -> str:
+        """The reason why it could not be looked at, as text; empty if it could."""
+        return "" if self.error is None else str(self.error)
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether it is marked as damaged, as far as its files are known."""
+        return markers.DAMAGED in self.files
 
     @property
     def is_step(self) -> bool:
@@ -44,9 +76,12 @@ class Entry(Generic[_T]):
         return bool(self.checkpoint) or is_unclear
 
     @property
-    def why(self) -> str:
-        """The reason why it could not be looked at; empty if it could."""
-        return "" if self.error is None else str(self.error)
+    def was_step(self) -> bool:
+        """Whether it is, or may have been, a step: then its damage is reported."""
+        try:
+            return sign(self.path) is not None or self.is_step or bool(self.error)
+        except (errors.CheckpointError, OSError):
+            return True
 
 
 class StepIndex(Generic[_T]):
@@ -69,32 +104,18 @@ class StepIndex(Generic[_T]):
         recognise: Callable[[Path], _T | None],
         number: names.Number | None = None,
     ) -> None:
-        self._recognise = recognise
-        self._entries: dict[Path, Entry[_T]] = {}
-        self._named: dict[int, list[Path]] = {}
+        self._named: dict[int, list[Entry[_T]]] = {}
         for path, step in _named_like_steps(root, number):
-            self._named.setdefault(step, []).append(path)
-        for step, paths in self._named.items():
-            if len(paths) > 1:
-                self._check_one(root, step, paths)
-
-    def _check_one(self, root: Path, step: int, paths: list[Path]) -> None:
-        found = [path for path in paths if self._entry(step, path).is_step]
-        if len(found) > 1:
-            raise errors.CheckpointFormatError(
-                f"{root} holds step {step} twice, as"
-                f" {errors.printable(found[0].name)} and"
-                f" {errors.printable(found[1].name)}: pass the path of one of them"
-            )
-
-    def _entry(self, step: int, path: Path) -> Entry[_T]:
-        if path not in self._entries:
-            try:
-                entry = Entry(step, path, self._recognise(path))
-            except (errors.DamagedCheckpointError, errors.CheckpointFormatError) as e:
-                entry = Entry(step, path, None, e)
-            self._entries[path] = entry
-        return self._entries[path]
+            entry = Entry(step, path, recognise)
+            self._named.setdefault(step, []).append(entry)
+        for step, entries in self._named.items():
+            found = [e.path for e in entries if len(entries) > 1 and e.is_step]
+            if len(found) > 1:
+                raise errors.CheckpointFormatError(
+                    f"{root} holds step {step} twice, as"
+                    f" {errors.printable(found[0].name)} and"
+                    f" {errors.printable(found[1].name)}: pass the path of one of them"
+                )
 
     @property
     def numbers(self) -> list[int]:
@@ -103,8 +124,7 @@ class StepIndex(Generic[_T]):
 
     def find(self, step: int) -> Entry[_T] | None:
         """The entry of a step; None if nothing is recognised under its names."""
-        found = (self._entry(step, path) for path in self._named.get(step, ()))
-        return next((entry for entry in found if entry.is_step), None)
+        return next((e for e in self._named.get(step, ()) if e.is_step), None)
 
     def find_doubtful(self, step: int) -> Entry[_T] | None:
         """The entry that may be a damaged step; None if there is none, or the step.
@@ -114,9 +134,7 @@ class StepIndex(Generic[_T]):
         """
         if self.find(step) is not None:
             return None
-        found = (
-            self._entry(step, path) for path in reversed(self._named.get(step, ()))
-        )
+        found = reversed(self._named.get(step, ()))
         return next(
             (e for e in found if e.why or self._is_alike(e.path) or sign(e.path)), None
         )
@@ -138,6 +156,68 @@ class StepIndex(Generic[_T]):
         """Step -> the entry that may be a damaged step, ascending."""
         found = {step: self.find_doubtful(step) for step in self.numbers}
         return {step: entry for step, entry in found.items() if entry is not None}
+
+
+def committed(
+    root: Path,
+    step_format: names.StepFormat,
+    recognise: Callable[[Path], _T | None],
+) -> list[Entry[_T]]:
+    """The committed steps under a run directory, ascending, by the names in it alone.
+
+    An empty directory is no step: nothing of ours or Orbax's is ever committed empty.
+
+    Args:
+        root: The directory.
+        step_format: How its steps are called.
+        recognise: Recognises an entry when it is asked for.
+    """
+    with _storage.permissions.explained(root):
+        tree = root.tree() if _storage.paths.is_remote(root) else {}
+        try:
+            found = sorted(tree or _storage.local.directories(root))
+        except FileNotFoundError:
+            return []
+        entries = []
+        for name in found:
+            if (step := step_format.step(name)) is not None:
+                path = root / name
+                files = tree.get(name) or _files(path)
+                if files and _counts(path, files):
+                    entries.append(Entry(step, path, recognise, files))
+        return sorted(entries, key=lambda entry: entry.step)
+
+
+def listed(root: Path, step_format: names.StepFormat) -> dict[int, Path]:
+    """The committed steps under `root` that are not marked as damaged, ascending."""
+    entries = committed(root, step_format, Path.is_dir)
+    return {e.step: e.path for e in entries if not e.is_damaged}
+
+
+def damaged(root: Path, step_format: names.StepFormat) -> dict[int, Path]:
+    """The steps under `root` that are marked as damaged, ascending."""
+    entries = committed(root, step_format, Path.is_dir)
+    return {e.step: e.path for e in entries if e.is_damaged}
+
+
+def _counts(path: Path, files: Collection[str]) -> bool:
+    """Whether a checkpoint in a store has its marker; those of others need none."""
+    if not _storage.paths.is_remote(path):
+        return True
+    if _storage.commit_marker.MARKER in files:
+        return len(files) > 1  # it came late, and alone
+    return not any(name in files for name in _PARTS_OF_ORBAX)
+
+
+_PARTS_OF_ORBAX = ("state", "default", "_CHECKPOINT_METADATA", "_METADATA", "metrics")
+
+
+def _files(path: Path) -> list[str]:
+    """The names in a directory; none if it was just deleted."""
+    try:
+        return _storage.local.names(path)
+    except FileNotFoundError:
+        return []
 
 
 def sign(path: Path) -> str | None:
