@@ -110,8 +110,7 @@ def _described(
         notes["sizes"] = "There are no steps yet."
         return None
     try:
-        newest = _locate.locate(root, None, step_format)
-        return _locate.read_stored(*newest).metadata
+        return _locate.open_checkpoint(root, step_format=step_format).metadata
     except _UNREADABLE as error:
         notes["sizes"] = (
             f"The newest step cannot be read: {_steps.event.first_lines(error, 1)}"
@@ -198,8 +197,10 @@ def _change(
         if pair is None:
             notes["change"] = "There are no two good steps to compare."
             return None
-        paths = [_locate.locate(root, s, options.step_format)[0] for s in pair]
-        size = _locate.read_stored(paths[1], pair[1]).metadata.total_bytes
+        a, b = (
+            _locate.locate(root, step, step_format=options.step_format) for step in pair
+        )
+        size = b.open().metadata.total_bytes
         if size > _COMPARED_BYTES and not is_asked_for:
             notes["change"] = (
                 f"To compare two steps takes reading both, {_util.humanize.size(size)}"
@@ -207,7 +208,7 @@ def _change(
                 " --diff does so."
             )
             return None
-        return _compared(paths, pair)
+        return _compared((a.path, b.path), pair)
     except _UNREADABLE as error:
         is_damaged = isinstance(error, errors.DamagedCheckpointError)
         if is_asked_for and not is_damaged:

@@ -27,10 +27,8 @@ from flaxckpt._checkpoint.verify_report import VerifyReport
 from flaxckpt._run import (
     card,
     edit,
-    index,
     restoring,
     retention,
-    run_steps,
     saving,
     watch,
 )
@@ -122,7 +120,7 @@ class Checkpointer:
             max_concurrent_bytes=max_concurrent_bytes,
         )
         rules = retention.Rules.of(keep, keep_dataset, metrics_from)
-        self._run = run_steps.RunSteps(
+        self._run = run_staging.open_steps(
             directory,
             rules,
             step_format=step_format,
@@ -273,8 +271,8 @@ class Checkpointer:
         """
         with self.events.delivery():
             self._saves.end()
-            if self._run.tiers is not None and not self.read_only:
-                self._run.tiers.uploads.wait(timeout_secs)
+            if not self.read_only:
+                self._run.wait_for_uploads(timeout_secs)
 
     # ---- restoring -----------------------------------------------------------
 
@@ -393,7 +391,7 @@ class Checkpointer:
 
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
         """The step with the best finite `metric`, the newer of equals; None if none."""
-        best = self._run.all.best(policies.BestN(1, metric, mode))
+        best = self._run.best(policies.BestN(1, metric, mode))
         return next(iter(best), None)
 
     def damaged(self) -> dict[int, str]:
@@ -428,7 +426,7 @@ class Checkpointer:
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """What was measured at a step and is stored with it."""
-        return dict(self._run.all.metrics(self._run.path(step)))
+        return dict(self._run.metrics(self._run.path(step)))
 
     @property
     def run_metadata(self) -> Mapping[str, JSON]:
@@ -453,7 +451,7 @@ class Checkpointer:
 
     def reload(self) -> None:
         """Forgets what was read of steps, so that changes by others are seen."""
-        self._run.all.forget()
+        self._run.forget()
 
     def new_steps(
         self, *, timeout_secs: float | None = None, poll_secs: float = 1.0
@@ -470,7 +468,6 @@ class Checkpointer:
         """
         return watch.new_steps(
             self._run.listed,
-            index.is_step,
             timeout_secs=timeout_secs,
             poll_secs=poll_secs,
         )
@@ -498,8 +495,7 @@ class Checkpointer:
         counts, see `damaged`. With a staging directory, "staging: …" says why it stays
         there, and "staging: not uploaded" that it is still to be uploaded.
         """
-        known = self._run.retention if self._run.tiers is None else self._run.tiers
-        found = known.explain()
+        found = self._run.explain()
         found |= {step: [f"damaged: {why}"] for step, why in self.damaged().items()}
         return dict(sorted(found.items()))
 
@@ -522,11 +518,7 @@ class Checkpointer:
         if dry_run:
             return tuple(step for step, why in self.explain().items() if not why)
         self._session.check_writable("prune")
-        deleted = self._run.retire() if _util.processes.is_first() else ()
-        if self._run.tiers is None:
-            return deleted
-        gone = {*deleted, *self._run.tiers.prune()} - self._run.listed().keys()
-        return tuple(sorted(gone))
+        return self._run.prune()
 
     def delete(self, step: int) -> None:
         """Deletes a step, even a pinned one.

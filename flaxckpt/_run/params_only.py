@@ -43,12 +43,12 @@ class ParamsOnly:
 
     def latest(self) -> tuple[int, Path] | None:
         """The newest step and path; None if there is nothing."""
-        listed = _steps.names.listed(self._directory, self._format)
+        listed = _steps.index.listed(self._directory, self._format)
         return max(listed.items(), default=None)
 
     def keep_only(self, path: Path) -> None:
         """Deletes all others; says which it cannot delete."""
-        others = _steps.names.listed(self._directory, self._format).values()
+        others = _steps.index.listed(self._directory, self._format).values()
         for other in [other for other in others if other != path]:
             try:
                 _steps.delete.delete(other)

@@ -115,7 +115,7 @@ class Restores:
         with _storage.paths.looking(self._run.directory):
             candidates, marked = self._agreed(step)
             if not fallback:  # where there are two of the same step, both are tried
-                candidates = self._copies(candidates)
+                candidates = self._run.copies(*candidates[0])
                 self._check_unmarked(candidates[0][0], marked)
             self._tell_of_marked(marked)
             return self._first(candidates, wanted, list(marked))
@@ -176,7 +176,7 @@ class Restores:
         together = self._processes.begin("find", what)
         with _distributed.agreement.ending(together, saving=False):
             self._wait()
-            if self._run.tiers is not None:
+            if self._run.has_staging:
                 candidates = self._run.candidates(step)
                 return candidates, self._marked_beyond(step, candidates)
             _distributed.agreement.check_asked(together, what)
@@ -223,11 +223,6 @@ class Restores:
             _log.warning(
                 "step %d is left out: it was marked as damaged before: %s", step, why
             )
-
-    def _copies(self, candidates: list[tuple[int, Path]]) -> list[tuple[int, Path]]:
-        """The first of `candidates`, and the copies of it."""
-        tiers = self._run.tiers
-        return candidates[:1] if tiers is None else tiers.copies(*candidates[0])
 
     def _first(
         self,
@@ -297,11 +292,14 @@ class Restores:
             CheckpointError: It does not fit.
         """
         try:
-            if not formats.recognises(path):
+            detected = formats.identify(path)
+            if detected is None:
                 raise errors.DamagedCheckpointError(
                     f"{path} is called like a step, but holds no checkpoint"
                 )
-            stored = _locate.read_step(path, number, wanted.options.types)
+            located = _locate.Located(path, number, detected)
+            stored = located.open(wanted.options.types)
+            _locate.check_step(path, number, stored)
             undone = self._undone(stored.metadata, wanted)
             state = _checkpoint.restore.restore(
                 stored, wanted.state, undone, counter, has_read

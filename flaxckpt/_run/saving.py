@@ -185,7 +185,7 @@ class Saves:
             written, self._saved = _checkpoint.save.execute(snapshot, self._previous())
         self._own.add(step)
         tier = self._run.tier(final)
-        said = {} if self._run.tiers is None else {"tier": tier}
+        said = {"tier": tier} if self._run.has_staging else {}
         self._run.events.emit(
             "committed",
             step,
@@ -266,8 +266,7 @@ class Saves:
         with _storage.paths.looking(self._run.directory):
             items = (_native.checkpoint.METRICS, "metadata")
             _steps.delete.tidy(self._run.saves_in, self._run.format, items)
-            tiers = self._run.tiers
-            if tiers is None or tiers.uploads.open():
+            if self._run.open_uploads():
                 self.params_only.tidy()
 
     # ---- beside the steps -------------------------------------------------------

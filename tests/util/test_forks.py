@@ -337,7 +337,7 @@ def test_a_fork_works_while_its_parent_uploads(run):
         upload_copies.make = held_up(upload_copies.make)
         ckpt.save(2, state(2)).wait()
         inside.wait()
-        locks = ckpt._run.tiers.uploads
+        locks = ckpt._run.uploads
         assert locks.busy.get().locked()
         locks.changing.get().acquire()
 
