@@ -100,7 +100,7 @@ class Checkpointer(run_saver.RunSaver):
         staging: PathLike | None = None,
         keep_staging: Sequence[PreservationPolicy] = run_staging.KEEP,
     ) -> None:
-        self._options = _checkpoint.commit.Options(
+        self._options = _checkpoint.request.SaveOptions(
             layout=checked_layout(layout),
             transforms=_transforms.checked(transforms),
             max_concurrent_bytes=max_concurrent_bytes,

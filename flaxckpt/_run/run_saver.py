@@ -62,7 +62,7 @@ class RunSaver(run_directory.RunDirectory):
         self,
         directory: PathLike,
         rules: retention.Rules,
-        options: _checkpoint.commit.Options,
+        options: _checkpoint.request.SaveOptions,
         *,
         step_format: str,
         read_only: bool,
@@ -169,26 +169,26 @@ class RunSaver(run_directory.RunDirectory):
                 is not replaced, as files of others are in its directory.
             CheckpointError: Why this save cannot begin, or why the last one failed.
         """
-        start = time.monotonic()
+        started = time.monotonic()
         self.check_writable("save")
         if on_exists not in ("error", "skip", "overwrite"):
             raise errors.OptionError(
                 f"on_exists must be 'error', 'skip' or 'overwrite', got {on_exists!r}"
             )
-        asked = saving.Asked(
-            _steps.names.check(step),
-            state,
-            metrics,
-            dataset,
-            metadata,
-            on_exists,
-            temporary,
-            start,
+        step = _steps.names.check(step)
+        request = self._saves.request(
+            step,
+            metrics={} if metrics is None else metrics,
+            dataset=dataset,
+            metadata=metadata or {},
+            on_exists=on_exists,
+            temporary=temporary,
+            started=started,
         )
         try:
-            return self._saves.save(asked)
+            return self._saves.save(request, state)
         finally:
-            self.events.deliver(asked.step)
+            self.events.deliver(step)
 
     def has_saved(self, step: int) -> bool:
         """Whether this object has saved or restored a step, or is about to have."""
