@@ -36,8 +36,6 @@ Linux lets a process have."""
 
 _MAX_DIGESTED_BYTES = 2**30
 
-TOO_LARGE = "it is larger than the memory"
-
 
 class Reading:
     """The values of a leaf, on their way.
@@ -63,7 +61,7 @@ class Reading:
         except (ValueError, OSError) as error:
             self._error = self._error or error
         except MemoryError:
-            self._error = self._error or ValueError(TOO_LARGE)
+            self._error = self._error or _util.memory.TooLargeError()
 
     def result(self) -> Mapping[Region, Array]:
         """What was read -> its values.
