@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import functools
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -287,7 +288,7 @@ class Databases:
         if root not in self._opened:
             try:
                 if verify:
-                    _check_digests(root, raw.digests)
+                    check_digests(root, raw.digests, max_bytes=_MAX_DIGESTED_BYTES)
                 ocdbt.check(root)
                 spec = zarr_metadata.kvstore(root, "", ocdbt=True)
                 opening = ts.KvStore.open(spec, context=self.context)
@@ -299,10 +300,17 @@ class Databases:
         return self._opened[root]
 
 
-def _check_digests(root: Path, digests: Mapping[str, str]) -> None:
+def check_digests(
+    root: Path, digests: Mapping[str, str], *, max_bytes: int = sys.maxsize
+) -> None:
+    """Compares the files of arrays below `root` with their digests.
+
+    Raises:
+        ValueError: A file has changed, or is larger than `max_bytes`.
+        OSError: A file is missing, or cannot be read.
+    """
     for name, recorded in digests.items():
-        content = _storage.local.read(root / name, max_bytes=_MAX_DIGESTED_BYTES)
-        if _storage.local.digest(content) != recorded:
+        if _storage.local.digest_file(root / name, max_bytes=max_bytes) != recorded:
             raise ValueError(f"{name} has changed since it was written")
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from flaxckpt import _arrays, _distributed, _state, _storage, _util, datasets, errors
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
@@ -140,7 +139,7 @@ def take(request: SaveRequest, state: PyTree) -> Snapshot:
     transforms = _transforms.checked(options.transforms)
     if together is None or together.is_first:
         with _storage.permissions.explained(path), _storage.paths.looking(path):
-            _check_free(path, overwrite=request.overwrite)
+            checkpoint_overwrite.check_free(path, overwrite=request.overwrite)
     metadata = json_of(request.metadata)
     table, structure = planned(_state.flax_state.flatten(state), options)
     infos = tuple([leaf.info for leaf in table.values()])
@@ -332,21 +331,6 @@ def uses_ocdbt(
         sizes
     )
     return many_small or not _native.names.are_file_safe(infos, names)
-
-
-def _check_free(final: Path, *, overwrite: bool) -> None:
-    if not _storage.local.lexists(final):
-        return
-    if _storage.paths.is_remote(final) and _storage.commit_marker.is_unfinished(final):
-        return  # it is removed, if nobody works with it
-    if final.is_dir() and not final.is_symlink() and not any(final.iterdir()):
-        return
-    if not overwrite:
-        raise errors.CheckpointExistsError(
-            f"{final} exists: choose another path, or pass overwrite=True (to a"
-            " Checkpointer: on_exists='overwrite')"
-        )
-    checkpoint_overwrite.check_replaceable(final)
 
 
 def json_of(metadata: Mapping[str, JSON]) -> dict[str, JSON]:

@@ -338,9 +338,8 @@ def read_dataset(path: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
             files[file.name] = native_items.read_file(
                 file, path, max_bytes=datasets.MAX_STATE_BYTES
             )
-            native_items.check_digest(
-                file, files[file.name], digests.get(f"{DATASET}/{file.name}")
-            )
+            recorded = digests.get(f"{DATASET}/{file.name}")
+            native_items.check_digest(file, recorded, files[file.name])
     return files
 
 
@@ -373,7 +372,7 @@ def _read_own(path: Path, step: int | None, resolve: _state.treedef.Resolve) -> 
     raw = native_items.read_file(path / orbax_json.MANIFEST, path)
     if _storage.local.lexists(path / COMMITTED):
         recorded = _committed(path).get(orbax_json.MANIFEST, "")
-        native_items.check_digest(path / orbax_json.MANIFEST, raw, recorded)
+        native_items.check_digest(path / orbax_json.MANIFEST, recorded, raw)
     manifest = orbax_json.loads(raw, path / orbax_json.MANIFEST)
     version = manifest.get("version")
     if version != native_manifest.VERSION:
