@@ -262,7 +262,7 @@ def restore(
         raise errors.RestoreMismatchError(
             planned.path,
             planned.problems,
-            mismatch.advice(planned.problems, abstract_state, stored.table, elsewhere),
+            mismatch.advice(planned, abstract_state, stored.table, elsewhere),
             shown=mismatch.rows(planned.problems, elsewhere),
         )
     jobs: Sequence[_arrays.read.ReadJob] = recipe.jobs

@@ -182,7 +182,7 @@ def _unreadable(stored: Stored, found: verify_report.Findings) -> dict[LeafPath,
             if name in stored.table:
                 unreadable.setdefault(name, why)
             elif _native.checkpoint.is_of_arrays(name):
-                state = "missing" if "is missing" in why else default
+                state = "missing" if name in found.missing else default
                 for leaf_path in _leaves_in(name, stored):
                     unreadable.setdefault(leaf_path, f"{name} is {state}")
     return unreadable

@@ -118,7 +118,7 @@ def _run(source: Path, step: int | None, final: Path, options: Options) -> SaveR
     located = _locate.locate(source, step)
     found, number = located.path, located.step
     source_files.check_apart(final, [found], ())
-    _checkpoint.overwrite.check_free(final, overwrite=options.overwrite)
+    _checkpoint.overwrite.check_target_free(final, overwrite=options.overwrite)
     files = source_files.stamps(found)
     stored = located.open()
     # Under a number of its own, it is no step of the run that it comes from.
@@ -168,7 +168,7 @@ def _to_store(
             " convert to a local path, and copy that"
         )
     begun = time.monotonic()
-    _checkpoint.overwrite.check_free(final, overwrite=options.overwrite)
+    _checkpoint.overwrite.check_target_free(final, overwrite=options.overwrite)
     with tempfile.TemporaryDirectory(prefix="flaxckpt-convert-") as directory:
         made = Path(directory) / final.name
         _run(source, step, made, options)
@@ -296,7 +296,7 @@ def _check_readable(
 
 def _publish(made: Path, final: Path, *, overwrite: bool) -> None:
     """Moves what was made to its place, in one step."""
-    _checkpoint.overwrite.check_free(final, overwrite=overwrite)
+    _checkpoint.overwrite.check_target_free(final, overwrite=overwrite)
     if made.is_dir() and overwrite and final.is_dir():
         _storage.rename.exchange(made, final)
     elif made.is_dir() and not (overwrite and final.exists()):

@@ -114,7 +114,7 @@ class Checkpointer:
         staging: PathLike | None = None,
         keep_staging: Sequence[PreservationPolicy] = run_staging.KEEP,
     ) -> None:
-        options = _checkpoint.commit.Options(
+        options = _checkpoint.request.SaveOptions(
             layout=checked_layout(layout),
             transforms=_transforms.checked(transforms),
             max_concurrent_bytes=max_concurrent_bytes,
@@ -208,26 +208,26 @@ class Checkpointer:
                 is not replaced, as files of others are in its directory.
             CheckpointError: Why this save cannot begin, or why the last one failed.
         """
-        start = time.monotonic()
+        started = time.monotonic()
         self._session.check_writable("save")
         if on_exists not in ("error", "skip", "overwrite"):
             raise errors.OptionError(
                 f"on_exists must be 'error', 'skip' or 'overwrite', got {on_exists!r}"
             )
-        asked = saving.Asked(
-            step=_steps.names.check(step),
-            state=state,
-            metrics=metrics,
+        step = _steps.names.check(step)
+        request = self._saves.request(
+            step,
+            metrics={} if metrics is None else metrics,
             dataset=dataset,
-            metadata=metadata,
+            metadata=metadata or {},
             on_exists=on_exists,
             temporary=temporary,
-            start=start,
+            started=started,
         )
         try:
-            return self._saves.save(asked)
+            return self._saves.save(request, state)
         finally:
-            self.events.deliver(asked.step)
+            self.events.deliver(step)
 
     def save_params_only(self, step: int, state: PyTree) -> Path | None:
         """Saves a state without its optimizer, beside the steps, and waits for it.

@@ -6,45 +6,21 @@ import contextlib
 import dataclasses
 import logging
 import threading
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from flaxckpt import _arrays, _checkpoint, _distributed, _steps, _storage, _util
 from flaxckpt._checkpoint.handle import SaveHandle
+from flaxckpt._checkpoint.request import SaveRequest
 from flaxckpt._checkpoint.result import SaveResult
 from flaxckpt._run import metrics as run_metrics
 from flaxckpt._run import params_only, run_steps
-from flaxckpt._types import JSON, PyTree
+from flaxckpt._types import PyTree
 from flaxckpt.formats import _native
 from flaxckpt.formats._reader import Lineage
 
 _log = logging.getLogger(__name__)
-
-
-class Asked(NamedTuple):
-    """A save that is asked for; see `Checkpointer.save`.
-
-    Attributes:
-        step: Its number.
-        state: What to save.
-        metrics: Numbers by name.
-        dataset: An iterator.
-        metadata: JSON of the user.
-        on_exists: What to do if the step is there.
-        temporary: Whether it goes as soon as there is a newer one.
-        start: When it was asked for, in monotonic seconds.
-    """
-
-    step: int
-    state: PyTree
-    metrics: Mapping[str, float] | None
-    dataset: Any
-    metadata: Mapping[str, JSON] | None
-    on_exists: Literal["error", "skip", "overwrite"]
-    temporary: bool
-    start: float
 
 
 class Saves:
@@ -63,7 +39,7 @@ class Saves:
     def __init__(
         self,
         run: run_steps.RunSteps,
-        options: _checkpoint.commit.Options,
+        options: _checkpoint.request.SaveOptions,
         processes: _distributed.agreement.Processes,
     ) -> None:
         self.lineage: tuple[Lineage, ...] = ()
@@ -79,89 +55,95 @@ class Saves:
         self._own: set[int] = set()
         self._has_undone = False  # its transforms, on trial
 
-    def save(self, asked: Asked) -> SaveHandle:
+    def request(self, step: int, **given: Any) -> SaveRequest:
+        """Returns the request of a save of this run; `given` are fields of it."""
+        return SaveRequest(
+            path=self._run.saves_in / self._run.format.name(step),
+            options=self._shared,
+            step=step,
+            lineage=self.lineage,
+            **given,
+        )
+
+    def save(self, request: SaveRequest, state: PyTree) -> SaveHandle:
         """Begins a save when the one before it has ended."""
         with self._lock.get():
-            together = self._processes.begin("save", f"step {asked.step}")
+            together = self._processes.begin("save", f"step {request.step}")
             with _distributed.agreement.telling(together):
                 self.end()
-                return self._begin(asked, together)
+                with _checkpoint.commit.beginning(request.path):
+                    return self._begin(request, state, together)
 
     def _begin(
-        self, asked: Asked, together: _distributed.operation.Operation | None
-    ) -> SaveHandle:
-        final = self._run.saves_in / self._run.format.name(asked.step)
-        with _checkpoint.commit.beginning(final):
-            return self._begun(asked, final, together)
-
-    def _begun(
         self,
-        asked: Asked,
-        final: Path,
+        request: SaveRequest,
+        state: PyTree,
         together: _distributed.operation.Operation | None,
     ) -> SaveHandle:
-        if asked.on_exists == "skip" and _distributed.agreement.first_says(
-            together, "there", lambda: asked.step in self._run.seen()
+        step, path = request.number, request.path
+        if request.on_exists == "skip" and _distributed.agreement.first_says(
+            together, "there", lambda: step in self._run.seen()
         ):
             if together is not None:
                 together.close()
-            if not asked.temporary:
-                self._run.make_permanent(asked.step)
-            return self._skipped(asked, final)
-        counter = _util.progress.Counter(f"saving step {asked.step}")
-        with self._failing(asked.step, final):
-            snapshot = self._snapshot(asked, final, counter, together)
+            if not request.temporary:
+                self._run.make_permanent(step)
+            return self._skipped(request)
+        counter = _util.progress.Counter(f"saving step {step}")
+        with self._failing(step, path):
+            request = self._completed(request, counter, together)
+            snapshot = _checkpoint.save.take(request, state)
+            self._try_undoing(state)
         counter.total = snapshot.nbytes
-        blocked = time.monotonic() - asked.start
-        self._run.events.emit("snapshot", asked.step, path=final, blocked_secs=blocked)
+        blocked = request.elapsed()
+        self._run.events.emit("snapshot", step, path=path, blocked_secs=blocked)
 
-        @self._failing(asked.step, final)
+        @self._failing(step, path)
         @_distributed.agreement.ending(together)
         def work() -> SaveResult:
-            return self._execute(asked, snapshot, blocked)
+            return self._execute(snapshot, blocked)
 
-        self._pending = SaveHandle(work, name=f"save of {final}", counter=counter)
-        self._pending_step = asked.step
+        self._pending = SaveHandle(work, name=f"save of {path}", counter=counter)
+        self._pending_step = step
         return self._pending
 
-    def _snapshot(
+    def _completed(
         self,
-        asked: Asked,
-        final: Path,
+        request: SaveRequest,
         counter: _util.progress.Counter,
         together: _distributed.operation.Operation | None,
-    ) -> _checkpoint.commit.Snapshot:
+    ) -> SaveRequest:
+        """Returns the request with the fields that depend on the steps that exist.
+
+        Raises:
+            CheckpointExistsError: The step exists and may not be replaced.
+        """
+        step, path = request.number, request.path
         if not self._own:
             self._run.check_no_checkpoint()
-        is_damaged = _steps.markers.is_damaged(final)
+        is_damaged = _steps.markers.is_damaged(path)
         if is_damaged and (together is None or together.is_first):
-            _checkpoint.overwrite.set_aside(final)
-        overwrite = asked.on_exists == "overwrite" or is_damaged
+            _checkpoint.overwrite.set_aside(path)
+        overwrite = request.overwrite or is_damaged
         if overwrite:
-            self._run.check_replaceable(asked.step)
+            self._run.check_replaceable(step)
         else:
-            self._run.check_free(asked.step)
+            self._run.check_free(step)
 
         def planned(**found: Any) -> None:
             self._run.events.emit(
-                "started", asked.step, path=final, overwrite=overwrite, **found
+                "started", step, path=path, overwrite=overwrite, **found
             )
 
-        options = self._options(
-            asked.step,
-            metrics=run_metrics.as_metrics(asked.metrics),
-            metadata=asked.metadata or {},
-            dataset=asked.dataset,
-            overwrite=overwrite,
+        return dataclasses.replace(
+            request,
+            metrics=run_metrics.as_metrics(request.metrics),
+            on_exists="overwrite" if overwrite else "error",
             planned=planned,
-            temporary=asked.temporary,
             count=counter.add,
             together=together,
             marks=self._run.marks_of_new(overwrite=overwrite),
         )
-        snapshot = _checkpoint.save.take(final, asked.state, options)
-        self._try_undoing(asked.state)
-        return snapshot
 
     def _try_undoing(self, state: PyTree) -> None:
         """Warns, once, of leaves that the run's own restores would not bring back."""
@@ -171,16 +153,12 @@ class Saves:
         if problem := _checkpoint.save.trouble_undoing(state, self._shared.transforms):
             _log.warning("%s", problem)
 
-    def _options(self, step: int, **given: Any) -> _checkpoint.commit.Options:
-        return dataclasses.replace(
-            self._shared, step=step, lineage=self.lineage, **given
-        )
-
     def _execute(
-        self, asked: Asked, snapshot: _checkpoint.commit.Snapshot, blocked: float
+        self, snapshot: _checkpoint.request.Snapshot, blocked: float
     ) -> SaveResult:
         """Writes a snapshot, and deletes what is not kept any more."""
-        step, final, options = asked.step, snapshot.final, snapshot.options
+        request = snapshot.request
+        step, final = request.number, request.path
         with self._run.replacing(final):
             written, self._saved = _checkpoint.save.execute(snapshot, self._previous())
         self._own.add(step)
@@ -192,16 +170,16 @@ class Saves:
             path=final,
             bytes=written,
             blocked_secs=blocked,
-            total_secs=time.monotonic() - asked.start,
-            metrics=len(options.metrics),
+            total_secs=request.elapsed(),
+            metrics=len(request.metrics),
             **said,
         )
         deleted = tuple(
             _distributed.agreement.first_says(
-                options.together, "deleted", lambda: self._retired(step)
+                request.together, "deleted", lambda: self._retired(step)
             )
         )
-        total = time.monotonic() - asked.start
+        total = request.elapsed()
         _log.info(
             "saved step %d: %d bytes, durable after %.3f s, blocked %.3f s%s",
             step,
@@ -237,12 +215,13 @@ class Saves:
         """Whether somebody waits for the save under way."""
         return self._pending is not None and self._pending.is_awaited()
 
-    def _skipped(self, asked: Asked, final: Path) -> SaveHandle:
-        step, reason = asked.step, f"step {asked.step} exists"
+    def _skipped(self, request: SaveRequest) -> SaveHandle:
+        step, final = request.number, request.path
+        reason = f"step {step} exists"
         self._run.events.emit("skipped", step, path=final, reason=reason)
         directory = self._run.directory
         _log.warning("step %d is not saved: %s has one already", step, directory)
-        elapsed = time.monotonic() - asked.start
+        elapsed = request.elapsed()
         path = self._run.seen().get(step, final)
         tier = self._run.tier(path)
         result = SaveResult(
@@ -280,9 +259,10 @@ class Saves:
         Raises:
             CheckpointError: As for `save`.
         """
+        request = self.request(0, dataset=dataset)
         path = self._run.saves_in / "rehearsal" / self._run.format.name(0)
-        options = self._options(0, dataset=dataset)
-        size = _checkpoint.save.take(path, state, options).stored_bytes
+        request = dataclasses.replace(request, path=path)
+        size = _checkpoint.save.take(request, state).stored_bytes
         self._try_undoing(state)
         return size
 
@@ -295,13 +275,17 @@ class Saves:
         with self._lock.get(), _distributed.agreement.ending(together):
             self.wait()
             path = self.params_only.path(step)
-            options = self._options(step, overwrite=True, together=together)
+            request = self.request(step, on_exists="overwrite", together=together)
             options = dataclasses.replace(
-                options,
-                transforms=(_checkpoint.save.without_optimizer, *options.transforms),
+                request.options,
+                transforms=(
+                    _checkpoint.save.without_optimizer,
+                    *self._shared.transforms,
+                ),
             )
+            request = dataclasses.replace(request, path=path, options=options)
             with _checkpoint.commit.beginning(path):
-                snapshot = _checkpoint.save.take(path, state, options)
+                snapshot = _checkpoint.save.take(request, state)
             _checkpoint.save.execute(snapshot)
             if _util.processes.is_first():
                 self.params_only.keep_only(path)

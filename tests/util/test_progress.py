@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import flaxckpt
 from flaxckpt import transforms
 from flaxckpt._checkpoint import plan as checkpoint_plan
+from flaxckpt._checkpoint import request as checkpoint_request
 from flaxckpt._checkpoint import restore as checkpoint_restore
 from flaxckpt._checkpoint import save as checkpoint_save
 from flaxckpt._util import progress as util_progress
@@ -239,8 +240,11 @@ def test_all_bytes_are_counted_once(tmp_path, options, verify):
     saved = util_progress.Counter("saving")
     layout = flaxckpt.ArrayLayout(**options)
     half = [transforms.cast("large", "float32")]
-    given = checkpoint_save.Options(layout=layout, transforms=half, count=saved.add)
-    snapshot = checkpoint_save.take(tmp_path / "c", state(), given)
+    options = checkpoint_request.SaveOptions(layout=layout, transforms=half)
+    request = checkpoint_request.SaveRequest(
+        path=tmp_path / "c", options=options, count=saved.add
+    )
+    snapshot = checkpoint_save.take(request, state())
     checkpoint_save.execute(snapshot)
     assert saved.done == snapshot.nbytes > 0
     loaded = util_progress.Counter("loading")
