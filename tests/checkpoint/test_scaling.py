@@ -17,10 +17,10 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import flaxckpt
 from flaxckpt import errors, transforms
-from flaxckpt._checkpoint import commit as checkpoint_commit
 from flaxckpt._checkpoint import plan as checkpoint_plan
 from flaxckpt._checkpoint import planner as checkpoint_planner
 from flaxckpt._checkpoint import save as checkpoint_save
+from flaxckpt._checkpoint.request import SaveRequest
 from flaxckpt._state import classes as state_classes
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import leaf as state_leaf
@@ -71,13 +71,12 @@ def several_optimizers(n):
 
 
 def snapshot(state):
-    return checkpoint_save.take(NOWHERE, state, checkpoint_save.Options())
+    return checkpoint_save.take(SaveRequest(path=NOWHERE), state)
 
 
 @functools.cache
 def contents(make, n):
-    taken = snapshot(make(n))
-    return checkpoint_commit._contents(taken)
+    return snapshot(make(n)).contents
 
 
 @functools.cache
@@ -199,7 +198,7 @@ def test_a_flattened_state_is_freed_without_the_garbage_collector(wrap):
     try:
         state_flax_state.flatten(state)
         state_tree.flatten(state)
-        checkpoint_save.take(NOWHERE, {"a": state}, checkpoint_save.Options())
+        checkpoint_save.take(SaveRequest(path=NOWHERE), {"a": state})
         del state, leaf
         assert gone() is None
     finally:
@@ -231,7 +230,7 @@ def test_no_garbage_is_collected_while_something_is_planned(tmp_path):
                 abstract, mesh=mesh, leaf_rules={".*": PartitionSpec()}
             ),
             "parameter_infos": lambda: flaxckpt.partition.parameter_infos(abstract),
-            "rehearse": lambda: ckpt.rehearse(state),
+            "rehearse": lambda: ckpt._session.saves.rehearse(state, None),
         }
         begun = []
         before = gc.get_threshold()
@@ -262,5 +261,5 @@ def test_a_garbage_collector_that_is_off_stays_off():
 
 def test_arrays_of_one_shape_share_what_is_derived_from_it():
     state = {i: jax.device_put(jnp.ones((8, 4)), jax.devices()[0]) for i in range(3)}
-    infos = snapshot(state).infos
+    infos = snapshot(state).contents.infos
     assert len({id(info.chunk_shape) for info in infos}) == 1

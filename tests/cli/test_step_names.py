@@ -9,7 +9,7 @@ import flaxckpt
 from flaxckpt import _report, errors, formats
 from flaxckpt._inspect import listing as inspect_listing
 from flaxckpt._inspect import run_view as inspect_run_view
-from flaxckpt._steps import scan as steps_scan
+from flaxckpt._steps import index as steps_index
 from flaxckpt.policies import LatestN
 
 
@@ -157,7 +157,7 @@ def test_files_are_steps_under_a_format_that_is_given(tmp_path):
 def test_damage_of_a_name_that_is_no_steps_is_not_told(models):
     (models / "model2" / "flaxckpt.json").write_text("{")
     flaxckpt.save(models / "3", {"n": 3})
-    found = steps_scan.of(models, formats.recognises)
+    found = steps_index.StepIndex(models, formats.identify)
     assert [*found.steps] == [3]
     assert found.doubtful == {}
 

@@ -24,8 +24,8 @@ import flaxckpt  # noqa: E402
 now = 0.0
 ckpt = flaxckpt.Checkpointer(directory)
 on_step = flaxckpt.CheckpointCallback(ckpt, every_secs=5, clock=lambda: now)
-hook = on_step._hook
-hook.start()
+hook = on_step
+hook._start()
 time_is_up = []
 stop = None
 for step in range(1, 1000):

@@ -318,7 +318,7 @@ def faults():
         _find_damage(ckpt)
         told = _ask_for_another(ckpt)
     with flaxckpt.Checkpointer(DIRECTORY / "empty") as ckpt:
-        assert not ckpt.has_steps()
+        assert not ckpt._session.has_steps()
         with raising(errors.CheckpointNotFoundError):
             ckpt.restore()
     say(told=told)

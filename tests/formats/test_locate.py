@@ -16,6 +16,7 @@ from flax import serialization
 import flaxckpt
 from flaxckpt import errors, formats
 from flaxckpt._storage import local as storage_local
+from flaxckpt.formats._native import checkpoint as native_checkpoint
 from tests import GOLDEN
 
 NOBODY = 65534
@@ -208,6 +209,37 @@ def test_one_checkpoint_has_no_steps(flax_steps, orbax_steps):
         with pytest.raises(errors.OptionError, match="leave step out, or pass its par"):
             flaxckpt.load(path, step=7)
     assert flaxckpt.load(flax_steps, step=np.int64(7)) == {"step": 7}
+
+
+# ---- one recognition --------------------------------------------------------------
+
+
+LOADS = {
+    "load": flaxckpt.load,
+    "metadata": flaxckpt.metadata,
+    "verify": flaxckpt.verify,
+    "leaf": lambda path: flaxckpt.open_leaf(path, "step"),
+    "step": lambda path: flaxckpt.load(path, step=6),
+    "its path": lambda path: flaxckpt.load(path / "6"),
+    "restore": lambda path: flaxckpt.Checkpointer(path, read_only=True).restore(),
+}
+
+
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_a_load_recognises_its_checkpoint_once_and_no_other_step(
+    orbax_steps, monkeypatch, load
+):
+    asked = []
+    recognises = native_checkpoint.recognises
+
+    def counted(path):
+        asked.append(path)
+        return recognises(path)
+
+    monkeypatch.setattr(native_checkpoint, "recognises", counted)
+    load(orbax_steps)
+    assert asked.count(orbax_steps / "6") == 1
+    assert orbax_steps / "5" not in asked
 
 
 # ---- saves under way ----------------------------------------------------------------

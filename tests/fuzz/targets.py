@@ -24,9 +24,9 @@ import numpy as np
 import flaxckpt
 from flaxckpt import errors, formats
 from flaxckpt._state import classes as state_classes
+from flaxckpt._steps import index as steps_index
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._steps import names as steps_names
-from flaxckpt._steps import scan as steps_scan
 from flaxckpt._storage import local as storage_local
 from flaxckpt.datasets import _json_codec
 from tests import GOLDEN
@@ -203,7 +203,7 @@ def part(path: Path, files: tuple[str, ...], data: bytes) -> None:
         read(path)
         if file.parts[-2] == "metadata":
             with only_ours():
-                formats._orbax.read_run_metadata(path)
+                formats._native.checkpoint.read_run_metadata(path)
     finally:
         if is_new:
             shutil.rmtree(file.parent)
@@ -392,13 +392,13 @@ def step_names(data: bytes) -> None:
         assert step is None or step_format.name(step) == name
     if name in ("", ".", "..") or len(data) > 200:
         return
-    steps_scan.is_usual_name(name)
+    steps_names.is_usual(name)
     path = room() / "steps"
     path.mkdir(exist_ok=True)
     (path / name).mkdir()
     try:
         with only_ours():
-            found = steps_scan.find(path, lambda _: True)
+            found = steps_index.StepIndex(path, lambda _: True).steps
             assert all(0 <= step < 10**18 for step in found)
     finally:
         (path / name).rmdir()

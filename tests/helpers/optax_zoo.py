@@ -127,21 +127,20 @@ MESH = AbstractMesh((2, 4), ("data", "model"))
 
 HEADER = f"""# How the spec of each optimizer leaf is found
 
-`abstract_state` splits an optimizer's leaves as it splits their parameters; see
-[sharding](sharding.md#the-optimizer). This page says by which rule it finds the spec of
-each, transform by transform, with optax {optax.__version__}. You need it only if the
-warning about replicated leaves names one of yours.
+`abstract_state` shards optimizer leaves like their parameters; see
+[sharding](sharding.md#the-optimizer). This page lists the rule that finds each spec, by
+transform, with optax {optax.__version__}. You need this page only if the warning about
+replicated leaves names a leaf of your optimizer.
 
-The parameters are those of `tests/helpers/optax_zoo.py`: matrices (one of them
-square), a 3-D kernel, a bias and a scalar, all but the last split over a mesh of 2 by 4
-devices. The numbers are leaves of the optimizer state whose spec was found
+The parameters come from `tests/helpers/optax_zoo.py`: matrices (one of them square), a
+3-D kernel, a bias and a scalar, all except the scalar sharded over a mesh of 2 by 4
+devices. The numbers count the optimizer leaves whose spec was found by each rule:
 
-* by **types**: jax has carried the parameters' shardings through the transform's
-  `init`;
-* by **suffix**: the leaf's path ends in that of a parameter, and its shape tells which
-  axes it has kept;
-* as **small**: there is nothing worth splitting;
-* not at all: the leaf is **replicated**, and a warning says so.
+* **types**: JAX propagated the parameters' shardings through the transform's `init`.
+* **suffix**: the leaf path ends in the path of a parameter, and the shape shows which
+  axes the leaf retains.
+* **small**: the leaf is too small to shard.
+* **replicated**: no rule applies, and a warning says so.
 
 | transform | types | suffix | small | replicated |
 |---|---|---|---|---|

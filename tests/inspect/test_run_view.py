@@ -17,7 +17,6 @@ from flaxckpt._inspect import listing as inspect_listing
 from flaxckpt._inspect import run_view as inspect_run_view
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt._steps import names as steps_names
-from flaxckpt._steps import scan as steps_scan
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
 
 
@@ -49,7 +48,7 @@ def test_names_of_steps_are_found_out(tmp_path_factory, prefix, width, steps):
     paths = {step: root / f"{prefix}{step:0{width}d}" for step in steps}
     for path in paths.values():
         path.mkdir()
-    found = inspect_run_view.step_format(steps_scan.Found(paths, {}))
+    found = inspect_run_view.step_format(inspect_run_view.Survey(paths, {}))
     assert found is not None
     for step, path in paths.items():
         assert steps_names.StepFormat(found).name(step) == path.name
@@ -59,7 +58,7 @@ def test_names_of_two_kinds_are_none_of_ours(tmp_path):
     paths = {1: tmp_path / "1", 2: tmp_path / "002"}
     for path in paths.values():
         path.mkdir()
-    assert inspect_run_view.step_format(steps_scan.Found(paths, {})) is None
+    assert inspect_run_view.step_format(inspect_run_view.Survey(paths, {})) is None
 
 
 def test_a_listing_is_what_the_checkpointer_says(tmp_path):

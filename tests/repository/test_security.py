@@ -195,7 +195,7 @@ def test_nor_are_those_of_steps(tmp_path):
     (tmp_path / f"{EVIL}_2" / "state" / "_METADATA").unlink()
     (tmp_path / f"{EVIL}_2" / "state" / "a" / "c.0").unlink()
     with pytest.raises(errors.DamagedCheckpointError) as info:
-        _locate.locate(tmp_path, 2, f"{EVIL}_{{step}}")
+        _locate.locate(tmp_path, 2, step_format=f"{EVIL}_{{step}}")
     assert_plain(str(info.value))
     with pytest.raises(errors.CheckpointNotFoundError) as info:
         flaxckpt.load(tmp_path, step=2)

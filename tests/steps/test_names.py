@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._steps import delete as steps_delete
+from flaxckpt._steps import index as steps_index
 from flaxckpt._steps import names as steps_names
-from flaxckpt._steps import scan as steps_scan
 from flaxckpt._storage import local as storage_local
 
 TEMPLATES = ["{step}", "step_{step}", "{step:08d}", "ckpt-{step:05d}", "{step}.done"]
@@ -66,8 +66,8 @@ def test_only_filled_directories_are_listed(tmp_path):
     (tmp_path / "8").mkdir()
     (tmp_path / "6").touch()
     (tmp_path / "5").symlink_to(tmp_path / "10")
-    assert list(steps_names.listed(tmp_path, steps_names.StepFormat())) == [0, 9, 10]
-    assert steps_names.listed(tmp_path / "missing", steps_names.StepFormat()) == {}
+    assert list(steps_index.listed(tmp_path, steps_names.StepFormat())) == [0, 9, 10]
+    assert steps_index.listed(tmp_path / "missing", steps_names.StepFormat()) == {}
 
 
 def test_steps_are_found_however_they_are_called(tmp_path):
@@ -82,14 +82,15 @@ def test_steps_are_found_however_they_are_called(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
     (tmp_path / "plots_12").mkdir()  # called like a step, and none
-    assert {n: p.name for n, p in steps_scan.find(tmp_path, _has_files).items()} == {
+    found = steps_index.StepIndex(tmp_path, _has_files).steps
+    assert {n: p.name for n, p in found.items()} == {
         3: "step_3",
         12: "00000012",
     }
     (tmp_path / "12").mkdir()
     (tmp_path / "12" / "file").touch()
     with pytest.raises(errors.CheckpointFormatError, match="step 12 twice"):
-        steps_scan.find(tmp_path, _has_files)
+        steps_index.StepIndex(tmp_path, _has_files)
 
 
 def test_delete_takes_the_name_away_first(tmp_path, monkeypatch, caplog):
@@ -104,8 +105,8 @@ def test_delete_takes_the_name_away_first(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(storage_local, "remove_tree", fail)
     steps_delete.delete(step)
     assert "interrupted" in caplog.text
-    assert not steps_names.listed(tmp_path, steps_names.StepFormat())
-    assert not steps_scan.find(tmp_path, _has_files)
+    assert not steps_index.listed(tmp_path, steps_names.StepFormat())
+    assert not steps_index.StepIndex(tmp_path, _has_files).steps
 
 
 # ---- numbers of steps ---------------------------------------------------------------
@@ -148,7 +149,7 @@ CALLS = {
     "metadata of a run": lambda run, s: run.metadata(s),
     "metrics": lambda run, s: run.metrics(s),
     "has_dataset": lambda run, s: run.has_dataset(s),
-    "has_saved": lambda run, s: run.has_saved(s),
+    "has_saved": lambda run, s: run._session.saves.has_saved(s),
     "verify of a run": lambda run, s: run.verify(s),
     "add_metrics": lambda run, s: run.add_metrics(s, {"b": 1.0}),
     "pin": lambda run, s: run.pin(s),

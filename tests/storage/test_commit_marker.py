@@ -5,6 +5,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
+from flaxckpt._steps import index as steps_index
 from flaxckpt._steps import names as steps_names
 from flaxckpt._storage import client as storage_client
 from flaxckpt._storage import commit_marker as storage_commit_marker
@@ -210,4 +211,4 @@ def test_a_step_counts_by_its_marker():
         strategies.assert_same(state(1), flaxckpt.load(path))
         with pytest.raises(errors.CheckpointError):
             flaxckpt.load(path / "2")
-    assert steps_names.listed(path, steps_names.StepFormat()).keys() == {1}
+    assert steps_index.listed(path, steps_names.StepFormat()).keys() == {1}

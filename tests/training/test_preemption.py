@@ -414,9 +414,9 @@ def stop_with(ckpt, *, grace_secs, took_secs):
     _, start = on_step.restore_or_init(train_state_at(0))
     on_step(start + 2, train_state_at(start + 2))
     ckpt.wait()
-    on_step._hook._note_duration()
-    on_step._hook._grace.save_secs = took_secs
-    on_step._hook.last_save = None
+    on_step._note_duration()
+    on_step._grace.save_secs = took_secs
+    on_step.last_save = None
     send()
     with pytest.raises(SystemExit) as left:
         on_step(start + 3, train_state_at(start + 3))
@@ -426,13 +426,13 @@ def stop_with(ckpt, *, grace_secs, took_secs):
 def test_the_whole_state_is_saved_if_there_is_time(ckpt):
     stop_with(ckpt, grace_secs=30, took_secs=5)
     assert ckpt.steps() == [2, 3]
-    assert ckpt.params_only() is None
+    assert ckpt._session.saves.params_only.latest() is None
 
 
 def test_else_the_parameters_alone_and_that_is_said(ckpt, caplog):
     stop_with(ckpt, grace_secs=30, took_secs=60)
     assert ckpt.steps() == [2]
-    step, path = ckpt.params_only()
+    step, path = ckpt._session.saves.params_only.latest()
     assert step == 3
     assert "a save takes 60.0 s" in caplog.text
     found = flaxckpt.load(path, {"params": train_state_at(0).params})
@@ -447,7 +447,7 @@ def test_else_the_parameters_alone_and_that_is_said(ckpt, caplog):
     again.close()
 
     stop_with(flaxckpt.Checkpointer(ckpt.directory), grace_secs=30, took_secs=60)
-    assert ckpt.params_only()[0] == 5
+    assert ckpt._session.saves.params_only.latest()[0] == 5
     assert not path.exists()
 
 
@@ -459,7 +459,7 @@ def test_without_a_save_yet_the_preflights_estimate_counts(ckpt):
     with pytest.raises(SystemExit):
         on_step(2, train_state_at(2))
     assert ckpt.steps() == []
-    assert ckpt.params_only()[0] == 2
+    assert ckpt._session.saves.params_only.latest()[0] == 2
 
 
 def test_a_state_without_an_optimizer_is_saved_whole(ckpt):
@@ -469,12 +469,12 @@ def test_a_state_without_an_optimizer_is_saved_whole(ckpt):
     with pytest.raises(SystemExit):
         on_step(2, {"n": 2})
     assert ckpt.steps() == [2]
-    assert ckpt.params_only() is None
+    assert ckpt._session.saves.params_only.latest() is None
 
 
 def test_parameters_alone_are_a_source_for_another_run(ckpt, tmp_path):
     stop_with(ckpt, grace_secs=30, took_secs=60)
-    _, path = ckpt.params_only()
+    _, path = ckpt._session.saves.params_only.latest()
     with flaxckpt.Checkpointer(tmp_path / "other") as other:
         on_step = flaxckpt.CheckpointCallback(other)
         state, start = on_step.restore_or_init(train_state_at(0), source=path)
