@@ -398,7 +398,7 @@ def test_of_several_processes_the_first_writes_the_journal(tmp_path):
         for rank in (0, 1)
     ]
     try:
-        assert [process.wait(timeout=120) for process in processes] == [0, 0]
+        assert [process.wait(timeout=300) for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()

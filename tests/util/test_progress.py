@@ -95,7 +95,7 @@ LABELS = [
     b"converting to m.safetensors",
 ]
 HIDE_CURSOR = b"\x1b[?25l"
-DEADLINE_SECS = 120
+DEADLINE_SECS = 300
 
 
 class Terminal:
