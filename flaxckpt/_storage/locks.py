@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flaxckpt import errors
+from flaxckpt import _util, errors
 from flaxckpt._storage import object_store
 from flaxckpt._storage.paths import RemotePath
 
@@ -68,19 +68,19 @@ class Lock:
         self._generation = generation
         self._guard = threading.Lock()
         self._is_lost = False
-        self._ended = threading.Event()
         _living.add(holder.id)
-        self._thread = threading.Thread(
-            target=self._beat, name="flaxckpt store lock", daemon=True
-        )
+        self._heartbeat: _util.threads.Heartbeat | None = None
         with contextlib.suppress(RuntimeError):  # no thread: it is young for a while
-            self._thread.start()
+            self._heartbeat = _util.threads.Heartbeat(
+                self._beat, _BEAT_SECS, "flaxckpt store lock"
+            )
 
-    def _beat(self) -> None:
-        while not self._ended.wait(_BEAT_SECS):
-            with contextlib.suppress(errors.StoreError):
-                if not self._renew():
-                    return
+    def _beat(self) -> bool:
+        """Renews the lock; returns whether to go on."""
+        try:
+            return self._renew()
+        except errors.StoreError:
+            return True
 
     def _renew(self) -> bool:
         with self._guard:
@@ -110,9 +110,8 @@ class Lock:
         """Lets it go, once; if that fails, it is swept another time."""
         if os.getpid() != self._holder.pid:
             return  # a fork leaves it to the process that holds it
-        self._ended.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
         _living.discard(self._holder.id)
         if self.is_left or self._is_lost:
             return
