@@ -152,7 +152,7 @@ def held(path: RemotePath, *, patient: bool = False) -> Iterator[Lock]:
 
 def _acquire(path: RemotePath, *, patient: bool) -> Lock:
     store, key, holder = path.store, _key(path), _self()
-    watched: object_store.Found | None = None
+    watched: object_store.StoredValue | None = None
     begun = since = last_there = time.monotonic()
     while True:
         if (made := store.create(key, holder.content())) is not None:
@@ -221,7 +221,7 @@ def _parsed(content: bytes) -> _Holder | None:
         return None
 
 
-def _name(found: object_store.Found) -> str:
+def _name(found: object_store.StoredValue) -> str:
     holder = _parsed(found.value)
     if holder is None:
         return "somebody"
@@ -229,7 +229,7 @@ def _name(found: object_store.Found) -> str:
     return errors.printable(f"{host}:{holder.pid}"[:100])
 
 
-def _is_gone(found: object_store.Found) -> bool | None:
+def _is_gone(found: object_store.StoredValue) -> bool | None:
     """Whether who holds a lock is gone; None if that cannot be told from here."""
     holder = _parsed(found.value)
     if holder is None or holder.machine != _machine():
