@@ -34,8 +34,8 @@ Action: TypeAlias = Literal[
 ]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Options:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreOptions:
     """What to do where state and checkpoint differ; see `load`.
 
     Attributes:

@@ -22,7 +22,7 @@ from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._checkpoint.result import SaveResult
 from flaxckpt._convert import journal as convert_journal
 from flaxckpt._convert import plan, source_files, writers
-from flaxckpt._convert.plan import Options
+from flaxckpt._convert.plan import ConvertOptions
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _locate
 from flaxckpt.formats._reader import Stored
@@ -96,7 +96,7 @@ def convert(
         SaveFailedError: The bytes could not be written.
     """
     final = _storage.local.resolve(dst)
-    options = Options(
+    options = ConvertOptions(
         plan.format_of(final, format),
         transforms,
         ArrayLayout() if layout is None else layout,
@@ -108,7 +108,9 @@ def convert(
     return _run(_storage.local.resolve(src), step, final, options)
 
 
-def _run(source: Path, step: int | None, final: Path, options: Options) -> SaveResult:
+def _run(
+    source: Path, step: int | None, final: Path, options: ConvertOptions
+) -> SaveResult:
     """Converts the checkpoint at `source` into one at `final`."""
     if final.suffix.lower() != f".{options.format}":
         _checkpoint.overwrite.check_name(final, "convert")
@@ -159,7 +161,10 @@ def _run(source: Path, step: int | None, final: Path, options: Options) -> SaveR
 
 
 def _to_store(
-    source: Path, step: int | None, final: _storage.paths.RemotePath, options: Options
+    source: Path,
+    step: int | None,
+    final: _storage.paths.RemotePath,
+    options: ConvertOptions,
 ) -> SaveResult:
     """The same on the local disk, and from there to the store."""
     if options.format != "orbax":

@@ -35,7 +35,7 @@ Progress: TypeAlias = Literal["auto"] | bool | Callable[[int, int], object]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Options:
+class ConvertOptions:
     """How to convert.
 
     Attributes:
@@ -107,7 +107,7 @@ def check_sources(state: writers.State) -> None:
 
 
 def check_space(
-    final: Path, temporary: Path, state: writers.State, options: Options
+    final: Path, temporary: Path, state: writers.State, options: ConvertOptions
 ) -> None:
     """Refuses to begin what does not fit on the disk.
 
@@ -132,7 +132,7 @@ def check_space(
         )
 
 
-def state(stored: Stored, step: int | None, options: Options) -> writers.State:
+def state(stored: Stored, step: int | None, options: ConvertOptions) -> writers.State:
     """What is to be made of a checkpoint.
 
     Args:
@@ -181,7 +181,7 @@ def work(
     stored: Stored,
     state: writers.State,
     target: writers.Target,
-    options: Options,
+    options: ConvertOptions,
     files: Sequence[_storage.local.Stamp],
 ) -> dict[str, JSON]:
     """What is made of what: equal only if what is done already can be kept."""

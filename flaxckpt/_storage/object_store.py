@@ -19,7 +19,7 @@ _PART_BYTES = 8 * 2**20
 """Of what is read part by part, one part."""
 
 
-class Found(NamedTuple):
+class StoredValue(NamedTuple):
     """A value in a store.
 
     Attributes:
@@ -97,7 +97,7 @@ class Store:
         start: int | None = None,
         stop: int | None = None,
         size: int = 0,
-    ) -> Found | None:
+    ) -> StoredValue | None:
         """The value of `key`, or its bytes from `start` to `stop`; None without one.
 
         A part that reaches beyond the end is an error, but for one of no bytes: that
@@ -111,7 +111,7 @@ class Store:
         )
         if found.state == "missing":
             return None
-        return Found(bytes(found.value), bytes(found.stamp.generation))
+        return StoredValue(bytes(found.value), bytes(found.stamp.generation))
 
     def part(self, key: str, start: int, stop: int) -> bytes | None:
         """Bytes of a value, fewer than asked for if it ends before; None without one.
@@ -150,7 +150,7 @@ class Store:
             if len(found.value) != _PART_BYTES or stop >= size:
                 return
 
-    def _span(self, key: str, start: int, stop: int | None) -> Found | None:
+    def _span(self, key: str, start: int, stop: int | None) -> StoredValue | None:
         """What there is of a value from `start` to `stop`, or to its end."""
         for end in (stop, None):
             try:
@@ -161,7 +161,7 @@ class Store:
                     raise
         # Of a value that ends before, the generation alone.
         found = self.read(key, start=0, stop=0)
-        return found and Found(b"", found.generation)
+        return found and StoredValue(b"", found.generation)
 
     def write(self, key: str, value: bytes) -> bytes:
         """Puts `value` there, whatever was; returns its generation."""
