@@ -129,16 +129,16 @@ HEADER = f"""# How the spec of each optimizer leaf is found
 
 `abstract_state` shards optimizer leaves like their parameters; see
 [sharding](sharding.md#the-optimizer). This page lists the rule that finds each spec, by
-transform, with optax {optax.__version__}. You need this page only if the warning about replicated leaves
-names a leaf of your optimizer.
+transform, with optax {optax.__version__}. You need this page only if the warning
+about replicated leaves names a leaf of your optimizer.
 
-The parameters come from `tests/optax_zoo.py`: matrices (one of them square), a 3-D kernel, a
-bias and a scalar, all except the scalar sharded over a mesh of 2 by 4 devices. The numbers
-count the optimizer leaves whose spec was found by each rule:
+The parameters come from `tests/optax_zoo.py`: matrices (one of them square), a 3-D
+kernel, a bias and a scalar, all except the scalar sharded over a mesh of 2 by 4
+devices. The numbers count the optimizer leaves whose spec was found by each rule:
 
 * **types**: JAX propagated the parameters' shardings through the transform's `init`.
-* **suffix**: the leaf path ends in the path of a parameter, and the shape shows which axes
-  the leaf retains.
+* **suffix**: the leaf path ends in the path of a parameter, and the shape shows which
+  axes the leaf retains.
 * **small**: the leaf is too small to shard.
 * **replicated**: no rule applies, and a warning says so.
 
