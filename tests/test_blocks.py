@@ -250,13 +250,13 @@ def test_a_map_keeps_no_file_open(tmp_path):
 CUT_SHORT = """
 import os, sys
 from pathlib import Path
-from flaxckpt import _blocks
+from flaxckpt._arrays.zarr import chunk_file
 
-block = _blocks.Block(Path(sys.argv[1]), int(sys.argv[2]), True)
-run = _blocks.mapped(block)
+block = chunk_file.Block(Path(sys.argv[1]), int(sys.argv[2]), True)
+run = chunk_file.mapped(block)
 os.truncate(block.path, block.size // 2)
 try:
-    _blocks.verify_mapped(block, run)
+    chunk_file.verify_mapped(block, run)
 except OSError as error:
     print(error)
 """

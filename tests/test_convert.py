@@ -643,9 +643,9 @@ def test_an_error_leaves_what_is_done(tmp_path, monkeypatch, format_name, fault)
 
     with monkeypatch.context() as patch:
         if fault == "write":
-            patch.setattr(convert_convert._journal.Journal, "add", fail)
+            patch.setattr(convert_convert.convert_journal.Journal, "add", fail)
         else:
-            patch.setattr(convert_convert._storage, "sync_tree", fail)
+            patch.setattr(convert_convert._storage.local, "sync_tree", fail)
         with pytest.raises(errors.SaveFailedError, match="no space left"):
             flaxckpt.convert(source, target, format=format_name)
     assert not target.exists()
@@ -660,7 +660,8 @@ def test_what_was_moved_away_is_made_again(tmp_path, monkeypatch, format_name):
     """As if it was killed after the last step, and the result then removed."""
     source, target = big_source(tmp_path), tmp_path / "x"
     with monkeypatch.context() as patch:
-        patch.setattr(convert_convert._journal.Journal, "remove", lambda journal: None)
+        journal = convert_convert.convert_journal.Journal
+        patch.setattr(journal, "remove", lambda journal: None)
         flaxckpt.convert(source, target, format=format_name)
     target.rename(tmp_path / "moved")
     flaxckpt.convert(source, target, format=format_name)

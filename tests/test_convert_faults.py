@@ -252,7 +252,7 @@ def test_nothing_is_said_of_work_that_is_not_there(source, tmp_path, monkeypatch
     def fail(directory, work):
         raise OSError("no space left")
 
-    monkeypatch.setattr(convert_convert._journal, "Journal", fail)
+    monkeypatch.setattr(convert_convert.convert_journal, "Journal", fail)
     with pytest.raises(errors.SaveFailedError, match="no space left") as caught:
         flaxckpt.convert(source, tmp_path / "c")
     assert "What is done" not in str(caught.value)

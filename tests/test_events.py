@@ -92,7 +92,7 @@ def test_a_save_that_fails_tells_why(tmp_path, monkeypatch):
     with flaxckpt.Checkpointer(tmp_path, sinks=[seen.append]) as ckpt:
         with pytest.raises(errors.UnsupportedLeafError):
             ckpt.save(1, {"f": object()})
-        monkeypatch.setattr(checkpoint_save._storage, "sync_tree", fail)
+        monkeypatch.setattr(checkpoint_save._storage.local, "sync_tree", fail)
         ckpt.save(2, state(2))
         with pytest.raises(errors.SaveFailedError):
             ckpt.wait()
@@ -375,8 +375,8 @@ from pathlib import Path
 import jax
 rank, port, directory = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
-from flaxckpt import _stream
-stream = _stream.Stream(directory, directory / "events.jsonl")
+from flaxckpt._run.events import stream as events_stream
+stream = events_stream.Stream(directory, directory / "events.jsonl")
 seen = []
 stream.subscribe(seen.append)
 stream.emit("failed", rank)

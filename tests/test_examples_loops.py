@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ELSEWHERE = {"__init__", "toy", "clu_hooks"}  # the last is in tests/frameworks
+ELSEWHERE = {"__init__", "toy"}
 
 
 def run(name):
@@ -30,7 +30,9 @@ def run(name):
     return found.stdout
 
 
-@pytest.mark.parametrize("name", ["bare", "hooks", "step_info", "keras_fit"])
+@pytest.mark.parametrize(
+    "name", ["bare", "hooks", "step_info", "keras_fit", "clu_hooks", "clu_metrics"]
+)
 def test_a_loop_that_was_lost_ends_as_one_that_was_not(name):
     assert run(name).endswith(
         "The resumed run equals the one that was not interrupted, bit for bit.\n"

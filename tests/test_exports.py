@@ -15,7 +15,7 @@ import pytest
 import flaxckpt
 
 # Of the core, none of these may be imported: they are recognised by protocol.
-NOT_IMPORTED = {"grain", "keras", "orbax", "tensorboard", "tensorflow", "torch"}
+NOT_IMPORTED = {"clu", "grain", "keras", "orbax", "tensorboard", "tensorflow", "torch"}
 
 PROBE = """
 import json, sys, warnings

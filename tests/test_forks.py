@@ -144,8 +144,8 @@ def test_a_property_that_a_thread_computes_holds_up_no_fork():
 LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition)
 LOCKS += (threading.Event,)
 KNOWN = (
-    "_handle._is_ending",  # set once, when the program ends
-    "_commit._locks[",  # emptied in a fork
+    "handle._is_ending",  # set once, when the program ends
+    "commit._locks[",  # emptied in a fork
     ".last_save.",  # a fork ends those that are under way
     "uploads._turn.ended",  # nobody waits for it in a fork
 )
@@ -204,7 +204,7 @@ BEGIN = """
 import faulthandler, os, sys, threading, time
 import numpy as np
 import flaxckpt
-from flaxckpt import _storage
+from flaxckpt._storage import local
 
 faulthandler.dump_traceback_later(100, exit=True)
 FILES = flaxckpt.ArrayLayout(store="files")
@@ -277,7 +277,7 @@ def test_a_fork_works_while_threads_of_its_parent_save_and_tell(run, tmp_path):
         teller = threading.Thread(target=ckpt.events.deliver)
         teller.start()
         telling.wait()
-        _storage.sync_tree = held_up(_storage.sync_tree)
+        local.sync_tree = held_up(local.sync_tree)
 
         def save():
             ckpt.save(2, state(2))
@@ -328,12 +328,13 @@ def test_a_fork_works_while_threads_of_its_parent_save_and_tell(run, tmp_path):
 def test_a_fork_works_while_its_parent_uploads(run):
     told = run(
         """
-        from flaxckpt import _copies, errors
+        from flaxckpt import errors
+        from flaxckpt._run import upload_copies
         ssd = directory + "-ssd"
         ckpt = flaxckpt.Checkpointer(directory, layout=FILES, staging=ssd)
         ckpt.save(1, state(1)).wait()
         ckpt.wait_for_uploads()
-        _copies.make = held_up(_copies.make)
+        upload_copies.make = held_up(upload_copies.make)
         ckpt.save(2, state(2)).wait()
         inside.wait()
         locks = ckpt._run.tiers.uploads

@@ -59,7 +59,7 @@ DOORS: dict[str, set[str]] = {
     "tensorboard": {"integrations"},
     "yaml": {"configs._parsing"},
     "typer": {"cli"},
-    "clu": set(),
+    "clu": {"integrations"},
     "grain": set(),
     "orbax": set(),
     "tensorflow": set(),

@@ -28,10 +28,13 @@ CHILD = """
 import fcntl, functools, os, signal, subprocess, sys, termios, threading, time
 import numpy as np
 import flaxckpt
-from flaxckpt import _blocks, _keeping, _listing, _pieces, _progress
+from flaxckpt._arrays import blockwise
+from flaxckpt._arrays.zarr import chunk_file
+from flaxckpt._inspect import listing, run_view
+from flaxckpt._util import progress
 
 directory, is_quiet = sys.argv[1], sys.argv[2] == "quiet"
-_progress._DELAY_SECS = 0
+progress._DELAY_SECS = 0
 go = threading.Event()
 
 def read_lines():
@@ -58,10 +61,10 @@ if "IN_BACKGROUND" in os.environ:
     os.tcsetpgrp(0, other.pid)
 if not is_quiet:
     threading.Thread(target=read_lines, daemon=True).start()
-held_up(_blocks, "write")
-held_up(_blocks, "read")
-held_up(_pieces, "read")
-held_up(_keeping, "created")
+held_up(chunk_file, "write")
+held_up(chunk_file, "read")
+held_up(blockwise, "read")
+held_up(run_view, "created")
 state = {"w": np.ones(5_000_000, np.uint8)}
 
 flaxckpt.save(f"{directory}/first", state)
@@ -76,7 +79,7 @@ flaxckpt.load(f"{directory}/first", memory_map=False)
 go.clear()
 flaxckpt.convert(f"{directory}/first", f"{directory}/m.safetensors")
 go.clear()
-_listing.listing(f"{directory}/run")
+listing.listing(f"{directory}/run")
 print("all done", flush=True)
 if "IN_BACKGROUND" in os.environ:
     other.kill()

@@ -123,7 +123,7 @@ def test_we_write_what_tensorstore_would(tmp_path, dtype):
     for root in (ours, theirs):
         root.mkdir()
     written = host("w", array, (2, 3))
-    budget = arrays_write._threads.Budget(1)
+    budget = arrays_write._util.threads.Budget(1)
     arrays_write._write_files(
         ours, [written], encoding, None, budget, util_progress.ignore
     )
@@ -222,13 +222,13 @@ def test_parts_of_several_writers_make_one_array(tmp_path):
 def test_casts_and_pieces_are_copied_within_the_budget(tmp_path, monkeypatch):
     """Rows are written where they are; columns and casts need memory of their own."""
     held = []
-    real = arrays_write._threads.Budget.hold
+    real = arrays_write._util.threads.Budget.hold
 
     def hold(self, size):
         held.append(size)
         return real(self, size)
 
-    monkeypatch.setattr(arrays_write._threads.Budget, "hold", hold)
+    monkeypatch.setattr(arrays_write._util.threads.Budget, "hold", hold)
     array = array_of("float32", (64, 64))
     rows, columns = host("rows", array, (16, 64)), host("columns", array, (64, 16))
     narrow = host("narrow", array, (64, 64))._replace(dtype="float16")

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -172,7 +173,7 @@ def test_steps_to_compare_may_be_chosen(run):
 
 
 def test_large_steps_are_compared_only_if_that_is_asked_for(run, monkeypatch):
-    monkeypatch.setattr(_report._gather, "_COMPARED_BYTES", 100)
+    monkeypatch.setattr(sys.modules["flaxckpt._report.gather"], "_COMPARED_BYTES", 100)
     found = gather(run)
     assert found.change is None
     assert "--diff" in found.notes["change"]

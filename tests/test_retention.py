@@ -1056,7 +1056,7 @@ def test_a_save_that_is_waited_for_leaves_deletions_to_the_next(tmp_path, monkey
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[Waited(1)])
     handle = ckpt.save(9, state(9))
     monkeypatch.setattr(
-        checkpoint_save._progress,
+        checkpoint_save._util.progress,
         "shown",
         lambda counter: contextlib.nullcontext(waited.set()),
     )

@@ -13,6 +13,7 @@ from flax.core import FrozenDict
 
 import flaxckpt
 from flaxckpt import errors, transforms
+from flaxckpt._steps import markers as steps_markers
 from flaxckpt._util import json_limits as util_json_limits
 from flaxckpt.datasets import _json_codec
 from flaxckpt.formats import _locate
@@ -185,10 +186,10 @@ def test_very_many_leaves_are_refused_at_the_call(tmp_path, monkeypatch):
 def test_a_manifest_that_cannot_be_parsed_is_not_committed(
     tmp_path, monkeypatch, leaves
 ):
-    monkeypatch.setattr(native_checkpoint._manifest, "_PARSED_LEAVES", 10)
-    row_of = native_checkpoint._manifest.leaf_row
+    monkeypatch.setattr(native_checkpoint.native_manifest, "_PARSED_LEAVES", 10)
+    row_of = native_checkpoint.native_manifest.leaf_row
     monkeypatch.setattr(
-        native_checkpoint._manifest,
+        native_checkpoint.native_manifest,
         "leaf_row",
         lambda info: {**row_of(info), "role": "none"},
     )
@@ -395,7 +396,7 @@ def test_a_reason_of_damage_is_read_however_long_it_is(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"a": 1}).wait()
         from_error = "it is gone " * 20_000
-        native_checkpoint._orbax_metrics._marks.mark_damaged(tmp_path / "1", from_error)
+        steps_markers.mark_damaged(tmp_path / "1", from_error)
         assert checkpointer.damaged()[1].startswith("it is gone")
 
 

@@ -114,12 +114,12 @@ def test_work_goes_on_while_python_exits():
     """A save may still be under way then; pools refuse work at that time."""
     code = """
 import threading, time
-from flaxckpt import _threads
+from flaxckpt._util import threads
 done = []
 def work():
     time.sleep(0.3)
-    _threads.each(done.append, range(20), threads=4)
-    with _threads.beside(lambda: done.append("beside")):
+    threads.each(done.append, range(20), threads=4)
+    with threads.beside(lambda: done.append("beside")):
         pass
     print(len(done))
 threading.Thread(target=work).start()

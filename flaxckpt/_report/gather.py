@@ -1,7 +1,7 @@
-"""Gathers what a report says, and changes nothing.
+"""Gathers the data of a report, without changing anything.
 
-What cannot be read is left out, and a note says why: a report is asked for when
-something is wrong, too.
+Data that cannot be read is left out, with a note on the reason: reports are also made
+of damaged runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flaxckpt.formats._reader import CheckpointMetadata
 from flaxckpt.policies import BestN, PreservationPolicy
 
 _COMPARED_BYTES = 2**31
-"""Larger steps are compared only if that is asked for."""
+"""Larger steps are compared only on request."""
 
 _MOST_POSITIONS = 200
 _MOST_POSITIONS_IN_STORES = 10
@@ -34,15 +34,15 @@ _UNREADABLE = (errors.CheckpointError, OSError)
 
 
 class Options(NamedTuple):
-    """What is asked for.
+    """The options of a report.
 
     Attributes:
         keep: The policies of the run.
-        step_a: Which step is compared; None: the one before `step_b`.
-        step_b: With which; None: the newest.
-        diff: Whether values are compared; None: unless they are large.
-        verify: Whether every byte of all steps is read.
-        step_format: How the steps are called; None: it is found out.
+        step_a: The first step to compare; None for the step before `step_b`.
+        step_b: The second step to compare; None for the newest.
+        diff: True to compare values; None to compare unless large.
+        verify: True to read every byte of all steps.
+        step_format: The format of step names; None to detect it.
     """
 
     keep: Sequence[PreservationPolicy] = ()
@@ -54,12 +54,13 @@ class Options(NamedTuple):
 
 
 def gather(path: PathLike, options: Options) -> Report:
-    """Reads what there is to be told of a run, or of one checkpoint.
+    """Reads the report data of a run or a checkpoint.
 
     Raises:
-        CheckpointNotFoundError: Nothing is there, or not a step that is asked for.
-        CheckpointFormatError: What is there is neither, or has several kinds of steps.
-        OptionError: The options do not fit.
+        CheckpointNotFoundError: The path or a requested step does not exist.
+        CheckpointFormatError: The path is neither a run nor a checkpoint, or its steps
+            have several formats.
+        OptionError: The options are inconsistent.
     """
     root = _storage.local.resolve(path)
     if options.diff is False and (options.step_a, options.step_b) != (None, None):
@@ -104,7 +105,7 @@ def gather(path: PathLike, options: Options) -> Report:
 def _described(
     root: Path, found: Listing, step_format: str | None, notes: dict[str, str]
 ) -> CheckpointMetadata | None:
-    """The newest good checkpoint; None if there is none."""
+    """Returns the newest good checkpoint, or None."""
     if not found.steps:
         notes["sizes"] = "There are no steps yet."
         return None
@@ -130,9 +131,9 @@ def _why_no_journal(found: Listing) -> str:
 def _metrics(
     steps: Sequence[Step], keep: Sequence[PreservationPolicy]
 ) -> Mapping[str, tuple[Measured, ...]]:
-    """Name -> what was measured, of those steps that have a number.
+    """Returns each metric's values by step, for steps with a number.
 
-    Those come first that policies ask for: of many, pages show the first.
+    Metrics used by policies come first: pages show only the first of many.
     """
     bests = [policy for policy in keep if isinstance(policy, BestN)]
     names = dict.fromkeys(itertools.chain.from_iterable(s.metrics for s in steps))
@@ -159,7 +160,7 @@ def _metrics(
 def _best(
     steps: Sequence[Step], values: Mapping[int, float], keep: Sequence[BestN]
 ) -> Mapping[int, str]:
-    """The steps that policies name as the best, and which is the best of each."""
+    """Returns the steps that policies name as best, and the best of each policy."""
     found: dict[int, str] = {}
     for policy in keep:
         named = [s.step for s in steps if s.step in values and str(policy) in s.why]
@@ -173,7 +174,7 @@ def _best(
 
 
 def _extremes(values: Mapping[int, float]) -> Mapping[int, str]:
-    """The least and the largest: which of them is the best, only a policy says."""
+    """Returns the lowest and highest; only a policy can tell the best."""
     finite = {step: value for step, value in values.items() if math.isfinite(value)}
     if len(set(finite.values())) < 2:
         return {}
@@ -181,13 +182,13 @@ def _extremes(values: Mapping[int, float]) -> Mapping[int, str]:
     return {low: "lowest", high: "highest"}
 
 
-# ---- what has changed -------------------------------------------------------------
+# ---- changes ----------------------------------------------------------------------
 
 
 def _change(
     root: Path, found: Listing, options: Options, notes: dict[str, str]
 ) -> Change | None:
-    """What differs between two steps; None if they are not compared."""
+    """Returns the differences between two steps; None if not compared."""
     is_asked_for = options.diff or (options.step_a, options.step_b) != (None, None)
     if options.diff is False:
         notes["change"] = "It was asked for without a comparison (--no-diff)."
@@ -218,10 +219,10 @@ def _change(
 
 
 def _pair(found: Listing, options: Options) -> tuple[int, int] | None:
-    """Which two steps are compared.
+    """Returns the two steps to compare, or None.
 
     Raises:
-        OptionError: They are the same.
+        OptionError: Both are the same step.
     """
     if not found.is_run and (options.step_a, options.step_b) != (None, None):
         raise errors.OptionError(

@@ -100,11 +100,11 @@ def test_whoever_stops_reading_hears_nothing(here):
 def test_ctrl_c_is_one_line_and_130(here):
     code = (
         "import sys, time\n"
-        "from flaxckpt import _doctor\n"
+        "from flaxckpt._inspect import doctor\n"
         "def wait(*args, **given):\n"
         "    print('waits', flush=True)\n"
         "    time.sleep(60)\n"
-        "_doctor.examine = wait\n"
+        "doctor.examine = wait\n"
         "sys.argv = ['flaxckpt', 'doctor']\n"
         "from flaxckpt.cli import main\n"
         "main()\n"
