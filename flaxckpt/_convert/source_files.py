@@ -69,7 +69,7 @@ def check_apart(
         if made == real or _holds(made, real) or _holds(real, made):
             raise errors.OptionError(
                 f"{final} is inside the checkpoint {source}, or contains it: choose"
-                " another path"
+                " a path beside it"
             )
     for stamp in files:
         real = _real(stamp.path)
