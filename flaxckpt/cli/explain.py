@@ -15,10 +15,10 @@ def explain(
     step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,
 ) -> int:
-    """Says why each step stays, and which would go.
+    """Shows the reasons to keep each step.
 
-    A run directory does not record its policies: give them by --keep or --config.
-    It exits with 1 if a step is known to be damaged.
+    A run directory does not record its policies: pass them as --keep or --config.
+    Exits with 1 if a step is known to be damaged.
 
     Example:
       flaxckpt explain runs/7 --keep latest:3 --keep every:1000

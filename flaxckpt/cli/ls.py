@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _STYLES = {"damaged": "red", "latest": "green", "best": "green", "pinned": "cyan"}
 _MOST_METRICS = 4
-"""Of each step: runs with fifty of them are told in lines, too."""
+"""Metrics shown per step, so that each step fits one line."""
 
 
 @_app.verb
@@ -26,11 +26,11 @@ def ls(
     step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,
 ) -> int:
-    """Lists the steps of a run, and why they stay.
+    """Lists the steps of a run with sizes, metrics and marks.
 
-    Each with its size, its metrics (of many, the first) and its marks.
-    With --keep or --config it says which steps are the best, and why each one stays.
-    It exits with 1 if a step is known to be damaged; verify finds out.
+    With --keep or --config, also shows the best steps and the reasons to keep each
+    step. If there are many metrics, shows the first.
+    Exits with 1 if a step is known to be damaged; verify checks for damage.
 
     Example:
       flaxckpt ls runs/7 --keep latest:3 --keep best:1:eval/loss:min
