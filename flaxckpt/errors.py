@@ -24,7 +24,8 @@ attributes, so that callers never parse messages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 __all__ = [
     "CheckpointError",
@@ -159,11 +160,22 @@ class Mismatch:
         leaf: The leaf path, `params/Dense_0/kernel`.
         wanted: The leaf that the state expects, or its absence.
         found: The leaf that the checkpoint holds.
+        kind: The disagreement: the leaf `differs`, is `missing` in the checkpoint or
+            `unused` by the state, `several` stored leaves would fit, or it is
+            `too_wide` for jax as it is configured.
     """
 
     leaf: str
     wanted: str
     found: str
+    kind: Literal["differs", "missing", "unused", "several", "too_wide"] = field(
+        default="differs", compare=False, repr=False
+    )
+
+    @property
+    def row(self) -> str:
+        """The line that shows the mismatch in an error."""
+        return f"{self.leaf or '(root)'}: wanted {self.wanted}, found {self.found}"
 
 
 class RestoreMismatchError(CheckpointError, ValueError):
@@ -185,10 +197,7 @@ class RestoreMismatchError(CheckpointError, ValueError):
         self.path = path
         self.mismatches = tuple(mismatches)
         if shown is None:  # else `shown` describes the mismatches in fewer lines
-            shown = [
-                f"{m.leaf or '(root)'}: wanted {m.wanted}, found {m.found}"
-                for m in mismatches
-            ]
+            shown = [mismatch.row for mismatch in mismatches]
         super().__init__(
             f"{_count(mismatches, 'leaf', 'leaves')} of {path}"
             f" {'does' if len(mismatches) == 1 else 'do'} not fit the state:\n"
@@ -208,7 +217,7 @@ class ResumeMismatchError(CheckpointError, ValueError):
         self.mismatches = tuple(mismatches)
         super().__init__(
             f"{_count(mismatches, 'leaf differs', 'leaves differ')} {how}:\n"
-            + rows(f"{m.leaf}: wanted {m.wanted}, found {m.found}" for m in mismatches)
+            + rows(mismatch.row for mismatch in mismatches)
             + f"\n{advice}"
         )
 

@@ -49,7 +49,7 @@ def _stored_name(array: HostArray) -> str:
 # ---- chunks -------------------------------------------------------------------------
 
 
-class Chunk(NamedTuple):
+class ChunkToWrite(NamedTuple):
     """A chunk to write.
 
     Attributes:
@@ -110,11 +110,11 @@ class Chunk(NamedTuple):
         return data
 
 
-def chunks(array: HostArray) -> Iterator[Chunk]:
+def chunks(array: HostArray) -> Iterator[ChunkToWrite]:
     """Yields the chunks of an array to be written by this process."""
     for shard in array.shards:
         for key, bounds in zarr_metadata.chunks(shard.region, array.chunk_shape):
-            yield Chunk(array, shard, key, bounds)
+            yield ChunkToWrite(array, shard, key, bounds)
 
 
 def files_of(root: Path, array: HostArray) -> Iterator[Path]:

@@ -103,7 +103,9 @@ def _together(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
 # ---- while a checkpoint is read -----------------------------------------------------
 
 
-def read(leaves: Sequence[Leaf], options: arrays_read.Options) -> dict[LeafPath, Any]:
+def read(
+    leaves: Sequence[Leaf], options: arrays_read.ReadOptions
+) -> dict[LeafPath, Any]:
     """Reads the sources of leaves, and computes the leaves.
 
     Reads each source once. Leaves with common sources are computed together; other
@@ -162,7 +164,7 @@ def _groups(leaves: Sequence[Leaf]) -> Iterator[list[Leaf]]:
 
 
 def _read_batch(
-    leaves: Sequence[Leaf], options: arrays_read.Options
+    leaves: Sequence[Leaf], options: arrays_read.ReadOptions
 ) -> dict[LeafPath, Any]:
     """Reads and computes leaves, with a single computation per set of devices."""
     alike: dict[Any, list[Leaf]] = {}
@@ -176,7 +178,9 @@ def _read_batch(
     return values
 
 
-def _make(leaves: Sequence[Leaf], options: arrays_read.Options) -> dict[LeafPath, Any]:
+def _make(
+    leaves: Sequence[Leaf], options: arrays_read.ReadOptions
+) -> dict[LeafPath, Any]:
     is_wide = lazy.has_wide_fn(leaves[0])
     users = {id(s): (s, leaf) for leaf in reversed(leaves) for s in leaf.sources}
     jobs: dict[int, arrays_read.ReadJob] = {}

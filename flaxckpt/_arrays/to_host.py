@@ -62,7 +62,7 @@ class HostArray(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of all that this process writes, in memory."""
-        return sum(shard.data.nbytes for shard in self.shards)
+        return sum([shard.data.nbytes for shard in self.shards])
 
 
 Named: TypeAlias = tuple[str, Shape, Leaf]

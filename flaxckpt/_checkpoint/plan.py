@@ -34,8 +34,8 @@ Action: TypeAlias = Literal[
 ]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Options:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreOptions:
     """Options of a restore; see `load`.
 
     Attributes:

@@ -97,19 +97,19 @@ def load(
         DamagedCheckpointError: Parts of it are missing or fail their checksum.
         RestoreMismatchError: It does not fit `abstract_state`; all leaves are named.
     """
-    options = checkpoint_plan.Options(
-        missing,
-        unused,
-        optimizer,
-        transforms,
-        types,
+    options = checkpoint_plan.RestoreOptions(
+        missing=missing,
+        unused=unused,
+        optimizer=optimizer,
+        transforms=transforms,
+        types=types,
         verify=verify,
         memory_map=memory_map,
         read_once=read_once,
     )
-    found, number = _locate.locate(_storage.local.resolve(path), step)
-    stored = _locate.read_stored(found, number, types)
-    counter = _util.progress.Counter(f"loading {found.name}")
+    stored = _locate.open_checkpoint(path, step, types=types)
+    name = _storage.paths.from_text(stored.metadata.path).name
+    counter = _util.progress.Counter(f"loading {name}")
     return restore(stored, abstract_state, options, counter)
 
 
@@ -118,16 +118,15 @@ def load_source(
     path: Path,
     step: int | None,
     abstract_state: PyTree,
-    options: checkpoint_plan.Options,
+    options: checkpoint_plan.RestoreOptions,
     counter: _util.progress.Counter,
 ) -> tuple[PyTree, tuple[Lineage, ...]]:
     """Loads a checkpoint for a run to begin from, and says where it came from."""
-    found, number = _locate.locate(path, step)
-    stored = _locate.read_stored(found, number)
+    stored = _locate.open_checkpoint(path, step)
     digest = _digest(stored)
     state = restore(stored, abstract_state, options, counter)
     done = _transforms.describe(options.transforms)
-    origin = Lineage(str(found), number, digest, done)
+    origin = Lineage(stored.metadata.path, stored.metadata.step, digest, done)
     return state, (origin, *stored.metadata.lineage)[:_MAX_LINEAGE]
 
 
@@ -183,8 +182,10 @@ def plan(
         CheckpointFormatError: What is there is no checkpoint.
         DamagedCheckpointError: Its description is missing or has changed.
     """
-    options = checkpoint_plan.Options(missing, unused, optimizer, transforms)
-    stored = _locate.read_stored(*_locate.locate(_storage.local.resolve(path), step))
+    options = checkpoint_plan.RestoreOptions(
+        missing=missing, unused=unused, optimizer=optimizer, transforms=transforms
+    )
+    stored = _locate.open_checkpoint(path, step)
     return planner.make(stored, abstract_state, options)[0]
 
 
@@ -201,9 +202,7 @@ def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
         CheckpointFormatError: What is there is no checkpoint.
         DamagedCheckpointError: Its description is missing or has changed.
     """
-    return _locate.read_stored(
-        *_locate.locate(_storage.local.resolve(path), step)
-    ).metadata
+    return _locate.open_checkpoint(path, step).metadata
 
 
 def open_leaf(
@@ -230,7 +229,7 @@ def open_leaf(
             "leaf_path must be a text such as 'params/dense/kernel', got"
             f" {_util.arguments.found(leaf_path)}"
         )
-    stored = _locate.read_stored(*_locate.locate(_storage.local.resolve(path), step))
+    stored = _locate.open_checkpoint(path, step)
     found = stored.table.get(leaf_path)
     source = None if found is None else found.source
     if not isinstance(source, StoredLeaf) or source.open is None:
@@ -250,7 +249,7 @@ def open_leaf(
 def restore(
     stored: Stored,
     abstract_state: PyTree | None,
-    options: checkpoint_plan.Options,
+    options: checkpoint_plan.RestoreOptions,
     counter: _util.progress.Counter,
     has_read: Callable[[], object] = lambda: None,
 ) -> PyTree:
@@ -265,7 +264,7 @@ def restore(
         raise errors.RestoreMismatchError(
             planned.path,
             planned.problems,
-            mismatch.advice(planned.problems, abstract_state, stored.table, elsewhere),
+            mismatch.advice(planned, abstract_state, stored.table, elsewhere),
             shown=mismatch.rows(planned.problems, elsewhere),
         )
     jobs: Sequence[_arrays.read.ReadJob] = recipe.jobs
@@ -408,19 +407,24 @@ def _built(
 
 
 def _reading(
-    path: str, options: checkpoint_plan.Options, report: Callable[[int], object]
-) -> _arrays.read.Options:
+    path: str, options: checkpoint_plan.RestoreOptions, report: Callable[[int], object]
+) -> _arrays.read.ReadOptions:
     memory_map = options.memory_map
     if memory_map == "auto":
         memory_map = _storage.filesystem.is_local(_storage.paths.from_text(path))
     at_once = options.max_concurrent_bytes
-    return _arrays.read.Options(memory_map, options.verify, at_once, report)
+    return _arrays.read.ReadOptions(
+        memory_map=memory_map,
+        verify=options.verify,
+        max_concurrent_bytes=at_once,
+        report=report,
+    )
 
 
 def _tell(
     planned: RestorePlan,
     recipe: checkpoint_plan.Recipe,
-    options: checkpoint_plan.Options,
+    options: checkpoint_plan.RestoreOptions,
 ) -> None:
     """Warns of what a caller may not expect: leaves left behind, moments made anew."""
     dropped = [p for p, leaf in planned.leaves.items() if "dropped" in leaf.actions]

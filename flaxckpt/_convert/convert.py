@@ -23,7 +23,7 @@ from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._checkpoint.result import SaveResult
 from flaxckpt._convert import journal as convert_journal
 from flaxckpt._convert import plan, source_files, writers
-from flaxckpt._convert.plan import Options
+from flaxckpt._convert.plan import ConvertOptions
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _locate
 from flaxckpt.formats._reader import Stored
@@ -98,7 +98,7 @@ def convert(
         SaveFailedError: The bytes could not be written.
     """
     final = _storage.local.resolve(dst)
-    options = Options(
+    options = ConvertOptions(
         plan.format_of(final, format),
         transforms,
         ArrayLayout() if layout is None else layout,
@@ -110,20 +110,23 @@ def convert(
     return _run(_storage.local.resolve(src), step, final, options)
 
 
-def _run(source: Path, step: int | None, final: Path, options: Options) -> SaveResult:
-    """Converts the checkpoint at `source` to a checkpoint at `final`."""
+def _run(
+    source: Path, step: int | None, final: Path, options: ConvertOptions
+) -> SaveResult:
+    """Converts the checkpoint at `source` into one at `final`."""
     if final.suffix.lower() != f".{options.format}":
         _checkpoint.overwrite.check_name(final, "convert")
     if _storage.paths.is_remote(final):
         return _to_store(source, step, final, options)
     begun = time.monotonic()
-    found, number = _locate.locate(source, step)
+    located = _locate.locate(source, step)
+    found, number = located.path, located.step
     source_files.check_apart(final, [found], ())
-    _checkpoint.overwrite.check_free(final, overwrite=options.overwrite)
+    _checkpoint.overwrite.check_target_free(final, overwrite=options.overwrite)
     files = source_files.stamps(found)
-    stored = _locate.read_stored(found, number)
-    # With another number, the result is not a step of the source's run.
-    is_other = _steps.scan.number(final.name) not in (number, None)
+    stored = located.open()
+    # Under a number of its own, it is no step of the run that it comes from.
+    is_other = _steps.names.number(final.name) not in (number, None)
     state = plan.state(stored, None if is_other else number, options)
     roots = plan.roots(state)
     files += tuple([f for r in roots if r != found for f in source_files.stamps(r)])
@@ -160,7 +163,10 @@ def _run(source: Path, step: int | None, final: Path, options: Options) -> SaveR
 
 
 def _to_store(
-    source: Path, step: int | None, final: _storage.paths.RemotePath, options: Options
+    source: Path,
+    step: int | None,
+    final: _storage.paths.RemotePath,
+    options: ConvertOptions,
 ) -> SaveResult:
     """Converts on the local disk, then uploads the result to an object store."""
     if options.format != "orbax":
@@ -169,7 +175,7 @@ def _to_store(
             " convert to a local path, and copy the result"
         )
     begun = time.monotonic()
-    _checkpoint.overwrite.check_free(final, overwrite=options.overwrite)
+    _checkpoint.overwrite.check_target_free(final, overwrite=options.overwrite)
     with tempfile.TemporaryDirectory(prefix="flaxckpt-convert-") as directory:
         made = Path(directory) / final.name
         _run(source, step, made, options)
@@ -296,8 +302,8 @@ def _check_readable(
 
 
 def _publish(made: Path, final: Path, *, overwrite: bool) -> None:
-    """Moves the new checkpoint to its final path atomically."""
-    _checkpoint.overwrite.check_free(final, overwrite=overwrite)
+    """Moves what was made to its place, in one step."""
+    _checkpoint.overwrite.check_target_free(final, overwrite=overwrite)
     if made.is_dir() and overwrite and final.is_dir():
         _storage.rename.exchange(made, final)
     elif made.is_dir() and not (overwrite and final.exists()):

@@ -35,8 +35,8 @@ Progress: TypeAlias = Literal["auto"] | bool | Callable[[int, int], object]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Options:
-    """Options of a conversion.
+class ConvertOptions:
+    """How to convert.
 
     Attributes:
         format: Format of the new checkpoint.
@@ -107,7 +107,7 @@ def check_sources(state: writers.State) -> None:
 
 
 def check_space(
-    final: Path, temporary: Path, state: writers.State, options: Options
+    final: Path, temporary: Path, state: writers.State, options: ConvertOptions
 ) -> None:
     """Raises an error if the new checkpoint would not fit on the disk.
 
@@ -132,8 +132,8 @@ def check_space(
         )
 
 
-def state(stored: Stored, step: int | None, options: Options) -> writers.State:
-    """Returns the state to write.
+def state(stored: Stored, step: int | None, options: ConvertOptions) -> writers.State:
+    """What is to be made of a checkpoint.
 
     Args:
         stored: The source checkpoint.
@@ -181,7 +181,7 @@ def work(
     stored: Stored,
     state: writers.State,
     target: writers.Target,
-    options: Options,
+    options: ConvertOptions,
     files: Sequence[_storage.local.Stamp],
 ) -> dict[str, JSON]:
     """Describes the work in JSON: durable pieces of equal work can be kept."""

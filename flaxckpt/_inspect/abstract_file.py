@@ -63,7 +63,7 @@ def wanted(target: PathLike, *, step: int | None = None) -> Wanted:
     root = _storage.local.resolve(target)
     if root.suffix == ".json" and root.is_file() and not formats.recognises(root):
         return Wanted(_of_file(root), has_roles=False)
-    stored = _locate.read_stored(*_locate.locate(root, step))
+    stored = _locate.open_checkpoint(root, step)
     values = {path: _abstract(row.info) for path, row in stored.table.items()}
     has_roles = any(row.info.role is not None for row in stored.table.values())
     return Wanted(_state.tree.unflatten(stored.structure, values), has_roles)

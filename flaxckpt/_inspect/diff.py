@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from flaxckpt import _arrays, _storage, _util
+from flaxckpt import _arrays, _util
 from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
@@ -153,8 +153,7 @@ def diff(
             `load`.
     """
     sides = [
-        _locate.read_stored(*_locate.locate(_storage.local.resolve(path), step))
-        for path, step in ((a, step_a), (b, step_b))
+        _locate.open_checkpoint(path, step) for path, step in ((a, step_a), (b, step_b))
     ]
     table_a = _transforms.apply(_transforms.checked(transforms), sides[0].table)
     table_b = sides[1].table

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flaxckpt import _arrays, _storage, _util, errors
+from flaxckpt import _arrays, _util, errors
 from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
@@ -73,7 +73,7 @@ def leaf_statistics(
         RestoreMismatchError: The leaf does not exist.
         CheckpointError: As for `load`.
     """
-    stored = _locate.read_stored(*_locate.locate(_storage.local.resolve(path), step))
+    stored = _locate.open_checkpoint(path, step)
     leaf = stored.table.get(leaf_path)
     if leaf is None:
         raise errors.RestoreMismatchError(

@@ -171,9 +171,12 @@ def _newest_marked(steps: Sequence[Step]) -> tuple[Step, ...]:
 def _marks_of(path: Path) -> _steps.markers.Marks | None:
     """Returns the markers of a step; None without permission to read them."""
     try:
-        return _steps.markers.of(path, dataset=_native.checkpoint.DATASET)
+        names = _storage.local.names(path)
+    except FileNotFoundError:  # just deleted
+        names = []
     except PermissionError:
         return None
+    return _steps.markers.of(path, names, dataset=_native.checkpoint.DATASET)
 
 
 def _format(path: Path) -> str:
@@ -251,7 +254,7 @@ def disk_usage(
     total = None if None in sizes else sum(size or 0 for size in sizes)
     if not steps:
         return DiskUsage(str(root), steps, total, None, ())
-    described = _locate.read_stored(*_locate.locate(root, step, step_format)).metadata
+    described = _locate.open_checkpoint(root, step, step_format=step_format).metadata
     trees = _run.disk_usage.subtrees(described.leaves)
     shown = [tree for tree in trees if tree.depth <= depth]
     return DiskUsage(str(root), steps, total, described.path, tuple(shown))

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from flaxckpt import _run, _steps, _storage, errors, formats, policies
 from flaxckpt._run.checkpointer import Checkpointer
@@ -18,7 +19,21 @@ from flaxckpt.formats import _locate, _native
 from flaxckpt.policies import PreservationPolicy
 
 
-def survey(root: Path, step_format: str | None = None) -> _steps.scan.Found:
+class Survey(NamedTuple):
+    """The steps under a run directory.
+
+    Attributes:
+        steps: Step -> the checkpoint, ascending.
+        doubtful: Step -> the path that may be a damaged step, and why. Ascending.
+        step_format: How the steps are called, if that was given.
+    """
+
+    steps: dict[int, Path]
+    doubtful: dict[int, tuple[Path, str]]
+    step_format: str | None = None
+
+
+def survey(root: Path, step_format: str | None = None) -> Survey:
     """Finds the steps of a run directory; none in a run that has just started.
 
     Args:
@@ -38,9 +53,10 @@ def survey(root: Path, step_format: str | None = None) -> _steps.scan.Found:
         )
     with _storage.permissions.explained(root):
         number = _locate.number_of(step_format)
-        found = _steps.scan.of(root, formats.recognises, number)
-        doubtful = {s: d for s, d in found.doubtful.items() if not _is_empty(*d)}
-        found = _steps.scan.Found(found.steps, doubtful, step_format)
+        index = _steps.index.StepIndex(root, formats.identify, number)
+        doubtful = {s: (d.path, d.why) for s, d in index.doubtful.items()}
+        doubtful = {s: doubt for s, doubt in doubtful.items() if not _is_empty(*doubt)}
+        found = Survey(index.steps, doubtful, step_format)
         if not all_steps(found) and not _has_only_begun(root):
             if step_format is None:
                 formats.detect(root)  # raises
@@ -69,7 +85,7 @@ def _has_only_begun(root: Path) -> bool:
 _BEFORE_STEPS = (_steps.journal.NAME, "metadata", "params_only")
 
 
-def all_steps(found: _steps.scan.Found) -> dict[int, Path]:
+def all_steps(found: Survey) -> dict[int, Path]:
     """Returns the steps and doubtful steps, ascending."""
     doubtful = {step: path for step, (path, _) in found.doubtful.items()}
     return dict(sorted({**doubtful, **found.steps}.items()))
@@ -102,7 +118,7 @@ def damage(path: Path, doubt: str | None) -> str | None:
     return None
 
 
-def has_damage(found: _steps.scan.Found) -> bool:
+def has_damage(found: Survey) -> bool:
     """Returns True if a step is known to be damaged."""
     return any(
         damage(path, found.doubtful.get(step, (path, None))[1]) is not None
@@ -124,7 +140,7 @@ def created(path: Path) -> float | None:
 
 
 def explain(
-    root: Path, found: _steps.scan.Found, keep: Sequence[PreservationPolicy]
+    root: Path, found: Survey, keep: Sequence[PreservationPolicy]
 ) -> dict[int, list[str]]:
     """Returns the reasons to keep each step, oldest first.
 
@@ -149,7 +165,7 @@ def explain(
     return dict(sorted(reasons.items()))
 
 
-def step_format(found: _steps.scan.Found) -> str | None:
+def step_format(found: Survey) -> str | None:
     """Returns the format of step names for a `Checkpointer`, or None."""
     if not all(path.is_dir() for path in found.steps.values()):
         return None
@@ -162,7 +178,7 @@ def step_format(found: _steps.scan.Found) -> str | None:
     return None
 
 
-def _templates(found: _steps.scan.Found) -> list[str]:
+def _templates(found: Survey) -> list[str]:
     """Returns possible formats for the names of all steps."""
     if not found.steps:
         return ["{step}"]
@@ -176,9 +192,9 @@ def _templates(found: _steps.scan.Found) -> list[str]:
     return [f"{prefix}{{step}}", f"{prefix}{{step:0{len(digits[0])}d}}"]
 
 
-def _ranked(step: int, path: Path) -> _run.metrics.Ranked:
+def _ranked(step: int, path: Path) -> _run.metrics.RankedStep:
     """Returns a step for policies if no `Checkpointer` can open the run."""
-    return _run.metrics.Ranked(
+    return _run.metrics.RankedStep(
         step,
         temporary=False,
         elsewhere={},

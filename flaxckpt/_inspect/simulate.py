@@ -138,7 +138,7 @@ def simulate(
             divided among the processes.
         UnsupportedLeafError, LeafNameError: As for `save`.
     """
-    options = _checkpoint.commit.Options(layout=checked_layout(layout))
+    options = _checkpoint.request.SaveOptions(layout=checked_layout(layout))
     table, structure = _checkpoint.save.planned(
         _state.flax_state.flatten(abstract_state), options
     )
@@ -147,10 +147,10 @@ def simulate(
     names = [_native.orbax_json.param_name(info.keys) for info in infos]
     ocdbt = _checkpoint.save.uses_ocdbt(infos, names, options.layout)
     _native.names.check(infos, names, ocdbt=ocdbt)
-    snapshot = _checkpoint.commit.Snapshot(
-        _NOWHERE, infos, structure, (), {}, {}, ocdbt, options, 0.0
+    contents = _native.checkpoint.Contents(
+        infos=infos, structure=structure, ocdbt=ocdbt, encoding=options.layout.encoding
     )
-    metadata = _checkpoint.commit.metadata_files(snapshot)
+    metadata = _checkpoint.commit.metadata_files(contents, _NOWHERE)
 
     stored = [info for info in infos if info.chunk_shape is not None]
     tasks = [_arrays.layout.task(info) for info in stored]

@@ -33,7 +33,7 @@ _MOST_POSITIONS_IN_STORES = 10
 _UNREADABLE = (errors.CheckpointError, OSError)
 
 
-class Options(NamedTuple):
+class ReportOptions(NamedTuple):
     """The options of a report.
 
     Attributes:
@@ -53,7 +53,7 @@ class Options(NamedTuple):
     step_format: str | None = None
 
 
-def gather(path: PathLike, options: Options) -> Report:
+def gather(path: PathLike, options: ReportOptions) -> Report:
     """Reads the report data of a run or a checkpoint.
 
     Raises:
@@ -110,8 +110,7 @@ def _described(
         notes["sizes"] = "There are no steps yet."
         return None
     try:
-        newest = _locate.locate(root, None, step_format)
-        return _locate.read_stored(*newest).metadata
+        return _locate.open_checkpoint(root, step_format=step_format).metadata
     except _UNREADABLE as error:
         notes["sizes"] = (
             f"The newest step cannot be read: {_steps.event.first_lines(error, 1)}"
@@ -186,7 +185,7 @@ def _extremes(values: Mapping[int, float]) -> Mapping[int, str]:
 
 
 def _change(
-    root: Path, found: Listing, options: Options, notes: dict[str, str]
+    root: Path, found: Listing, options: ReportOptions, notes: dict[str, str]
 ) -> Change | None:
     """Returns the differences between two steps; None if not compared."""
     is_asked_for = options.diff or (options.step_a, options.step_b) != (None, None)
@@ -198,8 +197,10 @@ def _change(
         if pair is None:
             notes["change"] = "There are no two good steps to compare."
             return None
-        paths = [_locate.locate(root, s, options.step_format)[0] for s in pair]
-        size = _locate.read_stored(paths[1], pair[1]).metadata.total_bytes
+        a, b = (
+            _locate.locate(root, step, step_format=options.step_format) for step in pair
+        )
+        size = b.open().metadata.total_bytes
         if size > _COMPARED_BYTES and not is_asked_for:
             notes["change"] = (
                 f"To compare two steps takes reading both, {_util.humanize.size(size)}"
@@ -207,7 +208,7 @@ def _change(
                 " --diff does so."
             )
             return None
-        return _compared(paths, pair)
+        return _compared((a.path, b.path), pair)
     except _UNREADABLE as error:
         is_damaged = isinstance(error, errors.DamagedCheckpointError)
         if is_asked_for and not is_damaged:
@@ -218,7 +219,7 @@ def _change(
         return None
 
 
-def _pair(found: Listing, options: Options) -> tuple[int, int] | None:
+def _pair(found: Listing, options: ReportOptions) -> tuple[int, int] | None:
     """Returns the two steps to compare, or None.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flaxckpt import _storage, errors
-from flaxckpt._steps import markers, names
+from flaxckpt._steps import index, markers, names
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def tidy(root: Path, step_format: names.StepFormat, items: Sequence[str]) -> Non
             () if _storage.paths.is_remote(root) else items
         )  # no leftovers in there
         directories = [root / name for name in inside]
-        for step in names.listed(root, step_format).values():
+        for step in index.listed(root, step_format).values():
             directories += [step, *(step / name for name in inside)]
         for directory in directories:
             if not directory.is_symlink():

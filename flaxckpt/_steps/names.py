@@ -1,21 +1,28 @@
-"""The steps under a run directory: what they are called, and which are there.
-
-Listing reads names only: a directory is committed by being renamed to its name.
-"""
+"""The names of steps: formats, numbers and prefixes."""
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from flaxckpt import _storage, _util, errors
-from flaxckpt._steps import markers
+from flaxckpt import _util, errors
+
+Number: TypeAlias = Callable[[str], int | None]
+"""Returns the step that a name means; None if it means none."""
 
 _FIELD = re.compile(r"\{step(?::0(\d+)d)?\}")
+
+_ANY_NAME = re.compile(r"(?:.*(?<![0-9]\.)(?<![0-9]))?([0-9]{1,18})", re.DOTALL)
+
+_USUAL_PREFIX = re.compile(
+    r"(?:checkpoint|ckpt|step)?[-_]?|checkpoint\.npz-|streaming_.*_", re.DOTALL
+)
+
+_T5X_TEMPORARY = re.compile(r"\.tmp-[0-9]+")
+"""How T5X ends the name of a step that is not finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,57 +86,28 @@ def check(step: Any) -> int:
     return number
 
 
-def listed(root: Path, step_format: StepFormat) -> dict[int, Path]:
-    """The committed steps under `root` that are not marked as damaged, ascending.
-
-    A directory that is empty is none: nothing of ours or Orbax's is ever committed
-    empty.
-    """
-    with _storage.permissions.explained(root):
-        return _told_apart(root, step_format)[0]
+def number(name: str) -> int | None:
+    """The number in which a name ends, as the names of steps do; None if none."""
+    match = _ANY_NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
-def damaged(root: Path, step_format: StepFormat) -> dict[int, Path]:
-    """The steps under `root` that are marked as damaged, ascending."""
-    with _storage.permissions.explained(root):
-        return _told_apart(root, step_format)[1]
+def prefix(name: str) -> str:
+    """The part of a name before its final number."""
+    match = _ANY_NAME.fullmatch(name)
+    return name[: match.start(1)] if match else name
 
 
-def _told_apart(
-    root: Path, step_format: StepFormat
-) -> tuple[dict[int, Path], dict[int, Path]]:
-    """The steps under `root` that are not marked as damaged, and those that are."""
-    found: tuple[dict[int, Path], dict[int, Path]] = {}, {}
-    contents: dict[str, set[str]] = {}
-    if _storage.paths.is_remote(root):
-        contents = root.tree()
-    try:
-        names = sorted(contents or _storage.local.directories(root))
-    except FileNotFoundError:
-        return found
-    steps = {step_format.step(name): root / name for name in names}
-    for step in sorted(step for step in steps if step is not None):
-        content = contents.get(steps[step].name) or _content(steps[step])
-        if content and _counts(steps[step], content):
-            found[markers.DAMAGED in content][step] = steps[step]
-    return found
+def is_usual_prefix(text: str) -> bool:
+    """Whether the names of steps usually begin so."""
+    return _USUAL_PREFIX.fullmatch(text) is not None
 
 
-def _counts(path: Path, content: Collection[str]) -> bool:
-    """Whether a checkpoint in a store has its marker; those of others need none."""
-    if not _storage.paths.is_remote(path):
-        return True
-    if _storage.commit_marker.MARKER in content:
-        return len(content) > 1  # it came late, and alone
-    return not any(name in content for name in _PARTS_OF_ORBAX)
+def is_usual(name: str) -> bool:
+    """Whether steps are usually called so: `3`, `step_3`, `checkpoint_3`."""
+    return number(name) is not None and is_usual_prefix(prefix(name))
 
 
-_PARTS_OF_ORBAX = ("state", "default", "_CHECKPOINT_METADATA", "_METADATA", "metrics")
-
-
-def _content(path: Path) -> list[str]:
-    """The names in a directory; none if it was just deleted."""
-    try:
-        return _storage.local.names(path)
-    except FileNotFoundError:
-        return []
+def is_temporary(name: str) -> bool:
+    """Whether T5X calls steps so that are not finished."""
+    return _T5X_TEMPORARY.search(name) is not None

@@ -19,7 +19,7 @@ _PART_BYTES = 8 * 2**20
 """Of what is read part by part, one part."""
 
 
-class Found(NamedTuple):
+class StoredValue(NamedTuple):
     """A value in a store.
 
     Attributes:
@@ -97,8 +97,8 @@ class Store:
         start: int | None = None,
         stop: int | None = None,
         size: int = 0,
-    ) -> Found | None:
-        """Returns the value of `key`, or bytes `start` to `stop`; None if missing.
+    ) -> StoredValue | None:
+        """The value of `key`, or its bytes from `start` to `stop`; None without one.
 
         A range beyond the end raises an error, except an empty range, which gets only
         the generation. `size` is the expected size, for the deadline.
@@ -111,7 +111,7 @@ class Store:
         )
         if found.state == "missing":
             return None
-        return Found(bytes(found.value), bytes(found.stamp.generation))
+        return StoredValue(bytes(found.value), bytes(found.stamp.generation))
 
     def part(self, key: str, start: int, stop: int) -> bytes | None:
         """Returns a byte range of a value, cut off at the end; None if missing.
@@ -151,8 +151,8 @@ class Store:
             if len(found.value) != _PART_BYTES or stop >= size:
                 return
 
-    def _span(self, key: str, start: int, stop: int | None) -> Found | None:
-        """Returns the bytes of a value from `start` to `stop`, or to its end."""
+    def _span(self, key: str, start: int, stop: int | None) -> StoredValue | None:
+        """What there is of a value from `start` to `stop`, or to its end."""
         for end in (stop, None):
             try:
                 size = (stop or start + _PART_BYTES) - start
@@ -162,7 +162,7 @@ class Store:
                     raise
         # Of a value that ends before, the generation alone.
         found = self.read(key, start=0, stop=0)
-        return found and Found(b"", found.generation)
+        return found and StoredValue(b"", found.generation)
 
     def write(self, key: str, value: bytes) -> bytes:
         """Writes a value unconditionally; returns the generation."""

@@ -16,10 +16,10 @@ import logging
 import os
 import re
 import secrets
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from flaxckpt import _util
 from flaxckpt._storage import commit_marker, filesystem, leases, local, paths, rename
 
 _log = logging.getLogger(__name__)
@@ -175,23 +175,22 @@ def _touching(path: Path, descriptor: int) -> Iterator[None]:
     if filesystem.is_local(path):
         yield
         return
-    ended = threading.Event()
 
     def touch() -> None:
-        while not ended.wait(_TOUCHED_EVERY_SECS):
-            # Without times: the file system's clock counts, not this machine's.
-            with contextlib.suppress(OSError):
-                os.utime(descriptor)
+        # Without times: the file system's clock counts, not this machine's.
+        with contextlib.suppress(OSError):
+            os.utime(descriptor)
 
-    thread = threading.Thread(target=touch, name="flaxckpt touch", daemon=True)
+    heartbeat = None
     with contextlib.suppress(RuntimeError):  # no thread: it is young for a while
-        thread.start()
+        heartbeat = _util.threads.Heartbeat(
+            touch, _TOUCHED_EVERY_SECS, "flaxckpt touch"
+        )
     try:
         yield
     finally:
-        ended.set()
-        if thread.ident is not None:
-            thread.join()
+        if heartbeat is not None:
+            heartbeat.stop()
 
 
 def discard(path: Path) -> None:

@@ -13,6 +13,19 @@ _ASKED_FROM = 2**30
 """Smaller arrays are not checked."""
 
 
+class TooLargeError(ValueError):
+    """An array needs more memory than is free, which proves no damage."""
+
+    def __init__(self, message: str = "it is larger than the memory") -> None:
+        super().__init__(message)
+
+
+def is_too_large(error: BaseException) -> bool:
+    """Whether an error says that memory was short, itself or by its cause."""
+    kinds = (TooLargeError, MemoryError)
+    return isinstance(error, kinds) or isinstance(error.__cause__, kinds)
+
+
 def check(size: int) -> None:
     """Raises ValueError if `size` bytes exceed the free memory.
 
@@ -23,13 +36,15 @@ def check(size: int) -> None:
         size: In bytes.
 
     Raises:
-        ValueError: The memory is not free.
+        TooLargeError: The memory is not free.
     """
     if size <= _ASKED_FROM:
         return
     free = free_bytes()
     if free is not None and size > free:
-        raise ValueError(f"it is larger than the memory: {size} bytes, {free} are free")
+        raise TooLargeError(
+            f"it is larger than the memory: {size} bytes, {free} are free"
+        )
 
 
 def free_bytes() -> int | None:

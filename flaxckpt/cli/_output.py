@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flaxckpt._state.leaf import LeafInfo
 
 
-class Column(NamedTuple):
+class TextColumn(NamedTuple):
     """A column of a table.
 
     Attributes:
@@ -109,8 +109,8 @@ def lines(text: str) -> None:
         line(one)
 
 
-def table(columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]]) -> None:
-    """Prints a table: with rich on a terminal, otherwise as aligned text.
+def table(columns: Sequence[TextColumn], rows: Sequence[Sequence[str | Cell]]) -> None:
+    """Prints a table: by rich on a terminal, elsewhere as aligned text.
 
     Omits empty columns.
     """
@@ -131,7 +131,7 @@ def _cell(cell: str | Cell) -> Cell:
     return Cell(errors.printable(text), style)
 
 
-def _print_plain(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> None:
+def _print_plain(columns: Sequence[TextColumn], rows: Sequence[Sequence[Cell]]) -> None:
     titles = [column.title for column in columns]
     texts = [titles] if any(titles) else []
     texts += [[cell.text for cell in row] for row in rows]
@@ -144,7 +144,7 @@ def _print_plain(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> N
         print("  ".join(aligned).rstrip())
 
 
-def _print_rich(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> None:
+def _print_rich(columns: Sequence[TextColumn], rows: Sequence[Sequence[Cell]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -170,7 +170,7 @@ def _print_rich(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> No
 
 
 def _least_widths(
-    columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int
+    columns: Sequence[TextColumn], rows: Sequence[Sequence[Cell]], width: int
 ) -> list[int]:
     """Returns minimum column widths that break few words."""
     words = [

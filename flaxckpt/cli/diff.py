@@ -8,7 +8,7 @@ import typer
 
 from flaxckpt import errors
 from flaxckpt.cli import _app, _output
-from flaxckpt.cli._output import Cell, Column
+from flaxckpt.cli._output import Cell, TextColumn
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.diff import CheckpointDiff, LeafDiff
@@ -77,11 +77,11 @@ def _show(found: CheckpointDiff) -> None:
     rows += [[path, Cell("only in a", "red"), "", "", ""] for path in found.only_in_a]
     rows += [[path, Cell("only in b", "green"), "", "", ""] for path in found.only_in_b]
     columns = [
-        Column("leaf"),
-        Column("what differs"),
-        Column("elements", is_number=True),
-        Column("at most", is_number=True),
-        Column("norm", is_number=True),
+        TextColumn("leaf"),
+        TextColumn("what differs"),
+        TextColumn("elements", is_number=True),
+        TextColumn("at most", is_number=True),
+        TextColumn("norm", is_number=True),
     ]
     _output.table(columns, rows[:_ROWS])
     if len(rows) > _ROWS:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flaxckpt.cli import _app, _output
-from flaxckpt.cli._output import Cell, Column
+from flaxckpt.cli._output import Cell, TextColumn
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.doctor import Diagnosis
@@ -50,7 +50,7 @@ def doctor(
 
 
 def _show(found: Diagnosis) -> None:
-    columns = [Column(""), Column("")]
+    columns = [TextColumn(""), TextColumn("")]
     _output.table(
         columns, [[name, version] for name, version in found.versions.items()]
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flaxckpt.cli import _app, _output
-from flaxckpt.cli._output import Column
+from flaxckpt.cli._output import TextColumn
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.listing import DiskUsage
@@ -45,9 +45,9 @@ def du(
 
 def _show(found: DiskUsage) -> None:
     columns = [
-        Column("step", is_number=True),
-        Column("files", is_number=True),
-        Column("of its own", is_number=True),
+        TextColumn("step", is_number=True),
+        TextColumn("files", is_number=True),
+        TextColumn("of its own", is_number=True),
     ]
     rows = [
         [
@@ -67,7 +67,11 @@ def _show(found: DiskUsage) -> None:
         of = _output.short(found.shown or "")
         _output.line(f"arrays of {of}, uncompressed:")
     _output.table(
-        [Column("subtree"), Column("leaves", True), Column("size", is_number=True)],
+        [
+            TextColumn("subtree"),
+            TextColumn("leaves", True),
+            TextColumn("size", is_number=True),
+        ],
         [
             [tree.path or "(all)", str(tree.leaves), _output.size(tree.bytes)]
             for tree in found.subtrees

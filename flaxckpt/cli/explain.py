@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flaxckpt.cli import _app, _output, _policies
-from flaxckpt.cli._output import Cell, Column
+from flaxckpt.cli._output import Cell, TextColumn
 
 
 @_app.verb
@@ -37,7 +37,7 @@ def explain(
         [str(step), ", ".join(why) if why else Cell("goes: nothing keeps it", "yellow")]
         for step, why in found.items()
     ]
-    _output.table([Column("step", is_number=True), Column("stays for")], rows)
+    _output.table([TextColumn("step", is_number=True), TextColumn("stays for")], rows)
     if not found:
         _output.line(f"{_output.short(str(root))} has no steps yet")
     return code

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flaxckpt.cli import _app, _output, _policies
-from flaxckpt.cli._output import Cell, Column
+from flaxckpt.cli._output import Cell, TextColumn
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.listing import Listing, Step
@@ -52,13 +52,13 @@ def _show(found: Listing, policies: Sequence[PreservationPolicy]) -> None:
         return
     formats = sorted({step.format for step in found.steps} - {"unknown"})
     columns = [
-        Column("step", is_number=True),
-        Column("saved", is_whole=True),
-        Column("size", is_number=True),
-        Column("format", is_whole=True),
-        Column("metrics"),
-        Column("marks"),
-        Column("stays for"),
+        TextColumn("step", is_number=True),
+        TextColumn("saved", is_whole=True),
+        TextColumn("size", is_number=True),
+        TextColumn("format", is_whole=True),
+        TextColumn("metrics"),
+        TextColumn("marks"),
+        TextColumn("stays for"),
     ]
     rows = [_row(step, len(formats) > 1, policies) for step in found.steps]
     _output.table(columns, rows)

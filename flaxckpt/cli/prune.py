@@ -9,7 +9,7 @@ import typer
 
 from flaxckpt import errors
 from flaxckpt.cli import _app, _output, _policies
-from flaxckpt.cli._output import Cell, Column
+from flaxckpt.cli._output import Cell, TextColumn
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.run_view import Pruned
@@ -58,7 +58,7 @@ def prune(
     if json:
         _output.document(found)
         return code
-    columns = [Column("step", is_number=True), Column("stays for")]
+    columns = [TextColumn("step", is_number=True), TextColumn("stays for")]
     _output.table(columns, [_row(found, step) for step in found.reasons])
     _output.line(_summary(found))
     return code

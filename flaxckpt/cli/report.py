@@ -74,7 +74,7 @@ def report(
     policies = _policies.policies(keep, config, group)
     file = None if json and output is None else _destination(path, output)
     found = _report.gather(
-        path, _report.Options(policies, step_a, step_b, diff, verify, step_format)
+        path, _report.ReportOptions(policies, step_a, step_b, diff, verify, step_format)
     )
     size = 0 if file is None else _write(file, _report.page(found))
     if json:

@@ -9,7 +9,7 @@ import typer
 
 from flaxckpt import errors
 from flaxckpt.cli import _app, _output
-from flaxckpt.cli._output import Cell, Column
+from flaxckpt.cli._output import Cell, TextColumn
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.leaf_statistics import LeafStatistics
@@ -98,10 +98,10 @@ def _show_head(found: CheckpointMetadata) -> None:
 
 def _show_tree(trees: Sequence[Subtree]) -> None:
     columns = [
-        Column("leaf"),
-        Column("type"),
-        Column("spec"),
-        Column("size", is_number=True),
+        TextColumn("leaf"),
+        TextColumn("type"),
+        TextColumn("spec"),
+        TextColumn("size", is_number=True),
     ]
     _output.table(columns, [_tree_row(tree, trees[0].depth) for tree in trees])
 
@@ -136,7 +136,7 @@ def _show_leaf(found: LeafStatistics, json: bool) -> None:
     else:
         rows += _numbers(found)
     facts = [[name, str(value)] for name, value in rows if value is not None]
-    _output.table([Column(""), Column("")], facts)
+    _output.table([TextColumn(""), TextColumn("")], facts)
     _show_histogram(found)
 
 
@@ -173,5 +173,9 @@ def _show_histogram(found: LeafStatistics) -> None:
             found.edges, found.edges[1:], found.histogram, strict=False
         )
     ]
-    columns = [Column("from", True), Column("to", True), Column("count", True)]
-    _output.table([*columns, Column("")], rows)
+    columns = [
+        TextColumn("from", True),
+        TextColumn("to", True),
+        TextColumn("count", True),
+    ]
+    _output.table([*columns, TextColumn("")], rows)

@@ -8,7 +8,7 @@ import typer
 
 from flaxckpt import errors
 from flaxckpt.cli import _app, _output
-from flaxckpt.cli._output import Cell, Column
+from flaxckpt.cli._output import Cell, TextColumn
 
 if TYPE_CHECKING:
     from flaxckpt._checkpoint.verify_report import VerifyReport
@@ -90,7 +90,7 @@ def _show(found: VerifyReport) -> None:
         ("yellow", "could not be read: ", found.unread),
     ):
         rows += [[name, Cell(what + why, style)] for name, why in faults.items()]
-    _output.table([Column("where"), Column("what is wrong")], rows[:_ROWS])
+    _output.table([TextColumn("where"), TextColumn("what is wrong")], rows[:_ROWS])
     if len(rows) > _ROWS:
         _output.line(f"… and {len(rows) - _ROWS} more: --json lists them all")
     if found.unchecked:

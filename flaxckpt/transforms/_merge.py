@@ -28,13 +28,12 @@ class _Merge(TableTransform):
         return dataclasses.replace(self, wanted=wanted)
 
     def __call__(self, table: LeafTable) -> LeafTable:
-        found, step = _locate.locate(_storage.local.resolve(self.path), self.step)
-        stored = _locate.read_stored(found, step)
+        stored = _locate.open_checkpoint(self.path, self.step)
         other = _base.apply(self.transforms, stored.table, self.wanted)
         twice = [path for path in other if _has_leaf(table, path)]
         if twice and self.on_conflict == "error":
             raise errors.OptionError(
-                f"{len(twice)} leaves of {found} are there already:\n"
+                f"{len(twice)} leaves of {stored.metadata.path} are there already:\n"
                 + errors.rows(f"{path}: {other[path].info}" for path in twice)
                 + '\nDrop or rename some, or pass on_conflict="first" or "second".'
             )

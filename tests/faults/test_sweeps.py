@@ -11,11 +11,12 @@ import itertools
 import os
 import signal
 import zlib
-from pathlib import Path
 
 import pytest
-import scenarios
-import shim
+
+from tests import ROOT
+from tests.faults import scenarios, shim
+from tests.helpers import slow
 
 EVERY = bool(os.environ.get("FLAXCKPT_EVERY_FAULT"))
 SAMPLED = 9  # every so many calls, of faults that are not tried at all
@@ -35,13 +36,15 @@ FAULTS = {
 }
 ALWAYS = {"killed"}
 
-PROMISES = Path(__file__).parents[2] / "docs" / "reliability.md"
+PROMISES = ROOT / "docs" / "reliability.md"
+
+QUICK = ("FirstSave", "Pins")
 
 ENDED = {0, 3}  # done, or failed as it should
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("scenario", scenarios.SCENARIOS)
+@pytest.mark.parametrize("scenario", slow.all_but(scenarios.SCENARIOS, QUICK))
 def test_nothing_is_lost_unreadable_or_unreported(worker, directory, scenario, fault):
     base, work = directory / "base", directory / "work"
     assert worker("prepare", scenario=scenario, base=base)["code"] == 0

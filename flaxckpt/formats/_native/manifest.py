@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import importlib.metadata
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import PartitionSpec
 
 from flaxckpt import _arrays, _state, errors
@@ -270,13 +272,13 @@ def check_leaves(
         raise ValueError("its leaves and its structure do not agree")
 
 
-def _names(structure: _state.tree.Node | LeafPath) -> Iterator[LeafPath | None]:
+def _names(structure: _state.tree.Node | LeafPath) -> list[LeafPath | None]:
     """The names of the leaves in a structure; None for each empty container."""
-    if isinstance(structure, str) or not structure.children:
-        yield structure if isinstance(structure, str) else None
-        return
-    for child in structure.children:
-        yield from _names(child)
+    if isinstance(structure, str):
+        return [structure]
+    if not structure.children:
+        return [None]
+    return [name for child in structure.children for name in _names(child)]
 
 
 # ---- all the rest -------------------------------------------------------------------
@@ -363,3 +365,15 @@ def texts(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(type(text) is str for text in value):
         raise ValueError(f"{str(value)[:80]} is no list of texts")
     return tuple(value)
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Returns the versions of the packages that take part in a save."""
+    found = {"jax": jax.__version__}
+    for name in ("flaxckpt", "flax", "optax", "tensorstore"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found

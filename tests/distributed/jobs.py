@@ -1,0 +1,88 @@
+"""Starts jobs of several processes, and sees that they end."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PROGRAM = Path(__file__).with_name("program.py")
+TIMEOUT_SECS = 300
+
+
+def free_port():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+class Job:
+    """Processes of one job, each of which does the scenarios `names`."""
+
+    def __init__(self, names, count, directory, **given):
+        port = free_port()
+        flags = "--xla_force_host_platform_device_count=2"
+        command = [sys.executable, PROGRAM, names]
+        rest = [str(count), str(port), str(directory), json.dumps(given)]
+        self.processes = [
+            subprocess.Popen(
+                [*command, str(rank), *rest],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+            )
+            for rank in range(count)
+        ]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+    def ends(self, timeout_secs=TIMEOUT_SECS):
+        """(exit code, what it said, what it complained of) of each.
+
+        Those that have not ended in time are killed, and so are the others when one
+        has failed and they do not notice.
+        """
+        deadline, has_failed = time.monotonic() + timeout_secs, False
+        while any(process.poll() is None for process in self.processes):
+            if not has_failed and any(p.poll() == 1 for p in self.processes):
+                has_failed = True
+                deadline = min(deadline, time.monotonic() + 5)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        for process in self.processes:
+            process.kill()
+        said = [process.communicate() for process in self.processes]
+        return [
+            (process.returncode, *texts)
+            for process, texts in zip(self.processes, said, strict=True)
+        ]
+
+
+def run(names, count, directory, **given):
+    """What the processes of a job have found: scenario -> what each one said of it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with Job(names, count, directory, **given) as job:
+        ends = job.ends()
+    complaints = "\n".join(
+        f"process {rank}: {code}\n{err[-3000:]}"
+        for rank, (code, _, err) in enumerate(ends)
+        if code
+    )
+    assert not complaints, complaints
+    said = [rows(out) for _, out, _ in ends]
+    return dict(zip(names.split(","), zip(*said, strict=True), strict=True))
+
+
+def rows(out):
+    """What a process has said; gloo says something, too."""
+    return [json.loads(row) for row in out.splitlines() if row.startswith("{")]

@@ -1,0 +1,187 @@
+"""The benchmarks run, say where they ran, and judge what they find; never how fast."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import memory, states, timing
+from benchmarks.__main__ import main
+from benchmarks.cases import CASES, gpu
+from benchmarks.contenders import CONTENDERS
+from benchmarks.samples import Result, Sample, Series, Settings, collect
+from benchmarks.targets import TARGETS, Target, judge
+
+OURS = Series("train_state", "commit", "flaxckpt")
+THEIRS = Series("train_state", "commit", "orbax")
+RATIO = Target("commit, to orbax", OURS, 0.35, THEIRS)
+SECONDS = Target("commit, seconds", OURS, 2.0)
+
+RUN_CASES = ("train_state", "tiny", "steps", "loop", "frozen", "planning", "gpu")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """What a quick run of flaxckpt alone has written, and where."""
+    directory = tmp_path_factory.mktemp("bench")
+    path = directory / "results" / "run.json"
+    main(
+        [
+            *("--quick", "--rounds", "2", "--only", *RUN_CASES),
+            *("--contenders", "flaxckpt", "flaxckpt compact", "raw write"),
+            *("--directory", str(directory / "disk"), "--json", str(path)),
+        ]
+    )
+    return json.loads(path.read_text()), directory / "disk"
+
+
+@pytest.mark.slow
+def test_a_run_says_on_what_machine_with_what_software_and_when(run):
+    data, _ = run
+    machine = data["machine"]
+    assert machine["cpu"]
+    assert machine["filesystem"]
+    assert machine["cores"] > 0
+    assert machine["memory_bytes"] > 0
+    assert machine["date"][:2] == "20"
+    assert machine["versions"]["jax"] == jax.__version__
+    assert data["quick"]
+    assert data["rounds"] == 2
+
+
+@pytest.mark.slow
+def test_a_run_has_as_many_samples_as_rounds_and_their_medians(run):
+    data, _ = run
+    rows = {
+        (row["case"], row["figure"], row["contender"]): row for row in data["results"]
+    }
+    commit = rows[OURS]
+    assert len(commit["values"]) == 2
+    assert commit["minimum"] == min(commit["values"])
+    assert commit["median"] == pytest.approx(sum(commit["values"]) / 2)
+    assert commit["unit"] == "s"
+    assert ("train_state", "commit", "raw write") in rows
+    assert ("train_state", "restore", "raw write") not in rows
+
+
+@pytest.mark.slow
+def test_a_run_measures_all_that_a_target_holds_against_flaxckpt(run):
+    data, _ = run
+    found = {
+        (row["case"], row["figure"])
+        for row in data["results"]
+        if row["contender"].startswith("flaxckpt")
+    }
+    # A tiny run has fewer leaves and steps, and they are in the names of the figures.
+    wanted = {
+        (target.measured.case, target.measured.figure)
+        for target in TARGETS
+        if target.measured.case in {"train_state", "loop", "frozen"}
+    }
+    assert wanted <= found
+    assert {"20 leaves: commit", "200 leaves: restore and use"} <= {f for _, f in found}
+    assert {"10 steps: open", "1,000 leaves"} <= {f for _, f in found}
+
+
+@pytest.mark.slow
+def test_a_run_says_what_it_has_skipped_and_leaves_nothing_behind(run):
+    data, directory = run
+    skipped = {row["case"]: row["reason"] for row in data["skipped"]}
+    assert "GPU" in skipped["gpu"]
+    assert list(directory.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_a_fresh_process(tmp_path):
+    if not memory.STATUS.exists():
+        pytest.skip(f"needs {memory.STATUS}")
+    path = tmp_path / "run.json"
+    arguments = ["--quick", "--only", "memory", "--contenders", "flaxckpt"]
+    main([*arguments, "--directory", str(tmp_path), "--json", str(path)])
+    rows = json.loads(path.read_text())["results"]
+    assert [row["figure"] for row in rows] == ["save", "restore"]
+    assert all(row["median"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_a_picture_is_drawn_of_a_run(run, tmp_path):
+    picture = pytest.importorskip("benchmarks.picture", exc_type=ImportError)
+    data, _ = run
+    picture.draw(data, tmp_path / "run.svg")
+    assert "<svg" in (tmp_path / "run.svg").read_text()
+
+
+def test_an_accelerator_is_measured_beside_the_copy_from_it(tmp_path):
+    settings = Settings(tmp_path, rounds=1, quick=True, contenders=("flaxckpt",))
+    found = collect(gpu.measure(settings, jax.devices()[-1]))
+    assert Series("gpu", "blocking", "device to host") in found
+    assert Series("gpu", "restore and use", "flaxckpt") in found
+
+
+@pytest.mark.parametrize(
+    ("target", "ours", "theirs", "value", "is_met"),
+    [
+        (RATIO, [1.0, 3.0, 100.0], [10.0], 0.3, True),
+        (RATIO, [3.5], [10.0], 0.35, True),
+        (RATIO, [4.0], [10.0, 10.0, 0.1], 0.4, False),
+        (RATIO, [4.0], [], None, None),
+        (RATIO, [], [4.0], None, None),
+        (RATIO, [4.0], [0.0], None, None),
+        (SECONDS, [1.0, 2.0, 9.0], [], 2.0, True),
+        (SECONDS, [2.1], [], 2.1, False),
+        (SECONDS, [], [], None, None),
+    ],
+)
+def test_a_target_is_met_by_medians(target, ours, theirs, value, is_met):
+    results = collect(
+        [
+            *(Sample(OURS, seconds) for seconds in ours),
+            *(Sample(THEIRS, seconds) for seconds in theirs),
+        ]
+    )
+    (verdict,) = judge(results, [target])
+    assert verdict.value == (None if value is None else pytest.approx(value))
+    assert verdict.is_met is is_met
+
+
+def test_targets_name_cases_and_contenders_that_there_are():
+    others = {"its dependencies", "device to host"}
+    for target in TARGETS:
+        for series in filter(None, (target.measured, target.base)):
+            assert series.case in CASES
+            assert series.contender in {*CONTENDERS, *others}
+
+
+def test_results_keep_the_order_of_their_samples():
+    assert collect([Sample(OURS, 3.0), Sample(THEIRS, 1.0), Sample(OURS, 2.0)]) == {
+        OURS: Result((3.0, 2.0), "s"),
+        THEIRS: Result((1.0,), "s"),
+    }
+
+
+def test_every_contender_is_first_in_turn_and_the_warm_up_does_not_count():
+    turns = list(timing.turns(["a", "b", "c"], 3))
+    rounds = [turns[i : i + 3] for i in range(0, len(turns), 3)]
+    assert len(rounds) == 4
+    assert all({turn.contender for turn in found} == {*"abc"} for found in rounds)
+    assert [found[0].contender for found in rounds[1:]] == ["a", "b", "c"]
+    assert [turn.is_timed for turn in turns] == [False] * 3 + [True] * 9
+    assert [turn.is_first for turn in turns] == [True] * 3 + [False] * 9
+    assert all(turn.is_timed for turn in timing.turns(["a"], 1, warm_up=False))
+
+
+@pytest.mark.parametrize(
+    "restored",
+    [
+        {"a": jnp.array([0.0, 1.0]), "b": jnp.array(2)},
+        {"a": jnp.array([-0.0, 1.0], jnp.bfloat16), "b": jnp.array(2)},
+        {"a": jnp.array([-0.0, 1.0])},
+        {"a": [-0.0, 1.0], "b": jnp.array(2)},
+    ],
+)
+def test_a_contender_that_restores_something_else_is_not_measured(restored):
+    saved = {"a": jnp.array([-0.0, 1.0]), "b": jnp.array(2)}
+    states.check_equal(saved, saved)
+    with pytest.raises(ValueError, match=r"differs|came back|restored"):
+        states.check_equal(restored, saved)
