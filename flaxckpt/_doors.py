@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection
-from types import ModuleType
+import sys
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+from typing import Any
 
 
-def opener(package: str, modules: Collection[str]) -> Callable[[str], ModuleType]:
+def opener(
+    package: str,
+    modules: Collection[str],
+    functions: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[[str], Any]:
     """Returns a `__getattr__` for `package` that imports `modules` on first use.
 
     A package need not import all of itself for a caller that wants one module: jax
@@ -16,12 +22,18 @@ def opener(package: str, modules: Collection[str]) -> Callable[[str], ModuleType
     Args:
         package: The package's `__name__`.
         modules: Names of the modules in it that other packages may use.
+        functions: Names of functions that they may use -> the modules of those.
 
     Raises:
         AttributeError: The returned function was asked for any other name.
     """
 
-    def get(name: str) -> ModuleType:
+    def get(name: str) -> Any:
+        if name in functions:
+            module = importlib.import_module(f"{package}.{functions[name]}")
+            found = getattr(module, name)
+            setattr(sys.modules[package], name, found)
+            return found
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return importlib.import_module(f"{package}.{name}")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,36 +99,19 @@ def _told_apart(
 ) -> tuple[dict[int, Path], dict[int, Path]]:
     """The steps under `root` that are not marked as damaged, and those that are."""
     found: tuple[dict[int, Path], dict[int, Path]] = {}, {}
-    contents: dict[str, set[str]] = {}
-    if _storage.paths.is_remote(root):
-        contents = root.tree()
+    storage = _storage.of(root)
     try:
-        names = sorted(contents or _storage.local.directories(root))
+        contents = storage.contents(
+            root, lambda name: step_format.step(name) is not None
+        )
     except FileNotFoundError:
         return found
-    steps = {step_format.step(name): root / name for name in names}
-    for step in sorted(step for step in steps if step is not None):
-        content = contents.get(steps[step].name) or _content(steps[step])
-        if content and _counts(steps[step], content):
-            found[markers.DAMAGED in content][step] = steps[step]
+    steps = {step_format.step(name): name for name in contents}
+    for step, name in sorted((s, n) for s, n in steps.items() if s is not None):
+        content = contents[name]
+        if content and storage.lists_committed(content, _PARTS_OF_ORBAX):
+            found[markers.DAMAGED in content][step] = root / name
     return found
 
 
-def _counts(path: Path, content: Collection[str]) -> bool:
-    """Whether a checkpoint in a store has its marker; those of others need none."""
-    if not _storage.paths.is_remote(path):
-        return True
-    if _storage.commit_marker.MARKER in content:
-        return len(content) > 1  # it came late, and alone
-    return not any(name in content for name in _PARTS_OF_ORBAX)
-
-
 _PARTS_OF_ORBAX = ("state", "default", "_CHECKPOINT_METADATA", "_METADATA", "metrics")
-
-
-def _content(path: Path) -> list[str]:
-    """The names in a directory; none if it was just deleted."""
-    try:
-        return _storage.local.names(path)
-    except FileNotFoundError:
-        return []

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         temporary,
         upload,
     )
+    from flaxckpt._storage.storage import of
 
 __all__ = [
     "client",
@@ -30,6 +31,7 @@ __all__ = [
     "leases",
     "local",
     "locks",
+    "of",
     "paths",
     "permissions",
     "rename",
@@ -40,4 +42,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    __getattr__ = _doors.opener(__name__, __all__)
+    __getattr__ = _doors.opener(__name__, __all__, {"of": "storage"})

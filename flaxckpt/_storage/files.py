@@ -1,0 +1,193 @@
+"""Files of a file system: the safe ways to open, read and append to them.
+
+Every file that is read as part of a checkpoint is opened by `open_regular_file`:
+opening a pipe never waits for its writer, and a symbolic link may be kept from leading
+out of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from flaxckpt._storage import symlinks
+
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+_STREAM_BYTES = 2**20
+_SYNCED_AT_ONCE = 2**20
+_CALL_BYTES = 2**30
+"""Bytes that a single system call reads or writes at most."""
+
+
+def open_regular_file(path: Path | str, *, within: Path | None = None) -> int:
+    """Returns the descriptor of a regular file, open for reading.
+
+    Args:
+        path: The file.
+        within: A directory that the file must be in, if `path` is a symbolic link.
+
+    Raises:
+        ValueError: It is not a regular file, or is a link out of `within`.
+        OSError: It cannot be opened.
+    """
+    try:
+        descriptor = os.open(
+            path, _READ_FLAGS if within is None else _READ_FLAGS | os.O_NOFOLLOW
+        )
+    except OSError as error:
+        if error.errno != errno.ELOOP or within is None:
+            raise
+        if not symlinks.is_inside(str(path), within):
+            raise ValueError(
+                f"{path} is a symbolic link that leads out of the checkpoint"
+            ) from None
+        descriptor = os.open(path, _READ_FLAGS)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path} is no plain file")
+    return descriptor
+
+
+def stream(path: Path, within: Path) -> Iterator[memoryview]:
+    """Yields the content of a file in `within`, in parts that are valid until the next.
+
+    Raises:
+        ValueError: It is not a regular file, or is a link out of `within`.
+        OSError: It cannot be read.
+    """
+    buffer = memoryview(bytearray(_STREAM_BYTES))
+    descriptor = open_regular_file(path, within=within)
+    try:
+        while size := os.readv(descriptor, [buffer]):
+            yield buffer[:size]
+    finally:
+        os.close(descriptor)
+
+
+def read_range(path: Path, offset: int, size: int) -> bytes:
+    """Returns `size` bytes of a file from `offset`, or fewer if the file ends there.
+
+    Raises:
+        ValueError: It is not a regular file.
+        OSError: It cannot be read.
+    """
+    descriptor = open_regular_file(path)
+    try:
+        return os.pread(descriptor, size, offset)
+    finally:
+        os.close(descriptor)
+
+
+def read_into(path: Path, views: Sequence[memoryview], *, within: Path) -> None:
+    """Fills `views` with the content of a file, which must have exactly their size.
+
+    Raises:
+        ValueError: It has another size, or is a link out of `within`.
+        OSError: It is missing, or cannot be read.
+    """
+    size = sum(view.nbytes for view in views)
+    descriptor = open_regular_file(path, within=within)
+    try:
+        found = os.fstat(descriptor).st_size
+        if found != size:
+            raise ValueError(f"{path.name} has {found} bytes instead of {size}")
+        at = 0
+        for view in views:
+            while view:
+                count = os.preadv(descriptor, [view[:_CALL_BYTES]], at)
+                if count == 0:
+                    raise ValueError(f"{path.name} was cut short meanwhile")
+                view = view[count:]
+                at += count
+    finally:
+        os.close(descriptor)
+
+
+def write_parts(path: Path, parts: Sequence[memoryview]) -> None:
+    """Writes a new file of `parts`. A large one is durable, a small one not yet.
+
+    Syncing a large file here lets the disk work while others are written. Its name is
+    made durable with its directory, by the caller.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        size = 0
+        for view in parts:
+            while view:
+                written = os.write(descriptor, view[:_CALL_BYTES])
+                view = view[written:]
+                size += written
+        if size >= _SYNCED_AT_ONCE:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def append_lines(path: Path, lines: bytes) -> None:
+    """Appends whole lines in a single write: other writers' lines do not mix with them.
+
+    Raises:
+        OSError: `path` is no regular file, or the lines cannot be written.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+    descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a plain file", str(path))
+        end = os.pread(descriptor, 1, status.st_size - 1) if status.st_size else b"\n"
+        # A crash, or a full disk, may have cut the last line off.
+        content = lines if end == b"\n" else b"\n" + lines
+        if os.write(descriptor, content) < len(content):
+            raise OSError(errno.ENOSPC, "no space left", str(path))
+    finally:
+        os.close(descriptor)
+
+
+def sync(path: Path) -> None:
+    """Syncs a file or a directory that this process has written."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def forget_cached(path: Path) -> None:
+    """Asks the system to drop a file from its page cache, where the system can."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def disk_files(root: str) -> dict[tuple[int, int], int]:
+    """Maps device and inode of each regular file at or below `root` to its size.
+
+    Links are not followed; files that cannot be seen are left out.
+    """
+    found: dict[tuple[int, int], int] = {}
+    waiting = [root]
+    while waiting:
+        path = waiting.pop()
+        try:
+            status = os.lstat(path)
+            if stat.S_ISREG(status.st_mode):
+                found[status.st_dev, status.st_ino] = status.st_size
+            elif stat.S_ISDIR(status.st_mode):
+                waiting += [f"{path}/{name}" for name in os.listdir(path)]  # noqa: PTH208
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,288 @@
+"""What the package asks of storage: one protocol, and an implementation for each kind.
+
+`of(path)` returns the storage that holds `path`. An implementation has no state: every
+method takes the path, as zarr's stores take the key. So `of` costs one `isinstance`,
+and a caller may use the storage of a directory for all that is below it.
+
+Callers do not ask which kind of storage they have. Where behaviour differs, a method
+does the thing in both ways; the few attributes say what a storage can do, for callers
+that choose between two ways of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol, TypeVar, cast
+
+from flaxckpt._storage.local_storage import LocalStorage
+from flaxckpt._storage.object_storage import ObjectStorage
+from flaxckpt._storage.paths import RemotePath
+from flaxckpt._types import JSON
+
+_Path = TypeVar("_Path", bound=Path, contravariant=True)
+
+
+class Storage(Protocol[_Path]):
+    """Reads, writes, lists, commits and deletes what is under paths.
+
+    Attributes:
+        has_directories: A directory exists by itself, not because files are in it.
+        has_hard_links: A file may have several names.
+        can_rename: A file or directory can get another name.
+        can_map: Files can be mapped into memory.
+        costs_requests: Each look at a file takes a request to another machine.
+        commits_by_marker: A checkpoint counts when its marker is written, not when it
+            gets its name.
+    """
+
+    has_directories: bool
+    has_hard_links: bool
+    can_rename: bool
+    can_map: bool
+    costs_requests: bool
+    commits_by_marker: bool
+
+    # ---- what is there ------------------------------------------------------------
+
+    def is_taken(self, path: _Path, /) -> bool:
+        """Whether a file written to `path` would replace something."""
+
+    def contents(
+        self, directory: _Path, wanted: Callable[[str], bool], /
+    ) -> dict[str, Collection[str]]:
+        """Maps each directory in `directory` with a `wanted` name to the names in it.
+
+        Raises:
+            FileNotFoundError: There is no such directory.
+        """
+
+    def files_below(self, directory: _Path, /) -> Iterator[str]:
+        """Yields the path of each file below `directory`, relative to it, with `/`.
+
+        Links to files are files; links to directories are left out.
+        """
+
+    def known_size(self, file: _Path, within: _Path, /) -> int | None:
+        """The size of a file in `within`; None if only reading the file shows it.
+
+        Raises:
+            ValueError: It is no regular file, or is a link out of `within`.
+            OSError: It cannot be opened.
+        """
+
+    def known_size_below(self, directory: _Path, /) -> int:
+        """The size of all files below `directory`; 0 if only reading them shows it."""
+
+    def disk_files(self, path: _Path, /) -> dict[tuple[int, int], int] | None:
+        """Maps device and inode of each file at or below `path` to its size.
+
+        None where storage does not say. Links are not followed.
+        """
+
+    def fingerprint(self, file: _Path, /) -> tuple[tuple[int, ...], int]:
+        """Numbers that change with the content of a file, and its size.
+
+        Raises:
+            OSError: It cannot be looked at.
+        """
+
+    def real_path(self, path: _Path, /) -> str:
+        """`path` with all symbolic links resolved."""
+
+    def kind(self, path: _Path, /) -> str:
+        """The kind of file system, or `object store`; empty if it is not known."""
+
+    def kvstore(self, directory: _Path, below: str, /) -> dict[str, JSON]:
+        """TensorStore's spec of the key-value store at `below` in `directory`."""
+
+    # ---- reading ------------------------------------------------------------------
+
+    def stream(self, file: _Path, within: _Path, size: int, /) -> Iterator[memoryview]:
+        """Yields the content of a file in `within`, in parts that last until the next.
+
+        Args:
+            file: The file.
+            within: A directory that a link must not lead out of.
+            size: The expected size, which saves a request; 0 if it may be small.
+
+        Raises:
+            ValueError: It is no regular file, or is a link out of `within`.
+            OSError: It cannot be read.
+        """
+
+    def read_range(self, file: _Path, offset: int, size: int, /) -> bytes:
+        """Returns `size` bytes of a file from `offset`, or fewer where the file ends.
+
+        Raises:
+            ValueError: It is no regular file.
+            OSError: It cannot be read.
+        """
+
+    def read_into(self, file: _Path, views: Sequence[memoryview], /) -> None:
+        """Fills `views` with an array's file, which must have exactly their size.
+
+        Raises:
+            ValueError: It has another size, or is a link out of the array's parent.
+            OSError: It is missing, or cannot be read.
+        """
+
+    def last_lines(self, file: _Path, max_bytes: int, /) -> list[bytes]:
+        """The last lines of a file, as many as fit into `max_bytes`.
+
+        Raises:
+            OSError: It cannot be read; FileNotFoundError if it is not there.
+        """
+
+    def forget_cached(self, file: _Path, /) -> None:
+        """Drops a file from the page cache of this machine, if it is in one."""
+
+    # ---- writing ------------------------------------------------------------------
+
+    def write_parts(self, file: _Path, parts: Sequence[memoryview], /) -> None:
+        """Writes a new file of `parts`; a small one is durable after a later sync.
+
+        Raises:
+            OSError: It exists, or cannot be written.
+        """
+
+    def append_lines(self, file: _Path, lines: bytes, max_bytes: int, /) -> None:
+        """Appends whole lines, whoever else appends to the file.
+
+        Where appending means writing all anew, the oldest lines go from `max_bytes` on.
+
+        Raises:
+            OSError: They cannot be written.
+        """
+
+    def sync_files(self, paths: Iterable[_Path], threads: int, /) -> None:
+        """Makes files and directories durable, `threads` at a time."""
+
+    def add_directory(self, path: _Path, files: Mapping[str, bytes], /) -> bool:
+        """Makes a directory with `files` in it, durably, in a single step if possible.
+
+        Where it takes several steps, the files appear in their order.
+
+        Returns:
+            False if another process was first; nothing was changed then.
+        """
+
+    def withdraw_name(self, directory: _Path, aside: _Path, /) -> Path:
+        """Renames a directory to `aside`, durably, where that is how deletion begins.
+
+        Returns:
+            Where the directory is now.
+        """
+
+    # ---- checkpoints --------------------------------------------------------------
+
+    def is_committed(self, path: _Path, /) -> bool:
+        """Whether the checkpoint `path` is there and counts."""
+
+    def is_unfinished(self, path: _Path, /) -> bool:
+        """Whether what is at `path` is left of a save that did not commit it."""
+
+    def lists_committed(
+        self, names: Collection[str], unmarked: Collection[str], /
+    ) -> bool:
+        """Whether a checkpoint that holds `names` counts.
+
+        Args:
+            names: Of the files and directories in it.
+            unmarked: Names that no checkpoint has without its commit marker.
+        """
+
+    def new_checkpoint(
+        self,
+        final: _Path,
+        /,
+        *,
+        overwrite: bool,
+        keep: Callable[[str], bool],
+        check: Callable[[Path], object],
+    ) -> AbstractContextManager[Path]:
+        """A new directory for the checkpoint `final`; removed if it is not committed.
+
+        What crashes have left of earlier saves of `final` is removed.
+
+        Args:
+            final: The checkpoint.
+            overwrite: Whether to replace one that is there.
+            keep: Which of its files stay, by name.
+            check: Called with one that is about to be removed; raises to keep it.
+        """
+
+    def copy_checkpoint(
+        self,
+        source: Path,
+        final: _Path,
+        /,
+        *,
+        files: Sequence[Path] | None = None,
+        marks: Mapping[str, bytes],
+        overwrite: bool,
+        keep: Callable[[str], bool],
+        publish: Callable[[Path, Path], object],
+    ) -> int:
+        """Copies a checkpoint of this machine to `final` and commits it there.
+
+        Args:
+            source: The checkpoint.
+            final: Where the copy shall be.
+            files: The files to copy; by default all.
+            marks: More files, by name.
+            overwrite: Whether to replace a checkpoint that is there.
+            keep: Which of its files stay, by name.
+            publish: Called with a copied directory and `final` to give the directory
+                its name, where that is how a checkpoint is committed.
+
+        Returns:
+            Bytes that were written.
+
+        Raises:
+            CheckpointExistsError: One is there, or another process writes it.
+            OSError: It could not be written.
+        """
+
+    def delete(self, path: _Path, check: Callable[[Path], object], /) -> None:
+        """Deletes a checkpoint: it first stops to count, durably, then its files go.
+
+        Files that cannot be removed are swept another time.
+
+        Args:
+            path: The checkpoint.
+            check: Called with its present path before and after it stops to count;
+                raises SaveFailedError to keep the checkpoint.
+
+        Raises:
+            SaveFailedError: It is being read, or `check` keeps it.
+            OSError: It has its name still, or the loss of its name may not last.
+        """
+
+    def delete_part(
+        self, path: _Path, name: str, announce: Callable[[], object], /
+    ) -> None:
+        """Deletes the directory `name` of a checkpoint after calling `announce`.
+
+        Raises:
+            SaveFailedError: The checkpoint is being read.
+            OSError: It could not be deleted.
+        """
+
+
+_LOCAL: Storage[Path] = LocalStorage()
+# Typed for all paths: `of` returns it for its own only.
+_OBJECTS = cast("Storage[Path]", ObjectStorage())
+
+
+def of(path: Path) -> Storage[Path]:
+    """The storage that holds `path`: a file system, or an object store."""
+    return _OBJECTS if isinstance(path, RemotePath) else _LOCAL
