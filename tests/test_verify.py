@@ -15,8 +15,8 @@ import tensorstore as ts
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._arrays.zarr import chunk_file as zarr_chunk_file
 from flaxckpt._steps import markers as steps_markers
+from flaxckpt._storage import files as storage_files
 from flaxckpt._storage import local as storage_local
 from flaxckpt.formats._native import checkpoint as native_checkpoint
 from flaxckpt.policies import LatestN
@@ -534,14 +534,14 @@ def test_a_reader_marks_nothing(tmp_path):
 
 def test_a_disk_that_fails_for_a_moment_proves_nothing(tmp_path, monkeypatch, caplog):
     ckpt = run(tmp_path, 1, 2)
-    real = zarr_chunk_file._descriptor
+    real = storage_files.open_regular_file
 
-    def fail(path):
+    def fail(path, **options):
         if "/2/" in str(path):
             raise OSError(errno.EIO, "Input/output error", str(path))
-        return real(path)
+        return real(path, **options)
 
-    monkeypatch.setattr(zarr_chunk_file, "_descriptor", fail)
+    monkeypatch.setattr(storage_files, "open_regular_file", fail)
     strategies.assert_same(state(1), ckpt.restore())
     monkeypatch.undo()
     assert (ckpt.steps(), ckpt.damaged()) == ([1, 2], {})

@@ -175,7 +175,7 @@ def from_files(
             )
         )
     arrays: dict[Region, Array] = {}
-    may_map = memory_map and not _storage.paths.is_remote(directory)
+    may_map = memory_map and _storage.of(directory).can_map
     for region in regions:
         chunks = [
             (

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from flaxckpt._storage import (
         client,
         commit_marker,
+        files,
         filesystem,
         leases,
         local,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "client",
     "commit_marker",
+    "files",
     "filesystem",
     "leases",
     "local",

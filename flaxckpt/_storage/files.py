@@ -12,6 +12,7 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from flaxckpt._storage import symlinks
 
@@ -67,14 +68,16 @@ def stream(path: Path, within: Path) -> Iterator[memoryview]:
         os.close(descriptor)
 
 
-def read_range(path: Path, offset: int, size: int) -> bytes:
-    """Returns `size` bytes of a file from `offset`, or fewer if the file ends there.
+def read_range(
+    path: Path, offset: int, size: int, *, within: Path | None = None
+) -> bytes:
+    """Returns `size` bytes of a file from `offset`, or fewer where the file ends.
 
     Raises:
-        ValueError: It is not a regular file.
+        ValueError: It is not a regular file, or is a link out of `within`.
         OSError: It cannot be read.
     """
-    descriptor = open_regular_file(path)
+    descriptor = open_regular_file(path, within=within)
     try:
         return os.pread(descriptor, size, offset)
     finally:
@@ -171,6 +174,53 @@ def forget_cached(path: Path) -> None:
         pass
     finally:
         os.close(descriptor)
+
+
+def entries_below(directory: str, before: str) -> Iterator[tuple[str, bool]]:
+    """Yields `before` and the path of all below `directory`, and whether it is a file.
+
+    Raises:
+        ValueError: A link to a directory is there, which may lead round and round.
+        OSError: A directory cannot be listed.
+    """
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            path = before + entry.name
+            yield path, entry.is_file()
+            if not entry.is_dir():
+                continue
+            if entry.is_symlink():
+                raise ValueError(f"{path} is a link to a directory")
+            yield from entries_below(entry.path, path + "/")
+
+
+def files_and_links(root: str) -> dict[str, bool]:
+    """Maps the path of each file or link below `root` to True for a link, in order."""
+    found: dict[str, bool] = {}
+    for path, directories, names in os.walk(root):
+        inside = f"{path[len(root) :].strip('/')}/".lstrip("/")
+        for name in directories + names:
+            is_link = os.path.islink(f"{path}/{name}")  # noqa: PTH114
+            if is_link or name not in directories:
+                found[inside + name] = is_link
+    return dict(sorted(found.items()))
+
+
+def all_files(path: Path) -> Iterator[Path]:
+    """Yields `path`, if it is a file, and each file below it.
+
+    Raises:
+        OSError: A directory cannot be listed.
+    """
+    if path.is_file():
+        yield path
+        return
+    for directory, _, names in os.walk(path, onerror=_raise):
+        yield from (Path(directory, name) for name in names)
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
 
 
 def disk_files(root: str) -> dict[tuple[int, int], int]:

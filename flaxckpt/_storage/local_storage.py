@@ -15,10 +15,18 @@ from collections.abc import (
     Sequence,
 )
 from pathlib import Path
+from types import MappingProxyType
 
 from flaxckpt import _util, errors
+from flaxckpt._storage import (
+    commit_marker,
+    filesystem,
+    leases,
+    local,
+    rename,
+    temporary,
+)
 from flaxckpt._storage import files as storage_files
-from flaxckpt._storage import filesystem, leases, local, rename, temporary
 from flaxckpt._types import JSON
 
 _COPYING_THREADS = 8
@@ -58,7 +66,16 @@ class LocalStorage:
             for name in sorted(names):
                 yield inside + name
 
-    def known_size(self, file: Path, within: Path, /) -> int | None:
+    def entries_below(self, directory: Path, /) -> Iterator[tuple[str, bool]]:
+        return storage_files.entries_below(str(directory), "")
+
+    def files_and_links(self, directory: Path, /) -> dict[str, bool]:
+        return storage_files.files_and_links(str(directory))
+
+    def all_files(self, path: Path, /) -> Iterator[Path]:
+        return storage_files.all_files(path)
+
+    def known_size(self, file: Path, within: Path | None, /) -> int | None:
         descriptor = storage_files.open_regular_file(file, within=within)
         try:
             return os.fstat(descriptor).st_size
@@ -92,6 +109,9 @@ class LocalStorage:
 
     def stream(self, file: Path, within: Path, size: int, /) -> Iterator[memoryview]:
         return storage_files.stream(file, within)
+
+    def read_small(self, file: Path, max_bytes: int, within: Path, /) -> bytes:
+        return storage_files.read_range(file, 0, max_bytes, within=within)
 
     def read_range(self, file: Path, offset: int, size: int, /) -> bytes:
         return storage_files.read_range(file, offset, size)
@@ -145,7 +165,7 @@ class LocalStorage:
     # ---- checkpoints --------------------------------------------------------------
 
     def is_committed(self, path: Path, /) -> bool:
-        return path.exists()
+        return os.path.exists(path)  # noqa: PTH110
 
     def is_unfinished(self, path: Path, /) -> bool:
         return False  # it has no name of its own yet
@@ -169,6 +189,19 @@ class LocalStorage:
         with temporary.made(final) as made:
             yield made
 
+    def commit(
+        self,
+        made: Path,
+        final: Path,
+        marker: bytes,
+        publish: Callable[[Path, Path], object],
+        /,
+    ) -> int:
+        local.write(made / commit_marker.MARKER, marker)
+        size = local.sync_tree(made)
+        publish(made, final)
+        return size
+
     def copy_checkpoint(
         self,
         source: Path,
@@ -176,10 +209,10 @@ class LocalStorage:
         /,
         *,
         files: Sequence[Path] | None = None,
-        marks: Mapping[str, bytes],
+        marks: Mapping[str, bytes] = MappingProxyType({}),
         overwrite: bool,
-        keep: Callable[[str], bool],
-        publish: Callable[[Path, Path], object],
+        keep: Callable[[str], bool] = lambda name: False,
+        publish: Callable[[Path, Path], object] = rename.publish,
     ) -> int:
         if files is None:
             files = [path for path in source.rglob("*") if path.is_file()]

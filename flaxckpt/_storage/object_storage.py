@@ -14,9 +14,10 @@ from collections.abc import (
     Sequence,
 )
 from pathlib import Path
+from types import MappingProxyType
 
 from flaxckpt import errors
-from flaxckpt._storage import commit_marker, leases, local, locks, upload
+from flaxckpt._storage import commit_marker, leases, local, locks, rename, upload
 from flaxckpt._storage.paths import RemotePath
 from flaxckpt._types import JSON
 
@@ -46,7 +47,18 @@ class ObjectStorage:
     def files_below(self, directory: RemotePath, /) -> Iterator[str]:
         return iter(directory.keys())
 
-    def known_size(self, file: RemotePath, within: RemotePath, /) -> int | None:
+    def entries_below(self, directory: RemotePath, /) -> Iterator[tuple[str, bool]]:
+        return ((key, True) for key in self.files_below(directory))
+
+    def files_and_links(self, directory: RemotePath, /) -> dict[str, bool]:
+        keys = self.files_below(directory)
+        return {key: False for key in sorted(keys) if not key.endswith("/")}
+
+    def all_files(self, path: RemotePath, /) -> Iterator[Path]:
+        yield path
+        yield from (path / key for key in self.files_below(path))
+
+    def known_size(self, file: RemotePath, within: RemotePath | None, /) -> int | None:
         return None
 
     def known_size_below(self, directory: RemotePath, /) -> int:
@@ -74,6 +86,11 @@ class ObjectStorage:
         self, file: RemotePath, within: RemotePath, size: int, /
     ) -> Iterator[memoryview]:
         return map(memoryview, file.pieces(size))
+
+    def read_small(
+        self, file: RemotePath, max_bytes: int, within: RemotePath, /
+    ) -> bytes:
+        return file.read_bytes()
 
     def read_range(self, file: RemotePath, offset: int, size: int, /) -> bytes:
         return file.store.part(file.key, offset, offset + size) or b""
@@ -158,6 +175,16 @@ class ObjectStorage:
         with commit_marker.made(final, overwrite=overwrite, keep=keep) as made:
             yield made
 
+    def commit(
+        self,
+        made: RemotePath,
+        final: RemotePath,
+        marker: bytes,
+        publish: Callable[[Path, Path], object],
+        /,
+    ) -> int:
+        return commit_marker.commit(made, marker)
+
     def copy_checkpoint(
         self,
         source: Path,
@@ -165,10 +192,10 @@ class ObjectStorage:
         /,
         *,
         files: Sequence[Path] | None = None,
-        marks: Mapping[str, bytes],
+        marks: Mapping[str, bytes] = MappingProxyType({}),
         overwrite: bool,
-        keep: Callable[[str], bool],
-        publish: Callable[[Path, Path], object],
+        keep: Callable[[str], bool] = lambda name: False,
+        publish: Callable[[Path, Path], object] = rename.publish,
     ) -> int:
         return upload.upload(
             source, final, files=files, marks=marks, overwrite=overwrite, keep=keep

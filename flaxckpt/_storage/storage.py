@@ -21,8 +21,10 @@ from collections.abc import (
 )
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol, TypeVar, cast
 
+from flaxckpt._storage import rename
 from flaxckpt._storage.local_storage import LocalStorage
 from flaxckpt._storage.object_storage import ObjectStorage
 from flaxckpt._storage.paths import RemotePath
@@ -71,8 +73,30 @@ class Storage(Protocol[_Path]):
         Links to files are files; links to directories are left out.
         """
 
-    def known_size(self, file: _Path, within: _Path, /) -> int | None:
-        """The size of a file in `within`; None if only reading the file shows it.
+    def entries_below(self, directory: _Path, /) -> Iterator[tuple[str, bool]]:
+        """Yields the path of all that is below `directory`, and whether it is a file.
+
+        Raises:
+            ValueError: A link to a directory is there.
+            OSError: It cannot be listed.
+        """
+
+    def files_and_links(self, directory: _Path, /) -> dict[str, bool]:
+        """Maps the path of each file or link below `directory` to True for a link."""
+
+    def all_files(self, path: _Path, /) -> Iterator[Path]:
+        """Yields `path`, if it is a file, and each file below it.
+
+        Raises:
+            OSError: A directory cannot be listed.
+        """
+
+    def known_size(self, file: _Path, within: _Path | None, /) -> int | None:
+        """The size of a file; None if only reading the file shows it.
+
+        Args:
+            file: The file.
+            within: A directory that a link must not lead out of; None: it may.
 
         Raises:
             ValueError: It is no regular file, or is a link out of `within`.
@@ -113,6 +137,14 @@ class Storage(Protocol[_Path]):
             file: The file.
             within: A directory that a link must not lead out of.
             size: The expected size, which saves a request; 0 if it may be small.
+
+        Raises:
+            ValueError: It is no regular file, or is a link out of `within`.
+            OSError: It cannot be read.
+        """
+
+    def read_small(self, file: _Path, max_bytes: int, within: _Path, /) -> bytes:
+        """Returns the content of a small file in `within`, or its beginning.
 
         Raises:
             ValueError: It is no regular file, or is a link out of `within`.
@@ -220,6 +252,28 @@ class Storage(Protocol[_Path]):
             check: Called with one that is about to be removed; raises to keep it.
         """
 
+    def commit(
+        self,
+        made: _Path,
+        final: _Path,
+        marker: bytes,
+        publish: Callable[[Path, Path], object],
+        /,
+    ) -> int:
+        """Commits the checkpoint written in `made`, durably; returns its bytes.
+
+        Args:
+            made: The directory that `new_checkpoint` made.
+            final: The checkpoint.
+            marker: The content of the commit marker, the last file.
+            publish: Called with `made` and `final` to give the directory its name,
+                where that is how a checkpoint is committed.
+
+        Raises:
+            CheckpointExistsError: Another process has written `final`.
+            OSError: It could not be committed.
+        """
+
     def copy_checkpoint(
         self,
         source: Path,
@@ -227,10 +281,10 @@ class Storage(Protocol[_Path]):
         /,
         *,
         files: Sequence[Path] | None = None,
-        marks: Mapping[str, bytes],
+        marks: Mapping[str, bytes] = MappingProxyType({}),
         overwrite: bool,
-        keep: Callable[[str], bool],
-        publish: Callable[[Path, Path], object],
+        keep: Callable[[str], bool] = lambda name: False,
+        publish: Callable[[Path, Path], object] = rename.publish,
     ) -> int:
         """Copies a checkpoint of this machine to `final` and commits it there.
 

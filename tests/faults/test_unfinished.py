@@ -43,7 +43,7 @@ ckpt = flaxckpt.Checkpointer(sys.argv[1])
 on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
 state = {"w": np.ones(3), "step": 1}
 if sys.argv[2] == "preflight":
-    _storage.write = stop  # of the probe
+    _storage.local.write = stop  # of the probe
     on_step(1, state)
 else:
     on_step.check_resume(state, stop)
