@@ -333,7 +333,7 @@ def uses_ocdbt(
 def _check_free(final: Path, *, overwrite: bool) -> None:
     if not _storage.local.lexists(final):
         return
-    if _storage.paths.is_remote(final) and _storage.commit_marker.is_unfinished(final):
+    if _storage.of(final).is_unfinished(final):
         return  # it is removed, if nobody works with it
     if final.is_dir() and not final.is_symlink() and not any(final.iterdir()):
         return

@@ -43,10 +43,8 @@ def item(path: Path) -> Path | None:
 
     In a store, it must have Orbax's marker; one item has its own, or that above it.
     """
-    if _storage.paths.is_remote(path) and not (
-        _storage.commit_marker.is_committed(path)
-        or _storage.commit_marker.is_committed(path.parent)
-    ):
+    storage = _storage.of(path)
+    if not (storage.is_committed(path) or storage.is_committed(path.parent)):
         return None
     for name in (*PREFERRED_ITEMS, ""):
         if is_tree(path / name):
