@@ -112,7 +112,7 @@ def _run(source: Path, step: int | None, final: Path, options: Options) -> SaveR
     """Converts the checkpoint at `source` into one at `final`."""
     if final.suffix.lower() != f".{options.format}":
         _checkpoint.overwrite.check_name(final, "convert")
-    if _storage.paths.is_remote(final):
+    if not _storage.of(final).can_rename:
         return _to_store(source, step, final, options)
     begun = time.monotonic()
     found, number = _locate.locate(source, step)
@@ -158,7 +158,7 @@ def _run(source: Path, step: int | None, final: Path, options: Options) -> SaveR
 
 
 def _to_store(
-    source: Path, step: int | None, final: _storage.paths.RemotePath, options: Options
+    source: Path, step: int | None, final: Path, options: Options
 ) -> SaveResult:
     """The same on the local disk, and from there to the store."""
     if options.format != "orbax":
@@ -171,7 +171,9 @@ def _to_store(
     with tempfile.TemporaryDirectory(prefix="flaxckpt-convert-") as directory:
         made = Path(directory) / final.name
         _run(source, step, made, options)
-        size = _storage.upload.upload(made, final, overwrite=options.overwrite)
+        size = _storage.of(final).copy_checkpoint(
+            made, final, overwrite=options.overwrite
+        )
     secs = time.monotonic() - begun
     return SaveResult(None, str(final), size, secs, secs)
 

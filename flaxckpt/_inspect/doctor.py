@@ -79,9 +79,9 @@ def examine(
         OptionError: There is no such directory.
     """
     root = _storage.local.resolve(directory)
-    if not (root.is_dir() or _storage.paths.is_remote(root)):
+    if _storage.of(root).has_directories and not root.is_dir():
         raise errors.OptionError(f"{root} is no directory: pass one that is there")
-    free, kind, problems = _storage.filesystem.free_bytes(root), _file_system(root), []
+    free, problems = _storage.filesystem.free_bytes(root), []
     if free is not None:
         max_bytes = min(max_bytes, free // 10)
     sync_secs = write_rate = read_rate = None
@@ -96,7 +96,7 @@ def examine(
     return Diagnosis(
         _versions(),
         str(root),
-        kind,
+        _storage.of(root).kind(root),
         free,
         sync_secs,
         write_rate,
@@ -114,12 +114,6 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = _NOT_INSTALLED
     return found
-
-
-def _file_system(root: Path) -> str:
-    if _storage.paths.is_remote(root):
-        return "object store"
-    return _storage.filesystem.kind(os.fspath(root))
 
 
 @contextlib.contextmanager
@@ -161,7 +155,7 @@ def _rates(scratch: Path, max_bytes: int, max_secs: float) -> tuple[float, float
 
     write_rate = _rate(write, files, size, max_secs)
     for file in written:
-        _forget(file)
+        _storage.of(file).forget_cached(file)
     return write_rate, _rate(_read, written, size, max_secs)
 
 
@@ -185,18 +179,6 @@ def _timed(work: Callable[[], object]) -> float:
 
 def _read(file: Path) -> None:
     file.read_bytes()
-
-
-def _forget(file: Path) -> None:
-    """Asks the system to keep a file no longer in memory."""
-    if _storage.paths.is_remote(file) or not hasattr(os, "posix_fadvise"):
-        return
-    with contextlib.suppress(OSError):
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
 
 
 # ---- what the file system can do ----------------------------------------------------

@@ -32,7 +32,7 @@ def integrity(
     """
     if every:
         return tuple(_verified(step) for step in steps)
-    count = _LOOKED_AT_IN_STORES if _storage.paths.is_remote(root) else LOOKED_AT
+    count = _LOOKED_AT_IN_STORES if _storage.of(root).costs_requests else LOOKED_AT
     newest = {step.path for step in steps[-count:]}
     return tuple(_looked_at(step, step.path in newest) for step in steps)
 

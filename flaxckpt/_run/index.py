@@ -54,9 +54,7 @@ class Inventory:
 
     def listed(self) -> dict[int, Path]:
         """The committed steps, ascending, without what is merely called like one."""
-        if _storage.paths.is_remote(
-            self._directory
-        ):  # where a look costs less than a stamp
+        if _storage.of(self._directory).costs_requests:  # one listing, no stamps
             with _storage.paths.looking(self._directory):
                 listed = _steps.names.listed(self._directory, self._format)
                 return {s: path for s, path in listed.items() if _was_step(path)}

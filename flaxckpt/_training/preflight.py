@@ -154,12 +154,8 @@ def _probe(directory: Path) -> float:
             start = time.monotonic()
             _storage.local.write(made / "probe", bytes(_PROBE_BYTES))
             secs = time.monotonic() - start
-            if _storage.paths.is_remote(made):
-                renamed = made
-            else:
-                doing = "rename a directory in"
-                made.rename(renamed)
-                _storage.local.sync_directory(directory)
+            doing = "rename a directory in"
+            renamed = _storage.of(made).withdraw_name(made, renamed)
             doing = "remove a directory from"
             _storage.local.remove_tree(renamed)
     except OSError as error:
