@@ -12,7 +12,7 @@ from typing import Any
 def opener(
     package: str,
     modules: Collection[str],
-    functions: Mapping[str, str] = MappingProxyType({}),
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[str], Any]:
     """Returns a `__getattr__` for `package` that imports `modules` on first use.
 
@@ -22,15 +22,15 @@ def opener(
     Args:
         package: The package's `__name__`.
         modules: Names of the modules in it that other packages may use.
-        functions: Names of functions that they may use -> the modules of those.
+        names: Names of functions and classes that they may use -> their modules.
 
     Raises:
         AttributeError: The returned function was asked for any other name.
     """
 
     def get(name: str) -> Any:
-        if name in functions:
-            module = importlib.import_module(f"{package}.{functions[name]}")
+        if name in names:
+            module = importlib.import_module(f"{package}.{names[name]}")
             found = getattr(module, name)
             setattr(sys.modules[package], name, found)
             return found

@@ -277,7 +277,7 @@ def test_a_fork_works_while_threads_of_its_parent_save_and_tell(run, tmp_path):
         teller = threading.Thread(target=ckpt.events.deliver)
         teller.start()
         telling.wait()
-        _storage.local.sync_tree = held_up(_storage.local.sync_tree)
+        _storage.files.sync_tree = held_up(_storage.files.sync_tree)
 
         def save():
             ckpt.save(2, state(2))

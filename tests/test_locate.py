@@ -16,6 +16,7 @@ from golden_cases import GOLDEN
 
 import flaxckpt
 from flaxckpt import errors, formats
+from flaxckpt._storage import files as storage_files
 from flaxckpt._storage import local as storage_local
 
 NOBODY = 65534
@@ -217,14 +218,14 @@ def test_one_checkpoint_has_no_steps(flax_steps, orbax_steps):
 def slow_saves(monkeypatch):
     """Saves that are written, and not committed before the event is set."""
     go = threading.Event()
-    real = storage_local.sync_tree
+    real = storage_files.sync_tree
 
     def sync_tree(path):
         size = real(path)
         go.wait(60)
         return size
 
-    monkeypatch.setattr(storage_local, "sync_tree", sync_tree)
+    monkeypatch.setattr(storage_files, "sync_tree", sync_tree)
     yield go
     go.set()
 

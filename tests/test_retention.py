@@ -24,6 +24,7 @@ from flaxckpt import errors
 from flaxckpt._checkpoint import save as checkpoint_save
 from flaxckpt._run import retention as run_retention
 from flaxckpt._steps import delete as steps_delete
+from flaxckpt._storage import files as storage_files
 from flaxckpt._storage import local as storage_local
 from flaxckpt._storage import rename as storage_rename
 from flaxckpt.datasets import StepIndexed
@@ -953,13 +954,13 @@ def test_metrics_appear_with_their_directory(tmp_path, monkeypatch):
     save(tmp_path, 1)
     ckpt = flaxckpt.Checkpointer(tmp_path)
     seen = []
-    real = storage_local.write
+    real = storage_files.write
 
     def write(path, content):
         seen.append((tmp_path / "1/metrics").exists())
         real(path, content)
 
-    monkeypatch.setattr(storage_local, "write", write)
+    monkeypatch.setattr(storage_files, "write", write)
     ckpt.add_metrics(1, {"loss": 1})
     # Only the mark comes after it, as it says that there are metrics.
     assert seen == [False, False, True]

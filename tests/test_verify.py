@@ -563,8 +563,8 @@ def test_a_file_that_may_not_be_read_proves_nothing(tmp_path, monkeypatch):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return read(path, max_bytes=max_bytes)
 
-    read = storage_local.read
-    monkeypatch.setattr(storage_local, "read", denied)
+    read = storage_files.read
+    monkeypatch.setattr(storage_files, "read", denied)
     monkeypatch.setattr(os, "open", fail)
     strategies.assert_same(state(1), ckpt.restore())
     monkeypatch.undo()
@@ -578,7 +578,7 @@ def test_a_mark_that_cannot_be_made_is_told_of(tmp_path, monkeypatch, caplog):
     def fail(path, content):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(storage_local, "replace", fail)
+    monkeypatch.setattr(storage_files, "replace", fail)
     strategies.assert_same(state(1), ckpt.restore())
     assert "could not be marked: [Errno 30]" in caplog.text
 

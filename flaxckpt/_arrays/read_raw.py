@@ -271,7 +271,7 @@ class Databases:
         """
         if raw.root not in self._opened and raw.root not in self._faults:
             try:
-                _storage.symlinks.check_root(raw.root, checkpoint)
+                _storage.of(raw.root).check_root(raw.root, checkpoint)
             except (ValueError, OSError) as error:
                 self._faults[raw.root] = error
         self.open(raw, verify=verify)

@@ -412,7 +412,8 @@ def _reading(
 ) -> _arrays.read.Options:
     memory_map = options.memory_map
     if memory_map == "auto":
-        memory_map = _storage.filesystem.is_local(_storage.paths.from_text(path))
+        checkpoint = _storage.paths.from_text(path)
+        memory_map = _storage.of(checkpoint).is_local(checkpoint)
     at_once = options.max_concurrent_bytes
     return _arrays.read.Options(memory_map, options.verify, at_once, report)
 

@@ -81,7 +81,7 @@ def examine(
     root = _storage.local.resolve(directory)
     if _storage.of(root).has_directories and not root.is_dir():
         raise errors.OptionError(f"{root} is no directory: pass one that is there")
-    free, problems = _storage.filesystem.free_bytes(root), []
+    free, problems = _storage.of(root).free_bytes(root), []
     if free is not None:
         max_bytes = min(max_bytes, free // 10)
     sync_secs = write_rate = read_rate = None
@@ -189,7 +189,7 @@ def _features(scratch: Path) -> dict[str, bool]:
         "file locks": _works(lambda: _lock(scratch)),
         "hard links": _works(lambda: _link(scratch)),
         "exchange of directories": _works(lambda: _exchange(scratch)),
-        "memory maps": _storage.filesystem.is_local(scratch),
+        "memory maps": _storage.of(scratch).is_local(scratch),
     }
 
 

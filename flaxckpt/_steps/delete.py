@@ -49,7 +49,7 @@ def sweep(root: Path, step_format: names.StepFormat) -> None:
     Raises:
         OSError: Something could not be removed.
     """
-    _storage.temporary.sweep(root, lambda name: step_format.step(name) is not None)
+    _storage.of(root).sweep(root, lambda name: step_format.step(name) is not None)
 
 
 def tidy(root: Path, step_format: names.StepFormat, items: Sequence[str]) -> None:
@@ -69,6 +69,6 @@ def tidy(root: Path, step_format: names.StepFormat, items: Sequence[str]) -> Non
             directories += [step, *(step / name for name in inside)]
         for directory in directories:
             if not directory.is_symlink():
-                _storage.temporary.sweep_files(directory)
+                _storage.of(directory).sweep_files(directory)
     except OSError as error:
         _log.warning("what a crash has left in %s is there still: %s", root, error)

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
         client,
         commit_marker,
         files,
-        filesystem,
         leases,
         local,
         locks,
@@ -19,17 +18,16 @@ if TYPE_CHECKING:
         permissions,
         rename,
         store_settings,
-        symlinks,
         temporary,
         upload,
     )
-    from flaxckpt._storage.storage import of
+    from flaxckpt._storage.storage import Stamp, of, stamp
 
 __all__ = [
+    "Stamp",
     "client",
     "commit_marker",
     "files",
-    "filesystem",
     "leases",
     "local",
     "locks",
@@ -37,11 +35,13 @@ __all__ = [
     "paths",
     "permissions",
     "rename",
+    "stamp",
     "store_settings",
-    "symlinks",
     "temporary",
     "upload",
 ]
 
 if not TYPE_CHECKING:
-    __getattr__ = _doors.opener(__name__, __all__, {"of": "storage"})
+    __getattr__ = _doors.opener(
+        __name__, __all__, dict.fromkeys(("Stamp", "of", "stamp"), "storage")
+    )

@@ -1,4 +1,7 @@
-"""Files of a file system: the safe ways to open, read and append to them.
+"""Files and directories of a file system: opened safely, written durably.
+
+A file counts as written when it, its directory, and every directory that was made
+for it have been synced. Nothing here follows a symbolic link to delete or replace.
 
 Every file that is read as part of a checkpoint is opened by `open_regular_file`:
 opening a pipe never waits for its writer, and a symbolic link may be kept from leading
@@ -7,13 +10,21 @@ out of the checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
+import hashlib
+import io
 import os
+import re
+import secrets
+import shutil
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from flaxckpt import _util, errors
 from flaxckpt._storage import symlinks
 
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
@@ -21,6 +32,11 @@ _STREAM_BYTES = 2**20
 _SYNCED_AT_ONCE = 2**20
 _CALL_BYTES = 2**30
 """Bytes that a single system call reads or writes at most."""
+
+_SYNCING_THREADS = 8
+_REMOVALS = 100
+_REPLACING = ".tmp"
+_REPLACING_NAME = re.compile(rf".+\.[0-9a-f]{{8}}{re.escape(_REPLACING)}", re.DOTALL)
 
 
 def open_regular_file(path: Path | str, *, within: Path | None = None) -> int:
@@ -50,6 +66,57 @@ def open_regular_file(path: Path | str, *, within: Path | None = None) -> int:
         os.close(descriptor)
         raise ValueError(f"{path} is no plain file")
     return descriptor
+
+
+def read(path: Path, *, max_bytes: int) -> bytes:
+    """The content of the file `path`.
+
+    Raises:
+        FileNotFoundError: There is none.
+        DamagedCheckpointError: It is larger than `max_bytes`, or no plain file.
+    """
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= max_bytes:
+            content = file.read(max_bytes + 1)
+            size = len(content)
+        if size > max_bytes:  # perhaps only since it was opened
+            raise errors.DamagedCheckpointError(
+                f"{path}: wanted a file of at most {max_bytes} bytes, found {size}"
+            )
+        return content
+
+
+@contextlib.contextmanager
+def opened(path: Path, *, buffer_bytes: int = 2**13) -> Iterator[io.BufferedReader]:
+    """Opens a regular file for reading, `buffer_bytes` at a time.
+
+    Raises:
+        FileNotFoundError: There is none.
+        DamagedCheckpointError: It is not a regular file.
+    """
+    try:
+        descriptor = open_regular_file(path)
+    except ValueError as error:
+        raise errors.DamagedCheckpointError(str(error)) from None
+    try:
+        with io.FileIO(descriptor, closefd=False) as file:
+            yield io.BufferedReader(file, buffer_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def digest_file(path: Path, *, max_bytes: int) -> str | None:
+    """The checksum of a file's content; None if it is larger than `max_bytes`.
+
+    Raises:
+        FileNotFoundError: There is none.
+        DamagedCheckpointError: It is no plain file.
+    """
+    with opened(path) as file:
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            return None
+        return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def stream(path: Path, within: Path) -> Iterator[memoryview]:
@@ -107,6 +174,131 @@ def read_into(path: Path, views: Sequence[memoryview], *, within: Path) -> None:
                 at += count
     finally:
         os.close(descriptor)
+
+
+def write(path: Path, content: bytes) -> None:
+    """Writes a new file and syncs it; its directory is the caller's to sync."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Writes `path` anew in one step: readers see the old content or the new.
+
+    Several may do so at a time: one of them is the last.
+    """
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_REPLACING}")
+    try:
+        write(temporary, content)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def is_replacing(name: str) -> bool:
+    """Whether `replace` calls a file so until it has its name."""
+    return _REPLACING_NAME.fullmatch(name) is not None
+
+
+@contextlib.contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Has whoever locks that file, too, wait until the `with` block ends.
+
+    Where the file system has no such locks, nobody waits.
+
+    Raises:
+        OSError: The file cannot be opened.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_NONBLOCK)  # or NFS would not lock
+    except (PermissionError, IsADirectoryError):
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def make_directory(path: Path) -> None:
+    """Makes `path` and its parents, each of them durable.
+
+    Raises:
+        OSError: One cannot be made, or is no directory.
+    """
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for directory in reversed(missing):
+        directory.mkdir(exist_ok=True)
+        sync_directory(directory.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the names in the directory `path` durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(root: Path) -> int:
+    """Syncs every file and directory under `root`, whoever wrote them.
+
+    Several at a time: the disk then settles them together.
+
+    Returns:
+        The size of all files that have no other name elsewhere, in bytes.
+    """
+    sizes: list[int] = []
+
+    def sync(path: str) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            os.fsync(descriptor)
+            status = os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+            sizes.append(status.st_size)
+
+    paths = [
+        os.path.join(directory, name)  # noqa: PTH118
+        for directory, _, files in os.walk(root, topdown=False)
+        for name in (*files, "")
+    ]
+    _util.threads.each(sync, paths, threads=_SYNCING_THREADS)
+    return sum(sizes)
+
+
+def remove_tree(path: Path) -> None:
+    """Removes a directory and all in it, if it is there.
+
+    Raises:
+        OSError: It is a symbolic link or a file, which are never followed or removed.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(mode):
+        raise NotADirectoryError(errno.ENOTDIR, "not a directory of ours", str(path))
+    for _ in range(_REMOVALS):
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            if not os.path.lexists(path):
+                return
+        else:
+            return
+    shutil.rmtree(path)  # raises: it is not that somebody else removes it, too
 
 
 def write_parts(path: Path, parts: Sequence[memoryview]) -> None:
@@ -176,6 +368,19 @@ def forget_cached(path: Path) -> None:
         os.close(descriptor)
 
 
+def identity(found: os.stat_result) -> tuple[int, ...]:
+    """Of a file and its content, as far as the file system tells."""
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def directories(path: Path) -> Iterator[str]:
+    """Names of the directories in `path`; those behind symbolic links are not."""
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield entry.name
+
+
 def entries_below(directory: str, before: str) -> Iterator[tuple[str, bool]]:
     """Yields `before` and the path of all below `directory`, and whether it is a file.
 
@@ -241,3 +446,8 @@ def disk_files(root: str) -> dict[tuple[int, int], int]:
         except OSError:
             continue
     return found
+
+
+def digest(content: bytes) -> str:
+    """The checksum that is written down for `content`."""
+    return "sha256:" + hashlib.sha256(content).hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import shutil
 from collections.abc import (
@@ -22,8 +23,8 @@ from flaxckpt._storage import (
     commit_marker,
     filesystem,
     leases,
-    local,
     rename,
+    symlinks,
     temporary,
 )
 from flaxckpt._storage import files as storage_files
@@ -44,6 +45,21 @@ class LocalStorage:
 
     # ---- what is there ------------------------------------------------------------
 
+    def exists(self, path: Path, /) -> bool:
+        return os.path.lexists(path)
+
+    def names(self, directory: Path, /) -> list[str]:
+        return os.listdir(directory)  # noqa: PTH208
+
+    def directories(self, directory: Path, /) -> Iterator[str]:
+        return storage_files.directories(directory)
+
+    def identity(self, path: Path, /) -> tuple[int, ...] | None:
+        try:
+            return storage_files.identity(path.stat())
+        except OSError:
+            return None
+
     def is_taken(self, path: Path, /) -> bool:
         return os.path.lexists(path)
 
@@ -51,7 +67,7 @@ class LocalStorage:
         self, directory: Path, wanted: Callable[[str], bool], /
     ) -> dict[str, Collection[str]]:
         found: dict[str, Collection[str]] = {}
-        for name in filter(wanted, list(local.directories(directory))):
+        for name in filter(wanted, list(storage_files.directories(directory))):
             try:
                 found[name] = os.listdir(directory / name)  # noqa: PTH208
             except FileNotFoundError:  # just deleted
@@ -102,10 +118,36 @@ class LocalStorage:
     def kind(self, path: Path, /) -> str:
         return filesystem.kind(os.fspath(path))
 
+    def is_local(self, path: Path, /) -> bool:
+        return filesystem.is_local(path)
+
+    def free_bytes(self, path: Path, /) -> int | None:
+        return shutil.disk_usage(path).free
+
+    def check_root(self, root: Path, checkpoint: Path, /) -> int:
+        return symlinks.check_root(root, checkpoint)
+
+    def check_array(self, root: Path, name: str, checkpoint: Path, /) -> int:
+        return symlinks.check_array(root, name, checkpoint)
+
+    def check_file(self, path: Path, checkpoint: Path, /) -> None:
+        symlinks.check_file(path, checkpoint)
+
     def kvstore(self, directory: Path, below: str, /) -> dict[str, JSON]:
         return {"driver": "file", "path": f"{directory}/{below}"}
 
     # ---- reading ------------------------------------------------------------------
+
+    def read(self, file: Path, /, *, max_bytes: int) -> bytes:
+        return storage_files.read(file, max_bytes=max_bytes)
+
+    def opened(
+        self, file: Path, /, *, buffer_bytes: int = 2**13
+    ) -> contextlib.AbstractContextManager[io.BufferedReader]:
+        return storage_files.opened(file, buffer_bytes=buffer_bytes)
+
+    def digest_file(self, file: Path, /, *, max_bytes: int) -> str | None:
+        return storage_files.digest_file(file, max_bytes=max_bytes)
 
     def stream(self, file: Path, within: Path, size: int, /) -> Iterator[memoryview]:
         return storage_files.stream(file, within)
@@ -120,7 +162,7 @@ class LocalStorage:
         storage_files.read_into(file, views, within=file.parent.parent)
 
     def last_lines(self, file: Path, max_bytes: int, /) -> list[bytes]:
-        with local.opened(file) as opened:
+        with storage_files.opened(file) as opened:
             size = opened.seek(0, os.SEEK_END)
             opened.seek(max(0, size - max_bytes))
             found = opened.read()
@@ -132,6 +174,27 @@ class LocalStorage:
         storage_files.forget_cached(file)
 
     # ---- writing ------------------------------------------------------------------
+
+    def write(self, file: Path, content: bytes, /) -> None:
+        storage_files.write(file, content)
+
+    def replace(self, file: Path, content: bytes, /) -> None:
+        storage_files.replace(file, content)
+
+    def locked(self, file: Path, /) -> contextlib.AbstractContextManager[None]:
+        return storage_files.locked(file)
+
+    def make_directory(self, path: Path, /) -> None:
+        storage_files.make_directory(path)
+
+    def sync_directory(self, path: Path, /) -> None:
+        storage_files.sync_directory(path)
+
+    def sync_tree(self, root: Path, /) -> int:
+        return storage_files.sync_tree(root)
+
+    def remove_tree(self, path: Path, /) -> None:
+        storage_files.remove_tree(path)
 
     def write_parts(self, file: Path, parts: Sequence[memoryview], /) -> None:
         storage_files.write_parts(file, parts)
@@ -146,20 +209,20 @@ class LocalStorage:
         is_first = True
         with temporary.made(path.parent) as made:
             for name, content in files.items():
-                local.write(made / name, content)
-            local.sync_directory(made)
+                storage_files.write(made / name, content)
+            storage_files.sync_directory(made)
             try:
                 made.rename(path)
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
                 is_first = False
-        local.sync_directory(path.parent)
+        storage_files.sync_directory(path.parent)
         return is_first
 
     def withdraw_name(self, directory: Path, aside: Path, /) -> Path:
         directory.rename(aside)
-        local.sync_directory(directory.parent)
+        storage_files.sync_directory(directory.parent)
         return aside
 
     # ---- checkpoints --------------------------------------------------------------
@@ -174,6 +237,20 @@ class LocalStorage:
         self, names: Collection[str], unmarked: Collection[str], /
     ) -> bool:
         return True
+
+    def temporary_directory(
+        self, final: Path, /
+    ) -> contextlib.AbstractContextManager[Path]:
+        return temporary.made(final)
+
+    def discard(self, directory: Path, /) -> None:
+        temporary.discard(directory, self.remove_tree)
+
+    def sweep(self, directory: Path, is_ours: Callable[[str], bool], /) -> None:
+        temporary.sweep(directory, is_ours)
+
+    def sweep_files(self, directory: Path, /) -> None:
+        temporary.sweep_files(directory)
 
     @contextlib.contextmanager
     def new_checkpoint(
@@ -197,8 +274,8 @@ class LocalStorage:
         publish: Callable[[Path, Path], object],
         /,
     ) -> int:
-        local.write(made / commit_marker.MARKER, marker)
-        size = local.sync_tree(made)
+        storage_files.write(made / commit_marker.MARKER, marker)
+        size = storage_files.sync_tree(made)
         publish(made, final)
         return size
 
@@ -226,8 +303,8 @@ class LocalStorage:
 
             _util.threads.each(copy, files, threads=_COPYING_THREADS)
             for name, content in marks.items():
-                local.write(made / name, content)
-            size = local.sync_tree(made)
+                storage_files.write(made / name, content)
+            size = storage_files.sync_tree(made)
             publish(made, final)
             return size
 
@@ -244,9 +321,9 @@ class LocalStorage:
                     check(aside)
                 except errors.SaveFailedError:
                     aside.rename(path)
-                    local.sync_directory(path.parent)
+                    storage_files.sync_directory(path.parent)
                     raise
-            temporary.discard(aside)
+            self.discard(aside)
 
     def delete_part(
         self, path: Path, name: str, announce: Callable[[], object], /
@@ -256,4 +333,4 @@ class LocalStorage:
             with leases.deletion(path):
                 announce()
                 self.withdraw_name(path / name, aside)
-            temporary.discard(aside)
+            self.discard(aside)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import zlib
 from collections.abc import (
     Callable,
@@ -15,13 +16,23 @@ from collections.abc import (
 )
 from pathlib import Path
 from types import MappingProxyType
+from typing import cast
 
 from flaxckpt import errors
-from flaxckpt._storage import commit_marker, leases, local, locks, rename, upload
+from flaxckpt._storage import (
+    commit_marker,
+    leases,
+    locks,
+    rename,
+    temporary,
+    upload,
+)
+from flaxckpt._storage import files as storage_files
 from flaxckpt._storage.paths import RemotePath
 from flaxckpt._types import JSON
 
 _APPEND_TRIES = 20
+_UNKNOWN_BYTES = 2**62
 
 
 class ObjectStorage:
@@ -35,6 +46,22 @@ class ObjectStorage:
     commits_by_marker = True
 
     # ---- what is there ------------------------------------------------------------
+
+    def exists(self, path: RemotePath, /) -> bool:
+        return path.exists()
+
+    def names(self, directory: RemotePath, /) -> list[str]:
+        return list(directory.names())
+
+    def directories(self, directory: RemotePath, /) -> Iterator[str]:
+        yield from [name for name, is_dir in directory.names().items() if is_dir]
+
+    def identity(self, path: RemotePath, /) -> tuple[int, ...] | None:
+        for key in (path.key, f"{path.prefix}{commit_marker.MARKER}"):
+            found = path.store.read(key, start=0, stop=0)
+            if found is not None:
+                return tuple(found.generation)
+        return None
 
     def is_taken(self, path: RemotePath, /) -> bool:
         return path.is_file()
@@ -77,10 +104,48 @@ class ObjectStorage:
     def kind(self, path: RemotePath, /) -> str:
         return "object store"
 
+    def is_local(self, path: RemotePath, /) -> bool:
+        return False
+
+    def free_bytes(self, path: RemotePath, /) -> int | None:
+        return None
+
+    # Stores have no links, and are not asked for the sizes of objects.
+
+    def check_root(self, root: RemotePath, checkpoint: RemotePath, /) -> int:
+        return _UNKNOWN_BYTES
+
+    def check_array(
+        self, root: RemotePath, name: str, checkpoint: RemotePath, /
+    ) -> int:
+        return _UNKNOWN_BYTES
+
+    def check_file(self, path: RemotePath, checkpoint: RemotePath, /) -> None:
+        return
+
     def kvstore(self, directory: RemotePath, below: str, /) -> dict[str, JSON]:
         return directory.store.connection.spec(directory.prefix + below)
 
     # ---- reading ------------------------------------------------------------------
+
+    def read(self, file: RemotePath, /, *, max_bytes: int) -> bytes:
+        content = file.read_bytes()
+        if len(content) > max_bytes:
+            raise errors.DamagedCheckpointError(
+                f"{file}: wanted at most {max_bytes} bytes, found {len(content)}"
+            )
+        return content
+
+    @contextlib.contextmanager
+    def opened(
+        self, file: RemotePath, /, *, buffer_bytes: int = 2**13
+    ) -> Iterator[io.BufferedReader]:
+        # Which has all the methods that are used.
+        yield cast("io.BufferedReader", io.BytesIO(file.read_bytes()))
+
+    def digest_file(self, file: RemotePath, /, *, max_bytes: int) -> str | None:
+        content = file.read_bytes()
+        return storage_files.digest(content) if len(content) <= max_bytes else None
 
     def stream(
         self, file: RemotePath, within: RemotePath, size: int, /
@@ -116,6 +181,32 @@ class ObjectStorage:
         return
 
     # ---- writing ------------------------------------------------------------------
+
+    def write(self, file: RemotePath, content: bytes, /) -> None:
+        commit_marker.write_new(file, content)
+
+    def replace(self, file: RemotePath, content: bytes, /) -> None:
+        file.write_bytes(content)
+
+    @contextlib.contextmanager
+    def locked(self, file: RemotePath, /) -> Iterator[None]:
+        with locks.held(file.parent, patient=True):
+            yield
+
+    def make_directory(self, path: RemotePath, /) -> None:
+        # There is nothing to make, but no object may have the name of one.
+        for above in (path, *path.parents):
+            if len(above.parts) > 1 and above.is_file():
+                raise NotADirectoryError(errno.ENOTDIR, "it is an object", str(above))
+
+    def sync_directory(self, path: RemotePath, /) -> None:
+        return  # the names of objects are durable
+
+    def sync_tree(self, root: RemotePath, /) -> int:
+        return root.store.counted_bytes(root.prefix)
+
+    def remove_tree(self, path: RemotePath, /) -> None:
+        path.store.delete_under(path.prefix)
 
     def write_parts(self, file: RemotePath, parts: Sequence[memoryview], /) -> None:
         commit_marker.write_new(file, b"".join(parts))
@@ -159,6 +250,23 @@ class ObjectStorage:
         if commit_marker.MARKER in names:
             return len(names) > 1  # it came late, and alone
         return not any(name in names for name in unmarked)
+
+    def temporary_directory(
+        self, final: RemotePath, /
+    ) -> contextlib.AbstractContextManager[Path]:
+        return commit_marker.made(final, overwrite=False, keep=lambda name: False)
+
+    def discard(self, directory: RemotePath, /) -> None:
+        temporary.discard(directory, self.remove_tree)
+
+    def sweep(self, directory: RemotePath, is_ours: Callable[[str], bool], /) -> None:
+        commit_marker.sweep(directory, is_ours)
+        # Copied there: a store has no temporary directories of its own.
+        for name in temporary.leftovers(self.directories(directory), is_ours):
+            self.remove_tree(directory / name)
+
+    def sweep_files(self, directory: RemotePath, /) -> None:
+        leases.sweep(directory)
 
     @contextlib.contextmanager
     def new_checkpoint(
@@ -220,4 +328,4 @@ class ObjectStorage:
     ) -> None:
         with leases.deletion(path):
             announce()
-            local.remove_tree(path / name)
+            self.remove_tree(path / name)

@@ -11,6 +11,7 @@ that choose between two ways of their own.
 
 from __future__ import annotations
 
+import io
 from collections.abc import (
     Callable,
     Collection,
@@ -22,7 +23,7 @@ from collections.abc import (
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol, TypeVar, cast
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 from flaxckpt._storage import rename
 from flaxckpt._storage.local_storage import LocalStorage
@@ -54,6 +55,25 @@ class Storage(Protocol[_Path]):
     commits_by_marker: bool
 
     # ---- what is there ------------------------------------------------------------
+
+    def exists(self, path: _Path, /) -> bool:
+        """Whether there is a file or directory `path`, or a link, even to nothing."""
+
+    def names(self, directory: _Path, /) -> list[str]:
+        """The names in a directory.
+
+        Raises:
+            FileNotFoundError: There is none.
+        """
+
+    def directories(self, directory: _Path, /) -> Iterator[str]:
+        """Yields the names of the directories in one, but not of links to any."""
+
+    def identity(self, path: _Path, /) -> tuple[int, ...] | None:
+        """Numbers of a file and its content; None if there is none.
+
+        Of a checkpoint in an object store, those of its commit marker.
+        """
 
     def is_taken(self, path: _Path, /) -> bool:
         """Whether a file written to `path` would replace something."""
@@ -125,10 +145,78 @@ class Storage(Protocol[_Path]):
     def kind(self, path: _Path, /) -> str:
         """The kind of file system, or `object store`; empty if it is not known."""
 
+    def is_local(self, path: _Path, /) -> bool:
+        """Whether `path` is in a file system of this machine, where mapping is safe."""
+
+    def free_bytes(self, path: _Path, /) -> int | None:
+        """Bytes that may be written where `path` is; None where there is no end."""
+
+    def check_root(self, root: _Path, checkpoint: _Path, /) -> int:
+        """Refuses links out of a checkpoint right in the directory of its arrays.
+
+        What is in the directories of arrays is left to `check_array`. It costs one
+        listing for all arrays that are read before the directory changes.
+
+        Args:
+            root: The directory that holds the arrays, or the database of them.
+            checkpoint: What no link may lead out of.
+
+        Returns:
+            The size of the database, if it is one; of other files, there are few.
+
+        Raises:
+            ValueError: A link leads out of `checkpoint`.
+            OSError: There is no such directory.
+        """
+
+    def check_array(self, root: _Path, name: str, checkpoint: _Path, /) -> int:
+        """Refuses links out of a checkpoint in the directory of an array.
+
+        Returns:
+            The size of all files there.
+
+        Raises:
+            ValueError: A link leads out of `checkpoint`.
+            OSError: There is no such directory.
+        """
+
+    def check_file(self, path: _Path, checkpoint: _Path, /) -> None:
+        """Refuses a file that is behind a link out of a checkpoint, or not regular.
+
+        Raises:
+            ValueError: It is refused.
+        """
+
     def kvstore(self, directory: _Path, below: str, /) -> dict[str, JSON]:
         """TensorStore's spec of the key-value store at `below` in `directory`."""
 
     # ---- reading ------------------------------------------------------------------
+
+    def read(self, file: _Path, /, *, max_bytes: int) -> bytes:
+        """The content of a file.
+
+        Raises:
+            FileNotFoundError: There is none.
+            DamagedCheckpointError: It is larger than `max_bytes`, or not regular.
+        """
+
+    def opened(
+        self, file: _Path, /, *, buffer_bytes: int = 2**13
+    ) -> AbstractContextManager[io.BufferedReader]:
+        """Opens a regular file for reading, `buffer_bytes` at a time.
+
+        Raises:
+            FileNotFoundError: There is none.
+            DamagedCheckpointError: It is not regular.
+        """
+
+    def digest_file(self, file: _Path, /, *, max_bytes: int) -> str | None:
+        """The checksum of a file's content; None if it is larger than `max_bytes`.
+
+        Raises:
+            FileNotFoundError: There is none.
+            DamagedCheckpointError: It is not regular.
+        """
 
     def stream(self, file: _Path, within: _Path, size: int, /) -> Iterator[memoryview]:
         """Yields the content of a file in `within`, in parts that last until the next.
@@ -178,6 +266,50 @@ class Storage(Protocol[_Path]):
         """Drops a file from the page cache of this machine, if it is in one."""
 
     # ---- writing ------------------------------------------------------------------
+
+    def write(self, file: _Path, content: bytes, /) -> None:
+        """Writes a new file and syncs it; its directory is the caller's to sync."""
+
+    def replace(self, file: _Path, content: bytes, /) -> None:
+        """Writes a file anew in one step: readers see the old content or the new.
+
+        Several may do so at a time: one of them is the last.
+        """
+
+    def locked(self, file: _Path, /) -> AbstractContextManager[None]:
+        """Has whoever locks the file, too, wait until the `with` block ends.
+
+        Where the file system has no such locks, nobody waits. In an object store, the
+        file's checkpoint is locked.
+
+        Raises:
+            OSError: The file cannot be opened.
+        """
+
+    def make_directory(self, path: _Path, /) -> None:
+        """Makes a directory and its parents, each of them durable.
+
+        Raises:
+            OSError: One cannot be made, or is a file.
+        """
+
+    def sync_directory(self, path: _Path, /) -> None:
+        """Makes the names in a directory durable."""
+
+    def sync_tree(self, root: _Path, /) -> int:
+        """Syncs every file and directory under `root`, whoever wrote them.
+
+        Returns:
+            The size of all files that have no other name elsewhere, in bytes. In an
+            object store, what was written there since the checkpoint was begun.
+        """
+
+    def remove_tree(self, path: _Path, /) -> None:
+        """Removes a directory and all in it, if it is there.
+
+        Raises:
+            OSError: It is a link or a file, which are never followed or removed.
+        """
 
     def write_parts(self, file: _Path, parts: Sequence[memoryview], /) -> None:
         """Writes a new file of `parts`; a small one is durable after a later sync.
@@ -230,6 +362,37 @@ class Storage(Protocol[_Path]):
         Args:
             names: Of the files and directories in it.
             unmarked: Names that no checkpoint has without its commit marker.
+        """
+
+    def temporary_directory(self, final: _Path, /) -> AbstractContextManager[Path]:
+        """A new directory that is to be called `final`; what is left of it is removed.
+
+        In an object store, it is `final` itself.
+
+        Raises:
+            CheckpointExistsError: In a store, it is there, or is being written.
+            OSError: It cannot be made.
+        """
+
+    def discard(self, directory: _Path, /) -> None:
+        """Removes a directory; what cannot be removed is swept another time."""
+
+    def sweep(self, directory: _Path, is_ours: Callable[[str], bool], /) -> None:
+        """Removes what crashes have left in `directory`, and nothing that is in use.
+
+        Args:
+            directory: The directory.
+            is_ours: Whether a name is a checkpoint's.
+
+        Raises:
+            OSError: Something could not be removed.
+        """
+
+    def sweep_files(self, directory: _Path, /) -> None:
+        """Removes files that crashes have left: of replaced files, and of readers.
+
+        Raises:
+            OSError: Something could not be removed.
         """
 
     def new_checkpoint(
@@ -340,3 +503,24 @@ _OBJECTS = cast("Storage[Path]", ObjectStorage())
 def of(path: Path) -> Storage[Path]:
     """The storage that holds `path`: a file system, or an object store."""
     return _OBJECTS if isinstance(path, RemotePath) else _LOCAL
+
+
+class Stamp(NamedTuple):
+    """Which file was found under a name, and as of when.
+
+    Attributes:
+        path: The name.
+        identity: Of the file and its content; None if there was none.
+    """
+
+    path: Path
+    identity: tuple[int, ...] | None
+
+    def is_current(self) -> bool:
+        """Whether it is still that file, as it was."""
+        return stamp(self.path) == self
+
+
+def stamp(path: Path) -> Stamp:
+    """Notes which file `path` is now; of a checkpoint in a store, its marker."""
+    return Stamp(path, of(path).identity(path))

@@ -87,9 +87,8 @@ def _directory(checkpointer: Checkpointer) -> Iterator[Path]:
         SaveFailedError: It cannot be made.
     """
     with contextlib.ExitStack() as stack:
-        made = _storage.temporary.made(
-            checkpointer.saves_in / _storage.temporary.RESUME
-        )
+        final = checkpointer.saves_in / _storage.temporary.RESUME
+        made = _storage.of(final).temporary_directory(final)
         try:
             directory = stack.enter_context(made)
         except OSError as error:

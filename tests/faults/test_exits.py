@@ -210,7 +210,7 @@ def test_a_fork_leaves_the_saves_of_its_parent_to_it(run, tmp_path):
         slow = threading.Event()
         from flaxckpt import _storage
 
-        sync_tree = _storage.local.sync_tree
+        sync_tree = _storage.files.sync_tree
 
         def wait_and_sync(path):
             if os.getpid() == parent:
@@ -218,7 +218,7 @@ def test_a_fork_leaves_the_saves_of_its_parent_to_it(run, tmp_path):
             return sync_tree(path)
 
         parent = os.getpid()
-        _storage.local.sync_tree = wait_and_sync
+        _storage.files.sync_tree = wait_and_sync
         ckpt = flaxckpt.Checkpointer(directory)
         handle = ckpt.save(1, STATE)
         while not list(ckpt.directory.glob("1.*")):

@@ -43,7 +43,7 @@ ckpt = flaxckpt.Checkpointer(sys.argv[1])
 on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
 state = {"w": np.ones(3), "step": 1}
 if sys.argv[2] == "preflight":
-    _storage.local.write = stop  # of the probe
+    _storage.files.write = stop  # of the probe
     on_step(1, state)
 else:
     on_step.check_resume(state, stop)
@@ -136,7 +136,7 @@ def test_what_is_worked_with_stays(tmp_path):
 
 def test_where_others_may_write_age_counts(tmp_path, monkeypatch):
     left = leave(tmp_path, LEFT)
-    monkeypatch.setattr(storage_temporary._file_systems, "is_local", lambda path: False)
+    monkeypatch.setattr(storage_temporary.filesystem, "is_local", lambda path: False)
     flaxckpt.Checkpointer(tmp_path)
     assert left.exists(), "a process of another machine may write it"
     grow_old(left, 700)

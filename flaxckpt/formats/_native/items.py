@@ -174,7 +174,7 @@ def read_file(
         DamagedCheckpointError: It is not, or is too large, or lies elsewhere.
     """
     try:
-        _storage.symlinks.check_file(path, checkpoint)
+        _storage.of(path).check_file(path, checkpoint)
         return _storage.local.read(path, max_bytes=max_bytes)
     except ValueError as error:
         raise errors.DamagedCheckpointError(str(error)) from None

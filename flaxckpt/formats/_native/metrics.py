@@ -35,7 +35,7 @@ def write(path: Path, metrics: Mapping[str, JSON]) -> None:
         ValueError: They would be written behind a link out of the checkpoint, or are
             more than readers take.
     """
-    _storage.symlinks.check_file(path / METRICS / METRICS, path)
+    _storage.of(path).check_file(path / METRICS / METRICS, path)
     _write(path, metrics)
     _steps.markers.mark_measured(path)
 
