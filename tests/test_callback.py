@@ -29,7 +29,6 @@ from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import step_counter as state_step_counter
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._storage import files as storage_files
-from flaxckpt._storage import local as storage_local
 from flaxckpt._training import held as training_held
 from flaxckpt.datasets import StepIndexed
 
@@ -351,7 +350,7 @@ def test_a_save_under_way_is_waited_for_before_beginning(ckpt, monkeypatch):
     callback(1, {"n": 1})
     real, going_on = storage_files.sync_tree, threading.Event()
     monkeypatch.setattr(
-        storage_local,
+        storage_files,
         "sync_tree",
         lambda path: going_on.wait() and real(path),
     )

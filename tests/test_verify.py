@@ -17,7 +17,6 @@ import flaxckpt
 from flaxckpt import errors
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt._storage import files as storage_files
-from flaxckpt._storage import local as storage_local
 from flaxckpt.formats._native import checkpoint as native_checkpoint
 from flaxckpt.policies import LatestN
 
@@ -551,7 +550,7 @@ def test_a_disk_that_fails_for_a_moment_proves_nothing(tmp_path, monkeypatch, ca
 
 def test_a_file_that_may_not_be_read_proves_nothing(tmp_path, monkeypatch):
     ckpt = run(tmp_path, 1, 2)
-    real = storage_local.os.open
+    real = os.open
 
     def fail(path, *args, **options):
         if str(path).endswith("2/flaxckpt.json"):

@@ -24,7 +24,7 @@ from flaxckpt._arrays.zarr import chunk_file
 from flaxckpt._arrays.zarr import metadata as zarr_metadata
 from flaxckpt._arrays.zarr import ocdbt as zarr_ocdbt
 from flaxckpt._arrays.zarr.metadata import Encoding
-from flaxckpt._storage.local import Stamp
+from flaxckpt._storage import Stamp
 
 DEFAULT_CONCURRENT_BYTES = 2 * 2**30
 """Bytes that may be between memory and storage at one time."""

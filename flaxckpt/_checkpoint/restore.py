@@ -157,8 +157,9 @@ def step_of(state: PyTree) -> int:
 def _digest(stored: Stored) -> str | None:
     if stored.stamp is None:
         return None
+    file = stored.stamp.path
     try:
-        return _storage.local.digest_file(stored.stamp.path, max_bytes=_DIGESTED_BYTES)
+        return _storage.of(file).digest_file(file, max_bytes=_DIGESTED_BYTES)
     except OSError:
         return None
 

@@ -176,12 +176,10 @@ def _touching(path: Path, descriptor: int) -> Iterator[None]:
             thread.join()
 
 
-def discard(
-    path: _Path, remove_tree: Callable[[_Path], object] = files.remove_tree
-) -> None:
+def discard(path: _Path, remove_tree: Callable[[_Path], object] | None = None) -> None:
     """Removes what nobody needs; what cannot be removed is swept another time."""
     try:
-        remove_tree(path)
+        (remove_tree or files.remove_tree)(path)
     except OSError as error:
         _log.warning("%s is left for now: %s", path, error)
 

@@ -343,7 +343,8 @@ class _Checks:
                 return
             for file, recorded in self._of_array.get(name, {}).items():
                 path = self._root / file
-                if _storage.local.digest_file(path, max_bytes=sys.maxsize) != recorded:
+                storage = _storage.of(path)
+                if storage.digest_file(path, max_bytes=sys.maxsize) != recorded:
                     raise ValueError(f"{file} has changed since it was written")
             self._done.add(name)
 
