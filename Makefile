@@ -21,16 +21,19 @@ PYTHON ?= python3
 PYTEST_ARGS ?= -n 2
 FUZZ_SECS ?= 300
 # Of these the versions of jax, Flax and TensorStore make no difference, or they are slow.
-NOT_OF_VERSIONS := $(addprefix --ignore=tests/,cli faults fuzz hostile stores \
-	multiprocess/test_killed_processes.py \
-	test_arguments.py test_benchmarks.py test_benchmarks_reliability.py test_chunks.py \
-	test_configs.py test_convert_faults.py test_datasets_codec.py \
-	test_datasets_parts.py test_docs.py test_events.py test_forks.py test_fuzz.py \
-	test_hostile_files.py test_journal.py test_keeping.py test_kills.py \
-	test_locate.py test_npz.py test_old_orbax.py test_policies.py test_progress.py \
-	test_replacing.py test_report.py test_report_browser.py test_retention.py \
-	test_retention_rules.py test_save_properties.py test_security.py test_site.py \
-	test_steps.py test_storage.py test_tensorboard.py test_wheel.py)
+NOT_OF_VERSIONS := $(addprefix --ignore=tests/,cli configs faults report steps storage \
+	test_policies.py arrays/test_chunk_shape.py \
+	$(addprefix checkpoint/test_,overwrite.py save_properties.py) \
+	$(addprefix convert/test_,journal.py refusals.py) \
+	$(addprefix datasets/test_,json_codec.py shards.py) \
+	distributed/test_killed_processes.py \
+	$(addprefix formats/test_,hostile_files.py locate.py npz.py old_orbax.py stores.py) \
+	inspect/test_run_view.py integrations/test_tensorboard.py \
+	$(addprefix repository/test_,arguments.py benchmarks.py benchmarks_reliability.py \
+	docs.py fuzz.py security.py site.py wheel.py) \
+	$(addprefix run/test_,events.py retention.py retention_rules.py staging.py \
+	stores.py watch.py) \
+	$(addprefix util/test_,forks.py progress.py))
 BENCH_ARGS ?= --json bench-results/results.json --picture bench-results/results.svg
 
 VENV := .venv
@@ -56,14 +59,14 @@ test: check
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-frameworks: $(FRAMEWORKS_INSTALLED)
-	@echo "==> pytest tests/frameworks"
-	@$(FRAMEWORKS_VENV)/bin/python -m pytest tests/frameworks
+	@echo "==> pytest tests/integrations"
+	@$(FRAMEWORKS_VENV)/bin/python -m pytest tests/integrations
 
 # Old versions warn of each other, which is nothing that flaxckpt could mend; and the
 # examples show what newer versions of Flax have.
 test-lowest: $(LOWEST_INSTALLED)
 	@echo "==> pytest with the lowest versions"
-	@$(LOWEST_VENV)/bin/python -m pytest $(PYTEST_ARGS) -W ignore::DeprecationWarning $(NOT_OF_VERSIONS) --ignore=tests/test_examples.py
+	@$(LOWEST_VENV)/bin/python -m pytest $(PYTEST_ARGS) -W ignore::DeprecationWarning $(NOT_OF_VERSIONS) --ignore=tests/repository/test_examples.py
 
 test-newest: $(NEWEST_INSTALLED)
 	@echo "==> pytest with the newest versions"
@@ -71,7 +74,7 @@ test-newest: $(NEWEST_INSTALLED)
 
 fuzz: $(FUZZ_INSTALLED)
 	@echo "==> fuzz, $(FUZZ_SECS) s for each target"
-	@cd tests && ../$(FUZZ_VENV)/bin/python -m fuzz --guided --secs $(FUZZ_SECS) --keep ../fuzz-findings
+	@$(FUZZ_VENV)/bin/python -m tests.fuzz --guided --secs $(FUZZ_SECS) --keep fuzz-findings
 
 check: $(INSTALLED)
 	@echo "==> ruff format --check"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import logging as _logging  # noqa: F401  # see _before_fork
-import os
-import threading
 from typing import TYPE_CHECKING, Any
+
+from flaxckpt import _doors
 
 if TYPE_CHECKING:
     from flaxckpt import (
@@ -76,28 +74,6 @@ __all__ = [
     "verify",
 ]
 
-# A fork waits for an import that another thread is in: a forked process would wait for
-# its lock for ever, as that thread is not there. The wait is bounded, as the import may
-# need a lock that the forking thread holds.
-_IMPORT_SECS = 30
-_importing = threading.RLock()
-_forking: list[bool] = []
-
-
-def _before_fork() -> None:
-    _forking.append(_importing.acquire(timeout=_IMPORT_SECS))
-
-
-def _after_fork() -> None:
-    if _forking.pop():
-        _importing.release()
-
-
-# Those of `logging` are registered before, so that they are called after these.
-os.register_at_fork(
-    before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork
-)
-
 # Imported when they are first asked for: jax takes a second, and the command's help
 # needs none of it.
 _HOMES = {
@@ -137,8 +113,7 @@ if not TYPE_CHECKING:  # else every name would be one that type checkers believe
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         home = _HOMES.get(name)
-        with _importing:
-            found = importlib.import_module(f"{__name__}.{home or name}")
+        found = _doors.import_module(f"{__name__}.{home or name}")
         value = found if home is None else getattr(found, name)
         globals()[name] = value
         return value

@@ -1,12 +1,83 @@
-"""Package doors: the modules that a package hands on, imported when first used."""
+"""Package doors: modules that a package hands on, imported when first used.
+
+A fork waits until no thread imports: a forked process would wait for ever for the lock
+of an import whose thread it lacks. The wait is bounded, as the import may need a lock
+that the forking thread holds.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import logging  # noqa: F401  its handlers of forks are called after those below
+import os
 import sys
-from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MappingProxyType, ModuleType
 from typing import Any
+
+_FORK_SECS = 30
+
+
+class _Imports(threading.local):
+    """Imports that threads are in: `depth` of this thread, `total` of all."""
+
+    changed = threading.Condition()
+    total = 0
+    depth = 0
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        self._add(1)
+        try:
+            yield
+        finally:
+            self._add(-1)
+
+    def _add(self, count: int) -> None:
+        with self.changed:
+            self.depth += count
+            _Imports.total += count
+            self.changed.notify_all()
+
+    def before_fork(self) -> None:
+        self.changed.acquire()
+        self.changed.wait_for(lambda: _Imports.total == self.depth, _FORK_SECS)
+
+    def after_fork_in_child(self) -> None:
+        _Imports.total = self.depth
+        self.changed.release()
+
+
+_imports = _Imports()
+os.register_at_fork(
+    before=_imports.before_fork,
+    after_in_parent=_imports.changed.release,
+    after_in_child=_imports.after_fork_in_child,
+)
+
+
+def import_module(name: str) -> ModuleType:
+    """Imports the module `name`, and makes forks wait for it."""
+    with _imports.counted():
+        return importlib.import_module(name)
+
+
+_unopened: dict[str, list[str]] = {}
+"""Package -> the modules behind its door that may not be imported yet."""
+
+
+def open_all() -> None:
+    """Imports all modules behind the doors of the packages that are in use.
+
+    Call it before a thread starts that may outlive the main thread: at exit, Python
+    refuses some imports.
+    """
+    while _unopened:
+        package, modules = _unopened.popitem()
+        for name in modules:
+            import_module(f"{package}.{name}")
 
 
 def opener(
@@ -27,15 +98,17 @@ def opener(
     Raises:
         AttributeError: The returned function was asked for any other name.
     """
+    _unopened[package] = [name for name in modules if name not in names]
+    _unopened[package] += set(names.values())
 
     def get(name: str) -> Any:
         if name in names:
-            module = importlib.import_module(f"{package}.{names[name]}")
+            module = import_module(f"{package}.{names[name]}")
             found = getattr(module, name)
             setattr(sys.modules[package], name, found)
             return found
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return importlib.import_module(f"{package}.{name}")
+        return import_module(f"{package}.{name}")
 
     return get

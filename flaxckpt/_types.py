@@ -1,4 +1,4 @@
-"""Names for types that every module shares."""
+"""Type aliases shared by all modules."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 PyTree: TypeAlias = Any
-"""Any nest of containers that jax flattens, or a Flax NNX object."""
+"""Any tree of containers that jax flattens, or a Flax NNX object."""
 
 PathLike: TypeAlias = str | os.PathLike[str]
 """A local path (relative is fine) or a `file://` URL."""
 
 LeafPath: TypeAlias = str
-"""Where a leaf stands in its state: `params/Dense_0/kernel`."""
+"""The path of a leaf in its state: `params/Dense_0/kernel`."""
 
 Shape: TypeAlias = tuple[int, ...]
 

@@ -1,30 +1,31 @@
 """Every error that flaxckpt raises on purpose.
 
     CheckpointError
-    ├── CheckpointNotFoundError   (FileNotFoundError)  nothing at that path or step
-    ├── CheckpointExistsError     (FileExistsError)    the step or path is taken
-    ├── CheckpointFormatError     (ValueError)         not a checkpoint we can read
-    ├── DamagedCheckpointError    (OSError)            a checkpoint, but not intact
-    ├── RestoreMismatchError      (ValueError)         it does not fit the state
-    ├── ResumeMismatchError       (ValueError)         a run would not go on as it was
-    ├── PartitionError            (ValueError)         specs that cannot be
-    ├── UnsupportedLeafError      (TypeError)          a leaf that cannot be saved
+    ├── CheckpointNotFoundError   (FileNotFoundError)  nothing at the path or step
+    ├── CheckpointExistsError     (FileExistsError)    the path or step is in use
+    ├── CheckpointFormatError     (ValueError)         not a supported format
+    ├── DamagedCheckpointError    (OSError)            files are missing or corrupt
+    ├── RestoreMismatchError      (ValueError)         the state does not match
+    ├── ResumeMismatchError       (ValueError)         a resumed run would diverge
+    ├── PartitionError            (ValueError)         invalid partition specs
+    ├── UnsupportedLeafError      (TypeError)          a leaf cannot be saved
     ├── LeafNameError             (ValueError)         leaf names collide or are unsafe
     ├── DatasetStateError         (TypeError)          an iterator without usable state
-    ├── OptionError               (ValueError)         arguments that make no sense
+    ├── OptionError               (ValueError)         invalid arguments
     ├── ReadOnlyError             (PermissionError)    writing through a reader
     ├── SaveFailedError           (OSError)            the bytes could not be written
     ├── StoreError                (OSError)            an object store failed
-    └── CheckpointTimeoutError    (TimeoutError)       waited long enough
+    └── CheckpointTimeoutError    (TimeoutError)       a deadline has passed
 
-Each is also the builtin that a caller would expect, and carries its facts as
-attributes, so that nothing has to parse a message.
+Each error is also a subclass of the matching builtin, and carries its facts as
+attributes, so that callers never parse messages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 __all__ = [
     "CheckpointError",
@@ -51,30 +52,30 @@ _LONGEST_ROW = 2000
 
 
 class CheckpointError(Exception):
-    """The root of all flaxckpt errors."""
+    """Base class of all flaxckpt errors."""
 
     def __str__(self) -> str:
         return "\n".join(map(printable, super().__str__().split("\n")))
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint at this path, or no such step."""
+    """No checkpoint at this path, or no such step."""
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-    """A committed checkpoint is already there."""
+    """A committed checkpoint already exists at the path or step."""
 
 
 class CheckpointFormatError(CheckpointError, ValueError):
-    """The path holds something, but no checkpoint in a format that is read here."""
+    """The files at the path are not a checkpoint in a supported format."""
 
 
 class DamagedCheckpointError(CheckpointError, OSError):
-    """Parts of a checkpoint are missing or fail their checksum."""
+    """Missing or corrupt parts of a checkpoint."""
 
 
 class OptionError(CheckpointError, ValueError):
-    """An argument has a value that makes no sense."""
+    """Invalid argument value."""
 
 
 class ReadOnlyError(CheckpointError, PermissionError):
@@ -82,26 +83,26 @@ class ReadOnlyError(CheckpointError, PermissionError):
 
 
 class SaveFailedError(CheckpointError, OSError):
-    """A save could not be completed; nothing of it counts as saved."""
+    """A save failed; a later load does not see any part of the checkpoint."""
 
 
 class StoreError(CheckpointError, OSError):
-    """An object store refused, or did not answer in time."""
+    """An object store rejected a request, or did not answer in time."""
 
 
 class CheckpointTimeoutError(CheckpointError, TimeoutError):
-    """A save did not finish within the time allowed; it is still running."""
+    """A save did not finish before the deadline; writing continues."""
 
 
 class DatasetStateError(CheckpointError, TypeError):
-    """A dataset iterator cannot give its state, or cannot take the saved one."""
+    """A dataset iterator cannot return or restore its state."""
 
 
 class UnsupportedLeafError(CheckpointError, TypeError):
-    """The state has leaves of types that no checkpoint can hold.
+    """Leaves of the state cannot be saved because of their types.
 
     Attributes:
-        leaves: Leaf path -> what was found there.
+        leaves: Leaf path -> a description of the leaf found there.
     """
 
     def __init__(self, leaves: dict[str, str], advice: str = "") -> None:
@@ -120,10 +121,10 @@ class UnsupportedLeafError(CheckpointError, TypeError):
 
 
 class PartitionError(CheckpointError, ValueError):
-    """Partition rules or specs that do not fit the state or the mesh.
+    """Partition rules or specs do not fit the state or the mesh.
 
     Attributes:
-        leaves: Leaf path, or pattern -> what is wrong.
+        leaves: Leaf path, or pattern -> the problem.
     """
 
     def __init__(self, leaves: dict[str, str]) -> None:
@@ -136,10 +137,10 @@ class PartitionError(CheckpointError, ValueError):
 
 
 class LeafNameError(CheckpointError, ValueError):
-    """Leaf names that collide on disk, or that the store cannot hold.
+    """Leaf names collide on disk, or contain characters the store rejects.
 
     Attributes:
-        names: The names at fault, each with the reason.
+        names: The invalid names -> the reason.
     """
 
     def __init__(self, names: dict[str, str], advice: str) -> None:
@@ -153,25 +154,36 @@ class LeafNameError(CheckpointError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """One leaf on which a state and a checkpoint disagree.
+    """A leaf with different properties in a state and in a checkpoint.
 
     Attributes:
         leaf: The leaf path, `params/Dense_0/kernel`.
-        wanted: What the state asks for, or what it lacks.
-        found: What the checkpoint holds.
+        wanted: The leaf that the state expects, or its absence.
+        found: The leaf that the checkpoint holds.
+        kind: The disagreement: the leaf `differs`, is `missing` in the checkpoint or
+            `unused` by the state, `several` stored leaves would fit, or it is
+            `too_wide` for jax as it is configured.
     """
 
     leaf: str
     wanted: str
     found: str
+    kind: Literal["differs", "missing", "unused", "several", "too_wide"] = field(
+        default="differs", compare=False, repr=False
+    )
+
+    @property
+    def row(self) -> str:
+        """The line that shows the mismatch in an error."""
+        return f"{self.leaf or '(root)'}: wanted {self.wanted}, found {self.found}"
 
 
 class RestoreMismatchError(CheckpointError, ValueError):
-    """A checkpoint does not fit the abstract state; every leaf is in `mismatches`.
+    """A checkpoint does not fit the abstract state; `mismatches` lists every leaf.
 
     Attributes:
         path: The checkpoint.
-        mismatches: All leaves at fault, in the order of the state.
+        mismatches: All leaves that do not match, in the order of the state.
     """
 
     def __init__(
@@ -184,11 +196,8 @@ class RestoreMismatchError(CheckpointError, ValueError):
     ) -> None:
         self.path = path
         self.mismatches = tuple(mismatches)
-        if shown is None:  # else it says the same in fewer lines
-            shown = [
-                f"{m.leaf or '(root)'}: wanted {m.wanted}, found {m.found}"
-                for m in mismatches
-            ]
+        if shown is None:  # else `shown` describes the mismatches in fewer lines
+            shown = [mismatch.row for mismatch in mismatches]
         super().__init__(
             f"{_count(mismatches, 'leaf', 'leaves')} of {path}"
             f" {'does' if len(mismatches) == 1 else 'do'} not fit the state:\n"
@@ -198,7 +207,7 @@ class RestoreMismatchError(CheckpointError, ValueError):
 
 
 class ResumeMismatchError(CheckpointError, ValueError):
-    """A run would not go on from a checkpoint as it would have without.
+    """A run resumed from a checkpoint would differ from the uninterrupted run.
 
     Attributes:
         mismatches: All leaves that differ after one step.
@@ -208,13 +217,13 @@ class ResumeMismatchError(CheckpointError, ValueError):
         self.mismatches = tuple(mismatches)
         super().__init__(
             f"{_count(mismatches, 'leaf differs', 'leaves differ')} {how}:\n"
-            + rows(f"{m.leaf}: wanted {m.wanted}, found {m.found}" for m in mismatches)
+            + rows(mismatch.row for mismatch in mismatches)
             + f"\n{advice}"
         )
 
 
 def rows(lines: object) -> str:
-    """Indents the first few of `lines`, and says how many more there are."""
+    """Returns the first few `lines`, indented, and the number of lines left out."""
     listed = list(lines)  # type: ignore[call-overload]
     shown = [f"  {printable(line)}" for line in listed[:ROWS_SHOWN]]
     if len(listed) > ROWS_SHOWN:
@@ -223,14 +232,14 @@ def rows(lines: object) -> str:
 
 
 def first_few(names: Sequence[str], most: int = 5) -> str:
-    """The first `most` of `names` in one line, and an ellipsis if there are others."""
+    """Returns the first `most` names, joined by commas, with an ellipsis if cut."""
     return ", ".join(names[:most]) + (", …" if len(names) > most else "")
 
 
 def printable(text: str) -> str:
-    """`text` in one line that no terminal takes for a command, and that has an end.
+    """Returns `text` on a single line, shortened, with control characters escaped.
 
-    Names in a checkpoint are whoever's who wrote it.
+    Names read from a checkpoint are untrusted.
     """
     short = text if len(text) <= _LONGEST_ROW else f"{text[:_LONGEST_ROW]} …"
     if short.isprintable():

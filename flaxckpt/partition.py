@@ -1,8 +1,8 @@
 """Partition specs and chunk shapes, derived from the model.
 
-What decides how a leaf is split, the first that says anything: a rule on its leaf path,
-the model's own axis names (linen boxes, NNX metadata) through the logical rules, its
-present sharding. Optimizer leaves follow their parameters.
+The partitioning of a leaf is decided by the first of these that applies: a rule on
+the leaf path, the model's own axis names (linen boxes, NNX metadata) through the
+logical rules, the current sharding. Optimizer leaves follow their parameters.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def abstract_state(
     rules: AxisRules = (),
     leaf_rules: LeafRules = (),
 ) -> PyTree:
-    """A state's shapes, dtypes and shardings, without its values.
+    """Returns the shapes, dtypes and shardings of a state, without values.
 
     ```python
     abstract = abstract_state(init_fn, key, mesh=mesh,
@@ -50,29 +50,29 @@ def abstract_state(
     ```
 
     Args:
-        init_fn_or_state: Makes the state from `args`; it is traced, not run. Or a
-            state, concrete or abstract.
-        *args: For the function.
-        mesh: Where the state shall be, with devices or without (`AbstractMesh`). By
-            default leaves keep the shardings they have.
+        init_fn_or_state: A function that returns the state for `args`, which is traced
+            and not run; or a concrete or abstract state.
+        *args: Arguments of the function.
+        mesh: The mesh to shard the state over, with devices or without
+            (`AbstractMesh`). By default, leaves keep their shardings.
         rules: Logical axis -> mesh axis, as in Flax: the first rule whose mesh axis is
-            still free in the array wins, and an axis without a rule is not split.
+            not yet used by the array wins, and an axis without a rule is not split.
             Pairs, or a dict.
         leaf_rules: Regular expression on the whole leaf path -> partition spec; the
-            first match wins. Pairs, or a dict. With any, a leaf that nothing decides is
-            an error, so end them with `(".*", P())` to replicate the rest. Scalars and
-            leaves of size 1 are replicated without being asked.
+            first match wins. Pairs, or a dict. If given, a leaf without any spec is an
+            error, so end with `(".*", P())` to replicate the rest. Scalars and leaves
+            of size 1 are always replicated.
 
     Returns:
         The state with a `jax.ShapeDtypeStruct` for every jax array, sharded over
-        `mesh`. Numbers, strings and numpy arrays stay as they are.
+        `mesh`. Numbers, strings and numpy arrays are returned unchanged.
 
     Raises:
-        PartitionError: Rules that match nothing, axes that the mesh lacks, specs that
-            do not fit. All leaves at fault are named. Of `rules`, which several models
-            may share, those that match nothing are a warning, if none matches, or if
-            their names are nearly those of axes without a rule.
-        OptionError: Rules that are no such pairs, or that there is no mesh for.
+        PartitionError: Rules match nothing, name axes that the mesh lacks, or do not
+            fit a leaf. The error lists every invalid leaf. For `rules`, which models
+            may share, unused rules only cause a warning: if no rule is used, or if a
+            rule's name is close to the name of an axis without a rule.
+        OptionError: Rules are not pairs, or are given without a mesh.
 
     Source: logical axis rules of Flax and T5X, leaf rules of EasyLM and fjformer.
     """
@@ -131,15 +131,15 @@ def _abstract(leaf: Leaf, mesh: AnyMesh | None, spec: PartitionSpec | None) -> A
 
 @_util.gc_pause.paused()
 def parameter_infos(state: PyTree, *, layout: ArrayLayout | None = None) -> PyTree:
-    """What a save of `state` would record of each leaf.
+    """Returns the leaf infos that a save of `state` would record.
 
     Args:
         state: Concrete or abstract.
         layout: As for `save`.
 
     Returns:
-        The same tree, NNX objects as their `nnx.State`, with a `LeafInfo` in the place
-        of each leaf: name, shape, dtype, partition spec and chunk shape.
+        The same tree, with each NNX object as an `nnx.State` and each leaf as a
+        `LeafInfo`: name, shape, dtype, partition spec and chunk shape.
     """
     layout = checked_layout(layout)
     flat = _state.flax_state.flatten(state)
@@ -161,10 +161,11 @@ class _Rule:
 
 
 def _leaf_rules(leaf_rules: LeafRules) -> list[_Rule]:
-    """The leaf rules that somebody has passed.
+    """Returns the `leaf_rules` argument as compiled rules.
 
     Raises:
-        OptionError: They are no pairs, or a pattern is no regular expression.
+        OptionError: `leaf_rules` are not pairs, or a pattern is not a valid regular
+            expression.
     """
     pairs = _pairs(leaf_rules, "leaf_rules", '(r".*/kernel", P("data", None))')
     for pattern, spec in pairs:
@@ -177,10 +178,10 @@ def _leaf_rules(leaf_rules: LeafRules) -> list[_Rule]:
 
 
 def _axis_rules(rules: AxisRules) -> list[tuple[str, MeshAxes]]:
-    """The rules on logical axes that somebody has passed.
+    """Returns the `rules` argument as pairs of a logical axis and mesh axes.
 
     Raises:
-        OptionError: They are no pairs of names.
+        OptionError: `rules` are not pairs of names.
     """
     pairs = _pairs(rules, "rules", '("embed", "data")')
     for name, axes in pairs:
@@ -219,7 +220,7 @@ def _specs(
     rules: Sequence[tuple[str, MeshAxes]],
     compiled: Sequence[_Rule],
 ) -> dict[LeafPath, PartitionSpec]:
-    """The partition spec of every array of a state."""
+    """Returns the partition spec of every array of a state."""
     infos = {
         path: leaf.info
         for path, leaf in flat.table.items()
@@ -253,7 +254,7 @@ def _decide(
     rules: Sequence[tuple[str, MeshAxes]],
     leaf_rules: Iterable[_Rule],
 ) -> PartitionSpec | None:
-    """What the rules, the model or the present sharding say; None if nothing does."""
+    """Returns the spec from the rules, the model or the current sharding, or None."""
     matching = _matching(info.path, leaf_rules)
     if math.prod(info.shape) <= 1:
         return PartitionSpec()
@@ -284,7 +285,7 @@ def _part_axes(part: Any) -> tuple[str, ...]:
 
 
 def _problem(info: LeafInfo, spec: PartitionSpec, mesh: AnyMesh) -> str | None:
-    """Why `info` cannot be split as `spec` says; None if it can."""
+    """Returns the reason why `spec` cannot split `info`; None if it can."""
     sizes = dict(mesh.shape)
     axes = [axis for part in spec for axis in _part_axes(part)]
     if missing := [axis for axis in axes if axis not in sizes]:
@@ -308,10 +309,10 @@ def _optimizer_specs(
     mesh: AnyMesh,
     leaf_rules: Sequence[_Rule],
 ) -> dict[LeafPath, PartitionSpec]:
-    """The specs of optimizer leaves: derived, then overridden, then checked."""
+    """Returns the specs of optimizer leaves: derived or from rules, then checked."""
     derived = derive(state, infos, optimizer, specs, mesh)
-    # A rule that also matches parameters is meant for them, and for what follows them
-    # only through them: (".*", P()) does not undo what is derived.
+    # A rule that also matches parameters is meant for the parameters, and reaches
+    # optimizer leaves only through them: (".*", P()) does not undo derived specs.
     own = [
         rule
         for rule in leaf_rules
@@ -345,7 +346,7 @@ def derive(
     specs: Mapping[LeafPath, PartitionSpec],
     mesh: AnyMesh,
 ) -> dict[LeafPath, _state.optax_state.Derived]:
-    """How each optimizer leaf follows the parameters, and by which rule."""
+    """Returns the spec of each optimizer leaf, and the rule that derived the spec."""
     by_types: dict[LeafPath, PartitionSpec | None] = {}
     params: list[_state.optax_state.Param] = []
     for part in _state.flax_state.optimizers(state):
@@ -377,8 +378,8 @@ def derive(
             for keys, spec in typed.items()
         }
     if not params:
-        # No optimizer to ask: what is left of the state are the parameters, or their
-        # branch of it.
+        # Without an optimizer to call, treat all other leaves as parameters, with and
+        # without the first key of their path.
         params = [
             _state.optax_state.Param(keys, infos[path].shape, spec)
             for path, spec in specs.items()
@@ -395,10 +396,10 @@ def _check_rules(
     mesh: AnyMesh,
     faults: dict[LeafPath, str],
 ) -> None:
-    """Refuses leaf rules that match nothing, or that name axes the mesh lacks.
+    """Raises PartitionError for unused leaf rules and for axes missing in the mesh.
 
     Raises:
-        PartitionError: There are such rules, or `faults` already.
+        PartitionError: A rule is invalid, or `faults` is not empty.
     """
     sizes = dict(mesh.shape)
     for rule in leaf_rules:
@@ -416,7 +417,7 @@ def _check_rules(
 def _nearest(
     pattern: re.Pattern[str], table: LeafTable, infos: Mapping[LeafPath, LeafInfo]
 ) -> str:
-    """What a pattern that matches no array may have been meant for."""
+    """Describes the leaf that an unmatched pattern was probably meant for."""
     others = [path for path in table if pattern.fullmatch(path)]
     if others:
         return f" that jax splits ({others[0]} is {table[others[0]].info})"
@@ -425,7 +426,7 @@ def _nearest(
 
 
 def _has(name: str, axes: Iterable[str]) -> str:
-    """Says which axes the mesh has, and which of them is called most like `name`."""
+    """Lists the axes of the mesh, and the closest match to `name`."""
     listed = tuple(axes)
     near = difflib.get_close_matches(str(name), listed, n=1)
     return f"the mesh has {listed}" + (f"; nearest: {near[0]!r}" if near else "")
@@ -438,8 +439,8 @@ def _tell_of_unused(
 ) -> None:
     """Warns of rules on logical axes that look like mistakes.
 
-    Rules are shared by models, and name axes of activations, too: one that matches
-    nothing is no mistake by itself.
+    Models share rules, and rules also name axes of activations, so an unused rule alone
+    is not a mistake.
     """
     names: dict[str, None] = {}
     own: set[str] = set()

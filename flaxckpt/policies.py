@@ -1,9 +1,9 @@
-"""Preservation policies: which steps of a directory stay.
+"""Preservation policies: the rules that decide which steps of a directory to keep.
 
-A policy is pure: it sees every checkpoint and names those that it keeps. A step stays
-if any policy keeps it. The newest step and pinned steps always stay, and with no
-policy at all everything stays but temporary steps: of them the two newest stay, until
-there is a newer step that is not temporary.
+A policy is a pure function of all checkpoints of a directory. A step is kept if any
+policy keeps it. The newest step and pinned steps are always kept. Without policies,
+all steps are kept except temporary steps: the two newest are kept until a newer
+permanent step exists.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class Ranked(Protocol):
-    """What a policy may know of a checkpoint."""
+    """The properties of a checkpoint that policies may read."""
 
     @property
     def step(self) -> int:
@@ -40,26 +40,26 @@ class Ranked(Protocol):
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The metrics that were saved with the step, or added to it later."""
+        """The metrics saved with the step or added later."""
 
     @property
     def created(self) -> float:
-        """When its save began, in seconds since 1970 by the clock of that machine."""
+        """When the save started, in seconds since 1970, by that machine's clock."""
 
     @property
     def temporary(self) -> bool:
-        """Whether it was saved to stay only until there is a newer one that is not."""
+        """True if a newer permanent step replaces this checkpoint."""
 
 
 class PreservationPolicy(Protocol):
-    """Anything that can say which checkpoints to keep. `str()` of it is shown."""
+    """The interface of a policy; reports show `str(policy)`."""
 
     def preserved(self, checkpoints: Sequence[Ranked], /) -> AbstractSet[int]:
-        """Names the steps to keep.
+        """Returns the steps to keep.
 
         Args:
-            checkpoints: All committed checkpoints of a directory, each step once, the
-                oldest first; pinned and temporary ones too.
+            checkpoints: All committed checkpoints of a directory, including pinned and
+                temporary ones, oldest first, without duplicate steps.
 
         Returns:
             The steps that this policy keeps; steps not in `checkpoints` are ignored.
@@ -68,7 +68,7 @@ class PreservationPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LatestN(PreservationPolicy):
-    """Keeps the `n` newest checkpoints; temporary ones neither count nor stay."""
+    """Keeps the `n` newest checkpoints; temporary checkpoints are ignored."""
 
     n: int
 
@@ -84,10 +84,10 @@ class LatestN(PreservationPolicy):
 
 @dataclass(frozen=True, slots=True)
 class BestN(PreservationPolicy):
-    """Keeps the `n` checkpoints with the best `metric`; ties go to the newer.
+    """Keeps the `n` checkpoints with the best `metric`; the newer wins a tie.
 
     A checkpoint whose metric is missing, NaN or infinite is never among the best; add
-    `WithoutMetric` to keep those that have not been measured.
+    `WithoutMetric` to keep checkpoints that have not been evaluated.
     """
 
     n: int
@@ -121,9 +121,9 @@ class BestN(PreservationPolicy):
 
 @dataclass(frozen=True, slots=True)
 class WithoutMetric(PreservationPolicy):
-    """Keeps each checkpoint that does not have `metric`; temporary ones do not stay.
+    """Keeps each checkpoint without `metric`, except temporary checkpoints.
 
-    A metric that is NaN or infinite is there.
+    A NaN or infinite metric counts as present.
 
     Source: `keep_checkpoints_without_metrics` of Orbax and T5X.
     """
@@ -145,9 +145,9 @@ class WithoutMetric(PreservationPolicy):
 
 @dataclass(frozen=True, slots=True)
 class EveryNSteps(PreservationPolicy):
-    """Keeps each checkpoint whose step is a multiple of `n`; 0 is one.
+    """Keeps each checkpoint whose step is a multiple of `n`, including 0.
 
-    Temporary ones neither count nor stay.
+    Temporary checkpoints are ignored.
     """
 
     n: int
@@ -164,11 +164,11 @@ class EveryNSteps(PreservationPolicy):
 
 @dataclass(frozen=True, slots=True)
 class EveryNSecs(PreservationPolicy):
-    """Keeps the oldest checkpoint, and each that is `secs` younger than the last kept.
+    """Keeps the oldest checkpoint, then each at least `secs` newer than the last kept.
 
-    Their ages are those written down when they were saved. Where the clock has gone
-    back, counting begins anew, and that checkpoint is kept. Temporary ones neither
-    count nor stay.
+    Ages are computed from the recorded creation times. If the clock was set back, the
+    first checkpoint after the change is kept and counting restarts there. Temporary
+    checkpoints are ignored.
     """
 
     secs: float
@@ -181,9 +181,9 @@ class EveryNSecs(PreservationPolicy):
 
     def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
         kept: set[int] = set()
-        last = math.inf  # so that the oldest is kept
+        last = math.inf  # keeps the oldest
         for checkpoint in sorted(_permanent(checkpoints), key=lambda c: c.step):
-            # Compared with kept ones only: what is deleted must not change the rest.
+            # Compare with kept steps only: deleting others must not change the result.
             if not 0 <= checkpoint.created - last < self.secs:
                 kept.add(checkpoint.step)
                 last = checkpoint.created
@@ -192,7 +192,7 @@ class EveryNSecs(PreservationPolicy):
 
 @dataclass(frozen=True, slots=True)
 class OnSteps(PreservationPolicy):
-    """Keeps these steps, temporary or not."""
+    """Keeps the given steps, temporary or not."""
 
     steps: Collection[int]
 
@@ -207,14 +207,14 @@ class OnSteps(PreservationPolicy):
 
 
 def checked(policies: object, option: str) -> tuple[PreservationPolicy, ...]:
-    """`policies` as a tuple.
+    """Returns `policies` as a tuple.
 
     Args:
-        policies: What was passed for policies.
-        option: As what, for the message.
+        policies: The argument to check.
+        option: The name of the argument, for the message.
 
     Raises:
-        OptionError: It is something else than policies.
+        OptionError: `policies` is not a list of policies.
     """
     example = f"write {option}=[LatestN(3)], or pass none to keep everything"
     if not isinstance(policies, Iterable) or isinstance(policies, str | Mapping):
@@ -244,21 +244,22 @@ def decide(
     pinned: Collection[int] = (),
     readers: Mapping[int, Collection[str]] | None = None,
 ) -> dict[int, list[str]]:
-    """Says of every step why it stays; a step with no reason goes.
+    """Returns the reasons to keep each step; a step without reasons may be deleted.
 
     Args:
-        policies: A step stays if any of them keeps it. With none, every step stays that
-            is not temporary.
-        checkpoints: All committed checkpoints of a directory, in any order. What does
-            not say whether it is `temporary` is not.
-        pinned: Steps that stay whatever the policies say. They still count for the
-            policies: `LatestN(2)` does not keep an older step in place of a pinned one.
-        readers: Step -> who reads it, so that it stays for now. They count likewise.
+        policies: A step is kept if any policy keeps it. Without policies, every
+            permanent step is kept.
+        checkpoints: All committed checkpoints of a directory, in any order. Checkpoints
+            without the attribute `temporary` are permanent.
+        pinned: Steps that are kept whatever the policies decide. Policies still count
+            them: `LatestN(2)` does not keep an older step in place of a pinned one.
+        readers: Step -> names of its current readers, which keep the step for now.
+            Policies count these steps as well.
 
     Returns:
-        Step -> reasons, the oldest step first. A reason is "newest", "temporary" (of
-        the two newest, as long as no step is newer that is not), "pinned", "no policy",
-        "being read by …" or a policy, as in "LatestN(3)".
+        Step -> reasons, the oldest step first. A reason is "newest", "temporary" (the
+        two newest steps, until a newer permanent step exists), "pinned", "no policy",
+        "being read by …" or a policy such as "LatestN(3)".
     """
     policies = checked(policies, "policies")
     listed = tuple(checkpoints) if _util.arguments.is_list(checkpoints) else None
@@ -271,7 +272,7 @@ def decide(
     reasons: dict[int, list[str]] = {c.step: [] for c in ordered}
     if ordered:
         reasons[ordered[-1].step].append("newest")
-    # Two: if the newest is damaged, no more is lost than what came after the other.
+    # Keep two: if the newest is damaged, the step before it can still be restored.
     for checkpoint in ordered[-2:]:
         if all(_is_temporary(c) for c in ordered if c.step >= checkpoint.step):
             reasons[checkpoint.step].append("temporary")
@@ -292,12 +293,12 @@ def _permanent(checkpoints: Sequence[Ranked]) -> list[Ranked]:
 
 
 def _is_temporary(checkpoint: Ranked) -> bool:
-    # Whoever ranks checkpoints of their own need not know of temporary ones.
+    # Checkpoint types of users may lack the attribute.
     return bool(getattr(checkpoint, "temporary", False))
 
 
 def _whole(number: object, least: int) -> int | None:
-    """A whole number of any kind as a plain int; None if it is none, or too small."""
+    """Returns `number` as an int; None if not an integer, or less than `least`."""
     if isinstance(number, bool):
         return None
     try:
@@ -318,7 +319,7 @@ def _count(name: str, n: object) -> int:
 
 
 def _secs(secs: object) -> float:
-    # A float32 of numpy's is such a number, too.
+    # numpy.float32 is a Real, too.
     is_number = isinstance(secs, numbers.Real) and not isinstance(secs, bool)
     if not is_number or not 0 < (found := float(secs)) < math.inf:  # type: ignore[arg-type]
         raise errors.OptionError(

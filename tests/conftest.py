@@ -9,12 +9,19 @@ import sys
 import hypothesis
 import pytest
 
-# Before anything imports jax. Child processes inherit both.
+from tests import ROOT
+from tests.helpers import run_guard
+
+# Before anything imports jax. Child processes inherit all of them.
 _flags = re.sub(
     r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", "")
 )
 os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+_path = os.environ.get("PYTHONPATH")
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([_path] if _path else [])])
+
+run_guard.start()
 
 # A shell that starts the tests behind it (&) has Ctrl-C ignored in all that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -39,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def store_server(tmp_path_factory):
     """Gives the server of a kind, `moto` or `seaweed`; it is started once."""
-    import store_servers
+    from tests.helpers import store_servers
 
     with store_servers.all_ended():
         yield lambda kind: store_servers.running(kind, tmp_path_factory)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import strategies
 import tensorstore as ts
 from flax import linen, nnx
 from flax.training import train_state
@@ -17,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._arrays.zarr import chunk_file as zarr_chunk_file
+from tests.helpers import strategies
 
 RULES = [("embed", "data"), ("mlp", "model"), ("batch", "data")]
 

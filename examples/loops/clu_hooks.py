@@ -2,27 +2,24 @@
 
     python -m examples.loops.clu_hooks
 
-`clu.periodic_actions` needs TensorFlow and TensorBoard; flaxckpt needs neither. Because
-the hook can be called as clu's actions are, it may also be one of them itself, as in
-`examples.loops.hooks`. Then it sees every step: it saves the last one, too, and heeds
-signals at once.
+The hook can be called as clu's actions are, so it may also be one of them itself, as in
+`examples.loops.hooks` and `examples.loops.clu_metrics`. Then it sees every step: it
+saves the last one, too, and heeds signals at once.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
+import importlib
 from pathlib import Path
 from typing import Any
 
 import flaxckpt
 from examples.loops import toy
+from flaxckpt.integrations.clu import import_metric_writers
 
-try:
-    from clu import periodic_actions
-except ImportError as error:
-    print(f"skipped: clu.periodic_actions cannot be imported ({error})")
-    sys.exit()
+import_metric_writers()  # so that the next import succeeds without TensorFlow
+periodic_actions = importlib.import_module("clu.periodic_actions")
 
 
 def train(directory: Path, lose_after: int | None) -> Any:

@@ -18,6 +18,7 @@ import tensorstore as ts
 
 from flaxckpt import _state, _storage, _util, errors
 from flaxckpt._arrays import evaluate, layout
+from flaxckpt._arrays import faults as read_faults
 from flaxckpt._arrays import read as arrays_read
 from flaxckpt._arrays.zarr import metadata
 from flaxckpt._arrays.zarr.metadata import Array, Region
@@ -214,7 +215,7 @@ def _as_numpy(info: LeafInfo, path: LeafPath) -> LeafInfo:
 
 def _parts(pieces: Sequence[Piece]) -> list[Array]:
     context = _storage.client.context()
-    faults: dict[LeafPath, str] = {}
+    faults = read_faults.Faults()
     started = _begun(pieces, context, faults)
     values = []
     for piece, future in zip(pieces, started, strict=True):
@@ -230,19 +231,15 @@ def _parts(pieces: Sequence[Piece]) -> list[Array]:
         except errors.StoreError:
             raise
         except (ValueError, OSError) as error:
-            faults[piece.path] = _first_words(error)
+            faults.add(piece.path, error)
     if faults:
         roots = [s.root for p in pieces if isinstance(s := p.leaf.source, StoredLeaf)]
-        raise errors.DamagedCheckpointError(
-            f"{len(faults)} of the leaves of {roots[-1]} cannot be read:\n"
-            + errors.rows(f"{path}: {reason}" for path, reason in faults.items())
-            + "\nConvert another step, or save the checkpoint again."
-        )
+        raise faults.error(roots[-1], advice="Convert another step")
     return values
 
 
 def _begun(
-    pieces: Sequence[Piece], context: ts.Context, faults: dict[LeafPath, str]
+    pieces: Sequence[Piece], context: ts.Context, faults: read_faults.Faults
 ) -> list[Any]:
     """For each piece its values, the future of these, or None, with a fault noted."""
     opened: dict[LeafPath, ts.TensorStore] = {}
@@ -269,13 +266,9 @@ def _begun(
         except errors.StoreError:
             raise
         except (ValueError, OSError) as error:
-            faults[piece.path] = _first_words(error)
+            faults.add(piece.path, error)
             begun.append(None)
     return begun
-
-
-def _first_words(error: Exception) -> str:
-    return " ".join(str(error).split(" [")[0].split())[:200]
 
 
 def _given_part(piece: Piece) -> Array:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import tensorstore as ts
 
 from flaxckpt import _state, _storage, _util, errors
+from flaxckpt._arrays import faults as read_faults
 from flaxckpt._arrays import layout, read_raw, shards, to_device
 from flaxckpt._arrays.read_raw import Reading
 from flaxckpt._arrays.zarr import metadata
@@ -78,7 +79,9 @@ def open_one(stored: StoredLeaf) -> ts.TensorStore:
     except errors.StoreError:
         raise  # nothing is wrong with the leaf
     except (ValueError, OSError) as error:
-        raise _damaged(stored.root, {stored.info.path: _first_words(error)}) from None
+        faults = read_faults.Faults()
+        faults.add(stored.info.path, error)
+        raise faults.error(stored.root) from None
     return store
 
 
@@ -103,7 +106,7 @@ def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
         RestoreMismatchError: Numbers are too large for the wanted types.
     """
     values: dict[LeafPath, Any] = {}
-    faults: dict[LeafPath, str] = {}
+    faults = read_faults.Faults()
     too_large: list[errors.Mismatch] = []
     context = _storage.client.context({"file_io_concurrency": {"limit": 32}})
     databases = read_raw.Databases(context)
@@ -116,7 +119,7 @@ def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
                     parts, job.found, job.wanted
                 )
             except (ValueError, MemoryError) as error:
-                faults[job.wanted.path] = _first_words(error)
+                faults.add(job.wanted.path, error)
             except OverflowError as error:
                 found = f"the number {error}"
                 wanted = job.wanted
@@ -124,8 +127,8 @@ def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
     if too_large:
         raise errors.RestoreMismatchError(str(jobs[0].stored.root), too_large)
     if faults:
-        roots = {job.wanted.path: job.stored.root for job in jobs}
-        raise _damaged(roots[next(iter(faults))], faults)
+        first = next(job for job in jobs if job.wanted.path in faults)
+        raise faults.error(first.stored.root)
     return values
 
 
@@ -133,7 +136,7 @@ def _read_batch(
     batch: Sequence[_Work],
     options: Options,
     databases: read_raw.Databases,
-    faults: dict[LeafPath, str],
+    faults: read_faults.Faults,
 ) -> list[tuple[ReadJob, dict[Region, Array]]]:
     """Each leaf with what the devices need of it, all of it in memory.
 
@@ -157,7 +160,7 @@ def _read_batch(
         except errors.StoreError:
             raise  # nothing is wrong with the leaf
         except (ValueError, OSError, MemoryError) as error:
-            faults[work.job.wanted.path] = _first_words(error)
+            faults.add(work.job.wanted.path, error)
     return blocks
 
 
@@ -179,23 +182,6 @@ def _reported(
 ) -> None:
     task()
     report(size)
-
-
-def _damaged(root: Path, faults: dict[LeafPath, str]) -> errors.DamagedCheckpointError:
-    count = f"{len(faults)} leaves" if len(faults) > 1 else "1 leaf"
-    return errors.DamagedCheckpointError(
-        f"{count} of {root} cannot be read:\n"
-        + errors.rows(f"{path}: {reason}" for path, reason in faults.items())
-        + "\nRestore another step, or save the checkpoint again."
-    )
-
-
-def _first_words(error: Exception) -> str:
-    """What TensorStore says, less the specification that it appends."""
-    if isinstance(error, MemoryError):
-        return read_raw.TOO_LARGE
-    text = str(error).split(" [tensorstore_spec", maxsplit=1)[0].split(" [source")[0]
-    return " ".join(text.split())[:200]
 
 
 # ---- what to read ---------------------------------------------------------------
@@ -255,7 +241,7 @@ def _begin(work: _Work, options: Options, databases: read_raw.Databases) -> Read
     except (ValueError, OSError) as error:
         return read_raw.failed(error)
     except MemoryError:
-        return read_raw.failed(ValueError(read_raw.TOO_LARGE))
+        return read_raw.failed(_util.memory.TooLargeError())
 
 
 def _from_store(

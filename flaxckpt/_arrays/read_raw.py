@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import functools
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,6 @@ Linux lets a process have."""
 
 _MAX_DIGESTED_BYTES = 2**30
 
-TOO_LARGE = "it is larger than the memory"
-
 
 class Reading:
     """The values of a leaf, on their way.
@@ -63,7 +62,7 @@ class Reading:
         except (ValueError, OSError) as error:
             self._error = self._error or error
         except MemoryError:
-            self._error = self._error or ValueError(TOO_LARGE)
+            self._error = self._error or _util.memory.TooLargeError()
 
     def result(self) -> Mapping[Region, Array]:
         """What was read -> its values.
@@ -289,7 +288,7 @@ class Databases:
         if root not in self._opened:
             try:
                 if verify:
-                    _check_digests(root, raw.digests)
+                    check_digests(root, raw.digests, max_bytes=_MAX_DIGESTED_BYTES)
                 ocdbt.check(root)
                 spec = zarr_metadata.kvstore(root, "", ocdbt=True)
                 opening = ts.KvStore.open(spec, context=self.context)
@@ -301,10 +300,17 @@ class Databases:
         return self._opened[root]
 
 
-def _check_digests(root: Path, digests: Mapping[str, str]) -> None:
+def check_digests(
+    root: Path, digests: Mapping[str, str], *, max_bytes: int = sys.maxsize
+) -> None:
+    """Compares the files of arrays below `root` with their digests.
+
+    Raises:
+        ValueError: A file has changed, or is larger than `max_bytes`.
+        OSError: A file is missing, or cannot be read.
+    """
     for name, recorded in digests.items():
-        content = _storage.local.read(root / name, max_bytes=_MAX_DIGESTED_BYTES)
-        if _storage.local.digest(content) != recorded:
+        if _storage.local.digest_file(root / name, max_bytes=max_bytes) != recorded:
             raise ValueError(f"{name} has changed since it was written")
 
 

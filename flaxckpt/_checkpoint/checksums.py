@@ -40,8 +40,7 @@ def check_keys(
         return
     for leaf_path, leaf in leaves.items():
         name = _native.orbax_json.param_name(leaf.info.keys)
-        shape, _ = _arrays.layout.stored_form(leaf.info)
-        chunks = file_sizes.keys(encoding, shape, leaf.info.chunk_shape or ())
+        chunks = file_sizes.chunk_names(encoding, leaf.info)
         missing = [
             key
             for key in (file_sizes.metadata_name(encoding), *chunks)
@@ -61,10 +60,7 @@ def of_array(
     found: verify_report.Findings,
 ) -> tuple[set[str], list[Callable[[], object]]]:
     """The files of an array, and what is to be done with those without a digest."""
-    name = _native.orbax_json.param_name(info.keys)
-    directory = (
-        f"{_native.checkpoint.STATE}/{name}" if name else _native.checkpoint.STATE
-    )
+    directory = file_sizes.array_directory(info)
     shape, dtype = _arrays.layout.stored_form(info)
     chunk_shape = info.chunk_shape or ()
     metadata = f"{directory}/{file_sizes.metadata_name(encoding)}"
@@ -82,7 +78,7 @@ def of_array(
         checks.append(check_metadata)
     size = file_sizes.chunk_bytes(encoding, info)
     most = size or math.prod(chunk_shape) * _state.dtypes.item_bits(dtype) // 8
-    for key in file_sizes.keys(encoding, shape, chunk_shape):
+    for key in file_sizes.chunk_names(encoding, info):
         file = f"{directory}/{key}"
         files.add(file)
         if file not in digests:

@@ -3,111 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import importlib.metadata
 import os
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-
-from flaxckpt import _arrays, _distributed, _state, _steps, _storage, _util, errors
-from flaxckpt._arrays.zarr.array_layout import ArrayLayout
+from flaxckpt import _arrays, _steps, _storage, _util, errors
 from flaxckpt._checkpoint import overwrite as checkpoint_overwrite
-from flaxckpt._state.leaf import LeafInfo
-from flaxckpt._types import JSON, LeafPath
+from flaxckpt._checkpoint.request import Snapshot
 from flaxckpt.formats import _native
-from flaxckpt.formats._reader import Lineage
-from flaxckpt.transforms import Transform
-from flaxckpt.transforms import _base as _transforms
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Options:
-    """What belongs to a checkpoint beside its state.
-
-    Attributes:
-        step: Its number, or None.
-        layout: How arrays are cut and encoded.
-        transforms: What to change on the way to the checkpoint.
-        metrics: What was measured.
-        metadata: The user's own, JSON.
-        dataset: A dataset iterator, or None.
-        overwrite: Whether an existing checkpoint is replaced.
-        max_concurrent_bytes: Budget of the writing thread.
-        lineage: What the run began from.
-        planned: Called with what will be saved, before its values are taken.
-        temporary: Whether it stays only until there is a newer step.
-        count: Called with bytes of values whenever some are written.
-        together: What all processes save by; None if there is only one.
-        marks: Files that say more of the step, by name.
-    """
-
-    step: int | None = None
-    layout: ArrayLayout = dataclasses.field(default_factory=ArrayLayout)
-    transforms: Sequence[Transform] = ()
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    metadata: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
-    dataset: Any = None
-    overwrite: bool = False
-    max_concurrent_bytes: int = _arrays.write.DEFAULT_CONCURRENT_BYTES
-    lineage: Sequence[Lineage] = ()
-    planned: Callable[..., object] | None = None
-    temporary: bool = False
-    count: _arrays.write.Count = _util.progress.ignore
-    together: _distributed.operation.Operation | None = None
-    marks: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A state as it was at the call of `save`, ready to be written.
-
-    Attributes:
-        final: Where the checkpoint will be.
-        infos: All its leaves.
-        structure: Its containers.
-        arrays: The values that this process writes.
-        strings: Param name -> value of the string leaves.
-        dataset: File name -> content of the iterator's state.
-        ocdbt: Whether the arrays go into one database.
-        options: As given.
-        created: Seconds since 1970.
-    """
-
-    final: Path
-    infos: tuple[LeafInfo, ...]
-    structure: _state.tree.Node | LeafPath
-    arrays: tuple[_arrays.to_host.HostArray, ...]
-    strings: Mapping[str, str]
-    dataset: Mapping[str, bytes]
-    ocdbt: bool
-    options: Options
-    created: float
-
-    @property
-    def encoding(self) -> _arrays.zarr.metadata.Encoding:
-        """How the chunks of the arrays are encoded."""
-        return self.options.layout.encoding
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the values that this process writes, in memory."""
-        return sum(array.nbytes for array in self.arrays)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Size of all arrays of all processes, as stored if they are not compressed."""
-        return sum(
-            _arrays.layout.stored_bytes(i)
-            for i in self.infos
-            if i.chunk_shape is not None
-        )
 
 
 class Written(NamedTuple):
@@ -211,19 +118,19 @@ def execute(
         SaveFailedError: It could not be written. What was written is removed, or,
             after the disk did not confirm its name, told of.
     """
-    with alone(snapshot.final), made(snapshot) as temporary:
-        contents, files = fill(snapshot, temporary, previous)
-        return finish(snapshot, temporary, contents, files)
+    with alone(snapshot.request.path), made(snapshot) as temporary:
+        files = fill(snapshot, temporary, previous)
+        return finish(snapshot, temporary, files)
 
 
 @contextlib.contextmanager
 def made(snapshot: Snapshot) -> Iterator[Path]:
     """The directory to write to; what is left of it at the end is removed."""
-    final = snapshot.final
+    final = snapshot.request.path
     _storage.local.make_directory(final.parent)
     with _storage.of(final).new_checkpoint(
         final,
-        overwrite=snapshot.options.overwrite,
+        overwrite=snapshot.request.overwrite,
         keep=lambda name: name == _steps.markers.PIN,
         check=checkpoint_overwrite.check_replaceable,
     ) as temporary:
@@ -233,24 +140,23 @@ def made(snapshot: Snapshot) -> Iterator[Path]:
 
 def fill(
     snapshot: Snapshot, temporary: Path, previous: _arrays.write.Previous | None
-) -> tuple[_native.checkpoint.Contents, dict[str, bytes]]:
-    """Writes all that this process has but the manifest, and describes it.
+) -> dict[str, bytes]:
+    """Writes everything of this process except the manifest.
 
     Returns:
-        The contents, and the files beside the arrays.
+        The files beside the arrays: name -> content.
     """
-    contents = _contents(snapshot)
     files: dict[str, bytes] = {}
 
     @_util.gc_pause.paused()
     def describe() -> None:
-        files.update(_native.checkpoint.files(contents))
+        files.update(_native.checkpoint.files(snapshot.contents))
         write_new(temporary, files)
 
     with _util.threads.beside(describe) as check:
         root = temporary / _native.checkpoint.STATE
         write_arrays(snapshot, root, previous, check)
-    return contents, files
+    return files
 
 
 def write_arrays(
@@ -260,19 +166,19 @@ def write_arrays(
     check: Callable[[], object],
 ) -> None:
     """Writes the arrays of this process; `check` may end that."""
-    together = snapshot.options.together
+    together = snapshot.request.together
 
     def count(size: int) -> None:
         check()
-        snapshot.options.count(size)
+        snapshot.request.count(size)
 
     _arrays.write.write(
         root,
         snapshot.arrays,
-        encoding=snapshot.encoding,
-        ocdbt=snapshot.ocdbt,
+        encoding=snapshot.contents.encoding,
+        ocdbt=snapshot.contents.ocdbt,
         previous=previous,
-        max_concurrent_bytes=snapshot.options.max_concurrent_bytes,
+        max_concurrent_bytes=snapshot.request.options.max_concurrent_bytes,
         count=count,
         writer=None if together is None else together.index,
     )
@@ -281,29 +187,27 @@ def write_arrays(
 def finish(
     snapshot: Snapshot,
     temporary: Path,
-    contents: _native.checkpoint.Contents,
     files: Mapping[str, bytes],
     digests: Mapping[str, str] | None = None,
 ) -> Written:
-    """Seals what was written, and gives it its name.
+    """Writes the manifest and commits the checkpoint.
 
     Args:
-        snapshot: What was written.
-        temporary: Where.
-        contents: Its description.
-        files: What lies beside the arrays, by name.
-        digests: Of such files that others have written.
+        snapshot: The state that was written.
+        temporary: The directory that holds it.
+        files: Files beside the arrays: name -> content.
+        digests: Digests of files that other processes have written.
     """
+    contents, request = snapshot.contents, snapshot.request
     sealed = _native.checkpoint.seal(contents, files, temporary, digests or {})
     marker = sealed.pop(_native.checkpoint.COMMITTED)
     write_new(temporary, sealed)
-    is_temporary = snapshot.options.temporary
-    marks = _steps.markers.of_new(snapshot.final, temporary=is_temporary)
-    write_new(temporary, {**marks, **snapshot.options.marks})
+    marks = _steps.markers.of_new(request.path, temporary=request.temporary)
+    write_new(temporary, {**marks, **request.marks})
     manifest = _storage.local.stamp(temporary / _native.orbax_json.MANIFEST)
-    publish = functools.partial(name, overwrite=snapshot.options.overwrite)
-    size = _storage.of(temporary).commit(temporary, snapshot.final, marker, publish)
-    stamp = manifest._replace(path=snapshot.final / _native.orbax_json.MANIFEST)
+    publish = functools.partial(name, overwrite=request.overwrite)
+    size = _storage.of(temporary).commit(temporary, request.path, marker, publish)
+    stamp = manifest._replace(path=request.path / _native.orbax_json.MANIFEST)
     return Written(size, for_next(snapshot, stamp))
 
 
@@ -327,35 +231,16 @@ def for_next(snapshot: Snapshot, stamp: _storage.local.Stamp) -> _arrays.write.P
         if array.source is not None
     }
     return _arrays.write.Previous(
-        snapshot.final / _native.checkpoint.STATE, sources, stamp
+        snapshot.request.path / _native.checkpoint.STATE, sources, stamp
     )
 
 
-def metadata_files(snapshot: Snapshot) -> dict[str, bytes]:
-    """All files of a checkpoint but its arrays, as if those had no digests."""
-    contents = _contents(snapshot)
+def metadata_files(
+    contents: _native.checkpoint.Contents, path: Path
+) -> dict[str, bytes]:
+    """Returns all files of the checkpoint `path` except its arrays, for their sizes."""
     made = _native.checkpoint.files(contents)
-    return made | _native.checkpoint.seal(contents, made, snapshot.final)
-
-
-def _contents(snapshot: Snapshot) -> _native.checkpoint.Contents:
-    options = snapshot.options
-    return _native.checkpoint.Contents(
-        options.step,
-        snapshot.infos,
-        snapshot.structure,
-        snapshot.strings,
-        snapshot.ocdbt,
-        snapshot.encoding,
-        options.metrics,
-        options.metadata,
-        snapshot.dataset,
-        snapshot.created,
-        time.time(),
-        versions(),
-        options.lineage,
-        _transforms.describe(options.transforms),
-    )
+    return made | _native.checkpoint.seal(contents, made, path)
 
 
 def write_new(root: Path, files: Mapping[str, bytes]) -> None:
@@ -364,14 +249,3 @@ def write_new(root: Path, files: Mapping[str, bytes]) -> None:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         _storage.local.write(path, content)
-
-
-@functools.cache
-def versions() -> dict[str, str]:
-    found = {"jax": jax.__version__}
-    for name in ("flaxckpt", "flax", "optax", "tensorstore"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "unknown"
-    return found

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from flaxckpt import _arrays, _state, _storage, _util, errors
 from flaxckpt._state.leaf import LeafInfo
-from flaxckpt._types import Shape
 from flaxckpt.formats import _locate, _native
 from flaxckpt.formats._reader import Stored
 
@@ -53,7 +51,7 @@ def _check(path: Path) -> None:
                 encoding.version == 2 or _storage.of(path).costs_requests
             )
             if not (is_much and _native.checkpoint.is_of_arrays(name)):
-                _check_digest(path / name, digest)
+                _native.items.check_digest(path / name, digest)
         if _storage.of(path).costs_requests:
             _check_names(path, stored, manifest, encoding)
             return
@@ -81,14 +79,10 @@ def _check_names(
         for info in stored.metadata.leaves.values():
             if info.dtype is None:
                 continue
-            directory = (
-                f"{_native.checkpoint.STATE}/{_native.orbax_json.param_name(info.keys)}"
-            )
-            shape, _ = _arrays.layout.stored_form(info)
-            names = keys(encoding, shape, info.chunk_shape or ())
+            directory = array_directory(info)
             wanted |= {
-                f"{directory.rstrip('/')}/{name}"
-                for name in (*names, metadata_name(encoding))
+                f"{directory}/{name}"
+                for name in (metadata_name(encoding), *chunk_names(encoding, info))
             }
     elif encoding is not None and any(i.dtype for i in stored.metadata.leaves.values()):
         wanted.add(f"{_native.checkpoint.STATE}/{_arrays.zarr.ocdbt.MANIFEST}")
@@ -107,18 +101,6 @@ def digests(path: Path, stored: Stored) -> dict[str, str]:
         for name, digest in stored.digests.items()
         if not (let_go and name.startswith(f"{_native.checkpoint.DATASET}/"))
     }
-
-
-def _check_digest(file: Path, recorded: str) -> None:
-    try:
-        found = _storage.local.digest_file(file, max_bytes=sys.maxsize)
-    except FileNotFoundError:
-        found = None
-    if found != recorded:
-        raise errors.DamagedCheckpointError(
-            f"{file} has changed since it was saved: wanted {recorded}, found"
-            f" {found or 'no such file'}; restore another step"
-        )
 
 
 def _check_database(
@@ -157,11 +139,10 @@ def _check_array(
     """Looks at the size of each file of an array."""
     directory = root / _native.orbax_json.param_name(info.keys)
     found = _sizes(directory)
-    shape, _ = _arrays.layout.stored_form(info)
     size = chunk_bytes(encoding, info)
     faults = [
         f"{key}: wanted {size or 'some'} bytes, found {found.get(key, 'none')}"
-        for key in keys(encoding, shape, info.chunk_shape or ())
+        for key in chunk_names(encoding, info)
         if not found.get(key) or found[key] != (size or found[key])
     ]
     metadata = metadata_name(encoding)
@@ -170,7 +151,7 @@ def _check_array(
     if faults:
         raise errors.DamagedCheckpointError(
             f"{directory} is not all there; restore another step:\n"
-            + "\n".join(f"  {fault}" for fault in faults[: errors.ROWS_SHOWN])
+            + errors.rows(faults)
         )
 
 
@@ -179,12 +160,19 @@ def metadata_name(encoding: _arrays.zarr.metadata.Encoding) -> str:
     return _arrays.zarr.metadata.METADATA if encoding.version == 3 else ".zarray"
 
 
-def keys(
-    encoding: _arrays.zarr.metadata.Encoding, shape: Shape, chunk_shape: Shape
+def array_directory(info: LeafInfo) -> str:
+    """The path of an array's directory in its checkpoint."""
+    name = _native.orbax_json.param_name(info.keys)
+    return f"{_native.checkpoint.STATE}/{name}".rstrip("/")
+
+
+def chunk_names(
+    encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo
 ) -> Iterator[str]:
-    """What the files of an array's chunks are called."""
+    """The names of the files of an array's chunks, in its directory."""
+    shape, _ = _arrays.layout.stored_form(info)
     for chunk in _arrays.zarr.metadata.chunks(
-        _arrays.zarr.metadata.whole(shape), chunk_shape
+        _arrays.zarr.metadata.whole(shape), info.chunk_shape or ()
     ):
         if encoding.version == 3:
             yield chunk.key

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from flaxckpt import _util, errors
+from flaxckpt import _doors, _util, errors
 from flaxckpt._checkpoint.result import SaveResult
 
 
@@ -26,6 +26,7 @@ class SaveHandle:
         name: str,
         counter: _util.progress.Counter,
     ) -> None:
+        _doors.open_all()
         self._name = name
         self._counter = counter
         self._result: SaveResult | None = None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
 from flaxckpt import _arrays, _state
+from flaxckpt._checkpoint.plan import RestorePlan
 from flaxckpt._state.leaf import LeafInfo, LeafTable
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
@@ -23,15 +24,15 @@ _TOPS_SHOWN = 6
 
 def missing(wanted: LeafInfo, table: LeafTable, *, nearest: bool = True) -> Mismatch:
     """Says that `table` lacks a leaf, and which is called most alike."""
-    found = "nothing"
     if wanted.path in table:
-        found = str(table[wanted.path].info)
-    elif f"{wanted.path}/value" in table:
+        return Mismatch(wanted.path, str(wanted), str(table[wanted.path].info))
+    found = "nothing"
+    if f"{wanted.path}/value" in table:
         found = f"nothing (nearest: {wanted.path}/value)"
     elif nearest and len(table) <= _NEAREST_AMONG:
         near = difflib.get_close_matches(wanted.path, table, n=1)
         found = f"nothing (nearest: {near[0]})" if near else found
-    return Mismatch(wanted.path, str(wanted), found)
+    return Mismatch(wanted.path, str(wanted), found, "missing")
 
 
 def misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
@@ -52,11 +53,17 @@ def too_wide(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
     """
     if wanted.python_type != "jax.Array" or not _arrays.lazy.needs_64_bits(wanted):
         return None
-    widest = _state.dtypes.name(jax.dtypes.canonicalize_dtype(wanted.dtype))
+    widest = _widest(wanted)
     if widest == wanted.dtype:
         return None
     asked = f"{wanted}, where jax without {_X64} has at most {widest}"
-    return Mismatch(wanted.path, asked, "nothing" if found is None else str(found))
+    stored = "nothing" if found is None else str(found)
+    return Mismatch(wanted.path, asked, stored, "too_wide")
+
+
+def _widest(wanted: LeafInfo) -> str:
+    """The type that jax, as it is configured, makes of the wanted one."""
+    return _state.dtypes.name(jax.dtypes.canonicalize_dtype(wanted.dtype))
 
 
 def _fits(wanted: LeafInfo, found: LeafInfo) -> bool:
@@ -220,37 +227,39 @@ def rows(problems: Sequence[Mismatch], found: Sequence[Moved]) -> list[str] | No
         for each in several
         for name in each.names
     }
-    others = [
-        f"{m.leaf}: wanted {m.wanted}, found {m.found}"
-        for m in problems
-        if m.leaf not in elsewhere
-    ]
+    others = [problem.row for problem in problems if problem.leaf not in elsewhere]
     return [*map(str, several), *others]
 
 
 def advice(
-    problems: Iterable[Mismatch],
+    planned: RestorePlan,
     abstract_state: PyTree,
     table: LeafTable,
     found_elsewhere: Sequence[Moved] = (),
 ) -> str:
-    """What to do about a plan that has `problems` with the leaves of `table`."""
-    found = list(problems)
-    wide = [m for m in found if _X64 in m.wanted]
-    if wide:
+    """Says what to do about the problems of a plan with the leaves of `table`."""
+    found = planned.problems
+    kinds = {problem.kind for problem in found}
+    if "too_wide" in kinds:
+        wide = [
+            wanted
+            for problem in found
+            if problem.kind == "too_wide"
+            and (wanted := planned.leaves[problem.leaf].wanted) is not None
+        ]
         return _advice_on_width(wide, is_alone=abstract_state is None)
     renames = [each.rename(table) for each in found_elsewhere]
     if found_elsewhere and sum(len(each.names) for each in found_elsewhere) == len(
         found
     ):
         return _move(found_elsewhere, renames, are_all=True)
-    if any(m.wanted == "nothing" for m in found):
+    if "unused" in kinds:
         return 'Ask for these leaves too, or pass unused="ignore".'
-    if any(m.found.startswith("several") for m in found):
+    if "several" in kinds:
         return (
             'Load into the old optimizer first, or start it afresh: optimizer="reinit".'
         )
-    if all(m.found.startswith("nothing") for m in found):
+    if kinds == {"missing"}:
         first = ""
         if found_elsewhere:
             first = _move(found_elsewhere, renames, are_all=False) + " "
@@ -265,16 +274,16 @@ def advice(
     )
 
 
-def _advice_on_width(problems: Sequence[Mismatch], *, is_alone: bool) -> str:
-    """How to get 64-bit values, or fewer bits of them."""
+def _advice_on_width(wide: Sequence[LeafInfo], *, is_alone: bool) -> str:
+    """Says how to get the 64-bit values of the leaves, or fewer bits of them."""
     first: dict[str, LeafPath] = {}
-    for problem in problems:
-        first.setdefault(problem.wanted.rsplit(" ", maxsplit=1)[-1], problem.leaf)
+    for wanted in wide:
+        first.setdefault(_widest(wanted), wanted.path)
     casts = ", ".join(
         f'cast("{path}", "{dtype}"{"" if dtype == "float32" else ", lossy=True"})'
         for dtype, path in first.items()
     )
-    if len(problems) > len(first):
+    if len(wide) > len(first):
         casts += ", and so for the others"
     limit = " (values above 3.4e38 become inf)" if "float32" in first else ""
     if is_alone:

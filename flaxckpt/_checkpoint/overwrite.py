@@ -114,9 +114,29 @@ def check_name(final: Path, maker: Literal["save", "convert", "a run"]) -> None:
 
 
 def check_free(final: Path, *, overwrite: bool) -> None:
-    """Refuses a path that is taken.
+    """Raises an error if a save may not make `final`: only a checkpoint is replaced.
 
-    Only a checkpoint is replaced, and a directory only if nothing else is in it.
+    Raises:
+        CheckpointExistsError: Something is there that may not be replaced.
+    """
+    if not _storage.local.lexists(final):
+        return
+    if _storage.of(final).is_unfinished(final):
+        return  # it is removed, if nobody works with it
+    if _is_empty(final):
+        return
+    if not overwrite:
+        raise errors.CheckpointExistsError(
+            f"{final} exists: choose another path, or pass overwrite=True (to a"
+            " Checkpointer: on_exists='overwrite')"
+        )
+    check_replaceable(final)
+
+
+def check_target_free(final: Path, *, overwrite: bool) -> None:
+    """Raises an error if a conversion may not make `final`, a directory or a file.
+
+    A checkpoint of any format is replaced.
 
     Raises:
         OptionError: It lies below a file.

@@ -281,7 +281,7 @@ class _Planner:
             found = "several: " + ", ".join(candidates[:3])
             if len(set(candidates)) == 1:
                 found = f"several leaves that ask for {candidates[0]}"
-            problem = Mismatch(path, str(leaf.info), found)
+            problem = Mismatch(path, str(leaf.info), found, "several")
             self._used.update(candidates)
             self._conflict(problem, leaf.info, None, tuple(candidates))
         elif candidates:
@@ -414,7 +414,9 @@ class _Planner:
             if path in self._used or leaf.info.kind == "empty":
                 continue
             if self._options.unused == "error":
-                self._problems.append(Mismatch(path, "nothing", str(leaf.info)))
+                self._problems.append(
+                    Mismatch(path, "nothing", str(leaf.info), "unused")
+                )
             elif self._options.optimizer == "reinit" and leaf.info.role:
                 continue
             name = path if path not in self._leaves else f"{path} (in the checkpoint)"

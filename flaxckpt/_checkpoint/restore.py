@@ -107,9 +107,9 @@ def load(
         memory_map=memory_map,
         read_once=read_once,
     )
-    found, number = _locate.locate(_storage.local.resolve(path), step)
-    stored = _locate.read_stored(found, number, types)
-    counter = _util.progress.Counter(f"loading {found.name}")
+    stored = _locate.open_checkpoint(path, step, types=types)
+    name = _storage.paths.from_text(stored.metadata.path).name
+    counter = _util.progress.Counter(f"loading {name}")
     return restore(stored, abstract_state, options, counter)
 
 
@@ -122,12 +122,11 @@ def load_source(
     counter: _util.progress.Counter,
 ) -> tuple[PyTree, tuple[Lineage, ...]]:
     """Loads a checkpoint for a run to begin from, and says where it came from."""
-    found, number = _locate.locate(path, step)
-    stored = _locate.read_stored(found, number)
+    stored = _locate.open_checkpoint(path, step)
     digest = _digest(stored)
     state = restore(stored, abstract_state, options, counter)
     done = _transforms.describe(options.transforms)
-    origin = Lineage(str(found), number, digest, done)
+    origin = Lineage(stored.metadata.path, stored.metadata.step, digest, done)
     return state, (origin, *stored.metadata.lineage)[:_MAX_LINEAGE]
 
 
@@ -185,7 +184,7 @@ def plan(
         DamagedCheckpointError: Its description is missing or has changed.
     """
     options = checkpoint_plan.Options(missing, unused, optimizer, transforms)
-    stored = _locate.read_stored(*_locate.locate(_storage.local.resolve(path), step))
+    stored = _locate.open_checkpoint(path, step)
     return planner.make(stored, abstract_state, options)[0]
 
 
@@ -202,9 +201,7 @@ def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
         CheckpointFormatError: What is there is no checkpoint.
         DamagedCheckpointError: Its description is missing or has changed.
     """
-    return _locate.read_stored(
-        *_locate.locate(_storage.local.resolve(path), step)
-    ).metadata
+    return _locate.open_checkpoint(path, step).metadata
 
 
 def open_leaf(
@@ -231,7 +228,7 @@ def open_leaf(
             "leaf_path must be a text such as 'params/dense/kernel', got"
             f" {_util.arguments.found(leaf_path)}"
         )
-    stored = _locate.read_stored(*_locate.locate(_storage.local.resolve(path), step))
+    stored = _locate.open_checkpoint(path, step)
     found = stored.table.get(leaf_path)
     source = None if found is None else found.source
     if not isinstance(source, StoredLeaf) or source.open is None:
@@ -266,7 +263,7 @@ def restore(
         raise errors.RestoreMismatchError(
             planned.path,
             planned.problems,
-            mismatch.advice(planned.problems, abstract_state, stored.table, elsewhere),
+            mismatch.advice(planned, abstract_state, stored.table, elsewhere),
             shown=mismatch.rows(planned.problems, elsewhere),
         )
     jobs: Sequence[_arrays.read.ReadJob] = recipe.jobs

@@ -6,14 +6,14 @@ import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from flaxckpt import _arrays, _distributed, _state, _storage, _util, datasets, errors
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
 from flaxckpt._checkpoint import commit, save_distributed
 from flaxckpt._checkpoint import overwrite as checkpoint_overwrite
-from flaxckpt._checkpoint.commit import Options, Snapshot, Written
+from flaxckpt._checkpoint.commit import Written
 from flaxckpt._checkpoint.handle import SaveHandle
+from flaxckpt._checkpoint.request import SaveOptions, SaveRequest, Snapshot
 from flaxckpt._checkpoint.result import SaveResult
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
@@ -87,69 +87,61 @@ def save_async(
     The state may be donated, trained on or changed in place as soon as this returns:
     what is saved is what it was at the call.
     """
-    start = time.monotonic()
+    started = time.monotonic()
     final = _storage.local.resolve(path)
     checkpoint_overwrite.check_name(final, "save")
     counter = _util.progress.Counter(f"saving {final.name}")
     together = _distributed.agreement.begin("save", final, str(final))
-    options = Options(
-        layout=checked_layout(layout),
-        transforms=transforms,
+    request = SaveRequest(
+        path=final,
+        options=SaveOptions(layout=checked_layout(layout), transforms=transforms),
         metadata=metadata or {},
-        overwrite=overwrite,
+        on_exists="overwrite" if overwrite else "error",
+        started=started,
         count=counter.add,
         together=together,
     )
     with _distributed.agreement.telling(together), commit.beginning(final):
-        snapshot = take(final, state, options)
+        snapshot = take(request, state)
     counter.total = snapshot.nbytes
-    blocked = time.monotonic() - start
+    blocked = request.elapsed()
 
     def work() -> SaveResult:
         with _distributed.agreement.ending(together):
             written = execute(snapshot).size
-        total = time.monotonic() - start
-        _log_saved(snapshot.final, written, total, blocked)
-        return SaveResult(None, str(snapshot.final), written, blocked, total)
+        total = request.elapsed()
+        _log.info(
+            "saved %s: %d bytes, durable after %.3f s, blocked %.3f s",
+            final,
+            written,
+            total,
+            blocked,
+        )
+        return SaveResult(None, str(final), written, blocked, total)
 
     return SaveHandle(work, name=f"save of {final}", counter=counter)
-
-
-def _log_saved(path: Path, written: int, total: float, blocked: float) -> None:
-    _log.info(
-        "saved %s: %d bytes, durable after %.3f s, blocked %.3f s",
-        path,
-        written,
-        total,
-        blocked,
-    )
 
 
 # ---- on the caller's thread -----------------------------------------------------
 
 
 @_util.gc_pause.paused()
-def take(final: Path, state: PyTree, options: Options) -> Snapshot:
+def take(request: SaveRequest, state: PyTree) -> Snapshot:
     """Plans the save and takes the state's values.
 
     Raises:
-        CheckpointExistsError: `final` is taken and may not be replaced.
+        CheckpointExistsError: The path is taken and may not be replaced.
         OptionError: The metadata is no JSON, or too large.
         UnsupportedLeafError, LeafNameError, DatasetStateError: As `save` says.
     """
     created = time.time()
-    _transforms.checked(options.transforms)
-    together = options.together
+    path, options, together = request.path, request.options, request.together
+    transforms = _transforms.checked(options.transforms)
     if together is None or together.is_first:
-        with _storage.permissions.explained(final), _storage.paths.looking(final):
-            _check_free(final, overwrite=options.overwrite)
-    options = dataclasses.replace(
-        options,
-        metadata=json_of(options.metadata),
-        transforms=tuple(options.transforms),
-    )
-    flat = _state.flax_state.flatten(state)
-    table, structure = planned(flat, options)
+        with _storage.permissions.explained(path), _storage.paths.looking(path):
+            checkpoint_overwrite.check_free(path, overwrite=request.overwrite)
+    metadata = json_of(request.metadata)
+    table, structure = planned(_state.flax_state.flatten(state), options)
     infos = tuple([leaf.info for leaf in table.values()])
     names = [_native.orbax_json.param_name(info.keys) for info in infos]
     ocdbt = uses_ocdbt(infos, names, options.layout)
@@ -161,9 +153,9 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
         if leaf.info.kind == "string"
     }
     _check_strings(infos, strings)
-    if options.planned is not None:
+    if request.planned is not None:
         stored = [info for info in infos if info.chunk_shape is not None]
-        options.planned(
+        request.planned(
             bytes=sum(map(_arrays.layout.stored_bytes, stored)),
             leaves=len(infos),
             store="ocdbt" if ocdbt else "files",
@@ -177,14 +169,25 @@ def take(final: Path, state: PyTree, options: Options) -> Snapshot:
     if together is not None:
         places = _arrays.to_host.places(arrays, together.count)
         arrays = save_distributed.own(together, infos, arrays)
-    dataset = {} if options.dataset is None else datasets.state_files(options.dataset)
-    snapshot = Snapshot(
-        final, infos, structure, (), strings, dataset, ocdbt, options, created
+    dataset = {} if request.dataset is None else datasets.state_files(request.dataset)
+    contents = _native.checkpoint.Contents(
+        infos=infos,
+        structure=structure,
+        ocdbt=ocdbt,
+        encoding=options.layout.encoding,
+        step=request.step,
+        strings=strings,
+        metrics=request.metrics,
+        custom=metadata,
+        dataset=dataset,
+        created=created,
+        lineage=request.lineage,
+        transforms=_transforms.describe(transforms),
     )
     if _may_be_too_large(infos):
-        commit.metadata_files(snapshot)  # raises, before anything is written
+        commit.metadata_files(contents, path)  # raises, before anything is written
     values = tuple(_arrays.to_host.to_host(arrays, places))
-    return dataclasses.replace(snapshot, arrays=values)
+    return Snapshot(request=request, contents=contents, arrays=values)
 
 
 _STRINGS_OF_A_LEAF = 24
@@ -288,7 +291,7 @@ def trouble_undoing(state: PyTree, transforms: Sequence[Transform]) -> str | Non
 
 
 def planned(
-    flat: _state.flax_state.FlatState, options: Options
+    flat: _state.flax_state.FlatState, options: SaveOptions
 ) -> tuple[LeafTable, _state.tree.Node | LeafPath]:
     """What to save: leaves with their roles and chunk shapes, and the containers."""
     roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
@@ -330,21 +333,6 @@ def uses_ocdbt(
     return many_small or not _native.names.are_file_safe(infos, names)
 
 
-def _check_free(final: Path, *, overwrite: bool) -> None:
-    if not _storage.local.lexists(final):
-        return
-    if _storage.of(final).is_unfinished(final):
-        return  # it is removed, if nobody works with it
-    if final.is_dir() and not final.is_symlink() and not any(final.iterdir()):
-        return
-    if not overwrite:
-        raise errors.CheckpointExistsError(
-            f"{final} exists: choose another path, or pass overwrite=True (to a"
-            " Checkpointer: on_exists='overwrite')"
-        )
-    checkpoint_overwrite.check_replaceable(final)
-
-
 def json_of(metadata: Mapping[str, JSON]) -> dict[str, JSON]:
     """A deep copy of a user's metadata, as it is now and as it will come back.
 
@@ -379,6 +367,6 @@ def execute(
         SaveFailedError: It could not be written. What was written is removed, or,
             after the disk did not confirm its name, told of.
     """
-    if snapshot.options.together is None:
+    if snapshot.request.together is None:
         return commit.execute(snapshot, previous)
-    return save_distributed.execute(snapshot, previous, snapshot.options.together)
+    return save_distributed.execute(snapshot, previous, snapshot.request.together)

@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding
 
 from flaxckpt import _arrays, _distributed, _storage, datasets, errors
 from flaxckpt._checkpoint import commit
-from flaxckpt._checkpoint.commit import Snapshot, Written
+from flaxckpt._checkpoint.commit import Written
+from flaxckpt._checkpoint.request import Snapshot
 from flaxckpt._distributed.messages import ApartError
 from flaxckpt._distributed.operation import Operation
 from flaxckpt._state.leaf import Leaf, LeafInfo
@@ -136,7 +137,7 @@ def execute(
         SaveFailedError: Somebody could not write, or is gone; nothing is kept.
     """
     try:
-        with commit.alone(snapshot.final):
+        with commit.alone(snapshot.request.path):
             if together.is_first:
                 return _lead(snapshot, previous, together)
             return _follow(snapshot, previous, together)
@@ -150,7 +151,7 @@ def _lead(
     with commit.made(snapshot) as temporary:
         try:
             together.first("made", lambda: temporary.name)
-            contents, files = commit.fill(snapshot, temporary, previous)
+            files = commit.fill(snapshot, temporary, previous)
             told = together.gather("written")
         except BaseException as error:
             # The others write there: it is removed when they have stopped.
@@ -158,12 +159,12 @@ def _lead(
             if isinstance(error, Exception):
                 raise together.outcome() from error
             raise
-        if snapshot.ocdbt:
+        if snapshot.contents.ocdbt:
             _arrays.zarr.ocdbt.merge(
                 temporary / _native.checkpoint.STATE, together.count
             )
         digests = {n: d for each in told[1:] for n, d in json.loads(each).items()}
-        written = commit.finish(snapshot, temporary, contents, files, digests)
+        written = commit.finish(snapshot, temporary, files, digests)
     together.first("committed", lambda: str(written.size))
     return written
 
@@ -172,7 +173,7 @@ def _follow(
     snapshot: Snapshot, previous: _arrays.write.Previous | None, together: Operation
 ) -> Written:
     try:
-        temporary = snapshot.final.parent / together.first("made", str)
+        temporary = snapshot.request.path.parent / together.first("made", str)
         digests = _write_part(snapshot, temporary, previous, together)
         together.tell("written", json.dumps(digests))
     except BaseException as error:
@@ -181,7 +182,7 @@ def _follow(
             raise together.outcome() from error
         raise
     size = int(together.first("committed", str))
-    manifest = _storage.local.stamp(snapshot.final / _native.orbax_json.MANIFEST)
+    manifest = _storage.local.stamp(snapshot.request.path / _native.orbax_json.MANIFEST)
     return Written(size, commit.for_next(snapshot, manifest))
 
 
@@ -200,13 +201,13 @@ def _write_part(
     commit.write_arrays(snapshot, root, previous, together.check)
     files = {
         f"{_native.checkpoint.DATASET}/{name}": content
-        for name, content in snapshot.dataset.items()
+        for name, content in snapshot.contents.dataset.items()
         if name != datasets.DESCRIPTION
     }
     commit.write_new(temporary, files)
     if files:
         _storage.local.sync_directory(temporary / _native.checkpoint.DATASET)
-    if snapshot.ocdbt:
+    if snapshot.contents.ocdbt:
         _storage.local.sync_tree(root / f"{_arrays.zarr.ocdbt.PART}{together.index}")
     else:
         _sync(root, snapshot)
@@ -218,6 +219,6 @@ def _sync(root: Path, snapshot: Snapshot) -> None:
     """Syncs the files of arrays that this process has written; objects are durable."""
     paths = [root / array.name for array in snapshot.arrays if array.shards]
     for array in snapshot.arrays:
-        if _arrays.chunks_to_write.is_raw(array, snapshot.encoding):
+        if _arrays.chunks_to_write.is_raw(array, snapshot.contents.encoding):
             paths += _arrays.chunks_to_write.files_of(root, array)
     _storage.of(root).sync_files(paths, _SYNCING_THREADS)

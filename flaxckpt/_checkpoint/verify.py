@@ -47,10 +47,10 @@ def verify(path: PathLike, *, step: int | None = None) -> verify_report.VerifyRe
     """
     root = _storage.local.resolve(path)
     try:
-        found, number = _locate.locate(root, step)
+        located = _locate.locate(root, step)
     except errors.DamagedCheckpointError as error:
         return lost(root, step, error)
-    return verify_checkpoint(found, number)
+    return _verify(located.path, located.step, located.open)
 
 
 def verify_checkpoint(
@@ -66,10 +66,21 @@ def verify_checkpoint(
     Raises:
         CheckpointNotFoundError, CheckpointFormatError: There is none.
     """
+    read = functools.partial(_locate.read_stored, path, step)
+    return _verify(path, step, read, thorough=thorough)
+
+
+def _verify(
+    path: Path,
+    step: int | None,
+    read: Callable[[], Stored],
+    *,
+    thorough: bool = True,
+) -> verify_report.VerifyReport:
     start, counter = time.monotonic(), _util.progress.Counter(f"verifying {path.name}")
     found = verify_report.Findings(counter, thorough=thorough)
     with _util.progress.shown(counter), _storage.paths.looking(path):
-        stored = _description(path, step, found)
+        stored = _description(path, read, found)
         format_name = "unknown" if stored is None else stored.metadata.format
         extra: list[str] = []
         try:
@@ -133,7 +144,7 @@ def damage(path: Path, step: int | None) -> str | None:
         if _storage.permissions.is_unread(error):
             return None
         # It was a checkpoint, and is none any more.
-        is_ours = _steps.scan.sign(path) or (path / _native.checkpoint.STATE).is_dir()
+        is_ours = _steps.index.sign(path) or (path / _native.checkpoint.STATE).is_dir()
         if is_ours and verify_report.unreadable(path) is None:
             return str(error).splitlines()[0]
         return None
@@ -143,11 +154,11 @@ def damage(path: Path, step: int | None) -> str | None:
 
 
 def _description(
-    path: Path, step: int | None, found: verify_report.Findings
+    path: Path, read: Callable[[], Stored], found: verify_report.Findings
 ) -> Stored | None:
     """Everything of a checkpoint but its arrays; None if it cannot be had."""
     try:
-        return _locate.read_stored(path, step)
+        return read()
     except (OSError, errors.DamagedCheckpointError) as error:
         if isinstance(error, errors.CheckpointNotFoundError):
             raise
@@ -171,7 +182,7 @@ def _unreadable(stored: Stored, found: verify_report.Findings) -> dict[LeafPath,
             if name in stored.table:
                 unreadable.setdefault(name, why)
             elif _native.checkpoint.is_of_arrays(name):
-                state = "missing" if "is missing" in why else default
+                state = "missing" if name in found.missing else default
                 for leaf_path in _leaves_in(name, stored):
                     unreadable.setdefault(leaf_path, f"{name} is {state}")
     return unreadable

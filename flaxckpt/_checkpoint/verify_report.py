@@ -16,8 +16,6 @@ from flaxckpt import _storage, _util, errors
 from flaxckpt._types import LeafPath
 
 _THREADS = 8
-_TOO_LARGE = "larger than the memory"
-"""In what is said of arrays that are; that depends on this machine."""
 
 LARGE = 2**62
 """For what may have any size."""
@@ -121,6 +119,7 @@ class Findings:
 
     def __init__(self, counter: _util.progress.Counter, *, thorough: bool) -> None:
         self.problems: dict[str, str] = {}
+        self.missing: set[str] = set()  # those problems that are missing files
         self.unread: dict[str, str] = {}
         self.unchecked: dict[str, str] = {}
         self.counter = counter
@@ -139,14 +138,16 @@ class Findings:
         try:
             check()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            self.missing.add(name)
             self.add(self.problems, name, f"{_file_of(error)} is missing")
         except (ValueError, errors.DamagedCheckpointError) as error:
-            is_unread = _TOO_LARGE in str(error) or _storage.permissions.is_unread(
+            # How much memory is free depends on this machine.
+            is_unread = _util.memory.is_too_large(
                 error
-            )
+            ) or _storage.permissions.is_unread(error)
             self.add(self.unread if is_unread else self.problems, name, str(error))
         except (OSError, MemoryError) as error:
-            self.add(self.unread, name, str(error) or _TOO_LARGE)
+            self.add(self.unread, name, str(error) or "larger than the memory")
 
     def add(self, found: dict[str, str], name: str, why: str) -> None:
         """Takes down what was found of the leaf or file `name`, the first time."""

@@ -115,13 +115,14 @@ def _run(source: Path, step: int | None, final: Path, options: Options) -> SaveR
     if not _storage.of(final).can_rename:
         return _to_store(source, step, final, options)
     begun = time.monotonic()
-    found, number = _locate.locate(source, step)
+    located = _locate.locate(source, step)
+    found, number = located.path, located.step
     source_files.check_apart(final, [found], ())
-    _checkpoint.overwrite.check_free(final, overwrite=options.overwrite)
+    _checkpoint.overwrite.check_target_free(final, overwrite=options.overwrite)
     files = source_files.stamps(found)
-    stored = _locate.read_stored(found, number)
+    stored = located.open()
     # Under a number of its own, it is no step of the run that it comes from.
-    is_other = _steps.scan.number(final.name) not in (number, None)
+    is_other = _steps.names.number(final.name) not in (number, None)
     state = plan.state(stored, None if is_other else number, options)
     roots = plan.roots(state)
     files += tuple([f for r in roots if r != found for f in source_files.stamps(r)])
@@ -167,7 +168,7 @@ def _to_store(
             " convert to a local path, and copy that"
         )
     begun = time.monotonic()
-    _checkpoint.overwrite.check_free(final, overwrite=options.overwrite)
+    _checkpoint.overwrite.check_target_free(final, overwrite=options.overwrite)
     with tempfile.TemporaryDirectory(prefix="flaxckpt-convert-") as directory:
         made = Path(directory) / final.name
         _run(source, step, made, options)
@@ -297,7 +298,7 @@ def _check_readable(
 
 def _publish(made: Path, final: Path, *, overwrite: bool) -> None:
     """Moves what was made to its place, in one step."""
-    _checkpoint.overwrite.check_free(final, overwrite=overwrite)
+    _checkpoint.overwrite.check_target_free(final, overwrite=overwrite)
     if made.is_dir() and overwrite and final.is_dir():
         _storage.rename.exchange(made, final)
     elif made.is_dir() and not (overwrite and final.exists()):

@@ -279,8 +279,7 @@ class _OrbaxTarget:
         _write_anew(output, _native.checkpoint.seal(contents, made, output))
 
     def _contents(self) -> _native.checkpoint.Contents:
-        state, now = self._state, time.time()
-        metadata = state.metadata
+        state, metadata = self._state, self._state.metadata
         return _native.checkpoint.Contents(
             step=state.step,
             infos=state.infos,
@@ -291,9 +290,7 @@ class _OrbaxTarget:
             metrics=metadata.metrics,
             custom=metadata.custom,
             dataset=state.dataset,
-            created=metadata.created or now,
-            committed=now,
-            versions=_checkpoint.commit.versions(),
+            created=metadata.created or time.time(),
             lineage=metadata.lineage,
             transforms=metadata.transforms,
         )

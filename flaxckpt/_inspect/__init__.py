@@ -1,4 +1,4 @@
-"""Questions about checkpoints: listings, differences, statistics, diagnoses."""
+"""Inspects checkpoints: listings, differences, statistics, diagnoses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a restore is planned into: the state of a checkpoint, or one that a file says.
+"""The target state of a restore plan: from a checkpoint or a JSON file.
 
 ```json
 {"params": {"dense": {"kernel": "float32[8, 4]", "bias": "float32[4]"}}, "step": "int"}
@@ -35,11 +35,11 @@ _VALUES: Mapping[str, Any] = {
 
 
 class Wanted(NamedTuple):
-    """The state that a restore shall fill.
+    """The target state of a restore.
 
     Attributes:
         state: Abstract; numbers and texts have values.
-        has_roles: Whether its optimizers can be told: they are in classes of optax.
+        has_roles: True if optimizers can be recognised by optax classes.
     """
 
     state: PyTree
@@ -47,23 +47,23 @@ class Wanted(NamedTuple):
 
 
 def wanted(target: PathLike, *, step: int | None = None) -> Wanted:
-    """The state that a restore shall fill.
+    """Returns the target state of a restore.
 
     Args:
-        target: A checkpoint or a run directory, whose state it is then; or a file of
-            JSON, with texts such as "float32[8, 4]", "int" and "str" for leaves, or
-            with `leaves` as `flaxckpt show --json` prints them.
-        step: Which step of a run directory; by default the newest.
+        target: A checkpoint or a run directory, for the state saved there; or a JSON
+            file, with texts such as "float32[8, 4]", "int" and "str" for leaves, or
+            with `leaves` as printed by `flaxckpt show --json`.
+        step: The step of a run directory; the newest by default.
 
     Raises:
         CheckpointNotFoundError, CheckpointFormatError, DamagedCheckpointError: As for
             `metadata`.
-        OptionError: The file says something else.
+        OptionError: The file does not describe a state.
     """
     root = _storage.local.resolve(target)
     if root.suffix == ".json" and root.is_file() and not formats.recognises(root):
         return Wanted(_of_file(root), has_roles=False)
-    stored = _locate.read_stored(*_locate.locate(root, step))
+    stored = _locate.open_checkpoint(root, step)
     values = {path: _abstract(row.info) for path, row in stored.table.items()}
     has_roles = any(row.info.role is not None for row in stored.table.values())
     return Wanted(_state.tree.unflatten(stored.structure, values), has_roles)
@@ -83,12 +83,12 @@ def _of_file(file: Path) -> PyTree:
 
 
 def _text(leaf: object) -> object:
-    """What `flaxckpt show --json` says of the type of a leaf."""
+    """Returns the type of a leaf as printed by `flaxckpt show --json`."""
     return leaf.get("type") if isinstance(leaf, dict) else leaf
 
 
 def _nested(leaves: Mapping[str, Any]) -> PyTree:
-    """Dicts of dicts with these leaf paths."""
+    """Builds nested dicts from leaf paths."""
     root: dict[str, Any] = {}
     for path, leaf in leaves.items():
         if not path:
@@ -112,7 +112,7 @@ def _filled(file: Path, found: Any, above: tuple[str, ...]) -> PyTree:
 
 
 def _leaf(file: Path, path: str, found: object) -> Any:
-    """What a text such as "float32[8, 4]" means; those of our messages mean it, too."""
+    """Parses a leaf's type, such as "float32[8, 4]", also as messages print it."""
     if found is None or found == "None":
         return None
     text = str(found)
@@ -130,7 +130,7 @@ def _leaf(file: Path, path: str, found: object) -> Any:
         if keys := _KEYS.fullmatch(text):
             return _abstract_keys(_shape(keys[2]), keys[1])
     except (TypeError, ValueError, AttributeError):
-        pass  # no such type
+        pass  # not a valid type
     raise errors.OptionError(
         f"{file}: {path or 'the file'} must be a text such as 'float32[8, 4]', 'int' or"
         f" 'str', found {found!r:.80}"
@@ -149,7 +149,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _abstract(info: LeafInfo) -> Any:
-    """A value of the kind of a leaf, which takes no memory."""
+    """Returns a value with the type of a leaf, without memory for its elements."""
     if info.kind == "prng_key":
         return _abstract_keys(info.shape, info.prng_impl or "")
     if info.dtype is None:

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, leaf by leaf."""
+"""Compares two checkpoints leaf by leaf."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from flaxckpt import _arrays, _storage, _util
+from flaxckpt import _arrays, _util
 from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
@@ -19,7 +19,7 @@ from flaxckpt.transforms import _base as _transforms
 
 _PIECE_BYTES = 16 * 2**20
 _AT_ONCE = 64 * 2**20
-"""Bytes of each side that are read at one time; comparing takes several times them."""
+"""Bytes read from each side at once; the comparison takes several times as many."""
 
 _ROWS_PRINTED = 40
 
@@ -28,21 +28,21 @@ Kind: TypeAlias = Literal["kind", "shape", "dtype", "values"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeafDiff:
-    """How a leaf that both checkpoints have differs.
+    """A difference in a leaf that both checkpoints have.
 
     Attributes:
-        kind: What differs, the first of these: what it is (an array, a string), its
-            `shape`, its `dtype`, its `values`. Values of leaves that differ in shape
-            are not compared.
+        kind: The first difference in this order: the kind of leaf (an array, a string),
+            its `shape`, its `dtype`, its `values`. The values of leaves of different
+            shapes are not compared.
         a: The leaf in the first checkpoint.
         b: The leaf in the second.
-        different: How many elements differ. NaNs are equal to each other.
+        different: The number of different elements. NaNs are equal to each other.
         max_abs: The largest difference of two elements; infinite if only one of them
             is a number, or finite.
-        max_rel: The largest difference of two elements, in terms of the larger one: at
-            most 2.
-        rel_norm: The norm of the difference, in terms of that of the first; infinite
-            if that is 0.
+        max_rel: The largest difference of two elements relative to the larger element:
+            at most 2.
+        rel_norm: The norm of the difference relative to the norm of the first leaf;
+            infinite if that norm is 0.
     """
 
     kind: Kind
@@ -68,16 +68,16 @@ class LeafDiff:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointDiff:
-    """What differs between the checkpoints `a` and `b`.
+    """The differences between the checkpoints `a` and `b`.
 
     Attributes:
         a: Path of the first.
         b: Path of the second.
         only_in_a: Leaf paths that only the first has.
         only_in_b: Leaf paths that only the second has.
-        changed: Leaf path -> how it differs; those that changed most come first.
-        same: Leaf paths of those that are equal.
-        bytes_compared: Size of all values that were compared, of one side.
+        changed: Leaf path -> its difference; the largest changes first.
+        same: Leaf paths of equal leaves.
+        bytes_compared: Size of all compared values of one side.
     """
 
     a: str
@@ -90,7 +90,7 @@ class CheckpointDiff:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no difference."""
+        """True if both checkpoints are equal."""
         return not (self.only_in_a or self.only_in_b or self.changed)
 
     def __str__(self) -> str:
@@ -134,7 +134,7 @@ def diff(
 ) -> CheckpointDiff:
     """Compares two checkpoints of any formats, or two steps of a run, leaf by leaf.
 
-    Values are read in pieces, so little memory is taken however large they are.
+    Values are read in pieces, which limits the memory for leaves of any size.
 
     ```python
     print(flaxckpt.diff("run", "run", step_a=1000, step_b=2000))
@@ -142,20 +142,18 @@ def diff(
 
     Args:
         a: A checkpoint, or a run directory of steps.
-        b: Another one, or the same directory.
-        step_a: Which step of `a`; by default the newest.
-        step_b: Which step of `b`; by default the newest.
-        values: Whether to compare values; else only names, shapes and types.
-        transforms: What to change in `a` first, so that leaves have the names that
-            they have in `b`.
+        b: Another checkpoint, or the same directory.
+        step_a: The step of `a`; the newest by default.
+        step_b: The step of `b`; the newest by default.
+        values: True to compare values; else only names, shapes and types.
+        transforms: Applied to `a` first, so that its leaves get the names in `b`.
 
     Raises:
         CheckpointNotFoundError, CheckpointFormatError, DamagedCheckpointError: As for
             `load`.
     """
     sides = [
-        _locate.read_stored(*_locate.locate(_storage.local.resolve(path), step))
-        for path, step in ((a, step_a), (b, step_b))
+        _locate.open_checkpoint(path, step) for path, step in ((a, step_a), (b, step_b))
     ]
     table_a = _transforms.apply(_transforms.checked(transforms), sides[0].table)
     table_b = sides[1].table
@@ -193,7 +191,7 @@ def _rank(found: LeafDiff) -> float:
 
 
 def _kind(a: LeafInfo, b: LeafInfo) -> Kind | None:
-    """What differs between two leaves without a look at their values."""
+    """Returns the difference between two leaves without reading values, or None."""
     numbers = ("array", "scalar")
     if a.kind != b.kind and not (a.kind in numbers and b.kind in numbers):
         return "kind"
@@ -210,7 +208,7 @@ def _kind(a: LeafInfo, b: LeafInfo) -> Kind | None:
 def _compare(
     pairs: Sequence[tuple[Leaf, Leaf]], counter: _util.progress.Counter
 ) -> dict[LeafPath, LeafDiff]:
-    """Those pairs of leaves whose values or types differ, and how."""
+    """Returns the differences of the leaves whose values or types differ."""
     changed: dict[LeafPath, LeafDiff] = {}
     arrays = []
     for a, b in pairs:
@@ -250,7 +248,7 @@ def _text(leaf: Leaf) -> str:
 
 @dataclasses.dataclass(slots=True)
 class _Sums:
-    """How much of a leaf has changed, as far as it was compared."""
+    """Sums over the compared parts of a leaf."""
 
     different: int = 0
     max_abs: float = 0.0
@@ -265,7 +263,7 @@ class _Sums:
             return
         x, y = _wide(a), _wide(b)
         differs = (a != b) if a.dtype == b.dtype else (x != y)
-        differs &= ~((x != x) & (y != y))  # NaN and NaN
+        differs &= ~((x != x) & (y != y))  # NaN equals NaN
         self.squares += _square(x)
         if not differs.any():
             return
@@ -274,7 +272,7 @@ class _Sums:
             change = np.abs(y[differs] - x[differs])
             larger = np.maximum(np.abs(x[differs]), np.abs(y[differs]))
             relative = change / larger
-        # Where one of them is no number, or infinite, they could not be further apart.
+        # The difference from NaN or infinity is the largest possible.
         change = np.where(np.isnan(change), math.inf, change)
         relative = np.where(np.isnan(relative), 1.0, relative)
         self.max_abs = max(self.max_abs, float(change.max()))
@@ -282,7 +280,7 @@ class _Sums:
         self.changes += _square(change) if np.isfinite(change).all() else math.inf
 
     def told(self, kind: Kind, a: LeafInfo, b: LeafInfo) -> LeafDiff:
-        """What was found of the leaf."""
+        """Returns the difference of the whole leaf."""
         norm = math.sqrt(self.squares)
         change = math.sqrt(self.changes)
         relative = change / norm if norm else (math.inf if change else 0.0)
@@ -292,7 +290,7 @@ class _Sums:
 
 
 def _wide(array: Array) -> Array:
-    """Values as float64, or complex128."""
+    """Converts values to float64, or complex128."""
     kind: Any = np.complex128 if np.iscomplexobj(array) else np.float64
     return np.asarray(array).astype(kind)
 

@@ -1,4 +1,4 @@
-"""What a run would find here: packages, and what the directory's storage can do."""
+"""Checks the environment of a run: package versions and the directory's storage."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ _NOT_INSTALLED = "not installed"
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What was found.
+    """The results of a check.
 
     Attributes:
-        versions: Package -> its version; `python` and `platform`, too.
-        directory: Whose storage was tried out.
-        file_system: Its kind; empty if that is not known.
-        free_bytes: What is free there; None in object stores.
-        sync_secs: How long it takes to write a small file durably, in the median.
-        write_rate: Bytes a second that are written durably.
-        read_rate: Bytes a second that are read; from memory, if the system keeps them
-            there all the same.
-        features: What the file system can do -> whether it can.
-        problems: Why no run can save here; empty if one can.
+        versions: Package -> its version; also `python` and `platform`.
+        directory: The directory of the tested storage.
+        file_system: Its kind; empty if unknown.
+        free_bytes: The free space; None in object stores.
+        sync_secs: The median time to write a small file durably.
+        write_rate: Bytes per second of durable writes.
+        read_rate: Bytes per second of reads; from memory if the system caches the files
+            nevertheless.
+        features: Feature of the file system -> whether available.
+        problems: Reasons why a run cannot save here; empty if none.
     """
 
     versions: Mapping[str, str]
@@ -65,18 +65,19 @@ class Diagnosis:
 def examine(
     directory: PathLike, *, max_bytes: int = 2**28, max_secs: float = 2.0
 ) -> Diagnosis:
-    """Says which packages are there, and tries out the storage of a directory.
+    """Returns package versions, and tests the storage of a directory.
 
-    Files are written into a directory beside the steps, which is removed again.
+    Files are written to a temporary directory beside the steps, which is removed
+    afterwards.
 
     Args:
-        directory: Where a run would save. In object stores it need not be there.
-        max_bytes: What is written at most.
-        max_secs: For how long large files are written, and then read; one of each at
-            least.
+        directory: The directory to save to. In object stores it need not exist.
+        max_bytes: The most bytes to write.
+        max_secs: The seconds for writing large files, and for reading them; at least
+            one file each.
 
     Raises:
-        OptionError: There is no such directory.
+        OptionError: The directory does not exist.
     """
     root = _storage.local.resolve(directory)
     if _storage.of(root).has_directories and not root.is_dir():
@@ -118,7 +119,7 @@ def _versions() -> dict[str, str]:
 
 @contextlib.contextmanager
 def _scratch(root: Path) -> Iterator[Path]:
-    """A new directory, which is removed again."""
+    """Creates a directory and removes it at the end."""
     path = root / f".flaxckpt-doctor-{secrets.token_hex(4)}"
     _storage.local.make_directory(path)
     try:
@@ -127,7 +128,7 @@ def _scratch(root: Path) -> Iterator[Path]:
         _storage.local.remove_tree(path)
 
 
-# ---- how fast ---------------------------------------------------------------------
+# ---- speed ------------------------------------------------------------------------
 
 
 def _sync_secs(scratch: Path) -> float:
@@ -143,9 +144,9 @@ def _write_small(file: Path) -> None:
 
 
 def _rates(scratch: Path, max_bytes: int, max_secs: float) -> tuple[float, float]:
-    """Bytes a second that are written durably, and that are read."""
+    """Returns the bytes per second of durable writes, and of reads."""
     size = min(_FILE_BYTES, max(1, max_bytes))
-    content = os.urandom(size)  # which no file system makes smaller
+    content = os.urandom(size)  # incompressible for any file system
     files = [scratch / f"large-{n}" for n in range(max(1, max_bytes // size))]
     written: list[Path] = []
 
@@ -181,7 +182,7 @@ def _read(file: Path) -> None:
     file.read_bytes()
 
 
-# ---- what the file system can do ----------------------------------------------------
+# ---- features of the file system ----------------------------------------------------
 
 
 def _features(scratch: Path) -> dict[str, bool]:

@@ -1,4 +1,4 @@
-"""What the values of a leaf are like, found in pieces that take little memory."""
+"""Statistics of a leaf's values, computed in pieces with little memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flaxckpt import _arrays, _storage, _util, errors
+from flaxckpt import _arrays, _util, errors
 from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
@@ -22,25 +22,25 @@ _VALUES_SHOWN = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeafStatistics:
-    """What the values of a leaf are like.
+    """Statistics of a leaf's values.
 
-    Of complex numbers it is their absolute values that are counted, and of PRNG keys
-    the words that they consist of.
+    Complex numbers count by their absolute values, PRNG keys by their words.
 
     Attributes:
         info: The leaf.
-        count: How many elements it has.
-        min: The smallest finite one; None if there is none, like the four that follow.
+        count: The number of elements.
+        min: The smallest finite element; None without finite elements, as the next
+            four.
         max: The largest.
-        mean: Of the finite ones.
-        std: Their standard deviation, of all of them and not of a sample.
+        mean: Of the finite elements.
+        std: Their standard deviation, of the population and not of a sample.
         norm: The root of the sum of their squares.
-        zeros: How many are 0.
-        nans: How many are NaN.
-        infs: How many are infinite.
-        edges: The bounds of the bins of the histogram, one more than there are bins.
-        histogram: How many finite ones are in each bin.
-        values: All of them, if there are few; of a string, itself.
+        zeros: The number of zeros.
+        nans: The number of NaNs.
+        infs: The number of infinities.
+        edges: The edges of the bins of the histogram, one more than there are bins.
+        histogram: The number of finite elements in each bin.
+        values: All elements, if few; the text of a string.
     """
 
     info: LeafInfo
@@ -61,19 +61,19 @@ class LeafStatistics:
 def leaf_statistics(
     path: PathLike, leaf_path: LeafPath, *, step: int | None = None, bins: int = 16
 ) -> LeafStatistics:
-    """Reads a leaf of a checkpoint, twice, and says what its values are like.
+    """Reads a leaf of a checkpoint, twice, and returns its statistics.
 
     Args:
         path: A checkpoint, or a run directory of steps.
-        leaf_path: Which leaf.
-        step: Which step of a run directory; by default the newest.
-        bins: How many bins the histogram has.
+        leaf_path: The leaf.
+        step: The step of a run directory; the newest by default.
+        bins: The number of bins of the histogram.
 
     Raises:
-        RestoreMismatchError: There is no such leaf.
+        RestoreMismatchError: The leaf does not exist.
         CheckpointError: As for `load`.
     """
-    stored = _locate.read_stored(*_locate.locate(_storage.local.resolve(path), step))
+    stored = _locate.open_checkpoint(path, step)
     leaf = stored.table.get(leaf_path)
     if leaf is None:
         raise errors.RestoreMismatchError(
@@ -126,7 +126,7 @@ def _of_numbers(
 
 
 def _read(leaf: Leaf, counter: _util.progress.Counter) -> Any:
-    """The values of a leaf, piece by piece, as numbers that numpy can add."""
+    """Yields the values of a leaf in pieces, in types that numpy can add."""
     pieces = _arrays.blockwise.cut(leaf, chunk_shape=None, max_bytes=_PIECE_BYTES)
     for batch in _arrays.blockwise.batches(pieces, _AT_ONCE):
         read = _arrays.blockwise.read(batch, max_bytes=_AT_ONCE)
@@ -142,7 +142,7 @@ def _numbers(values: Array) -> Array:
         return values
     if values.dtype.kind == "b":
         return values.astype(np.int8)
-    # Also numbers of other packages: bfloat16, float8 and int4.
+    # Also types of other packages: bfloat16, float8 and int4.
     return np.asarray(values.astype(np.float64))
 
 
@@ -152,21 +152,21 @@ def _finite(values: Array) -> Array:
 
 
 def _edges(least: float, largest: float, bins: int) -> tuple[float, ...]:
-    """Bounds of `bins` equal bins from `least` to `largest`; of one, if these agree."""
+    """Returns the edges of `bins` equal bins; of a single bin for equal bounds."""
     if not largest > least:
         return (least, math.nextafter(least, math.inf))
-    width = largest / bins - least / bins  # their difference may be too large a number
+    width = largest / bins - least / bins  # the difference may overflow
     inner = [least + width * n for n in range(1, bins)]
     found = [least, *inner, largest]
-    # Bins narrower than the numbers can tell apart are left out.
+    # Leave out bins narrower than the floating-point precision.
     return tuple([edge for n, edge in enumerate(found) if not n or edge > found[n - 1]])
 
 
 class _Sums:
-    """What is known of the values so far.
+    """Running sums over the values.
 
-    Means and spreads of parts are put together, so that no digits are lost by squares
-    of large numbers (Chan, Golub and LeVeque).
+    Means and spreads of parts are merged, which keeps the digits that squares of large
+    numbers would lose (Chan, Golub and LeVeque).
     """
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ class _Sums:
         self.zeros = self.nans = self.infs = 0
 
     def add(self, values: Array) -> None:
-        """Takes another part."""
+        """Adds a part."""
         self.zeros += int(np.count_nonzero(values == 0))
         self.nans += int(np.count_nonzero(np.isnan(values)))
         self.infs += int(np.count_nonzero(np.isinf(values)))

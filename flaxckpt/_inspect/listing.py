@@ -1,6 +1,6 @@
-"""What is under a run directory: each step, how it is marked, and why it stays.
+"""Lists the steps of a run directory, with their marks and reasons to keep them.
 
-Runs of others are listed like our own, whatever their steps are called.
+Runs of other libraries are listed as well, whatever the names of their steps.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _Step = TypeVar("_Step")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A checkpoint as it is listed.
+    """A checkpoint in a listing.
 
     Attributes:
-        step: Its number under a run directory; None if it stands alone.
-        path: Where it is.
-        format: As `CheckpointMetadata.format`; `unknown` if that cannot be told.
-        created: When its save began, in seconds since 1970; None if not known.
+        step: The step in a run directory; None for a checkpoint outside of a run.
+        path: The checkpoint.
+        format: As `CheckpointMetadata.format`, or `unknown`.
+        created: The start of the save, in seconds since 1970, or None.
         bytes: The size of its files; None in object stores.
-        metrics: What was measured at it.
+        metrics: The metrics of the step.
         marks: Some of `latest`, `best`, `pinned`, `temporary`, `being read`, `damaged`.
-        why: Why it stays; empty if it would go.
-        damage: What is known to be wrong with it; None if nothing is.
+        why: The reasons to keep it; empty if it would be deleted.
+        damage: The known damage, or None.
     """
 
     step: int | None
@@ -48,13 +48,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What is at a path.
+    """The checkpoints at a path.
 
     Attributes:
-        path: A run directory, or one checkpoint.
-        is_run: Whether it is a run directory.
+        path: A run directory, or a checkpoint.
+        is_run: True for a run directory.
         steps: The checkpoints, the oldest first.
-        bytes: The size of all their files, those that they share counted once; None in
+        bytes: The size of all their files, with shared files counted once; None in
             object stores.
     """
 
@@ -65,7 +65,7 @@ class Listing:
 
     @property
     def has_damage(self) -> bool:
-        """Whether any of them is damaged."""
+        """True if a step is damaged."""
         return any(step.damage is not None for step in self.steps)
 
 
@@ -75,16 +75,16 @@ def listing(
     keep: Sequence[PreservationPolicy] = (),
     step_format: str | None = None,
 ) -> Listing:
-    """Lists the checkpoints at a path, arrays unread.
+    """Lists the checkpoints at a path without reading arrays.
 
     Args:
-        path: A run directory, or one checkpoint.
-        keep: The policies of the run; they are recorded nowhere.
-        step_format: How the steps of a run are called; by default it is found out.
+        path: A run directory, or a checkpoint.
+        keep: The policies of the run, which are not recorded.
+        step_format: The format of step names; detected by default.
 
     Raises:
-        CheckpointNotFoundError: Nothing is there.
-        CheckpointFormatError: What is there is neither.
+        CheckpointNotFoundError: The path does not exist.
+        CheckpointFormatError: The path is neither a run directory nor a checkpoint.
     """
     root = _storage.local.resolve(path)
     if step_format is None and root.exists() and formats.recognises(root):
@@ -114,7 +114,7 @@ def listing(
 
 
 def _watched(steps: Sequence[_Step], root: Path) -> Iterator[_Step]:
-    """Goes through steps, and shows how far it is if that takes long."""
+    """Yields steps, and shows a progress bar if this takes long."""
     counter = _util.progress.Counter(
         f"looking at {root.name}", of_bytes=False, total=len(steps)
     )
@@ -160,7 +160,7 @@ def _described(
 
 
 def _newest_marked(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """The steps, of which the newest that is not damaged has its mark."""
+    """Returns the steps with `latest` on the newest undamaged step."""
     good = [step for step in steps if step.damage is None]
     return tuple(
         replace(step, marks=("latest", *step.marks)) if step in good[-1:] else step
@@ -169,11 +169,14 @@ def _newest_marked(steps: Sequence[Step]) -> tuple[Step, ...]:
 
 
 def _marks_of(path: Path) -> _steps.markers.Marks | None:
-    """What is said in a step of how long it stays; None if that may not be read."""
+    """Returns the markers of a step; None without permission to read them."""
     try:
-        return _steps.markers.of(path, dataset=_native.checkpoint.DATASET)
+        names = _storage.local.names(path)
+    except FileNotFoundError:  # just deleted
+        names = []
     except PermissionError:
         return None
+    return _steps.markers.of(path, names, dataset=_native.checkpoint.DATASET)
 
 
 def _format(path: Path) -> str:
@@ -185,16 +188,16 @@ def _format(path: Path) -> str:
         return "unknown"
 
 
-# ---- what takes the space ---------------------------------------------------------
+# ---- disk usage -------------------------------------------------------------------
 
 
 class StepUsage(NamedTuple):
-    """What a step takes on the disk; None in object stores, which do not tell.
+    """The disk usage of a step; sizes are None in object stores.
 
     Attributes:
-        step: Its number; None if it is a checkpoint that stands alone.
+        step: The step; None for a checkpoint outside of a run.
         bytes: The size of all its files.
-        own: That of those that no older step has.
+        own: The size of the files that no older step has.
     """
 
     step: int | None
@@ -204,13 +207,13 @@ class StepUsage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DiskUsage:
-    """What takes the space at a path.
+    """The disk usage of a run directory or a checkpoint.
 
     Attributes:
-        path: A run directory, or one checkpoint.
-        steps: What each checkpoint takes, the oldest first.
-        bytes: All of it, each file counted once; None where nobody can tell.
-        shown: The checkpoint of which there are `subtrees`; None if there is none.
+        path: A run directory, or a checkpoint.
+        steps: The usage of each checkpoint, the oldest first.
+        bytes: The total, with each file counted once; None if unknown.
+        shown: The checkpoint that `subtrees` describes, or None.
         subtrees: Its containers and leaves, with the size of their values.
     """
 
@@ -228,13 +231,13 @@ def disk_usage(
     depth: int = 2,
     step_format: str | None = None,
 ) -> DiskUsage:
-    """Says what takes the space at a path.
+    """Returns the disk usage of a run directory or a checkpoint.
 
     Args:
-        path: A run directory, or one checkpoint.
-        step: Of which step the subtrees are told; by default of the newest.
-        depth: How deep these go.
-        step_format: How the steps of a run are called; by default it is found out.
+        path: A run directory, or a checkpoint.
+        step: The step for `subtrees`; the newest by default.
+        depth: The depth of `subtrees`.
+        step_format: The format of step names; detected by default.
 
     Raises:
         CheckpointError: As for `metadata`.
@@ -251,7 +254,7 @@ def disk_usage(
     total = None if None in sizes else sum(size or 0 for size in sizes)
     if not steps:
         return DiskUsage(str(root), steps, total, None, ())
-    described = _locate.read_stored(*_locate.locate(root, step, step_format)).metadata
+    described = _locate.open_checkpoint(root, step, step_format=step_format).metadata
     trees = _run.disk_usage.subtrees(described.leaves)
     shown = [tree for tree in trees if tree.depth <= depth]
     return DiskUsage(str(root), steps, total, described.path, tuple(shown))

@@ -1,7 +1,7 @@
-"""Which steps of a run directory stay, seen from outside of the run.
+"""Views and prunes a run directory from outside of the run.
 
-A directory does not record its policies, so they are asked for. How its steps are
-called is found out, or asked for, too.
+A directory does not record its policies, so they are arguments. The format of step
+names is detected, or an argument.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from flaxckpt import _run, _steps, _storage, errors, formats, policies
 from flaxckpt._run.checkpointer import Checkpointer
@@ -18,18 +19,32 @@ from flaxckpt.formats import _locate, _native
 from flaxckpt.policies import PreservationPolicy
 
 
-def survey(root: Path, step_format: str | None = None) -> _steps.scan.Found:
-    """The steps under a run directory; none if a run has only begun.
+class Survey(NamedTuple):
+    """The steps under a run directory.
+
+    Attributes:
+        steps: Step -> the checkpoint, ascending.
+        doubtful: Step -> the path that may be a damaged step, and why. Ascending.
+        step_format: How the steps are called, if that was given.
+    """
+
+    steps: dict[int, Path]
+    doubtful: dict[int, tuple[Path, str]]
+    step_format: str | None = None
+
+
+def survey(root: Path, step_format: str | None = None) -> Survey:
+    """Finds the steps of a run directory; none in a run that has just started.
 
     Args:
         root: The directory.
-        step_format: How they are called; by default as steps usually are, or as the run
-            says.
+        step_format: The format of step names; by default the usual formats, or the
+            format recorded by the run.
 
     Raises:
-        CheckpointNotFoundError, CheckpointFormatError: Nothing is there, or something
-            else.
-        OptionError: It is one checkpoint.
+        CheckpointNotFoundError, CheckpointFormatError: The path does not exist, or is
+            not a run directory.
+        OptionError: The path is a single checkpoint.
     """
     if not root.is_dir() or formats.recognises(root):
         formats.detect(root)
@@ -38,9 +53,10 @@ def survey(root: Path, step_format: str | None = None) -> _steps.scan.Found:
         )
     with _storage.permissions.explained(root):
         number = _locate.number_of(step_format)
-        found = _steps.scan.of(root, formats.recognises, number)
-        doubtful = {s: d for s, d in found.doubtful.items() if not _is_empty(*d)}
-        found = _steps.scan.Found(found.steps, doubtful, step_format)
+        index = _steps.index.StepIndex(root, formats.identify, number)
+        doubtful = {s: (d.path, d.why) for s, d in index.doubtful.items()}
+        doubtful = {s: doubt for s, doubt in doubtful.items() if not _is_empty(*doubt)}
+        found = Survey(index.steps, doubtful, step_format)
         if not all_steps(found) and not _has_only_begun(root):
             if step_format is None:
                 formats.detect(root)  # raises
@@ -52,12 +68,12 @@ def survey(root: Path, step_format: str | None = None) -> _steps.scan.Found:
 
 
 def _is_empty(path: Path, why: str) -> bool:
-    """Whether it is a directory without anything in it: no step is committed empty."""
+    """Returns True for an empty directory; committed steps are never empty."""
     return not why and path.is_dir() and not any(path.iterdir())
 
 
 def _has_only_begun(root: Path) -> bool:
-    """Whether a directory has nothing in it but what a run makes before its steps."""
+    """Returns True for a directory with only the files of a run before any step."""
     return all(
         child.name in _BEFORE_STEPS
         or _storage.temporary.TEMPORARY in child.name
@@ -69,23 +85,23 @@ def _has_only_begun(root: Path) -> bool:
 _BEFORE_STEPS = (_steps.journal.NAME, "metadata", "params_only")
 
 
-def all_steps(found: _steps.scan.Found) -> dict[int, Path]:
-    """The steps, and what may be some, ascending."""
+def all_steps(found: Survey) -> dict[int, Path]:
+    """Returns the steps and doubtful steps, ascending."""
     doubtful = {step: path for step, (path, _) in found.doubtful.items()}
     return dict(sorted({**doubtful, **found.steps}.items()))
 
 
 def numbers(path: PathLike, step_format: str | None = None) -> list[int]:
-    """The steps of a run directory, and what may be some, ascending."""
+    """Returns the numbers of a run's steps and doubtful steps, ascending."""
     return list(all_steps(survey(_storage.local.resolve(path), step_format)))
 
 
 def damage(path: Path, doubt: str | None) -> str | None:
-    """What is known to be wrong with a step.
+    """Returns the known damage of a step, or None.
 
     Args:
-        path: Where it is.
-        doubt: Why it is only called like a step; None if it is one.
+        path: The step.
+        doubt: The reason why only the name is that of a step; None for a step.
     """
     if doubt:
         return doubt
@@ -102,8 +118,8 @@ def damage(path: Path, doubt: str | None) -> str | None:
     return None
 
 
-def has_damage(found: _steps.scan.Found) -> bool:
-    """Whether any of the steps is known to be damaged."""
+def has_damage(found: Survey) -> bool:
+    """Returns True if a step is known to be damaged."""
     return any(
         damage(path, found.doubtful.get(step, (path, None))[1]) is not None
         for step, path in all_steps(found).items()
@@ -111,26 +127,28 @@ def has_damage(found: _steps.scan.Found) -> bool:
 
 
 def created(path: Path) -> float | None:
-    """When a step was saved, as far as it tells; None if it is gone."""
+    """Returns the recorded time of a step's save; None if unknown or deleted."""
     try:
         if path.is_dir():
             return _native.items.read_created(path)
         return path.stat().st_mtime
-    except (OSError, ValueError):  # gone, or an empty directory
+    except (OSError, ValueError):  # deleted, or an empty directory
         return None
 
 
-# ---- why they stay ----------------------------------------------------------------
+# ---- reasons ----------------------------------------------------------------------
 
 
 def explain(
-    root: Path, found: _steps.scan.Found, keep: Sequence[PreservationPolicy]
+    root: Path, found: Survey, keep: Sequence[PreservationPolicy]
 ) -> dict[int, list[str]]:
-    """Why each step stays, oldest first; a step without a reason would go.
+    """Returns the reasons to keep each step, oldest first.
+
+    A step without reasons would be deleted.
 
     Args:
         root: The run directory.
-        found: The steps that are there.
+        found: The existing steps.
         keep: The policies of the run.
     """
     name = step_format(found)
@@ -147,8 +165,8 @@ def explain(
     return dict(sorted(reasons.items()))
 
 
-def step_format(found: _steps.scan.Found) -> str | None:
-    """How the steps are called, as a `Checkpointer` takes it; None if it cannot."""
+def step_format(found: Survey) -> str | None:
+    """Returns the format of step names for a `Checkpointer`, or None."""
     if not all(path.is_dir() for path in found.steps.values()):
         return None
     if found.step_format is not None:
@@ -160,11 +178,11 @@ def step_format(found: _steps.scan.Found) -> str | None:
     return None
 
 
-def _templates(found: _steps.scan.Found) -> list[str]:
-    """What the names of all steps may be made of."""
+def _templates(found: Survey) -> list[str]:
+    """Returns possible formats for the names of all steps."""
     if not found.steps:
         return ["{step}"]
-    # The smallest number has the most zeros before it, if any has.
+    # The smallest number has the most leading zeros, if any.
     name = found.steps[min(found.steps)].name
     digits = re.search("[0-9]+$", name)
     assert digits is not None, name
@@ -175,7 +193,7 @@ def _templates(found: _steps.scan.Found) -> list[str]:
 
 
 def _ranked(step: int, path: Path) -> _run.metrics.Ranked:
-    """A step of a run whose names no `Checkpointer` has."""
+    """Returns a step for policies if no `Checkpointer` can open the run."""
     return _run.metrics.Ranked(
         step,
         temporary=False,
@@ -185,7 +203,7 @@ def _ranked(step: int, path: Path) -> _run.metrics.Ranked:
     )
 
 
-# ---- changing ---------------------------------------------------------------------
+# ---- changes ----------------------------------------------------------------------
 
 
 def opened(
@@ -196,19 +214,19 @@ def opened(
     read_only: bool = False,
     called: str | None = None,
 ) -> Checkpointer:
-    """Opens a run directory that is there.
+    """Opens an existing run directory.
 
     Args:
         path: The directory.
-        keep: As of `Checkpointer`.
-        keep_dataset: As of `Checkpointer`.
-        read_only: As of `Checkpointer`.
-        called: The format of its steps' names; by default it is found out.
+        keep: As for `Checkpointer`.
+        keep_dataset: As for `Checkpointer`.
+        read_only: As for `Checkpointer`.
+        called: The format of step names; detected by default.
 
     Raises:
-        CheckpointNotFoundError, CheckpointFormatError: It is none.
-        OptionError: It is one checkpoint, or its steps are called as no `Checkpointer`
-            calls them.
+        CheckpointNotFoundError, CheckpointFormatError: The path is not a run directory.
+        OptionError: The path is a single checkpoint, or no `Checkpointer` supports the
+            names of its steps.
     """
     root = _storage.local.resolve(path)
     name = step_format(survey(root, called))
@@ -229,15 +247,15 @@ def opened(
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What was deleted, or would be.
+    """The result of pruning, or of a dry run.
 
     Attributes:
         path: The run directory.
-        dry_run: Whether nothing was done.
-        deleted: The steps.
-        left: Those that were to go and could not be deleted; the log says why.
-        bytes: The size of the files that only these have; None in object stores.
-        reasons: Step -> why it stays, of all that were there.
+        dry_run: True if nothing was deleted.
+        deleted: The steps to delete.
+        left: Steps that could not be deleted; the log has the reasons.
+        bytes: The size of files that only deleted steps have; None in object stores.
+        reasons: Step -> reasons to keep it, for all steps before pruning.
     """
 
     path: str
@@ -256,18 +274,18 @@ def prune(
     dry_run: bool,
     step_format: str | None = None,
 ) -> Pruned:
-    """Deletes the steps of a run that no policy keeps, or says which.
+    """Deletes the steps of a run that no policy keeps, or lists them.
 
     Args:
         path: The run directory.
         keep: Its policies.
-        keep_dataset: As of `Checkpointer`; of those that stay.
-        dry_run: Whether it is only said.
-        step_format: How its steps are called; by default it is found out.
+        keep_dataset: As for `Checkpointer`; for the remaining steps.
+        dry_run: True to delete nothing.
+        step_format: The format of step names; detected by default.
 
     Raises:
-        OptionError: A policy asks for a metric that no step has.
-        SaveFailedError: The newest step is damaged, so that older ones stay.
+        OptionError: A policy uses a metric that no step has.
+        SaveFailedError: The newest step is damaged, so older steps are kept.
         CheckpointError: As for `opened`.
     """
     with opened(
@@ -287,12 +305,12 @@ def prune(
 
 
 def _check_metrics(run: Checkpointer, reasons: Mapping[int, Sequence[str]]) -> None:
-    """Refuses a policy that keeps nothing because of how its metric is written."""
+    """Raises OptionError if a policy keeps nothing because its metric is unknown."""
     for policy in run.keep:
         if not isinstance(policy, policies.BestN) or not reasons:
             continue
         if policies.WithoutMetric(policy.metric) in run.keep:
-            continue  # it keeps all of them
+            continue  # keeps all steps
         if any(str(policy) in why for why in reasons.values()):
             continue
         known = sorted({name for step in run.steps() for name in run.metrics(step)})
@@ -306,7 +324,10 @@ def _check_metrics(run: Checkpointer, reasons: Mapping[int, Sequence[str]]) -> N
 def _own_sizes(
     steps: Mapping[int, Path], reasons: Mapping[int, Sequence[str]]
 ) -> dict[int, int] | None:
-    """How much each step has that goes, which none has that stays."""
+    """Returns the bytes that deleting each step would free, or None.
+
+    Files hard-linked by a kept step do not count.
+    """
     counted: set[_run.disk_usage.FileId] = set()
     found = {}
     for step in sorted(steps, key=lambda step: not reasons.get(step)):
@@ -324,20 +345,20 @@ def set_pinned(
     pinned: bool,
     step_format: str | None = None,
 ) -> str:
-    """Pins steps, or leaves them to the policies again; all of them or none.
+    """Pins or unpins steps; all of them or none.
 
     Args:
         path: The run directory.
-        steps: Their numbers.
-        pinned: Whether they are pinned.
-        step_format: How the steps are called; by default it is found out.
+        steps: The steps.
+        pinned: True to pin, False to unpin.
+        step_format: The format of step names; detected by default.
 
     Returns:
         The run directory.
 
     Raises:
-        CheckpointNotFoundError: It has no such step.
-        SaveFailedError: That could not be written down.
+        CheckpointNotFoundError: A step does not exist.
+        SaveFailedError: The change could not be written.
         CheckpointError: As for `opened`.
     """
     with opened(path, read_only=True, called=step_format) as run:

@@ -1,4 +1,4 @@
-"""What a save by many processes would be like, without any of them."""
+"""Simulates a save by many processes, without running them."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from flaxckpt._types import PyTree
 from flaxckpt.formats import _native
 
 EXCHANGES = 5
-"""How often the processes of a save tell each other how it is; see
-`_distributed.agreement`: that it begins, where, that all is written, that it is
-committed, and what was deleted."""
+"""The number of message exchanges in a save; see `_distributed.agreement`: start, path,
+all data written, committed, steps deleted.
+"""
 
 _NOWHERE = Path(os.devnull, "simulated")
 
 _DATA_FILE_BYTES = 2 * 2**30
-"""What TensorStore puts into one file of a database."""
+"""The size of a data file in TensorStore's databases."""
 
 _DATABASE_FILES = 2
-"""Files of a database beside those: its manifest, and the last nodes of its tree."""
+"""Other files of a database: its manifest, and the last nodes of its tree."""
 
 _GOOD_BALANCE = 1.1
 
 _SECS_PER_LEAF = 60e-6
-"""What process 0 takes to describe a leaf; measured for 100,000."""
+"""Time of process 0 to describe a leaf; measured with 100,000 leaves."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Simulation:
-    """A save of a state by many processes, and its restore, as planned.
+    """The plan of a save by many processes, and of its restore.
 
     Attributes:
-        processes: How many.
-        leaves: Of the state, containers without leaves included.
+        processes: The number of processes.
+        leaves: Of the state, including containers without leaves.
         store: `files` or `ocdbt`.
-        written_bytes: What each process writes of arrays, before compression.
-        written_files: How many files each process writes.
-        read_bytes: What each process reads, to restore the same state.
-        metadata_bytes: Size of all files that are no arrays; process 0 writes them.
+        written_bytes: Array bytes that each process writes, before compression.
+        written_files: The number of files that each process writes.
+        read_bytes: Bytes that each process reads to restore the same state.
+        metadata_bytes: Size of all files other than arrays; process 0 writes them.
         exchanges: How often all processes wait for each other.
-        save_secs: Until it is durable, as the bandwidths would have it.
+        save_secs: Until the save is durable, from the bandwidths.
         restore_secs: Until all values are in memory.
     """
 
@@ -71,7 +71,7 @@ class Simulation:
 
     @property
     def balance(self) -> float:
-        """The most that a process writes, in terms of the mean; 1 is the best."""
+        """The largest size that a process writes relative to the mean; 1 is best."""
         return max(self.written_bytes) * self.processes / (self.total_bytes or 1)
 
     def __str__(self) -> str:
@@ -124,20 +124,21 @@ def simulate(
 
     Args:
         abstract_state: The state, of `jax.ShapeDtypeStruct`s with `NamedSharding`s over
-            one `AbstractMesh`. Its devices belong to processes in order, equally many
-            to each.
-        processes: How many.
+            a common `AbstractMesh`. Its devices are assigned to processes in order,
+            with equal numbers.
+        processes: The number of processes.
         layout: How arrays are cut and encoded.
-        write_bytes_per_sec: What one process can write.
-        read_bytes_per_sec: What one process can read.
-        storage_bytes_per_sec: What the storage can take, or give, in all.
-        message_secs: How long one process takes to tell another something.
+        write_bytes_per_sec: Write bandwidth of a process.
+        read_bytes_per_sec: Read bandwidth of a process.
+        storage_bytes_per_sec: Total bandwidth of the storage.
+        message_secs: The time of a message between two processes.
 
     Raises:
-        OptionError: There is no such mesh, or its devices cannot be divided.
-        UnsupportedLeafError, LeafNameError: As `save` says.
+        OptionError: The shardings have no common AbstractMesh, or its devices cannot be
+            divided among the processes.
+        UnsupportedLeafError, LeafNameError: As for `save`.
     """
-    options = _checkpoint.commit.Options(layout=checked_layout(layout))
+    options = _checkpoint.request.SaveOptions(layout=checked_layout(layout))
     table, structure = _checkpoint.save.planned(
         _state.flax_state.flatten(abstract_state), options
     )
@@ -146,10 +147,10 @@ def simulate(
     names = [_native.orbax_json.param_name(info.keys) for info in infos]
     ocdbt = _checkpoint.save.uses_ocdbt(infos, names, options.layout)
     _native.names.check(infos, names, ocdbt=ocdbt)
-    snapshot = _checkpoint.commit.Snapshot(
-        _NOWHERE, infos, structure, (), {}, {}, ocdbt, options, 0.0
+    contents = _native.checkpoint.Contents(
+        infos=infos, structure=structure, ocdbt=ocdbt, encoding=options.layout.encoding
     )
-    metadata = _checkpoint.commit.metadata_files(snapshot)
+    metadata = _checkpoint.commit.metadata_files(contents, _NOWHERE)
 
     stored = [info for info in infos if info.chunk_shape is not None]
     tasks = [_arrays.layout.task(info) for info in stored]
@@ -210,14 +211,14 @@ def _files(
     *,
     ocdbt: bool,
 ) -> list[int]:
-    """How many files each process writes, those that describe the state left out."""
+    """Returns the number of array files that each process writes."""
     if ocdbt:
         return [
             -(-size // _DATA_FILE_BYTES) + _DATABASE_FILES if size else 0
             for size in written
         ]
     found = np.zeros(len(written), np.int64)
-    found[0] = len(infos)  # their zarr.json
+    found[0] = len(infos)  # zarr.json of each array
     for info, task, chosen in zip(infos, tasks, places, strict=True):
         shape = _arrays.layout.write_shape(info, _arrays.layout.stored_form(info)[0])
         chunks = _arrays.zarr.chunk_shape.chunk_count(shape, info.chunk_shape or shape)
@@ -232,7 +233,7 @@ def _read_bytes(
     processes: int,
     place: _arrays.zarr.writer_assignment.Place,
 ) -> list[int]:
-    """What each process needs: every shard that a device of it has, once."""
+    """Returns the bytes each process reads: every shard of its devices, once."""
     found = np.zeros(processes, np.int64)
     for task in tasks:
         if task.sharding is None:

@@ -1,4 +1,4 @@
-"""A report on a run: what is known of it, gathered, and drawn on one page."""
+"""The HTML report on a run or a checkpoint."""
 
 from __future__ import annotations
 

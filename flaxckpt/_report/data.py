@@ -1,4 +1,4 @@
-"""What a report is made of: numbers and names, nothing drawn."""
+"""The data of a report: numbers and names, without drawing."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from flaxckpt.formats._reader import Lineage
 
 
 class Save(NamedTuple):
-    """A save, as the journal tells of it.
+    """A save, from the events in the journal.
 
     Attributes:
-        step: Its number; None if it has none.
-        began: When it was called, in seconds since 1970.
-        blocked_secs: How long the caller waited; None if it never came back.
-        total_secs: Until the step was durable; None if it never was.
-        bytes: What was written; None likewise.
-        uploaded_secs: How long it took to bring it from a staging directory.
+        step: The step, or None.
+        began: The time of the call, in seconds since 1970.
+        blocked_secs: Seconds that the caller waited; None if the call did not return.
+        total_secs: Seconds until the step was durable, or None.
+        bytes: Bytes written, or None.
+        uploaded_secs: Seconds of the upload from a staging directory.
         outcome: `durable`, `failed`, or `unfinished`: the process ended, or the save is
-            still under way.
-        error: Why it failed.
+            still running.
+        error: The error of a failed save.
     """
 
     step: int | None
@@ -36,20 +36,20 @@ class Save(NamedTuple):
 
     @property
     def behind_secs(self) -> float | None:
-        """How long was written while the caller went on; None if it never ended."""
+        """Seconds of writing in the background; None if the save never ended."""
         if self.total_secs is None:
             return None
         return max(0.0, self.total_secs - (self.blocked_secs or 0.0))
 
 
 class Happened(NamedTuple):
-    """Something else in the journal: `restored`, `fell_back`, `preempted`, `deleted`.
+    """Another event in the journal: `restored`, `fell_back`, `preempted`, `deleted`.
 
     Attributes:
-        kind: As that of an `Event`.
-        step: Its number; None if it has none.
+        kind: As in `Event`.
+        step: The step, or None.
         time: Seconds since 1970.
-        why: What the journal says of it.
+        why: The reason or error in the journal.
     """
 
     kind: str
@@ -59,14 +59,14 @@ class Happened(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What was measured at a step.
+    """The value of a metric at a step.
 
     Attributes:
-        step: Its number.
+        step: The step.
         value: The metric.
-        stays: Whether a policy, or something else, keeps the step.
-        best: `best` or `among the best` by a policy; where there is none for this
-            metric, `lowest` or `highest`; None if it is neither.
+        stays: True if any reason keeps the step.
+        best: `best` or `among the best` by a policy; without a policy for the metric,
+            `lowest` or `highest`; None for other values.
     """
 
     step: int
@@ -76,16 +76,16 @@ class Measured(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a state, or several small ones of one container together.
+    """A part of a state, or several small parts of a container together.
 
     Attributes:
-        group: The part of the whole state that it is in.
-        path: Its leaf path, or what those of its leaves begin with; that of the first,
-            if it is several.
-        until: The same of the last; None if it is one.
-        subtrees: How many these are.
-        leaves: How many leaves it has.
-        bytes: The size of their values, uncompressed.
+        group: The group of the part in the whole state.
+        path: The leaf path, or the common prefix of its leaves; of several parts, the
+            path of the first.
+        until: The path of the last of several parts; None for a single part.
+        subtrees: The number of parts.
+        leaves: The number of leaves.
+        bytes: The size of the values, uncompressed.
     """
 
     group: str
@@ -100,12 +100,12 @@ class Changed(NamedTuple):
     """A leaf that differs between two steps.
 
     Attributes:
-        path: Its leaf path.
-        what: What differs, as `LeafDiff.kind`; or `only in` one of the steps.
-        shown: Its type, or both.
-        different: How many elements differ.
+        path: The leaf path.
+        what: The difference, as `LeafDiff.kind`; or `only in` a step.
+        shown: The type, or both types.
+        different: The number of different elements.
         max_abs: The largest difference of two elements.
-        rel_norm: The norm of the difference, in terms of that of the first.
+        rel_norm: The norm of the difference relative to the norm of the first leaf.
     """
 
     path: str
@@ -117,13 +117,13 @@ class Changed(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What differs between two steps.
+    """The differences between two steps.
 
     Attributes:
-        step_a: The one.
-        step_b: The other.
-        leaves: The leaves that differ, those that changed most first.
-        equal: How many are equal.
+        step_a: The first step.
+        step_b: The second step.
+        leaves: The leaves that differ, the largest changes first.
+        equal: The number of equal leaves.
         bytes_compared: Size of the values of one step.
     """
 
@@ -135,14 +135,14 @@ class Change(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where the dataset iterators stood at a step.
+    """The positions of the dataset iterators at a step.
 
     Attributes:
-        step: Its number; None if the checkpoint stands alone.
-        type: The class of the iterator; empty if that is not recorded.
-        processes: How many saved theirs.
-        bytes: The size of all of them; None in object stores.
-        values: Whole numbers in the state of the first, by name.
+        step: The step; None for a checkpoint outside of a run.
+        type: The class of the iterator; empty if not recorded.
+        processes: The number of processes that saved a state.
+        bytes: The size of all states; None in object stores.
+        values: Integers in the state of the first iterator, by name.
     """
 
     step: int | None
@@ -156,15 +156,14 @@ State: TypeAlias = Literal["verified", "whole", "damaged", "unread", "unknown"]
 
 
 class Integrity(NamedTuple):
-    """What is known of a checkpoint's integrity.
+    """The integrity of a checkpoint, as far as checked.
 
     Attributes:
-        step: Its number; None if it stands alone.
-        state: `verified`: every byte was read. `whole`: all files are there, with
-            their sizes. `damaged`; `unread`: it could not be looked at; `unknown`:
-            nobody has looked.
-        detail: What was found.
-        bytes_checked: How much was read and compared.
+        step: The step; None for a checkpoint outside of a run.
+        state: `verified`: every byte was read. `whole`: all files exist with their
+            sizes. `damaged`; `unread`: reading failed; `unknown`: not checked.
+        detail: The finding.
+        bytes_checked: Bytes that were read and compared.
     """
 
     step: int | None
@@ -175,29 +174,29 @@ class Integrity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that a page says of a run, or of one checkpoint.
+    """The data of a page on a run, or on a checkpoint.
 
     Attributes:
-        path: Where it is.
-        is_run: Whether it is a run directory.
-        made: When this was gathered, in seconds since 1970.
+        path: The run directory or checkpoint.
+        is_run: True for a run directory.
+        made: The time of the report, in seconds since 1970.
         version: Of flaxckpt.
-        formats: Whose the checkpoints are.
-        bytes: What they take on the disk; None in object stores.
-        policies: What the reasons were computed for.
+        formats: The formats of the checkpoints.
+        bytes: The size on disk; None in object stores.
+        policies: The policies that the reasons were computed for.
         steps: The checkpoints, the oldest first, with metrics and reasons.
-        saves: In their order.
-        happened: What else the journal tells, in its order.
-        metrics: Name -> what was measured, by step.
-        shown: The checkpoint of which there are `parts`; None if none can be read.
+        saves: In order.
+        happened: Other events in the journal, in order.
+        metrics: Name -> values by step.
+        shown: The checkpoint that `parts` describes; None if none can be read.
         total_bytes: The size of all its arrays, uncompressed.
-        leaves: How many leaves it has.
-        parts: What takes the space in it; their sizes add up to `total_bytes`.
-        change: What differs between two steps.
+        leaves: The number of its leaves.
+        parts: The sizes of its parts; they add up to `total_bytes`.
+        change: The differences between two steps.
         positions: Of dataset iterators, the oldest first.
-        lineage: What the run began from, the nearest first.
+        lineage: The checkpoints that the run started from, the nearest first.
         integrity: Of each checkpoint, the oldest first.
-        notes: Section -> why there is nothing in it, or less than there could be.
+        notes: Section -> the reason for missing or incomplete data.
     """
 
     path: str
@@ -223,13 +222,13 @@ class Report:
 
     @property
     def looked_at(self) -> int:
-        """The number of checkpoints whose integrity is known, good or bad."""
+        """The number of checkpoints with a known integrity, good or bad."""
         return sum(each.state != "unknown" for each in self.integrity)
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is known to be damaged, and nothing could not be read.
+        """True unless a checkpoint is damaged or could not be read.
 
-        Of the checkpoints that were not looked at, nothing is known.
+        Checkpoints that were not checked do not count.
         """
         return all(each.state not in ("damaged", "unread") for each in self.integrity)

@@ -1,4 +1,4 @@
-"""Where dataset iterators stood, as far as numbers in their states tell."""
+"""Reads the positions of dataset iterators from the integers in their states."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from flaxckpt._report.data import Position
 from flaxckpt.formats import _native
 
 _MAX_BYTES = 2**20
-"""Of all states of a step: larger ones are not read, only their size is told."""
+"""Limit on the states of a step: larger states are not read, only their size shown."""
 
 _MOST_VALUES = 4
 _MOST_LOOKED_AT = 10_000
 
 
 def position(path: Path, step: int | None) -> Position | None:
-    """What is stored of the dataset in the step `path`; None if nothing is.
+    """Returns the stored dataset position of the step at `path`, or None.
 
     Raises:
-        DamagedCheckpointError: It cannot be read.
-        OSError: Nor can it be for now.
+        DamagedCheckpointError: The state is damaged.
+        OSError: The state cannot be read for now.
     """
     sizes = [file.stat().st_size for file in _files(path)]
     if not sizes:
@@ -60,10 +60,10 @@ def _parsed(content: bytes) -> Any:
 
 
 def _numbers(state: Any) -> Iterator[tuple[str, int]]:
-    """The first whole numbers in a state, those nearest to its root first."""
+    """Yields the first integers in a state, nearest to its root first."""
     waiting: list[tuple[str, Any]] = [("", state)]
     found = 0
-    for name, value in waiting:  # which grows
+    for name, value in waiting:  # the loop appends to the list
         if type(value) is int:
             yield name or "state", value
             found += 1

@@ -1,7 +1,7 @@
-"""Gathers what a report says, and changes nothing.
+"""Gathers the data of a report, without changing anything.
 
-What cannot be read is left out, and a note says why: a report is asked for when
-something is wrong, too.
+Data that cannot be read is left out, with a note on the reason: reports are also made
+of damaged runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flaxckpt.formats._reader import CheckpointMetadata
 from flaxckpt.policies import BestN, PreservationPolicy
 
 _COMPARED_BYTES = 2**31
-"""Larger steps are compared only if that is asked for."""
+"""Larger steps are compared only on request."""
 
 _MOST_POSITIONS = 200
 _MOST_POSITIONS_IN_STORES = 10
@@ -34,15 +34,15 @@ _UNREADABLE = (errors.CheckpointError, OSError)
 
 
 class Options(NamedTuple):
-    """What is asked for.
+    """The options of a report.
 
     Attributes:
         keep: The policies of the run.
-        step_a: Which step is compared; None: the one before `step_b`.
-        step_b: With which; None: the newest.
-        diff: Whether values are compared; None: unless they are large.
-        verify: Whether every byte of all steps is read.
-        step_format: How the steps are called; None: it is found out.
+        step_a: The first step to compare; None for the step before `step_b`.
+        step_b: The second step to compare; None for the newest.
+        diff: True to compare values; None to compare unless large.
+        verify: True to read every byte of all steps.
+        step_format: The format of step names; None to detect it.
     """
 
     keep: Sequence[PreservationPolicy] = ()
@@ -54,12 +54,13 @@ class Options(NamedTuple):
 
 
 def gather(path: PathLike, options: Options) -> Report:
-    """Reads what there is to be told of a run, or of one checkpoint.
+    """Reads the report data of a run or a checkpoint.
 
     Raises:
-        CheckpointNotFoundError: Nothing is there, or not a step that is asked for.
-        CheckpointFormatError: What is there is neither, or has several kinds of steps.
-        OptionError: The options do not fit.
+        CheckpointNotFoundError: The path or a requested step does not exist.
+        CheckpointFormatError: The path is neither a run nor a checkpoint, or its steps
+            have several formats.
+        OptionError: The options are inconsistent.
     """
     root = _storage.local.resolve(path)
     if options.diff is False and (options.step_a, options.step_b) != (None, None):
@@ -104,13 +105,12 @@ def gather(path: PathLike, options: Options) -> Report:
 def _described(
     root: Path, found: Listing, step_format: str | None, notes: dict[str, str]
 ) -> CheckpointMetadata | None:
-    """The newest good checkpoint; None if there is none."""
+    """Returns the newest good checkpoint, or None."""
     if not found.steps:
         notes["sizes"] = "There are no steps yet."
         return None
     try:
-        newest = _locate.locate(root, None, step_format)
-        return _locate.read_stored(*newest).metadata
+        return _locate.open_checkpoint(root, step_format=step_format).metadata
     except _UNREADABLE as error:
         notes["sizes"] = (
             f"The newest step cannot be read: {_steps.event.first_lines(error, 1)}"
@@ -130,9 +130,9 @@ def _why_no_journal(found: Listing) -> str:
 def _metrics(
     steps: Sequence[Step], keep: Sequence[PreservationPolicy]
 ) -> Mapping[str, tuple[Measured, ...]]:
-    """Name -> what was measured, of those steps that have a number.
+    """Returns each metric's values by step, for steps with a number.
 
-    Those come first that policies ask for: of many, pages show the first.
+    Metrics used by policies come first: pages show only the first of many.
     """
     bests = [policy for policy in keep if isinstance(policy, BestN)]
     names = dict.fromkeys(itertools.chain.from_iterable(s.metrics for s in steps))
@@ -159,7 +159,7 @@ def _metrics(
 def _best(
     steps: Sequence[Step], values: Mapping[int, float], keep: Sequence[BestN]
 ) -> Mapping[int, str]:
-    """The steps that policies name as the best, and which is the best of each."""
+    """Returns the steps that policies name as best, and the best of each policy."""
     found: dict[int, str] = {}
     for policy in keep:
         named = [s.step for s in steps if s.step in values and str(policy) in s.why]
@@ -173,7 +173,7 @@ def _best(
 
 
 def _extremes(values: Mapping[int, float]) -> Mapping[int, str]:
-    """The least and the largest: which of them is the best, only a policy says."""
+    """Returns the lowest and highest; only a policy can tell the best."""
     finite = {step: value for step, value in values.items() if math.isfinite(value)}
     if len(set(finite.values())) < 2:
         return {}
@@ -181,13 +181,13 @@ def _extremes(values: Mapping[int, float]) -> Mapping[int, str]:
     return {low: "lowest", high: "highest"}
 
 
-# ---- what has changed -------------------------------------------------------------
+# ---- changes ----------------------------------------------------------------------
 
 
 def _change(
     root: Path, found: Listing, options: Options, notes: dict[str, str]
 ) -> Change | None:
-    """What differs between two steps; None if they are not compared."""
+    """Returns the differences between two steps; None if not compared."""
     is_asked_for = options.diff or (options.step_a, options.step_b) != (None, None)
     if options.diff is False:
         notes["change"] = "It was asked for without a comparison (--no-diff)."
@@ -197,8 +197,10 @@ def _change(
         if pair is None:
             notes["change"] = "There are no two good steps to compare."
             return None
-        paths = [_locate.locate(root, s, options.step_format)[0] for s in pair]
-        size = _locate.read_stored(paths[1], pair[1]).metadata.total_bytes
+        a, b = (
+            _locate.locate(root, step, step_format=options.step_format) for step in pair
+        )
+        size = b.open().metadata.total_bytes
         if size > _COMPARED_BYTES and not is_asked_for:
             notes["change"] = (
                 f"To compare two steps takes reading both, {_util.humanize.size(size)}"
@@ -206,7 +208,7 @@ def _change(
                 " --diff does so."
             )
             return None
-        return _compared(paths, pair)
+        return _compared((a.path, b.path), pair)
     except _UNREADABLE as error:
         is_damaged = isinstance(error, errors.DamagedCheckpointError)
         if is_asked_for and not is_damaged:
@@ -218,10 +220,10 @@ def _change(
 
 
 def _pair(found: Listing, options: Options) -> tuple[int, int] | None:
-    """Which two steps are compared.
+    """Returns the two steps to compare, or None.
 
     Raises:
-        OptionError: They are the same.
+        OptionError: Both are the same step.
     """
     if not found.is_run and (options.step_a, options.step_b) != (None, None):
         raise errors.OptionError(

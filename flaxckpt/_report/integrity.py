@@ -1,4 +1,4 @@
-"""What is known of each step's integrity: by its marks, its files, or every byte."""
+"""Checks the integrity of steps by their markers, files, or every byte."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from flaxckpt._report.data import Integrity, State
 from flaxckpt.formats import _locate
 
 LOOKED_AT = 10
-"""So many of the newest steps are looked at without being asked for."""
+"""The number of newest steps that are checked by default."""
 
 _NO_LIST = "has no list of its files"
 
 _LOOKED_AT_IN_STORES = 1
-"""There each look at a file is a request."""
+"""In stores, checking a file takes a request."""
 
 
 def integrity(
     root: Path, steps: Sequence[Step], *, every: bool
 ) -> tuple[Integrity, ...]:
-    """What is known of each of `steps`, the newest of which come last.
+    """Returns the integrity of each of `steps`, in order, the newest last.
 
     Args:
-        root: What they are in.
-        steps: As they are listed.
-        every: Whether every byte of them is read.
+        root: The run directory.
+        steps: As listed.
+        every: True to read every byte of the steps.
     """
     if every:
         return tuple(_verified(step) for step in steps)
@@ -48,7 +48,7 @@ def _looked_at(step: Step, is_new: bool) -> Integrity:
     try:
         if is_ours:
             _checkpoint.file_sizes.check(path)
-        else:  # perhaps it was ours, and lacks the manifest
+        else:  # may be a native checkpoint without its manifest
             _locate.read_stored(path, None)
     except (errors.CheckpointError, OSError) as error:
         if is_ours or isinstance(error, errors.DamagedCheckpointError | OSError):

@@ -1,4 +1,4 @@
-"""A report as one page of HTML that loads nothing and runs nothing."""
+"""Renders a report as a static HTML page that loads nothing and runs nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flaxckpt._report.section import Section
 from flaxckpt._util.html import Markup
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""Of the page itself: whatever a name in it says, nothing is run or loaded."""
+"""The policy of the page: names in the page cannot run or load anything."""
 
 
 _SECTIONS: Sequence[Callable[[Report], Section | None]] = (
@@ -31,7 +31,7 @@ _SECTIONS: Sequence[Callable[[Report], Section | None]] = (
 
 
 def page(report: Report) -> str:
-    """The whole page."""
+    """Returns the page."""
     name = PurePosixPath(report.path).name or report.path
     head = _util.html.element(
         "head",

@@ -1,4 +1,4 @@
-"""The saves of a run, put together from the events in its journal."""
+"""Reconstructs the saves of a run from the events in its journal."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _OTHERS = frozenset(("restored", "fell_back", "preempted", "deleted"))
 
 
 def saves(events: Iterable[Event]) -> tuple[Save, ...]:
-    """The saves, in the order in which they began.
+    """Returns the saves, in the order of their starts.
 
-    One is under way at a time, so whatever is told of a step is of its last save.
+    Saves do not overlap, so each event of a step belongs to its last save.
     """
     found: list[Save] = []
-    latest: dict[int | None, int] = {}  # step -> where its last save is in `found`
+    latest: dict[int | None, int] = {}  # step -> index of its last save in `found`
     for event in events:
         number = latest.get(event.step)
         is_open = number is not None and found[number].outcome == "unfinished"
@@ -41,7 +41,7 @@ _SAVING = frozenset(("snapshot", "committed", "failed"))
 
 
 def _with(save: Save, event: Event) -> Save:
-    """The save, and what an event tells of it."""
+    """Returns the save with the facts of an event added."""
     blocked = _number(event.details, "blocked_secs")
     match event.kind:
         case "snapshot":
@@ -67,7 +67,7 @@ def _with(save: Save, event: Event) -> Save:
 
 
 def happened(events: Iterable[Event]) -> tuple[Happened, ...]:
-    """What else there is in a journal."""
+    """Returns the other events in a journal."""
     return tuple(
         Happened(event.kind, event.step, event.time, _why(event))
         for event in events
@@ -90,11 +90,11 @@ def _number(details: Mapping[str, JSON], name: str) -> float | None:
 
 
 _LONGEST = 1e9
-"""Seconds. Whoever writes into a journal may write anything."""
+"""Seconds. Values in a journal are untrusted."""
 
 
 def deleted(found: Sequence[Happened]) -> tuple[int, ...]:
-    """The steps that a journal says were deleted, ascending."""
+    """Returns the steps deleted according to the journal, ascending."""
     return tuple(
         sorted({e.step for e in found if e.kind == "deleted" and e.step is not None})
     )

@@ -1,4 +1,4 @@
-"""What all sections of a report are made of: a sentence that says it, and its proof."""
+"""Sections of a report: a summary sentence with pictures and tables."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from flaxckpt import _util
 from flaxckpt._util.html import Column, Markup, Row
 
 WIDE, NARROW = 960, 340
-"""How wide pictures are, on screens and on phones."""
+"""Widths of pictures, on screens and on phones."""
 
 _SHOWN = 8
-"""Rows of a table that are seen at once; the others open."""
+"""Rows of a table that are visible at once; the reader opens the rest."""
 
 _MOST_ROWS = 250
-"""Of one table: the page stays small however long the run was."""
+"""Row limit of a table, which keeps the page of a long run small."""
 
 
 class Section(NamedTuple):
@@ -24,8 +24,8 @@ class Section(NamedTuple):
 
     Attributes:
         name: For links.
-        title: Its heading.
-        said: What it says, in a sentence or two.
+        title: The heading.
+        said: The summary, in a sentence or two.
         body: Pictures and tables.
     """
 
@@ -35,7 +35,7 @@ class Section(NamedTuple):
     body: Sequence[Markup] = ()
 
     def markup(self) -> Markup:
-        """It as HTML."""
+        """Returns the section as HTML."""
         return _util.html.element(
             "section",
             _util.html.element("h2", self.title, id=f"{self.name}-title"),
@@ -47,7 +47,7 @@ class Section(NamedTuple):
 
 
 def _with_options(said: object) -> Markup:
-    """A sentence in which options of the command are not cut in two."""
+    """Returns a sentence with its command options unbroken by line ends."""
     if isinstance(said, Markup):
         return said
     parts = _OPTION.split(str(said))
@@ -61,7 +61,7 @@ _OPTION = re.compile(r"(--[a-z][a-z-]*)")
 
 
 def table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> list[Markup]:
-    """A table whose rows beyond the first few are opened by the reader."""
+    """Returns a table whose rows beyond the first few are collapsed."""
     parts = [_util.html.table(title, columns, rows[:_SHOWN])]
     more = rows[_SHOWN:_MOST_ROWS]
     if more:
@@ -80,11 +80,14 @@ def table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> list[Ma
 
 
 def legend(items: Sequence[tuple[str, str]]) -> Markup:
-    """A key to a picture: the class of a mark, or nothing; and what it means."""
+    """Returns the key of a picture from pairs of a mark's class and its meaning.
+
+    An empty class shows no mark.
+    """
     found = []
     for class_, name in items:
         swatch = _util.html.NOTHING
-        if class_:  # drawn as it is in the picture
+        if class_:  # drawn as in the picture
             square = _util.html.element(
                 "rect", x=1, y=1, width=10, height=10, rx=2, class_=class_
             )
@@ -105,6 +108,6 @@ def legend(items: Sequence[tuple[str, str]]) -> Markup:
 
 
 def last(path: str | None) -> str:
-    """What a checkpoint is called."""
+    """Returns the display name of a checkpoint."""
     name = (path or "").rstrip("/").rpartition("/")[2]
     return f"step {int(name)}" if name.isascii() and name.isdigit() else name

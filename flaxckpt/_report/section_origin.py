@@ -1,4 +1,4 @@
-"""The sections on what a step can be trusted for: its data, origin and integrity."""
+"""The sections on the dataset, the lineage and the integrity of steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flaxckpt.formats._reader import Lineage
 
 
 def dataset(report: Report) -> Section | None:
-    """Where the dataset iterators stood at each step."""
+    """Returns the section on the dataset positions at each step."""
     note = report.notes.get("dataset", "")
     if not report.positions:
         return Section("dataset", "Dataset", note) if note else None
@@ -59,7 +59,7 @@ def dataset(report: Report) -> Section | None:
 
 
 def lineage(report: Report) -> Section | None:
-    """What the run began from."""
+    """Returns the section on the checkpoints that the run started from."""
     if not report.lineage:
         return None
     said = "This run began from another checkpoint; each step records it."
@@ -98,7 +98,7 @@ def _origin(found: Lineage) -> Markup:
 
 
 def integrity(report: Report) -> Section | None:
-    """What is known to be wrong, and what was looked at."""
+    """Returns the section on damage, and on the checks made."""
     if not report.integrity:
         return None
     counts = collections.Counter(each.state for each in report.integrity)
@@ -126,7 +126,7 @@ def integrity(report: Report) -> Section | None:
             "data_bytes": each.bytes_checked,
         }
         rows.append(Row([step, state, each.detail], data, kind))
-    rows.sort(key=lambda row: row.kind is None)  # what is wrong comes first
+    rows.sort(key=lambda row: row.kind is None)  # problems come first
     return Section(
         "integrity", "Integrity", said, section.table("Each step", columns, rows)
     )

@@ -1,4 +1,4 @@
-"""The section on saves: how long training waited for them."""
+"""The section on saves, with the time that training waited."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flaxckpt._util.html import Column, Row
 
 
 def saves(report: Report) -> Section:
-    """How long each save took, and how much of that training waited."""
+    """Returns the section on the duration of saves, and the blocked time."""
     if not report.saves:
         note = report.notes.get("saves", "The journal tells of no saves.")
         return Section("saves", "Saves", note)

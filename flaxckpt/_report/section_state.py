@@ -1,4 +1,4 @@
-"""The sections on what is in a step: its sizes, and what has changed."""
+"""The sections on the sizes in a step, and on changes between steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_CHANGES = 20
 
 
 def sizes(report: Report) -> Section:
-    """What takes the space in the newest step."""
+    """Returns the section on the sizes in the newest step."""
     if not report.parts:
         return Section("sizes", "Sizes", report.notes.get("sizes", "There is nothing."))
     groups: dict[str, list[Part]] = collections.defaultdict(list)
@@ -79,11 +79,11 @@ def _part_row(part: Part, total: int) -> Row:
     return Row(cells, {"data_path": _named(part), "data_bytes": part.bytes})
 
 
-# ---- what has changed -------------------------------------------------------------
+# ---- changes ----------------------------------------------------------------------
 
 
 def change(report: Report) -> Section | None:
-    """Which leaves differ between two steps, and how much."""
+    """Returns the section on the leaves that differ between two steps."""
     found = report.change
     title = "Change"
     if found is None:

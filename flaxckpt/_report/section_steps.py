@@ -1,4 +1,4 @@
-"""The sections on steps: what was measured at them, and why they stay."""
+"""The sections on the metrics of steps, and on the reasons to keep them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_COLUMNS = 3
 
 
 def metrics(report: Report) -> Section:
-    """Each metric over the steps that are there."""
+    """Returns the section with each metric over the existing steps."""
     drawn = {
         name: [curves.Point(p.step, p.value, p.stays, p.best) for p in points]
         for name, points in report.metrics.items()
@@ -66,7 +66,7 @@ def _has_best(report: Report) -> bool:
 
 
 def retention(report: Report) -> Section | None:
-    """Which steps are there, and why."""
+    """Returns the section on existing steps and the reasons to keep them."""
     if not report.is_run:
         return None
     if not report.steps:
@@ -147,7 +147,7 @@ def _step_row(report: Report, step: Step, metrics: Sequence[str]) -> Row:
 
 
 def _why(report: Report, step: Step) -> str:
-    """Why a step stays; that there is no policy is said once, above."""
+    """Returns the reasons to keep a step, without "no policy"."""
     if step.damage is not None:
         return "damaged: it counts for no policy"
     why = [reason for reason in step.why if reason != "no policy"]

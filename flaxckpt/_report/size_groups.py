@@ -1,4 +1,4 @@
-"""What takes the space in a checkpoint, in as few parts as a picture can show."""
+"""Divides a checkpoint's size into few parts for a picture."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from flaxckpt._run.disk_usage import Subtree
 
 _MOST_PARTS = 60
 _MOST_INNER = 14
-"""Of one container; several of the others are one part together."""
+"""Limit for a container; several of its other children form a part together."""
 
 _LEAST_SHARE = 0.08
-"""What has less of the whole is not divided."""
+"""Parts with a smaller share of the whole are not divided."""
 
 _SPLIT_SHARE, _LARGE_SHARE, _MOST_SPLIT = 0.4, 0.1, 4
-"""A group with more than the one share becomes several, if so many are large in it."""
+"""A group above the first share is split if a few of its children exceed the second."""
 
 _GONE = -1
 
 
 class _Node(NamedTuple):
-    """A subtree, and where those in it are."""
+    """A subtree, and the indices of its children."""
 
     tree: Subtree
     inner: Sequence[int]
 
 
 def parts(trees: Sequence[Subtree]) -> tuple[Part, ...]:
-    """Parts whose leaves and sizes add up to those of the whole, group by group.
+    """Divides a checkpoint into parts that add up to the whole, group by group.
 
     Args:
-        trees: Those of a whole checkpoint, each container before what it contains.
+        trees: Of a whole checkpoint, each container before its children.
     """
     nodes = _nodes(trees)
     groups, others = _groups(nodes)
@@ -59,16 +59,16 @@ def parts(trees: Sequence[Subtree]) -> tuple[Part, ...]:
 
 
 def _groups(nodes: Sequence[_Node]) -> tuple[list[int], list[Part]]:
-    """The few large parts of a whole, and what is beside these, in parts."""
+    """Returns the few large parts of a whole, and parts for the rest."""
     base = 0
     while len(nodes[base].inner) == 1:
         base = nodes[base].inner[0]
     groups = list(nodes[base].inner)
-    if not 0 < len(groups) <= _MOST_INNER:  # so many that none of them is a group
+    if not 0 < len(groups) <= _MOST_INNER:  # too many for groups
         return [base], []
     total = nodes[0].tree.bytes
     others: list[Part] = []
-    for number in groups:  # which grows
+    for number in groups:  # the loop appends to the list
         tree = nodes[number].tree
         large = [n for n in nodes[number].inner if _is_large(nodes[n].tree, total)]
         if tree.bytes <= total * _SPLIT_SHARE or not 0 < len(large) <= _MOST_SPLIT:
@@ -100,7 +100,7 @@ def _nodes(trees: Sequence[Subtree]) -> list[_Node]:
 def _divided(
     nodes: Sequence[_Node], number: int
 ) -> tuple[list[int], list[Sequence[int]]]:
-    """The large subtrees of a container, and the others, several together."""
+    """Returns the large subtrees of a container, and the rest in bundles."""
     inner = nodes[number].inner
     if len(inner) <= _MOST_INNER:
         return list(inner), []

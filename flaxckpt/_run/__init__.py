@@ -7,9 +7,25 @@ from typing import TYPE_CHECKING
 from flaxckpt import _doors
 
 if TYPE_CHECKING:
-    from flaxckpt._run import checkpointer, disk_usage, events, metrics, staging
+    from flaxckpt._run import (
+        checkpointer,
+        disk_usage,
+        events,
+        metrics,
+        restoring,
+        session,
+        staging,
+    )
 
-__all__ = ["checkpointer", "disk_usage", "events", "metrics", "staging"]
+__all__ = [
+    "checkpointer",
+    "disk_usage",
+    "events",
+    "metrics",
+    "restoring",
+    "session",
+    "staging",
+]
 
 if not TYPE_CHECKING:
     __getattr__ = _doors.opener(__name__, __all__)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flaxckpt import _storage, _util, policies
-from flaxckpt._run import disk_usage, run_directory
+from flaxckpt._run import disk_usage
 from flaxckpt._util.html import Markup
+
+if TYPE_CHECKING:
+    from flaxckpt._run.checkpointer import Checkpointer
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +33,7 @@ _RIGHT = (
 )
 
 
-def of_run(run: run_directory.RunDirectory, path_of: Callable[[int], Path]) -> str:
+def of_run(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
     """A card of what is in its directory now; never raises.
 
     Args:
@@ -45,7 +49,7 @@ def of_run(run: run_directory.RunDirectory, path_of: Callable[[int], Path]) -> s
         return _framed(run, told)
 
 
-def _card(run: run_directory.RunDirectory, path_of: Callable[[int], Path]) -> str:
+def _card(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
     steps = run.steps()
     reasons = run.explain()
     shown = sorted(reasons)[-_ROWS:]
@@ -83,7 +87,7 @@ def _card(run: run_directory.RunDirectory, path_of: Callable[[int], Path]) -> st
     return _framed(run, said, *([table] if shown else []))
 
 
-def _framed(run: run_directory.RunDirectory, *parts: Markup) -> str:
+def _framed(run: Checkpointer, *parts: Markup) -> str:
     name = run.directory.name or str(run.directory)
     return _util.html.element(
         "div",

@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, Unpack
 
-from flaxckpt import _arrays, _checkpoint, _distributed, _storage, errors
+from flaxckpt import (
+    _arrays,
+    _checkpoint,
+    _distributed,
+    _steps,
+    _storage,
+    _util,
+    errors,
+    policies,
+)
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
-from flaxckpt._run import card, metrics, restoring, retention, run_saver
+from flaxckpt._checkpoint.handle import SaveHandle
+from flaxckpt._checkpoint.result import SaveResult
+from flaxckpt._checkpoint.verify_report import VerifyReport
+from flaxckpt._run import (
+    card,
+    edit,
+    restoring,
+    retention,
+    saving,
+    watch,
+)
+from flaxckpt._run import metrics as run_metrics
 from flaxckpt._run import staging as run_staging
 from flaxckpt._run.events import sinks as events_sinks
+from flaxckpt._run.session import Session
 from flaxckpt._types import JSON, PathLike, PyTree
-from flaxckpt.formats import _locate
+from flaxckpt.formats import _locate, _native
+from flaxckpt.formats._reader import CheckpointMetadata, Lineage
 from flaxckpt.policies import PreservationPolicy
 from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _base as _transforms
 
-
-def _name_methods(cls: type) -> type:
-    """Names the methods of private base classes after the public class.
-
-    Python's own errors, such as "missing 1 required positional argument", name a method
-    by its `__qualname__`.
-    """
-    for base in cls.__mro__[1:-1]:
-        for name, member in vars(base).items():
-            function = member.fget if isinstance(member, property) else member
-            if inspect.isfunction(function):
-                function.__qualname__ = f"{cls.__qualname__}.{name}"
-    return cls
+_log = logging.getLogger(__name__)
 
 
-@_name_methods
-class Checkpointer(run_saver.RunSaver):
+class Checkpointer:
     """Saves, finds, restores and retires the steps under one directory.
 
     One save is under way at a time. Steps are always listed from the directory
@@ -74,10 +87,11 @@ class Checkpointer(run_saver.RunSaver):
             stay there, too.
 
     Attributes:
+        directory: The directory of the run.
+        keep: The policies that keep steps there.
+        read_only: Whether it refuses to save or delete.
         events: What happens to the checkpoints. Unless `read_only`, it is also kept in
             `events.jsonl` in the directory.
-        lineage: What this run began from, the nearest first; recorded in every step.
-            Restoring a step sets it to what is recorded there.
         restored_step: The step that was restored last; None if none was.
     """
 
@@ -94,53 +108,173 @@ class Checkpointer(run_saver.RunSaver):
         metadata: Mapping[str, JSON] | None = None,
         sinks: Sequence[events_sinks.Sink] = (),
         keep_dataset: Sequence[PreservationPolicy] = (),
-        metrics_from: Callable[[], metrics.MetricsByStep] | None = None,
+        metrics_from: Callable[[], run_metrics.MetricsByStep] | None = None,
         peer_timeout_secs: float = _distributed.operation.TIMEOUT_SECS,
         read_once: bool = False,
         staging: PathLike | None = None,
         keep_staging: Sequence[PreservationPolicy] = run_staging.KEEP,
     ) -> None:
-        self._options = _checkpoint.commit.Options(
+        options = _checkpoint.request.SaveOptions(
             layout=checked_layout(layout),
             transforms=_transforms.checked(transforms),
             max_concurrent_bytes=max_concurrent_bytes,
         )
-        super().__init__(
+        rules = retention.Rules.of(keep, keep_dataset, metrics_from)
+        self._run = run_staging.open_steps(
             directory,
-            retention.Rules.of(keep, keep_dataset, metrics_from),
-            self._options,
+            rules,
             step_format=step_format,
             read_only=read_only,
-            metadata=metadata,
-            sinks=sinks,
-            peer_timeout_secs=peer_timeout_secs,
             staging=staging,
             keep_staging=keep_staging,
         )
+        _util.arguments.positive("max_concurrent_bytes", max_concurrent_bytes)
+        _util.arguments.positive("peer_timeout_secs", peer_timeout_secs)
+        self.directory = self._run.directory
+        self.events = self._run.events
+        self.keep = rules.keep
+        self.read_only = read_only
         self.restored_step: int | None = None
+        self._options = options
         self._peer_timeout_secs = peer_timeout_secs
         self._read_once = read_once
+        processes = _distributed.agreement.Processes(self.directory, peer_timeout_secs)
+        self._saves = saving.Saves(self._run, options, processes)
         self._restores = restoring.Restores(
             self._run,
-            self._options.transforms,
-            self._processes,
+            options.transforms,
+            processes,
             self._saves.end,
             read_only=read_only,
+            max_concurrent_bytes=max_concurrent_bytes,
+            read_once=read_once,
         )
-
-    def sibling(self, directory: PathLike) -> Checkpointer:
-        """Another directory, whose steps are written as these are, and all kept."""
-        return Checkpointer(
-            directory,
-            layout=self._options.layout,
-            max_concurrent_bytes=self._options.max_concurrent_bytes,
-            transforms=self._options.transforms,
-            step_format=self._run.format.template,
-            peer_timeout_secs=self._peer_timeout_secs,
-            read_once=self._read_once,
+        self._session = Session(
+            self._run, self._saves, self._restores, processes, read_only=read_only
         )
+        for sink in events_sinks.listed(sinks):
+            self.events.subscribe(sink)
+        self._prepare_directory(metadata)
+        _distributed.operation.attend(self.directory)
 
-    # ---- restoring --------------------------------------------------------------
+    def _prepare_directory(self, metadata: Mapping[str, JSON] | None) -> None:
+        """Makes the directory, tidies it, and writes the metadata of the run."""
+        if not self.read_only:
+            self._run.make_directory()
+            if _util.processes.is_first():
+                self._saves.tidy()
+        if metadata is not None:
+            self._session.check_writable("keep metadata")
+            plain = _checkpoint.save.json_of(metadata)
+            if _util.processes.is_first():
+                edit.write_run_metadata(self._run.saves_in, plain)
+
+    # ---- saving --------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: PyTree,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        dataset: Any = None,
+        metadata: Mapping[str, JSON] | None = None,
+        on_exists: Literal["error", "skip", "overwrite"] = "error",
+        temporary: bool = False,
+    ) -> SaveHandle:
+        """Saves `state` as `step`, and returns once it is safe from changes.
+
+        Waits for the save before it, if that is still under way.
+
+        Args:
+            step: The number of completed training steps.
+            state: A TrainState, NNX objects, or any pytree.
+            metrics: Numbers by name; policies rank by them.
+            dataset: An iterator whose position is saved in the same commit.
+            metadata: JSON of your own about this step.
+            on_exists: What to do if the step is there already. One that is replaced
+                stays pinned if it was, and one that is skipped is temporary no more
+                unless this save is.
+            temporary: Whether the step goes as soon as there is a newer one that is not
+                temporary, or two newer ones. A policy such as `BestN` may keep it all
+                the same.
+
+        Returns:
+            A handle; its `wait()` returns when the step is durable: in `staging`, if
+            there is one, as `SaveResult.tier` says.
+
+        Raises:
+            CheckpointExistsError: The step is there, and `on_exists` is "error"; or it
+                is not replaced, as files of others are in its directory.
+            CheckpointError: Why this save cannot begin, or why the last one failed.
+        """
+        started = time.monotonic()
+        self._session.check_writable("save")
+        if on_exists not in ("error", "skip", "overwrite"):
+            raise errors.OptionError(
+                f"on_exists must be 'error', 'skip' or 'overwrite', got {on_exists!r}"
+            )
+        step = _steps.names.check(step)
+        request = self._saves.request(
+            step,
+            metrics={} if metrics is None else metrics,
+            dataset=dataset,
+            metadata=metadata or {},
+            on_exists=on_exists,
+            temporary=temporary,
+            started=started,
+        )
+        try:
+            return self._saves.save(request, state)
+        finally:
+            self.events.deliver(step)
+
+    def save_params_only(self, step: int, state: PyTree) -> Path | None:
+        """Saves a state without its optimizer, beside the steps, and waits for it.
+
+        For when there is no time for the whole. It is no step: nothing restores it by
+        itself, and no policy counts it. It replaces the one before it.
+
+        Returns:
+            Where it is, for `load(path, …)` or `source=path`. None if the state has no
+            optimizer, and nothing was saved.
+        """
+        number = _steps.names.check(step)
+        self._session.check_writable("save")
+        return self._saves.save_params_only(number, state)
+
+    def wait(self) -> SaveResult | None:
+        """Waits for the save under way.
+
+        Returns:
+            What it did; None if there is none, or it was waited for already.
+
+        Raises:
+            CheckpointError: It failed.
+        """
+        return self._saves.wait()
+
+    def raise_if_failed(self) -> None:
+        """Raises the error of a save that has failed, without waiting for one."""
+        if self._saves.has_failed():
+            self.wait()
+
+    def wait_for_uploads(self, timeout_secs: float | None = None) -> None:
+        """Waits until the directory has all that is to be uploaded from `staging`.
+
+        What could not be uploaded before is tried once more. `close` does the same.
+
+        Raises:
+            CheckpointTimeoutError: It is still going on after `timeout_secs`.
+            SaveFailedError: Something could not be uploaded, and is in `staging` still.
+            CheckpointError: The save under way failed.
+        """
+        with self.events.delivery():
+            self._saves.end()
+            if not self.read_only:
+                self._run.wait_for_uploads(timeout_secs)
+
+    # ---- restoring -----------------------------------------------------------
 
     def restore(
         self,
@@ -181,7 +315,11 @@ class Checkpointer(run_saver.RunSaver):
             CheckpointNotFoundError: There is no step, or not this one.
             CheckpointError: As `flaxckpt.load` says.
         """
-        options = self._plan_options(
+        return self._restored(
+            abstract_state,
+            step=step,
+            dataset=dataset,
+            fallback=fallback,
             missing=missing,
             unused=unused,
             optimizer=optimizer,
@@ -190,7 +328,6 @@ class Checkpointer(run_saver.RunSaver):
             verify=verify,
             memory_map=memory_map,
         )
-        return self._restored(abstract_state, step, dataset, fallback, options)
 
     def restore_latest(
         self, abstract_state: PyTree, *, dataset: Any = None
@@ -200,8 +337,9 @@ class Checkpointer(run_saver.RunSaver):
         Raises:
             CheckpointError: As for `restore`.
         """
-        options = self._plan_options()
-        state = self._restored(abstract_state, None, dataset, True, options)
+        state = self._restored(
+            abstract_state, step=None, dataset=dataset, fallback=True
+        )
         assert self.restored_step is not None
         self._saves.forget_beyond(self.restored_step)
         return state, self.restored_step
@@ -209,76 +347,23 @@ class Checkpointer(run_saver.RunSaver):
     def _restored(
         self,
         abstract_state: PyTree | None,
+        *,
         step: int | None,
         dataset: Any,
         fallback: bool,
-        options: _checkpoint.plan.Options,
+        **options: Unpack[restoring.Options],
     ) -> PyTree:
-        with self._delivering():
-            found = self._restores.restore(
+        with self.events.delivery():
+            restored = self._restores.restore(
                 abstract_state,
                 step=step,
                 dataset=dataset,
                 fallback=fallback,
-                options=options,
+                **options,
             )
-            self.lineage, self.restored_step = found.lineage, found.step
-            self._saves.own(found.step)
-        return found.state
-
-    def _plan_options(self, **given: Any) -> _checkpoint.plan.Options:
-        return _checkpoint.plan.Options(
-            max_concurrent_bytes=self._options.max_concurrent_bytes,
-            read_once=self._read_once,
-            **given,
-        )
-
-    def load_source(
-        self,
-        source: PathLike,
-        abstract_state: PyTree,
-        *,
-        step: int | None = None,
-        transforms: Sequence[Transform] = (),
-        missing: Literal["error", "init"] = "error",
-        unused: Literal["warn", "error", "ignore"] = "warn",
-        optimizer: Literal["match", "exact", "reinit"] = "reinit",
-    ) -> tuple[PyTree, int]:
-        """Loads another checkpoint for this run to begin from.
-
-        What it began from is recorded in every step that is saved from here on.
-
-        Args:
-            source: A checkpoint in any format, or a run directory.
-            abstract_state: What to load; see `flaxckpt.load`.
-            step: Which step of a run directory; by default the newest.
-            transforms: What to change in it first.
-            missing: See `flaxckpt.load`.
-            unused: See there.
-            optimizer: See there. With `reinit`, the step counter beside the optimizer
-                keeps its value in `abstract_state`, too.
-
-        Returns:
-            The state, and the step that its counters say: 0 with `reinit`, or if it has
-            none.
-
-        Raises:
-            OptionError: Its counters disagree.
-            CheckpointError: As for `flaxckpt.load`.
-        """
-        options = self._plan_options(
-            missing=missing,
-            unused=unused,
-            optimizer=optimizer,
-            transforms=transforms,
-            keeps_steps=optimizer == "reinit",
-        )
-        path = _storage.local.resolve(source)
-        with self._delivering():
-            state, self.lineage = self._restores.load_source(
-                path, step, abstract_state, options
-            )
-        return state, 0 if options.keeps_steps else _checkpoint.restore.step_of(state)
+            self.lineage, self.restored_step = restored.lineage, restored.step
+            self._saves.own(restored.step)
+        return restored.state
 
     def restore_dataset(self, dataset: Any, *, step: int | None = None) -> None:
         """Puts an iterator where it stood at a step, by default the newest.
@@ -294,9 +379,251 @@ class Checkpointer(run_saver.RunSaver):
         path = self._run.path(number)
         _checkpoint.restore.restore_dataset(_locate.read_step(path, number), dataset)
 
+    # ---- finding -------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """The committed steps that are not marked as damaged, ascending."""
+        return list(self._run.listed())
+
+    def latest_step(self) -> int | None:
+        """The newest of `steps()`; None if there is none."""
+        return max(self._run.listed(), default=None)
+
+    def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
+        """The step with the best finite `metric`, the newer of equals; None if none."""
+        best = self._run.best(policies.BestN(1, metric, mode))
+        return next(iter(best), None)
+
+    def damaged(self) -> dict[int, str]:
+        """Step -> reason, of those that are marked as damaged, ascending.
+
+        `restore` marks a step when it had to take an older one in its place. No policy
+        counts or deletes it. A later save of the same step replaces it, `delete`
+        deletes it, and `restore(step=…)` tries it all the same.
+        """
+        return self._run.reasons()
+
+    def verify(self, step: int) -> VerifyReport:
+        """Reads all of a step, and compares it with its checksums.
+
+        See `flaxckpt.verify`.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step.
+        """
+        step = _steps.names.check(step)
+        self.wait()
+        return _checkpoint.verify.verify_checkpoint(self._run.path(step), step)
+
+    def metadata(self, step: int) -> CheckpointMetadata:
+        """Describes a step without reading any array."""
+        step = _steps.names.check(step)
+        return _locate.read_stored(self._run.path(step), step).metadata
+
+    def has_dataset(self, step: int) -> bool:
+        """Whether the state of a dataset is there, by a look into the directory."""
+        return (self._run.path(step) / _native.checkpoint.DATASET).is_dir()
+
+    def metrics(self, step: int) -> Mapping[str, float]:
+        """What was measured at a step and is stored with it."""
+        return dict(self._run.metrics(self._run.path(step)))
+
+    @property
+    def run_metadata(self) -> Mapping[str, JSON]:
+        """The metadata of the whole run."""
+        for directory in (self._run.saves_in, self.directory):
+            with _storage.permissions.explained(directory):
+                if found := _native.checkpoint.read_run_metadata(directory):
+                    return found
+        return {}
+
+    @property
+    def lineage(self) -> tuple[Lineage, ...]:
+        """The checkpoints that this run began from, the nearest first.
+
+        Every step records it; restoring a step sets it to the lineage recorded there.
+        """
+        return self._saves.lineage
+
+    @lineage.setter
+    def lineage(self, origins: tuple[Lineage, ...]) -> None:
+        self._saves.lineage = origins
+
+    def reload(self) -> None:
+        """Forgets what was read of steps, so that changes by others are seen."""
+        self._run.forget()
+
+    def new_steps(
+        self, *, timeout_secs: float | None = None, poll_secs: float = 1.0
+    ) -> Iterator[int]:
+        """Yields every step, oldest first, and then each new one as it is committed.
+
+        For a job that evaluates checkpoints while another one trains. Until the loop
+        goes on, no policy of any process deletes the step: a file in it tells of the
+        reader. Where nothing can be written, steps come unprotected, with a warning.
+
+        Args:
+            timeout_secs: Ends after so long without a new step; None never ends.
+            poll_secs: How often the directory is looked at.
+        """
+        return watch.new_steps(
+            self._run.listed,
+            timeout_secs=timeout_secs,
+            poll_secs=poll_secs,
+        )
+
+    # ---- keeping and deleting ------------------------------------------------
+
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds metrics to a committed step, as of an evaluation after its save.
+
+        Raises:
+            SaveFailedError: They could not be written.
+        """
+        self._session.check_writable("add metrics")
+        self.wait()
+        if _util.processes.is_first():
+            with self._run.changing(step) as path:
+                edit.add_metrics(path, metrics)
+
+    def explain(self) -> dict[int, list[str]]:
+        """Why each step stays, oldest first; a step without a reason would go.
+
+        The reasons are those of `policies.decide`; "metrics damaged", of a step that
+        may be the best for all that can be read; "dataset let go", which says that its
+        dataset state did not stay with it; and "damaged: …", of a step that no policy
+        counts, see `damaged`. With a staging directory, "staging: …" says why it stays
+        there, and "staging: not uploaded" that it is still to be uploaded.
+        """
+        found = self._run.explain()
+        found |= {step: [f"damaged: {why}"] for step, why in self.damaged().items()}
+        return dict(sorted(found.items()))
+
+    def prune(self, *, dry_run: bool = False) -> tuple[int, ...]:
+        """Deletes the steps, and the dataset states, that no policy keeps.
+
+        If there are any, the newest step is read first, all of it.
+
+        Args:
+            dry_run: Only say which steps: those to which `explain` gives no reason.
+
+        Returns:
+            The steps.
+
+        Raises:
+            SaveFailedError: The newest step is damaged or cannot be read, so that older
+                ones stay.
+        """
+        self.wait()
+        if dry_run:
+            return tuple(step for step, why in self.explain().items() if not why)
+        self._session.check_writable("prune")
+        return self._run.prune()
+
+    def delete(self, step: int) -> None:
+        """Deletes a step, even a pinned one.
+
+        Raises:
+            SaveFailedError: It is being read, by a loop over `new_steps` anywhere; or
+                it could not be deleted.
+        """
+        self._session.check_writable("delete")
+        self.wait()
+        if _util.processes.is_first():
+            self._run.delete(step)
+
+    def make_permanent(self, step: int) -> None:
+        """Has a temporary step stay as long as the policies say.
+
+        Raises:
+            SaveFailedError: That could not be written down.
+        """
+        self._session.check_writable("keep a step")
+        self._run.make_permanent(step)
+
+    def pin(self, step: int) -> None:
+        """Keeps a step, whatever the policies say.
+
+        Raises:
+            SaveFailedError: That could not be written down.
+        """
+        self._session.check_writable("pin")
+        if _util.processes.is_first():
+            with self._run.changing(step) as path:
+                edit.pin(path)
+
+    def unpin(self, step: int) -> None:
+        """Leaves a step to the policies again; raises as `pin` does."""
+        self._session.check_writable("unpin")
+        if _util.processes.is_first():
+            with self._run.changing(step, _steps.markers.PIN) as path:
+                edit.unpin(path)
+
+    # ---- the end -------------------------------------------------------------
+
+    def close(self) -> None:
+        """Waits for the save under way and raises its error, if it failed.
+
+        With `staging`, then for the uploads, and raises theirs.
+        """
+        trainers, settle = self._session.trainers, self._session.settle
+        with contextlib.ExitStack() as last:  # each is done, whatever the others raise
+            last.callback(self._saves.end)  # whatever a sink has begun at the last
+            last.callback(self.events.close)
+            last.callback(settle)
+            for trainer in trainers:
+                last.callback(trainer.after_close)
+            last.callback(self.wait_for_uploads)
+            last.callback(self.wait)
+            for trainer in trainers:
+                last.callback(trainer.before_close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # What the failing block leaves behind is not saved, but what was begun is.
+        try:
+            self._session.settle()
+        except errors.CheckpointError as failure:
+            _log.error("the save under way failed, too: %s", failure)
+            error.add_note(f"The save under way failed, too: {failure}")
+        for trainer in self._session.trainers:
+            trainer.abandon(error)
+
     def __repr__(self) -> str:
         return f"Checkpointer({str(self.directory)!r})"
 
     def _repr_html_(self) -> str:
         """A card for notebooks, of what is there now; no array is read."""
         return card.of_run(self, self._run.path)
+
+
+def session_of(checkpointer: Checkpointer) -> Session:
+    """Returns the parts of a checkpointer that only a training loop needs."""
+    return checkpointer._session
+
+
+def beside(checkpointer: Checkpointer, directory: PathLike) -> Checkpointer:
+    """Returns a checkpointer of another directory, with the same options for arrays.
+
+    It writes steps as `checkpointer` does, and keeps them all.
+    """
+    options = checkpointer._options
+    return Checkpointer(
+        directory,
+        layout=options.layout,
+        max_concurrent_bytes=options.max_concurrent_bytes,
+        transforms=options.transforms,
+        step_format=checkpointer._run.format.template,
+        peer_timeout_secs=checkpointer._peer_timeout_secs,
+        read_once=checkpointer._read_once,
+    )

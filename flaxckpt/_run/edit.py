@@ -10,6 +10,7 @@ from pathlib import Path
 
 from flaxckpt import _steps, _storage, errors
 from flaxckpt._run import metrics as run_metrics
+from flaxckpt._types import JSON
 from flaxckpt.formats import _native
 
 _log = logging.getLogger(__name__)
@@ -35,6 +36,21 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> None:
         _native.checkpoint.write_metrics(
             path, _native.checkpoint.with_metrics(found, added)
         )
+
+
+def write_run_metadata(directory: Path, metadata: Mapping[str, JSON]) -> None:
+    """Replaces the metadata of the whole run in `directory`.
+
+    Raises:
+        SaveFailedError: They cannot be written.
+    """
+    try:
+        _native.checkpoint.write_run_metadata(directory, metadata)
+    except (OSError, ValueError) as error:
+        raise errors.SaveFailedError(
+            f"the metadata of {directory} cannot be written: {error}; see that the"
+            " directory is writable and has space, then try again"
+        ) from error
 
 
 def pin(path: Path) -> None:

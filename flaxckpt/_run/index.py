@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from flaxckpt import _steps, _storage, errors, formats, policies
+from flaxckpt import _steps, _storage, formats, policies
 from flaxckpt._run import metrics as run_metrics
 from flaxckpt.formats import _native
 
+_Entry: TypeAlias = "_steps.index.Entry[formats.Detected]"
 
-class Found(NamedTuple):
+
+class RunStep(NamedTuple):
     """A step that is there.
 
     Attributes:
@@ -26,7 +28,7 @@ class Found(NamedTuple):
     ranked: run_metrics.Ranked
 
 
-class Inventory:
+class RunIndex:
     """The steps of one directory, and what is remembered of them.
 
     Args:
@@ -53,17 +55,33 @@ class Inventory:
         )
 
     def listed(self) -> dict[int, Path]:
-        """The committed steps, ascending, without what is merely called like one."""
-        if _storage.of(self._directory).costs_requests:  # one listing, no stamps
-            with _storage.paths.looking(self._directory):
-                listed = _steps.names.listed(self._directory, self._format)
-                return {s: path for s, path in listed.items() if _was_step(path)}
+        """The steps that are not marked as damaged, ascending."""
+        return {entry.step: entry.path for entry in self._entries()}
+
+    def damaged(self) -> dict[int, Path]:
+        """The steps that are marked as damaged, ascending."""
+        return _steps.index.damaged(self._directory, self._format)
+
+    def _entries(self) -> list[_Entry]:
+        """The steps that are not marked as damaged, and are more than called so."""
+        with _storage.paths.looking(self._directory):
+            entries = [
+                entry
+                for entry in _steps.index.committed(
+                    self._directory, self._format, formats.identify
+                )
+                if not entry.is_damaged
+            ]
+            if _storage.of(self._directory).costs_requests:
+                # A look costs less than a stamp there.
+                return [entry for entry in entries if entry.was_step]
         known: dict[Path, _storage.local.Stamp] = {}
-        found = {}
-        for step, path in _steps.names.listed(self._directory, self._format).items():
-            stamp = _storage.local.stamp(path)
-            if self._known.get(path) == stamp or _was_step(path):
-                known[path], found[step] = stamp, path
+        found = []
+        for entry in entries:
+            stamp = _storage.local.stamp(entry.path)
+            if self._known.get(entry.path) == stamp or entry.was_step:
+                known[entry.path] = stamp
+                found.append(entry)
         self._known = known
         return found
 
@@ -88,7 +106,7 @@ class Inventory:
         """Whether the metrics of the step `path` are others than were read of it."""
         return self._metrics.has_changed(path)
 
-    def found(self) -> dict[int, Found]:
+    def found(self) -> dict[int, RunStep]:
         """The steps as they are now, without those that cannot be recognised."""
         with (
             _storage.permissions.explained(self._directory),
@@ -96,45 +114,27 @@ class Inventory:
         ):
             return self._looked_at()
 
-    def _looked_at(self) -> dict[int, Found]:
+    def _looked_at(self) -> dict[int, RunStep]:
         elsewhere: run_metrics.MetricsByStep = {}
         if self._metrics_from is not None:
             elsewhere = run_metrics.by_step(self._metrics_from())
         found = {}
-        listed = self.listed()
+        entries = self._entries()
+        paths = {entry.path for entry in entries}
         for remembered in (self._metrics, self._created):
-            remembered.forget(all_but=set(listed.values()))
-        for step, path in listed.items():
-            if not is_step(path):
+            remembered.forget(all_but=paths)
+        for entry in entries:
+            if not entry.is_step:
                 continue
-            marks = _steps.markers.of(path, dataset=_native.checkpoint.DATASET)
-            ranked = run_metrics.Ranked(
-                step,
-                temporary=marks.temporary,
-                elsewhere=elsewhere.get(step, {}),
-                metrics=functools.partial(self._metrics, path),
-                created=functools.partial(self._created, path),
+            marks = _steps.markers.of(
+                entry.path, entry.files, dataset=_native.checkpoint.DATASET
             )
-            found[step] = Found(path, marks, ranked)
+            ranked = run_metrics.Ranked(
+                entry.step,
+                temporary=marks.temporary,
+                elsewhere=elsewhere.get(entry.step, {}),
+                metrics=functools.partial(self._metrics, entry.path),
+                created=functools.partial(self._created, entry.path),
+            )
+            found[entry.step] = RunStep(entry.path, marks, ranked)
         return found
-
-
-def _was_step(path: Path) -> bool:
-    """Whether a checkpoint is, or was, at `path`: a damaged one is to be told of."""
-    try:
-        return _steps.scan.sign(path) is not None or bool(formats.recognises(path))
-    except (errors.CheckpointError, OSError):
-        return True
-
-
-def is_step(path: Path) -> bool:
-    """Whether `path` is a checkpoint, and not merely called like one.
-
-    One that must be loaded item by item is one, too; one that cannot be read is not.
-    """
-    try:
-        return formats.recognises(path)
-    except errors.CheckpointFormatError:
-        return True
-    except errors.DamagedCheckpointError:
-        return False

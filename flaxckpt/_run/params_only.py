@@ -14,8 +14,10 @@ _PARAMS_ONLY = "params_only"
 """The directory, beside the steps, of what was saved without its optimizer."""
 
 
-class Aside:
-    """The directory of such states, called like the steps that they are of.
+class ParamsOnly:
+    """The directory of the states that were saved without their optimizer.
+
+    Each is named like the step that it is a part of.
 
     Args:
         directory: Of the run.
@@ -41,12 +43,12 @@ class Aside:
 
     def latest(self) -> tuple[int, Path] | None:
         """The newest step and path; None if there is nothing."""
-        listed = _steps.names.listed(self._directory, self._format)
+        listed = _steps.index.listed(self._directory, self._format)
         return max(listed.items(), default=None)
 
     def keep_only(self, path: Path) -> None:
         """Deletes all others; says which it cannot delete."""
-        others = _steps.names.listed(self._directory, self._format).values()
+        others = _steps.index.listed(self._directory, self._format).values()
         for other in [other for other in others if other != path]:
             try:
                 _steps.delete.delete(other)

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack
 
 from flaxckpt import (
     _checkpoint,
@@ -44,6 +44,18 @@ class Restored(NamedTuple):
     lineage: tuple[Lineage, ...]
 
 
+class Options(TypedDict, total=False):
+    """The options of a restore that `flaxckpt.load` has, too, and documents."""
+
+    missing: Literal["error", "init"]
+    unused: Literal["warn", "error", "ignore"]
+    optimizer: Literal["match", "exact", "reinit"]
+    transforms: Sequence[Transform]
+    types: Sequence[type]
+    verify: bool
+    memory_map: Literal["auto"] | bool
+
+
 class _Wanted(NamedTuple):
     """What is restored: a state, and the position of a dataset, or neither."""
 
@@ -65,6 +77,8 @@ class Restores:
         processes: Who restores together.
         wait: Waits for the save under way.
         read_only: Whether damaged steps are not marked.
+        max_concurrent_bytes: Bytes that are read at one time.
+        read_once: Whether one process reads the parts that several of them need.
     """
 
     def __init__(
@@ -75,12 +89,16 @@ class Restores:
         wait: Callable[[], object],
         *,
         read_only: bool,
+        max_concurrent_bytes: int,
+        read_once: bool,
     ) -> None:
         self._run = run
         self._transforms = transforms
         self._processes = processes
         self._wait = wait
         self._read_only = read_only
+        self._max_concurrent_bytes = max_concurrent_bytes
+        self._read_once = read_once
 
     @_util.gc_pause.paused()
     def restore(
@@ -90,16 +108,16 @@ class Restores:
         step: int | None,
         dataset: Any,
         fallback: bool,
-        options: _checkpoint.plan.Options,
+        **options: Unpack[Options],
     ) -> Restored:
         """Restores a step; see `Checkpointer.restore`."""
+        wanted = _Wanted(abstract_state, dataset, self._planned(options))
         with _storage.paths.looking(self._run.directory):
             candidates, marked = self._agreed(step)
             if not fallback:  # where there are two of the same step, both are tried
-                candidates = self._copies(candidates)
+                candidates = self._run.copies(*candidates[0])
                 self._check_unmarked(candidates[0][0], marked)
             self._tell_of_marked(marked)
-            wanted = _Wanted(abstract_state, dataset, options)
             return self._first(candidates, wanted, list(marked))
 
     def load_source(
@@ -107,18 +125,31 @@ class Restores:
         path: Path,
         step: int | None,
         abstract_state: PyTree,
-        options: _checkpoint.plan.Options,
+        **options: Unpack[Options],
     ) -> tuple[PyTree, tuple[Lineage, ...]]:
-        """Loads another checkpoint, and says what a run has begun from then."""
-        start, counter = (
-            time.monotonic(),
-            _util.progress.Counter(f"loading {path.name}"),
-        )
+        """Returns the state of another checkpoint, and its lineage, itself the first.
+
+        With `optimizer="reinit"`, step counters beside optimizers keep their values.
+        """
+        keeps_steps = options.get("optimizer") == "reinit"
+        planned = self._planned(options, keeps_steps=keeps_steps)
+        start = time.monotonic()
+        counter = _util.progress.Counter(f"loading {path.name}")
         state, lineage = _checkpoint.restore.load_source(
-            path, step, abstract_state, options, counter
+            path, step, abstract_state, planned, counter
         )
         self._tell(lineage[0].step, lineage[0].path, counter, start)
         return state, lineage
+
+    def _planned(
+        self, options: Options, *, keeps_steps: bool = False
+    ) -> _checkpoint.plan.Options:
+        return _checkpoint.plan.Options(
+            max_concurrent_bytes=self._max_concurrent_bytes,
+            read_once=self._read_once,
+            keeps_steps=keeps_steps,
+            **options,
+        )
 
     def _tell(
         self,
@@ -145,7 +176,7 @@ class Restores:
         together = self._processes.begin("find", what)
         with _distributed.agreement.ending(together, saving=False):
             self._wait()
-            if self._run.tiers is not None:
+            if self._run.has_staging:
                 candidates = self._run.candidates(step)
                 return candidates, self._marked_beyond(step, candidates)
             _distributed.agreement.check_asked(together, what)
@@ -193,11 +224,6 @@ class Restores:
                 "step %d is left out: it was marked as damaged before: %s", step, why
             )
 
-    def _copies(self, candidates: list[tuple[int, Path]]) -> list[tuple[int, Path]]:
-        """The first of `candidates`, and the copies of it."""
-        tiers = self._run.tiers
-        return candidates[:1] if tiers is None else tiers.copies(*candidates[0])
-
     def _first(
         self,
         candidates: Sequence[tuple[int, Path]],
@@ -214,10 +240,8 @@ class Restores:
         damage: errors.DamagedCheckpointError | None = None
         left_out: list[tuple[int, Path]] = []
         for number, path in candidates:
-            start, counter = (
-                time.monotonic(),
-                _util.progress.Counter(f"loading {path.name}"),
-            )
+            start = time.monotonic()
+            counter = _util.progress.Counter(f"loading {path.name}")
             one = functools.partial(self._one, number, path, wanted, counter)
             together = self._processes.begin("restore", f"step {number}")
             try:
@@ -268,11 +292,14 @@ class Restores:
             CheckpointError: It does not fit.
         """
         try:
-            if not formats.recognises(path):
+            detected = formats.identify(path)
+            if detected is None:
                 raise errors.DamagedCheckpointError(
                     f"{path} is called like a step, but holds no checkpoint"
                 )
-            stored = _locate.read_step(path, number, wanted.options.types)
+            located = _locate.Located(path, number, detected)
+            stored = located.open(wanted.options.types)
+            _locate.check_step(path, number, stored)
             undone = self._undone(stored.metadata, wanted)
             state = _checkpoint.restore.restore(
                 stored, wanted.state, undone, counter, has_read

@@ -65,7 +65,7 @@ class _Judged(NamedTuple):
         datasets: Those of which the dataset's state is to be deleted.
     """
 
-    found: Mapping[int, index.Found]
+    found: Mapping[int, index.RunStep]
     going: Sequence[int]
     datasets: Sequence[int]
 
@@ -89,7 +89,7 @@ class Retention:
         self.rules = rules
         self._directory = directory
         self._format = step_format
-        self.steps = index.Inventory(directory, step_format, rules.metrics_from)
+        self.steps = index.RunIndex(directory, step_format, rules.metrics_from)
         self._told: set[PreservationPolicy] = set()
 
     # ---- what stays -----------------------------------------------------------------
@@ -110,7 +110,7 @@ class Retention:
         return self._explained(self.steps.found())
 
     def _decided(
-        self, keep: Sequence[PreservationPolicy], found: Mapping[int, index.Found]
+        self, keep: Sequence[PreservationPolicy], found: Mapping[int, index.RunStep]
     ) -> dict[int, list[str]]:
         """Why each step stays that is among `found`."""
         reasons = policies.decide(
@@ -124,7 +124,7 @@ class Retention:
                 why.append("metrics damaged")
         return reasons
 
-    def _explained(self, found: Mapping[int, index.Found]) -> dict[int, list[str]]:
+    def _explained(self, found: Mapping[int, index.RunStep]) -> dict[int, list[str]]:
         reasons = self._decided(self.rules.keep, found)
         for step, why in reasons.items():
             if found[step].marks.waiting:
@@ -290,7 +290,7 @@ class Retention:
             ) from error
 
     def _datasets(
-        self, staying: Mapping[int, index.Found], just_saved: int | None
+        self, staying: Mapping[int, index.RunStep], just_saved: int | None
     ) -> list[int]:
         """The steps whose dataset state goes."""
         states = {s: each for s, each in staying.items() if each.marks.has_dataset}

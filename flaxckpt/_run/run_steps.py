@@ -1,18 +1,21 @@
-"""The steps of a run wherever they are: in its directory, or in a staging one."""
+"""The steps of a run that saves them straight into its directory.
+
+`staging.StagedSteps` has the same methods for a run with a staging directory.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Literal
 
 from flaxckpt import _checkpoint, _steps, _storage, _util, errors, formats, policies
-from flaxckpt._run import edit, index, retention
-from flaxckpt._run import staging as run_staging
+from flaxckpt._run import edit, retention
 from flaxckpt._run.events import stream
-from flaxckpt._types import PathLike
 from flaxckpt.formats import _locate
-from flaxckpt.policies import PreservationPolicy
+
+Tier = Literal["directory", "staging"]
 
 
 class RunSteps:
@@ -23,49 +26,34 @@ class RunSteps:
         rules: What is to stay.
         step_format: Names of steps.
         read_only: Whether no journal is written.
-        staging: Where steps are saved first; None: in the directory.
-        keep_staging: What stays there.
+        saves_in: Where steps are saved; None: in the directory.
 
     Attributes:
         directory: Of the run.
         saves_in: Where steps are saved.
         format: Names of steps.
         retention: What stays where steps are saved.
-        tiers: Staging and the directory as one; None without staging.
         events: What happens to the steps.
+        has_staging: Whether steps are saved to a staging directory first.
     """
+
+    has_staging = False
 
     def __init__(
         self,
-        directory: PathLike,
+        directory: Path,
         rules: retention.Rules,
+        step_format: _steps.names.StepFormat,
         *,
-        step_format: str,
         read_only: bool,
-        staging: PathLike | None,
-        keep_staging: Sequence[PreservationPolicy],
+        saves_in: Path | None = None,
     ) -> None:
-        self.directory = self.saves_in = _storage.local.resolve(directory)
-        self.format = _steps.names.StepFormat(step_format)
-        self.retention = retention.Retention(self.directory, self.format, rules)
-        keep = policies.checked(keep_staging, "keep_staging")
-        if staging is not None:
-            self.saves_in = run_staging.resolve(staging, self.directory)
-        elif keep != run_staging.KEEP:
-            raise errors.OptionError("keep_staging is for a staging directory: set it")
+        self.directory = directory
+        self.saves_in = directory if saves_in is None else saves_in
+        self.format = step_format
+        self.retention = retention.Retention(self.saves_in, step_format, rules)
         journal = None if read_only else self.saves_in / _steps.journal.NAME
-        self.events = stream.Stream(self.directory, journal)
-        self.tiers = None if staging is None else self._two_tiers(rules, keep)
-
-    def _two_tiers(
-        self, rules: retention.Rules, keep: tuple[PreservationPolicy, ...]
-    ) -> run_staging.Tiers:
-        """Keeps other steps in staging than in the directory."""
-        far, near = self.retention, rules._replace(keep=keep, keep_dataset=())
-        self.retention = retention.Retention(self.saves_in, self.format, near)
-        return run_staging.Tiers(
-            self.saves_in, self.directory, self.format, self.retention, far, self.events
-        )
+        self.events = stream.Stream(directory, journal)
 
     def make_directory(self) -> None:
         """Makes where steps are saved, if it is missing.
@@ -76,16 +64,15 @@ class RunSteps:
         """
         self._check_names()
         try:
-            if self.tiers is None:
-                _storage.local.make_directory(self.directory)
-            else:
-                listed = self.retention.steps.listed()
-                run_staging.make(self.saves_in, self.directory, listed)
+            self._make_directory()
         except OSError as error:
             raise errors.SaveFailedError(
                 f"{self.saves_in} cannot be made: {error}; choose another directory,"
                 " or pass read_only=True to look at one that is there"
             ) from error
+
+    def _make_directory(self) -> None:
+        _storage.local.make_directory(self.directory)
 
     def _check_names(self) -> None:
         """Raises OptionError for new directories that are named like files."""
@@ -99,26 +86,29 @@ class RunSteps:
 
     # ---- finding ----------------------------------------------------------------
 
-    @property
-    def all(self) -> index.Inventory | run_staging.Tiers:
-        """The steps of both."""
-        return self.retention.steps if self.tiers is None else self.tiers
-
     def listed(self) -> dict[int, Path]:
         """The steps that are not marked as damaged, ascending."""
-        return self.all.listed()
+        return self.retention.steps.listed()
 
     def seen(self) -> dict[int, Path]:
         """The same, without a look at a directory behind staging."""
-        if self.tiers is not None:
-            return self.tiers.seen()
-        return self.retention.steps.listed()
+        return self.listed()
 
     def damaged(self) -> dict[int, Path]:
         """The steps that are marked as damaged, ascending."""
-        if self.tiers is not None:
-            return self.tiers.damaged()
-        return _steps.names.damaged(self.directory, self.format)
+        return self.retention.steps.damaged()
+
+    def metrics(self, path: Path) -> Mapping[str, float]:
+        """The metrics that are stored with the step at `path`."""
+        return self.retention.steps.metrics(path)
+
+    def best(self, policy: policies.BestN) -> set[int]:
+        """The steps that `policy` names."""
+        return self.retention.steps.best(policy)
+
+    def forget(self) -> None:
+        """Reads everything anew from here on."""
+        self.retention.steps.forget()
 
     def has_any(self) -> bool:
         """Whether there are steps, good or damaged."""
@@ -138,8 +128,6 @@ class RunSteps:
             OptionError: It is no number of a step.
         """
         step = _steps.names.check(step)
-        if self.tiers is not None and (near := self.tiers.path(step)) is not None:
-            return near
         listed = self.listed()
         if step not in listed:
             listed |= self.damaged()
@@ -159,14 +147,8 @@ class RunSteps:
         """
         if step is not None:
             step = _steps.names.check(step)
-            path = self.path(step)
-            if self.tiers is not None:
-                return self.tiers.copies(step, path)
-            return [(step, path)]
-        if self.tiers is not None:
-            candidates = self.tiers.candidates()
-        else:
-            candidates = sorted(self.listed().items(), reverse=True)
+            return self.copies(step, self.path(step))
+        candidates = self._newest_first()
         if not candidates and (damaged := self.reasons()):
             raise errors.DamagedCheckpointError(
                 f"{self.directory} has damaged steps only:\n"
@@ -184,11 +166,18 @@ class RunSteps:
             )
         return candidates
 
+    def _newest_first(self) -> list[tuple[int, Path]]:
+        return sorted(self.listed().items(), reverse=True)
+
+    def copies(self, step: int, path: Path) -> list[tuple[int, Path]]:
+        """The step at `path`, and a copy of it behind staging, if there is one."""
+        return [(step, path)]
+
     # ---- saving -----------------------------------------------------------------
 
-    def tier(self, path: Path) -> run_staging.Tier:
-        """In which of both a step is."""
-        return "directory" if self.tiers is None else self.tiers.tier(path)
+    def tier(self, path: Path) -> Tier:
+        """Whether a step is in the directory of the run or in a staging directory."""
+        return "directory"
 
     def check_free(self, step: int) -> None:
         """Refuses a new step that a directory behind staging is known to have.
@@ -196,17 +185,13 @@ class RunSteps:
         Raises:
             CheckpointExistsError: It has.
         """
-        if self.tiers is not None:
-            self.tiers.check_free(step)
 
     def check_replaceable(self, step: int) -> None:
-        """Raises an error if the directory's copy of a step has other files in it.
+        """Raises an error if the copy of a step behind staging has other files in it.
 
         Raises:
             CheckpointExistsError: It has.
         """
-        if self.tiers is not None:
-            self.tiers.check_replaceable(step)
 
     def check_no_checkpoint(self) -> None:
         """Refuses a directory that is a checkpoint: who replaces that deletes the run.
@@ -222,23 +207,22 @@ class RunSteps:
             )
 
     def marks_of_new(self, *, overwrite: bool) -> dict[str, bytes]:
-        """What says of a new step that it is still to be uploaded."""
-        if self.tiers is None:
-            return {}
-        return {
-            _steps.markers.NOT_UPLOADED: _steps.markers.Waiting(overwrite).content()
-        }
+        """The markers of a new step: file name -> content."""
+        return {}
 
     def replacing(self, path: Path) -> contextlib.AbstractContextManager[None]:
         """Lets no upload read a step in the `with` block."""
-        if self.tiers is None:
-            return contextlib.nullcontext()
-        return self.tiers.replacing(path)
+        return contextlib.nullcontext()
+
+    def open_uploads(self) -> bool:
+        """Uploads steps that a crash has left; returns whether it could begin."""
+        return True
 
     def upload(self) -> None:
-        """Has what is new be uploaded from staging, behind the caller."""
-        if self.tiers is not None:
-            self.tiers.uploads.start()
+        """Starts to upload new steps from staging, in the background."""
+
+    def wait_for_uploads(self, timeout_secs: float | None) -> None:
+        """Waits until nothing is to be uploaded; see `Uploads.wait`."""
 
     # ---- keeping and deleting ---------------------------------------------------
 
@@ -250,12 +234,7 @@ class RunSteps:
             step: It.
             *removed: Marks that are taken from it.
         """
-        path = self.path(step)
-        if self.tiers is None:
-            yield path
-            return
-        with self.tiers.changing(path, *removed):
-            yield path
+        yield self.path(step)
 
     def make_permanent(self, step: int) -> None:
         """Has a temporary step stay as long as the policies say.
@@ -280,6 +259,18 @@ class RunSteps:
             self.events.emit("deleted", step, path=path, reason="no policy keeps it")
         return deleted
 
+    def explain(self) -> dict[int, list[str]]:
+        """Why each step stays, oldest first; a step without a reason would go."""
+        return self.retention.explain()
+
+    def prune(self) -> tuple[int, ...]:
+        """Deletes what nothing keeps; returns the steps that are nowhere any more.
+
+        Raises:
+            SaveFailedError: The newest step is damaged.
+        """
+        return self.retire() if _util.processes.is_first() else ()
+
     def delete(self, step: int) -> None:
         """Deletes a step wherever it is.
 
@@ -288,8 +279,8 @@ class RunSteps:
         """
         step = _steps.names.check(step)
         path = self.path(step)
-        if self.tiers is None:
-            edit.delete(path)
-        else:
-            self.tiers.delete(step)
+        self._delete(step, path)
         self.events.emit("deleted", step, path=path, reason="it was asked for")
+
+    def _delete(self, step: int, path: Path) -> None:
+        edit.delete(path)

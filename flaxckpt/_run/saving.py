@@ -6,45 +6,21 @@ import contextlib
 import dataclasses
 import logging
 import threading
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from flaxckpt import _arrays, _checkpoint, _distributed, _steps, _storage, _util
 from flaxckpt._checkpoint.handle import SaveHandle
+from flaxckpt._checkpoint.request import SaveRequest
 from flaxckpt._checkpoint.result import SaveResult
 from flaxckpt._run import metrics as run_metrics
 from flaxckpt._run import params_only, run_steps
-from flaxckpt._types import JSON, PyTree
+from flaxckpt._types import PyTree
 from flaxckpt.formats import _native
 from flaxckpt.formats._reader import Lineage
 
 _log = logging.getLogger(__name__)
-
-
-class Asked(NamedTuple):
-    """A save that is asked for; see `Checkpointer.save`.
-
-    Attributes:
-        step: Its number.
-        state: What to save.
-        metrics: Numbers by name.
-        dataset: An iterator.
-        metadata: JSON of the user.
-        on_exists: What to do if the step is there.
-        temporary: Whether it goes as soon as there is a newer one.
-        start: When it was asked for, in monotonic seconds.
-    """
-
-    step: int
-    state: PyTree
-    metrics: Mapping[str, float] | None
-    dataset: Any
-    metadata: Mapping[str, JSON] | None
-    on_exists: Literal["error", "skip", "overwrite"]
-    temporary: bool
-    start: float
 
 
 class Saves:
@@ -57,20 +33,20 @@ class Saves:
 
     Attributes:
         lineage: What the run began from.
-        aside: What was saved beside the steps.
+        params_only: The states that were saved without their optimizer.
     """
 
     def __init__(
         self,
         run: run_steps.RunSteps,
-        options: _checkpoint.commit.Options,
+        options: _checkpoint.request.SaveOptions,
         processes: _distributed.agreement.Processes,
     ) -> None:
         self.lineage: tuple[Lineage, ...] = ()
         self._run = run
         self._shared = options
         self._processes = processes
-        self.aside = params_only.Aside(run.directory, run.format)
+        self.params_only = params_only.ParamsOnly(run.directory, run.format)
         # One save at a time, whichever thread asks.
         self._lock = _util.forks.PerProcess(threading.RLock)
         self._pending: SaveHandle | None = None
@@ -79,89 +55,95 @@ class Saves:
         self._own: set[int] = set()
         self._has_undone = False  # its transforms, on trial
 
-    def save(self, asked: Asked) -> SaveHandle:
+    def request(self, step: int, **given: Any) -> SaveRequest:
+        """Returns the request of a save of this run; `given` are fields of it."""
+        return SaveRequest(
+            path=self._run.saves_in / self._run.format.name(step),
+            options=self._shared,
+            step=step,
+            lineage=self.lineage,
+            **given,
+        )
+
+    def save(self, request: SaveRequest, state: PyTree) -> SaveHandle:
         """Begins a save when the one before it has ended."""
         with self._lock.get():
-            together = self._processes.begin("save", f"step {asked.step}")
+            together = self._processes.begin("save", f"step {request.step}")
             with _distributed.agreement.telling(together):
                 self.end()
-                return self._begin(asked, together)
+                with _checkpoint.commit.beginning(request.path):
+                    return self._begin(request, state, together)
 
     def _begin(
-        self, asked: Asked, together: _distributed.operation.Operation | None
-    ) -> SaveHandle:
-        final = self._run.saves_in / self._run.format.name(asked.step)
-        with _checkpoint.commit.beginning(final):
-            return self._begun(asked, final, together)
-
-    def _begun(
         self,
-        asked: Asked,
-        final: Path,
+        request: SaveRequest,
+        state: PyTree,
         together: _distributed.operation.Operation | None,
     ) -> SaveHandle:
-        if asked.on_exists == "skip" and _distributed.agreement.first_says(
-            together, "there", lambda: asked.step in self._run.seen()
+        step, path = request.number, request.path
+        if request.on_exists == "skip" and _distributed.agreement.first_says(
+            together, "there", lambda: step in self._run.seen()
         ):
             if together is not None:
                 together.close()
-            if not asked.temporary:
-                self._run.make_permanent(asked.step)
-            return self._skipped(asked, final)
-        counter = _util.progress.Counter(f"saving step {asked.step}")
-        with self._failing(asked.step, final):
-            snapshot = self._snapshot(asked, final, counter, together)
+            if not request.temporary:
+                self._run.make_permanent(step)
+            return self._skipped(request)
+        counter = _util.progress.Counter(f"saving step {step}")
+        with self._failing(step, path):
+            request = self._completed(request, counter, together)
+            snapshot = _checkpoint.save.take(request, state)
+            self._try_undoing(state)
         counter.total = snapshot.nbytes
-        blocked = time.monotonic() - asked.start
-        self._run.events.emit("snapshot", asked.step, path=final, blocked_secs=blocked)
+        blocked = request.elapsed()
+        self._run.events.emit("snapshot", step, path=path, blocked_secs=blocked)
 
-        @self._failing(asked.step, final)
+        @self._failing(step, path)
         @_distributed.agreement.ending(together)
         def work() -> SaveResult:
-            return self._execute(asked, snapshot, blocked)
+            return self._execute(snapshot, blocked)
 
-        self._pending = SaveHandle(work, name=f"save of {final}", counter=counter)
-        self._pending_step = asked.step
+        self._pending = SaveHandle(work, name=f"save of {path}", counter=counter)
+        self._pending_step = step
         return self._pending
 
-    def _snapshot(
+    def _completed(
         self,
-        asked: Asked,
-        final: Path,
+        request: SaveRequest,
         counter: _util.progress.Counter,
         together: _distributed.operation.Operation | None,
-    ) -> _checkpoint.commit.Snapshot:
+    ) -> SaveRequest:
+        """Returns the request with the fields that depend on the steps that exist.
+
+        Raises:
+            CheckpointExistsError: The step exists and may not be replaced.
+        """
+        step, path = request.number, request.path
         if not self._own:
             self._run.check_no_checkpoint()
-        is_damaged = _steps.markers.is_damaged(final)
+        is_damaged = _steps.markers.is_damaged(path)
         if is_damaged and (together is None or together.is_first):
-            _checkpoint.overwrite.set_aside(final)
-        overwrite = asked.on_exists == "overwrite" or is_damaged
+            _checkpoint.overwrite.set_aside(path)
+        overwrite = request.overwrite or is_damaged
         if overwrite:
-            self._run.check_replaceable(asked.step)
+            self._run.check_replaceable(step)
         else:
-            self._run.check_free(asked.step)
+            self._run.check_free(step)
 
         def planned(**found: Any) -> None:
             self._run.events.emit(
-                "started", asked.step, path=final, overwrite=overwrite, **found
+                "started", step, path=path, overwrite=overwrite, **found
             )
 
-        options = self._options(
-            asked.step,
-            metrics=run_metrics.as_metrics(asked.metrics),
-            metadata=asked.metadata or {},
-            dataset=asked.dataset,
-            overwrite=overwrite,
+        return dataclasses.replace(
+            request,
+            metrics=run_metrics.as_metrics(request.metrics),
+            on_exists="overwrite" if overwrite else "error",
             planned=planned,
-            temporary=asked.temporary,
             count=counter.add,
             together=together,
             marks=self._run.marks_of_new(overwrite=overwrite),
         )
-        snapshot = _checkpoint.save.take(final, asked.state, options)
-        self._try_undoing(asked.state)
-        return snapshot
 
     def _try_undoing(self, state: PyTree) -> None:
         """Warns, once, of leaves that the run's own restores would not bring back."""
@@ -171,37 +153,33 @@ class Saves:
         if problem := _checkpoint.save.trouble_undoing(state, self._shared.transforms):
             _log.warning("%s", problem)
 
-    def _options(self, step: int, **given: Any) -> _checkpoint.commit.Options:
-        return dataclasses.replace(
-            self._shared, step=step, lineage=self.lineage, **given
-        )
-
     def _execute(
-        self, asked: Asked, snapshot: _checkpoint.commit.Snapshot, blocked: float
+        self, snapshot: _checkpoint.request.Snapshot, blocked: float
     ) -> SaveResult:
         """Writes a snapshot, and deletes what is not kept any more."""
-        step, final, options = asked.step, snapshot.final, snapshot.options
+        request = snapshot.request
+        step, final = request.number, request.path
         with self._run.replacing(final):
             written, self._saved = _checkpoint.save.execute(snapshot, self._previous())
         self._own.add(step)
         tier = self._run.tier(final)
-        said = {} if self._run.tiers is None else {"tier": tier}
+        said = {"tier": tier} if self._run.has_staging else {}
         self._run.events.emit(
             "committed",
             step,
             path=final,
             bytes=written,
             blocked_secs=blocked,
-            total_secs=time.monotonic() - asked.start,
-            metrics=len(options.metrics),
+            total_secs=request.elapsed(),
+            metrics=len(request.metrics),
             **said,
         )
         deleted = tuple(
             _distributed.agreement.first_says(
-                options.together, "deleted", lambda: self._retired(step)
+                request.together, "deleted", lambda: self._retired(step)
             )
         )
-        total = time.monotonic() - asked.start
+        total = request.elapsed()
         _log.info(
             "saved step %d: %d bytes, durable after %.3f s, blocked %.3f s%s",
             step,
@@ -237,12 +215,13 @@ class Saves:
         """Whether somebody waits for the save under way."""
         return self._pending is not None and self._pending.is_awaited()
 
-    def _skipped(self, asked: Asked, final: Path) -> SaveHandle:
-        step, reason = asked.step, f"step {asked.step} exists"
+    def _skipped(self, request: SaveRequest) -> SaveHandle:
+        step, final = request.number, request.path
+        reason = f"step {step} exists"
         self._run.events.emit("skipped", step, path=final, reason=reason)
         directory = self._run.directory
         _log.warning("step %d is not saved: %s has one already", step, directory)
-        elapsed = time.monotonic() - asked.start
+        elapsed = request.elapsed()
         path = self._run.seen().get(step, final)
         tier = self._run.tier(path)
         result = SaveResult(
@@ -261,13 +240,29 @@ class Saves:
             self._run.events.emit("failed", step, path=final, error=text)
             raise
 
+    def tidy(self) -> None:
+        """Removes the files that crashes have left."""
+        with _storage.paths.looking(self._run.directory):
+            items = (_native.checkpoint.METRICS, "metadata")
+            _steps.delete.tidy(self._run.saves_in, self._run.format, items)
+            if self._run.open_uploads():
+                self.params_only.tidy()
+
     # ---- beside the steps -------------------------------------------------------
 
     def rehearse(self, state: PyTree, dataset: Any) -> int:
-        """Does what a save does at first, and returns how many bytes it would store."""
+        """Does what `save` does before it returns, and writes nothing.
+
+        Returns:
+            The size of all arrays as they would be stored, in bytes.
+
+        Raises:
+            CheckpointError: As for `save`.
+        """
+        request = self.request(0, dataset=dataset)
         path = self._run.saves_in / "rehearsal" / self._run.format.name(0)
-        options = self._options(0, dataset=dataset)
-        size = _checkpoint.save.take(path, state, options).stored_bytes
+        request = dataclasses.replace(request, path=path)
+        size = _checkpoint.save.take(request, state).stored_bytes
         self._try_undoing(state)
         return size
 
@@ -279,17 +274,21 @@ class Saves:
         together = self._processes.begin("params", what)
         with self._lock.get(), _distributed.agreement.ending(together):
             self.wait()
-            path = self.aside.path(step)
-            options = self._options(step, overwrite=True, together=together)
+            path = self.params_only.path(step)
+            request = self.request(step, on_exists="overwrite", together=together)
             options = dataclasses.replace(
-                options,
-                transforms=(_checkpoint.save.without_optimizer, *options.transforms),
+                request.options,
+                transforms=(
+                    _checkpoint.save.without_optimizer,
+                    *self._shared.transforms,
+                ),
             )
+            request = dataclasses.replace(request, path=path, options=options)
             with _checkpoint.commit.beginning(path):
-                snapshot = _checkpoint.save.take(path, state, options)
+                snapshot = _checkpoint.save.take(request, state)
             _checkpoint.save.execute(snapshot)
             if _util.processes.is_first():
-                self.aside.keep_only(path)
+                self.params_only.keep_only(path)
         return path
 
     # ---- under way --------------------------------------------------------------
@@ -338,6 +337,7 @@ class Saves:
 
     def has_saved(self, step: int) -> bool:
         """Whether this object has saved or restored a step, or is about to have."""
+        step = _steps.names.check(step)
         pending = self._pending
         if pending is not None and self._pending_step == step:
             return not pending.has_untold_error()

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from flaxckpt import _checkpoint, _steps, _storage, _util, errors, policies
-from flaxckpt._run import edit, upload_copies, uploads
-from flaxckpt._run import retention as run_retention
-from flaxckpt._run.events import stream
+from flaxckpt._run import edit, retention, run_steps, upload_copies, uploads
 from flaxckpt._types import PathLike
+from flaxckpt.policies import PreservationPolicy
 
 _log = logging.getLogger(__name__)
 
@@ -28,13 +27,44 @@ KEEP = (policies.LatestN(1),)
 _OWNER = "STAGING_OF"
 """A file of this name in a staging directory says of which directory it is."""
 
-Tier = Literal["directory", "staging"]
-
 
 # ---- where staging is -------------------------------------------------------------
 
 
-def resolve(staging: PathLike, directory: Path) -> Path:
+def open_steps(
+    directory: PathLike,
+    rules: retention.Rules,
+    *,
+    step_format: str,
+    read_only: bool,
+    staging: PathLike | None,
+    keep_staging: Sequence[PreservationPolicy],
+) -> run_steps.RunSteps:
+    """Returns the steps of a run.
+
+    Args:
+        directory: Of the run.
+        rules: What is to stay.
+        step_format: Names of steps.
+        read_only: Whether no journal is written.
+        staging: Where steps are saved first; None: in the directory.
+        keep_staging: What stays there.
+
+    Raises:
+        OptionError: The options do not fit.
+    """
+    path = _storage.local.resolve(directory)
+    named = _steps.names.StepFormat(step_format)
+    keep = policies.checked(keep_staging, "keep_staging")
+    if staging is not None:
+        near = _resolve(staging, path)
+        return StagedSteps(path, near, rules, keep, named, read_only=read_only)
+    if keep != KEEP:
+        raise errors.OptionError("keep_staging is for a staging directory: set it")
+    return run_steps.RunSteps(path, rules, named, read_only=read_only)
+
+
+def _resolve(staging: PathLike, directory: Path) -> Path:
     """The staging directory of a run.
 
     Raises:
@@ -71,7 +101,7 @@ def _check_owner(path: Path, directory: Path) -> None:
         )
 
 
-def make(path: Path, directory: Path, listed: Mapping[int, Path]) -> None:
+def _make(path: Path, directory: Path, listed: Mapping[int, Path]) -> None:
     """Makes the staging directory of a run, or sees that it is that.
 
     Raises:
@@ -102,38 +132,45 @@ class _Measured(NamedTuple):
     temporary: bool
 
 
-class Tiers:
+class StagedSteps(run_steps.RunSteps):
     """The steps of a staging directory, and of the directory behind it.
 
     Args:
-        staging: Where steps are saved.
-        directory: Where they are uploaded to.
-        step_format: How they are called.
-        near: What stays in staging.
-        far: What stays in the directory.
-        events: Who is told.
+        directory: Where steps are uploaded to.
+        staging: Where they are saved.
+        rules: What is to stay in the directory.
+        keep: What is to stay in staging.
+        step_format: Names of steps.
+        read_only: Whether no journal is written.
 
     Attributes:
         uploads: What goes from one to the other.
     """
 
+    has_staging = True
+
     def __init__(
         self,
-        staging: Path,
         directory: Path,
+        staging: Path,
+        rules: retention.Rules,
+        keep: tuple[PreservationPolicy, ...],
         step_format: _steps.names.StepFormat,
-        near: run_retention.Retention,
-        far: run_retention.Retention,
-        events: stream.Stream,
+        *,
+        read_only: bool,
     ) -> None:
-        self._staging = staging
-        self._directory = directory
-        self._format = step_format
-        self._near = near
-        self._far = far
-        self.uploads = uploads.Uploads(
-            staging, directory, step_format, near, far, events
+        near = rules._replace(keep=keep, keep_dataset=())
+        super().__init__(
+            directory, near, step_format, read_only=read_only, saves_in=staging
         )
+        self._near = self.retention.steps
+        self._far = retention.Retention(directory, step_format, rules)
+        self.uploads = uploads.Uploads(
+            staging, directory, step_format, self.retention, self._far, self.events
+        )
+
+    def _make_directory(self) -> None:
+        _make(self.saves_in, self.directory, self._near.listed())
 
     # ---- finding ----------------------------------------------------------------
 
@@ -147,7 +184,7 @@ class Tiers:
 
     def _both(self) -> tuple[dict[int, Path], dict[int, Path]]:
         """The steps of staging that nobody has replaced, and those of the directory."""
-        near = self._near.steps.listed()  # first: what leaves it then is in the other
+        near = self._near.listed()  # first: what leaves it then is in the other
         far = self.uploads.look()
         current = {
             step: path
@@ -167,7 +204,7 @@ class Tiers:
             StoreError: The directory is out of reach.
         """
         try:
-            return upload_copies.compare(path, self._directory / path.name) == "other"
+            return upload_copies.compare(path, self.directory / path.name) == "other"
         except errors.StoreError:
             raise
         except OSError:  # a file that cannot be read proves nothing
@@ -175,17 +212,16 @@ class Tiers:
 
     def seen(self) -> dict[int, Path]:
         """The same as far as is known, without a look at the directory."""
-        return dict(sorted((self.uploads.known | self._near.steps.listed()).items()))
+        return dict(sorted((self.uploads.known | self._near.listed()).items()))
 
     def damaged(self) -> dict[int, Path]:
         """The steps that are marked as damaged wherever they are, ascending."""
-        found = _steps.names.damaged(self._directory, self._format)
-        found |= _steps.names.damaged(self._staging, self._format)
+        found = self._far.steps.damaged() | self._near.damaged()
         good = self.listed().keys()
         return {step: path for step, path in sorted(found.items()) if step not in good}
 
-    def candidates(self) -> list[tuple[int, Path]]:
-        """What to restore, the newest step first, and staging before the directory."""
+    def _newest_first(self) -> list[tuple[int, Path]]:
+        """The steps, the newest first, and staging before the directory."""
         near, far = self._both()
         return [
             (step, found[step])
@@ -194,16 +230,17 @@ class Tiers:
             if step in found
         ]
 
-    def path(self, step: int) -> Path | None:
-        """Where a step is in staging; None if it is not, or was replaced since.
+    def path(self, step: int) -> Path:
+        """Where a step is: in staging, unless it was replaced in the directory since.
 
         If the directory is out of reach, nobody knows of a replacement.
         """
-        path = self._near.steps.listed().get(step)
+        step = _steps.names.check(step)
+        path = self._near.listed().get(step)
         with contextlib.suppress(OSError):
             if path is not None and self._is_stale(path):
-                return None
-        return path
+                path = None
+        return super().path(step) if path is None else path
 
     def copies(self, step: int, path: Path) -> list[tuple[int, Path]]:
         """The step at `path`, and the directory's copy of it, if there is one."""
@@ -213,43 +250,40 @@ class Tiers:
         if step in self.uploads.known or not _steps.markers.is_waiting(path):
             with contextlib.suppress(OSError):
                 if not self._is_another(path):
-                    found.append((step, self._directory / path.name))
+                    found.append((step, self.directory / path.name))
         return found
 
     def _wherever(self, step: int) -> list[Path]:
         """A step in both, good or damaged."""
         found = []
-        for root, retention in (
-            (self._staging, self._near),
-            (self._directory, self._far),
-        ):
-            there = _steps.names.damaged(root, self._format) | retention.steps.listed()
+        for steps in (self._near, self._far.steps):
+            there = steps.damaged() | steps.listed()
             found += [there[step]] if step in there else []
         return found
 
-    def tier(self, path: Path) -> Tier:
+    def tier(self, path: Path) -> run_steps.Tier:
         """In which of both a step is."""
-        return "staging" if path.parent == self._staging else "directory"
+        return "staging" if path.parent == self.saves_in else "directory"
 
     def metrics(self, path: Path) -> dict[str, float]:
         """What is stored of a step, in both if they have the same."""
-        found = self._near.steps.metrics(path)
+        found = self._near.metrics(path)
         is_near = self.tier(path) == "staging"
         if is_near and not _steps.markers.is_settled(path) and self._is_another(path):
             return dict(found)
-        return {**self._far.steps.metrics(self._directory / path.name), **found}
+        return {**self._far.steps.metrics(self.directory / path.name), **found}
 
     def forget(self) -> None:
         """Reads everything anew from here on."""
-        self._near.steps.forget()
+        self._near.forget()
         self._far.steps.forget()
 
     def best(self, policy: policies.BestN) -> set[int]:
         """The steps of both that `policy` names."""
-        near, far = self._near.steps.ranked(), self._far.steps.ranked()
+        near, far = self._near.ranked(), self._far.steps.ranked()
         ranked: dict[int, policies.Ranked] = {**far, **near}
         for step in near.keys() & far.keys():
-            path = self._staging / self._format.name(step)
+            path = self.saves_in / self.format.name(step)
             if self._is_another(path):
                 ranked[step] = (far if _steps.markers.is_settled(path) else near)[step]
                 continue
@@ -261,25 +295,26 @@ class Tiers:
     def explain(self) -> dict[int, list[str]]:
         """Why each step stays in the directory, and in staging."""
         found = self._far.explain()
-        for step, why in self._near.explain().items():
+        for step, why in self.retention.explain().items():
             found.setdefault(step, []).extend(f"staging: {reason}" for reason in why)
         return found
 
     # ---- changing -----------------------------------------------------------------
 
     @contextlib.contextmanager
-    def changing(self, path: Path, *removed: str) -> Iterator[None]:
-        """Has the directory follow what is changed of a step in the `with` block.
+    def changing(self, step: int, *removed: str) -> Iterator[Path]:
+        """Where a step is; the directory follows what is changed in the `with` block.
 
         Args:
-            path: The step, in either.
-            *removed: Marks that are removed there.
+            step: It.
+            *removed: Marks that are taken from it.
 
         Raises:
             SaveFailedError: It cannot be marked.
         """
+        path = self.path(step)
         if self.tier(path) == "directory":
-            yield
+            yield path
             return
         with self.uploads.changing.get():
             try:
@@ -289,8 +324,26 @@ class Tiers:
                     f"{path} cannot be changed: {error}; see that the step is still"
                     " there, and that its disk has space, then try again"
                 ) from error
-            yield
+            yield path
         self.uploads.start()
+
+    def marks_of_new(self, *, overwrite: bool) -> dict[str, bytes]:
+        """The marker which says that a new step is still to be uploaded."""
+        return {
+            _steps.markers.NOT_UPLOADED: _steps.markers.Waiting(overwrite).content()
+        }
+
+    def open_uploads(self) -> bool:
+        """Uploads steps that a crash has left; returns whether it could begin."""
+        return self.uploads.open()
+
+    def upload(self) -> None:
+        """Starts to upload new steps from staging, in the background."""
+        self.uploads.start()
+
+    def wait_for_uploads(self, timeout_secs: float | None) -> None:
+        """Waits until nothing is to be uploaded; see `Uploads.wait`."""
+        self.uploads.wait(timeout_secs)
 
     def check_free(self, step: int) -> None:
         """Refuses a new step that the directory is known to have.
@@ -330,24 +383,24 @@ class Tiers:
         with self.uploads.busy.get() if path.exists() else contextlib.nullcontext():
             yield
 
-    def delete(self, step: int) -> list[Path]:
-        """Deletes a step wherever it is; returns where it was.
+    def _delete(self, step: int, path: Path) -> None:
+        """Deletes a step wherever it is.
 
         Raises:
             SaveFailedError: It could not be deleted.
         """
         with self.uploads.busy.get():
-            found = self._wherever(step)
-            for path in found:
-                edit.delete(path)
+            for found in self._wherever(step):
+                edit.delete(found)
             self.uploads.known.pop(step, None)
-        return found
 
     def prune(self) -> tuple[int, ...]:
-        """Deletes what nothing keeps in the directory.
+        """Deletes what nothing keeps; returns the steps that are nowhere any more.
 
         Raises:
-            SaveFailedError: Its newest step is damaged.
+            SaveFailedError: The newest step of one of both is damaged.
         """
+        deleted = {*super().prune()}
         with self.uploads.busy.get():
-            return self.uploads.retire()
+            deleted |= {*self.uploads.retire()}
+        return tuple(sorted(deleted - self.listed().keys()))

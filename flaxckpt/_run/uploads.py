@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from flaxckpt import _checkpoint, _steps, _storage, _util, errors
+from flaxckpt import _checkpoint, _doors, _steps, _storage, _util, errors
 from flaxckpt._run import edit, retention, upload_copies
 from flaxckpt._run import metrics as run_metrics
 from flaxckpt._run.events import stream
@@ -212,6 +212,7 @@ class Uploads:
             self._turn = turn = _Turn()
         run = functools.partial(self._run, turn)
         # No daemon: a script that just ends still finishes its uploads.
+        _doors.open_all()
         thread = threading.Thread(target=run, name="flaxckpt uploads", daemon=False)
         try:
             thread.start()

@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from flaxckpt import _storage, _util
+from flaxckpt import _steps, _storage, _util, formats
 
 _log = logging.getLogger(__name__)
 
 
 def new_steps(
     listed: Callable[[], Mapping[int, Path]],
-    is_step: Callable[[Path], bool],
     *,
     timeout_secs: float | None,
     poll_secs: float,
@@ -23,7 +22,6 @@ def new_steps(
 
     Args:
         listed: Gives the committed steps, oldest first.
-        is_step: Tells them from what is merely called so.
         timeout_secs: Ends after so long without a new step; None never ends.
         poll_secs: How often `listed` is asked.
     """
@@ -34,7 +32,7 @@ def new_steps(
     since = time.monotonic()
     while True:
         for step, path in listed().items():
-            if step in seen or not is_step(path):
+            if step in seen or not _is_step(step, path):
                 continue
             lease: _storage.leases.Lease | None = None
             try:
@@ -61,3 +59,7 @@ def new_steps(
         if timeout_secs is not None and time.monotonic() - since >= timeout_secs:
             return
         time.sleep(poll_secs)
+
+
+def _is_step(step: int, path: Path) -> bool:
+    return _steps.index.Entry(step, path, formats.recognises).is_step

@@ -1,4 +1,4 @@
-"""States: pytrees, leaf paths, leaf tables, and the types of Flax and optax in them."""
+"""States: pytrees, leaf paths, leaf tables, and the Flax and optax types in states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classes that a checkpoint names: which of them are made again, and how."""
+"""Finds and rebuilds the container classes named in a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _log = logging.getLogger(__name__)
 
 _TRUSTED_PACKAGES = ("flax", "optax")
 _NO_STATE = re.compile(r"_test$|\.testing(\.|$)")
-"""Modules that define no state, and may do something when they are imported."""
+"""Modules without state classes, whose import may have side effects."""
 
 Build = Callable[[dict[str | int, Any], Mapping[str, JSON]], Any]
 
 
 def resolver(types: Sequence[type] = ()) -> treedef.Resolve:
-    """Finds the builders of classes that a checkpoint names.
+    """Returns a function that finds the builder of a class by its stored name.
 
     Args:
         types: The caller's own classes that may be built.
 
     Raises:
-        OptionError: `types` is no list of classes.
+        OptionError: `types` is not a list of classes.
     """
     if not _util.arguments.is_list(types):
         raise errors.OptionError(
@@ -54,10 +54,10 @@ def resolver(types: Sequence[type] = ()) -> treedef.Resolve:
 
 
 def resolve(type_name: str) -> Build | None:
-    """Finds the builder of a class that a checkpoint names.
+    """Returns the builder of a class by its stored name, or None.
 
-    Only containers defined by flax, optax or the standard library's `collections`
-    are found; nothing else is imported or called, whatever the file says.
+    Only containers defined by flax, optax or the standard library's `collections` are
+    found; no other module is imported, whatever names the file holds.
     """
     module_name, _, qualname = type_name.partition(":")
     package = module_name.split(".")[0]
@@ -74,12 +74,12 @@ def resolve(type_name: str) -> Build | None:
     except (ImportError, AttributeError, ValueError):
         return None
     if not isinstance(found, type) or found.__module__.split(".")[0] != package:
-        return None  # what such a module has merely imported
+        return None  # imported there from another package
     return _builder(found)
 
 
 def _builder(cls: Any) -> Build | None:
-    """How to make a `cls`, or a dict where its fields are no longer those saved."""
+    """Returns a builder of `cls` that returns a dict if the fields have changed."""
     build = _exact_builder(cls)
 
     def forgiving(children: dict[str | int, Any], static: Mapping[str, JSON]) -> Any:
@@ -111,7 +111,7 @@ def _named(children: Mapping[str | int, Any]) -> dict[str, Any]:
 
 
 def _variable(cls: Any, value: Any, metadata: Mapping[str, JSON]) -> Any:
-    # Built without its mesh, which this process may not have.
+    # The mesh of the saved variable may not exist in this process.
     variable = cls(value, **{**metadata, "eager_sharding": False})
     variable.set_metadata(eager_sharding=metadata.get("eager_sharding", False))
     return variable
@@ -120,7 +120,7 @@ def _variable(cls: Any, value: Any, metadata: Mapping[str, JSON]) -> Any:
 def _dataclass(
     cls: Any, children: Mapping[str, Any], static: Mapping[str, JSON]
 ) -> Any:
-    """An instance with the fields known; None for unsaved ones such as `tx`."""
+    """Builds an instance; fields that were not saved, such as `tx`, are None."""
     known = {
         **{name: flax_state.tuples(value) for name, value in static.items()},
         **children,

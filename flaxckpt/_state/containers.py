@@ -1,4 +1,4 @@
-"""The containers of leaves that transforms have moved, made or left out."""
+"""Builds the containers of a leaf table after transforms have changed the leaves."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from flaxckpt._types import LeafPath
 def of(
     structure: tree.Node | LeafPath, old: LeafTable, table: LeafTable
 ) -> tree.Node | LeafPath:
-    """The containers of a table that transforms have made of another.
+    """Returns the containers of a table that transforms have changed.
 
-    A container that has the same keys as the one that stood in its place is of the same
-    class. Others are dicts, or lists if they have all items of one.
+    A container keeps the class of the container at its place if the keys are the same.
+    Others become dicts, or lists if all items of a list are present.
 
     Args:
         structure: Containers of the old table.
@@ -26,7 +26,7 @@ def of(
         table: The table after.
 
     Raises:
-        OptionError: Nothing is left.
+        OptionError: The table is empty.
     """
     if table.keys() == old.keys():
         return structure
@@ -66,7 +66,7 @@ def _empties(
 def _empty(
     path: LeafPath, leaf: Leaf, empties: Mapping[LeafPath, tree.Node]
 ) -> tree.Node:
-    """The node of an empty container, which may have been elsewhere."""
+    """Returns the node of an empty container, which may have moved."""
     [source] = leaf.sources
     before = source.info.path if isinstance(source, StoredLeaf) else path
     return empties.get(before) or tree.empty_node(leaf.info.python_type)
@@ -75,7 +75,7 @@ def _empty(
 def _built(
     part: _Parts | tree.Node | LeafPath, old: tree.Node | LeafPath | None
 ) -> tree.Node | LeafPath:
-    """A new container, where `old` stood; None if nothing did."""
+    """Returns the new container in the place of `old`, which may be None."""
     if isinstance(old, tree.Node) and old.is_box and not isinstance(part, dict):
         return dataclasses.replace(old, children=(_built(part, old.children[0]),))
     if not isinstance(part, dict):
@@ -94,8 +94,8 @@ def _built(
         if new.keys() == set(indices) and not before.keys() - new.keys():
             items = tuple(new[i] for i in indices)
             return tree.plain_node("list", range(len(new)), items)
-        # A list with holes would be one that nobody reads, and one that has lost its
-        # end would look whole.
+        # A list with gaps has no reader, and a list without its end would look
+        # complete.
     plain = [
         tree.unescape(name) if key.kind == "index" else key.name
         for name, key in keys.items()

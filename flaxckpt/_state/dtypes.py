@@ -1,4 +1,4 @@
-"""Names of element types, how each is stored, and which casts are allowed."""
+"""Names of element types, their storage types, and the allowed casts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _STORED_AS_IS = frozenset(
         "float4_e2m1fn",
     }
 )
-"""What TensorStore's zarr3 driver holds and stock Orbax reads back."""
+"""Types supported by TensorStore's zarr3 driver and restored by stock Orbax."""
 
 _STORED_AS_BYTES = frozenset(
     {
@@ -52,21 +52,21 @@ _STORED_AS_BYTES = frozenset(
         "float6_e3m2fn",
     }
 )
-"""One byte an element in numpy, unknown to TensorStore: kept as uint8, bit for bit."""
+"""One byte per element in numpy, unknown to TensorStore: stored as uint8 bits."""
 
 
 @functools.lru_cache(maxsize=256)
 def name(dtype: Any) -> str:
-    """The field's name of a numpy or jax element type: `bfloat16`, `float32`."""
+    """Returns the name of a numpy or jax element type: `bfloat16`, `float32`."""
     return str(np.dtype(dtype).name)
 
 
 @functools.cache
 def to_numpy(dtype_name: str) -> np.dtype[Any]:
-    """The numpy dtype called `dtype_name`.
+    """Returns the numpy dtype called `dtype_name`.
 
     Raises:
-        OptionError: No stored leaf can have such a type.
+        OptionError: Leaves of such a type cannot be stored.
     """
     if dtype_name not in _STORED_AS_IS and dtype_name not in _STORED_AS_BYTES:
         raise errors.OptionError(f"{dtype_name!r} is no element type that is stored")
@@ -74,7 +74,7 @@ def to_numpy(dtype_name: str) -> np.dtype[Any]:
 
 
 def stored_name(dtype_name: str) -> str | None:
-    """The type that holds `dtype_name` on disk, or None if none does."""
+    """Returns the type that stores `dtype_name` on disk, or None."""
     if dtype_name in _STORED_AS_IS:
         return dtype_name
     return "uint8" if dtype_name in _STORED_AS_BYTES else None
@@ -82,31 +82,31 @@ def stored_name(dtype_name: str) -> str | None:
 
 @functools.cache
 def zarr_2_name(dtype_name: str) -> str:
-    """What zarr 2 calls a stored type: `<f4`; those that numpy lacks have our name."""
+    """Returns the zarr 2 name of a stored type: `<f4`, or our name if not in numpy."""
     dtype = to_numpy(dtype_name)
     return dtype_name if dtype.isbuiltin != 1 else dtype.newbyteorder("<").str
 
 
 def to_stored(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """`array` in the type that is stored for it; no copy unless bytes are swapped."""
+    """Returns `array` in its storage type; copies only to swap bytes."""
     if array.dtype.name in _STORED_AS_BYTES:
         return array.view(np.uint8)
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder())
 
 
 def from_stored(array: np.ndarray[Any, Any], dtype_name: str) -> np.ndarray[Any, Any]:
-    """Undoes `to_stored`; no copy."""
+    """Undoes `to_stored`, without a copy."""
     wanted = to_numpy(dtype_name)
     return array.view(wanted) if dtype_name in _STORED_AS_BYTES else array
 
 
 def check_bools(array: np.ndarray[Any, Any]) -> None:
-    """Refuses bytes that are neither 0 nor 1 in an array of bools.
+    """Raises ValueError for bytes other than 0 and 1 in an array of bools.
 
-    numpy takes them for true, and jax for whatever its code makes of them.
+    numpy treats other bytes as true; the behaviour of jax depends on the compiled code.
 
     Raises:
-        ValueError: There are some.
+        ValueError: The array holds such bytes.
     """
     if array.dtype == np.bool_ and array.size:
         largest = int(array.view(np.uint8).max())
@@ -115,9 +115,9 @@ def check_bools(array: np.ndarray[Any, Any]) -> None:
 
 
 def convert(array: np.ndarray[Any, Any], dtype_name: str) -> np.ndarray[Any, Any]:
-    """`array` as another element type; itself if it has that type already.
+    """Casts `array` to `dtype_name`; returns `array` itself without a change of type.
 
-    Values beyond the range of a narrower float become infinite, as TensorStore has it.
+    Values beyond the range of a narrower float become infinite, as in TensorStore.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         return np.asarray(array, to_numpy(dtype_name))
@@ -125,7 +125,7 @@ def convert(array: np.ndarray[Any, Any], dtype_name: str) -> np.ndarray[Any, Any
 
 @functools.cache
 def item_bits(dtype_name: str) -> int:
-    """Bits that one element takes on disk."""
+    """Returns the bits per element on disk."""
     stored = stored_name(dtype_name)
     assert stored is not None, dtype_name
     return 8 * to_numpy(stored).itemsize
@@ -133,20 +133,20 @@ def item_bits(dtype_name: str) -> int:
 
 @functools.cache
 def _value_bits(dtype_name: str) -> int:
-    """Bits that tell an element's value: 4 of int4, though numpy takes a byte."""
+    """Returns the bits of an element's value: 4 for int4, although stored in a byte."""
     if kind(dtype_name) in ("int", "uint"):
         return int(ml_dtypes.iinfo(to_numpy(dtype_name)).bits)  # type: ignore[no-untyped-call]
     return 8 * to_numpy(dtype_name).itemsize
 
 
 def bounds(dtype_name: str) -> tuple[int, int]:
-    """The smallest and the largest value of an integer type."""
+    """Returns the smallest and the largest value of an integer type."""
     info = ml_dtypes.iinfo(to_numpy(dtype_name))  # type: ignore[no-untyped-call]
     return int(info.min), int(info.max)
 
 
 def kind(dtype_name: str) -> str:
-    """`float`, `int`, `uint`, `complex` or `bool`."""
+    """Returns the kind of a type: `float`, `int`, `uint`, `complex` or `bool`."""
     for prefix in ("bfloat", "float", "uint", "int", "complex", "bool"):
         if dtype_name.startswith(prefix):
             return prefix.removeprefix("b") if prefix == "bfloat" else prefix
@@ -154,10 +154,10 @@ def kind(dtype_name: str) -> str:
 
 
 def restores_as(found: str, wanted: str) -> bool:
-    """Whether a leaf stored as `found` may be restored as `wanted` without asking.
+    """Returns True if a leaf stored as `found` restores as `wanted` by default.
 
-    Any floating type becomes any other: the wanted type is the caller's choice.
-    Integers and complex numbers may only grow, within their kind.
+    Any floating type restores as any other: the caller chose the wanted type. Integers
+    and complex numbers may only grow, within their kind.
     """
     if found == wanted:
         return True

@@ -1,9 +1,8 @@
-"""Flax states as leaf tables, and back.
+"""Converts Flax states to leaf tables and back.
 
-NNX objects are graphs, which may share parts: they are split into `nnx.State`s on the
-way in and merged again on the way out. The wrappers around single values, linen's
-boxes and NNX's variables, keep their place in the structure but add nothing to a
-leaf's path.
+NNX objects are graphs with shared parts: flattening splits them into `nnx.State`s, and
+rebuilding merges them. Wrappers of single values (linen's boxes and NNX variables) are
+part of the structure but not of leaf paths.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ Keys: TypeAlias = tuple[state_tree.Key, ...]
 
 
 def loaded_nnx() -> Any:
-    """The module `flax.nnx`, if anybody has imported it; else there are no objects.
+    """Returns the module `flax.nnx` if imported; without it, no NNX objects exist.
 
-    It takes a tenth of a second to import, which not every user of linen wants to wait.
+    Importing it takes a tenth of a second, which users of linen would wait for.
     """
     return sys.modules.get("flax.nnx")
 
 
 def boxes() -> tuple[type, ...]:
-    """Classes of wrappers around single values, which add nothing to a leaf path."""
+    """Returns the classes of wrappers of single values, absent from leaf paths."""
     nnx = loaded_nnx()
     return (meta.AxisMetadata, nnx.Variable) if nnx else (meta.AxisMetadata,)
 
@@ -50,11 +49,11 @@ class FlatState:
 
     Attributes:
         table: Leaf path -> leaf, in the order of the state.
-        structure: Its containers.
-        rebuild: Leaf path -> value, back into a state of the same classes. NNX
-            objects come back as new objects that share what the old ones shared.
-        optimizer_states: Where the state of an NNX optimizer stands, and its structure
-            in optax's own classes, which an `nnx.State` has lost.
+        structure: The containers of the state.
+        rebuild: Leaf path -> value, back to a state of the same classes. NNX objects
+            become new objects with the same sharing.
+        optimizer_states: Keys of each NNX optimizer's state, and its structure in
+            optax's own classes, which an `nnx.State` lacks.
     """
 
     table: LeafTable
@@ -64,12 +63,12 @@ class FlatState:
 
 
 def flatten(state: PyTree) -> FlatState:
-    """Makes the leaf table of a state, abstract or concrete.
+    """Returns the leaf table of a concrete or abstract state.
 
     Raises:
-        UnsupportedLeafError: Leaves that no checkpoint can hold; all are named.
-        LeafNameError: Two leaves have one path.
-        OptionError: A function or a class was passed for a state.
+        UnsupportedLeafError: Leaves cannot be saved; the error lists all of them.
+        LeafNameError: Two leaves have the same path.
+        OptionError: The state is a function or a class.
     """
     check_state(state)
     tree, restore_objects = _split_objects(state)
@@ -92,7 +91,7 @@ def flatten(state: PyTree) -> FlatState:
                 " jax.eval_shape of it."
             )
         raise errors.UnsupportedLeafError(faults, advice)
-    # Without objects, none of them is an optimizer.
+    # Without NNX objects, the state has no NNX optimizers.
     optimizers = () if tree is state else _nodes(state, _is_nnx_optimizer)
     return FlatState(
         table,
@@ -109,15 +108,15 @@ def flatten(state: PyTree) -> FlatState:
 
 
 def check_state(state: PyTree) -> None:
-    """Raises OptionError if a function or class was passed as the state.
+    """Raises OptionError for a function, class or linen module passed as the state.
 
     Raises:
-        OptionError: `state` is one.
+        OptionError: `state` is a function, class or linen module.
     """
     if not callable(state) or is_object(state) or isinstance(state, jax.Array):
         return
     if jax.tree.structure(state) != _LEAF:
-        return  # a pytree that can be called, too
+        return  # a callable pytree
     name = getattr(state, "__qualname__", type(state).__qualname__)
     if isinstance(state, type):
         what = f"the class {name}"
@@ -138,7 +137,7 @@ _LEAF: Any = jax.tree.structure(0)
 
 
 def values(tree: PyTree) -> dict[LeafPath, Any]:
-    """The leaves of a state, or of anything, by their paths; of any type."""
+    """Returns the leaves of any pytree by path, of any type."""
     plain, _ = _split_objects(tree)
     entries = state_tree.flatten(plain, boxes=boxes()).entries
     return {path: entry.value for path, entry in entries.items()}
@@ -148,7 +147,7 @@ _OPT_STATE = state_tree.Key("opt_state", "attr")
 
 
 def _nodes(state: PyTree, wanted: Callable[[Any], bool]) -> list[tuple[Keys, Any]]:
-    """The nodes of a state that are `wanted`, each with its keys."""
+    """Returns the nodes of a state that satisfy `wanted`, each with its keys."""
     found = jax.tree_util.tree_leaves_with_path(
         state, is_leaf=lambda node: wanted(node) or is_object(node)
     )
@@ -161,7 +160,7 @@ def _is_nnx_optimizer(node: object) -> bool:
 
 
 def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-    """Puts an `nnx.State` in the place of every NNX object, and tells the way back."""
+    """Replaces NNX objects by `nnx.State`s; also returns the inverse function."""
     try:
         state_tree.check_nesting(state, is_object)
         treedef: Any  # jax declares no attributes of it
@@ -178,7 +177,7 @@ def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     if not places and not shared:
         return state, lambda tree: tree
     nnx = loaded_nnx()
-    # Split together, so that what two objects share is stored once.
+    # Split together, so that variables shared by two objects are stored once.
     try:
         graph, states = nnx.split([nodes[i] for i in places])
     except RecursionError:
@@ -205,19 +204,19 @@ def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
 def flatten_around_objects(
     state: PyTree, *, and_variables: bool = False
 ) -> tuple[list[Any], Any]:
-    """The leaves of a state, each NNX object in it as one leaf, and the tree of them.
+    """Flattens a state with each NNX object as a leaf; returns leaves and treedef.
 
     Args:
         state: Any pytree.
-        and_variables: Whether NNX variables outside of objects are leaves, too.
+        and_variables: True to make NNX variables outside of objects leaves as well.
 
     Raises:
-        TypeError, ValueError: jax cannot flatten it.
+        TypeError, ValueError: jax cannot flatten the state.
     """
     nnx = loaded_nnx()
     if nnx is None:
         return jax.tree.flatten(state)
-    # Every node of a state is looked at.
+    # This runs for every node of a state, so it must be fast.
     kinds = (nnx.Pytree, nnx.Variable) if and_variables else (nnx.Pytree,)
     return jax.tree.flatten(state, is_leaf=lambda node: isinstance(node, kinds))
 
@@ -225,15 +224,15 @@ def flatten_around_objects(
 def _shared_variables(
     nodes: Sequence[Any], places: Sequence[int]
 ) -> dict[int, int | tuple[Any, ...]]:
-    """The NNX variables outside of objects that are also elsewhere in the state.
+    """Returns the NNX variables outside of objects that occur twice in the state.
 
     Args:
-        nodes: The leaves of a state, of which objects and variables are some.
-        places: Which of them are objects.
+        nodes: The leaves of a state, including objects and variables.
+        places: Indices of the objects in `nodes`.
 
     Returns:
-        Place of a variable -> its first place among `nodes`; or, if an object has it,
-        the path from the list of all objects to it.
+        Index of a variable -> its first index in `nodes`; or, for a variable of an
+        object, its path from the list of all objects.
     """
     nnx = loaded_nnx()
     if nnx is None:
@@ -253,7 +252,7 @@ def _shared_variables(
 
 
 def _variables(objects: Sequence[Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """All variables of NNX objects, each once, with their paths."""
+    """Yields each variable of NNX objects once, with its path."""
     nnx = loaded_nnx()
     for path, node in nnx.iter_graph(list(objects)) if objects else ():
         if isinstance(node, nnx.Variable):
@@ -265,15 +264,15 @@ def _share_variables(
     objects: Sequence[Any],
     shared: Mapping[int, int | tuple[Any, ...]],
 ) -> None:
-    """Puts one variable in all places that shared it, unless the values differ.
+    """Restores the sharing of variables, unless their values differ.
 
-    They may: the checkpoint may be of a state that did not share them, such as an
-    average that begins as a view of the parameters.
+    Values differ if the checkpoint was saved from a state without the sharing, such as
+    an average that starts as a view of the parameters.
 
     Args:
         leaves: The leaves of a state; changed in place.
-        objects: Its objects.
-        shared: What `_shared_variables` returned.
+        objects: The objects of the state.
+        shared: The result of `_shared_variables`.
     """
     if not shared:
         return
@@ -286,7 +285,7 @@ def _share_variables(
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    """Whether two leaves have the same type and value; of arrays, NaNs are equal."""
+    """Returns True if two leaves have equal types and values; NaNs are equal."""
     if type(one) is not type(other):
         return False
     if not isinstance(one, jax.Array | np.ndarray):
@@ -297,7 +296,7 @@ def _is_equal(one: Any, other: Any) -> bool:
         return bool(_is_same(one, other).all())
     if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
         one, other = jax.random.key_data(one), jax.random.key_data(other)
-    # Compiled, because arrays of several processes can be compared in no other way.
+    # Arrays of several processes can only be compared in compiled code.
     return bool(_are_same(one, other))
 
 
@@ -312,10 +311,12 @@ def _are_same(one: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def _check_objects(objects: Mapping[str, Any]) -> None:
-    """Refuses NNX objects with containers that contain themselves; objects may.
+    """Raises LeafNameError if a container of an NNX object contains itself.
+
+    Objects may contain themselves.
 
     Raises:
-        LeafNameError: Where they do.
+        LeafNameError: Names the container.
     """
     seen: set[int] = set()
     waiting = list(objects.values())
@@ -330,7 +331,7 @@ def _check_objects(objects: Mapping[str, Any]) -> None:
 
 
 def is_object(node: object) -> bool:
-    """Whether `node` is an NNX object: a module, an optimizer, streams of keys."""
+    """Returns True for an NNX object: a module, an optimizer, random streams."""
     nnx = loaded_nnx()
     return nnx is not None and isinstance(node, nnx.Pytree)
 
@@ -340,16 +341,16 @@ def _is_module(node: object) -> bool:
     return nnx is not None and isinstance(node, nnx.Module)
 
 
-# ---- what a model says of its partition -----------------------------------------
+# ---- axis names of the model ----------------------------------------------------
 
 
 class AxisNames(NamedTuple):
-    """The names that a model gives to the axes of a parameter.
+    """The axis names of a parameter, from the model.
 
     Attributes:
-        names: One for each axis; None for an axis that is never split.
-        rules: The parameter's own rules from logical names to axes of the mesh.
-        are_logical: Whether the names need rules to become axes of the mesh.
+        names: A name for each axis; None for an axis that is never split.
+        rules: The parameter's own rules from logical names to mesh axes.
+        are_logical: True if rules must map the names to mesh axes.
     """
 
     names: tuple[Any, ...]
@@ -358,7 +359,7 @@ class AxisNames(NamedTuple):
 
 
 def axis_names(structure: state_tree.Node | LeafPath) -> dict[LeafPath, AxisNames]:
-    """The axis names in linen's boxes and NNX's metadata, by leaf path."""
+    """Returns the axis names from linen's boxes and NNX metadata, by leaf path."""
     found: dict[LeafPath, AxisNames] = {}
     _collect_axis_names(structure, found)
     return found
@@ -385,15 +386,14 @@ def _collect_axis_names(
 
 
 def tuples(value: Any) -> Any:
-    """JSON's lists as the tuples that they were."""
+    """Converts JSON lists back to tuples, recursively."""
     return tuple(map(tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def mesh_spec(axes: AxisNames, rules: Sequence[tuple[str, Any]]) -> PartitionSpec:
-    """The partition spec that `axes` mean under the logical `rules`.
+    """Returns the partition spec of `axes` under the logical `rules`.
 
-    A name that no rule mentions is not split if it is logical, or is an axis of the
-    mesh otherwise.
+    A name without a rule is not split if logical; otherwise it is a mesh axis.
     """
     known = (*rules, *axes.rules)
     if not known and not axes.are_logical:
@@ -411,21 +411,21 @@ def mesh_spec(axes: AxisNames, rules: Sequence[tuple[str, Any]]) -> PartitionSpe
 
 
 def eval_shape(init: Callable[..., PyTree], *args: Any) -> PyTree:
-    """The abstract state that `init(*args)` would make, of linen, NNX or neither."""
-    from flax import nnx  # init may be what imports it
+    """Returns the abstract state of `init(*args)`, for linen, NNX or plain jax."""
+    from flax import nnx  # init may be the first to import it
 
-    # A model with axis names would want a mesh to put its parameters on.
+    # A model with axis names would require a mesh for its parameters.
     with nnx.use_eager_sharding(False):
         return nnx.eval_shape(lambda: init(*args))
 
 
 class OptimizerPart(NamedTuple):
-    """An optimizer in a state, and what it optimizes.
+    """An optimizer in a state, with its parameters.
 
     Attributes:
-        state_keys: Where its state stands.
-        init: Makes its state from the parameters.
-        params_keys: Where the parameters stand.
+        state_keys: Keys of the optimizer state.
+        init: Creates the optimizer state from the parameters.
+        params_keys: Keys of the parameters.
         params: The parameters.
     """
 
@@ -436,10 +436,10 @@ class OptimizerPart(NamedTuple):
 
 
 def optimizers(state: PyTree) -> list[OptimizerPart]:
-    """The optimizers of a state that still know their transform.
+    """Returns the optimizers of a state whose transform is available.
 
-    Those of `TrainState`s, with the parameters beside them, and NNX optimizers, each
-    with the modules of the state.
+    Optimizers of `TrainState`s, each with the parameters beside it, and NNX optimizers,
+    each with the modules of the state.
     """
     parts = [
         OptimizerPart(
@@ -449,7 +449,7 @@ def optimizers(state: PyTree) -> list[OptimizerPart]:
             node.params,
         )
         for keys, node in _nodes(state, _is_train_state)
-        if node.tx is not None  # as of a state that came out of a checkpoint
+        if node.tx is not None  # None in a state restored without classes
     ]
     modules = _nodes(state, _is_module)
     optimizers = _nodes(state, _is_nnx_optimizer)
@@ -460,7 +460,7 @@ def optimizers(state: PyTree) -> list[OptimizerPart]:
             if _fits(params := loaded_nnx().state(module, optimizer.wrt), optimizer)
         ]
         if len(fitting) > 1 and len(modules) == len(optimizers):
-            # Networks of one class: the n-th optimizer is the n-th network's.
+            # Networks of equal classes: match optimizers and networks by position.
             fitting = [part for part in fitting if part.params_keys == modules[n][0]]
         if len(fitting) == 1:
             parts += fitting
@@ -468,11 +468,11 @@ def optimizers(state: PyTree) -> list[OptimizerPart]:
 
 
 def _fits(params: PyTree, optimizer: Any) -> bool:
-    """Whether these are the parameters that an NNX optimizer was made for."""
+    """Returns True if an NNX optimizer was created for these parameters."""
     try:
         made = jax.eval_shape(optimizer.tx.init, params)
     except Exception:
-        # Whatever its transform says to parameters that are not its own.
+        # A transform may raise anything for the parameters of another network.
         return False
     return _shapes(made) == _shapes(optimizer.opt_state)
 

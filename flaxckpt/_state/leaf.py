@@ -1,4 +1,4 @@
-"""The data types that cross modules: leaves, layouts, checkpoints and readers."""
+"""Leaves, leaf infos and leaf tables."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class Role(NamedTuple):
-    """What an optimizer leaf is, wherever in its optimizer it stands.
+    """The role of an optimizer leaf, independent of its place in the optimizer.
 
     Attributes:
         state_class: Class of the innermost transform's state, `ScaleByAdamState`.
-        field: Its field, `mu`.
-        param: Path below the field: the parameter's, or empty for a counter.
+        field: Field of the state, `mu`.
+        param: Path below the field: the parameter's path, or empty for a counter.
         optimizer: Path of the whole optimizer's state, `opt_state`.
     """
 
@@ -38,25 +38,25 @@ class Role(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeafInfo:
-    """What is known of a leaf without its values.
+    """A leaf's properties without its values.
 
     Attributes:
         path: The leaf path, `params/Dense_0/kernel`.
-        keys: The same, key by key.
+        keys: The keys of the path.
         kind: `empty` is a container without children, which has a place but no data.
         python_type: `jax.Array`, `numpy.ndarray`, `numpy.generic`, `int`, `float`,
             `bool`, `complex` or `str`; of an empty container `None`, `dict`, `list`
             or `tuple`.
         shape: In elements; `()` for scalars. Of a PRNG key, the shape of the keys.
         dtype: Name of the element type; None for strings and empty containers.
-        sharding: Where its values are or shall be, if that is known.
-        chunk_shape: Extent of the stored chunks; None for what is not an array.
-        weak_type: Whether jax may promote it like a Python number.
-        prng_impl: Of a PRNG key, its implementation (`threefry2x32`).
-        spec: How it is, or was when it was saved, split over a mesh.
-        shard_shape: The part of it that one device holds, or held; None if that is
-            not known, or all of it.
-        role: Of an optimizer leaf, what it is in whichever place.
+        sharding: The sharding of the values, if known.
+        chunk_shape: Shape of the stored chunks; None if not an array.
+        weak_type: True if jax may promote the leaf like a Python number.
+        prng_impl: The implementation of a PRNG key (`threefry2x32`).
+        spec: The partition spec, current or at the save.
+        shard_shape: The shape of the shard on a device, current or at the save; None
+            if unknown, or if the shard is the whole leaf.
+        role: The role of an optimizer leaf.
     """
 
     path: LeafPath
@@ -75,7 +75,7 @@ class LeafInfo:
 
     @property
     def is_python_number(self) -> bool:
-        """Whether the leaf is a Python number, which has no width."""
+        """True for a Python number, which has no width."""
         return self.kind == "scalar" and self.python_type != "numpy.generic"
 
     def __str__(self) -> str:
@@ -104,13 +104,13 @@ class StoredLeaf:
 
     Attributes:
         root: The checkpoint, for messages.
-        info: How it is stored.
-        open: Opens it as an array, read-only. Arrays that are read together share
+        info: The leaf as stored.
+        open: Opens the leaf as a read-only array. Arrays that are read together share
             the context.
-        value: What has been read already: a string.
-        raw: Where its chunks are, if they can be read without `open`.
-        check: Compares its files with their digests, where chunks have no checksums.
-            Raises ValueError and OSError.
+        value: A string, which is read with the leaf table.
+        raw: Locations of the chunks, if readable without `open`.
+        check: Compares files with their digests, for chunks without checksums. Raises
+            ValueError and OSError.
     """
 
     root: Path
@@ -135,11 +135,11 @@ class Leaf:
     """A row of a leaf table.
 
     Attributes:
-        info: What is known of it.
-        sources: Its value, or where that is stored; several, if it is made of several.
-            An empty container has None.
-        fn: What makes it of its sources, as jax arrays of the shapes and types that
-            these have themselves. It is traced. None: it is its only source, cast.
+        info: The properties of the leaf.
+        sources: The value, or the stored leaf; several for a computed leaf. The source
+            of an empty container is None.
+        fn: Computes the leaf from its sources, as jax arrays of their stored shapes and
+            types. It is traced. If None, the leaf is its only source, cast.
     """
 
     info: LeafInfo
@@ -148,7 +148,7 @@ class Leaf:
 
     @property
     def source(self) -> Source:
-        """Its only source."""
+        """The only source of the leaf."""
         [source] = self.sources
         return source
 

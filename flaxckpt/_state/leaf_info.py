@@ -1,4 +1,4 @@
-"""What is known of a leaf of a state, abstract or concrete, without its values."""
+"""Describes the leaves of a concrete or abstract state without their values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flaxckpt._types import LeafPath, Shape
 
 _JAX_TYPES = (jax.Array, jax.ShapeDtypeStruct)
 _ARRAYS = (np.ndarray, np.memmap)
-"""Classes of numpy arrays that are no more than their values."""
+"""Classes of numpy arrays without data beside their values."""
 
 _PYTHON_NUMBERS: dict[type, str] = {
     bool: "bool",
@@ -34,10 +34,10 @@ _SURROGATES = (
 
 
 def of(path: LeafPath, entry: tree.Entry) -> LeafInfo | str:
-    """What is known of a leaf of a state, abstract or concrete.
+    """Returns the leaf info of a leaf of a concrete or abstract state.
 
     Returns:
-        The info, or a few words on what was found if it cannot be stored.
+        The leaf info, or a description of a value that cannot be stored.
     """
     keys, value, is_empty = entry
     if is_empty:
@@ -79,9 +79,9 @@ def of(path: LeafPath, entry: tree.Entry) -> LeafInfo | str:
 
 
 def _describe_subclass(value: np.ndarray[Any, Any] | np.generic) -> str:
-    """Says why an instance of a subclass of numpy's arrays or scalars is refused.
+    """Says why a subclass of numpy's arrays or scalars is rejected.
 
-    What it has beyond its values would be lost.
+    Data of the instance beside its values would be lost.
     """
     if isinstance(value, np.ma.MaskedArray):
         return (
@@ -124,14 +124,14 @@ def _describe_jax(
 
 @functools.cache
 def _element_type(dtype: Any) -> tuple[bool, str, bool]:
-    """Whether values of `dtype` are PRNG keys, their type's name, is it stored."""
+    """Returns for a dtype: is a PRNG key, name of the element type, can be stored."""
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     name = "uint32" if is_key else dtypes.name(dtype)
     return is_key, name, dtypes.stored_name(name) is not None
 
 
 def _shard_shape(sharding: Sharding, shape: Shape) -> Shape | None:
-    """The shape of a shard; None if it is the whole, or if the sharding cannot be."""
+    """Returns the shape of a shard; None for a whole leaf or an invalid sharding."""
     try:
         shard = sharding.shard_shape(shape)
     except ValueError:
@@ -141,11 +141,11 @@ def _shard_shape(sharding: Sharding, shape: Shape) -> Shape | None:
 
 def _prng_impl(value: jax.Array | jax.ShapeDtypeStruct) -> str:
     if isinstance(value, jax.ShapeDtypeStruct):
-        # jax.random.key_impl takes no abstract keys; their dtype knows the name.
+        # jax.random.key_impl rejects abstract keys; their dtype has the name.
         return str(value.dtype._impl.name)
     return str(jax.random.key_impl(value))
 
 
 def _empty_type(value: object) -> str:
-    """What stock Orbax calls this empty container, in lower case."""
+    """Returns stock Orbax's name of an empty container, in lower case."""
     return type(value).__name__ if type(value) in (dict, list, tuple) else "None"

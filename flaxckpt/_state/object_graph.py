@@ -1,4 +1,4 @@
-"""Where NNX objects keep their values, to read them and to put others there."""
+"""Finds the values of NNX objects, to read and replace them quickly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flaxckpt._state import flax_state
 
 
 class _Slot(NamedTuple):
-    """Where an array stands outside of variables.
+    """The place of an array outside of variables.
 
     Attributes:
         container: An NNX object, a list or a dictionary.
@@ -25,17 +25,17 @@ class _Slot(NamedTuple):
 
     @property
     def is_item(self) -> bool:
-        """Whether the key is an index or a dictionary key."""
+        """True if the key is an index or a dictionary key."""
         return isinstance(self.container, Mapping | Sequence)
 
     def get(self) -> Any:
-        """The array."""
+        """Returns the array."""
         if self.is_item:
             return self.container[self.key]
         return getattr(self.container, self.key)
 
     def set(self, value: Any) -> None:
-        """Replaces the value."""
+        """Replaces the array."""
         if self.is_item:
             self.container[self.key] = value
         else:
@@ -43,10 +43,10 @@ class _Slot(NamedTuple):
 
 
 class ObjectGraph:
-    """Where NNX objects keep their values: found once, it is quick to read again.
+    """The places of all values in NNX objects, found once for quick access.
 
     Args:
-        objects: Some modules, optimizers or streams of keys.
+        objects: Modules, optimizers or random streams.
     """
 
     def __init__(self, objects: Sequence[Any]) -> None:
@@ -57,14 +57,14 @@ class ObjectGraph:
         self._contents = [_Contents(node) for node in containers]
 
     def _nodes(self) -> dict[tuple[Any, ...], Any]:
-        """The objects, and whatever they hold, by path."""
+        """Returns the objects, and all nodes in them, by path."""
         nodes = dict(flax_state.loaded_nnx().iter_graph(self._objects))
         nodes[()] = self._objects
         return nodes
 
     @staticmethod
     def _find(nodes: Mapping[tuple[Any, ...], Any]) -> tuple[list[Any], list[_Slot]]:
-        """The variables, and the places of arrays outside of them."""
+        """Returns the variables, and the places of arrays outside of variables."""
         nnx = flax_state.loaded_nnx()
         variables = [node for node in nodes.values() if isinstance(node, nnx.Variable)]
         slots = [
@@ -75,11 +75,11 @@ class ObjectGraph:
         return variables, slots
 
     def is_of(self, objects: Sequence[Any]) -> bool:
-        """Whether this is the graph of `objects`."""
+        """Returns True if this graph was built from `objects`."""
         return _are(objects, self._objects)
 
     def is_current(self) -> bool:
-        """Whether the objects keep their values in the same places still."""
+        """Returns True if all values of the objects are still at the same places."""
         variables, slots = self._find(self._nodes())
         return (
             _are(variables, self._variables)
@@ -88,20 +88,20 @@ class ObjectGraph:
         )
 
     def has_same_contents(self) -> bool:
-        """Whether no object holds another object or variable than at the beginning.
+        """Returns True if every object still holds the same objects and variables.
 
-        That is quicker to see than `is_current`. Where it is so, the places are the
-        same; where not, they may be.
+        Faster than `is_current`. If True, all places are unchanged; if False, they may
+        have changed.
         """
         return not any(contents.have_changed() for contents in self._contents)
 
     def values(self) -> list[Any]:
-        """What is there."""
+        """Returns all values."""
         found = [_raw_value(variable) for variable in self._variables]
         return found + [slot.get() for slot in self._slots]
 
     def set_values(self, values: Sequence[Any]) -> None:
-        """Puts other values there."""
+        """Replaces all values."""
         variables = values[: len(self._variables)]
         for variable, value in zip(self._variables, variables, strict=True):
             _set_raw_value(variable, value)
@@ -112,20 +112,20 @@ class ObjectGraph:
 
 
 def _are(these: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether they are the same objects."""
+    """Returns True if both sequences hold the same objects."""
     return len(these) == len(others) and all(map(operator.is_, these, others))
 
 
 class _Contents:
-    """What an object, dictionary or list holds.
+    """The contents of an object, dictionary or list.
 
-    Plain values and arrays may be replaced by others of their kind.
+    Plain values and arrays may be replaced by values of the same kind.
     """
 
     def __init__(self, node: Any) -> None:
         self._items: Any = node if isinstance(node, dict | list) else vars(node)
         self._keys, values = self._now()
-        # Arrays are not kept: a step may need their memory.
+        # Arrays are not kept, because a training step may need their memory.
         self._values = [_array_marked(value) for value in values]
 
     def _now(self) -> tuple[list[Any], list[Any]]:
@@ -134,7 +134,7 @@ class _Contents:
         return list(self._items), list(self._items.values())
 
     def have_changed(self) -> bool:
-        """Whether there are other keys, or other objects or variables."""
+        """Returns True if keys, objects or variables have changed."""
         keys, values = self._now()
         if keys != self._keys or len(values) != len(self._values):
             return True
@@ -145,12 +145,12 @@ class _Contents:
 
 
 def _is_changeable(node: object) -> bool:
-    """Whether something in a graph may get other contents, beside variables."""
+    """Returns True for a node, other than a variable, that can change its contents."""
     return flax_state.is_object(node) or isinstance(node, dict | list)
 
 
 def _raw_value(variable: Any) -> Any:
-    """The raw value of a variable, without the hooks of `Variable.value`."""
+    """Returns a variable's raw value, bypassing the hooks of `Variable.value`."""
     if hasattr(type(variable), "get_raw_value"):
         return variable.get_raw_value()
     return variable.raw_value  # Flax 0.12.1
@@ -167,10 +167,10 @@ _STATIC = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 def _array_marked(value: Any) -> Any:
-    """`value`, or a type for all arrays."""
+    """Returns `value`, or `np.ndarray` for any array."""
     return np.ndarray if isinstance(value, jax.Array | np.ndarray) else value
 
 
 def _marked(value: Any) -> Any:
-    """`value`, or a type for all arrays, or for all plain values."""
+    """Returns `value`, or a marker type for any array or plain value."""
     return object if type(value) in _STATIC else _array_marked(value)

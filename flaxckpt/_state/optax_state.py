@@ -1,4 +1,4 @@
-"""Partition specs of optimizer leaves, which follow those of the parameters.
+"""Derives partition specs of optimizer leaves from the specs of parameters.
 
 No transform is known by name here.
 """
@@ -20,16 +20,16 @@ Keys: TypeAlias = tuple[tree.Key, ...]
 Rule: TypeAlias = Literal["types", "suffix", "small", "replicated"]
 
 _SMALL = 64
-"""Elements below which a leaf that follows no parameter is replicated unasked."""
+"""Leaves with fewer elements are replicated without a warning."""
 
 
 class Param(NamedTuple):
-    """A parameter, as far as its optimizer state depends on it.
+    """A parameter, with the properties that affect its optimizer state.
 
     Attributes:
-        keys: The way to it, from the root of the parameters.
+        keys: Keys from the root of the parameters.
         shape: In elements.
-        spec: How it is split over the mesh.
+        spec: The partition spec.
     """
 
     keys: Keys
@@ -41,10 +41,10 @@ class Derived(NamedTuple):
     """The partition spec of an optimizer leaf.
 
     Attributes:
-        spec: How it is split.
-        rule: How that was found: by `types`, jax having carried the parameters'
-            shardings through `tx.init`; by `suffix`, its path ending in a parameter's;
-            `small`, not worth splitting; or `replicated`, for want of any of these.
+        spec: The partition spec.
+        rule: The source of the spec: `types`, jax propagated the parameters' shardings
+            through `tx.init`; `suffix`, the leaf path ends with a parameter's path;
+            `small`, not worth splitting; or `replicated`, no rule applies.
     """
 
     spec: Spec
@@ -57,12 +57,12 @@ def derive_specs(
     *,
     by_types: Mapping[LeafPath, Spec | None],
 ) -> dict[LeafPath, Derived]:
-    """Finds the partition spec of every leaf of an optimizer state.
+    """Derives the partition spec of every leaf of an optimizer state.
 
     Args:
         leaves: Leaf path -> keys and shape, of the optimizer's leaves.
-        params: What it optimizes.
-        by_types: What `specs_by_types` found.
+        params: The parameters of the optimizer.
+        by_types: The result of `specs_by_types`.
     """
     suffixes = _Suffixes(params)
     derived = {}
@@ -77,7 +77,7 @@ def derive_specs(
         ):
             derived[path] = Derived(typed, "types")
         elif by_suffix is not None:
-            # Zeros built from a shape have lost the sharding, their path has not.
+            # Zeros created from a shape lack the sharding, but have the path.
             derived[path] = Derived(by_suffix, "suffix")
         else:
             rule: Rule = "small" if math.prod(shape) < _SMALL else "replicated"
@@ -96,11 +96,11 @@ def specs_by_types(
     axis_sizes: Mapping[str, int],
     boxes: tuple[type, ...],
 ) -> dict[Keys, Spec | None]:
-    """Lets jax carry the parameters' shardings through the optimizer's `init`.
+    """Propagates the parameters' shardings through the optimizer's `init` with jax.
 
     With explicit axes, a sharding is part of an array's type, so abstract evaluation
-    gives that of every leaf: exact even for factored moments. It needs no devices, and
-    works beside a user's mesh of any kind.
+    returns the sharding of every leaf, exact even for factored moments. It needs no
+    devices, and works beside a user's mesh of any kind.
 
     Args:
         init: The optimizer's `init`.
@@ -110,8 +110,8 @@ def specs_by_types(
         boxes: See `_state.tree.flatten`.
 
     Returns:
-        Keys within the optimizer state -> spec, None where jax says nothing. Empty if
-        `init` cannot be evaluated so, as when it mixes shardings.
+        Keys within the optimizer state -> spec, or None if jax returns no sharding.
+        Empty if this evaluation fails, as for an `init` that mixes shardings.
     """
     mesh = AbstractMesh(
         tuple(axis_sizes.values()),
@@ -132,7 +132,7 @@ def specs_by_types(
         with jax.sharding.use_abstract_mesh(mesh):
             state = jax.eval_shape(init, tree.unflatten(flat.structure, typed))
     except Exception:
-        # Whatever a user's transform raises here, the rule of suffixes remains.
+        # A user's transform may raise anything; the suffix rule still applies.
         return {}
     return {
         entry.keys: _spec_of(entry.value)
@@ -147,14 +147,14 @@ def _spec_of(leaf: Any) -> Spec | None:
 
 
 class _Suffixes:
-    """Finds the parameter in whose path the path of an optimizer leaf ends."""
+    """Finds the parameter whose path is the end of an optimizer leaf's path."""
 
     def __init__(self, params: Sequence[Param]) -> None:
         self._params = {_names(param.keys): param for param in params}
         self._lengths = sorted({len(names) for names in self._params}, reverse=True)
 
     def find(self, keys: Keys) -> Param | None:
-        """The parameter with the longest path in which `keys` end."""
+        """Returns the parameter with the longest path at the end of `keys`."""
         names = _names(keys)
         for length in self._lengths:
             param = self._params.get(names[len(names) - length :])
@@ -164,12 +164,12 @@ class _Suffixes:
 
 
 def _names(keys: Keys) -> tuple[tuple[str, bool], ...]:
-    # A list's index is not a dict's key of the same digits.
+    # A list index differs from a dict key with the same digits.
     return tuple((str(key.name), key.kind == "index") for key in keys)
 
 
 def _adapted(param: Param, shape: Shape) -> Spec | None:
-    """The parameter's spec for a leaf of another shape, if only one can be meant."""
+    """Returns the parameter's spec for a leaf of another shape, None if ambiguous."""
     parts = (*param.spec, *(None,) * (len(param.shape) - len(param.spec)))
     if shape == param.shape:
         return PartitionSpec(*parts)

@@ -1,4 +1,4 @@
-"""Roles of optimizer leaves: transform, field and parameter, wherever a leaf stands."""
+"""Roles of optimizer leaves: transform, field and parameter, independent of place."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Keys: TypeAlias = tuple[tree.Key, ...]
 
 
 class Known(NamedTuple):
-    """What is known of the leaves in one field of a transform's state.
+    """Facts about the leaves in a field of a transform's state.
 
     Attributes:
-        state_class: Class of the innermost transform's state; empty if there is none,
-            or if it is a dict with the fields of a state of optax.
+        state_class: Class of the innermost transform's state; empty if none is known,
+            or if the state is a dict with the fields of an optax state.
         field: The field.
-        fields: All fields of that state.
-        place: Path of that state.
-        skip: Length of a leaf's path up to what is below the field.
+        fields: All fields of the state.
+        place: Path of the state.
+        skip: Length of the start of a leaf's path that ends with the field.
         optimizer: Path of the whole optimizer's state.
         group: Path of the container that holds this optimizer and others beside it;
-            the optimizer's own path if it stands alone.
-        seat: Path of the element of `optimizer` that it is in, if that may be a tuple
-            of several optimizers; else empty.
+            the optimizer's own path if it is alone.
+        seat: Path of the element of `optimizer` with the leaf, if `optimizer` may be a
+            tuple of several optimizers; else empty.
     """
 
     state_class: str
@@ -45,26 +45,26 @@ class Known(NamedTuple):
     seat: LeafPath = ""
 
     def role(self, path: LeafPath) -> Role:
-        """The role of the leaf at `path`."""
+        """Returns the role of the leaf at `path`."""
         if not self.state_class:
-            # Fields without a class help to find a leaf, and are not recorded.
+            # Fields without a class help to match leaves, and are not recorded.
             skip = len(self.optimizer) + 1 if self.optimizer else 0
             return Role("", "", path[skip:], self.optimizer)
         return Role(self.state_class, self.field, path[self.skip :], self.optimizer)
 
 
 NAMED_VALUES = frozenset(("hyperparams", "measurements"))
-"""Fields of optax's states that hold values by name, and do not mirror parameters."""
+"""Fields of optax states that hold named values instead of mirroring parameters."""
 
 _COPY = re.compile("(ema|average|avg|target|teacher|shadow|swa|polyak)[^/]*/")
-"""Parts of paths below which a copy of the parameters stands, not a second network."""
+"""Path parts that mark a copy of the parameters, not a second network."""
 
 _LONGEST = 64
-"""More transforms than a chain of one optimizer has."""
+"""An upper bound on the transforms in the chain of an optimizer."""
 
 
 def with_roles(table: LeafTable, known: Mapping[LeafPath, Known]) -> LeafTable:
-    """The table of a state, each leaf of an optimizer with its role."""
+    """Returns the table of a state with the role of each optimizer leaf."""
     return {
         path: Leaf(
             dataclasses.replace(leaf.info, role=known[path].role(path)), leaf.sources
@@ -79,15 +79,15 @@ def roles(
     structure: tree.Node | LeafPath,
     optimizer_states: Iterable[tuple[Keys, tree.Node | LeafPath]] = (),
 ) -> dict[LeafPath, Known]:
-    """What is known of all leaves that belong to optimizer states, by leaf path.
+    """Returns the facts about all leaves of optimizer states, by leaf path.
 
-    An optimizer state is a transform's state of optax, a tuple of such states, or
-    anything below a key `opt_state`.
+    An optimizer state is the state of an optax transform, a tuple of such states, or
+    any tree below a key `opt_state`.
 
     Args:
         structure: Of a state.
-        optimizer_states: Keys and structure of states that have lost their classes in
-            `structure`, each of one optimizer.
+        optimizer_states: Keys and structure of optimizer states without classes in
+            `structure`, each of a single optimizer.
     """
     return _Roles(structure).all(optimizer_states)
 
@@ -95,20 +95,20 @@ def roles(
 def trusted_roles(
     structure: tree.Node | LeafPath, recorded: Mapping[LeafPath, Role]
 ) -> dict[LeafPath, Role | None]:
-    """The roles of a checkpoint's leaves: recorded ones, corrected by its containers.
+    """Corrects the recorded roles of a checkpoint's leaves by its containers.
 
     flaxckpt 0.1.0 recorded the parameters' own classes as states of transforms, and
-    several optimizers in a tuple as one. The containers are recorded with their
-    classes, so that they tell better, except where those classes are lost (in NNX
+    several optimizers in a tuple as a single optimizer. Containers are recorded with
+    their classes and are therefore more reliable, except where classes are lost (in NNX
     optimizers, or by a transform).
 
     Args:
-        structure: The containers as they are recorded.
+        structure: The containers as recorded.
         recorded: Leaf path -> recorded role.
 
     Returns:
-        Leaf path -> role, for the leaves whose recorded role is wrong; None for those
-        of which nothing is known.
+        Leaf path -> role, for leaves with a wrong recorded role; None for leaves whose
+        role is unknown.
     """
     found = _Roles(structure)
     known = found.all(())
@@ -124,12 +124,12 @@ def trusted_roles(
 
 
 class _Mirror(NamedTuple):
-    """The parameters that a part of an optimizer has moments of.
+    """The parameters mirrored by the moments of a part of an optimizer.
 
     Attributes:
-        roots: How the paths of all of them may begin.
-        params: Their paths below that.
-        is_masked: Whether others stand beside them that have no moments here.
+        roots: Possible path prefixes shared by all of the parameters.
+        params: Paths of the parameters below the prefix.
+        is_masked: True if other parameters have no moments here.
     """
 
     roots: frozenset[LeafPath]
@@ -137,12 +137,12 @@ class _Mirror(NamedTuple):
     is_masked: bool
 
     def leaves(self) -> set[LeafPath]:
-        """The leaves of the state that these may be moments of."""
+        """Returns the leaf paths of the possible parameters."""
         return {root + param for root in self.roots for param in self.params}
 
 
 class _Roles:
-    """Tells the containers of optimizers from all others, in one structure."""
+    """Finds the optimizers of a structure, and the states of transforms in them."""
 
     def __init__(self, structure: tree.Node | LeafPath) -> None:
         self.parameter_classes: set[str] = set()
@@ -156,7 +156,7 @@ class _Roles:
     def all(
         self, optimizer_states: Iterable[tuple[Keys, tree.Node | LeafPath]]
     ) -> dict[LeafPath, Known]:
-        """See `roles`."""
+        """Returns the facts of all optimizer leaves; see `roles`."""
         for keys, node in self._optimizers:
             self._enter(node, keys, tree.join(keys))
         for keys, node in optimizer_states:
@@ -166,7 +166,7 @@ class _Roles:
             self._collect(node, keys, prefix, owner, may_be_state=True)
         return self._found
 
-    # -- which containers are optimizers --
+    # -- finding optimizers --
 
     def _find_optimizers(self, node: tree.Node | LeafPath, keys: Keys) -> None:
         if isinstance(node, str):
@@ -186,7 +186,7 @@ class _Roles:
                 self._find_optimizers(child, inner)
 
     def _enter(self, node: tree.Node | LeafPath, keys: Keys, group: LeafPath) -> None:
-        """Collects the leaves of one optimizer, or of several beside each other."""
+        """Collects the leaves of an optimizer, or of several side by side."""
         path = tree.join(keys)
         owner = Known("", "", frozenset(), "", _skip(keys), path, group)
         held = "one" if isinstance(node, str) else self._held(node, keys)
@@ -204,12 +204,12 @@ class _Roles:
                 self._collect(child, inner, "", seated, may_be_state=True)
 
     def _held(self, node: tree.Node, keys: Keys) -> Literal["one", "several", "either"]:
-        """How many optimizers the states in `node` are of.
+        """Returns the number of optimizers in `node`: one, several, or either.
 
         A chain is a tuple of states, or a dict (`named_chain`), and so are optimizers
-        beside each other. A tuple is a chain unless its elements have moments of
-        different parameters. Where the parameters do not tell, as those of two equal
-        networks, a tuple of complete optimizers may be either.
+        side by side. A tuple is a chain unless its elements have moments of different
+        parameters. If the parameters do not decide, as for two equal networks, a tuple
+        of complete optimizers may be either.
         """
         by_key = {
             key: child
@@ -229,7 +229,7 @@ class _Roles:
             is_holder = are_states and is_own and len(nodes) == len(node.children)
             return "several" if is_holder else "one"
         if node.type == "list":
-            return "several"  # optax makes none
+            return "several"  # optax creates no lists
         complete = [
             child for child in nodes if state_optimizer_states.is_complete(child)
         ]
@@ -272,10 +272,10 @@ class _Roles:
                 and not known.isdisjoint((f"{beside}params/", f"{beside}target/"))
             )
             return "one" if is_of_params or len(complete) < 2 else "several"
-        return "several"  # which their names tell apart
+        return "several"  # distinguished by their names
 
     def _held_without_classes(self, node: tree.Node) -> Literal["one", "several"]:
-        """See `_training.held`; for a dict without states of known classes in it."""
+        """Counts the optimizers in a dict without states of known classes."""
         if self._is_unnamed_state(node) or state_optimizer_states.has_indices(node):
             return "one"
         nodes = [child for child in node.children if isinstance(child, tree.Node)]
@@ -291,14 +291,14 @@ class _Roles:
         is_full: bool,
         are_complete: bool,
     ) -> Literal["one", "several", "either"]:
-        """See `_training.held`.
+        """Counts the optimizers in a tuple.
 
         Args:
             carriers: The elements with moments.
             keys: Of the tuple.
-            n_elements: How many elements it has.
-            is_full: Whether each element has moments or is complete.
-            are_complete: Whether each element may be a whole optimizer.
+            n_elements: The number of elements.
+            is_full: True if each element has moments or is complete.
+            are_complete: True if each element may be a whole optimizer.
         """
         beside = _beside(keys)
         mirrors = self._mirrors(carriers, keys)
@@ -309,7 +309,7 @@ class _Roles:
         params = f"{beside}params/"
         are_branches = all(r.startswith(params) and r != params for r in roots)
         if is_full and roots and are_branches and len(roots) == n_elements:
-            return "several"  # one for each of equal networks
+            return "several"  # one for each of several equal networks
         are_groups = any(
             one.is_masked and other.is_masked and one.params.isdisjoint(other.params)
             for one, other in pairs
@@ -329,7 +329,7 @@ class _Roles:
         return "either"
 
     def _are_apart(self, one: _Mirror, other: _Mirror) -> bool:
-        """Whether two states surely have moments of different parameters."""
+        """Returns True if two states certainly have moments of different parameters."""
         is_masked = one.is_masked or other.is_masked
         if not one.roots and not other.roots and not self._outside:
             return not is_masked and one.params.isdisjoint(other.params)
@@ -366,20 +366,20 @@ class _Roles:
     def _mirrors(
         self, carriers: Mapping[tree.Key, tree.Node], keys: Keys
     ) -> list[_Mirror]:
-        """The parameters of each element with moments, of a container at `keys`."""
+        """Returns the parameters of each element with moments of a container."""
         return [
             self._mirror(child, (*keys, key), _beside(keys))
             for key, child in carriers.items()
         ]
 
     def _mirror(self, node: tree.Node, keys: Keys, beside: LeafPath) -> _Mirror:
-        """The parameters that `node` has moments of.
+        """Returns the parameters mirrored by the moments in `node`.
 
         Args:
             node: An optimizer, or a transform's state.
-            keys: Its keys.
-            beside: How paths begin of all that stands beside the optimizer; parameters
-                elsewhere are considered if there are none of them here.
+            keys: The keys of `node`.
+            beside: Path prefix of all leaves beside the optimizer; parameters elsewhere
+                count only if none match here.
         """
         part = _Roles("")
         part._types = self._types
@@ -402,7 +402,7 @@ class _Roles:
             roots = {r for r in roots if all(r + p in outside for p in params)}
             roots = {root for root in roots if root.startswith(beside)} or roots
             if roots:
-                # A moving average has the paths of the parameters, too.
+                # A moving average has the same paths as the parameters.
                 own = {root for root in roots if not _COPY.search(root, len(beside))}
                 return _Mirror(frozenset(own or roots), frozenset(params), is_masked)
         every = itertools.chain.from_iterable(by_field.values())
@@ -412,7 +412,7 @@ class _Roles:
     def _outside_set(self) -> frozenset[LeafPath]:
         return frozenset(self._outside)
 
-    # -- which containers in them are the states of transforms --
+    # -- finding the states of transforms --
 
     def _collect(
         self,
@@ -423,14 +423,14 @@ class _Roles:
         *,
         may_be_state: bool,
     ) -> None:
-        """Adds what is known of the leaves of `node`.
+        """Adds the facts about the leaves of `node`.
 
         Args:
             node: A container or a leaf, in an optimizer.
-            keys: Its keys.
-            prefix: Path that the leaves of `node` lack at their beginning.
-            owner: What is known of the leaves right in it, if it is no state.
-            may_be_state: Whether a transform's state may stand here, of any class.
+            keys: The keys of `node`.
+            prefix: Path missing at the start of the leaf paths in `node`.
+            owner: Facts about the direct leaves of `node` if it is not a state.
+            may_be_state: True if a transform's state of any class may be at this place.
         """
         if isinstance(node, str):
             self._found[prefix + node] = owner
@@ -466,11 +466,12 @@ class _Roles:
                 )
 
     def _is_transform(self, node: tree.Node, may_be_state: bool) -> bool:
-        """Whether `node` is the state of a transform, and no container of parameters.
+        """Returns True for a transform's state, False for a container of parameters.
 
-        States of optax are known by their names. Those of others are classes with
-        fields that stand where an optimizer has states, and not among the parameters.
-        A field such as `mu` has no states in it, whatever the class of the parameters.
+        States of optax are recognised by name. States of other libraries are classes
+        with fields, at a place where an optimizer has states and not among the
+        parameters. A field such as `mu` contains no states, whatever the class of the
+        parameters.
         """
         if state_optimizer_states.is_state_of_optax(node):
             return True
@@ -481,10 +482,10 @@ class _Roles:
         )
 
     def _is_unnamed_state(self, node: tree.Node) -> bool:
-        """Whether `node` is a dict with the fields of a state of optax.
+        """Returns True for a dict with the fields of an optax state.
 
-        So states look that have lost their classes, as in `nnx.state(optimizer)` and
-        `flax.serialization.to_state_dict`.
+        States look like this after losing their classes, as in `nnx.state(optimizer)`
+        and `flax.serialization.to_state_dict`.
         """
         if (
             node.is_box
@@ -516,7 +517,7 @@ class _Roles:
 
 
 def _beside(keys: Keys) -> LeafPath:
-    """How the paths of all leaves begin that stand beside the container at `keys`."""
+    """Returns the path prefix of all leaves beside the container at `keys`."""
     return tree.join(keys[:-1]) + "/" if keys[:-1] else ""
 
 

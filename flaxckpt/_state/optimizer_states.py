@@ -1,6 +1,6 @@
-"""Which containers are states of optax, or of transforms of others.
+"""Recognises containers as states of optax, or of other libraries' transforms.
 
-Structures have the names of classes only: what is said here is said by these names.
+Structures contain only the names of classes, so recognition is by name.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _STATES_WITHOUT_SUFFIX = frozenset(("ApplyEvery", "WeightDecaySchedule"))
 
 
 def holds_states(field: tree.Key) -> bool:
-    """Whether a field is one of those in which transforms keep the states of others."""
+    """Returns True for a field that holds the states of other transforms."""
     return "state" in str(field.name)
 
 
 def leaves(node: tree.Node | LeafPath) -> Iterator[LeafPath]:
-    """The paths of all leaves in `node`."""
+    """Yields the paths of all leaves in `node`."""
     if isinstance(node, str):
         yield node
         return
@@ -30,12 +30,12 @@ def leaves(node: tree.Node | LeafPath) -> Iterator[LeafPath]:
 
 
 def class_name(node: tree.Node) -> str:
-    """The name of a container's class, without its module."""
+    """Returns the name of a container's class, without its module."""
     return node.type.partition(":")[2]
 
 
 def is_plain(node: tree.Node) -> bool:
-    """Whether `node` is a box, or a container that has no fields of its own."""
+    """Returns True for a box, or a container without named fields."""
     return (
         node.is_box
         or ":" not in node.type
@@ -44,15 +44,15 @@ def is_plain(node: tree.Node) -> bool:
 
 
 def is_state_of_optax(node: tree.Node) -> bool:
-    """Whether `node` is a state of one of optax's transforms, by its class."""
-    # LookaheadParams, for one, is a named tuple of optax that holds parameters.
+    """Returns True for the state of an optax transform, by its class name."""
+    # LookaheadParams, for example, is an optax named tuple of parameters.
     return node.type.startswith("optax") and (
         node.type.endswith("State") or class_name(node) in _STATES_WITHOUT_SUFFIX
     )
 
 
 def is_complete(node: tree.Node) -> bool:
-    """Whether `node` may be the state of a whole optimizer: a tuple, or a wrapper."""
+    """Returns True for a possible state of a whole optimizer: a tuple, or a wrapper."""
     if node.type == "tuple":
         return bool(node.children)
     return any(
@@ -62,7 +62,7 @@ def is_complete(node: tree.Node) -> bool:
 
 
 def may_be_several(node: tree.Node) -> bool:
-    """Whether a stored tuple may hold several whole optimizers and nothing else.
+    """Returns True if a stored tuple may consist of several whole optimizers.
 
     Orbax writes tuples as lists, Flax's `to_state_dict` as dicts.
     """
@@ -84,14 +84,14 @@ def _is_like_tuple(node: tree.Node) -> bool:
 
 
 def is_masked(node: tree.Node) -> bool:
-    """Whether there are placeholders of parameters in `node`."""
+    """Returns True if `node` contains placeholders of parameters."""
     return node.type.endswith(":MaskedNode") or any(
         isinstance(child, tree.Node) and is_masked(child) for child in node.children
     )
 
 
 def has_state_class(node: tree.Node) -> bool:
-    """Whether there is a state of a class, or a tuple, anywhere in `node`."""
+    """Returns True if `node` contains a state with a class, or a tuple."""
     return any(
         isinstance(child, tree.Node)
         and (not is_plain(child) or child.type == "tuple" or has_state_class(child))
@@ -100,12 +100,12 @@ def has_state_class(node: tree.Node) -> bool:
 
 
 def has_indices(node: tree.Node) -> bool:
-    """Whether the keys of a dict are those of a tuple that it was made of."""
+    """Returns True if a dict has the keys of a tuple's indices."""
     return all(str(key.name).isdecimal() for key in node.keys)
 
 
 def is_chain(node: tree.Node) -> bool:
-    """Whether `node` is a tuple of nothing but states of optax, and such tuples."""
+    """Returns True for a tuple of optax states, and of such tuples, only."""
     return (
         node.type == "tuple"
         and all(
@@ -123,7 +123,7 @@ def is_chain(node: tree.Node) -> bool:
 
 @functools.lru_cache(maxsize=4)
 def fields_of_states(modules: tuple[str, ...]) -> frozenset[frozenset[str]]:
-    """The names of the fields of each state that is a class in modules of optax."""
+    """Returns the field names of each state class in optax modules."""
     return frozenset(
         frozenset(fields)
         for module in modules
@@ -135,7 +135,7 @@ def fields_of_states(modules: tuple[str, ...]) -> frozenset[frozenset[str]]:
 
 @functools.cache
 def is_gone(type_name: str) -> bool:
-    """Whether a class was optax's, and optax has none of its name: it was renamed."""
+    """Returns True for the name of a class that optax has removed or renamed."""
     module, _, name = type_name.partition(":")
     return module.startswith("optax") and not any(
         hasattr(found, name)

@@ -1,4 +1,4 @@
-"""How many steps a state says that it has done, and how many batches are gone."""
+"""Step counters of states, and batches consumed from datasets."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _log = logging.getLogger(__name__)
 
 
 def whole(step: Any) -> int:
-    """A step number as an int: of an int, a whole float, or an array without axes.
+    """Converts a step number to an int: an int, a whole float, or a 0-d array.
 
     Raises:
-        OptionError: It is no whole number.
+        OptionError: `step` is not a whole number.
     """
     number = None
-    with contextlib.suppress(Exception):  # whatever arrays of others say to that
+    with contextlib.suppress(Exception):  # others' arrays may raise anything
         if np.ndim(step) == 0 and not isinstance(step, str | bytes):
             number = int(step)
     is_bool = isinstance(step, bool) or getattr(step, "dtype", None) == np.bool_
@@ -35,20 +35,20 @@ def whole(step: Any) -> int:
 
 
 def check(state: PyTree, completed: int, *, offset: int = 0) -> None:
-    """Refuses a state that counts its steps, and has done another number of them.
+    """Raises OptionError if the state's step counters disagree with the loop's step.
 
-    Looked at are `step` of the state (`TrainState`, a dict) and, where a state is a
-    tuple, list or dict of several things (an NNX model and its optimizer), of each. One
-    that agrees is enough: the networks of a GAN may be trained in turns. This waits for
-    the step that computes the counter.
+    Reads `step` of the state (`TrainState`, a dict) and, for a tuple, list or dict of
+    several objects (an NNX model and its optimizer), of each element. A single counter
+    that agrees is enough: the networks of a GAN may be trained in turns. Waits for the
+    training step that computes the counter.
 
     Args:
-        state: What is to be saved.
-        completed: How many steps the loop has completed.
-        offset: What was added to the step that the loop has passed: 1 for an index.
+        state: The state to save.
+        completed: The number of steps the loop has completed.
+        offset: The number added to the step that the loop passed: 1 for an index.
 
     Raises:
-        OptionError: None agrees.
+        OptionError: No counter agrees.
     """
     counts = found(state)
     if counts and completed not in counts.values():
@@ -59,7 +59,7 @@ def check(state: PyTree, completed: int, *, offset: int = 0) -> None:
 
 
 def _hint(counts: Mapping[str, int], completed: int, offset: int) -> str:
-    """How to have the loop agree with the counters of the state."""
+    """Returns advice on how to make the loop agree with the state's counters."""
     ahead = [name for name, count in counts.items() if count == completed + 1]
     if ahead and not offset:
         return (
@@ -81,13 +81,13 @@ def _hint(counts: Mapping[str, int], completed: int, offset: int) -> str:
 
 
 def mismatch(state: PyTree, step: int) -> str:
-    """What the counters of a restored state say, if none says `step`; else nothing."""
+    """Describes a restored state's counters if none equals `step`; else empty."""
     counts = found(state)
     return "" if not counts or step in counts.values() else _listed(counts)
 
 
 def found(state: PyTree) -> dict[str, int]:
-    """Path of each step counter of a state -> its value."""
+    """Returns the value of each step counter of a state, by path."""
     return dict(_found(state))
 
 
@@ -112,42 +112,42 @@ def _found(state: PyTree) -> Iterator[tuple[str, int]]:
 
 
 def _count(step: Any) -> int | None:
-    """`step` as a number; None if it is no counter."""
+    """Returns `step` as an int; None for any value that cannot be a counter."""
     if isinstance(step, jax.Array) and not step.is_fully_addressable:
         step = step.addressable_data(0)
     try:
         value = np.asarray(step)
-    except (TypeError, ValueError, RuntimeError):  # donated arrays raise the last
+    except (TypeError, ValueError, RuntimeError):  # donated arrays raise RuntimeError
         return None
     is_counter = value.ndim == 0 and np.issubdtype(value.dtype, np.integer)
     return int(value) if is_counter else None
 
 
 class Consumption:
-    """Tells whether batches leave a dataset before the loop uses them.
+    """Detects batches that leave a dataset before the loop uses them.
 
-    A prefetcher around it takes some in advance; a run that restores the dataset's own
-    state would then skip those. From two calls follows how many batches a step takes,
-    and from the beginning, how many more are gone.
+    A prefetcher around the dataset takes batches in advance; a run that restores the
+    dataset's own state would then skip these batches. Two positions give the batches
+    per step; with the initial position, they give the batches taken in advance.
     """
 
     def __init__(self) -> None:
         self._points: list[tuple[int, int]] = []
         self._is_known = False
-        self._each: int | None = None  # batches a step takes, if that is known
+        self._each: int | None = None  # batches per step, if known
 
     def begin(self, step: int, position: int | None) -> None:
-        """Notes where the dataset stands before the loop takes the first batch."""
+        """Records the dataset's position before the loop takes the first batch."""
         self._points = [] if position is None else [(step, position)]
         self._is_known = position is None
 
     @property
     def wants(self) -> bool:
-        """Whether another position would tell more."""
+        """True if another position would add information."""
         return bool(self._points) and not self._is_known
 
     def note(self, step: int, position: int | None) -> None:
-        """Notes where it stands after a step; warns once if it has run ahead."""
+        """Records the position after a step; warns once if the dataset is ahead."""
         if position is None or step <= self._points[-1][0]:
             return
         self._points.append((step, position))
@@ -168,10 +168,10 @@ class Consumption:
             )
 
     def check_end(self, step: int, position: int | None) -> None:
-        """Warns if batches were taken since the last step that was reported."""
+        """Warns if batches were taken since the last reported step."""
         each = self._each
         if each is None and len(self._points) == 2 and not self._is_known:
-            # Too many, if some were taken in advance: then nothing is said.
+            # Too many if some were taken in advance: then there is no warning.
             (start, begun), (first, before) = self._points
             each = (before - begun) // (first - start)
         if not each or position is None:

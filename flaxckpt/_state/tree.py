@@ -1,7 +1,7 @@
-"""A pytree as named leaves plus a description of its nodes, and back again.
+"""Splits a pytree into named leaves and a description of its nodes, and rebuilds it.
 
-`flatten` walks a state once. What it returns makes the same classes again in this
-process; `_state.treedef` writes them down, so that a later one can.
+`flatten` walks a state once. Its result rebuilds the same classes in this process;
+`_state.treedef` writes it to JSON for later processes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ MAX_DEPTH = 64
 """Deepest nesting of containers that is saved or read; real states stay below 20."""
 
 _MAX_KEYS = 32
-"""Most keys on the way to a leaf of a state."""
+"""The maximal number of keys of a leaf."""
 
 _MAX_STATIC_BYTES = 32 * 2**20
-"""Most text in the static fields of a state: half of what a manifest may have."""
+"""Limit on the text in static fields of a state: half of a manifest's limit."""
 
 
 class Key(NamedTuple):
-    """One step on the way to a leaf.
+    """A key in the path of a leaf.
 
     Attributes:
         name: Dictionary key, attribute name or index.
@@ -46,15 +46,16 @@ Rebuild: TypeAlias = Callable[[Sequence[Key], Sequence[Any]], Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
-    """One container of a pytree.
+    """A container of a pytree.
 
     Attributes:
         type: `dict`, `list`, `tuple`, `None`, or `module:qualname` of the class.
-        keys: How each child is reached.
+        keys: The key of each child.
         children: A `Node` for a container, the leaf path for a leaf.
-        rebuild: Makes the container anew from its keys and its children's values.
-        static: Its JSON-able fields that are no children (`DynamicScale.factor`).
-        is_box: A wrapper around one value, such as `nnx.Param`; not part of the path.
+        rebuild: Rebuilds the container from its keys and its children's values.
+        static: Fields other than children, in JSON types (`DynamicScale.factor`).
+        is_box: True for a wrapper of a single value, such as `nnx.Param`; not part of
+            the path.
     """
 
     type: str
@@ -69,9 +70,9 @@ class Entry(NamedTuple):
     """A leaf, or an empty container, in the table of a state.
 
     Attributes:
-        keys: The way to it, boxes left out.
-        value: The leaf itself; of an empty container, the container.
-        is_empty: Whether it is a container without children: `None`, `{}`, …
+        keys: The keys of the leaf, without boxes.
+        value: The leaf or the empty container itself.
+        is_empty: True for a container without children: `None`, `{}`, …
     """
 
     keys: tuple[Key, ...]
@@ -81,11 +82,11 @@ class Entry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatTree:
-    """What `flatten` makes of a pytree.
+    """A flattened pytree.
 
     Attributes:
         entries: Leaf path -> leaf, in the order of the tree, empty containers included.
-        structure: The containers; a bare leaf path if the tree is one leaf.
+        structure: The containers; a bare leaf path if the tree is a leaf.
     """
 
     entries: dict[LeafPath, Entry]
@@ -93,17 +94,16 @@ class FlatTree:
 
 
 def join(keys: Sequence[Key]) -> LeafPath:
-    """The leaf path of `keys`; `/` and `%` inside a key are percent-escaped."""
+    """Joins `keys` to a leaf path; `/` and `%` inside a key are percent-escaped."""
     return "/".join([_escape(str(key.name)) for key in keys])
 
 
 BOX_FIELDS = ("value", "raw_value")
-"""What Orbax calls the value in a box, or in a variable of NNX; Flax 0.8 had the
-second name."""
+"""Orbax's names for the value in a box or an NNX variable; Flax 0.8 used the second."""
 
 
 def without_box(path: LeafPath) -> LeafPath:
-    """The path of a stored leaf without the name of its box's field."""
+    """Returns the path of a stored leaf without the field name of its box."""
     outer, _, name = path.rpartition("/")
     return outer if outer and name in BOX_FIELDS else path
 
@@ -115,33 +115,33 @@ def _escape(name: str) -> str:
 
 
 def unescape(part: LeafPath) -> str:
-    """The key that is one part of a leaf path."""
+    """Returns the key for a part of a leaf path."""
     return part.replace("%2F", "/").replace("%25", "%")
 
 
 def keys(path: Sequence[Any]) -> tuple[Key, ...]:
-    """A path of `jax.tree_util` as our keys."""
+    """Converts a path of `jax.tree_util` to our keys."""
     return tuple(_key(key, i) for i, key in enumerate(path))
 
 
 def check_nesting(tree: PyTree, is_leaf: Callable[[object], bool]) -> None:
-    """Refuses a tree that contains itself, or is nested too deep.
+    """Raises LeafNameError if a tree contains itself or is nested too deep.
 
-    To be called before jax flattens a tree of a user: a `RecursionError` in there
-    leaves Python with less stack for the rest of the program.
+    Call this before jax flattens a user's tree: a `RecursionError` inside jax leaves
+    Python with less stack for the rest of the program.
 
     Args:
         tree: Any pytree.
-        is_leaf: Whether a node is taken for a leaf.
+        is_leaf: Returns True for a node that counts as a leaf.
 
     Raises:
-        LeafNameError: Where it contains itself, or which leaf is too deep.
+        LeafNameError: Names the container or the leaf.
     """
     leaf_types: set[type] = set()
     level = {id(tree): tree}
     for _ in range(MAX_DEPTH + 1):
-        # Shared containers are looked at once a level, so that nothing grows without
-        # end; leaves are left out by their class, as most of them are of few classes.
+        # Shared containers are visited once per level, which bounds the work; leaves
+        # are skipped by class, as most of them have the same few classes.
         level = {
             id(child): child
             for node in level.values()
@@ -173,7 +173,7 @@ def _children(
 
 
 def _too_deep(tree: PyTree, is_leaf: Callable[[object], bool]) -> tuple[LeafPath, str]:
-    """Where a tree contains itself, or which of its leaves is too deep; and why."""
+    """Returns the path of a cycle or of the deepest leaf, and a description."""
     found = _find_fault(tree, (), {}, set(), is_leaf)
     keys, first = found or ((), None)
     if first is None:
@@ -190,16 +190,16 @@ def _find_fault(
     done: set[int],
     is_leaf: Callable[[object], bool],
 ) -> tuple[tuple[Key, ...], tuple[Key, ...] | None] | None:
-    """The keys of a node that is one of those above it, and the keys of that one.
+    """Returns the keys of a node that is its own ancestor, and the ancestor's keys.
 
-    Or the keys of a node that is too deep, and None.
+    For a node that is too deep, returns its keys and None.
 
     Args:
-        node: Where to look.
-        keys: The way to it.
-        above: The containers above it: `id` -> keys.
-        done: Containers that are known to be in no cycle.
-        is_leaf: Whether a node is taken for a leaf.
+        node: The node to search.
+        keys: The keys of the node.
+        above: The containers above the node: `id` -> keys.
+        done: Containers that are not in a cycle.
+        is_leaf: Returns True for a node that counts as a leaf.
     """
     if id(node) in done:
         return None
@@ -224,10 +224,10 @@ def flatten(tree: PyTree, *, boxes: tuple[type, ...] = ()) -> FlatTree:
 
     Args:
         tree: Any pytree. A dictionary keeps its order and its integer keys.
-        boxes: Classes that wrap one value and add nothing to its leaf path.
+        boxes: Classes that wrap a single value, absent from leaf paths.
 
     Raises:
-        LeafNameError: Two leaves have one path, a key is neither str nor int, or
+        LeafNameError: Two leaves have the same path, a key is neither str nor int, or
             containers are nested too deep.
         UnsupportedLeafError: Static fields take too much text.
     """
@@ -241,13 +241,12 @@ def walk(
     *,
     boxes: tuple[type, ...] = (),
 ) -> Node | LeafPath:
-    """Like `flatten`, but hands each leaf to `enter` and returns the structure only.
+    """Passes each leaf to `enter` and returns only the structure.
 
     Raises:
-        LeafNameError, UnsupportedLeafError: As for `flatten`; not all leaves have been
-            entered then.
+        LeafNameError, UnsupportedLeafError: As for `flatten`; leaves may be missing.
     """
-    # Most names recur, in a parameter and its moments: let their keys be one object.
+    # Most keys recur, in a parameter and its moments, so share the objects.
     make_key = functools.lru_cache(maxsize=None, typed=True)(Key)
     walker = _Walker(enter, boxes, make_key, set(), set(), {}, [0])
     structure = _visit(walker, tree, (), "", 0)
@@ -260,10 +259,10 @@ def walk(
 
 
 class _Walker(NamedTuple):
-    """What is known all over a tree.
+    """State of a walk over a tree.
 
-    No closure takes its place: one that calls itself would be kept, and the leaves
-    with it, until the garbage collector comes by.
+    A recursive closure instead would keep itself and the leaves alive until the garbage
+    collector runs.
     """
 
     enter: Callable[[LeafPath, Entry], None]
@@ -272,7 +271,7 @@ class _Walker(NamedTuple):
     leaf_types: set[type]
     seen: set[LeafPath]
     faults: dict[str, str]
-    static_bytes: list[int]  # one number, of all static fields so far
+    static_bytes: list[int]  # a single number: the total of all static fields so far
 
 
 def _visit(
@@ -284,7 +283,7 @@ def _visit(
             f"Flatten the state: readers take {_MAX_KEYS - 1} keys, and {MAX_DEPTH}"
             " containers with boxes and modules.",
         )
-    # Whether a value is a leaf is decided by its class alone, in jax too.
+    # The class alone decides if a value is a leaf, as in jax.
     is_leaf = type(value) in walker.leaf_types
     parts = None if is_leaf else _decompose(value, walker.boxes, walker.make_key)
     if parts is None or not parts.children:
@@ -327,12 +326,12 @@ def _visit(
 
 
 def _count_static(walker: _Walker, path: LeafPath, static: Mapping[str, JSON]) -> None:
-    """Refuses static fields that take more text than all of a state may have.
+    """Raises UnsupportedLeafError if static fields exceed the limit on text.
 
-    So are those with text that would not come back.
+    Also for text that JSON would not return unchanged.
 
     Raises:
-        UnsupportedLeafError: The field at fault.
+        UnsupportedLeafError: Names the field.
     """
     [total] = walker.static_bytes
     for name, field in static.items():
@@ -354,14 +353,14 @@ def _count_static(walker: _Walker, path: LeafPath, static: Mapping[str, JSON]) -
 
 
 _SHORT = 1000
-"""Characters up to which an estimate of their JSON is good enough."""
+"""Below this length in characters, an estimate of the JSON size is enough."""
 
 
 def _static_bytes(field: JSON) -> int:
-    """About how many bytes a static field takes as JSON; exact if it is long.
+    """Estimates the size of a static field as JSON; exact for long strings.
 
     Raises:
-        ValueError: JSON would give back another text.
+        ValueError: JSON would return another text.
     """
     if isinstance(field, str):
         _util.json_limits.text(field, "it")
@@ -385,7 +384,7 @@ def unflatten(structure: Node | LeafPath, values: Mapping[LeafPath, Any]) -> PyT
 def key_paths(
     structure: Node | LeafPath, keys: tuple[Key, ...] = ()
 ) -> Iterator[tuple[LeafPath, tuple[Key, ...]]]:
-    """The leaves and empty containers of `structure`, each with its keys, in order."""
+    """Yields the path and keys of each leaf and empty container, in order."""
     if isinstance(structure, str) or not structure.children:
         yield join(keys), keys
         return
@@ -394,7 +393,7 @@ def key_paths(
 
 
 def boxed(structure: Node | LeafPath, *, is_box: bool = False) -> Iterator[LeafPath]:
-    """The leaves of `structure` that are in boxes."""
+    """Yields the leaves of `structure` that are in boxes."""
     if isinstance(structure, str):
         if is_box:
             yield structure
@@ -406,10 +405,10 @@ def boxed(structure: Node | LeafPath, *, is_box: bool = False) -> Iterator[LeafP
 def plain_structure(
     leaves: Iterable[tuple[LeafPath, tuple[Key, ...], str | None]],
 ) -> Node | LeafPath:
-    """Dicts and lists for leaves whose containers are not recorded.
+    """Builds dicts and lists for leaves without recorded containers.
 
     Args:
-        leaves: For each its leaf path, its keys, and None; or, of an empty container,
+        leaves: Leaf path, keys, and None for each leaf; or, for an empty container,
             its type: `None`, `dict`, `list` or `tuple`.
     """
     nested: dict[Key, Any] = {}
@@ -429,7 +428,7 @@ def plain_node(
     names: Iterable[str | int],
     children: tuple[Node | LeafPath, ...],
 ) -> Node:
-    """A dict, or a list."""
+    """Returns a dict or a list."""
     key_kind: Literal["key", "index"] = "key" if kind == "dict" else "index"
     keys = tuple(Key(name, key_kind) for name in names)
     return Node(kind, keys, children, MAKERS[kind])
@@ -447,7 +446,7 @@ def _plain_node(nested: Mapping[Key, Any]) -> Node:
 
 
 def empty_node(type_name: str) -> Node:
-    """An empty container: `None`, `dict`, `list` or `tuple`."""
+    """Returns an empty container: `None`, `dict`, `list` or `tuple`."""
     return Node(type_name, (), (), MAKERS[type_name])
 
 
@@ -463,7 +462,7 @@ class _Parts(NamedTuple):
 def _decompose(
     value: Any, boxes: tuple[type, ...], make_key: Callable[[Any, Any], Key]
 ) -> _Parts | None:
-    """One level of `value`, or None if it is a leaf."""
+    """Splits the top level of `value` into children; None for a leaf."""
     cls = type(value)
     if value is None:
         return _Parts("None", (), (), _make_none, {}, False)
@@ -506,7 +505,7 @@ MAKERS: dict[str, Rebuild] = {
 
 def _decompose_registered(value: Any, boxes: tuple[type, ...]) -> _Parts | None:
     treedef: Any  # jax declares no attributes of it
-    # All but the first node are leaves, even if a child is `value` itself.
+    # Treat all nodes after the first as leaves, even if a child is `value` itself.
     seen = iter((False,))
     found, treedef = jax.tree_util.tree_flatten_with_path(
         value, is_leaf=lambda _: next(seen, True)
@@ -564,14 +563,14 @@ def _static_fields(
 _NOT_JSON: Any = object()
 
 _MAX_INT_BITS = 2**13
-"""Of which Python parses all; 4,300 digits are its limit."""
+"""Python parses every int of this size; its limit is 4,300 digits."""
 
 
 def _as_json(value: Any, depth: int = 0) -> Any:
-    """`value` as JSON holds it, tuples as lists; `_NOT_JSON` if it has no such form.
+    """Converts `value` to JSON types; `_NOT_JSON` if not possible.
 
-    Nor have an int of more digits than Python parses, and a list that is nested too
-    deep, or contains itself.
+    Not possible either for an int with more digits than Python parses, and for a list
+    that is nested too deep or contains itself.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -583,7 +582,7 @@ def _as_json(value: Any, depth: int = 0) -> Any:
         items = []
         for item in value:
             items.append(_as_json(item, depth + 1))
-            if items[-1] is _NOT_JSON:  # at once: a list may hold itself twice
+            if items[-1] is _NOT_JSON:  # immediately: a list may contain itself twice
                 return _NOT_JSON
         return items
     return _NOT_JSON

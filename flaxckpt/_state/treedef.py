@@ -1,6 +1,6 @@
-"""The containers of a pytree written down in JSON, and read back.
+"""Writes the containers of a pytree to JSON, and reads them back.
 
-Nothing in what is read is trusted: only classes that the caller knows are made.
+The JSON is untrusted: only classes known to the caller are built.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from flaxckpt._types import JSON, LeafPath
 Resolve: TypeAlias = Callable[
     [str], Callable[[dict[str | int, Any], Mapping[str, JSON]], Any] | None
 ]
-"""Class name -> how to build it from named children and static fields, if known."""
+"""Class name -> builder from named children and static fields, or None."""
 
 
 def to_json(structure: tree.Node | LeafPath) -> JSON:
     """Describes `structure` in JSON; `from_json` is the inverse.
 
-    A leaf is its path as a string. A container is `[type, keys, children]`, with
-    the static fields as a fourth element where it has any; an `int` among the keys
-    of a mapping stays one. A box is marked by keys of `null`.
+    A leaf is its path as a string. A container is `[type, keys, children]`, with any
+    static fields as a fourth element; an `int` key of a mapping stays an `int`. A box
+    has `null` instead of keys.
     """
     if isinstance(structure, str):
         return structure
@@ -33,16 +33,16 @@ def to_json(structure: tree.Node | LeafPath) -> JSON:
 
 
 def from_json(data: JSON, resolve: Resolve, unknown: set[str]) -> tree.Node | LeafPath:
-    """Reads what `to_json` wrote.
+    """Reads a description written by `to_json`.
 
     Args:
-        data: The description. It comes from a file, so nothing in it is trusted.
-        resolve: Finds the builder of a class; only classes it knows are made.
-        unknown: Gets the names of classes that `resolve` does not know. Such a
-            container becomes a dict, or a list if its children have no names.
+        data: The description, from an untrusted file.
+        resolve: Finds the builder of a class; other classes are never built.
+        unknown: Receives the class names that `resolve` does not know. Such a container
+            becomes a dict, or a list if its children have no names.
 
     Raises:
-        ValueError: `data` is not such a description.
+        ValueError: `data` is not a valid description.
     """
     return _from_json(data, resolve, unknown, depth=0)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flaxckpt import _storage, errors
-from flaxckpt._steps import markers, names
+from flaxckpt._steps import index, markers, names
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def tidy(root: Path, step_format: names.StepFormat, items: Sequence[str]) -> Non
         # Replacing a file leaves something only where it takes a rename.
         inside = items if _storage.of(root).can_rename else ()
         directories = [root / name for name in inside]
-        for step in names.listed(root, step_format).values():
+        for step in index.listed(root, step_format).values():
             directories += [step, *(step / name for name in inside)]
         for directory in directories:
             if not directory.is_symlink():

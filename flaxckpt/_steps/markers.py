@@ -56,17 +56,14 @@ class Marks(NamedTuple):
     waiting: bool
 
 
-def of(path: Path, *, dataset: str) -> Marks:
-    """Looks at the step `path`, once.
+def of(path: Path, names: Collection[str], *, dataset: str) -> Marks:
+    """Returns the marks of the step at `path`.
 
     Args:
         path: Its directory.
-        dataset: What that of a dataset's state is called in it.
+        names: The names of what is directly in it.
+        dataset: The name that the directory of a dataset's state has in it.
     """
-    try:
-        names = set(_storage.local.names(path))
-    except FileNotFoundError:  # just deleted
-        names = set()
     reading = [name for name in names if name.startswith(_storage.leases.READING)]
     return Marks(
         PIN in names,

@@ -1,20 +1,28 @@
-"""The steps under a run directory: what they are called, and which are there.
-
-Listing reads names only: a directory is committed by being renamed to its name.
-"""
+"""The names of steps: formats, numbers and prefixes."""
 
 from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from flaxckpt import _storage, _util, errors
-from flaxckpt._steps import markers
+from flaxckpt import _util, errors
+
+Number: TypeAlias = Callable[[str], int | None]
+"""Returns the step that a name means; None if it means none."""
 
 _FIELD = re.compile(r"\{step(?::0(\d+)d)?\}")
+
+_ANY_NAME = re.compile(r"(?:.*(?<![0-9]\.)(?<![0-9]))?([0-9]{1,18})", re.DOTALL)
+
+_USUAL_PREFIX = re.compile(
+    r"(?:checkpoint|ckpt|step)?[-_]?|checkpoint\.npz-|streaming_.*_", re.DOTALL
+)
+
+_T5X_TEMPORARY = re.compile(r"\.tmp-[0-9]+")
+"""How T5X ends the name of a step that is not finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,40 +86,28 @@ def check(step: Any) -> int:
     return number
 
 
-def listed(root: Path, step_format: StepFormat) -> dict[int, Path]:
-    """The committed steps under `root` that are not marked as damaged, ascending.
-
-    A directory that is empty is none: nothing of ours or Orbax's is ever committed
-    empty.
-    """
-    with _storage.permissions.explained(root):
-        return _told_apart(root, step_format)[0]
+def number(name: str) -> int | None:
+    """The number in which a name ends, as the names of steps do; None if none."""
+    match = _ANY_NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
-def damaged(root: Path, step_format: StepFormat) -> dict[int, Path]:
-    """The steps under `root` that are marked as damaged, ascending."""
-    with _storage.permissions.explained(root):
-        return _told_apart(root, step_format)[1]
+def prefix(name: str) -> str:
+    """The part of a name before its final number."""
+    match = _ANY_NAME.fullmatch(name)
+    return name[: match.start(1)] if match else name
 
 
-def _told_apart(
-    root: Path, step_format: StepFormat
-) -> tuple[dict[int, Path], dict[int, Path]]:
-    """The steps under `root` that are not marked as damaged, and those that are."""
-    found: tuple[dict[int, Path], dict[int, Path]] = {}, {}
-    storage = _storage.of(root)
-    try:
-        contents = storage.contents(
-            root, lambda name: step_format.step(name) is not None
-        )
-    except FileNotFoundError:
-        return found
-    steps = {step_format.step(name): name for name in contents}
-    for step, name in sorted((s, n) for s, n in steps.items() if s is not None):
-        content = contents[name]
-        if content and storage.lists_committed(content, _PARTS_OF_ORBAX):
-            found[markers.DAMAGED in content][step] = root / name
-    return found
+def is_usual_prefix(text: str) -> bool:
+    """Whether the names of steps usually begin so."""
+    return _USUAL_PREFIX.fullmatch(text) is not None
 
 
-_PARTS_OF_ORBAX = ("state", "default", "_CHECKPOINT_METADATA", "_METADATA", "metrics")
+def is_usual(name: str) -> bool:
+    """Whether steps are usually called so: `3`, `step_3`, `checkpoint_3`."""
+    return number(name) is not None and is_usual_prefix(prefix(name))
+
+
+def is_temporary(name: str) -> bool:
+    """Whether T5X calls steps so that are not finished."""
+    return _T5X_TEMPORARY.search(name) is not None

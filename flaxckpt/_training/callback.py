@@ -1,29 +1,28 @@
-"""A trainer's hook: when to save, where to begin, and how to end."""
+"""`CheckpointCallback`: when a loop saves, where it begins, and how it ends."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import difflib
 import logging
 import numbers
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from flaxckpt import _state, errors
+from flaxckpt import _run, _state, _util, datasets, errors
 from flaxckpt._checkpoint.handle import SaveHandle
-from flaxckpt._run.checkpointer import Checkpointer
-from flaxckpt._training import completed_step, resume_check, start
-from flaxckpt._training.loop import Hook
+from flaxckpt._run.checkpointer import Checkpointer, session_of
+from flaxckpt._training import arguments, completed_step, held, resume_check
+from flaxckpt._training import preflight as training_preflight
+from flaxckpt._training import start as training_start
+from flaxckpt._training.completed_step import Completed
 from flaxckpt._training.preemption import Stopping
-from flaxckpt._training.signals import Grace
-from flaxckpt._training.triggers import Triggers
+from flaxckpt._training.signals import Grace, Notice
+from flaxckpt._training.triggers import Due, Triggers
 from flaxckpt._types import PathLike, PyTree
 from flaxckpt.transforms import Transform
 
@@ -78,6 +77,10 @@ class CheckpointCallback:
             the directory and its free space; `warn` only tells what it finds.
         sinks: Who is told of saves, beside those of the checkpointer.
         clock: Seconds, for `every_secs` and `grace_secs`.
+
+    Attributes:
+        checkpointer: The same.
+        last_save: The last save of this callback; None if there was none.
     """
 
     __name__ = "checkpoint"  # clu's PeriodicCallback asks its function for a name
@@ -120,37 +123,39 @@ class CheckpointCallback:
                 "temporary=True is for the saves that every_secs calls for: pass it too"
             )
         self.checkpointer = checkpointer
-        self._offset = 1 if step_is == "index" else 0
+        self.last_save: SaveHandle | None = None
+        self._session = session_of(checkpointer)
         self._stopping = Stopping(
             watches=on_preemption, exit_code=exit_code, clock=clock
         )
-        triggers = Triggers(
+        self._triggers = Triggers(
             every_steps=every_steps,
             every_secs=every_secs,
             on_steps=on_steps,
             save_first=save_first,
             clock=clock,
         )
-        self._hook = Hook(
-            checkpointer,
-            triggers,
-            self._stopping,
-            Grace(grace_secs, clock),
-            temporary=temporary,
-            save_last=save_last,
-            offset=self._offset,
-            check_step=check_step,
-            preflight=preflight,
-            sinks=sinks,
-            dataset=dataset,
-        )
+        self._grace = Grace(grace_secs, clock)
+        self._temporary = temporary
+        self._save_last = save_last
+        self._offset = 1 if step_is == "index" else 0
+        self._check_step = check_step
+        self._preflight = preflight
+        self._sinks = _run.events.sinks.listed(sinks)
+        for sink in self._sinks:
+            _run.events.sinks.check(sink)
+        self._subscribed: list[Any] = []
+        # Name -> function that returns the value that the loop does not pass.
+        self._getters: dict[str, Callable[[], Any]] = {"dataset": lambda: dataset}
+        self._asks: bool | None = None  # for the bound state, at each report
+        self._asks_metrics = True
+        self._seen = 0
+        self._began_at: int | None = None
+        self._last: Completed | None = None
+        self._restored: tuple[int, held.Trace] | None = None
+        self._consumption = _state.step_counter.Consumption()
 
-    @property
-    def last_save(self) -> SaveHandle | None:
-        """The last save of its own; None if there was none."""
-        return self._hook.last_save
-
-    # ---- in the loop --------------------------------------------------------------
+    # ---- in the loop -----------------------------------------------------------------
 
     def bind(
         self,
@@ -182,8 +187,9 @@ class CheckpointCallback:
                     f"bind wants functions, got a {type(get).__name__} for {name}:"
                     f" write bind({name}=lambda: {name})"
                 )
-        known = {name: get for name, get in given.items() if get is not None}
-        self._hook.bind(known, each_step=each_step)
+        self._getters |= {name: get for name, get in given.items() if get is not None}
+        self._asks = None if each_step else False
+        self._asks_metrics = each_step
 
     def __call__(
         self,
@@ -223,10 +229,10 @@ class CheckpointCallback:
                 the step is saved.
         """
         if others:
-            _check_others(others)
+            arguments.check_extra(others)
         completed = _state.step_counter.whole(step) + self._offset
-        is_flag, is_bound = isinstance(state, bool), "state" in self._hook.getters
-        if isinstance(state, numbers.Real) or (is_bound and _is_number(state)):
+        is_flag, is_bound = isinstance(state, bool), "state" in self._getters
+        if isinstance(state, numbers.Real) or (is_bound and arguments.is_number(state)):
             if is_flag or not is_bound:
                 raise errors.OptionError(
                     f"wanted a state at step {step}, got {state!r:.80}: pass it as"
@@ -267,10 +273,193 @@ class CheckpointCallback:
     def _after(
         self, completed: int, state: PyTree, metrics: Any, dataset: Any, force: bool
     ) -> bool:
+        """Saves the completed step if it is time; returns whether it did."""
         given = {"state": state, "metrics": metrics, "dataset": dataset}
-        return self._hook.after(completed, given, force=force)
+        self.checkpointer.events.deliver(completed - self._offset)
+        seen = Completed(completed, given, self._getters)
+        self._hold(seen)
+        if self._last is None or completed < self._last.step:
+            self._check_beginning(seen, is_forced=force)
+        time_is_up, notice = self._stopping.agreed(self._triggers)
+        due = self._triggers.due(completed, self._seen, time_is_up=time_is_up)
+        if force:
+            due = Due("forced")
+        self._seen, self._last = completed, seen
+        if notice is not None and not self._stopping.is_heeded:
+            return self._stop(seen, notice)
+        self.checkpointer.raise_if_failed()
+        if due is None:
+            return False
+        return self._save(seen, temporary=due.temporary and self._temporary)
 
-    # ---- beginning and ending -----------------------------------------------------
+    def _hold(self, seen: Completed) -> None:
+        """Keeps the parts of a step that the end of the loop may save."""
+        if not self._save_last:
+            return
+        seen.hold(
+            self._last,
+            ask=self._asks is not False,
+            ask_metrics=self._asks_metrics,
+        )
+        if self._asks is None and seen.is_bound:
+            self._asks = not (self._check_step and seen.says_itself())
+            if not self._asks:
+                seen.let_state_go()
+
+    def _check_beginning(self, seen: Completed, *, is_forced: bool) -> None:
+        """Checks at the first call that the first save will succeed and do no harm.
+
+        Raises:
+            CheckpointExistsError: The directory has steps of another run.
+            OptionError: The steps are counted from the beginning again.
+            CheckpointError: As for `save`.
+        """
+        self._start()
+        ckpt = self.checkpointer
+        self._session.check_writable("save")
+        self._seen = training_start.check(
+            ckpt, seen.step, self._began_at, again=self._last is not None
+        )
+        _run.metrics.as_metrics(seen.metrics())
+        state, dataset = seen.get("state"), seen.get("dataset")
+        if self._check_step:
+            _state.step_counter.check(state, seen.step, offset=self._offset)
+            if not is_forced:  # else it may be meant, after the state was moved
+                self._check_counted(state, seen.step)
+        if seen.fault:
+            _log.warning(
+                "the last step will not be saved at the end unless it is due: the state"
+                " has %s. Pass force=True with the last step",
+                seen.fault,
+            )
+        if self._preflight:
+            found = training_preflight.check(
+                ckpt, state, dataset, only_warn=self._preflight == "warn"
+            )
+            if found is not None and self._grace.save_secs is None:
+                self._grace.save_secs = found.total_secs
+        if self._consumption.wants:
+            self._consumption.note(seen.step, datasets.position(dataset))
+
+    def _check_counted(self, state: PyTree, step: int) -> None:
+        """Raises OptionError if the restored step is reported again with another state.
+
+        States that count their steps are compared by that.
+
+        Raises:
+            OptionError: The loop counts from 0.
+        """
+        restored, self._restored = self._restored, None
+        if restored is None or restored[0] != step or _state.step_counter.found(state):
+            return
+        if restored[1].has_changed(state):
+            raise errors.OptionError(
+                f"the run began with {step} completed steps, and the first step of the"
+                f" loop is called {step}, too, though the state has changed: each"
+                " restart would repeat a step. If the loop counts from 0, pass"
+                f" step_is='index'; else let it run over range({step + 1}, total + 1),"
+                " that is from start + 1. If no step was trained yet, pass"
+                " check_step=False"
+            )
+
+    def _start(self) -> None:
+        """Watches for signals and for the end of the checkpointer from here on."""
+        self._session.attach(self)
+        subscribe = self.checkpointer.events.subscribe
+        self._subscribed += [sink for sink in self._sinks if subscribe(sink)]
+        _begun.add(self)
+        self._stopping.begin()
+
+    def _save(self, seen: Completed, *, temporary: bool = False) -> bool:
+        step = seen.step
+        if self._session.saves.has_saved(step):
+            self._skip(step, "this run has saved or restored it already")
+            return False
+        state, dataset = seen.get("state"), seen.get("dataset")
+        if self._check_step:
+            _state.step_counter.check(state, step, offset=self._offset)
+        if self._consumption.wants:
+            self._consumption.note(step, datasets.position(dataset))
+        self._note_duration()
+        self.last_save = self.checkpointer.save(
+            step,
+            state,
+            metrics=seen.metrics(),
+            dataset=dataset,
+            on_exists=self._on_exists,
+            temporary=temporary,
+        )
+        self._triggers.restart_clock()
+        return True
+
+    @property
+    def _on_exists(self) -> Literal["error", "overwrite"]:
+        # What `restore_or_init` went back behind is damaged.
+        return "error" if self._began_at is None else "overwrite"
+
+    def _skip(self, step: int, reason: str) -> None:
+        self.checkpointer.events.emit("skipped", step, reason=reason)
+
+    def _note_duration(self) -> None:
+        """Remembers how long the last save took, for when there is little time."""
+        if self.last_save is not None and self.last_save.done():
+            with contextlib.suppress(errors.CheckpointError):  # that was told already
+                self._grace.save_secs = self.last_save.wait().total_secs
+
+    # ---- stopping --------------------------------------------------------------------
+
+    def _stop(self, seen: Completed, notice: Notice) -> bool:
+        """Saves as much as there is time for, waits for it, and leaves.
+
+        Raises:
+            SystemExit, KeyboardInterrupt: When all that could be saved is durable.
+        """
+        self._stopping.is_heeded = True
+        try:
+            self.checkpointer.wait()
+        except errors.CheckpointError as error:
+            _log.error("a save has failed, and another is tried: %s", error)
+        what, has_saved = self._save_in_time(seen, notice)
+        self.checkpointer.wait()
+        self._tell_of_stop(seen.step, notice, what)
+        if self._stopping.leaves:
+            self._last = None
+            self._end()
+            self._stopping.leave(notice)
+        return has_saved
+
+    def _save_in_time(self, seen: Completed, notice: Notice) -> tuple[str, bool]:
+        """Begins the save that there is time for.
+
+        Returns:
+            The end of the sentence "step 3 …", and whether a step was saved.
+        """
+        if self._session.saves.has_saved(seen.step):
+            return "was saved already", False
+        self._note_duration()
+        # By the first process's clock: all of them save the same.
+        if not _util.processes.gather_flags([self._grace.is_enough(notice)])[0][0]:
+            path = self.checkpointer.save_params_only(seen.step, seen.get("state"))
+            if path is not None:
+                return f"is saved without its optimizer, as {path}", False
+        try:
+            return "is saved", self._save(seen)
+        except errors.OptionError as error:
+            # A wrong step or metric must not cost what there is no more time to mend.
+            _log.error("saved all the same, without metrics: %s", error)
+            self.last_save = self.checkpointer.save(
+                seen.step,
+                seen.get("state"),
+                dataset=seen.get("dataset"),
+                on_exists=self._on_exists,
+            )
+            return "is saved", True
+
+    def _tell_of_stop(self, step: int, notice: Notice, what: str) -> None:
+        at, events = step - self._offset, self.checkpointer.events
+        self._stopping.tell(events, step, notice, what, at=at)
+
+    # ---- beginning and ending --------------------------------------------------------
 
     def restore_or_init(
         self,
@@ -312,10 +501,53 @@ class CheckpointCallback:
         Raises:
             CheckpointError: There are checkpoints, but none that fits.
         """
-        begins_from = start.Source(
-            source, source_step, source_transforms, missing, unused, optimizer
+        _state.flax_state.check_state(state)
+        if isinstance(state, str | os.PathLike):
+            raise errors.OptionError(
+                f"wanted a state to begin with, got {state!r:.80}: a checkpoint to"
+                " begin from is passed as source="
+            )
+        self._start()
+        for trainer in self._session.trainers:
+            if trainer is not self:
+                trainer.give_way()
+        if dataset is not None:
+            self._getters["dataset"] = lambda: dataset
+        dataset = self._getters["dataset"]()
+        restored, step = training_start.restore_or_init(
+            self.checkpointer,
+            state,
+            dataset=dataset,
+            source=source,
+            source_step=source_step,
+            missing=missing,
+            unused=unused,
+            optimizer=optimizer,
+            transforms=source_transforms,
         )
-        return self._hook.restore_or_init(state, begins_from, dataset)
+        self._consumption.begin(step, datasets.position(dataset))
+        self._began_at = self.checkpointer.restored_step
+        self._seen, self._last = step, None
+        if self._check_step:
+            self._note_restored(restored, step)
+        self._triggers.restart_clock()
+        return restored, step
+
+    def _note_restored(self, state: PyTree, step: int) -> None:
+        """Remembers the first state of the loop, and compares its step counter."""
+        with contextlib.suppress(TypeError, ValueError):  # a save will say more of it
+            self._restored = step, held.Trace(state)
+        if self._began_at is not None and (
+            counters := _state.step_counter.mismatch(state, step)
+        ):
+            _log.warning(
+                "step %d of %s is restored, and %s: its steps were numbered otherwise,"
+                " such as from 0. Begin the loop where the state says, or pass"
+                " check_step=False if it counts something else",
+                step,
+                self.checkpointer.directory,
+                counters,
+            )
 
     def add_metrics(self, step: int, metrics: Any) -> None:
         """Adds metrics to a committed step, as of an evaluation after its save.
@@ -356,8 +588,8 @@ class CheckpointCallback:
         Raises:
             ResumeMismatchError: Something differs; all leaves that do are named.
         """
-        self.checkpointer.check_writable("try out a resume")
-        dataset = self._hook.getters["dataset"]() if dataset is None else dataset
+        self._session.check_writable("try out a resume")
+        dataset = self._getters["dataset"]() if dataset is None else dataset
         resume_check.check(
             self.checkpointer, state, step_fn, dataset=dataset, fresh=fresh
         )
@@ -374,26 +606,74 @@ class CheckpointCallback:
             SystemExit, KeyboardInterrupt: A signal came that no call has heeded.
         """
         with contextlib.ExitStack() as last:  # each is done, whatever the others raise
-            last.callback(self.checkpointer.settle)
+            last.callback(self._session.settle)
             last.callback(self.after_close)
             last.callback(self.checkpointer.wait)
             last.callback(self.before_close)
 
     def before_close(self) -> None:
-        """What comes first when the checkpointer is closed: saves the last step."""
-        self._hook.before_close()
+        """Saves the last step; the checkpointer calls this first when it is closed."""
+        last, self._last = self._to_be_saved(), None
+        if last is None:
+            return
+        if self._session.saves.has_saved(last.step):
+            if self._temporary:
+                self.checkpointer.wait()
+                self.checkpointer.make_permanent(last.step)
+            return
+        reason = last.why_gone(check_step=self._check_step, offset=self._offset)
+        if reason:
+            _log.warning("the last step, %d, is not saved: %s", last.step, reason)
+            self._skip(last.step, reason)
+            return
+        position = datasets.position(last.get("dataset"))
+        self._consumption.check_end(last.step, position)
+        with last.as_reported():
+            self._save(last)
+
+    def _to_be_saved(self) -> Completed | None:
+        """Returns the last step, if the end of the loop saves it."""
+        last = self._last
+        is_due = self._save_last and last is not None and last.step > 0
+        return last if is_due else None
 
     def after_close(self) -> None:
-        """What comes when all is durable: signals are put back."""
-        self._hook.after_close()
+        """Puts signals back; the checkpointer calls this when all saves are durable."""
+        stopping, notice = self._stopping, self._stopping.notice
+        self._end()
+        if notice is not None and not stopping.is_heeded and stopping.leaves:
+            stopping.is_heeded = True
+            self._tell_of_stop(self._seen, notice, "is the last of the run")
+            stopping.leave(notice)
 
     def abandon(self, error: BaseException) -> None:
-        """What comes when the checkpointer's block ends by an error."""
-        self._hook.abandon(error)
+        """Saves no more; the checkpointer calls this after an error in its block."""
+        last, saves = self._last, self._session.saves
+        if last is not None and not saves.has_saved(last.step):
+            self._skip(last.step, f"the block ended by {type(error).__name__}")
+        self.give_way()
 
     def give_way(self) -> None:
-        """Saves nothing more of what was seen: another callback goes on, or nobody."""
-        self._hook.give_way()
+        """Saves no more, because another callback goes on, or none."""
+        self._last = None
+        self._end()
+
+    def _end(self) -> None:
+        self._stopping.end()
+        self._session.detach(self)
+        while self._subscribed:
+            self.checkpointer.events.unsubscribe(self._subscribed.pop())
+        _begun.discard(self)
+
+    def _warn_if_lost(self) -> None:
+        """Warns at the end of the program if the last step is not saved."""
+        last = self._to_be_saved()
+        if last is not None and not self._session.saves.has_saved(last.step):
+            _log.warning(
+                "the program ends, and step %d is not saved: close the Checkpointer or"
+                " the CheckpointCallback, best by a with block",
+                last.step,
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -410,38 +690,11 @@ class CheckpointCallback:
             self.abandon(error)
 
 
-def _is_number(state: Any) -> bool:
-    """Whether a state is an array of one number, without axes."""
-    is_array = isinstance(state, jax.Array | np.ndarray) and state.ndim == 0
-    return is_array and (
-        jnp.issubdtype(state.dtype, np.floating)
-        or jnp.issubdtype(state.dtype, np.integer)
-    )
+_begun: weakref.WeakSet[CheckpointCallback] = weakref.WeakSet()
+"""The callbacks that have begun and were not closed."""
 
 
-_ARGUMENTS = ("step", "state", "metrics", "dataset", "force")
-_CLEARLY_ALIKE = 0.85
-"""How alike a name must be to one of ours to be taken for a slip."""
-
-
-def _check_others(others: Mapping[str, Any]) -> None:
-    """Refuses arguments that there are not, unless a loop of clu's passes them.
-
-    Raises:
-        OptionError: There are some.
-    """
-    alike = _CLEARLY_ALIKE if "t" in others else 0.5
-    wrong = {
-        name: difflib.get_close_matches(name, _ARGUMENTS, 1, alike) for name in others
-    }
-    if "t" in others:
-        wrong = {name: close for name, close in wrong.items() if close}
-    if wrong:
-        listed = " and ".join(
-            f"{name}=" + (f" (did you mean {close[0]}=?)" if close else "")
-            for name, close in wrong.items()
-        )
-        raise errors.OptionError(
-            f"a CheckpointCallback takes no {listed}: it takes state=, metrics=,"
-            " dataset= and force="
-        )
+@atexit.register
+def _warn_of_lost_steps() -> None:
+    for callback in list(_begun):
+        callback._warn_if_lost()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flaxckpt import _storage, errors, policies
-from flaxckpt._run.checkpointer import Checkpointer
+from flaxckpt._run.checkpointer import Checkpointer, session_of
 from flaxckpt._types import PyTree
 from flaxckpt.policies import PreservationPolicy
 
@@ -69,17 +69,20 @@ def check(
 
 
 def _check(checkpointer: Checkpointer, state: PyTree, dataset: Any) -> Preflight:
-    size, blocking_secs = checkpointer.rehearse(state, dataset=dataset)
-    place = checkpointer.saves_in
+    session = session_of(checkpointer)
+    start = time.monotonic()
+    size = session.saves.rehearse(state, dataset)
+    blocking_secs = time.monotonic() - start
+    place = session.run.saves_in
 
     def probe() -> float:
         if place != checkpointer.directory:
             _probe(checkpointer.directory)
         return _probe(place)
 
-    rate = checkpointer.by_first("the preflight", probe)
-    kept = most_kept(checkpointer.keep_here)
-    there = len(checkpointer.steps_here)
+    rate = session.on_first_process("the preflight", probe)
+    kept = most_kept(session.run.retention.rules.keep)
+    there = len(session.run.retention.steps.listed())
     free = _storage.of(place).free_bytes(place)
     more = 1 if kept is None else max(1, kept + 1 - there)
     found = Preflight(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxckpt import _state, _storage, _util, errors
-from flaxckpt._run.checkpointer import Checkpointer
+from flaxckpt._run.checkpointer import Checkpointer, beside, session_of
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
 
@@ -42,7 +42,7 @@ def check(
             f" {_util.arguments.found(step_fn)}"
         )
     with _directory(checkpointer) as directory:
-        trial = checkpointer.sibling(directory)
+        trial = beside(checkpointer, directory)
         trial.save(_STEP, state, dataset=dataset).wait()
 
         def step(begin: PyTree) -> Values:
@@ -86,15 +86,16 @@ def _directory(checkpointer: Checkpointer) -> Iterator[Path]:
     Raises:
         SaveFailedError: It cannot be made.
     """
+    place = session_of(checkpointer).run.saves_in
     with contextlib.ExitStack() as stack:
-        final = checkpointer.saves_in / _storage.temporary.RESUME
+        final = place / _storage.temporary.RESUME
         made = _storage.of(final).temporary_directory(final)
         try:
             directory = stack.enter_context(made)
         except OSError as error:
             raise errors.SaveFailedError(
-                f"cannot make a directory in {checkpointer.saves_in}: {error}; no step"
-                " could be saved there, either. See that it is writable and has space"
+                f"cannot make a directory in {place}: {error}; no step could be saved"
+                " there, either. See that it is writable and has space"
             ) from error
         yield directory
 

@@ -3,51 +3,46 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Unpack
 
 import jax
 
-from flaxckpt import errors
-from flaxckpt._run.checkpointer import Checkpointer
+from flaxckpt import _run, _steps, errors, formats
+from flaxckpt._run.checkpointer import Checkpointer, session_of
+from flaxckpt._run.session import Session
 from flaxckpt._types import PathLike, PyTree
-from flaxckpt.transforms import Transform
 
 _log = logging.getLogger(__name__)
 
 
-class Source(NamedTuple):
-    """What a new run begins from, and how; see `Checkpointer.load_source`.
-
-    Attributes:
-        path: A checkpoint or a run directory; None for no source.
-        step: Which step of a run directory.
-        transforms: What to change in it first.
-        missing: What to do about leaves that it lacks.
-        unused: What to do about leaves that are not asked for.
-        optimizer: How those of the optimizer are found.
-    """
-
-    path: PathLike | None
-    step: int | None
-    transforms: Sequence[Transform]
-    missing: Literal["error", "init"]
-    unused: Literal["warn", "error", "ignore"]
-    optimizer: Literal["match", "exact", "reinit"]
-
-
 def restore_or_init(
-    checkpointer: Checkpointer, state: PyTree, source: Source, *, dataset: Any
+    checkpointer: Checkpointer,
+    state: PyTree,
+    *,
+    dataset: Any,
+    source: PathLike | None,
+    source_step: int | None,
+    **options: Unpack[_run.restoring.Options],
 ) -> tuple[PyTree, int]:
-    """The state to begin with, and how many steps it has completed.
+    """Returns the state to begin with, and how many steps it has completed.
+
+    Args:
+        checkpointer: Of the run.
+        state: The state of a run that has no steps and no source.
+        dataset: The iterator to restore with a step of the run.
+        source: The checkpoint that a run without steps begins from; None for none.
+        source_step: The step of it, if it is a run directory.
+        **options: How the source is loaded.
 
     Raises:
         CheckpointError: There are checkpoints, but none that fits.
     """
+    session = session_of(checkpointer)
     checkpointer.wait()
-    _tell_of_params_only(checkpointer)
+    _warn_of_params_only(checkpointer.latest_step(), session.saves.params_only.latest())
     # Damaged steps are no reason to begin anew: restoring says what is to be done.
-    if checkpointer.has_steps():
+    if session.has_steps():
         restored, step = checkpointer.restore_latest(state, dataset=dataset)
         if dataset is None and checkpointer.has_dataset(step):
             _log.warning(
@@ -56,17 +51,9 @@ def restore_or_init(
                 step,
             )
         return restored, step
-    if source.path is not None:
-        return checkpointer.load_source(
-            source.path,
-            state,
-            step=source.step,
-            transforms=source.transforms,
-            missing=source.missing,
-            unused=source.unused,
-            optimizer=source.optimizer,
-        )
-    checkpointer.check_other_names()
+    if source is not None:
+        return session.load_source(source, state, step=source_step, **options)
+    _check_other_names(session)
     leaves = jax.tree.leaves(state)
     abstract = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
     if abstract:
@@ -79,9 +66,42 @@ def restore_or_init(
     return state, 0
 
 
-def _tell_of_params_only(checkpointer: Checkpointer) -> None:
-    """Says what a run that had too little time has left behind."""
-    latest, left = checkpointer.latest_step(), checkpointer.params_only()
+def _check_other_names(session: Session) -> None:
+    """Refuses to begin a run in a directory where all steps have names of another kind.
+
+    A new run there would hide them, and be mixed up with them.
+
+    Raises:
+        CheckpointFormatError: No step is named as `step_format` says.
+    """
+    run = session.run
+    if run.listed() or not run.directory.is_dir():
+        return
+    others = _steps.index.with_any_name(run.directory, formats.recognises)
+    if others:
+        newest = others[max(others)][0]
+        raise errors.CheckpointFormatError(
+            f"{run.directory} holds steps that are not called like"
+            f" {run.format.template!r}, such as {newest.name}: go on with"
+            f" step_format={_step_format(newest.name, max(others))!r} if they are"
+            " directories, or begin another run from them with source="
+        )
+
+
+def _step_format(name: str, step: int) -> str:
+    """Returns the step format that names the directory of `step` `name`."""
+    before = name.rstrip("0123456789")
+    digits = name.removeprefix(before)
+    return before + ("{step}" if digits == str(step) else f"{{step:0{len(digits)}d}}")
+
+
+def _warn_of_params_only(latest: int | None, left: tuple[int, Path] | None) -> None:
+    """Warns of a newer step that was saved without its optimizer.
+
+    Args:
+        latest: The newest step of the run.
+        left: The newest step without an optimizer, and its path.
+    """
     if left is not None and (latest is None or left[0] > latest):
         _log.warning(
             "there was no time to save step %d whole: its parameters, without the"

@@ -1,4 +1,4 @@
-"""Tools that know nothing of checkpoints: threads, memory, arguments, progress."""
+"""Helpers independent of checkpoints: threads, memory, arguments, progress."""
 
 from __future__ import annotations
 

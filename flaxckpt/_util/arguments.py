@@ -1,7 +1,6 @@
-"""Arguments: what they must be, and what was found instead.
+"""Checks of arguments, and descriptions of unexpected values.
 
-Who swaps two arguments, or passes a text for a number, is told so at the call, in the
-words of the call.
+A wrong or swapped argument raises at the call, with the argument's name in the error.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
 
 def found(value: Any) -> str:
-    """Describes an unexpected value in a few words, never by its contents."""
+    """Describes an unexpected value in a few words, without contents."""
     if value is None or type(value) in _PLAIN:
         return f"{value!r:.80}"
     if isinstance(value, type):
@@ -35,22 +34,22 @@ def found(value: Any) -> str:
 
 
 def is_list(value: Any) -> bool:
-    """Whether `value` can be gone through, and is no text, dict or class."""
+    """Returns True for an iterable, except str, bytes, mappings and classes."""
     return isinstance(value, Iterable) and not isinstance(
         value, str | bytes | Mapping | type
     )
 
 
 def is_path(value: Any) -> bool:
-    """Whether `value` is a path as text, or can be made one."""
+    """Returns True for a str, or a path object for a str path."""
     return isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str)
 
 
 def whole(name: str, value: Any, *, least: int | None = None) -> int:
-    """`value` as a plain int.
+    """Returns `value` as a plain int.
 
     Raises:
-        OptionError: It is no whole number, or less than `least`.
+        OptionError: `value` is not an integer, or is less than `least`.
     """
     try:
         number = None if isinstance(value, bool) else int(operator.index(value))
@@ -67,10 +66,10 @@ def whole(name: str, value: Any, *, least: int | None = None) -> int:
 def wholes(
     name: str, values: Any, *, least: int | None = None, or_none: bool = False
 ) -> tuple[Any, ...]:
-    """`values`, each a plain int, or None if that is allowed.
+    """Returns `values` as a tuple of plain ints, and of None if `or_none`.
 
     Raises:
-        OptionError: They are no list, or something else is among them.
+        OptionError: `values` is not a list, or holds an invalid value.
     """
     if not is_list(values):
         raise errors.OptionError(
@@ -85,10 +84,10 @@ def wholes(
 
 
 def number(name: str, value: Any) -> None:
-    """Asserts that `value` is a real number.
+    """Checks that `value` is a real number.
 
     Raises:
-        OptionError: It is none, or NaN.
+        OptionError: `value` is NaN, or not a number.
     """
     try:
         is_number = not isinstance(value, bool | str | bytes) and value == float(value)
@@ -99,10 +98,10 @@ def number(name: str, value: Any) -> None:
 
 
 def positive(name: str, value: Any) -> None:
-    """Asserts that `value` is a number above 0.
+    """Checks that `value` is a number above 0.
 
     Raises:
-        OptionError: It is something else.
+        OptionError: `value` is not a positive number.
     """
     number(name, value)
     if value <= 0:
@@ -110,10 +109,10 @@ def positive(name: str, value: Any) -> None:
 
 
 def not_negative(name: str, value: Any) -> None:
-    """Asserts that `value` is a number of at least 0.
+    """Checks that `value` is a number of at least 0.
 
     Raises:
-        OptionError: It is something else.
+        OptionError: `value` is negative, or not a number.
     """
     number(name, value)
     if value < 0:
@@ -121,10 +120,10 @@ def not_negative(name: str, value: Any) -> None:
 
 
 def seconds(name: str, value: Any) -> None:
-    """Asserts that `value` is a time to wait in seconds, or None.
+    """Checks that `value` is a timeout in seconds, or None.
 
     Raises:
-        OptionError: It is something else.
+        OptionError: `value` is negative, or not a number.
     """
     if value is not None:
         number(name, value)

@@ -1,8 +1,8 @@
-"""What each process has for itself, though it was forked from another.
+"""Objects that each process creates for itself, even after a fork.
 
-A lock that another thread holds at a fork stays held in the child, where that thread is
-not there to release it. So locks that a forked process may meet are made anew there, as
-is what only the parent is to work off.
+If another thread holds a lock during a fork, the lock stays locked in the child, which
+does not have the thread that would release it. A forked process therefore creates its
+own locks and its own queues of work.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 class PerProcess(Generic[T]):
-    """An object that each process makes for itself, also after a fork.
+    """An object created separately in each process, also after a fork.
 
-    A thread that forks while it holds a lock releases the one that it holds.
+    A thread that forks while holding a lock releases the lock of its own process.
 
     ```python
     lock = PerProcess(threading.Lock)
@@ -26,7 +26,7 @@ class PerProcess(Generic[T]):
     ```
 
     Args:
-        make: Makes the object, when a process first asks for it.
+        make: Creates the object when a process first calls `get`.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -34,18 +34,19 @@ class PerProcess(Generic[T]):
         self._made: dict[int, T] = {}
 
     def get(self) -> T:
-        """The object of this process."""
+        """Returns the object of this process."""
         pid = os.getpid()
         if pid not in self._made:
-            self._made.setdefault(pid, self._make())  # in one step: threads have one
+            self._made.setdefault(pid, self._make())  # atomic: threads share the object
         return self._made[pid]
 
 
 class lazy(Generic[T]):  # noqa: N801
-    """A property that is computed when it is first asked for.
+    """A property computed on first access.
 
-    Unlike `functools.cached_property` of Python 3.11, it holds no lock meanwhile, which
-    a forked process would wait for; two threads may compute the same value.
+    Unlike `functools.cached_property` of Python 3.11, it holds no lock during the
+    computation, which a forked process would wait for; two threads may compute the
+    same value.
     """
 
     def __init__(self, compute: Callable[[Any], T]) -> None:

@@ -1,8 +1,8 @@
-"""Python's garbage collector, out of the way while a state is planned.
+"""Pauses Python's garbage collector while a state is planned.
 
-Planning makes some ten objects for each leaf and keeps them all. The collector is set
-off by their number, again and again, and would each time look at all of them and at
-everything else in the process, to find nothing.
+Planning creates about ten objects per leaf and keeps them all. Their number would
+start the collector again and again, and each run would visit every object of the
+process without finding garbage.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import os
 from collections.abc import Iterator
 
 _pauses: list[None] = []
-"""One for each block that has switched the collector off."""
+"""One entry for each active block that disabled the collector."""
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Starts no collection in the process until the block ends.
+    """Pauses the garbage collector of the process until the block ends.
 
-    For blocks that only compute and end soon: other threads' garbage waits meanwhile.
-    If the collector is off already, it is left alone.
+    For short blocks that only compute: the garbage of other threads waits meanwhile.
+    Does nothing if the collector is already disabled.
     """
     if not gc.isenabled():
         yield
@@ -36,7 +36,7 @@ def paused() -> Iterator[None]:
 
 
 def _resume_in_child() -> None:
-    """Ends, in a fork, the pauses of threads that are not there."""
+    """Ends the pauses of the parent's other threads in a forked child."""
     if _pauses:
         gc.enable()
 

@@ -1,4 +1,4 @@
-"""HTML and SVG as text in which no name, whoever's it is, can be anything but text."""
+"""HTML and SVG in which every name is escaped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flaxckpt._util import humanize
 
 
 class Markup(str):
-    """A text that is HTML already. Any other is escaped where it is put in."""
+    """HTML text; elements escape any other text."""
 
     __slots__ = ()
 
@@ -21,13 +21,13 @@ NOTHING = Markup("")
 
 
 def element(name: str, *children: object, **attributes: object) -> Markup:
-    """An element, and what is in it.
+    """Returns an element with children.
 
     Args:
-        name: Its tag.
-        *children: Markup; all else is text.
-        **attributes: By name, of which a trailing `_` is dropped, and any other stands
-            for a `-`. None leaves one out.
+        name: The tag.
+        *children: Markup, or values to escape.
+        **attributes: Attributes by name: a trailing `_` is dropped, any other `_`
+            becomes `-`. None omits the attribute.
     """
     given = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{text(value)}"'
@@ -43,12 +43,12 @@ _VOID = frozenset(("meta", "link", "br"))
 
 
 def join(parts: Iterable[object]) -> Markup:
-    """Several after each other."""
+    """Concatenates `parts`, escaping text."""
     return Markup("".join(text(part) for part in parts))
 
 
 def text(value: object) -> Markup:
-    """A value as text of HTML, in one line that has an end; markup is what it is."""
+    """Escapes and shortens `value` to a single line; returns markup unchanged."""
     if isinstance(value, Markup):
         return value
     return Markup(html.escape(errors.printable(str(value))))
@@ -58,12 +58,12 @@ _MINUTES = "%Y-%m-%d %H:%M"
 
 
 def px(value: float) -> str:
-    """A coordinate."""
+    """Formats a coordinate."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 def moment(seconds: float | None, form: str = _MINUTES) -> Markup:
-    """A time since 1970."""
+    """Returns a `time` element for seconds since 1970."""
     shown = humanize.when(seconds, form)
     if seconds is None or not shown:
         return NOTHING
@@ -78,8 +78,8 @@ class Column(NamedTuple):
     """A column of a table.
 
     Attributes:
-        title: Its heading.
-        is_number: Whether it is aligned to the right.
+        title: The heading.
+        is_number: True if the column is aligned to the right.
     """
 
     title: str
@@ -90,9 +90,9 @@ class Row(NamedTuple):
     """A row of a table.
 
     Attributes:
-        cells: The first one is its heading.
-        data: Attributes of the row, for whoever reads the page by a program.
-        kind: A class.
+        cells: The cells; the first is the heading of the row.
+        data: HTML attributes of the row, for programs that read the page.
+        kind: A CSS class.
     """
 
     cells: Sequence[object]
@@ -101,7 +101,7 @@ class Row(NamedTuple):
 
 
 def table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> Markup:
-    """A table in a box of its own, in which it scrolls if it is too wide."""
+    """Returns a table in a box with a scroll bar for wide tables."""
     used = [n for n in range(len(columns)) if any(str(row.cells[n]) for row in rows)]
     heads = [
         element("th", columns[n].title, scope="col", class_=_class(columns[n]))
@@ -144,7 +144,7 @@ def picture(
     *parts: object,
     class_: str | None = None,
 ) -> Markup:
-    """An SVG with what a screen reader says of it."""
+    """Returns an SVG with a title and a description for screen readers."""
     width, height = size
     return element(
         "svg",
@@ -159,17 +159,17 @@ def picture(
 
 
 def label(x: float, y: float, value: object, **attributes: object) -> Markup:
-    """A text in a picture."""
+    """Returns a text element of a picture."""
     return element("text", value, x=px(x), y=px(y), **attributes)
 
 
 def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
-    """A straight line."""
+    """Returns a straight line."""
     return element("line", x1=px(x1), y1=px(y1), x2=px(x2), y2=px(y2), class_=class_)
 
 
 def both(wide: Markup, narrow: Markup) -> Markup:
-    """A picture for screens, and one for phones: only one of them is shown."""
+    """Returns two pictures, for wide screens and for phones; CSS hides one."""
     return join(
         (element("div", wide, class_="wide"), element("div", narrow, class_="narrow"))
     )

@@ -1,4 +1,4 @@
-"""Numbers as people read them: sizes, times, counts."""
+"""Formats sizes, times and counts for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 def size(count: float | None) -> str:
-    """Bytes, as in `1.49 GB`; a dash if they are not known."""
+    """Formats a number of bytes, as in `1.49 GB`; `-` for None."""
     if count is None:
         return "-"
     for unit in ("B", "kB", "MB", "GB", "TB"):
@@ -17,14 +17,14 @@ def size(count: float | None) -> str:
 
 
 def secs(seconds: float) -> str:
-    """A short time, as in `1.5 ms`."""
+    """Formats a short time, as in `1.5 ms`."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} µs"
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def when(seconds: float | None, form: str = "%Y-%m-%d %H:%M") -> str:
-    """A time since 1970 by the clock of this place; empty if it is not known."""
+    """Formats seconds since 1970 in local time; empty for None."""
     if seconds is None:
         return ""
     try:
@@ -34,16 +34,16 @@ def when(seconds: float | None, form: str = "%Y-%m-%d %H:%M") -> str:
 
 
 def number(value: object) -> str:
-    """A number in a few digits; a dash if there is none."""
+    """Formats a number with few digits; `-` for None."""
     if isinstance(value, float):
         return f"{value:.6g}"
     return "-" if value is None else str(value)
 
 
 TO_THE_SECOND = "%Y-%m-%d %H:%M:%S"
-"""A form for `when`."""
+"""A value of `form` for `when`."""
 
 
 def count(n: int, one: str, many: str | None = None) -> str:
-    """`1 step`, `2 steps`."""
+    """Formats a count with a noun: `1 step`, `2 steps`."""
     return f"{n:,} {one if n == 1 else many or one + 's'}"

@@ -1,4 +1,4 @@
-"""How much JSON is written and parsed: small as text, it may be large in Python."""
+"""Limits on JSON, because small JSON text can need much memory in Python."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from typing import Any
 from flaxckpt._types import JSON
 
 MAX_CONTAINERS = 2**22
-"""Each takes 60 bytes or more."""
+"""A container takes at least 60 bytes."""
 
 MAX_VALUES = 2**23
-"""Each takes up to 36 bytes, and strings more."""
+"""A value takes up to 36 bytes, strings more."""
 
 MAX_STRINGS = 7 * 2**19
-"""Keys and values; each takes up to 200 bytes, and none within others counts."""
+"""Keys and values take up to 200 bytes each; strings inside strings do not count."""
 
 MAX_DEPTH = 64
-"""Containers in one another that are written; Python parses a few hundred."""
+"""The deepest nesting that is written; Python parses a few hundred levels."""
 
 _MAX_INT_BITS = 2**13
-"""Of which Python parses all; 4,300 digits are its limit."""
+"""Python parses every int of this size; its limit is 4,300 digits."""
 
 _PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
-"""Two halves of a character, which JSON cannot tell from the character."""
+"""A surrogate pair, which JSON cannot distinguish from the character."""
 
 
 def copied(value: Mapping[str, Any], at: str) -> dict[str, JSON]:
-    """A deep copy of a mapping in JSON's own types; tuples become lists.
+    """Returns a deep copy of a mapping in JSON types; tuples become lists.
 
     Args:
-        value: Of a user, who may change it afterwards.
-        at: What it is called, for messages: `metadata`.
+        value: A mapping that the caller may change afterwards.
+        at: The name of the mapping, for messages: `metadata`.
 
     Raises:
-        ValueError: It would not come back equal; the message says what, and where.
+        ValueError: JSON would not return an equal value; the message names the item.
     """
     return _copied_dict(value, at, 0)
 
@@ -75,10 +75,10 @@ def _copied_dict(value: Mapping[str, Any], at: str, depth: int) -> dict[str, JSO
 
 
 def text(value: str, at: str) -> str:
-    """A string as a plain `str`; of an Enum, its value.
+    """Returns a string as a plain `str`; an Enum as its value.
 
     Raises:
-        ValueError: JSON would give back another one; the message says where.
+        ValueError: JSON would return another string; the message names the item.
     """
     plain = str.__str__(value)
     if not plain.isascii() and _PAIR.search(plain):
@@ -87,11 +87,7 @@ def text(value: str, at: str) -> str:
 
 
 def check(text: bytes, *, max_containers: int = MAX_CONTAINERS) -> None:
-    """Refuses what would take absurd amounts of memory, before it is parsed.
-
-    Raises:
-        ValueError: It would.
-    """
+    """Raises ValueError for JSON too large to parse safely."""
     if text.count(b"[") + text.count(b"{") > max_containers:
         raise ValueError("it has too many containers")
     if text.count(b",") > MAX_VALUES:
@@ -101,10 +97,10 @@ def check(text: bytes, *, max_containers: int = MAX_CONTAINERS) -> None:
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object, for `json.loads`, that has each of its keys once.
+    """Builds an object for `json.loads`, rejecting duplicate keys.
 
     Raises:
-        ValueError: One is there twice: others may take the other value.
+        ValueError: A key occurs twice; JSON parsers disagree on which value counts.
     """
     data = dict(pairs)
     if len(data) != len(pairs):

@@ -1,4 +1,4 @@
-"""How much memory an array may take, and what is taken into it together."""
+"""Checks memory before large arrays are allocated, and splits work by size."""
 
 from __future__ import annotations
 
@@ -10,30 +10,45 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 _ASKED_FROM = 2**30
-"""Smaller arrays are not worth the question."""
+"""Smaller arrays are not checked."""
+
+
+class TooLargeError(ValueError):
+    """An array needs more memory than is free, which proves no damage."""
+
+    def __init__(self, message: str = "it is larger than the memory") -> None:
+        super().__init__(message)
+
+
+def is_too_large(error: BaseException) -> bool:
+    """Whether an error says that memory was short, itself or by its cause."""
+    kinds = (TooLargeError, MemoryError)
+    return isinstance(error, kinds) or isinstance(error.__cause__, kinds)
 
 
 def check(size: int) -> None:
-    """Refuses what cannot fit into memory, before any of it is taken.
+    """Raises ValueError if `size` bytes exceed the free memory.
 
-    TensorStore ends the process where memory is short, and systems that promise more
-    than they have end it as soon as zeros are written.
+    TensorStore aborts the process if an allocation fails, and a system that overcommits
+    memory kills the process once zeros are written.
 
     Args:
         size: In bytes.
 
     Raises:
-        ValueError: So much is not free.
+        TooLargeError: The memory is not free.
     """
     if size <= _ASKED_FROM:
         return
     free = free_bytes()
     if free is not None and size > free:
-        raise ValueError(f"it is larger than the memory: {size} bytes, {free} are free")
+        raise TooLargeError(
+            f"it is larger than the memory: {size} bytes, {free} are free"
+        )
 
 
 def free_bytes() -> int | None:
-    """Bytes that this process can still take, where the system tells."""
+    """Returns the bytes still available to this process, None if unknown."""
     limits = [_of_system(), _of_process()]
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -60,11 +75,11 @@ def _of_process() -> int | None:
 
 
 def batches(sized: Iterable[tuple[_T, int]], max_bytes: int) -> Iterator[list[_T]]:
-    """Divides things, in their order, into batches of at most `max_bytes`.
+    """Divides items, in order, into batches of at most `max_bytes`.
 
     Args:
-        sized: Each thing, and its size in bytes; one that is larger comes alone.
-        max_bytes: Of a batch.
+        sized: Each item and its size in bytes; a larger item gets its own batch.
+        max_bytes: The limit of a batch.
     """
     batch: list[_T] = []
     total = 0

@@ -1,4 +1,4 @@
-"""Which process this is, among how many, and what they agree on."""
+"""The processes of a job, their collectives, and jax's coordination service."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from jax.experimental import multihost_utils
 
 
 def process_index() -> int:
-    """This process's number, from 0."""
+    """Returns the number of this process, from 0."""
     return int(jax.process_index())
 
 
 def process_count() -> int:
-    """How many processes run together."""
+    """Returns the number of processes of the job."""
     return int(jax.process_count())
 
 
 def is_first() -> bool:
-    """Whether this is process 0. Where there is only one, no backend is started."""
+    """Returns True in process 0, without starting a backend in a single process."""
     return not jax.distributed.is_initialized() or process_index() == 0
 
 
 def gather_flags(flags: Sequence[bool]) -> list[list[bool]]:
-    """The flags of every process, the first process's first.
+    """Returns the flags of every process, in order of processes.
 
-    All processes call it at the same place of the program: it is a collective of the
-    devices.
+    A collective of the devices: all processes must call it at the same point of the
+    program.
     """
     if process_count() == 1:
         return [list(flags)]
@@ -39,7 +39,7 @@ def gather_flags(flags: Sequence[bool]) -> list[list[bool]]:
 
 
 def has_preemption_service() -> bool:
-    """Whether jax itself tells all processes of preemptions."""
+    """Returns True if jax itself notifies all processes of preemptions."""
     try:
         from jax._src import distributed  # no public way to ask
 
@@ -49,19 +49,19 @@ def has_preemption_service() -> bool:
 
 
 def reached_preemption(step: int) -> bool:
-    """Whether jax's preemption service wants all processes to save at `step`."""
+    """Returns True if jax's preemption service asks all processes to save at `step`."""
     if not has_preemption_service():
         return False
     return bool(multihost_utils.reached_preemption_sync_point(step))
 
 
 def is_together() -> bool:
-    """Whether this is one of several processes. Alone, no backend is started."""
+    """Returns True in a multi-process job; starts no backend otherwise."""
     return jax.distributed.is_initialized() and process_count() > 1
 
 
 def same_bytes(content: bytes) -> bytes:
-    """Process 0's `content`, of the same length everywhere: a collective, too."""
+    """Returns process 0's `content`; a collective, with equal lengths everywhere."""
     found = multihost_utils.broadcast_one_to_all(np.frombuffer(content, np.uint8))
     return bytes(np.asarray(found).astype(np.uint8))
 
@@ -70,44 +70,44 @@ def same_bytes(content: bytes) -> bytes:
 
 
 class Service:
-    """Short texts by key, which all processes of the job see.
+    """Short texts by key, shared by all processes of the job.
 
-    They go through jax's coordination service, and by no device: any thread may use it
-    while the devices train. ConnectionError means that the service is gone.
+    The texts go through jax's coordination service and not through devices: any thread
+    may use it while the devices train. ConnectionError means the service has ended.
     """
 
     def __init__(self, client: Any) -> None:
         self._client = client
 
     def set(self, key: str, text: str) -> None:
-        """Sets a text, or replaces it."""
+        """Sets or replaces a text."""
         with _told_as_oserror():
             self._client.key_value_set(key, text, allow_overwrite=True)
 
     def get(self, key: str, timeout_secs: float) -> str:
-        """Waits for a text.
+        """Returns the text of a key, waiting for up to `timeout_secs`.
 
         Raises:
-            TimeoutError: It is not there yet.
+            TimeoutError: No text was set in time.
         """
         with _told_as_oserror():
             milliseconds = max(1, int(timeout_secs * 1000))
             return str(self._client.blocking_key_value_get(key, milliseconds))
 
     def list(self, prefix: str) -> dict[str, str]:
-        """What there is below `prefix`: the rest of each key -> its text."""
+        """Returns all texts below `prefix`, by the rest of their keys."""
         with _told_as_oserror():
             found = self._client.key_value_dir_get(f"{prefix}/")
         return {key.rpartition(f"{prefix}/")[2]: text for key, text in found}
 
     def delete(self, prefix: str) -> None:
-        """Forgets what there is below `prefix`."""
+        """Deletes all texts below `prefix`."""
         with _told_as_oserror():
             self._client.key_value_delete(f"{prefix}/")
 
 
 def service() -> Service | None:
-    """The coordination service; None if this jax does not let us have it."""
+    """Returns the coordination service; None if hidden in this version of jax."""
     try:
         from jax._src import distributed  # no public way to it
 

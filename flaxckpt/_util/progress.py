@@ -1,7 +1,7 @@
-"""How far a long operation is, in bytes or steps; and a bar that shows it to who waits.
+"""Progress of long operations, in bytes or steps, with a progress bar.
 
-A bar appears on a terminal only, after some seconds, and leaves no trace. Another
-thread draws it: the operation itself only counts.
+The bar appears only on a terminal, after some seconds, and is removed at the end. A
+separate thread draws it: the operation itself only counts.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from flaxckpt._util import forks, processes
 _log = logging.getLogger(__name__)
 
 _DELAY_SECS = 2.0
-"""What takes less time needs no bar."""
+"""Shorter operations show no bar."""
 
 _REFRESH_SECS = 0.1
 
 _JOIN_SECS = 2.0
-"""A terminal that is held back (Ctrl-S) holds back no more than the bar."""
+"""A paused terminal (Ctrl-S) delays only the bar."""
 
 _showing = forks.PerProcess(threading.Lock)
-"""Held by whoever draws: there is one bar at a time."""
+"""Held by the thread that draws: only one bar is shown at a time."""
 
 
 class Counter:
-    """Bytes of an operation, or steps; any thread may add to them.
+    """Counts the bytes or steps of an operation; thread-safe.
 
     Attributes:
         what: The operation, for people: `saving step 3`.
-        of_bytes: Whether it is bytes that are counted.
-        total: All of them; 0 as long as that is not known.
-        done: Those that are through.
+        of_bytes: True if bytes are counted, False for steps.
+        total: The expected total; 0 while unknown.
+        done: The finished bytes or steps.
     """
 
     def __init__(self, what: str, *, of_bytes: bool = True, total: int = 0) -> None:
@@ -48,12 +48,12 @@ class Counter:
         self._lock = threading.Lock()
 
     def add(self, size: int) -> None:
-        """Counts so many as done."""
+        """Adds `size` to the finished amount."""
         with self._lock:
             self.done += size
 
     def set(self, done: int, total: int) -> None:
-        """Says how many there are, and how many of these are done."""
+        """Sets the finished amount and the total."""
         self.done, self.total = done, total
 
 
@@ -63,7 +63,7 @@ def ignore(size: int) -> None:
 
 @contextlib.contextmanager
 def shown(counter: Counter) -> Iterator[None]:
-    """Shows how far it is while the block lasts, if it lasts and somebody looks."""
+    """Shows a progress bar during a long block if a person watches the terminal."""
     if not _is_watched():
         yield
         return
@@ -82,7 +82,7 @@ def shown(counter: Counter) -> Iterator[None]:
 
 
 def _is_watched() -> bool:
-    """Whether stderr is the terminal of this process, which is in its foreground."""
+    """Returns True if this process runs in the foreground of a terminal on stderr."""
     if os.environ.get("FLAXCKPT_PROGRESS") == "0":
         return False
     try:
@@ -98,7 +98,7 @@ def _show(counter: Counter, over: threading.Event) -> None:
         return
     try:
         _draw(counter, over)
-    except Exception:  # such as of a terminal that is gone
+    except Exception:  # such as a closed terminal
         _log.debug("no progress is shown", exc_info=True)
     finally:
         showing.release()
@@ -110,7 +110,7 @@ def _draw(counter: Counter, over: threading.Event) -> None:
 
     class Console(rich.console.Console):
         def show_cursor(self, show: bool = True) -> bool:
-            return False  # never hidden, it is still there if the process is killed
+            return False  # a hidden cursor would stay hidden after a kill
 
     console = Console(file=sys.stderr)
     if console.is_dumb_terminal or not console.is_interactive:
@@ -142,7 +142,7 @@ def _draw(counter: Counter, over: threading.Event) -> None:
 
 def _state(counter: Counter) -> dict[str, Any]:
     done, total = counter.done, counter.total
-    # There is more to do than counting: what is written has to get to the disk.
+    # All bytes are counted, but files are not yet flushed to the disk.
     rest = ", finishing" if done >= total > 0 and counter.of_bytes else ""
     return {
         "description": counter.what + rest,

@@ -1,7 +1,7 @@
-"""Work side by side, on plain threads.
+"""Parallel work on plain threads.
 
-No pool: while Python exits, pools take no more work, and a save may then still be under
-way. Where no thread can be started any more, the caller's own does all the work.
+Thread pools refuse work while Python exits, when a save may still be running. If no
+thread can be started, the calling thread does all the work.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 def each(function: Callable[[T], object], items: Iterable[T], *, threads: int) -> None:
-    """Calls `function` once with every item, on up to `threads` threads.
+    """Calls `function` once for every item, on up to `threads` threads.
 
     Raises:
-        BaseException: The first that a call raised. Items that were not begun by then
-            are left out; no call is running any more.
+        BaseException: The first exception of a call. Items not yet started are skipped;
+            all running calls have ended.
     """
     items = list(items)
     waiting = iter(items)
@@ -37,7 +37,7 @@ def each(function: Callable[[T], object], items: Iterable[T], *, threads: int) -
         except BaseException as error:
             raised.append(error)
 
-    wanted = min(threads, len(items)) - 1  # this thread works, too
+    wanted = min(threads, len(items)) - 1  # the calling thread also works
     helpers = [helper for _ in range(wanted) if (helper := _start(work))]
     work()
     for helper in helpers:
@@ -51,10 +51,10 @@ def beside(function: Callable[[], object]) -> Iterator[Callable[[], None]]:
     """Runs `function` beside the `with` block, and waits for both.
 
     Yields:
-        What the block may call to end at once if the function has failed.
+        A check that the block may call, which raises if `function` has failed.
 
     Raises:
-        BaseException: What the block raised, else what the function raised.
+        BaseException: The exception of the block, else of `function`.
     """
     raised: list[BaseException] = []
 
@@ -89,7 +89,7 @@ def _start(work: Callable[[], None]) -> threading.Thread | None:
 
 
 class Budget:
-    """Bytes that may be held at one time, by all threads together."""
+    """A limit on the bytes held at the same time by all threads."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -98,9 +98,9 @@ class Budget:
 
     @contextlib.contextmanager
     def hold(self, size: int) -> Iterator[None]:
-        """Waits until `size` bytes are free and holds them during the `with` block.
+        """Waits for `size` free bytes and holds them during the `with` block.
 
-        What is larger than the whole budget is let through alone.
+        A size above the whole budget waits until nothing else is held.
         """
         size = min(size, self._total)
         with self._changed:

@@ -78,11 +78,9 @@ def checkpoint(
     """The path and step of a checkpoint: of its own path, if a format is given."""
     if step_format is None:
         return path, step
-    from flaxckpt import _storage
     from flaxckpt.formats import _locate
 
-    found, _ = _locate.locate(_storage.local.resolve(path), step, step_format)
-    return str(found), None
+    return str(_locate.locate(path, step, step_format=step_format).path), None
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""All that a run does about checkpoints, as values that can lie in a file.
+"""Checkpoint options of a run as values that can be stored in a file.
 
 ```toml
 directory = "runs/7"
@@ -41,7 +41,7 @@ _LAYOUT = ArrayLayout()
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A cast on the way to the checkpoint; the arguments are those of `cast`."""
+    """A cast at every save, with the arguments of `transforms.cast`."""
 
     pattern: str
     dtype: str
@@ -50,36 +50,36 @@ class Cast:
     def __post_init__(self) -> None:
         for name, parse in _CAST_PARSERS.items():
             parse(name, getattr(self, name))
-        self.transform()  # which checks them
+        self.transform()  # raises if they are invalid
 
     def transform(self) -> Transform:
-        """What `transforms` of a `Checkpointer` take."""
+        """Returns the transform for `transforms` of a `Checkpointer`."""
         return cast(self.pattern, self.dtype, lossy=self.lossy)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """The options of `Checkpointer` and `CheckpointCallback` that are data.
+    """Options of `Checkpointer` and `CheckpointCallback`, as plain data.
 
-    They mean what they mean there, and have the same defaults. Policies, casts and the
-    layout may be given as mappings, as files have them; numbers of bytes and seconds
-    as texts, such as "64 MiB" and "15 min".
+    Meanings and defaults are the same as there. Policies, casts and the layout may be
+    given as mappings, as in files; numbers of bytes and seconds as texts, such as
+    "64 MiB" and "15 min".
 
     Attributes:
-        directory: Where the steps are. None: it is passed to `checkpointer`.
+        directory: The run directory. If None, pass it to `checkpointer`.
         keep: `{latest = 3}`, `{best = 1, metric = "eval/loss", mode = "min"}`,
             `{without_metric = "eval/loss"}`,
             `{every_steps = 10000}`, `{every_secs = 3600}`, `{on_steps = [1, 10]}`.
         keep_dataset: As `keep`, for the states of dataset iterators.
         staging: A directory on a faster disk, where steps are saved first.
-        keep_staging: As `keep`, for the steps there.
+        keep_staging: As `keep`, for the steps in the staging directory.
         layout: Fields of `ArrayLayout`.
         save_dtype: `{pattern = "params/.*", dtype = "bfloat16"}`: casts at every save.
         exit_code: "none" is None, for files that have no null.
 
     Raises:
-        OptionError: An option is not what it has to be. Its full name is told, as in
-            `layout.codec`, and what was found.
+        OptionError: An option is invalid. The message has its full name, such as
+            `layout.codec`, and its value.
     """
 
     directory: str | None = None
@@ -117,26 +117,26 @@ class CheckpointConfig:
 
     @classmethod
     def from_mapping(cls, mapping: Any) -> Self:
-        """Takes a dict, as files give it, or a ConfigDict of ml_collections.
+        """Creates a config from a dict, or a ConfigDict of ml_collections.
 
-        A FrozenConfigDict cannot hold tables in lists: give it policies themselves.
+        A FrozenConfigDict cannot hold tables in lists: use policy objects.
 
         Raises:
-            OptionError: There are unknown options, or one is not what it has to be.
+            OptionError: An option is unknown or invalid.
         """
         return cls(**_parsing.table("", mapping, _parsing.names(cls)))
 
     @classmethod
     def from_file(cls, path: PathLike, *, group: str | None = None) -> Self:
-        """Reads a file of TOML, YAML or JSON, told apart by its ending.
+        """Reads a TOML, YAML or JSON file, chosen by its suffix.
 
         Args:
             path: `.toml`, `.yaml`, `.yml` or `.json`.
-            group: The table of the file that has the options, if there are others; in
-                tables within tables, `train.checkpoint`.
+            group: The table of the file with the options, if the file has others; for
+                nested tables, `train.checkpoint`.
 
         Raises:
-            OptionError: It cannot be read, or what it says is no config.
+            OptionError: The file cannot be read, or is not a valid config.
         """
         found = _parsing.read(Path(path))
         for name in group.split(".") if group else ():
@@ -150,10 +150,10 @@ class CheckpointConfig:
             raise errors.OptionError(f"{begins}{error}") from None
 
     def to_mapping(self) -> dict[str, Any]:
-        """What differs from the defaults, as `from_mapping` and files take it.
+        """Returns the options with other values than the default, for `from_mapping`.
 
         Raises:
-            OptionError: A policy is one of your own, which has no name in files.
+            OptionError: A policy is a user's own, which has no name in files.
         """
         return {
             field.name: _plain(field.name, value)
@@ -164,15 +164,15 @@ class CheckpointConfig:
     def checkpointer(
         self, directory: PathLike | None = None, **more: Any
     ) -> Checkpointer:
-        """Opens the directory.
+        """Creates the `Checkpointer`.
 
         Args:
-            directory: Instead of that of the config.
-            **more: Options of `Checkpointer` that a file cannot have, or instead of
-                those of the config. The casts of the config come after `transforms`.
+            directory: Overrides the directory of the config.
+            **more: Options of `Checkpointer` that a file cannot have, or that override
+                the config. The casts of the config come after `transforms`.
 
         Raises:
-            OptionError: There is no directory, or an option makes no sense.
+            OptionError: The directory is missing, or an option is invalid.
         """
         directory = self.directory if directory is None else directory
         if directory is None:
@@ -185,12 +185,12 @@ class CheckpointConfig:
         return Checkpointer(**{**options, "directory": directory})
 
     def callback(self, checkpointer: Checkpointer, **more: Any) -> CheckpointCallback:
-        """The trainer's hook.
+        """Creates the `CheckpointCallback` for the training loop.
 
         Args:
-            checkpointer: Where to save.
+            checkpointer: The checkpointer to save with.
             **more: Options of `CheckpointCallback` that a file cannot have, such as
-                `dataset`, or instead of those of the config.
+                `dataset`, or that override the config.
         """
         return CheckpointCallback(
             checkpointer, **(self._options(CheckpointCallback) | more)
@@ -201,7 +201,7 @@ class CheckpointConfig:
         return {name: getattr(self, name) for name in wanted}
 
 
-# ---- how options are read ------------------------------------------------------------
+# ---- reading options -----------------------------------------------------------------
 
 _CAST_PARSERS: Mapping[str, Parser] = {
     "pattern": _parsing.text,
@@ -215,7 +215,7 @@ _LAYOUT_PARSERS: Mapping[str, Parser] = {
     "checksum": _parsing.boolean,
     "zarr_version": _parsing.one_of(2, 3),
 }
-# Name in files -> policy, its field that has the name's value, and how that is read.
+# Name in files -> policy, its field for the name's value, and the field's parser.
 _POLICIES: Mapping[str, tuple[type[Any], str, Parser]] = {
     "latest": (policies.LatestN, "n", _parsing.whole(1)),
     "best": (policies.BestN, "n", _parsing.whole(1)),
@@ -284,11 +284,11 @@ _PARSERS: Mapping[str, Parser] = {
     "preflight": _parsing.one_of(True, False, "warn"),
 }
 
-# ---- and written ---------------------------------------------------------------------
+# ---- writing options -----------------------------------------------------------------
 
 
 def _plain(key: str, value: Any) -> Any:
-    """A value as files have it."""
+    """Converts a value to the types of files."""
     if value is None:
         return "none"  # only exit_code has another default
     if isinstance(value, tuple):

@@ -1,7 +1,8 @@
-"""Options as files have them: from texts, numbers and tables to values.
+"""Parses options from files: texts, numbers and tables.
 
-A parser takes an option's full name, as in `layout.codec`, and what was given. It
-returns the value, or raises an `OptionError` that says what was wanted and found.
+A parser takes an option's full name, such as `layout.codec`, and the raw value. It
+returns the parsed value, or raises an `OptionError` with the expected and actual
+values.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ def _wrong(key: str, wanted: str, found: Any) -> errors.OptionError:
 
 
 def boolean(key: str, value: Any) -> bool:
-    """True or false, and no number."""
+    """Parses true or false; rejects numbers."""
     if not isinstance(value, bool):
         raise _wrong(key, "true or false", value)
     return value
 
 
 def text(key: str, value: Any) -> str:
-    """A text that is not empty."""
+    """Parses a nonempty text."""
     if not isinstance(value, str) or not value:
         raise _wrong(key, "a text", value)
     return value
 
 
 def path(key: str, value: Any) -> str:
-    """A path, as text."""
+    """Parses a path, as text."""
     try:
         return text(key, os.fspath(value))
     except TypeError:
@@ -67,7 +68,7 @@ def path(key: str, value: Any) -> str:
 
 
 def whole(smallest: int) -> Parser:
-    """A whole number, `smallest` or more."""
+    """Returns a parser of whole numbers of at least `smallest`."""
 
     def parse(key: str, value: Any) -> int:
         try:
@@ -82,7 +83,7 @@ def whole(smallest: int) -> Parser:
 
 
 def _amount(key: str, value: Any, units: Mapping[str, int], example: str) -> float:
-    """A positive number, or a text of one with its unit."""
+    """Parses a positive number, or a text of a number and a unit."""
     number, unit = value, ""
     if isinstance(value, str):
         parts = re.fullmatch(r"([\d.]+(?:e\+?\d+)?) *([A-Za-z]*)", value)
@@ -97,12 +98,12 @@ def _amount(key: str, value: Any, units: Mapping[str, int], example: str) -> flo
 
 
 def secs(key: str, value: Any) -> float:
-    """Seconds, or a text such as "15 min"."""
+    """Parses seconds, also from a text like "15 min"."""
     return _amount(key, value, SECS, "15 min")
 
 
 def bytes_(key: str, value: Any) -> int:
-    """Bytes, or a text such as "64 MiB"."""
+    """Parses bytes, also from a text like "64 MiB"."""
     amount = _amount(key, value, BYTES, "64 MiB")
     if not amount.is_integer():
         raise _wrong(key, "a whole number of bytes", value)
@@ -110,7 +111,7 @@ def bytes_(key: str, value: Any) -> int:
 
 
 def one_of(*choices: Any) -> Parser:
-    """One of these values, by type, too: 1 is not True."""
+    """Returns a parser of the given values, strict in types: 1 is not True."""
 
     def parse(key: str, value: Any) -> Any:
         if not any(value == known and type(value) is type(known) for known in choices):
@@ -121,7 +122,10 @@ def one_of(*choices: Any) -> Parser:
 
 
 def optional(parse: Parser, *, none: str | None = None) -> Parser:
-    """What `parse` takes, or None; `none` is how files without null say that."""
+    """Returns a parser of None and of `parse`'s values.
+
+    `none` stands for None in files without null.
+    """
 
     def parse_some(key: str, value: Any) -> Any:
         if value is None or (none is not None and value == none):
@@ -132,7 +136,7 @@ def optional(parse: Parser, *, none: str | None = None) -> Parser:
 
 
 def each(parse: Parser) -> Parser:
-    """A list, as a tuple."""
+    """Returns a parser of lists, as tuples."""
 
     def parse_all(key: str, value: Any) -> tuple[Any, ...]:
         is_list = isinstance(value, Collection) and not hasattr(value, "items")
@@ -144,7 +148,7 @@ def each(parse: Parser) -> Parser:
 
 
 def steps(key: str, value: Any) -> tuple[int, ...]:
-    """A list of steps, each once and in order."""
+    """Parses a list of steps, sorted and without duplicates."""
     return tuple(sorted(set(each(whole(0))(key, value))))
 
 
@@ -152,9 +156,9 @@ def steps(key: str, value: Any) -> tuple[int, ...]:
 
 
 def table(key: str, found: Any, names: Iterable[str]) -> dict[str, Any]:
-    """A mapping as a dict, if it has no keys but `names`.
+    """Returns a mapping as a dict; rejects keys other than `names`.
 
-    ConfigDicts of ml_collections, which are no mappings, have `to_dict`.
+    ConfigDicts of ml_collections, which are not mappings, have `to_dict`.
     """
     to_dict = getattr(found, "to_dict", None)
     mapping = to_dict() if to_dict else found
@@ -171,12 +175,12 @@ def table(key: str, found: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def names(cls: type[Any]) -> list[str]:
-    """The fields of a dataclass."""
+    """Returns the names of a dataclass's fields."""
     return [field.name for field in dataclasses.fields(cls)]
 
 
 def record(cls: type[Any], parsers: Mapping[str, Parser]) -> Parser:
-    """A dataclass, or a table of its fields."""
+    """Returns a parser of a dataclass, or of a table of fields."""
 
     def parse(key: str, value: Any) -> Any:
         if isinstance(value, cls):
@@ -192,7 +196,7 @@ def record(cls: type[Any], parsers: Mapping[str, Parser]) -> Parser:
 
 
 def made(key: str, make: Callable[[], Any]) -> Any:
-    """What `make` makes; its errors get the option's name."""
+    """Returns `make()`, with the option's name added to errors."""
     try:
         return make()
     except errors.OptionError as error:
@@ -203,10 +207,10 @@ def made(key: str, make: Callable[[], Any]) -> Any:
 
 
 def read(file: Path) -> Any:
-    """The content of a file of TOML, YAML or JSON, told apart by its ending.
+    """Reads a TOML, YAML or JSON file, chosen by its suffix.
 
     Raises:
-        OptionError: It cannot be read.
+        OptionError: The file cannot be read.
     """
     loaders: dict[str, Callable[[str], Any]] = {
         ".toml": tomllib.loads,
@@ -229,7 +233,7 @@ def read(file: Path) -> Any:
 
 
 def _load_yaml(content: str) -> Any:
-    import yaml  # comes with Flax; not everybody needs it
+    import yaml  # comes with Flax; not all users need it
 
     try:
         return yaml.safe_load(content)

@@ -1,8 +1,8 @@
-"""Dataset iterators: their state out, their state back in.
+"""Saves and restores the state of dataset iterators.
 
-An iterator is recognised by its methods and by where its class comes from, never by
-importing its framework. Its state is taken at the call of `save` and committed together
-with the arrays.
+An iterator is recognised by its methods and its class's module, without importing its
+framework. Its state is taken at the call of `save` and committed together with the
+arrays.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the state of each kind of iterator is taken and put back."""
+"""Adapters that get and set the state of each kind of iterator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TORCHDATA_ITERATOR = (
 )
 _CLU = "clu.data.dataset_iterator.DatasetIterator"
 _CLU_PEEKABLE = "clu.data.dataset_iterator.PeekableDatasetIterator"
-_HF_PREPARE = "_prepare_ex_iterable_for_iteration"  # what iter() does first
+_HF_PREPARE = "_prepare_ex_iterable_for_iteration"  # the first call of iter()
 _TENSORFLOW = (
     "tensorflow.python.data.ops.iterator_ops.OwnedIterator",
     "tensorflow.python.data.ops.dataset_ops.NumpyIterator",
@@ -29,31 +29,31 @@ _TENSORFLOW = (
 
 
 class Adapter(Protocol):
-    """Takes and puts back the state of one kind of iterator."""
+    """Gets and sets the state of a kind of iterator."""
 
     name: str
 
     def get_state(self, iterator: Any) -> Any:
-        """The state as of the batch that was returned last: data, or JSON as bytes."""
+        """Returns the state after the last returned batch: data, or JSON as bytes."""
         ...
 
     def set_state(self, iterator: Any, state: Any) -> None:
-        """Goes to a position that `get_state` gave."""
+        """Moves the iterator to a position returned by `get_state`."""
         ...
 
 
 def find(iterator: Any) -> Adapter:
-    """The adapter for an iterator.
+    """Returns the adapter for an iterator.
 
     Raises:
-        DatasetStateError: It has no state; the message says what has.
+        DatasetStateError: The iterator has no state; the message suggests others.
     """
-    # grain's have async save and load, too; TensorFlow's and clu's save are not alike.
+    # grain also has async save and load; TensorFlow and clu differ in `save`.
     if _duck_types.has(iterator, "get_state", "set_state"):
         return _GetState()
     if _duck_types.is_a(
         iterator, _TORCHDATA_ITERATOR
-    ):  # only some of them take a state
+    ):  # only some of them accept a state
         raise _diagnostics.refusal(iterator)
     if _duck_types.has(iterator, "state_dict", "load_state_dict"):
         return _StateDict()
@@ -65,23 +65,23 @@ def find(iterator: Any) -> Adapter:
 
 
 def position(iterator: Any) -> int | None:
-    """How far an iterator has come, where its state has a counter for that.
+    """Returns the position of an iterator with a counter in the state, or None.
 
-    That is so for grain's datasets and for `StepIndexed`. What is counted are batches,
-    if batches are what the counting stage of the pipeline makes.
+    Counters exist in grain's datasets and in `StepIndexed`. They count batches if the
+    counting stage of the pipeline produces batches.
     """
     if not _duck_types.has(iterator, "get_state", "set_state"):
         return None
     try:
         state = iterator.get_state()
-    except Exception:  # told when the state is saved
+    except Exception:  # reported when the state is saved
         return None
     found = state.get("next_index") if isinstance(state, Mapping) else None
     return found if type(found) is int else None
 
 
 class _GetState:
-    """grain, AXLearn, our own."""
+    """Gets and sets the state of grain, AXLearn and flaxckpt iterators."""
 
     name = "get_state"
 
@@ -93,7 +93,7 @@ class _GetState:
 
 
 class _StateDict:
-    """torchdata, Hugging Face datasets: the state is on what iterators are made of."""
+    """Gets and sets the state of torchdata and Hugging Face loaders and datasets."""
 
     name = "state_dict"
 
@@ -112,7 +112,7 @@ class _StateDict:
             _warn_of_begun(iterator)
         before = dataset.epoch
         try:
-            # The state has an epoch, and is ignored in another one.
+            # The state contains an epoch, and is ignored in any other epoch.
             for epoch in _epochs(state):
                 dataset.set_epoch(epoch)
             _load(iterator, state)
@@ -122,7 +122,7 @@ class _StateDict:
 
 
 def _epochs(state: Any) -> Iterator[int]:
-    """The epochs in the states of Hugging Face's datasets, also inside of torch's."""
+    """Yields the epochs in Hugging Face dataset states, also within torch states."""
     if isinstance(state, Mapping):
         if "examples_iterable" in state and "epoch" in state:
             yield int(state["epoch"])
@@ -132,10 +132,10 @@ def _epochs(state: Any) -> Iterator[int]:
 
 
 def _load(iterator: Any, state: Any) -> None:
-    """Makes a loader use its new state now, and not when iter() is called.
+    """Makes a loader use the new state now, not at the next call of iter().
 
-    So a state that does not fit is an error here, and a save before the first batch has
-    the restored state.
+    An invalid state then raises here, and a save before the first batch contains the
+    restored state.
     """
     iterator.load_state_dict(state)
     try:
@@ -172,9 +172,9 @@ def _warn_of_live_iterator(iterator: Any) -> None:
 
 
 def _is_begun(dataset: Any) -> bool:
-    """Whether a dataset of Hugging Face's has moved since its state was set.
+    """Returns True if a Hugging Face dataset moved after `load_state_dict`.
 
-    The loop may have ended: that cannot be seen.
+    A loop that has already ended cannot be detected.
     """
     if not _duck_types.has(dataset, _HF_PREPARE):
         return False
@@ -192,7 +192,7 @@ def _warn_of_begun(iterator: Any) -> None:
 
 
 class _TensorFlow:
-    """tf.data, whose iterators go into a `tf.train.Checkpoint`: files of their own."""
+    """Gets and sets the state of tf.data iterators by a `tf.train.Checkpoint`."""
 
     name = "tf.train.Checkpoint"
 
@@ -208,36 +208,41 @@ class _TensorFlow:
 
 
 def _tf_checkpoint(iterator: Any) -> Any:
-    # Where there is an iterator of TensorFlow's, TensorFlow is.
+    # An iterator of TensorFlow exists, so TensorFlow is imported.
     return sys.modules["tensorflow"].train.Checkpoint(iterator=iterator)
 
 
 class _Clu:
-    """clu, whose iterators write files that only they can read."""
+    """Gets and sets the state of clu iterators, as files in clu's format."""
 
     name = "files"
 
     def get_state(self, iterator: Any) -> Any:
+        name = _duck_types.type_name(iterator)
         if _has_peeked(iterator):
             raise errors.DatasetStateError(
-                f"{_duck_types.type_name(iterator)} has a batch that was peeked at and"
-                " not"
-                " taken, which would be lost: call next() before saving"
+                f"{name} has a batch that was peeked at and not taken, which would be"
+                " lost: call next() before saving"
             )
         with tempfile.TemporaryDirectory() as directory:
-            iterator.save(_epath(directory))
+            try:
+                iterator.save(_epath(directory))
+            except NotImplementedError:
+                raise errors.DatasetStateError(
+                    f"{name} does not save its state: give it the methods save and"
+                    " restore of a DatasetIterator, or pass dataset=None"
+                ) from None
             files = _files_in(directory)
         if not files:
             raise errors.DatasetStateError(
-                f"{_duck_types.type_name(iterator)} saved nothing; a TfDatasetIterator"
-                " does"
-                " so only if it is made with checkpoint=True"
+                f"{name} saved nothing; a TfDatasetIterator does so only if it is made"
+                " with checkpoint=True"
             )
         return files
 
     def set_state(self, iterator: Any, state: Any) -> None:
         if _has_peeked(iterator):
-            iterator.reset()  # restore() alone would return that batch first
+            iterator.reset()  # restore() alone would return the old batch first
         with tempfile.TemporaryDirectory() as directory:
             _put_files(directory, state)
             iterator.restore(_epath(directory))
@@ -248,7 +253,7 @@ def _has_peeked(iterator: Any) -> bool:
         return False
     future = getattr(iterator, "_peek_future", None)
     if future is not None:
-        future.result()  # of peek_async, which may still be under way
+        future.result()  # of peek_async, which may still be running
     return getattr(iterator, "_peek", None) is not None
 
 

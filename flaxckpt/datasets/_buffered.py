@@ -1,4 +1,4 @@
-"""Batches made ahead on a thread, with the state of the batch that was taken last."""
+"""Prefetches batches on a thread and keeps the state of the last taken batch."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ _SECONDS_BETWEEN_LOOKS = 10.0
 
 
 class Buffered(Generic[Batch]):
-    """Makes batches ahead on a thread; its state is that after the batch taken last.
+    """Prefetches batches on a thread; the state follows the last batch taken.
 
-    A prefetcher around an iterator hides from a checkpoint how far the loop has come:
-    the state of the inner iterator is that of a batch which nobody has seen yet. This
-    one keeps the state with each batch. It is what `iterator` itself would have given,
-    so either restores what the other has saved.
+    A prefetcher around an iterator hides the loop's position from a checkpoint: the
+    state of the inner iterator is ahead of the batches that the loop has used.
+    `Buffered` keeps the state with each batch. The state is the same as without the
+    buffer, so `iterator` and `Buffered` restore each other's states.
 
     ```python
     with Buffered(batches, depth=2, transform=jax.device_put) as batches:
         for batch in batches: ...
     ```
 
-    After the end of the data, `iter()` begins the next epoch, where `iterator` is a
-    loader that has one. Not for several threads at a time.
+    After the end of the data, `iter()` starts the next epoch if `iterator` is a loader
+    with epochs. Not thread-safe.
 
     Args:
         iterator: Any iterator or loader that can be saved. Only the buffer may use it.
-        depth: How many batches are made ahead.
+        depth: The number of batches to prefetch.
         transform: Applied to each batch on the thread.
 
     Attributes:
-        iterator: As given. It is ahead of the loop.
+        iterator: The argument. It is ahead of the loop.
 
     Raises:
         DatasetStateError: `iterator` cannot be saved.
@@ -68,7 +68,7 @@ class Buffered(Generic[Batch]):
                 f"transform must be a function of a batch, got {transform!r:.80}"
             )
         self._transform = transform
-        self._state: _State | None = None  # of the beginning, until a batch is taken
+        self._state: _State | None = None  # the initial state, until a batch is taken
         self._batches: Iterator[Any] | None = None
         self._worker: _Worker | None = None
         self._ended = False
@@ -76,7 +76,7 @@ class Buffered(Generic[Batch]):
 
     @property
     def elastic(self) -> bool:
-        """Whether the state fits any number of processes: that of `iterator`."""
+        """True if the state of `iterator` fits any number of processes."""
         return bool(getattr(self.iterator, "elastic", False))
 
     def __iter__(self) -> Self:
@@ -92,7 +92,7 @@ class Buffered(Generic[Batch]):
         assert self._worker is not None
         made = self._worker.take()
         if made.error is not None:
-            self._stop()  # it has ended with this one
+            self._stop()  # the thread ends after an error
             if not made.is_end:
                 raise made.error
             self._batches, self._ended = None, True
@@ -102,13 +102,13 @@ class Buffered(Generic[Batch]):
         return made.batch  # type: ignore[no-any-return]
 
     def get_state(self) -> Any:
-        """The state of `iterator` as of the batch that was returned last."""
+        """Returns the state of `iterator` after the last returned batch."""
         if self._state is None:
             return self._adapter.get_state(self.iterator)
         return self._state.whole
 
     def set_state(self, state: Any) -> None:
-        """Drops what was made ahead, and continues at a state that `get_state` gave."""
+        """Drops prefetched batches, and continues at a state from `get_state`."""
         self._set(lambda: self._adapter.set_state(self.iterator, copy.deepcopy(state)))
         if _has_shards(self.iterator):
             self._state = _state(self._adapter, self.iterator)
@@ -117,7 +117,7 @@ class Buffered(Generic[Batch]):
 
     @property
     def get_shard_states(self) -> Callable[[], list[Any]] | None:
-        """Gives the states of the shards of `iterator`, if it has them; else None."""
+        """A function that returns the states of `iterator`'s shards, or None."""
         if not _has_shards(self.iterator):
             return None
         return lambda: list(
@@ -126,7 +126,7 @@ class Buffered(Generic[Batch]):
 
     @property
     def set_shard_states(self) -> Callable[[list[Any]], None] | None:
-        """Goes to states of shards, if `iterator` has them; else None."""
+        """A function that sets the states of `iterator`'s shards, or None."""
         return self._set_shard_states if _has_shards(self.iterator) else None
 
     def _set_shard_states(self, states: list[Any]) -> None:
@@ -141,7 +141,7 @@ class Buffered(Generic[Batch]):
         try:
             set_inner()
         except Exception:
-            if self._state is not None:  # so that the loop could still go on
+            if self._state is not None:  # so that the loop can continue
                 with contextlib.suppress(Exception):
                     before = copy.deepcopy(self._state.whole)
                     self._adapter.set_state(self.iterator, before)
@@ -149,9 +149,9 @@ class Buffered(Generic[Batch]):
         self._ended = False
 
     def close(self) -> None:
-        """Ends the thread and drops what was made ahead; the state stays.
+        """Ends the thread and drops prefetched batches; the state stays.
 
-        A batch that does not come is not waited for.
+        Waits at most a few seconds for a batch in progress.
         """
         self._stop(timeout_secs=_SECONDS_AT_EXIT)
         self._closed = True
@@ -179,7 +179,7 @@ class Buffered(Generic[Batch]):
         if self._batches is None:
             self._batches = iter(inner) if hasattr(inner, "__iter__") else inner
         self._worker = _Worker(self._batches, state, self._transform, self._depth)
-        # The thread knows nothing of this object, and ends when it is forgotten.
+        # The thread has no reference to this object, and ends with it.
         self._forgotten = weakref.finalize(self, self._worker.stop)
         self._forgotten.atexit = False
 
@@ -198,7 +198,7 @@ class Buffered(Generic[Batch]):
             )
 
     def _check_own(self) -> None:
-        """Refuses to go on with a thread that was left behind by a fork."""
+        """Raises DatasetStateError if the thread was lost in a fork."""
         if self._worker is not None and not self._worker.is_own():
             raise errors.DatasetStateError(
                 "this Buffered has begun in another process, and its thread did not"
@@ -221,14 +221,14 @@ def _checked_depth(depth: object) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _State:
-    """The state of an iterator, and those of its shards if it gives them."""
+    """The state of an iterator, and of any shards."""
 
     whole: Any
     shards: tuple[Any, ...] = ()
 
 
 def _state(adapter: _adapters.Adapter, iterator: Any) -> _State:
-    """A copy of the state as it is now."""
+    """Returns a copy of the current state."""
     shards = iterator.get_shard_states() if _has_shards(iterator) else ()
     return copy.deepcopy(_State(adapter.get_state(iterator), tuple(shards)))
 
@@ -239,7 +239,7 @@ def _has_shards(iterator: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Made:
-    """A batch and the state after it, or why there is none."""
+    """A batch with the state after the batch, or an error."""
 
     batch: Any
     state: _State | None
@@ -248,7 +248,7 @@ class _Made:
 
 
 class _Worker:
-    """A thread that makes batches until it is stopped, or one cannot be made."""
+    """A thread that prefetches batches until stopped, or until an error."""
 
     def __init__(
         self,
@@ -272,7 +272,7 @@ class _Worker:
         self._thread.start()
 
     def take(self) -> _Made:
-        """Waits for the next batch."""
+        """Returns the next batch, waiting until ready."""
         with self._changed:
             while not self._ready:
                 self._changed.wait(_SECONDS_BETWEEN_LOOKS)
@@ -286,20 +286,20 @@ class _Worker:
             return made
 
     def is_own(self) -> bool:
-        """Whether its thread is in this process, not in one that forked this."""
+        """Returns True if the thread belongs to this process, not to a parent."""
         return os.getpid() == self._pid
 
     def stop(self) -> None:
-        """Ends the thread after the batch that it is making."""
+        """Ends the thread after the current batch."""
         if not self.is_own():
-            return  # a fork leaves threads behind, and locks as they were
+            return  # a fork copies neither threads nor the release of locks
         with self._changed:
             self._stopped = True
             self._ready.clear()
             self._changed.notify_all()
 
     def join(self, timeout_secs: float | None = None) -> None:
-        """Waits until the thread has ended."""
+        """Waits for the end of the thread."""
         self._thread.join(timeout_secs)
 
     def _run(self) -> None:
@@ -314,8 +314,8 @@ class _Worker:
     def _has_room(self) -> bool:
         with self._changed:
             while not self._stopped and len(self._ready) >= self._depth:
-                # Garbage may be collected, and this stopped, inside of wait itself,
-                # where a notification goes unnoticed: look again after a while.
+                # Garbage collection may stop this worker inside of wait itself, where
+                # the notification is missed: check again after a while.
                 self._changed.wait(_SECONDS_BETWEEN_LOOKS)
             return not self._stopped
 
@@ -342,7 +342,7 @@ _running: weakref.WeakSet[_Worker] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Ends all threads: one inside of a library's code would crash Python's exit."""
+    """Ends all threads: a thread in library code would crash Python's exit."""
     workers = list(_running)
     for worker in workers:
         worker.stop()

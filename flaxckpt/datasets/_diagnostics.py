@@ -1,4 +1,4 @@
-"""What to do about an iterator that has no state, or one with a trap."""
+"""Errors and warnings about iterators without state, or with incomplete state."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _GENERATORS = {
 
 
 def refusal(thing: Any) -> errors.DatasetStateError:
-    """The error for what cannot be saved."""
+    """Returns the error for an object without a saveable state."""
     return errors.DatasetStateError(
         f"{_duck_types.type_name(thing)} cannot be saved: wanted an iterator with"
         " get_state"
@@ -77,7 +77,7 @@ def _way_out(thing: Any) -> str:
 
 
 def no_state(thing: Any, error: Exception) -> errors.DatasetStateError:
-    """The error for an iterator that failed to give its state."""
+    """Returns the error for an iterator after a failure of `get_state`."""
     advice = "See that it is not closed, or pass dataset=None."
     if _duck_types.package(thing) == "tensorflow":
         advice = (
@@ -95,7 +95,7 @@ def no_state(thing: Any, error: Exception) -> errors.DatasetStateError:
 def not_taken(
     thing: Any, error: Exception, *, saved_by: str, path: object
 ) -> errors.DatasetStateError:
-    """The error for an iterator that does not take its state."""
+    """Returns the error for an iterator after a failure of `set_state`."""
     advice = "Pass an iterator over the same data, built the same way, or dataset=None."
     if "worker" in str(error).lower():
         advice = "Use as many workers as when it was saved, or pass dataset=None."
@@ -106,7 +106,7 @@ def not_taken(
 
 
 def first(error: Exception) -> str:
-    """The message of another library's error, on one line and not too long."""
+    """Returns the message of another library's error, shortened to a line."""
     return errors.printable(" ".join(str(error).split())[:300])
 
 
@@ -118,7 +118,7 @@ _warned: collections.defaultdict[str, weakref.WeakSet[Any]] = collections.defaul
 
 
 def warn_of_traps(thing: Any) -> None:
-    """Logs, once for an iterator, that a part of what it is at is not in its state."""
+    """Warns, once per iterator, of a state without the full position."""
     if any(_is_buffer(part) for part in _parts(thing)):
         _warn_once(
             thing,
@@ -136,12 +136,12 @@ def warn_of_traps(thing: Any) -> None:
 
 
 def _is_buffer(part: Any) -> bool:
-    """Whether a stage holds back examples; not if it has room for one only."""
+    """Returns True for a shuffle buffer of more than a single example."""
     return _duck_types.is_a(part, _HF_BUFFER) and getattr(part, "buffer_size", 0) != 1
 
 
 def _shuffles_untold(loader: Any) -> bool:
-    """Whether a sampler has no state, or draws from what the loader draws from, too."""
+    """Returns True for a sampler without state, or with the loader's generator."""
     sampler = getattr(loader, "sampler", None)
     generator = getattr(sampler, "generator", None)
     return _duck_types.is_a(sampler, _TORCH_SAMPLER) or (
@@ -150,7 +150,7 @@ def _shuffles_untold(loader: Any) -> bool:
 
 
 def warn_of_size(thing: Any, size: int) -> None:
-    """Logs, once for an iterator, that its state is large."""
+    """Warns, once per iterator, of a large state."""
     if size > LARGE_STATE_BYTES:
         _warn_once(
             thing,
@@ -161,7 +161,7 @@ def warn_of_size(thing: Any, size: int) -> None:
 
 
 def _warn_once(thing: Any, message: str, *values: object) -> None:
-    with contextlib.suppress(TypeError):  # what cannot be remembered is told each time
+    with contextlib.suppress(TypeError):  # without weak references, warn every time
         if thing in _warned[message]:
             return
         _warned[message].add(thing)
@@ -169,7 +169,7 @@ def _warn_once(thing: Any, message: str, *values: object) -> None:
 
 
 def _parts(thing: Any) -> Iterator[Any]:
-    """The stages of a pipeline of Hugging Face's, also inside a loader of torch's."""
+    """Yields the stages of a Hugging Face pipeline, including inside torch loaders."""
     waiting = [getattr(thing, "dataset", thing)]
     while waiting:
         part = waiting.pop()

@@ -1,4 +1,4 @@
-"""What an object is, told by the names of its classes: nothing is imported."""
+"""Recognises objects by the names of their classes, without imports."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from typing import Any
 
 
 def type_name(thing: Any) -> str:
-    """`package.module.Class` of `thing`."""
+    """Returns `package.module.Class` of the type of `thing`."""
     return full_name(type(thing))
 
 
 def full_name(cls: type) -> str:
-    """`package.module.Class`."""
+    """Returns `package.module.Class`."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def is_a(thing: Any, *names: str) -> bool:
-    """Whether the class of `thing`, or one that it inherits from, has such a name."""
+    """Returns True if `thing` is an instance of a class with one of the names."""
     return any(full_name(cls) in names for cls in type(thing).__mro__)
 
 
 def package(thing: Any) -> str:
-    """The top-level package that the class of `thing` comes from."""
+    """Returns the top-level package of the class of `thing`."""
     return type(thing).__module__.partition(".")[0]
 
 
 def has(thing: Any, *names: str) -> bool:
-    """Whether `thing` is no class and has all of these methods."""
+    """Returns True for an instance with all of the named methods."""
     return not isinstance(thing, type) and all(
         callable(getattr(thing, name, None)) for name in names
     )
 
 
 def version(thing: Any) -> str | None:
-    """The version of the library that `thing` comes from, if it is another's."""
+    """Returns the version of the library of `thing`; None for flaxckpt."""
     if package(thing) == "flaxckpt":
         return None
     found = getattr(sys.modules.get(package(thing)), "__version__", None)

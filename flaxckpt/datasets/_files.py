@@ -1,4 +1,4 @@
-"""The files of a checkpoint that hold where its dataset iterators stood."""
+"""Reads and writes the files with the dataset iterators' states."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ from flaxckpt.datasets._iterators import Restarting
 _log = logging.getLogger(__name__)
 
 DESCRIPTION = "metadata"
-"""Our description of the saved iterator: the file that Orbax's JSON reader expects.
-Of several processes, the first one writes it."""
+"""The file of our description of the iterator, which Orbax's JSON reader expects.
+
+With several processes, the first process writes it.
+"""
 
 
 def state_files(dataset: Any) -> dict[str, bytes]:
-    """Takes the state of `dataset` as it is now.
+    """Returns the current state of `dataset` as files.
 
     Args:
         dataset: An iterator, `Restarting(iterator)`, or a list of several iterators:
             those of process K of M are the parts K, K + M, … of the data.
 
     Returns:
-        File name -> content: this process's states, as grain and Orbax write them, and
-        a description of them.
+        File name -> content: this process's states in the format of grain and Orbax,
+        and a description of the states.
 
     Raises:
-        DatasetStateError: An iterator gives no state, or one that cannot be written.
+        DatasetStateError: An iterator returns no state, or a state that cannot be
+            written.
     """
     iterators, _ = _iterators(dataset)
     states = [_state(iterator) for iterator in iterators]
@@ -57,16 +60,16 @@ def state_files(dataset: Any) -> dict[str, bytes]:
 
 
 def set_state(dataset: Any, files: Mapping[str, bytes], *, path: Path) -> None:
-    """Puts `dataset` where the saved one stood.
+    """Restores the saved position of `dataset`.
 
     Args:
         dataset: Of the same kind, over the same data.
-        files: What `state_files` returned, or what Orbax and grain wrote.
+        files: The result of `state_files`, or files written by Orbax and grain.
         path: The checkpoint, for messages.
 
     Raises:
-        DatasetStateError: An iterator refuses the state, or another number of
-            processes saved it.
+        DatasetStateError: An iterator rejects the state, or another number of processes
+            saved it.
         DamagedCheckpointError: The state of a process is missing.
     """
     iterators, restarting = _iterators(dataset)
@@ -102,7 +105,7 @@ def set_state(dataset: Any, files: Mapping[str, bytes], *, path: Path) -> None:
 
 
 def _iterators(dataset: Any) -> tuple[Sequence[Any], bool]:
-    """The iterators of this process, and whether they may start anew."""
+    """Returns the iterators of this process, and True if they may restart."""
     restarting = isinstance(dataset, Restarting)
     if restarting:
         dataset = dataset.iterator
@@ -150,7 +153,7 @@ def _decoded(
     content: bytes,
     described: Mapping[str, Any],
 ) -> Any:
-    # Without our description, the iterator's own state tells what it expects.
+    # Without our description, the type of the iterator's own state decides.
     as_bytes = described.get("is_bytes")
     if as_bytes is None:
         as_bytes = isinstance(adapter.get_state(iterator), bytes)
@@ -166,7 +169,7 @@ def _decoded(
 
 
 def _version_of(described: Mapping[str, Any]) -> int:
-    """Of the codec: our first releases did not write it down, and others have none."""
+    """Returns the codec version: 1 for the first releases, 0 for Orbax."""
     return int(described.get("codec", 1 if described else 0))
 
 

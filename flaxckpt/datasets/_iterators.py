@@ -1,4 +1,4 @@
-"""The protocol of iterators that can be saved, and two small classes for users."""
+"""The protocol of saveable iterators, and small iterator classes for users."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ Batch = TypeVar("Batch")
 
 @runtime_checkable
 class SaveableIterator(Protocol):
-    """What an iterator needs to be saved and restored: grain's protocol.
+    """The protocol of iterators with a saveable state, from grain.
 
     The state may nest dicts, lists and tuples of numbers, strings, bytes, numpy arrays
     and torch tensors.
 
-    With an attribute `elastic` that is true, it says that its state is the same on all
-    processes, and fits any number of them. With `get_shard_states()`, a list of the
-    states of its shards, and `set_shard_states(list)`, shards may move between
-    processes: the one called K of N has the shards K, K + N, and so on.
+    A true attribute `elastic` says that the state is the same on all processes, and
+    fits any number of processes. With `get_shard_states()`, a list of the states of the
+    iterator's shards, and `set_shard_states(list)`, shards may move between processes:
+    process K of N has the shards K, K + N, and so on.
     """
 
     def get_state(self) -> Any:
-        """The position, as of the batch that was returned last."""
+        """Returns the position after the last returned batch."""
         ...
 
     def set_state(self, state: Any, /) -> None:
-        """Goes to a position that `get_state` gave."""
+        """Moves to a position returned by `get_state`."""
         ...
 
 
 class StepIndexed(Generic[Batch]):
-    """Batches that are a function of their index, so that the index is all the state.
+    """Batches computed from their index, which forms the whole state.
 
     ```python
     batches = StepIndexed(lambda i: make_batch(seed=0, index=i))
     ```
 
     Args:
-        fn: Makes batch `i`, always the same for the same `i`.
+        fn: Returns batch `i`; must be deterministic.
         start: Index of the first batch.
 
     Raises:
-        OptionError: `start` is no whole number from 0.
+        OptionError: `start` is not a whole number from 0.
     """
 
     __module__ = "flaxckpt.datasets._iterators"  # checkpoints record this path
@@ -72,14 +72,14 @@ class StepIndexed(Generic[Batch]):
         return batch
 
     def get_state(self) -> dict[str, int]:
-        """The index of the batch that comes next."""
+        """Returns the index of the next batch."""
         return {"next_index": self._next}
 
     def set_state(self, state: Any) -> None:
         """Continues with batch `state["next_index"]`.
 
         Raises:
-            DatasetStateError: That is no whole number from 0.
+            DatasetStateError: The index is not a whole number from 0.
         """
         found: Any = state.get("next_index") if isinstance(state, Mapping) else None
         if not _is_index(found):
@@ -91,36 +91,36 @@ class StepIndexed(Generic[Batch]):
 
 
 def _is_index(value: Any) -> bool:
-    """Whether `value` is a whole number from 0, of Python or numpy."""
+    """Returns True for a whole number from 0, of Python or numpy."""
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     return is_whole and int(value) >= 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restarting:
-    """Lets a run go on with other processes, at the price of its place in the data.
+    """Lets a run restart the data if the saved dataset states do not fit.
 
     ```python
     CheckpointCallback(checkpointer, dataset=Restarting(batches))
     ```
 
-    Where the number of processes has changed and the saved states do not fit it, the
-    state was let go by `keep_dataset`, or the step was saved without any, the iterator
-    is left as it is, which for a new one is at its beginning, and a warning is logged.
-    Without this, that is an error.
+    If the saved states do not fit the number of processes, or the step has no dataset
+    state (deleted by `keep_dataset`, or never saved), the iterator is left unchanged,
+    so a new iterator starts at the beginning, and a warning is logged. Without
+    `Restarting`, this is an error.
 
     Attributes:
-        iterator: What `dataset=` takes otherwise.
+        iterator: The iterator, or the list of iterators, as for `dataset=`.
     """
 
     iterator: Any
 
 
 def held(dataset: Any) -> Any:
-    """A dataset as it stands now, where that costs next to nothing.
+    """Returns a copy of a dataset at its current position, if cheap.
 
-    So it is for `StepIndexed`, alone or among others. Other iterators are returned as
-    they are, and go on.
+    Copies `StepIndexed`, alone or among others. Other iterators are returned
+    themselves, and move on.
     """
     if isinstance(dataset, StepIndexed):
         return copy.copy(dataset)

@@ -1,7 +1,7 @@
-"""The state of an iterator as JSON, and back with the types that it had.
+"""Converts the state of an iterator to JSON and back, with its types.
 
-What JSON lacks becomes an object with one key, a tag. No pickle: what is read can only
-be data.
+Types that JSON lacks become an object with a single key, a tag. Without pickle, reading
+can only return data.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from flaxckpt import _state, _util
 from flaxckpt.datasets import _duck_types
 
 VERSION = 2
-"""Of the tags. Files of version 1 lack those that are new; version 0 is plain JSON."""
+"""Version of the tags. Version 1 lacks the newer tags; version 0 is plain JSON."""
 
 MAX_STATE_BYTES = 256 * 2**20
-"""Of one file: larger ones are neither written nor read."""
+"""Limit for a file, on writing and on reading."""
 
 _LONG = 2**16
-"""Characters of a text that nobody reads."""
+"""Texts longer than this are not indented for readability."""
 
 _BYTES, _TUPLE, _ARRAY = "__bytes__", "__tuple__", "__ndarray__"
 _SCALAR, _TENSOR, _DICT = "__scalar__", "__tensor__", "__dict__"
@@ -37,29 +37,29 @@ _TAGS = (
 
 
 def dumps(state: Any) -> bytes:
-    """`state` as JSON; one of JSON's own types only as `json.dumps` has it.
+    """Converts `state` to JSON; JSON's own types exactly as `json.dumps` does.
 
-    It is indented as grain does it, unless it is long.
+    Indented like grain's files, unless long.
 
     Raises:
-        TypeError, ValueError: It holds something else than data, or data that would
-            not come back; the message says where and what.
+        TypeError, ValueError: The state contains objects other than data, or data that
+            JSON cannot restore; the message names them.
     """
     encoded = _encode(state, "state", 0)
     text = json.dumps(encoded)
-    # Indenting takes the slow encoder that is written in Python.
+    # Indenting uses the slow encoder written in Python.
     return (text if len(text) > _LONG else json.dumps(encoded, indent=4)).encode()
 
 
 def loads(content: bytes, *, version: int = VERSION) -> Any:
-    """What `dumps` was given.
+    """Converts JSON from `dumps` back to the state.
 
     Args:
         content: JSON.
-        version: Of the tags that are in it.
+        version: Of the tags in the JSON.
 
     Raises:
-        ValueError: It is no such JSON, or would take absurd amounts of memory.
+        ValueError: The JSON is invalid, or would need too much memory.
     """
     check_size(content)
     if not 0 <= version < len(_TAGS):
@@ -70,7 +70,7 @@ def loads(content: bytes, *, version: int = VERSION) -> Any:
 
 
 def check_size(content: bytes) -> None:
-    """Refuses what is not written and not read.
+    """Raises ValueError for JSON above the limits of writing and reading.
 
     Raises:
         ValueError: It is too large.
@@ -87,7 +87,7 @@ def check_size(content: bytes) -> None:
 
 
 def is_own_json(content: bytes) -> bool:
-    """Whether bytes can stand as they are where JSON is wanted: they are an object."""
+    """Returns True if bytes can be stored as JSON unchanged, as an untagged object."""
     try:
         check_size(content)
         found = json.loads(content)
@@ -97,13 +97,13 @@ def is_own_json(content: bytes) -> bool:
 
 
 def _is_tagged(found: Any) -> bool:
-    """Whether a value read from JSON would be taken for something else."""
+    """Returns True for a JSON object in the form of a tag."""
     return (
         isinstance(found, dict) and len(found) == 1 and not _TAGS[-1].isdisjoint(found)
     )
 
 
-# ---- out ------------------------------------------------------------------------
+# ---- writing --------------------------------------------------------------------
 
 
 def _encode(state: Any, at: str, depth: int) -> Any:
@@ -187,7 +187,7 @@ def _refused(found: Any, at: str) -> TypeError:
     )
 
 
-# ---- in -------------------------------------------------------------------------
+# ---- reading --------------------------------------------------------------------
 
 
 def _untag(found: dict[str, Any], *, tags: frozenset[str]) -> Any:

@@ -1,4 +1,4 @@
-"""Which file belongs to which iterator: parts of the data, spread over processes."""
+"""Assigns state files to iterators: parts of the data, spread over processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHARD = re.compile(r"shard_state_(\d+)\.json")
 
 
 def own_names(iterators: int) -> list[str]:
-    """The files of this process; those of all are numbered by the parts of the data."""
+    """Returns the file names of this process, numbered by parts of the data."""
     processes = _util.processes.process_count()
     return [
         f"process_{_util.processes.process_index() + i * processes}"
@@ -27,10 +27,10 @@ def own_names(iterators: int) -> list[str]:
 def choose(
     iterators: Sequence[Any], files: Mapping[str, bytes], path: Path
 ) -> list[str] | None:
-    """Which file has the state of which iterator; None: those of their shards do.
+    """Returns the state file of each iterator; None if shards have state files.
 
     Raises:
-        DatasetStateError: None has, as the number of processes has changed.
+        DatasetStateError: No file fits, as the number of processes has changed.
         DamagedCheckpointError: The state of a process is missing.
     """
     own = own_names(len(iterators))
@@ -52,14 +52,14 @@ def choose(
 
 
 def _is_elastic(iterator: Any, content: bytes) -> bool:
-    """Whether any process may go on with the state that all of them have."""
+    """Returns True if any process can continue with the common state."""
     if getattr(iterator, "elastic", False):
         return True
     try:
         found = _json_codec.loads(content, version=0)
     except (ValueError, RecursionError):
         return False
-    # grain's ElasticIterator, whatever is done to its batches after it.
+    # grain's ElasticIterator, with any later stages.
     return isinstance(found, dict) and found.keys() == {"global_next_index"}
 
 
@@ -92,20 +92,20 @@ def _other_count(path: Path, count: int, iterators: int) -> errors.DatasetStateE
 
 
 def has_shards(iterators: Sequence[Any]) -> bool:
-    """Whether the state of each shard of the data can be had and set."""
+    """Returns True if the iterator can get and set the state of each shard."""
     return len(iterators) == 1 and _duck_types.has(
         iterators[0], "get_shard_states", "set_shard_states"
     )
 
 
 def shard_name(i: int) -> str:
-    """The file of the `i`th shard of this process; those of all have their number."""
+    """Returns the file of the `i`th shard of this process, numbered over all."""
     index = _util.processes.process_index() + i * _util.processes.process_count()
     return f"shard_state_{index}.json"
 
 
 def own_shards(iterator: Any, files: Mapping[str, bytes]) -> list[str]:
-    """The files of the shards that this process has now.
+    """Returns the files of the shards of this process.
 
     Raises:
         DatasetStateError: Its iterator has another number of shards.

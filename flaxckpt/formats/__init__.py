@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from flaxckpt import _steps, _storage, errors
 from flaxckpt._types import PathLike
@@ -60,10 +60,18 @@ class Detected(NamedTuple):
         return f"{self.format}: {self.why}"
 
 
+def identify(path: Path) -> Detected | None:
+    """The format of the checkpoint `path`; None if it is none that is read here."""
+    with _storage.permissions.reading(path), _storage.paths.looking(path):
+        for name, reader in _readers(path).items():
+            if why := reader.recognises(path):
+                return Detected(name, why, reader)
+    return None
+
+
 def recognises(path: Path) -> bool:
     """Whether `path` is a checkpoint in a format that is read here."""
-    with _storage.permissions.reading(path), _storage.paths.looking(path):
-        return any(reader.recognises(path) for reader in _readers(path).values())
+    return identify(path) is not None
 
 
 def detect(path: PathLike) -> Detected:
@@ -92,10 +100,12 @@ def _detect(path: Path) -> Detected:
                 else "the path does not exist"
             )
         )
-    for name, reader in _readers(path).items():
-        if why := reader.recognises(path):
-            return Detected(name, why, reader)
-    if path.is_dir() and (steps := _steps.scan.find(path, recognises)):
+    return identify(path) or _explain_unrecognised(path)
+
+
+def _explain_unrecognised(path: Path) -> NoReturn:
+    """Raises the error for a path that is there and is no checkpoint."""
+    if path.is_dir() and (steps := _steps.index.StepIndex(path, identify).steps):
         raise errors.CheckpointFormatError(
             f"{path} is no checkpoint but a directory of {len(steps)} steps: pass one"
             f" of them, as {steps[max(steps)]}"
@@ -118,7 +128,7 @@ def _detect(path: Path) -> Detected:
             f"{path} is an item of JSON, which Orbax's JsonSave wrote, and no tree of"
             f" arrays: {checkpoint.json_advice(path)}"
         )
-    mark = _steps.scan.sign(path) if path.is_dir() else None
+    mark = _steps.index.sign(path) if path.is_dir() else None
     if mark and not _storage.of(path).is_committed(path):
         raise errors.DamagedCheckpointError(
             f"{path} has {mark}, but no {_storage.commit_marker.MARKER}, without which"
@@ -225,7 +235,7 @@ def _of_runs(directory: Path) -> str | None:
     children = sorted(child for child in directory.iterdir() if child.is_dir())
     for child in children[:_MAX_TRIED]:
         with contextlib.suppress(errors.CheckpointError, OSError):
-            if _steps.scan.find(child, recognises):
+            if _steps.index.StepIndex(child, identify).steps:
                 return f"a directory of runs: pass the path of one, such as {child}"
     return None
 
@@ -235,7 +245,7 @@ def advice_on_names(directory: Path) -> str:
 
     Empty if none may be a step.
     """
-    found = _steps.scan.with_any_name(directory, recognises)
+    found = _steps.index.with_any_name(directory, identify)
     names = [path.name for paths in found.values() for path in paths]
     if not names:
         return ""

@@ -1,21 +1,76 @@
-"""Which checkpoint a path means, and what is in it, arrays unread."""
+"""Locates the checkpoint that a path means, and reads all of it but its arrays."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 from flaxckpt import _state, _steps, _storage, errors, formats
+from flaxckpt._types import PathLike
 from flaxckpt.formats._reader import Stored
 
 _log = logging.getLogger(__name__)
 
+_Entry: TypeAlias = "_steps.index.Entry[formats.Detected]"
+_Index: TypeAlias = "_steps.index.StepIndex[formats.Detected]"
+
+
+class Located(NamedTuple):
+    """A checkpoint that was recognised.
+
+    Attributes:
+        path: Where it is.
+        step: Its number if it is a step of a directory.
+        detected: Its format, by which it is read.
+    """
+
+    path: Path
+    step: int | None
+    detected: formats.Detected
+
+    def open(self, types: Sequence[type] = ()) -> Stored:
+        """Reads everything of the checkpoint but its arrays.
+
+        Args:
+            types: Classes of the caller that the checkpoint may name.
+
+        Raises:
+            CheckpointNotFoundError: It was deleted since.
+            CheckpointFormatError: It is of a kind that is not read.
+            DamagedCheckpointError: It is not intact, or may not be read.
+        """
+        with _storage.permissions.reading(self.path), _storage.paths.looking(self.path):
+            return self.detected.reader.read(
+                self.path, step=self.step, resolve=_state.classes.resolver(types)
+            )
+
+
+def open_checkpoint(
+    path: PathLike,
+    step: int | None = None,
+    *,
+    step_format: str | None = None,
+    types: Sequence[type] = (),
+) -> Stored:
+    """Locates a checkpoint, recognises it and reads all of it but its arrays.
+
+    See `locate` and `Located.open`.
+    """
+    root = _storage.local.resolve(path)
+    with _storage.permissions.reading(root), _storage.paths.looking(root):
+        located = _locate(root, step, step_format)
+        if located.path == root:
+            return located.open(types)
+    # Not before the look at all steps is over: a step may be deleted meanwhile.
+    return located.open(types)
+
 
 def locate(
-    path: Path, step: int | None, step_format: str | None = None
-) -> tuple[Path, int | None]:
-    """The checkpoint that `path` and `step` mean, and its number if it is a step.
+    path: PathLike, step: int | None = None, *, step_format: str | None = None
+) -> Located:
+    """Returns the checkpoint that `path` and `step` mean.
 
     Args:
         path: A checkpoint, or a directory of steps.
@@ -25,80 +80,108 @@ def locate(
 
     Raises:
         CheckpointNotFoundError: There is none.
-        CheckpointFormatError: What is there is none, or is several.
-        DamagedCheckpointError: It is one that is not intact, or may not be read.
+        CheckpointFormatError: The path holds something else, or several checkpoints.
+        DamagedCheckpointError: The checkpoint is not intact, or may not be read.
         OptionError: `step` is no step, or `path` is one checkpoint.
     """
-    with _storage.permissions.reading(path), _storage.paths.looking(path):
-        number = None if step is None else _steps.names.check(step)
-        return _locate(path, number, number_of(step_format))
+    root = _storage.local.resolve(path)
+    with _storage.permissions.reading(root), _storage.paths.looking(root):
+        return _locate(root, step, step_format)
 
 
-def number_of(step_format: str | None) -> _steps.scan.Number | None:
-    """What gives the step that a name means under a format; None if there is none."""
+def number_of(step_format: str | None) -> _steps.names.Number | None:
+    """Returns the function from names to steps of a format; None if there is none."""
     return None if step_format is None else _steps.names.StepFormat(step_format).step
 
 
-def _locate(
-    path: Path, step: int | None, number: _steps.scan.Number | None
-) -> tuple[Path, int | None]:
-    is_one = path.exists() and formats.recognises(path)
-    if step is None and is_one:
-        return path, None
-    if is_one and not (
-        path.is_dir() and step in _steps.scan.find(path, formats.recognises, number)
-    ):
-        raise errors.OptionError(
-            f"{path} is one checkpoint, not a directory of steps: leave step out, or"
-            " pass its parent"
-        )
+def _locate(path: Path, step: int | None, step_format: str | None) -> Located:
+    wanted = None if step is None else _steps.names.check(step)
+    number = number_of(step_format)
+    one = formats.identify(path) if path.exists() else None
+    if one is not None and wanted is None:
+        return Located(path, None, one)
     if not path.is_dir():
-        formats.detect(path)  # raises
-    found = _steps.scan.of(path, formats.recognises, number)
-    if step is None:
-        return _newest(path, found)
-    if step in found.doubtful:
-        if formats.is_being_written(found.doubtful[step][0]):
+        if one is None:
+            formats.detect(path)  # raises
+        raise _is_one(path)
+    index = _steps.index.StepIndex(path, formats.identify, number)
+    if wanted is None:
+        return _newest(path, index)
+    if (entry := index.find(wanted)) is not None:
+        return _located(entry)
+    if one is not None:
+        raise _is_one(path)
+    if (doubt := index.find_doubtful(wanted)) is not None:
+        if formats.is_being_written(doubt.path):
             raise errors.CheckpointNotFoundError(
-                f"{path} has no step {step} yet: {formats.advice_on_saves(path)}"
+                f"{path} has no step {wanted} yet: {formats.advice_on_saves(path)}"
             )
-        raise _damaged(*found.doubtful[step])
-    if step not in found.steps:
-        if number is None and (other := _steps.scan.called(path, step)):
-            raise _damaged(other, "")
-        raise errors.CheckpointNotFoundError(
-            f"{path} has no step {step}: it has {summary(list(found.steps))}"
-            + _advice(path, found)
-        )
-    return found.steps[step], step
+        raise _damaged(doubt.path, doubt.why)
+    if number is None and (other := _steps.index.usually_called(path, wanted)):
+        raise _damaged(other, "")
+    raise errors.CheckpointNotFoundError(
+        f"{path} has no step {wanted}: it has {summary(list(index.steps))}"
+        + _advice(path, index)
+    )
 
 
-def _advice(path: Path, found: _steps.scan.Found) -> str:
+def _is_one(path: Path) -> errors.OptionError:
+    return errors.OptionError(
+        f"{path} is one checkpoint, not a directory of steps: leave step out, or"
+        " pass its parent"
+    )
+
+
+def _located(entry: _Entry) -> Located:
+    """The checkpoint of a step.
+
+    Raises:
+        CheckpointFormatError: It is of a kind that is not read.
+    """
+    if entry.checkpoint is None:
+        assert entry.error is not None, entry
+        raise entry.error
+    return Located(entry.path, entry.step, entry.checkpoint)
+
+
+def _advice(path: Path, index: _Index) -> str:
     if advice := formats.advice_on_saves(path):
         return f"; {advice}"
-    return "" if found.steps else formats.advice_on_names(path)
+    return "" if index.steps else formats.advice_on_names(path)
 
 
-def _newest(root: Path, found: _steps.scan.Found) -> tuple[Path, int]:
-    """The newest good step; newer ones that are not good are logged."""
-    marked = {s: p for s, p in found.steps.items() if _steps.markers.is_damaged(p)}
-    steps = {s: p for s, p in found.steps.items() if s not in marked}
-    newest = max(steps, default=-1)
+def _newest(root: Path, index: _Index) -> Located:
+    """The newest good step; newer steps that are not good are logged."""
+    marked: list[Path] = []
+    unknown: list[int] = []
+    newest = None
+    for step in reversed(index.numbers):
+        entry = index.find(step)
+        if entry is None:
+            unknown.insert(0, step)
+        elif _steps.markers.is_damaged(entry.path):
+            marked.insert(0, entry.path)
+        else:
+            newest = entry
+            break
+    doubts = [doubt for step in unknown if (doubt := index.find_doubtful(step))]
     damaged = [
-        _damaged(path, why)
-        for number, (path, why) in found.doubtful.items()
-        if number > newest
-        and not (path.is_dir() and not why and _is_empty(path))
-        and not formats.is_being_written(path)
+        _damaged(doubt.path, doubt.why)
+        for doubt in doubts
+        if (doubt.why or not doubt.path.is_dir() or not _is_empty(doubt.path))
+        and not formats.is_being_written(doubt.path)
     ]
-    damaged += [_marked(path) for s, path in marked.items() if s > newest]
-    if not steps:
+    damaged += [_marked(path) for path in marked]
+    if newest is None:
         if damaged:
             raise damaged[-1]
         formats.detect(root)  # raises
+        raise errors.CheckpointNotFoundError(f"{root} has changed: try again")
     for error in damaged:
-        _log.warning("a newer step is left out, step %d is taken: %s", newest, error)
-    return steps[newest], newest
+        _log.warning(
+            "a newer step is left out, step %d is taken: %s", newest.step, error
+        )
+    return _located(newest)
 
 
 def _marked(path: Path) -> errors.DamagedCheckpointError:
@@ -138,10 +221,9 @@ def summary(steps: list[int]) -> str:
 
 
 def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Stored:
-    """Reads everything of a checkpoint but its arrays."""
+    """Reads everything but the arrays of the checkpoint at exactly this path."""
     with _storage.permissions.reading(path), _storage.paths.looking(path):
-        reader = formats.detect(path).reader
-        return reader.read(path, step=step, resolve=_state.classes.resolver(types))
+        return Located(path, step, formats.detect(path)).open(types)
 
 
 def read_step(path: Path, step: int, types: Sequence[type] = ()) -> Stored:

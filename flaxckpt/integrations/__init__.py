@@ -1,1 +1,1 @@
-"""What plugs flaxckpt into other packages; each module imports the one it is called."""
+"""Integrations with other packages; each module imports the package of its name."""

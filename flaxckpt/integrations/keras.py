@@ -1,4 +1,4 @@
-"""Keras 3 on JAX: a callback that saves in `fit`, and resumes it in mid-epoch."""
+"""A Keras 3 callback on JAX that saves during `fit` and resumes in mid-epoch."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = ["EpochBatches", "KerasCheckpoint"]
 
 
 class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
-    """Saves a model while `fit` trains it, and goes on where the last `fit` was lost.
+    """Saves a model during `fit`, and resumes an interrupted `fit`.
 
-    The first `fit` begins from the newest checkpoint: weights, optimizer, the seeds of
-    dropout, running metrics, the position in the data, and the epoch, in its middle if
-    that is where it was. `initial_epoch` need not be passed.
+    The first `fit` starts from the newest checkpoint: weights, optimizer, dropout
+    seeds, running metrics, the position in the data, and the epoch, including the
+    position within the epoch. `initial_epoch` need not be passed.
 
     ```python
     with flaxckpt.Checkpointer("run") as checkpointer:
@@ -37,25 +37,26 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         model.fit(checkpoint.data, epochs=10, callbacks=[checkpoint])
     ```
 
-    A step is one batch, so that it is `optimizer.iterations`, unless gradients are
-    accumulated. Leaf paths are Keras's own names of variables: give layers names, since
-    those that Keras counts up differ from one process to the next.
+    A step is a batch, equal to `optimizer.iterations` unless gradients are accumulated.
+    Leaf paths are Keras's names of variables: name the layers, because Keras's
+    automatic names differ between processes.
 
     Args:
-        on_step: When to save, and where. Its `dataset` and `step_is` do not matter.
-        batches: Gives `(x, y)` or `(x, y, weights)` without end, and can say and set
-            where it stands: a `StepIndexed`, an iterator of grain.
-        steps_per_epoch: How many batches are an epoch.
+        on_step: Decides when and where to save. Its `dataset` and `step_is` are
+            ignored.
+        batches: An endless iterator of `(x, y)` or `(x, y, weights)` with `get_state`
+            and `set_state`: a `StepIndexed`, a grain iterator.
+        steps_per_epoch: The number of batches per epoch.
         every_epochs: Also saves at the end of every so many epochs, with the metrics of
-            the epoch and its validation. None leaves it to `on_step`.
+            the epoch and its validation. None leaves the decision to `on_step`.
 
     Attributes:
-        data: What to pass to `fit`; it gives the batches epoch by epoch.
-        completed: How many batches the model was trained on.
+        data: The argument for `fit`; it yields the batches epoch by epoch.
+        completed: The number of batches the model was trained on.
 
     Raises:
         OptionError: Keras runs on another backend, or a number is not positive.
-        DatasetStateError: `batches` cannot say where it stands.
+        DatasetStateError: `batches` has no `get_state` and `set_state`.
     """
 
     def __init__(
@@ -84,22 +85,22 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._every_epochs = every_epochs
         self._saved: int | None = None
         self._left = steps_per_epoch  # of the epoch, when it began in this process
-        self._done = 0  # of these
+        self._done = 0  # of the batches left
         self._metrics: PyTree = None
         self._has_begun = False
         self._quiet = contextlib.ExitStack()
 
-    # ---- what Keras calls, in this order ---------------------------------------------
+    # ---- called by Keras, in this order ----------------------------------------------
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Restores the newest checkpoint, the first time."""
+        """Restores the newest checkpoint at the first call."""
         steps = self.data.steps_per_epoch
         if self.params.get("steps") != steps:
             raise errors.OptionError(
                 f"fit takes {self.params.get('steps')} steps an epoch, and the callback"
                 f" {steps}: call fit(checkpoint.data, …) without steps_per_epoch"
             )
-        # Taking the state out of Keras is slow; at the end of an epoch, it is passed.
+        # Reading the state from Keras is slow; at the end of an epoch it is passed.
         self._on_step.bind(
             state=self._state, dataset=lambda: self.data, each_step=False
         )
@@ -112,11 +113,11 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
                 self._metrics = state["metrics_variables"]
         self._has_begun = True
         self.data.claim()
-        # This is how Keras's own BackupAndRestore tells `fit` where to begin.
+        # Keras's own BackupAndRestore sets the first epoch of `fit` like this.
         self.model._initial_epoch = self.completed // steps
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Sees to it that the epoch has the batches that are left of it."""
+        """Limits the epoch to its remaining batches."""
         self.model._initial_epoch = None
         wanted, done = divmod(self.completed, self.data.steps_per_epoch)
         if epoch != wanted:
@@ -127,14 +128,14 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._left, self._done = self.data.steps_per_epoch - done, 0
         self.data.shorten(self._left)
         if done and self._metrics is not None:
-            # Keras has set them to zero since the training began.
+            # Keras has reset them since the training began.
             self.model.set_state_tree({"metrics_variables": self._metrics})
         self._metrics = None
 
     def on_train_batch_begin(
         self, batch: int, logs: Mapping[str, Any] | None = None
     ) -> None:
-        """Keeps Keras quiet about the end of an epoch that began in its middle."""
+        """Suppresses Keras's warning at the end of a resumed epoch."""
         if batch >= self._left:
             self._quiet.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "Your input ran out of data")
@@ -142,8 +143,8 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_end(
         self, batch: int, logs: Mapping[str, Any] | None = None
     ) -> None:
-        """Saves if it is time, and stops the training if it is asked to."""
-        # With steps_per_execution, several batches, and fewer at the end.
+        """Saves if due, and stops the training on request."""
+        # With steps_per_execution there are several batches, and fewer at the end.
         new = min(batch + 1, self._left) - self._done
         self._done += new
         self.completed += new
@@ -153,15 +154,15 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             self.model.stop_training = True
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """The batches of the epoch are over."""
+        """Ends the suppression of warnings after the epoch's batches."""
         self._quiet.close()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Saves if it is time, or adds the epoch's metrics to what was just saved."""
+        """Saves if due, or adds the epoch's metrics to the step just saved."""
         self._quiet.close()
         every = self._every_epochs
         if self.completed % self.data.steps_per_epoch:  # stopped before its end
-            # Keras changes the weights after this, if it averages them.
+            # Keras changes the weights afterwards if it averages them.
             self._save(logs, force=False, state=self._state())
         elif self._saved == self.completed:
             self._on_step.wait()
@@ -180,13 +181,13 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             self._saved = self.completed
 
     def _state(self) -> PyTree:
-        """Variables by their paths, after all that `fit` has done so far."""
+        """Returns the current variables by path, synchronised with `fit`."""
         self.model.jax_state_sync()
         return self.model.get_state_tree()
 
 
 class _Done(NamedTuple):
-    """What `CheckpointCallback.on_step` is told; without a state, it asks for one."""
+    """The argument of `CheckpointCallback.on_step`, possibly without the state."""
 
     next_step: int
     metrics: Mapping[str, Any] | None
@@ -194,10 +195,10 @@ class _Done(NamedTuple):
 
 
 class EpochBatches(keras.utils.PyDataset):  # type: ignore[misc]
-    """Batches of an endless iterator, epoch by epoch; `KerasCheckpoint` makes it.
+    """Batches of an endless iterator by epoch, created by `KerasCheckpoint`.
 
-    Keras takes batches ahead of those that it trains on. What is saved is the position
-    after the last one that the model was trained on.
+    Keras prefetches batches. The saved position follows the last batch that the model
+    was trained on.
     """
 
     def __init__(self, batches: Iterator[Any], steps_per_epoch: int) -> None:
@@ -210,28 +211,28 @@ class EpochBatches(keras.utils.PyDataset):  # type: ignore[misc]
         self.steps_per_epoch = steps_per_epoch
         self._batches = batches
         self._position = batches.get_state()
-        self._ahead: deque[Any] = deque()  # the position after each batch given away
+        self._ahead: deque[Any] = deque()  # the position after each batch handed out
         self._left: int | None = None
         self._is_claimed = False
-        self._unclaimed = 0  # given to somebody without the callback
+        self._unclaimed = 0  # handed out without the callback
 
     @property
     def num_batches(self) -> int:
-        """In an epoch, or in what is left of it when its first batch is due."""
+        """The number of batches in the epoch, or in its remaining part."""
         return self.steps_per_epoch if self._left is None else self._left
 
     def on_epoch_begin(self) -> None:
-        """Goes back to the batch after the last one that was trained on."""
+        """Goes back to the batch after the last trained batch."""
         if self._ahead:
             self._batches.set_state(self._position)
             self._ahead.clear()
 
     def __getitem__(self, index: int) -> Any:
-        """The next batch, whatever its index."""
+        """Returns the next batch, whatever its index."""
         self._left = None
         if not self._is_claimed:
             self._unclaimed += 1
-            if self._unclaimed > 2:  # the first two are for building the model
+            if self._unclaimed > 2:  # Keras builds the model with the first two
                 raise errors.OptionError(
                     "these batches belong to a KerasCheckpoint: pass it to fit, too, as"
                     " in fit(checkpoint.data, callbacks=[checkpoint])"
@@ -241,24 +242,24 @@ class EpochBatches(keras.utils.PyDataset):  # type: ignore[misc]
         return batch
 
     def claim(self) -> None:
-        """Says that the callback is there, which counts what was trained on."""
+        """Marks the callback as present; it counts the trained batches."""
         self._is_claimed = True
 
     def shorten(self, left: int) -> None:
-        """Lets the epoch that begins have `left` batches."""
+        """Limits the starting epoch to `left` batches."""
         self._left = left
 
     def trained_on(self, count: int) -> None:
-        """Says that the model was trained on `count` more of the batches."""
+        """Records training on `count` more batches."""
         for _ in range(count):
             self._position = self._ahead.popleft()
 
     def get_state(self) -> Any:
-        """The position after the last batch that was trained on."""
+        """Returns the position after the last trained batch."""
         return self._position
 
     def set_state(self, state: Any) -> None:
-        """Continues after the batch at which `get_state` gave `state`."""
+        """Continues after the batch at which `get_state` returned `state`."""
         self._batches.set_state(state)
         self._position = state
         self._ahead.clear()

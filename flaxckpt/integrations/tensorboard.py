@@ -1,4 +1,4 @@
-"""Metrics from the event files of TensorBoard, named as T5X names them."""
+"""Reads metrics from TensorBoard event files, named as in T5X."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class EventFiles:
     )
     ```
 
-    A metric is called as T5X calls it: the directory of its event file, relative to
-    `log_dir`, then its tag. So `loss`, written below `log_dir/eval`, is `eval/loss`.
-    Of several events for a step the last counts, that is, the last one of the newest
-    file. Each call reads on only where the one before it ended; TensorFlow is never
-    imported. A file that is damaged is read as far as it is whole, with a warning.
+    Metrics are named as in T5X: the directory of the event file, relative to `log_dir`,
+    then the tag. So `loss`, written below `log_dir/eval`, is `eval/loss`. Of several
+    events for a step, the last event of the newest file counts. Each call reads only
+    new events; TensorFlow is never imported. A damaged file is read up to the damage,
+    with a warning.
 
     Args:
-        log_dir: Where writers have, or will have, their event files.
+        log_dir: The directory of the event files; it may be created later.
     """
 
     def __init__(self, log_dir: PathLike) -> None:
@@ -62,17 +62,17 @@ class EventFiles:
         self._scalars: dict[int, dict[str, float]] = {}
 
     def __call__(self) -> Mapping[int, Mapping[str, float]]:
-        """Reads what is new.
+        """Reads new events.
 
         Returns:
-            Step -> name -> value, of every step that was ever written.
+            Step -> name -> value, of every step ever written.
 
         Raises:
-            OSError: An event file may not be read.
+            OSError: An event file cannot be read.
         """
         if not self._log_dir.is_dir():
             _log.warning("%s is not there: no metrics from it", self._log_dir)
-        # Names have the time at which a file was begun in them: the newest is last.
+        # Names contain the creation time of a file: the newest is last.
         for file in sorted(self._log_dir.rglob("*tfevents*")):
             if file.is_file() and file not in self._damaged:
                 self._read(file)
@@ -104,7 +104,7 @@ class EventFiles:
 
 
 def _events(file: BinaryIO) -> Iterator[Any]:
-    """All whole events from here on; one that is still being written ends them.
+    """Yields all complete events; stops at an event that is still being written.
 
     Raises:
         ValueError: An event is damaged.
@@ -123,13 +123,13 @@ def _events(file: BinaryIO) -> Iterator[Any]:
 
 
 def _masked_crc(data: bytes) -> int:
-    """CRC-32C as TFRecord files have it, which hold checksums of checksums."""
+    """Returns the masked CRC-32C of TFRecord files."""
     crc = crc32c.crc32c(data)
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _scalar(value: Any) -> float | None:
-    """The number in a summary, whether old or new writers put it there."""
+    """Returns the number in a summary of old or new writers, or None."""
     kind = value.WhichOneof("value")
     if kind == "simple_value":
         return float(value.simple_value)
@@ -138,6 +138,6 @@ def _scalar(value: Any) -> float | None:
     try:
         array = tensor_util.make_ndarray(value.tensor)
     except (TypeError, ValueError):
-        return None  # a placeholder without a value, or of a type that is no number's
+        return None  # a placeholder without a value, or not a numeric type
     is_number = array.size == 1 and np.issubdtype(array.dtype, np.number)
     return float(array.item()) if is_number and not np.iscomplexobj(array) else None

@@ -1,12 +1,12 @@
-"""Transforms: what to change between a state and its checkpoint.
+"""Transforms: changes to the leaves between a state and its checkpoint.
 
-A transform takes a leaf table and gives another. It touches names and infos, never the
-values: those follow while they are moved. So what it will do is known, and shown by
-`plan`, before anything is read.
+A transform maps a leaf table to a new leaf table. It changes names and infos; the
+values are computed during the save or restore. Its effect is therefore known, and shown
+by `plan`, before any data is read.
 
-Whatever is done to a parameter is done to its moments, too, wherever in the optimizer
-they are. Moments that cannot follow, because they have another shape than the
-parameter, are left out, and start afresh when they are restored.
+A change to a parameter also applies to its moments, wherever they are in the optimizer.
+Moments of another shape than the parameter that cannot be changed are left out, and are
+initialised on restore.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ __all__ = [
 
 
 def inverse(transforms: Sequence[Transform]) -> list[Transform]:
-    """What undoes several transforms, in the order in which to apply it.
+    """Returns the inverse transforms, in the order of application.
 
     Raises:
-        OptionError: One of them cannot be undone.
+        OptionError: A transform has no inverse.
     """
     undone: list[Transform] = []
     for transform in reversed(_base.checked(transforms)):

@@ -1,4 +1,4 @@
-"""What all transforms share: leaves that match, and the new table."""
+"""The base class of transforms, and the construction of new leaf tables."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ Transform: TypeAlias = Callable[[LeafTable], LeafTable]
 
 
 class TableTransform(abc.ABC):
-    """A transform that can be written down, and perhaps undone."""
+    """A transform with a recorded description and, for most, an inverse."""
 
     @abc.abstractmethod
     def __call__(self, table: LeafTable) -> LeafTable:
-        """The new table."""
+        """Returns the new table."""
 
     @abc.abstractmethod
     def __str__(self) -> str:
-        """The call that makes it, for the record."""
+        """Returns the call that creates the transform, for the record."""
 
     def with_wanted(self, wanted: LeafTable | None) -> Transform:
-        """This transform for what a restore asks for; None if it asks for all."""
+        """Returns this transform for restoring `wanted`, or all leaves if None."""
         return self
 
     def on_restore(self) -> Transform | None:
-        """What undoes it when a run restores what it saved; None: nothing has to.
+        """Returns the inverse for restoring a run's own saves; None if not needed.
 
         Raises:
-            OptionError: Nothing can.
+            OptionError: The transform has no inverse.
         """
         return self.inverse()
 
     def inverse(self) -> Transform:
-        """What undoes it.
+        """Returns the inverse transform.
 
         Raises:
-            OptionError: Nothing does.
+            OptionError: The transform has no inverse.
         """
         raise errors.OptionError(
             f"{self} cannot be inverted: it loses what was there before"
@@ -62,12 +62,12 @@ def apply(
     table: LeafTable,
     wanted: LeafTable | None = None,
 ) -> LeafTable:
-    """The table after all `transforms`, one after another.
+    """Applies `transforms` to a table, in order.
 
     Args:
-        transforms: What to do.
+        transforms: The transforms.
         table: Of a state, or of a checkpoint.
-        wanted: When restoring, the table of the state to fill.
+        wanted: On restore, the table of the state to fill.
     """
     for transform in transforms:
         table = _with_containers(_applied(transform, table, wanted))
@@ -103,10 +103,10 @@ def _is_table(made: object) -> bool:
 
 
 def checked(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
-    """The transforms that somebody has passed.
+    """Returns the `transforms` argument of a user as a tuple.
 
     Raises:
-        OptionError: They are no list of functions.
+        OptionError: `transforms` is not a list of transforms.
     """
     if callable(transforms) or not _util.arguments.is_list(transforms):
         raise errors.OptionError(
@@ -138,10 +138,10 @@ def _shown(transform: object) -> str:
 
 
 def _with_containers(table: LeafTable) -> LeafTable:
-    """The table less empty containers that are not empty any more.
+    """Returns the table without the empty containers that now have leaves.
 
     Raises:
-        OptionError: A leaf stands where others have a container.
+        OptionError: A leaf has the path of a container.
     """
     containers = {beginning for path in table for beginning in beginnings(path)}
     both = [path for path in table if path and path in containers]
@@ -158,9 +158,9 @@ def _with_containers(table: LeafTable) -> LeafTable:
 
 
 def undoing(transforms: Sequence[Transform]) -> list[Transform] | None:
-    """What a run undoes when it restores what it saved with `transforms`.
+    """Returns the inverses for a run that restores its own saves.
 
-    None if one of them cannot be undone.
+    None if a transform has no inverse.
     """
     undone = []
     for transform in reversed(transforms):
@@ -174,16 +174,16 @@ def undoing(transforms: Sequence[Transform]) -> list[Transform] | None:
 
 
 def not_restored(transforms: Sequence[Transform], table: LeafTable) -> list[LeafPath]:
-    """The leaves that a run cannot restore from its own saves with `transforms`.
+    """Lists the leaves that a run cannot restore from its own saves.
 
-    Leaves that `drop` and `keep` leave out are not among them.
+    Leaves removed by `drop` and `keep` are not listed.
 
     Args:
-        transforms: Of the run. If one of them cannot be undone, no leaf is listed.
+        transforms: Of the run. If a transform has no inverse, no leaf is listed.
         table: Of its state, with roles.
 
     Raises:
-        OptionError: What undoes them cannot be applied to what they make of `table`.
+        OptionError: The inverses cannot be applied to the transformed `table`.
     """
     undo = undoing(transforms)
     if not undo:
@@ -214,13 +214,13 @@ def _is_alike(leaf: Leaf, other: Leaf) -> bool:
 def changed_in_place(
     transforms: Sequence[Transform], table: LeafTable
 ) -> list[LeafPath]:
-    """The leaves that have other values, but the same path and shape.
+    """Lists the leaves with changed values but unchanged paths and shapes.
 
-    Nobody can see of these whether the transforms were applied or undone.
+    Such leaves do not show if the transforms were applied or undone.
 
     Args:
-        transforms: What to do; those that do not apply to `table` are passed over.
-        table: Of a state, or of a part of one.
+        transforms: The transforms; transforms that do not apply to `table` are skipped.
+        table: Of a state, or of a part of a state.
     """
     made = before = _traced(table)
     for transform in transforms:
@@ -239,7 +239,7 @@ def changed_in_place(
 
 
 def _traced(table: LeafTable) -> LeafTable:
-    """The table with the path of each leaf in the place of its value."""
+    """Returns the table with leaf paths in the place of values."""
     return {
         path: leaf
         if leaf.info.kind == "empty"
@@ -249,13 +249,13 @@ def _traced(table: LeafTable) -> LeafTable:
 
 
 def _origins(table: LeafTable) -> set[LeafPath]:
-    """The source leaves of a traced table."""
+    """Returns the source leaves of a traced table."""
     sources = (source for leaf in table.values() for source in leaf.sources)
     return {source for source in sources if isinstance(source, str)}
 
 
 def describe(transforms: Iterable[Transform]) -> tuple[str, ...]:
-    """The transforms as text, for the record."""
+    """Returns the descriptions of transforms, for the record."""
     return tuple(
         str(transform)
         if isinstance(transform, TableTransform)
@@ -265,7 +265,7 @@ def describe(transforms: Iterable[Transform]) -> tuple[str, ...]:
 
 
 def call(name: str, *args: Any, **options: Any) -> str:
-    """A call as text; options that are None are left out."""
+    """Formats a call; options that are None are left out."""
     shown = [repr(arg) for arg in args]
     shown += [f"{key}={value!r}" for key, value in options.items() if value is not None]
     return f"{name}({', '.join(shown)})"
@@ -277,10 +277,10 @@ def call(name: str, *args: Any, **options: Any) -> str:
 def matches(
     pattern: re.Pattern[str], table: Iterable[LeafPath]
 ) -> dict[LeafPath, re.Match[str]]:
-    """The leaf paths that `pattern` matches as a whole.
+    """Returns the leaf paths that `pattern` matches as a whole.
 
     Raises:
-        OptionError: There are none.
+        OptionError: No path matches.
     """
     paths = list(table)
     found = {path: m for path in paths if (m := pattern.fullmatch(path))}
@@ -296,8 +296,8 @@ class Row(NamedTuple):
     """A leaf of the new table.
 
     Attributes:
-        at: Leaf whose place in the order it takes.
-        path: Its path.
+        at: Old leaf that gives the position in the table.
+        path: The new path.
         leaf: The leaf; its info may still have the old path.
     """
 
@@ -307,24 +307,25 @@ class Row(NamedTuple):
 
 
 Act: TypeAlias = Callable[[dict[LeafPath, Leaf], bool], Iterable[Row]]
-"""From leaves by path, and whether they are mirrors, to what takes their place."""
+"""Maps leaves by path, and whether they are mirrors, to the new leaves."""
 
 
 def replace(
     table: LeafTable, chosen: Iterable[LeafPath], act: Act, *, moves: bool = True
 ) -> LeafTable:
-    """The table with `chosen` leaves, and their mirrors, replaced.
+    """Returns the table with `chosen` leaves, and their mirrors, replaced.
 
     Args:
         table: Old table.
-        chosen: What was asked for.
-        act: Is called once for the chosen leaves, and once for each slot with their
-            mirrors, under the paths of the parameters that they mirror.
-        moves: Whether leaves get other paths. Then mirrors that were asked for
-            themselves go where they were sent; else they are mirrors all the same.
+        chosen: The leaves that the transform matches.
+        act: Called once for the chosen leaves, and once for each slot with their
+            mirrors, under the paths of the mirrored parameters.
+        moves: True if leaves get new paths. Mirrors that are chosen themselves are then
+            moved as chosen; otherwise they follow their parameters.
 
     Raises:
-        OptionError: Two leaves get one path, or nobody knows whose moments some are.
+        OptionError: Two leaves get the same path, or the parameters of moments are
+            ambiguous.
     """
     mirrored = find_mirrors(table)
     direct = {path: path for path in chosen}
@@ -361,10 +362,10 @@ def replace(
 def _agreed(
     mirrored: Mirrors, chosen: Mapping[LeafPath, LeafPath]
 ) -> dict[LeafPath, Mirror]:
-    """Mirrors of one of several parameters, of which all are chosen.
+    """Returns mirrors with several possible parameters, all of them chosen.
 
     Raises:
-        OptionError: Only some are.
+        OptionError: Only some of the possible parameters are chosen.
     """
     agreed = {}
     faults = {}
@@ -387,7 +388,7 @@ def _agreed(
 def _tell_of_lost(
     mirrored: Mirrors, chosen: Mapping[LeafPath, LeafPath], table: LeafTable
 ) -> None:
-    """Warns of moments that look like those of what is changed, and do not follow."""
+    """Warns of moments that resemble changed parameters' moments but do not follow."""
 
     def look(path: LeafPath) -> tuple[object, ...]:
         return *path.split("/")[-2:], table[path].info.shape
@@ -406,7 +407,7 @@ def _tell_of_lost(
 
 
 def _retargeted(row: Row, names: Sequence[LeafPath]) -> Row:
-    """A mirror that was moved by itself, with the role of where it went."""
+    """Returns a mirror that was moved by itself with the role of its new parameter."""
     for name in names:
         ends = (name, *(f"{name}/{field}" for field in _state.tree.BOX_FIELDS))
         if row.path.endswith(tuple(f"/{end}" for end in ends)):
@@ -415,12 +416,12 @@ def _retargeted(row: Row, names: Sequence[LeafPath]) -> Row:
 
 
 def _with_role_of(leaf: Leaf, param: LeafPath, old: LeafPath | None = None) -> Leaf:
-    """A moment of another parameter.
+    """Returns a moment with the role of another parameter.
 
     Args:
         leaf: The moment.
         param: Name of the new parameter.
-        old: Name of the old one, if the leaf may stand below that name.
+        old: Name of the old parameter, if the leaf may be below that name.
     """
     role = leaf.info.role
     if role is not None and old is not None and role.param.startswith(f"{old}/"):
@@ -461,14 +462,14 @@ def _assembled(
 
 
 def moved(leaf: Leaf, path: LeafPath) -> Leaf:
-    """`leaf` under another path."""
+    """Returns `leaf` with another path."""
     info = leaf.info
     if info.path == path:
         return leaf
     role = info.role
     if role is not None:
         optimizer = _optimizer(role.optimizer, info.path, path)
-        # Of another parameter, and nobody knows of which.
+        # A moment of an unknown parameter.
         is_lost = role.param and not f"{path}/".endswith(
             (f"{role.param}/", "/value/", "/raw_value/")
         )
@@ -479,7 +480,7 @@ def moved(leaf: Leaf, path: LeafPath) -> Leaf:
 
 
 def _optimizer(optimizer: LeafPath, old: LeafPath, new: LeafPath) -> LeafPath | None:
-    """Where an optimizer is, once one of its leaves is moved; None if nobody knows."""
+    """Returns the path of an optimizer after a move of a leaf; None if unknown."""
     if new.startswith(f"{optimizer}/"):
         return optimizer
     inner = old.removeprefix(f"{optimizer}/") if optimizer else old
@@ -489,7 +490,7 @@ def _optimizer(optimizer: LeafPath, old: LeafPath, new: LeafPath) -> LeafPath | 
 
 
 def keys(path: LeafPath, info: LeafInfo) -> tuple[_state.tree.Key, ...]:
-    """The keys of a new path; what it shares with the old one keeps its kind."""
+    """Returns the keys of a new path; keys shared with the old path keep their kind."""
     names = [_state.tree.unescape(part) for part in path.split("/")]
     if (
         "" in names

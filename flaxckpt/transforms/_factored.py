@@ -1,12 +1,12 @@
-"""Moments of Adafactor and SM3 for parameters that get other axes.
+"""Moments of Adafactor and SM3 when the axes of a parameter change.
 
 Adafactor keeps the mean of a parameter's squared gradients over its largest axis,
-`v_row`, and over the second largest, `v_col`. Which of two equal axes is the largest
-depends on their order. Of parameters that it does not factor it keeps all of `v`. What
-is not used of the three is a placeholder.
+`v_row`, and over the second largest, `v_col`. Of two equal axes, the later is the
+larger. For parameters that are not factored it keeps the full `v`. Unused fields hold
+placeholders.
 
-SM3 keeps a list for each parameter: for each of its axes, the largest of the summed
-squares of gradients along all other axes.
+SM3 keeps a list for each parameter: for each axis, the maximum of the summed squared
+gradients along all other axes.
 
 Source: `optax.scale_by_factored_rms`, `optax.scale_by_sm3`.
 """
@@ -29,7 +29,7 @@ _SM3 = ("ScaleBySM3State", "mu")
 
 
 class Source(NamedTuple):
-    """What a factored moment is made of when its parameter gets other axes.
+    """The source of a factored moment after a change of its parameter's axes.
 
     Attributes:
         leaf: `v_row` or `v_col` of the old parameter.
@@ -41,12 +41,12 @@ class Source(NamedTuple):
 
 
 def is_factored(info: LeafInfo) -> bool:
-    """Whether a leaf belongs to optax's Adafactor."""
+    """Returns True for a leaf of optax's Adafactor."""
     return info.role is not None and info.role.state_class == _CLASS
 
 
 def is_placeholder(info: LeafInfo, shape: Shape, table: LeafTable) -> bool:
-    """Whether a leaf of Adafactor is not used for its parameter.
+    """Returns True for a leaf of Adafactor that is unused for its parameter.
 
     Args:
         info: Of the leaf.
@@ -67,18 +67,18 @@ def source(
     new_shape: Sequence[int],
     table: LeafTable,
 ) -> Source | None:
-    """Finds what a moment is made of when its parameter gets other axes.
+    """Returns the source of a moment after a change of its parameter's axes.
 
     Args:
         info: Of the moment.
         shape: Of its parameter.
-        origins: For each axis of the new parameter, which axis of the old one it is;
-            None if it is new.
+        origins: For each axis of the new parameter, the axis of the old parameter, or
+            None for a new axis.
         new_shape: Of the new parameter.
         table: All leaves.
 
     Returns:
-        None if it is no factored moment, or cannot follow.
+        None for any other leaf, or if the moment cannot follow.
     """
     role = info.role
     if role is None or not is_factored(info) or is_placeholder(info, shape, table):
@@ -90,7 +90,7 @@ def source(
     if set(old) != set(new):
         return None
     lacking = new[_MEANS.index(role.field)]
-    assert lacking is not None  # it is one of the old axes
+    assert lacking is not None  # an old axis, as the sets are equal
     other = _MEANS[old.index(lacking)]
     found = table.get(_beside(info, role.field, role.param, other))
     if found is None or found.info.shape != (*shape[:lacking], *shape[lacking + 1 :]):
@@ -101,15 +101,15 @@ def source(
 def maxima_of_axis(
     info: LeafInfo, order: Sequence[int], table: LeafTable
 ) -> Leaf | None:
-    """Finds the maxima of SM3 that stand in one place after a transposition.
+    """Returns the maxima of SM3 for a place after a transposition.
 
     Args:
-        info: Of the maxima that stand there before.
+        info: Of the maxima at the place before.
         order: The parameter's axes in their new order.
         table: All leaves.
 
     Returns:
-        None if the leaf is not one of SM3.
+        None if the leaf is not from SM3.
     """
     if info.role is None or (info.role.state_class, info.role.field) != _SM3:
         return None
@@ -121,13 +121,13 @@ def maxima_of_axis(
 
 
 def _averaged(shape: Sequence[int]) -> list[int]:
-    """The axes over which `v_row` and `v_col` are means."""
+    """Returns the axes of the means `v_row` and `v_col`."""
     order = np.argsort(shape)
     return [int(order[-1]), int(order[-2])]
 
 
 def _beside(info: LeafInfo, field: str, param: LeafPath, other: str) -> LeafPath:
-    """Path of another field's moment of the same parameter."""
+    """Returns the path of another field's moment of the same parameter."""
     tail = "" if info.path.endswith(f"{field}/{param}") else "/value"
     head = info.path.removesuffix(f"{field}/{param}{tail}")
     return f"{head}{other}/{param}{tail}"

@@ -1,4 +1,4 @@
-"""Functions over whole trees of leaves, which are traced and then taken to pieces."""
+"""Traces functions over whole trees of leaves, and splits them by result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tree: TypeAlias = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class _Function(TableTransform):
-    """See `from_function`."""
+    """Implements `from_function`."""
 
     fn: Callable[..., Any]
     style: Literal["tree", "save", "restore"]
@@ -72,7 +72,7 @@ class _Function(TableTransform):
             ]
             return [item for _, item in found if not isinstance(item, _Constant)]
 
-        # Python numbers need no more than 32 bits, as if they were jax's.
+        # Python numbers need at most 32 bits, as in jax.
         is_wide = any(
             leaf.info.kind == "array" and _arrays.lazy.needs_64_bits(leaf.info)
             for leaf in traced
@@ -114,23 +114,24 @@ class _Function(TableTransform):
 def from_function(
     fn: Callable[..., Any], *, is_resuming: bool = False
 ) -> TableTransform:
-    """Makes a transform of a function over nested dicts, as T5X has them.
+    """Returns a transform from a function over nested dicts, as in T5X.
 
-    What the function does with arrays is traced, so that what it leaves out is never
-    read: it sees shapes and types, and uses `jax.numpy`. Leaves without values
-    (strings, empty containers) it may only move.
+    The function is traced, so that leaves it does not use are never read: it sees
+    shapes and types, and must use `jax.numpy`. Leaves without values (strings, empty
+    containers) can only be moved.
 
     Args:
-        fn: One of three, told apart by its parameters: `fn(checkpoint, target, *,
-            is_resuming)` returns the new checkpoint, and may take arrays of the target;
-            `fn(state, infos)` returns both, where infos are a `LeafInfo` a leaf, and
-            the new ones are not looked at; `fn(state)` returns the new one.
-        is_resuming: What the first of these is told. `restore_or_init` never transforms
+        fn: A function of one of three kinds, recognised by its parameters:
+            `fn(checkpoint, target, *, is_resuming)` returns the new checkpoint, and may
+            use arrays of the target; `fn(state, infos)` returns both, with a `LeafInfo`
+            for each leaf, and the new infos are ignored; `fn(state)` returns the new
+            state.
+        is_resuming: The argument for the first kind. `restore_or_init` never transforms
             a run's own checkpoints, so it is False there.
 
     Raises:
-        OptionError: `fn` takes something else. When applied: it cannot be traced, or
-            returns something else.
+        OptionError: `fn` has other parameters. When applied: it cannot be traced, or
+            returns another type.
 
     Source: state transformations of T5X, on save and on restore.
     """
@@ -165,7 +166,7 @@ def from_function(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Constant:
-    """What a function sees of a leaf that has no values to compute with."""
+    """A stand-in for a leaf without values."""
 
     leaf: Leaf
 
@@ -191,7 +192,7 @@ def _nested(leaves: Mapping[LeafPath, Any]) -> Tree:
 
 
 def _flat(tree: Any) -> list[tuple[LeafPath, Any]]:
-    """Leaf path -> a traced array or a constant, of what a function returned."""
+    """Flattens a function's result to leaf paths and traced arrays or constants."""
     found: list[tuple[LeafPath, Any]] = []
 
     def visit(value: Any, keys: tuple[_state.tree.Key, ...]) -> None:
@@ -228,12 +229,12 @@ def _assembled(
     shape: Sequence[tuple[LeafPath, _Constant | None]],
     part_of: _Parts,
 ) -> LeafTable:
-    """The table of what a function returned.
+    """Returns the table for the result of a function.
 
     Args:
-        table: What it was given.
-        shape: Path of each leaf of the result, and the leaf if nothing is computed.
-        part_of: Makes the others of their numbers.
+        table: The function's argument.
+        shape: Path of each leaf of the result, and the leaf if not computed.
+        part_of: Returns a computed leaf by its number.
     """
     numbers = itertools.count()
     new: LeafTable = {}
@@ -244,19 +245,19 @@ def _assembled(
             continue
         found, old = constant.leaf, table.get(path)
         if old and found.info.kind == old.info.kind == "empty":
-            found = old  # which knows what kind of container it is
+            found = old  # keeps the kind of the container
         new[path] = _base.moved(found, path)
     return new
 
 
 class _Parts:
-    """The results of a traced function, each as a leaf of what it needs.
+    """The results of a traced function, as leaves with only the needed sources.
 
     Args:
         closed: The function, traced.
         traced: Its arguments.
-        is_wide: Whether it was traced with 64 bits.
-        runs: What was compiled before, by what it does.
+        is_wide: True if traced with 64 bits.
+        runs: Compiled functions by their source.
         what: The transform, for messages.
     """
 
@@ -278,7 +279,7 @@ class _Parts:
         }
 
     def __call__(self, number: int, path: LeafPath) -> Leaf | None:
-        """One result as a leaf; None if it needs an abstract leaf of a target."""
+        """Returns a result as a leaf; None if it needs an abstract leaf of a target."""
         out = self._closed.jaxpr.outvars[number]
         if not isinstance(out, core.Literal) and out in self._inputs:
             leaf = self._inputs[out]
@@ -296,7 +297,7 @@ class _Parts:
         )
         run = core.jaxpr_as_fun(core.ClosedJaxpr(part, self._closed.consts))
         if not self._closed.consts and any(map(_has_body, part.eqns)):
-            # Loops are compiled; what is saved again and again, only once.
+            # Loops are compiled; only once for a part that is saved repeatedly.
             run = self._runs.setdefault(str(part), jax.jit(run))
         info = LeafInfo(path, _tree_keys(path), "array", "jax.Array")
         if leaves:
@@ -306,7 +307,7 @@ class _Parts:
         )
 
     def _needed(self, out: Any) -> tuple[list[int], list[Any]]:
-        """The equations that a result needs, in order, and the arguments."""
+        """Returns the equations, in order, and the arguments that a result needs."""
         equations: set[int] = set()
         used: dict[Any, None] = {}
         waiting = [out]

@@ -1,4 +1,4 @@
-"""Leaves concatenated along an axis they have, and cut into parts again."""
+"""Concatenates leaves along an existing axis, and splits leaves into parts."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from flaxckpt.transforms._patterns import (
 
 @dataclasses.dataclass(frozen=True)
 class _Fuse(TableTransform):
-    """See `fuse`.
+    """Implements `fuse`.
 
     Attributes:
         parts: For each part its pattern and the path of the whole.
-        axis: Along which axis.
-        sizes: Extents of the parts.
+        axis: The axis of concatenation.
+        sizes: Sizes of the parts along the axis.
     """
 
     parts: tuple[tuple[re.Pattern[str], str], ...]
@@ -89,7 +89,7 @@ def fuse(
     axis: int = -1,
     sizes: Sequence[int] | None = None,
 ) -> TableTransform:
-    r"""Concatenates leaves, such as query, key and value, and their moments likewise.
+    r"""Concatenates leaves, such as query, key and value, and their moments.
 
     ```python
     fuse([r"(.*)/query/kernel", r"(.*)/key/kernel", r"(.*)/value/kernel"],
@@ -99,12 +99,12 @@ def fuse(
     Args:
         patterns: For each part a regular expression on the whole leaf path, in order.
         replacement: Path of the whole; `\1` stands for a group.
-        axis: Along which axis.
-        sizes: Extents of the parts; needed only if they differ.
+        axis: The axis of concatenation.
+        sizes: Sizes of the parts along the axis; needed only if they differ.
 
     Raises:
-        OptionError: A pattern is no regular expression. When applied: one matches
-            nothing, parts are missing, or they do not go together.
+        OptionError: A pattern is not a valid regular expression. When applied: a
+            pattern matches nothing, parts are missing, or shapes or types do not fit.
     """
     if not isinstance(patterns, list | tuple) or len(patterns) < 2:
         raise errors.OptionError(f"fuse needs a list of patterns, got {patterns!r:.80}")
@@ -122,7 +122,7 @@ def _checked_sizes(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Split(TableTransform):
-    """See `split`."""
+    """Implements `split`."""
 
     pattern: re.Pattern[str]
     replacements: tuple[str, ...]
@@ -172,7 +172,7 @@ def split(
     axis: int = -1,
     sizes: Sequence[int] | None = None,
 ) -> TableTransform:
-    r"""Cuts leaves into parts, such as a fused query, key and value, and their moments.
+    r"""Splits leaves into parts, such as a fused query, key and value, and moments.
 
     ```python
     split(r"(.*)/qkv/kernel",
@@ -182,12 +182,12 @@ def split(
     Args:
         pattern: Regular expression on the whole leaf path.
         replacements: Paths of the parts, in order; `\1` stands for a group.
-        axis: Along which axis.
-        sizes: Extents of the parts; without, they are equal.
+        axis: The axis to split.
+        sizes: Sizes of the parts along the axis; equal by default.
 
     Raises:
-        OptionError: `pattern` is no regular expression. When applied: nothing matches,
-            or a leaf cannot be cut so.
+        OptionError: `pattern` is not a valid regular expression. When applied: nothing
+            matches, or a leaf cannot be split into these sizes.
     """
     if not isinstance(replacements, list | tuple) or len(replacements) < 2:
         raise errors.OptionError(

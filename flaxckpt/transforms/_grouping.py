@@ -1,4 +1,4 @@
-"""Leaves of the table joined to one, or taken apart, and their mirrors likewise."""
+"""Joins groups of leaves, splits leaves, and does the same to their mirrors."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from flaxckpt.transforms._base import Row
 Join: TypeAlias = Callable[[Sequence[jax.Array]], jax.Array]
 PartFn: TypeAlias = Callable[[jax.Array], jax.Array]
 Made: TypeAlias = tuple[Sequence[Leaf], Callable[..., jax.Array]]
-"""What a leaf is made of, and how."""
+"""The sources of a leaf, and the function that computes it."""
 
 Parts: TypeAlias = tuple[Leaf, Callable[[int], PartFn]]
-"""What the parts of a leaf are made of, and how each of them is, by its number."""
+"""The source of the parts of a leaf, and the function for each part by number."""
 
 Groups: TypeAlias = dict[LeafPath, dict[int, LeafPath]]
 """New path -> number of a part -> its old path."""
 
 
 def add(groups: Groups, new: LeafPath, number: int, path: LeafPath, what: str) -> None:
-    """Notes that the leaf at `path` is a part of a new one.
+    """Records the leaf at `path` as a part of a new leaf.
 
     Raises:
-        OptionError: Another one is, by the same number.
+        OptionError: Another leaf has the same number.
     """
     taken = groups.setdefault(new, {}).setdefault(number, path)
     if taken != path:
@@ -48,16 +48,16 @@ def joined(
     counts: Mapping[LeafPath, int],
     what: str,
 ) -> LeafTable:
-    """The table with each group of leaves joined to one.
+    """Returns the table with each group of leaves joined to a single leaf.
 
     Args:
         table: Old table.
-        groups: Which leaves become which.
-        join: From the values of the parts, in order, to the new value.
-        join_mirrors: From mirrors of other shapes than that of the parts, which comes
-            with them, to how they are joined; None if they cannot be.
-        counts: How many parts each group must have.
-        what: Who asks, for messages.
+        groups: The groups to join.
+        join: Maps the values of the parts, in order, to the new value.
+        join_mirrors: Maps mirrors of another shape than the parts, and the shape of the
+            parts, to the joined leaf; None if they cannot be joined.
+        counts: Required number of parts of each group.
+        what: The transform, for messages.
     """
 
     def whole(*values: jax.Array) -> jax.Array:
@@ -102,7 +102,7 @@ def joined(
 def _are_like(
     mirrors: Sequence[Leaf], table: LeafTable, params: Sequence[LeafPath]
 ) -> bool:
-    """Whether mirrors are arrays of their parameters' shapes, or all are empty."""
+    """Returns True if all mirrors have their parameters' shapes, or all are empty."""
     return all(
         leaf.info.kind == mirrors[0].info.kind
         and (leaf.info.kind == "empty" or leaf.info.shape == table[path].info.shape)
@@ -115,10 +115,10 @@ def _left(
     leaves: Mapping[LeafPath, Leaf],
     taken: Container[LeafPath],
 ) -> Iterator[Row]:
-    """Mirrors that cannot follow their parameters, under the paths that they have.
+    """Yields mirrors that cannot follow their parameters, under their old paths.
 
-    There, the inverse finds them again. A state whose parameters are joined, or taken
-    apart, asks for none of them, unless a new path is an old one, too.
+    The inverse finds them there. A state with joined or split parameters has no leaves
+    at these paths, unless a new path equals an old path.
     """
     for path in params:
         if path not in taken:
@@ -145,15 +145,15 @@ def parted(
     part_mirror: Callable[[Leaf, Shape], Parts | None],
     what: str,
 ) -> LeafTable:
-    """The table with leaves taken apart.
+    """Returns the table with leaves split into parts.
 
     Args:
         table: Old table.
         names: Path -> the paths of its parts.
-        part: From the number of a part to what makes its value of the whole.
-        part_mirror: From a mirror of another shape than its parameter's, which comes
-            with it, to how it is taken apart; None if it cannot be.
-        what: Who asks, for messages.
+        part: Maps the number of a part to the function that extracts its value.
+        part_mirror: Maps a mirror of another shape than its parameter, and the shape of
+            the parameter, to its parts; None if it cannot be split.
+        what: The transform, for messages.
     """
     derive = _arrays.lazy.Deriver(what)
     taken = set(itertools.chain(*names.values()))

@@ -1,4 +1,4 @@
-"""Transforms that change the values of leaves: their types, shapes and number."""
+"""Transforms that change the values of leaves: types, shapes and sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flaxckpt.transforms._patterns import compile_pattern
 
 @dataclasses.dataclass(frozen=True)
 class _Cast(TableTransform):
-    """See `cast`."""
+    """Implements `cast`."""
 
     pattern: re.Pattern[str]
     dtype: str
@@ -59,33 +59,33 @@ class _Cast(TableTransform):
 
 
 def cast(pattern: str, dtype: Any, *, lossy: bool = False) -> TableTransform:
-    """Changes the element type of the floating leaves that match.
+    """Changes the element type of the matching floating leaves.
 
     ```python
     save(path, state, transforms=[cast("params/.*", "bfloat16")])
     ```
 
-    Moments keep their type, unless they match themselves.
+    Moments keep their type, unless the pattern matches them.
 
     Args:
         pattern: Regular expression on the whole leaf path.
-        dtype: The new type, by name or as numpy or jax have it. If it is a floating
-            type, floating leaves that match get it, and others stay as they are.
+        dtype: The new type, as a name or a numpy or jax type. A floating type applies
+            to floating leaves that match, and other leaves stay unchanged.
         lossy: Also change integers to floats, floats to integers, and integers to
-            narrower ones; and numpy scalars. What the new type does not have becomes
-            any of its values.
+            narrower integers; and numpy scalars. A value that the new type cannot
+            represent becomes an arbitrary value.
 
     Raises:
-        OptionError: `pattern` is no regular expression, or `dtype` no element type.
-            When the transform is applied: nothing matches, or a leaf that matches
-            cannot be cast without `lossy`.
+        OptionError: `pattern` is not a valid regular expression, or `dtype` not an
+            element type. When applied: nothing matches, or a matching leaf cannot be
+            cast without `lossy`.
 
     Source: `save_dtype` and `restore_dtype` of T5X, `float_dtype` of fjformer.
     """
     wanted = dtype
     if not isinstance(dtype, str):
         try:
-            # numpy takes None for float64.
+            # numpy interprets None as float64.
             wanted = "" if dtype is None else _state.dtypes.name(dtype)
         except TypeError:
             wanted = ""
@@ -125,18 +125,18 @@ ArrayFn: TypeAlias = Callable[[jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class _Map(TableTransform):
-    """A function of every leaf that matches; see `map_leaf`, `transpose`, `pad`, ….
+    """A function of every matching leaf; see `map_leaf`, `transpose`, `pad`, ….
 
     Attributes:
-        name: The call that makes it, for the record.
+        name: The call that creates the transform, for the record.
         pattern: On whole leaf paths.
-        fn: Of a parameter's values.
-        mirror_fn: Of its mirrors' values. None: `fn`.
-        undo: Makes the inverse, if there is one.
-        follows: Whether mirrors follow although the shape stays.
-        fn_of: Instead of `fn`, makes it for a leaf path.
-        order: For a transposition, the new order of so many axes.
-        resizes: Whether `fn` leaves the values alone if it leaves the shape.
+        fn: Maps the values of a parameter.
+        mirror_fn: Maps the values of mirrors; `fn` if None.
+        undo: Returns the inverse, if any.
+        follows: True if mirrors follow even when the shape stays.
+        fn_of: Returns the function for a leaf path, in place of `fn`.
+        order: For a transposition, the new order for a number of axes.
+        resizes: True if `fn` keeps the values when it keeps the shape.
     """
 
     name: str
@@ -177,7 +177,8 @@ class _Map(TableTransform):
                 ):
                     source, turn_fn = turn
                     yield Row(path, path, derive([source], turn_fn, base=leaf.info))
-                # Else nobody knows how it follows: it is left out, and starts afresh.
+                # Otherwise the mirror cannot follow: it is left out, and initialised
+                # again.
 
         return _base.replace(table, chosen, act, moves=False)
 
@@ -198,7 +199,7 @@ class _Map(TableTransform):
 def _turned(
     mirror: Leaf, shape: Shape, order: tuple[int, ...], table: LeafTable
 ) -> tuple[Leaf, ArrayFn] | None:
-    """What a mirror of another shape than its parameter is made of, and how.
+    """Returns the source and function of a transposed mirror of another shape.
 
     Args:
         mirror: The leaf.
@@ -209,7 +210,7 @@ def _turned(
     info = mirror.info
     if not info.shape or _factored.is_placeholder(info, shape, table):
         return mirror, _same
-    if info.shape[1:] == shape:  # several moments of one parameter, as L-BFGS has them
+    if info.shape[1:] == shape:  # several moments of a parameter, as in L-BFGS
         return mirror, _transposition((0, *(axis + 1 for axis in order)))
     if (maxima := _factored.maxima_of_axis(info, order, table)) is not None:
         return maxima, _same
@@ -223,7 +224,7 @@ def _turned(
 
 
 def _same(x: jax.Array) -> jax.Array:
-    """`x`: norms have no axes, maxima of an axis have one, placeholders their own."""
+    """Returns `x`: norms, maxima of an axis and placeholders are not transposed."""
     return x
 
 
@@ -243,7 +244,7 @@ _COPIES = frozenset(
         ("ScaleByLBFGSState", "params"),
     )
 )
-"""Fields of optimizers that hold parameters, and no moments of them."""
+"""Fields of optimizers that hold copies of parameters, not moments."""
 
 
 def _is_copy(leaf: Leaf) -> bool:
@@ -252,10 +253,10 @@ def _is_copy(leaf: Leaf) -> bool:
 
 
 def arrays(paths: Iterable[LeafPath], table: LeafTable, what: str) -> list[LeafPath]:
-    """Those of `paths` that have values to compute with; empty containers have none.
+    """Returns the `paths` of leaves with values, without empty containers.
 
     Raises:
-        OptionError: Strings are among them.
+        OptionError: A leaf is a string.
     """
     found = [path for path in paths if table[path].info.kind != "empty"]
     strings = [path for path in found if table[path].info.kind == "string"]
@@ -270,23 +271,23 @@ def arrays(paths: Iterable[LeafPath], table: LeafTable, what: str) -> list[LeafP
 def map_leaf(
     pattern: str, fn: ArrayFn, *, inverse: ArrayFn | None = None
 ) -> TableTransform:
-    """Gives every leaf that matches the values that `fn` makes of it.
+    """Replaces the values of every matching leaf by `fn(values)`.
 
     ```python
     map_leaf("params/pos_embed", lambda x: jax.image.resize(x, (256, 768), "linear"))
     ```
 
-    If that changes the shape of a parameter, `fn` also makes the new values of those of
-    its moments that have the parameter's shape; the others start afresh.
+    If `fn` changes the shape of a parameter, it is also applied to the moments of the
+    parameter's shape; other moments are initialised again.
 
     Args:
         pattern: Regular expression on the whole leaf path.
-        fn: From array to array, traced by jax: use `jax.numpy`.
-        inverse: What undoes `fn`.
+        fn: A function from array to array, traced by jax: use `jax.numpy`.
+        inverse: The inverse of `fn`.
 
     Raises:
-        OptionError: `pattern` is no regular expression. When applied: nothing matches,
-            or `fn` cannot be traced.
+        OptionError: `pattern` is not a valid regular expression. When applied: nothing
+            matches, or `fn` cannot be traced.
     """
     if not callable(fn):
         raise errors.OptionError(f"map_leaf needs a function of arrays, got {fn!r:.80}")
@@ -295,7 +296,7 @@ def map_leaf(
         assert inverse is not None
         return map_leaf(pattern, inverse, inverse=fn)
 
-    # A trainer saves again and again: what is in the function is compiled once.
+    # Trainers save repeatedly: compile the function once.
     traced = jax.jit(lambda x: fn(x))
     name = _base.call("map_leaf", pattern) + f" with {_fn_name(fn)}"
     return _Map(
@@ -308,14 +309,14 @@ def _fn_name(fn: Callable[..., Any]) -> str:
 
 
 def transpose(pattern: str, axes: Sequence[int] | None = None) -> TableTransform:
-    """Changes the order of the axes of the leaves that match, and of their moments.
+    """Permutes the axes of the matching leaves, and of their moments.
 
-    The factored moments of optax's Adafactor follow, too, if the axes that it factors
-    are the same ones afterwards. Other moments of other shapes start afresh.
+    The factored moments of optax's Adafactor follow as well, if the same axes are
+    factored afterwards. Other moments of other shapes are initialised again.
 
     Args:
         pattern: Regular expression on the whole leaf path.
-        axes: As for `jax.numpy.transpose`; without, they are reversed.
+        axes: As for `jax.numpy.transpose`; reversed by default.
 
     Raises:
         OptionError: As for `map_leaf`.
@@ -348,17 +349,18 @@ def transpose(pattern: str, axes: Sequence[int] | None = None) -> TableTransform
 def pad(
     pattern: str, shape: Sequence[int | None], *, value: float = 0
 ) -> TableTransform:
-    """Makes the leaves that match larger, at the end of their axes.
+    """Pads the matching leaves at the end of their axes.
 
-    Their moments are made larger with zeros.
+    Their moments are padded with zeros.
 
     Args:
         pattern: Regular expression on the whole leaf path.
-        shape: The new extent along each axis; None leaves it as it is.
-        value: What fills the rest.
+        shape: The new size of each axis; None keeps the size.
+        value: The value of new elements.
 
     Raises:
-        OptionError: As for `map_leaf`; or a leaf has other axes, or is larger already.
+        OptionError: As for `map_leaf`; or a leaf has another number of axes, or is
+            already larger.
     """
     wanted = _util.arguments.wholes("shape", shape, least=0, or_none=True)
     _util.arguments.number("value", value)
@@ -379,14 +381,15 @@ def pad(
 
 
 def slice(pattern: str, shape: Sequence[int | None]) -> TableTransform:
-    """Cuts the leaves that match, and their moments, to the beginning of their axes.
+    """Cuts the ends of the axes of the matching leaves, and of their moments.
 
     Args:
         pattern: Regular expression on the whole leaf path.
-        shape: The new extent along each axis; None leaves it as it is.
+        shape: The new size of each axis; None keeps the size.
 
     Raises:
-        OptionError: As for `map_leaf`; or a leaf has other axes, or is smaller already.
+        OptionError: As for `map_leaf`; or a leaf has another number of axes, or is
+            already smaller.
     """
     wanted = _util.arguments.wholes("shape", shape, least=0, or_none=True)
 
@@ -415,20 +418,20 @@ def grow(
     init: Literal["mean", "normal", "zeros"] = "mean",
     seed: int = 0,
 ) -> TableTransform:
-    """Adds rows to the leaves that match: tokens to a vocabulary, classes to a head.
+    """Adds rows to the matching leaves: tokens to a vocabulary, classes to a head.
 
-    Their moments get zeros.
+    New rows of their moments are zero.
 
     Args:
         pattern: Regular expression on the whole leaf path.
-        axis: Which axis grows.
-        size: Its new extent.
-        init: New rows are the mean of the old ones, random with their mean and
-            deviation (each element's over all rows), or zero.
+        axis: The axis that grows.
+        size: The new size of the axis.
+        init: New rows are the mean of the old rows, random with their mean and
+            deviation (for each element over all rows), or zero.
         seed: For `normal`.
 
     Raises:
-        OptionError: As for `map_leaf`; or a leaf is larger already.
+        OptionError: As for `map_leaf`; or a leaf is already larger.
     """
     if init not in ("mean", "normal", "zeros"):
         raise errors.OptionError(
@@ -457,7 +460,7 @@ def grow(
             new = jnp.broadcast_to(jnp.mean(wide, axis, keepdims=True), shape)
             if how == "normal":
                 deviation = jnp.std(wide, axis, keepdims=True)
-                # Leaves of one shape get different rows.
+                # Leaves of equal shapes get different rows.
                 key = jax.random.key(seed, impl="threefry2x32")
                 key = jax.random.fold_in(key, zlib.crc32(path.encode()))
                 new = new + deviation * jax.random.normal(key, shape, wide.dtype)

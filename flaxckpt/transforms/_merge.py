@@ -1,4 +1,4 @@
-"""Leaves of another checkpoint beside those of the first."""
+"""Adds the leaves of another checkpoint to a leaf table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flaxckpt.transforms._base import TableTransform, Transform
 
 @dataclasses.dataclass(frozen=True)
 class _Merge(TableTransform):
-    """See `merge`."""
+    """Implements `merge`."""
 
     path: str
     step: int | None
@@ -28,13 +28,12 @@ class _Merge(TableTransform):
         return dataclasses.replace(self, wanted=wanted)
 
     def __call__(self, table: LeafTable) -> LeafTable:
-        found, step = _locate.locate(_storage.local.resolve(self.path), self.step)
-        stored = _locate.read_stored(found, step)
+        stored = _locate.open_checkpoint(self.path, self.step)
         other = _base.apply(self.transforms, stored.table, self.wanted)
         twice = [path for path in other if _has_leaf(table, path)]
         if twice and self.on_conflict == "error":
             raise errors.OptionError(
-                f"{len(twice)} leaves of {found} are there already:\n"
+                f"{len(twice)} leaves of {stored.metadata.path} are there already:\n"
                 + errors.rows(f"{path}: {other[path].info}" for path in twice)
                 + '\nDrop or rename some, or pass on_conflict="first" or "second".'
             )
@@ -61,7 +60,7 @@ def merge(
     transforms: Sequence[Transform] = (),
     on_conflict: Literal["error", "first", "second"] = "error",
 ) -> TableTransform:
-    """Adds the leaves of another checkpoint, in whichever format.
+    """Adds the leaves of another checkpoint, in any supported format.
 
     ```python
     load("vision", state, transforms=[merge("text.safetensors", transforms=[...])])
@@ -69,13 +68,14 @@ def merge(
 
     Args:
         path: A checkpoint, or a run directory.
-        step: Which step of it; by default the newest.
-        transforms: What to change in it first.
-        on_conflict: Which checkpoint wins where both have a leaf.
+        step: The step to read; the newest by default.
+        transforms: Applied to the other checkpoint first.
+        on_conflict: If both have a leaf, raise, or keep the leaf of one checkpoint.
 
     Raises:
-        OptionError: When applied: both have a leaf, and neither shall win.
-        CheckpointError: When applied: there is no such checkpoint, or it is damaged.
+        OptionError: When applied: both checkpoints have a leaf, and `on_conflict` is
+            "error".
+        CheckpointError: When applied: the checkpoint does not exist, or is damaged.
     """
     if on_conflict not in ("error", "first", "second"):
         raise errors.OptionError(

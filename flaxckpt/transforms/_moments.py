@@ -1,8 +1,8 @@
-"""Which leaves of an optimizer mirror which parameters.
+"""Finds the optimizer leaves that mirror parameters.
 
-A *mirror* of a parameter is a leaf of the optimizer that has the same place in its own
-tree: a moment. Mirrors come in *slots*, `opt_state/0/mu` and `opt_state/0/nu`: below
-each of them, everything is called as below the *root* of the parameters, `params`.
+A *mirror* of a parameter is an optimizer leaf at the same place in its own tree: a
+moment. Mirrors come in *slots*, `opt_state/0/mu` and `opt_state/0/nu`: the names below
+a slot equal the names below the *root* of the parameters, `params`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from flaxckpt._state.leaf import LeafTable
 from flaxckpt._types import LeafPath
 
 _ROOTS = frozenset(("params", "target"))
-"""What containers of all parameters are called, if they are not the outermost."""
+"""Names of containers of all parameters, if not outermost."""
 
 _OPTIMIZERS = frozenset(("opt_state", "param_states", "optimizer", "opt"))
-"""What optimizer states are called where no roles are recorded (Orbax, T5X, flax)."""
+"""Names of optimizer states without recorded roles (Orbax, T5X, flax)."""
 
 _BELOW_PARAMS = frozenset(("m", "v", "v_row", "v_col"))
 """Fields that T5X's own optimizers have below each parameter."""
@@ -29,18 +29,18 @@ _CANDIDATES = 8
 
 
 class Slot(NamedTuple):
-    """Where the mirrors of parameters are: between a head and a tail.
+    """The place of the mirrors of parameters: between a head and a tail.
 
     Attributes:
-        head: What comes before the parameter's name, `opt_state/0/mu`.
-        tail: What comes after it: Adafactor's `v_row` in T5X, mostly nothing.
+        head: The path before the parameter's name, `opt_state/0/mu`.
+        tail: The path after the name: Adafactor's `v_row` in T5X, usually empty.
     """
 
     head: str
     tail: str
 
     def path(self, name: LeafPath) -> LeafPath:
-        """The mirror of what has this name below the root of all parameters."""
+        """Returns the path of the mirror of a parameter name."""
         return "/".join(part for part in (self.head, name, self.tail) if part)
 
 
@@ -49,8 +49,8 @@ class Mirror(NamedTuple):
 
     Attributes:
         param: The parameter's leaf path.
-        name: The same below the root of all parameters.
-        slot: Where the mirror is.
+        name: The path below the root of all parameters.
+        slot: The slot of the mirror.
     """
 
     param: LeafPath
@@ -58,7 +58,7 @@ class Mirror(NamedTuple):
     slot: Slot
 
     def renamed(self, param: LeafPath) -> LeafPath:
-        """The new name if the parameter gets the path `param`."""
+        """Returns the new name if the parameter moves to the path `param`."""
         root = self.param.removesuffix(self.name)
         if param.startswith(root):
             return param.removeprefix(root)
@@ -70,10 +70,10 @@ class Mirrors:
     """All mirrors in a table.
 
     Attributes:
-        known: Leaf path -> what it mirrors.
-        unclear: Leaf path -> its slot, and root -> parameter, for those of which it may
-            mirror one.
-        lost: Leaves that mirror something, and nobody knows what.
+        known: Leaf path -> the mirrored parameter.
+        unclear: Leaf path -> its slot, and root -> parameter, for leaves with several
+            possible parameters.
+        lost: Leaves that mirror an unknown parameter.
     """
 
     known: Mapping[LeafPath, Mirror]
@@ -82,7 +82,7 @@ class Mirrors:
 
 
 def _below_root(path: LeafPath) -> LeafPath:
-    """A path below the root of all parameters: `params`, or whatever comes first."""
+    """Returns the part of a path below `params`, or else below the first key."""
     parts = path.split("/")
     for i, part in enumerate(parts[:_DEEPEST_ROOT]):
         if part in _ROOTS and i + 1 < len(parts):
@@ -93,13 +93,13 @@ def _below_root(path: LeafPath) -> LeafPath:
 def mirrors(table: LeafTable) -> Mirrors:
     """Finds the mirrors in a table.
 
-    Roles tell which leaves they are, where they are recorded. Elsewhere a slot is a
-    container within an optimizer's state in which everything is called as below one
-    root. Of several roots that would do, the nearest counts: a discriminator's moments
-    are beside its own parameters. Then the one that is called `params`, and not that of
-    a copy of them; and then the one that shares most names with the slot.
+    Recorded roles identify mirrors. Without roles, a slot is a container in an
+    optimizer's state with the same names as below a root. Of several possible roots,
+    the nearest is chosen: a discriminator's moments are beside its own parameters. Next
+    comes a root called `params` rather than a copy of the parameters, and then the root
+    that shares most names with the slot.
     """
-    params: dict[LeafPath, None] = {}  # in order, so that all processes agree
+    params: dict[LeafPath, None] = {}  # ordered, so that all processes agree
     by_role: dict[Slot, dict[LeafPath, LeafPath]] = {}
     by_path: dict[Slot, dict[LeafPath, LeafPath]] = {}
     empties = []
@@ -123,7 +123,7 @@ def mirrors(table: LeafTable) -> Mirrors:
         found.settle(slot, members, strict=False)
     heads: set[str] = set()
     for slot in sorted(by_path, key=lambda slot: slot.head.count("/")):
-        # All that is in it must be called so, or it is a container of slots.
+        # All names in a slot must match, else the container holds several slots.
         inside = not heads.isdisjoint(beginnings(slot.head))
         if not inside and found.settle(slot, by_path[slot], strict=True):
             heads.add(slot.head)
@@ -141,7 +141,7 @@ def mirrors(table: LeafTable) -> Mirrors:
 def _below_params(
     by_role: Mapping[Slot, Mapping[LeafPath, LeafPath]], params: Iterable[LeafPath]
 ) -> dict[Slot, dict[LeafPath, LeafPath]]:
-    """The slots, those with several leaves for each parameter divided.
+    """Splits slots that have several leaves for each parameter.
 
     SM3 has a list for each parameter, with an array for each axis: `mu/kernel/0` and
     `mu/kernel/1` are in the slots of the tails `0` and `1`.
@@ -163,7 +163,7 @@ def _below_params(
 
 
 class _Found:
-    """What is known so far."""
+    """The mirrors found so far."""
 
     def __init__(self, params: Mapping[LeafPath, None], roots: _Roots) -> None:
         self.known: dict[LeafPath, Mirror] = {}
@@ -175,7 +175,7 @@ class _Found:
     def settle(
         self, slot: Slot, members: Mapping[LeafPath, LeafPath], *, strict: bool
     ) -> bool:
-        """Finds the root of a slot; says whether there is one."""
+        """Finds the root of a slot and returns True if there is a root."""
         found = self._roots.of(slot, members, strict=strict)
         for name, path in members.items():
             if len(found) == 1 and found[0] + name in self._params:
@@ -187,7 +187,7 @@ class _Found:
         return bool(found)
 
     def settle_empty(self, path: LeafPath) -> None:
-        """Has an empty container in a slot, as of a masked moment, follow, too."""
+        """Records an empty container in a slot as a mirror, such as a masked moment."""
         for head in beginnings(path):
             if head in self._root_of_head:
                 slot, root = self._root_of_head[head]
@@ -203,14 +203,14 @@ def _slot_of_role(path: LeafPath, param: LeafPath) -> Slot | None:
     for bare in (
         path,
         _state.tree.without_box(path),
-    ):  # which may be a parameter's name
+    ):  # may be part of a parameter's name
         if bare.endswith(f"/{param}"):
             return Slot(bare[: -len(param) - 1], path[len(bare) + 1 :])
     return None
 
 
 def _possible_slots(path: LeafPath) -> Iterator[tuple[Slot, LeafPath]]:
-    """Every slot that a leaf of an optimizer may be in, and its name there."""
+    """Yields every possible slot of an optimizer leaf, and its name in the slot."""
     parts = path.split("/")
     first = next((i for i, p in enumerate(parts) if p in _OPTIMIZERS), 0) + 1
     tail = parts[-1] if parts[-1] in _BELOW_PARAMS and "param_states" in parts else ""
@@ -220,7 +220,7 @@ def _possible_slots(path: LeafPath) -> Iterator[tuple[Slot, LeafPath]]:
 
 
 class _Roots:
-    """Roots below which parameters have certain names."""
+    """Finds roots with parameters of given names."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class _Roots:
                             found.append(root)
 
     def _first(self, members: Mapping[LeafPath, LeafPath]) -> LeafPath:
-        """The first that some parameter is called like; else just the first."""
+        """Returns the first name shared with a parameter; else the first."""
         first = next(iter(members))
         if first in self._names:
             return first
@@ -249,12 +249,12 @@ class _Roots:
     def of(
         self, slot: Slot, members: Mapping[LeafPath, LeafPath], *, strict: bool
     ) -> list[str]:
-        """The best roots for a slot; several if they are equally good.
+        """Returns the best roots for a slot; several if equally good.
 
         Args:
             slot: The slot.
             members: Names of its leaves -> their paths.
-            strict: Whether every name must be there, and not just most.
+            strict: True if every name must exist, not only most names.
         """
         first = self._first(members)
         for beginning in beginnings(f"{slot.head}/x"):
@@ -278,7 +278,7 @@ class _Roots:
 
 
 def _splits(path: LeafPath) -> Iterator[tuple[str, LeafPath]]:
-    """Roots, with the slash that ends them, and names below them."""
+    """Yields each possible root, with its final slash, and the name below it."""
     yield "", path
     end = path.find("/")
     for _ in range(_DEEPEST_ROOT):
@@ -289,7 +289,7 @@ def _splits(path: LeafPath) -> Iterator[tuple[str, LeafPath]]:
 
 
 def beginnings(path: LeafPath) -> Iterator[str]:
-    """`a/b`, `a` and the empty one, of the path `a/b/c`."""
+    """Yields the proper prefixes of a path: for `a/b/c`, `a/b`, `a` and empty."""
     end = path.rfind("/")
     while end >= 0:
         yield path[:end]

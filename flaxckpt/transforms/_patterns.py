@@ -1,4 +1,4 @@
-"""Patterns on leaf paths, what they are replaced by, and the way back."""
+"""Patterns on leaf paths, replacements, and their inverses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flaxckpt import _util, errors
 from flaxckpt._types import LeafPath
 
 INDEX = "{i}"
-"""In a replacement: where the number of a part goes."""
+"""The placeholder for the number of a part in a replacement."""
 
 _NEAREST_AMONG = 5_000
 
@@ -22,10 +22,10 @@ def _shown(value: object) -> str:
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """A pattern on whole leaf paths.
+    """Compiles a pattern on whole leaf paths.
 
     Raises:
-        OptionError: It is no regular expression.
+        OptionError: `pattern` is not a valid regular expression.
     """
     if not isinstance(pattern, str):
         raise errors.OptionError(
@@ -40,10 +40,10 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def check_replacement(pattern: str, replacement: str) -> str:
-    """Returns `replacement` if it is a valid replacement text.
+    """Returns `replacement` if valid.
 
     Raises:
-        OptionError: It is no text.
+        OptionError: `replacement` is not a str.
     """
     if not isinstance(replacement, str):
         raise errors.OptionError(
@@ -54,7 +54,7 @@ def check_replacement(pattern: str, replacement: str) -> str:
 
 
 def expand(match: re.Match[str], replacement: str) -> LeafPath:
-    """What `replacement` makes of a match.
+    """Returns `replacement` with the groups of a match.
 
     Raises:
         OptionError: It refers to a group that the pattern does not have.
@@ -69,7 +69,7 @@ def expand(match: re.Match[str], replacement: str) -> LeafPath:
 
 
 def no_match(pattern: str, paths: Collection[str]) -> errors.OptionError:
-    """Says that nothing matches, and what is called most alike."""
+    """Returns an error for a pattern without matches, with the nearest paths."""
     near: list[str] = []
     if len(paths) <= _NEAREST_AMONG:
         near = difflib.get_close_matches(_plain(pattern), paths, n=3, cutoff=0.3)
@@ -80,19 +80,19 @@ def no_match(pattern: str, paths: Collection[str]) -> errors.OptionError:
 
 
 def _plain(pattern: str) -> str:
-    """A pattern without what no path has in it."""
+    """Removes characters from a pattern that no path contains."""
     return re.sub(r"\\[A-Za-z]|[\\()\[\]*+?^$|{}]", "", pattern)
 
 
-# ---- the way back -----------------------------------------------------------------
+# ---- inverting --------------------------------------------------------------------
 
 
 class _Group(NamedTuple):
-    """A group of a pattern, or what refers to one in a replacement.
+    """A group of a pattern, or a reference to a group in a replacement.
 
     Attributes:
         name: Its name, or its number as text.
-        source: What it matches; empty in a replacement.
+        source: The regular expression of the group; empty in a replacement.
     """
 
     name: str
@@ -100,13 +100,13 @@ class _Group(NamedTuple):
 
 
 def invert(pattern: str, replacement: str) -> tuple[str, str]:
-    """The pattern and the replacement that undo these.
+    """Returns the inverse pattern and replacement.
 
-    `{i}` in the replacement stands for a number; what undoes it has a group `i`. A
-    group `i` that the replacement does not use becomes `{i}`.
+    `{i}` in the replacement stands for a number; the inverse has a group `i`. A group
+    `i` that the replacement does not use becomes `{i}`.
 
     Raises:
-        OptionError: It cannot be known what `pattern` matched.
+        OptionError: The text that `pattern` matched is not unique.
     """
     parts = list(_pattern_parts(pattern))
     groups = {part.name: part for part in parts if isinstance(part, _Group)}
@@ -150,7 +150,7 @@ _REFERENCE = re.compile(r"\\g<(\w+)>|\\([1-9][0-9]?)|(\{i\})|\\(.)|(.)", re.DOTA
 
 
 def _pattern_parts(pattern: str) -> Iterator[str | _Group]:
-    """Plain text and groups of a pattern that has nothing else."""
+    """Yields the plain text and groups of a pattern; rejects other syntax."""
     i = count = 0
     while i < len(pattern):
         char = pattern[i]
@@ -177,7 +177,7 @@ def _pattern_parts(pattern: str) -> Iterator[str | _Group]:
 
 
 def _group_end(pattern: str, start: int) -> int:
-    """Where the group that begins at `start` ends."""
+    """Returns the end of the group that starts at `start`."""
     depth, in_class, i = 0, False, start
     while i < len(pattern):
         char = pattern[i]
@@ -200,7 +200,7 @@ def _has_group(source: str) -> bool:
 
 
 def _replacement_parts(replacement: str) -> Iterator[str | _Group]:
-    """Plain text, references to groups, and `{i}`, of a replacement."""
+    """Yields the plain text, group references and `{i}` of a replacement."""
     for name, number, index, escaped, plain in _REFERENCE.findall(replacement):
         if name or number:
             yield _Group(name or number)
@@ -211,7 +211,7 @@ def _replacement_parts(replacement: str) -> Iterator[str | _Group]:
 
 
 def name_index(pattern: str) -> str:
-    """The pattern with its first group called `i`, unless another one is."""
+    """Returns the pattern with its first group named `i`, unless another is."""
     if "(?P<i>" in pattern:
         return pattern
     i = 0
@@ -222,4 +222,4 @@ def name_index(pattern: str) -> str:
             f"{pattern!r} needs a group for the number of a part, as in"
             r" 'params/layers_(\d+)/(.*)'"
         )
-    return f"{pattern[:i]}(?P<i>{pattern[i + 1 :]}"  # numbered as it was
+    return f"{pattern[:i]}(?P<i>{pattern[i + 1 :]}"  # groups keep their numbers

@@ -1,4 +1,4 @@
-"""Transforms that change which leaves there are, and what they are called."""
+"""Transforms that add, remove and rename leaves."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from flaxckpt.transforms._patterns import (
 
 @dataclasses.dataclass(frozen=True)
 class _Rename(TableTransform):
-    """See `rename` and `copy`.
+    """Implements `rename` and `copy`.
 
     Attributes:
-        rules: Patterns and what replaces them.
-        keeps_old: Whether the leaves stay under their old paths, too.
-        undoes: The rules that these are the inverse of.
+        rules: Patterns and their replacements.
+        keeps_old: True if the leaves also stay at their old paths.
+        undoes: The rules that these rules invert.
     """
 
     rules: tuple[tuple[re.Pattern[str], str], ...]
@@ -100,7 +100,7 @@ def _as_rules(
 def rename(
     pattern: str | Mapping[str, str], replacement: str | None = None
 ) -> TableTransform:
-    r"""Gives other paths to the leaves that match, and to their moments.
+    r"""Renames the matching leaves, and their moments.
 
     ```python
     rename(r"target/encoder/(.*)", r"params/backbone/\1")
@@ -108,14 +108,13 @@ def rename(
     ```
 
     Args:
-        pattern: Regular expression on the whole leaf path; or several of them, each
-            with its replacement. They apply at the same time, the first that matches
-            wins.
+        pattern: Regular expression on the whole leaf path; or several with their
+            replacements. They apply at the same time, and the first match wins.
         replacement: The new path; `\1` or `\g<name>` stand for groups.
 
     Raises:
-        OptionError: A pattern is no regular expression. When applied: it matches
-            nothing, or two leaves get one path.
+        OptionError: A pattern is not a valid regular expression. When applied: it
+            matches nothing, or two leaves get the same path.
 
     Source: `assignment_map` of T5X, which goes from the model to the checkpoint; see
     `assign` for that direction.
@@ -126,16 +125,16 @@ def rename(
 def copy(
     pattern: str | Mapping[str, str], replacement: str | None = None
 ) -> TableTransform:
-    """Like `rename`, but the leaves stay under their old paths as well.
+    """Copies the matching leaves to new paths; arguments and errors as for `rename`.
 
-    So two leaves of a model are filled from one of the checkpoint.
+    A single leaf of the checkpoint can then fill two leaves of a model.
     """
     return _Rename(_as_rules(pattern, replacement), keeps_old=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Drop(TableTransform):
-    """See `drop`."""
+    """Implements `drop`."""
 
     pattern: re.Pattern[str]
 
@@ -151,20 +150,21 @@ class _Drop(TableTransform):
 
 
 def drop(pattern: str) -> TableTransform:
-    """Leaves out the leaves that match, and their moments.
+    """Removes the matching leaves, and their moments.
 
     Args:
         pattern: Regular expression on the whole leaf path.
 
     Raises:
-        OptionError: It is none, or, when applied, matches nothing.
+        OptionError: `pattern` is not a valid regular expression, or, when applied,
+            matches nothing.
     """
     return _Drop(compile_pattern(pattern))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Keep(TableTransform):
-    """See `keep`."""
+    """Implements `keep`."""
 
     pattern: re.Pattern[str]
 
@@ -180,20 +180,21 @@ class _Keep(TableTransform):
 
 
 def keep(pattern: str) -> TableTransform:
-    """Leaves out all leaves but those that match: moments too, unless they match.
+    """Keeps only the matching leaves; moments must match as well.
 
     Args:
         pattern: Regular expression on the whole leaf path, as `params/.*`.
 
     Raises:
-        OptionError: It is none, or, when applied, matches nothing.
+        OptionError: `pattern` is not a valid regular expression, or, when applied,
+            matches nothing.
     """
     return _Keep(compile_pattern(pattern))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Assign(TableTransform):
-    """See `assign`."""
+    """Implements `assign`."""
 
     rules: tuple[tuple[re.Pattern[str], str | None], ...]
     strict: bool
@@ -222,7 +223,7 @@ class _Assign(TableTransform):
             )
         moments = _Moments(table)
         replaced = set(assigned)
-        for param in assigned:  # these are now those of other parameters, or nobody's
+        for param in assigned:  # these now belong to other parameters, or to none
             replaced.update(path for path, _ in moments.of(param))
         wanted_mirrors = find_mirrors(self.wanted).known
         for path, mirror in wanted_mirrors.items():
@@ -280,15 +281,15 @@ class _Moments:
             self._of.setdefault(mirror.param, []).append((path, mirror))
 
     def of(self, param: LeafPath) -> Sequence[tuple[LeafPath, Mirror]]:
-        """The moments of a parameter, each with what it mirrors."""
+        """Returns the moments of a parameter, with their mirrors."""
         return self._of.get(param, ())
 
     def find(
         self, param: LeafPath, wanted: LeafInfo, mirror: Mirror
     ) -> LeafPath | None:
-        """The moment of `param` that is what `wanted` is; None if none is.
+        """Returns the moment of `param` that corresponds to `wanted`, or None.
 
-        In the same place, else of the same field of the same transform.
+        A moment in the same slot, else in the same field of the same transform.
         """
         same = [path for path, found in self.of(param) if found.slot == mirror.slot]
         alike = same or [
@@ -309,7 +310,7 @@ class _Moments:
 
 
 def _field(info: LeafInfo, mirror: Mirror) -> tuple[str, str]:
-    """Class and field of a moment, as far as they are known."""
+    """Returns class and field of a moment; the class is empty if unknown."""
     if info.role is not None and info.role.state_class:
         return info.role.state_class, info.role.field
     return "", mirror.slot.tail or mirror.slot.head.rpartition("/")[2]
@@ -320,24 +321,25 @@ def assign(
     *,
     strict: bool = True,
 ) -> TableTransform:
-    r"""Says for leaves of the wanted state which leaves of the checkpoint fill them.
+    r"""Assigns leaves of the checkpoint to leaves of the wanted state.
 
     ```python
     assign([(r"params/layer_\d+/(.*)", r"target/layer/\1"), ("params/head/.*", None)])
     ```
 
-    Two leaves may be filled from one. What is not assigned is found under its own path,
-    and what is not taken stays where it is. Moments go with their parameters.
+    A leaf of the checkpoint may fill two leaves. Leaves without a rule are found by
+    their own paths, and unused leaves keep their paths. Moments go with their
+    parameters.
 
     Args:
         rules: Regular expressions on whole leaf paths of the state, each with the path
             in the checkpoint (`\1` stands for a group), or None to leave the leaf to
-            `missing="init"`. The first that matches wins.
-        strict: Whether every rule must match.
+            `missing="init"`. The first match wins.
+        strict: True if every rule must match.
 
     Raises:
-        OptionError: A pattern is no regular expression. When applied: a rule is not
-            used, or the checkpoint lacks what is assigned.
+        OptionError: A pattern is not a valid regular expression. When applied: a rule
+            is not used, or the checkpoint lacks an assigned leaf.
 
     Source: `assignment_map` and `require_all_rules_match` of T5X.
     """

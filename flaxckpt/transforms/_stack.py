@@ -1,4 +1,4 @@
-"""Leaves stacked along a new axis, and taken apart again."""
+"""Stacks leaves along a new axis, and unstacks them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flaxckpt.transforms._patterns import (
 
 @dataclasses.dataclass(frozen=True)
 class _Stack(TableTransform):
-    """See `stack`."""
+    """Implements `stack`."""
 
     pattern: re.Pattern[str]
     replacement: str
@@ -38,7 +38,7 @@ class _Stack(TableTransform):
     def __call__(self, table: LeafTable) -> LeafTable:
         matches = _base.matches(self.pattern, table)
         groups: _grouping.Groups = {}
-        stacks: dict[LeafPath, str] = {}  # new path -> what its parts begin with
+        stacks: dict[LeafPath, str] = {}  # new path -> old path up to the number
         sizes: dict[str, int] = {}
         for path in arrays(matches, table, str(self)):
             number = matches[path]["i"]
@@ -52,7 +52,7 @@ class _Stack(TableTransform):
             beginning = path[: matches[path].start("i")]
             beginning = stacks.setdefault(new, beginning)
             sizes[beginning] = max(sizes.get(beginning, 0), int(number) + 1)
-        # Leaves of the same layers: as many as there are layers, without gaps.
+        # Leaves of the same layers: their number is the number of layers.
         counts = {new: sizes[beginning] for new, beginning in stacks.items()}
 
         def join(values: Sequence[jax.Array]) -> jax.Array:
@@ -95,22 +95,22 @@ def _stacked(axis: int) -> Callable[..., jax.Array]:
 
 
 def stack(pattern: str, replacement: str, *, axis: int = 0) -> TableTransform:
-    r"""Stacks leaves, such as those of layers for a scan, and their moments likewise.
+    r"""Stacks leaves, such as the layers of a scan, and their moments.
 
     ```python
     stack(r"params/layers_(\d+)/(.*)", r"params/layers/\2")
     ```
 
     Args:
-        pattern: Regular expression on the whole leaf path. Its first group, or the one
-            called `i`, is the number of the part: 0, 1, ….
+        pattern: Regular expression on the whole leaf path. Its first group, or the
+            group named `i`, is the number of the part: 0, 1, ….
         replacement: Path of the stacked leaf; `\2` stands for the second group.
-        axis: Where the new axis is.
+        axis: The position of the new axis.
 
     Raises:
-        OptionError: `pattern` is no regular expression. When applied: nothing matches,
-            parts are missing (as of a leaf that only some of the layers have), or they
-            do not go together.
+        OptionError: `pattern` is not a valid regular expression. When applied: nothing
+            matches, parts are missing (as for a leaf that only some layers have), or
+            shapes or types do not fit.
     """
     compile_pattern(pattern)
     axis = _util.arguments.whole("axis", axis)
@@ -120,7 +120,7 @@ def stack(pattern: str, replacement: str, *, axis: int = 0) -> TableTransform:
 
 @dataclasses.dataclass(frozen=True)
 class _Unstack(TableTransform):
-    """See `unstack`."""
+    """Implements `unstack`."""
 
     pattern: re.Pattern[str]
     replacement: str
@@ -152,7 +152,7 @@ class _Unstack(TableTransform):
                 return found.leaf, functools.partial(_part, position)
             if info.role is not None and info.role.state_class:
                 return None
-            # Factored moments of others, as T5X's: they have the first axes.
+            # Factored moments of other libraries, such as T5X, keep the first axes.
             ndim = len(info.shape)
             if 0 <= self.axis < ndim < len(shape) and info.shape[axis] == shape[axis]:
                 return mirror, functools.partial(_part, axis)
@@ -177,7 +177,7 @@ def _part(axis: int, number: int) -> Callable[[jax.Array], jax.Array]:
 
 
 def unstack(pattern: str, replacement: str, *, axis: int = 0) -> TableTransform:
-    r"""Takes leaves apart along an axis, such as layers of a scan, and their moments.
+    r"""Unstacks leaves along an axis, such as the layers of a scan, and their moments.
 
     ```python
     unstack(r"params/layers/(.*)", r"params/layers_{i}/\1")
@@ -186,11 +186,11 @@ def unstack(pattern: str, replacement: str, *, axis: int = 0) -> TableTransform:
     Args:
         pattern: Regular expression on the whole leaf path.
         replacement: Path of a part; `{i}` stands for its number, `\1` for a group.
-        axis: Which axis goes.
+        axis: The axis to remove.
 
     Raises:
-        OptionError: `pattern` is no regular expression, or `{i}` is missing. When
-            applied: nothing matches, or a leaf has no such axis.
+        OptionError: `pattern` is not a valid regular expression, or `{i}` is missing.
+            When applied: nothing matches, or a leaf does not have the axis.
     """
     axis = _util.arguments.whole("axis", axis)
     if INDEX not in check_replacement(pattern, replacement):

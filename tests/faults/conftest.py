@@ -8,7 +8,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import shim
+
+from tests.faults import shim
 
 HERE = Path(__file__).parent
 MEMORY = Path("/dev/shm")
@@ -27,7 +28,7 @@ class Worker:
             env=os.environ
             | {
                 "LD_PRELOAD": str(library),
-                "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path]),
+                "PYTHONPATH": os.pathsep.join(sys.path),
                 "PYTHONWARNINGS": "ignore",  # jax warns of every fork
                 "OPENBLAS_NUM_THREADS": "1",
                 "XLA_FLAGS": "",

@@ -585,7 +585,7 @@ def check(directory, rows):
         is_known = [set(), {"name"}]
         if set(reader.run_metadata) not in is_known:
             problems.append(f"the run is called {reader.run_metadata}")
-    aside = reader.params_only()
+    aside = reader._session.saves.params_only.latest()
     if (aside and aside[0]) not in wanted.aside:
         problems.append(f"parameters of {aside}, not of {wanted.aside}")
     elif aside and not is_state(flaxckpt.load(aside[1]), aside[0], 0):

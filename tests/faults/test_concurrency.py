@@ -4,12 +4,12 @@ import multiprocessing
 import time
 
 import pytest
-import scenarios
 
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._storage import temporary as storage_temporary
 from flaxckpt.policies import EveryNSecs, LatestN
+from tests.faults import scenarios
 
 ROUNDS = 20
 STEPS = 25

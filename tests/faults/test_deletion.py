@@ -7,10 +7,10 @@ import shutil
 
 import numpy as np
 import pytest
-from golden_cases import CASES, Case, assert_same, find
 
 import flaxckpt
 from flaxckpt import errors
+from tests.helpers.golden_cases import CASES, Case, assert_same, find
 
 LOOKS = [
     (os, "stat"),

@@ -9,11 +9,11 @@ import subprocess
 
 import numpy as np
 import pytest
-import strategies
 
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt.policies import LatestN
+from tests.helpers import strategies
 
 LAYOUTS = {
     store: flaxckpt.ArrayLayout(store=store, chunk_bytes=2**18)

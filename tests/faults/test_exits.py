@@ -86,10 +86,10 @@ MUTE = {
 class Mute(Exception):
     def __str__(self):
         raise ValueError
-from flaxckpt import _commit
+from flaxckpt._checkpoint import commit
 def fails(*ignored):
     raise Mute
-_commit.fill = fails""",
+commit.fill = fails""",
 }
 
 
@@ -104,16 +104,16 @@ def test_a_failed_save_is_an_exit_code_whatever_can_be_printed(run, tmp_path, wa
 
 
 INTERRUPTED = """
-from flaxckpt import _renames
+from flaxckpt._storage import rename
 
-publish = _renames.publish
+publish = rename.publish
 
 def slow(*args):
     print("under way", flush=True)
     sys.stdin.readline()
     publish(*args)
 
-_renames.publish = slow
+rename.publish = slow
 save(directory)
 """
 
@@ -208,9 +208,9 @@ def test_a_fork_leaves_the_saves_of_its_parent_to_it(run, tmp_path):
     done = run(
         """
         slow = threading.Event()
-        from flaxckpt import _storage
+        from flaxckpt._storage import files
 
-        sync_tree = _storage.files.sync_tree
+        sync_tree = files.sync_tree
 
         def wait_and_sync(path):
             if os.getpid() == parent:
@@ -218,7 +218,7 @@ def test_a_fork_leaves_the_saves_of_its_parent_to_it(run, tmp_path):
             return sync_tree(path)
 
         parent = os.getpid()
-        _storage.files.sync_tree = wait_and_sync
+        files.sync_tree = wait_and_sync
         ckpt = flaxckpt.Checkpointer(directory)
         handle = ckpt.save(1, STATE)
         while not list(ckpt.directory.glob("1.*")):
@@ -268,11 +268,11 @@ def test_a_fork_while_the_collector_is_paused_has_it_on(run):
     done = run(
         """
         import gc
-        from flaxckpt import _collector
+        from flaxckpt._util import gc_pause
 
         inside, leave = threading.Event(), threading.Event()
 
-        @_collector.paused()
+        @gc_pause.paused()
         def work():
             inside.set()
             leave.wait()

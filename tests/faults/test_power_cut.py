@@ -14,12 +14,12 @@ import time
 
 import numpy as np
 import pytest
-import strategies
 
 import flaxckpt
 from benchmarks.power import KINDS, Disk
 from flaxckpt import errors
 from flaxckpt.policies import LatestN
+from tests.helpers import strategies
 
 CUTS = int(os.environ.get("FLAXCKPT_POWER_CUTS", "8"))
 DELAYS_SECS = (0.0, 0.3) if CUTS < 50 else (0.0, 0.0, 0.3, 1.0, 6.0, 12.0)

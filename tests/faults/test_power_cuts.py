@@ -5,9 +5,9 @@ import os
 import random
 import shutil
 
-import power
 import pytest
-import scenarios
+
+from tests.faults import power, scenarios
 
 CUT = [
     "FirstSave",

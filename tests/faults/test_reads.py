@@ -11,8 +11,8 @@ import os
 import random
 
 import pytest
-import scenarios
-import shim
+
+from tests.faults import scenarios, shim
 
 EVERY = bool(os.environ.get("FLAXCKPT_EVERY_FAULT"))
 TRIED = {"read": 6, "written": 3}

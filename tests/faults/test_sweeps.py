@@ -11,11 +11,11 @@ import itertools
 import os
 import signal
 import zlib
-from pathlib import Path
 
 import pytest
-import scenarios
-import shim
+
+from tests import ROOT
+from tests.faults import scenarios, shim
 
 EVERY = bool(os.environ.get("FLAXCKPT_EVERY_FAULT"))
 SAMPLED = 9  # every so many calls, of faults that are not tried at all
@@ -35,7 +35,7 @@ FAULTS = {
 }
 ALWAYS = {"killed"}
 
-PROMISES = Path(__file__).parents[2] / "docs" / "reliability.md"
+PROMISES = ROOT / "docs" / "reliability.md"
 
 ENDED = {0, 3}  # done, or failed as it should
 

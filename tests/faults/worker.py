@@ -16,8 +16,8 @@ import time
 import traceback
 from pathlib import Path
 
-import scenarios
-from shim import Shim
+from tests.faults import scenarios
+from tests.faults.shim import Shim
 
 TIMEOUT_SECS = 60
 FAILED, UNEXPECTED = 3, 4

@@ -1,6 +1,6 @@
 """Gives targets one changed input after another, and keeps those that they fail on.
 
-    cd tests; python -m fuzz [--secs N] [--seed N] [--guided] [--keep DIR] [TARGET ...]
+    python -m tests.fuzz [--secs N] [--seed N] [--guided] [--keep DIR] [TARGET ...]
 
 Without a target: all of them, each in a process of its own, as they may end it. Exit
 status 1: something was found, and is in DIR. `--guided` is for long runs: atheris leads
@@ -41,13 +41,13 @@ def main() -> int:
     if len(options.targets) == 1:
         one = guided if options.guided else blind
         return one(options.targets[0], options)
-    from fuzz import targets
+    from tests.fuzz import targets
 
     failed = [
         name
         for name in options.targets or targets.TARGETS
         if subprocess.run(
-            [sys.executable, "-m", "fuzz", *arguments(options), name], check=False
+            [sys.executable, "-m", "tests.fuzz", *arguments(options), name], check=False
         ).returncode
     ]
     tell(f"found something in: {', '.join(failed)}" if failed else "found nothing")
@@ -61,7 +61,7 @@ def arguments(options: argparse.Namespace) -> list[str]:
 
 def blind(name: str, options: argparse.Namespace) -> int:
     """Without knowing what code is reached; what fails in a new way is changed on."""
-    from fuzz import targets
+    from tests.fuzz import targets
 
     target = targets.TARGETS[name]
     rng = random.Random(options.seed)
@@ -105,7 +105,7 @@ def guided(name: str, options: argparse.Namespace) -> int:
     import atheris
 
     with atheris.instrument_imports(include=["flaxckpt"]):
-        from fuzz import targets
+        from tests.fuzz import targets
 
     target = targets.TARGETS[name]
     found = options.keep / "corpus" / name

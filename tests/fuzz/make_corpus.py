@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from fuzz import targets
-from golden_cases import GOLDEN
+from tests import GOLDEN
+from tests.fuzz import targets
 
 MAX_BYTES: Final = 8192
 
@@ -31,13 +31,13 @@ def main() -> None:
 def contents(name: str) -> Iterator[bytes]:
     match name:
         case "msgpack" | "streaming":
-            from hostile import msgpack, streaming
+            from tests.hostile import msgpack, streaming
 
             yield from golden("flax-msgpack" if name == "msgpack" else name)
             files = (msgpack if name == "msgpack" else streaming).FILES
             yield from list(files.values())[::2]
         case "npz":
-            from hostile import npz
+            from tests.hostile import npz
 
             yield from golden("npz/checkpoint*")
             yield from [make() for make in list(npz.FILES.values())[::4]]
@@ -139,7 +139,7 @@ def beside(step: Path, head: str, *names: str) -> Iterator[bytes]:
 
 
 def zarr() -> Iterator[bytes]:
-    from hostile import orbax
+    from tests.hostile import orbax
 
     for i, name in enumerate(("orbax zarr 3", "orbax", "zstd", "zarr 2", "t5x")):
         for file in sorted(targets.sound(name).rglob("*zarr*")):

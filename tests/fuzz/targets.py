@@ -20,18 +20,17 @@ from typing import Any, Final, NamedTuple
 import crc32c
 import msgpack
 import numpy as np
-from golden_cases import GOLDEN
 
 import flaxckpt
 from flaxckpt import errors, formats
 from flaxckpt._state import classes as state_classes
+from flaxckpt._steps import index as steps_index
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._steps import names as steps_names
-from flaxckpt._steps import scan as steps_scan
 from flaxckpt._storage import local as storage_local
 from flaxckpt.datasets import _json_codec
+from tests import GOLDEN
 
-TESTS: Final = Path(__file__).parents[1]
 CORPUS: Final = Path(__file__).parent / "corpus"
 VALUES: Final = np.arange(8, dtype="<f4")
 
@@ -51,7 +50,7 @@ class Target(NamedTuple):
 
     def mutate(self, rng: random.Random, data: bytes, others: list[bytes]) -> bytes:
         """Changes an input."""
-        from fuzz import mutate
+        from tests.fuzz import mutate
 
         head = data[: self.head]
         if rng.random() < 0.02:
@@ -131,7 +130,7 @@ file_target("npz", "bytes")
 @target()
 def npy(data: bytes) -> None:
     """The text of an array's header, in an archive that is sound otherwise."""
-    from hostile import npz as cases
+    from tests.hostile import npz as cases
 
     path = room() / "header.npz"
     path.write_bytes(cases.one(cases.header(data, bytes(64))))
@@ -153,7 +152,7 @@ TARGETS["safetensors"] = Target(safetensors, "json")
 def safetensors_index(data: bytes) -> None:
     directory = room() / "sharded"
     if not directory.exists():
-        from hostile import safetensors as cases
+        from tests.hostile import safetensors as cases
 
         directory.mkdir()
         for n in (1, 2):
@@ -169,8 +168,8 @@ def safetensors_index(data: bytes) -> None:
 @functools.cache
 def sound(name: str) -> Path:
     """A sound checkpoint that is kept."""
-    from hostile import flaxckpt as ours
-    from hostile import orbax, t5x
+    from tests.hostile import flaxckpt as ours
+    from tests.hostile import orbax, t5x
 
     root = room() / name
     root.mkdir()
@@ -204,7 +203,7 @@ def part(path: Path, files: tuple[str, ...], data: bytes) -> None:
         read(path)
         if file.parts[-2] == "metadata":
             with only_ours():
-                formats._orbax.read_run_metadata(path)
+                formats._native.checkpoint.read_run_metadata(path)
     finally:
         if is_new:
             shutil.rmtree(file.parent)
@@ -321,7 +320,7 @@ def t5x(data: bytes) -> None:
 def orbax_aggregate(data: bytes) -> None:
     directory = room() / "aggregate"
     if not directory.exists():
-        from hostile import t5x as cases
+        from tests.hostile import t5x as cases
 
         directory.mkdir()
         cases.write_array(directory / "w")
@@ -393,13 +392,13 @@ def step_names(data: bytes) -> None:
         assert step is None or step_format.name(step) == name
     if name in ("", ".", "..") or len(data) > 200:
         return
-    steps_scan.is_usual_name(name)
+    steps_names.is_usual(name)
     path = room() / "steps"
     path.mkdir(exist_ok=True)
     (path / name).mkdir()
     try:
         with only_ours():
-            found = steps_scan.find(path, lambda _: True)
+            found = steps_index.StepIndex(path, lambda _: True).steps
             assert all(0 <= step < 10**18 for step in found)
     finally:
         (path / name).rmdir()

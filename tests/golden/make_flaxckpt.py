@@ -3,7 +3,7 @@
 Run from the root of the repository, once for every new version of the manifest, and for
 every release that writes more than the one before:
 
-    PYTHONPATH=tests python tests/golden/make_flaxckpt.py
+    python -m tests.golden.make_flaxckpt
 
 What is in the repository for version 1 was written on one CPU device, with
 

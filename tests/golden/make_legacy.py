@@ -2,7 +2,7 @@
 
 Run from the root of the repository, once for every new version of a format:
 
-    PYTHONPATH=tests python tests/golden/make_legacy.py
+    python -m tests.golden.make_legacy
 
 What is in the repository was written with
 
@@ -27,7 +27,8 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from flax import serialization
 
-GOLDEN: Final = Path(__file__).parent
+from tests import GOLDEN
+
 BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
 FLOAT32: Final = np.dtype("float32")
 

@@ -2,7 +2,7 @@
 
 Run from the root of the repository:
 
-    PYTHONPATH=tests python tests/golden/make_npz.py
+    python -m tests.golden.make_npz
 
 What is in the repository was written with
 
@@ -21,7 +21,8 @@ from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
-from golden import make_legacy
+
+from tests.golden import make_legacy
 
 ROOT: Final = Path(__file__).parent / "npz"
 

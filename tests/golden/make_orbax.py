@@ -2,7 +2,7 @@
 
 Run from the root of the repository, once for every new version of Orbax:
 
-    PYTHONPATH=tests python tests/golden/make_orbax.py
+    python -m tests.golden.make_orbax
 
 What is in the repository was written by Python 3.11.2 with
 
@@ -67,7 +67,8 @@ def main() -> None:
     # Only here: a test reads `state` also where Orbax and grain are missing.
     import grain
     import orbax.checkpoint as ocp
-    from orbax_writers import WRITERS
+
+    from tests.helpers.orbax_writers import WRITERS
 
     folder = Path(__file__).parent / f"orbax-{ocp.__version__}"
     folder.mkdir()

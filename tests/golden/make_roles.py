@@ -3,7 +3,7 @@
 It took the parameters' own classes for states of transforms, and several optimizers in
 a tuple for one. Run from the root of that release:
 
-    PYTHONPATH=.:tests python tests/golden/make_roles.py
+    python -m tests.golden.make_roles
 
 What is in the repository was written on one CPU device, with
 

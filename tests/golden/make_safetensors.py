@@ -2,7 +2,7 @@
 
 Run from the root of the repository, once for every new version of our metadata:
 
-    PYTHONPATH=tests python tests/golden/make_safetensors.py
+    python -m tests.golden.make_safetensors
 
 What is in the repository was written with
 
@@ -21,11 +21,11 @@ from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
-from golden import make_flaxckpt, make_legacy
 from safetensors import deserialize
 from safetensors import numpy as safetensors
 
 import flaxckpt
+from tests.golden import make_flaxckpt, make_legacy
 
 ROOT: Final = Path(__file__).parent / "safetensors"
 

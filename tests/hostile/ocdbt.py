@@ -13,7 +13,8 @@ from typing import Final, NamedTuple
 
 import crc32c
 import numpy as np
-from hostile import orbax
+
+from tests.hostile import orbax
 
 MANIFEST: Final = 0x0CDB3A2A
 NODE: Final = 0x0CDB20DE

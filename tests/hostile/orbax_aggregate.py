@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgpack
-from hostile.msgpack import deep
-from hostile.t5x import ZARRAY, write_array
+
+from tests.hostile.msgpack import deep
+from tests.hostile.t5x import ZARRAY, write_array
 
 
 def names(name: Any, prefix: str = "PLACEHOLDER://") -> Callable[[Path], Path]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgpack
-from hostile.msgpack import GOOD, array, deep, file, parts, tree
+
+from tests.hostile.msgpack import GOOD, array, deep, file, parts, tree
 
 
 def record(keys: Any, value: Any = GOOD) -> bytes:

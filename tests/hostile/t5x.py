@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import msgpack
 import numpy as np
-from hostile.msgpack import GOOD, deep
+
+from tests.hostile.msgpack import GOOD, deep
 
 VALUES: Final = np.arange(8, dtype="<f4")
 ZARRAY: Final = {

@@ -1,1 +1,1 @@
-"""Charts as SVG: numbers in, markup out."""
+"""SVG charts: functions from numbers to markup."""

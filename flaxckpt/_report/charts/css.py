@@ -1,6 +1,6 @@
-"""How pages and cards look: light and dark, wide and narrow, on paper too.
+"""Style sheets of pages and cards: light, dark, wide, narrow and printed.
 
-Colours are those of Okabe and Ito, who chose them so that all people tell them apart.
+The colours are from Okabe and Ito's palette for colour-blind readers.
 """
 
 from __future__ import annotations
@@ -178,4 +178,4 @@ _MEDIA = """
 """
 
 PAGE = _VARIABLES + _BASE + _CARDS + _TABLES + _PICTURES + _MEDIA
-"""Of a whole page."""
+"""The style sheet of a page."""

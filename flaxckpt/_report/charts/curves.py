@@ -1,4 +1,4 @@
-"""A metric over the steps."""
+"""Charts of a metric over the steps."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from flaxckpt._util.html import Markup
 _WIDTH, _HEIGHT = 320, 206
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 14, 14, 34
 _MARKERS = 150
-"""Of more points, only those have markers that are the best, or an end."""
+"""With more points, only the best points and the ends get markers."""
 
 
 BEST = ("best", "among the best")
 
 
 _PLACES = 400
-"""As many points as a line can show."""
+"""The maximal number of points in a line."""
 
 
 class Point(NamedTuple):
-    """What was measured at a step.
+    """The value of a metric at a step.
 
     Attributes:
-        step: Its number.
+        step: The step.
         value: The metric.
-        is_kept: Whether the step stays.
+        is_kept: True if the step is kept.
         best: `best` or `among the best` by a policy; else `lowest` or `highest`; None
-            if it is neither.
+            for other values.
     """
 
     step: int
@@ -41,7 +41,7 @@ class Point(NamedTuple):
 
 
 def curve(name: str, points: Sequence[Point]) -> Markup:
-    """A metric as a line through its finite values, of which there is one at least."""
+    """Draws a metric as a line through its finite values, at least one."""
     drawn = [point for point in points if math.isfinite(point.value)]
     steps = [point.step for point in drawn]
     values = [point.value for point in drawn]
@@ -68,7 +68,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     if low == high:
         wider = abs(low) / 10 or 1.0
         return low - wider, high + wider
-    room = high / 6 - low / 6  # for what is written beside the extremes
+    room = high / 6 - low / 6  # for the labels of the extremes
     return low - room, high + room
 
 
@@ -92,7 +92,7 @@ def _axes(x: scales.Scale, y: scales.Scale) -> list[Markup]:
 
 
 def _lines(points: Sequence[Point], x: scales.Scale, y: scales.Scale) -> list[Markup]:
-    """The line, which has gaps where a value is not finite."""
+    """Draws the line, with gaps at values that are not finite."""
     pieces: list[list[str]] = [[]]
     for point in _thinned(points):
         if math.isfinite(point.value):
@@ -107,7 +107,7 @@ def _lines(points: Sequence[Point], x: scales.Scale, y: scales.Scale) -> list[Ma
 
 
 def _thinned(points: Sequence[Point]) -> Sequence[Point]:
-    """Of many points, the lowest and the highest of each few, which look the same."""
+    """Thins out many points to the lowest and highest of each small group."""
     size = 2 * -(-len(points) // _PLACES)
     if size <= 2:
         return points
@@ -160,7 +160,7 @@ def _marker(name: str, point: Point, x: scales.Scale, y: scales.Scale) -> Markup
 def _best_labels(
     drawn: Sequence[Point], x: scales.Scale, y: scales.Scale
 ) -> list[Markup]:
-    """What is the best, or an extreme, beside it, where there is room."""
+    """Labels the best value or the extremes, if space allows."""
     parts = []
     for point in drawn:
         if point.best in (None, "among the best"):

@@ -1,4 +1,4 @@
-"""Axes: from numbers to places in a picture, with ticks at round numbers."""
+"""Axes: maps numbers to coordinates, with ticks at round numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Scale(NamedTuple):
-    """Maps numbers from `low` to `high` to places from `start` to `stop`."""
+    """Maps numbers from `low` to `high` to coordinates from `start` to `stop`."""
 
     low: float
     high: float
@@ -16,17 +16,17 @@ class Scale(NamedTuple):
     stop: float
 
     def __call__(self, value: float) -> float:
-        """Where `value` is; the middle, if there is but one number."""
+        """Returns the coordinate of `value`; the middle for an empty range."""
         if self.high == self.low:
             return (self.start + self.stop) / 2
-        part = value / 2 - self.low / 2  # their difference may be too large a number
+        part = value / 2 - self.low / 2  # halved, because the difference may overflow
         return self.start + part / (self.high / 2 - self.low / 2) * (
             self.stop - self.start
         )
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """At most about `count` round numbers from `low` to `high`."""
+    """Returns about `count` round numbers from `low` to `high`, or fewer."""
     span = high - low
     if not 0 < span < math.inf:
         return [low] if low == high else [low, high]
@@ -40,13 +40,13 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def whole_ticks(low: float, high: float, count: int) -> list[int]:
-    """The same, of whole numbers."""
+    """Returns the integers among the ticks."""
     found = [int(t) for t in ticks(low, high, count) if t == int(t)]
     return found or [int(low)]
 
 
 def top(value: float) -> float:
-    """The next round number from `value` on, for the end of an axis."""
+    """Returns the next round number from `value` on, for the end of an axis."""
     if not 0 < value < math.inf:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
@@ -57,7 +57,7 @@ def top(value: float) -> float:
 
 
 def seconds(largest: float) -> tuple[str, Callable[[float], str]]:
-    """The unit for times up to `largest`, and how they are written in it."""
+    """Returns the unit for times up to `largest`, and a function to format them."""
     units = (("µs", 1e-6), ("ms", 1e-3), ("s", 1.0), ("min", 60.0))
     name, size = next(
         (unit for unit in units if largest < 900 * unit[1]), ("h", 3600.0)
@@ -66,7 +66,7 @@ def seconds(largest: float) -> tuple[str, Callable[[float], str]]:
 
 
 def short(step: float) -> str:
-    """A step number in few characters: `250k`."""
+    """Formats a step number in few characters: `250k`."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if step >= size:
             return f"{step / (1e3 if unit == 'k' else size):.4g}{unit}"

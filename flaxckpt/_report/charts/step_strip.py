@@ -1,4 +1,4 @@
-"""Which steps are there, and which ones were: a mark for each on a line."""
+"""A strip with a mark for each kept or deleted step."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _LEAST_APART = 2.5
 def strip(
     kept: Mapping[int, str], gone: Sequence[int], best: Collection[int], width: float
 ) -> Markup:
-    """A line with a mark for each step.
+    """Draws a line with a mark for each step.
 
     Args:
-        kept: Step -> what is said of it, of those that are there; at least one.
-        gone: Those that were deleted.
-        best: Those that are the best of something.
+        kept: Existing step -> its description; at least one.
+        gone: Deleted steps.
+        best: Steps with the best value of a metric.
         width: Of the picture.
     """
     steps = [*kept, *gone]
@@ -56,7 +56,7 @@ def strip(
 def _apart(
     kept: Mapping[int, str], best: Collection[int], x: scales.Scale
 ) -> list[int]:
-    """One step for each place, ascending: the best there, else the newest."""
+    """Returns a step for each place, ascending: the best there, else the newest."""
     places: dict[int, int] = {}
     for step in sorted(kept):
         place = round(x(step) / _LEAST_APART)

@@ -1,4 +1,4 @@
-"""How long training waited for each save, and how long was written behind it."""
+"""A timeline of saves: blocked time and background time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from flaxckpt._report.charts import scales
 from flaxckpt._util.html import Markup
 
 _LEAST_PITCH = 3.5
-"""From a bar to the next; where there are more saves, several share one."""
+"""The least distance between bars; with more saves, several share a bar."""
 
 _LEAST_LABELLED = 20.0
-"""The number of a narrower first bar would reach into the name of the axis."""
+"""The label of a narrower first bar would overlap the name of the axis."""
 
 _MOST_HAPPENINGS = 200
 
@@ -26,11 +26,11 @@ class Bar(NamedTuple):
     """A save.
 
     Attributes:
-        step: Its number; None if it has none.
-        began: When, in seconds since 1970.
-        blocked: How long its caller waited, in seconds.
-        behind: How long was written while the caller went on; None if it never ended.
-        trouble: Why it failed, or that it never ended; None if it is durable.
+        step: The step, or None.
+        began: The start, in seconds since 1970.
+        blocked: Seconds that the caller waited.
+        behind: Seconds of background writing; None if the save never ended.
+        trouble: The error, or a note that the save never ended; None if durable.
     """
 
     step: int | None
@@ -41,7 +41,7 @@ class Bar(NamedTuple):
 
 
 class Happening(NamedTuple):
-    """Something else, at a time: `restored`, `failed`."""
+    """Another event with its time: `restored`, `failed`."""
 
     time: float
     kind: str
@@ -51,12 +51,12 @@ class Happening(NamedTuple):
 def timeline(
     bars: Sequence[Bar], happenings: Sequence[Happening], width: float
 ) -> Markup:
-    """Two rows of bars, one for each save, above a line of when they were.
+    """Draws two rows of bars for the saves above a time line.
 
     Args:
-        bars: In their order; at least one.
-        happenings: What is shown on the line besides.
-        width: Of the picture; text is as large in a narrow one.
+        bars: In order; at least one.
+        happenings: Further events on the time line.
+        width: Of the picture; a narrow picture has the same font size.
     """
     groups = _grouped(bars, int((width - _LEFT - _RIGHT) / _LEAST_PITCH))
     height = _TOP + 2 * _PANEL + 2 * _GAP + _LANE + 22
@@ -85,7 +85,7 @@ def timeline(
 
 
 class _Place(NamedTuple):
-    """Where bars are, from `start` to `stop`."""
+    """The positions of bars between `start` and `stop`."""
 
     start: float
     stop: float
@@ -93,16 +93,16 @@ class _Place(NamedTuple):
 
     @property
     def pitch(self) -> float:
-        """From one bar to the next; few bars are not spread over all of it."""
+        """The distance between bars; few bars do not fill the whole width."""
         return min((self.stop - self.start) / self.bars, 44.0)
 
     def left(self, n: int) -> float:
-        """Where that of the `n`th begins."""
+        """Returns the left edge of the `n`th bar."""
         return self.start + n * self.pitch
 
     @property
     def width(self) -> float:
-        """Of a bar."""
+        """The width of a bar."""
         return max(self.pitch * 0.72, min(self.pitch, 1.2))
 
 
@@ -119,7 +119,7 @@ def _panel(
     place: _Place,
     y: float,
 ) -> list[Markup]:
-    """A row of bars with its axis; `values` are their heights."""
+    """Draws a row of bars with its axis; `values` are the heights."""
     top = scales.top(max(values))
     unit, write = scales.seconds(top)
     scale = scales.Scale(0.0, top, y + _PANEL, y)
@@ -189,7 +189,7 @@ def _step_labels(
 def _lane(
     bars: Sequence[Bar], happenings: Sequence[Happening], width: float, y: float
 ) -> list[Markup]:
-    """The line of when each save was."""
+    """Draws the time line of saves and events."""
     times = [bar.began for bar in bars] + [each.time for each in happenings]
     scale = scales.Scale(min(times), max(times), _LEFT + 4, width - _RIGHT - 4)
     middle = y + _LANE / 2

@@ -1,4 +1,4 @@
-"""Sizes as areas: a rectangle for each subtree, grouped by what they are in."""
+"""A treemap: areas show the sizes of subtrees, grouped by container."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from flaxckpt._util.html import Markup
 _HEAD = 20.0
 _PAD = 3.0
 _LETTER, _BOLD = 7.2, 8.2
-"""How wide a letter is, about, in the widest of the usual fonts."""
+"""Approximate width of a letter in the widest common font."""
 
 COLOURS = 6
 
 
 class Tile(NamedTuple):
-    """A rectangle to be.
+    """A rectangle to draw.
 
     Attributes:
-        name: What is written on it.
-        told: What it is, in a sentence.
+        name: Its label.
+        told: Its description in a sentence.
         path: Of the subtree.
-        bytes: Its size; at least 0.
+        bytes: The size of the subtree; at least 0.
     """
 
     name: str
@@ -33,14 +33,14 @@ class Tile(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Tiles in one frame."""
+    """Tiles in a common frame."""
 
     name: str
     tiles: Sequence[Tile]
 
     @property
     def bytes(self) -> int:
-        """Of all of them."""
+        """The total size of the tiles."""
         return sum(tile.bytes for tile in self.tiles)
 
 
@@ -54,7 +54,7 @@ class Box(NamedTuple):
 
 
 def treemap(groups: Sequence[Group], width: float, height: float) -> Markup:
-    """A picture of all tiles whose size is not 0."""
+    """Draws all tiles of nonzero size."""
     total = sum(group.bytes for group in groups)
     order = sorted(range(len(groups)), key=lambda n: -groups[n].bytes)
     boxes = squarified([groups[n].bytes for n in order], Box(0, 0, width, height))
@@ -128,7 +128,7 @@ def _tile(tile: Tile, box: Box, colour: int, total: int) -> Markup:
 
 
 def _tail(path: str, width: float) -> str:
-    """As many of the last keys of a path as fit, or the beginning of the last one."""
+    """Returns the last keys of a path that fit, or the start of the last key."""
     keys = path.split("/")
     for n in range(len(keys)):
         shown = "/".join(keys[n:])
@@ -138,24 +138,24 @@ def _tail(path: str, width: float) -> str:
 
 
 def _fitting(text: str, width: float, letter: float = _LETTER) -> str:
-    """As much of a text as fits; nothing if that is next to nothing."""
+    """Returns the start of a text that fits; empty if too little fits."""
     letters = int(width / letter)
     if len(text) <= letters:
         return text
     return f"{text[: letters - 1]}…" if letters >= 5 else ""
 
 
-# ---- where they are ---------------------------------------------------------------
+# ---- layout -----------------------------------------------------------------------
 
 
 def squarified(sizes: Sequence[float], box: Box) -> list[Box]:
-    """Rectangles of these areas, relative to each other, that fill `box`.
+    """Divides `box` into rectangles with areas in the ratio of `sizes`.
 
-    They are as near to squares as rows of them allow (Bruls, Huizing and van Wijk).
+    The rectangles are as square as rows allow (Bruls, Huizing and van Wijk).
 
     Args:
         sizes: At least 0 each, the largest first.
-        box: To be filled.
+        box: The rectangle to fill.
     """
     total = sum(sizes)
     if not total or box.width <= 0 or box.height <= 0:
@@ -176,7 +176,7 @@ def squarified(sizes: Sequence[float], box: Box) -> list[Box]:
 
 
 def _worst(areas: Sequence[float], side: float) -> float:
-    """How far from a square the worst rectangle of a row is."""
+    """Returns the largest aspect ratio in a row."""
     total = sum(areas)
     if not total or not side or not areas[-1]:
         return 0.0 if not total else float("inf")
@@ -185,7 +185,7 @@ def _worst(areas: Sequence[float], side: float) -> float:
 
 
 def _row(areas: Sequence[float], box: Box) -> tuple[list[Box], Box]:
-    """Rectangles along the shorter side, and what is left of the box."""
+    """Returns rectangles along the shorter side, and the rest of the box."""
     total = sum(areas)
     if box.width >= box.height:
         width = min(total / box.height, box.width) if box.height else 0.0

@@ -7,9 +7,11 @@ caller's own thread: loggers and their runs often belong to the thread that made
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,14 @@ class Stream:
                 at = max(event.step or 0, self._caller_step or 0)
             for sink in self._sinks:
                 sink(event, at)
+
+    @contextlib.contextmanager
+    def delivery(self) -> Iterator[None]:
+        """Delivers the events when the `with` block ends."""
+        try:
+            yield
+        finally:
+            self.deliver()
 
     def close(self) -> None:
         """Delivers what is left, and says which sinks have failed more than once."""

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import json
 import math
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -341,11 +340,7 @@ class _Checks:
         with self._lock:
             if name in self._done:
                 return
-            for file, recorded in self._of_array.get(name, {}).items():
-                path = self._root / file
-                storage = _storage.of(path)
-                if storage.digest_file(path, max_bytes=sys.maxsize) != recorded:
-                    raise ValueError(f"{file} has changed since it was written")
+            _arrays.read_raw.check_digests(self._root, self._of_array.get(name, {}))
             self._done.add(name)
 
 

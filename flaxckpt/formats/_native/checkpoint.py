@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,39 +50,35 @@ _SMALL_DATABASE_BYTES = 64 * 2**20
 # ---- writing --------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
     """Everything of a checkpoint but its arrays.
 
     Attributes:
-        step: Its number, or None.
         infos: Its leaves, in order.
         structure: Its containers.
-        strings: Param name -> value of the string leaves.
         ocdbt: Whether the arrays are in one database.
-        encoding: How their chunks are encoded.
+        encoding: The encoding of their chunks.
+        step: Step number, or None.
+        strings: Param name -> value of the string leaves.
         metrics: What was measured.
         custom: The user's metadata.
         dataset: File name -> content, of the iterator's state; empty if none is saved.
         created: When the save began, in seconds since 1970.
-        committed: When it ended.
-        versions: Package -> version that wrote it.
         lineage: What the run began from.
         transforms: What was changed on the way, as text.
     """
 
-    step: int | None
     infos: Sequence[LeafInfo]
     structure: _state.tree.Node | LeafPath
-    strings: Mapping[str, str]
     ocdbt: bool
     encoding: _arrays.zarr.metadata.Encoding
-    metrics: Mapping[str, float]
-    custom: Mapping[str, JSON]
-    dataset: Mapping[str, bytes]
-    created: float
-    committed: float
-    versions: Mapping[str, str]
+    step: int | None = None
+    strings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    custom: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
+    dataset: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    created: float = 0.0
     lineage: Sequence[Lineage] = ()
     transforms: Sequence[str] = ()
 
@@ -225,7 +222,7 @@ def _checkpoint_metadata(contents: Contents) -> bytes:
             "metrics": {},
             "performance_metrics": {},
             "init_timestamp_nsecs": int(contents.created * 1e9),
-            "commit_timestamp_nsecs": int(contents.committed * 1e9),
+            "commit_timestamp_nsecs": time.time_ns(),
             "custom_metadata": dict(contents.custom),
         }
     )
@@ -246,7 +243,7 @@ def _manifest_text(contents: Contents, digests: Mapping[str, str]) -> bytes:
             "format": "flaxckpt",
             "version": native_manifest.VERSION,
             "step": contents.step,
-            "versions": dict(contents.versions),
+            "versions": native_manifest.versions(),
             "ocdbt": contents.ocdbt,
             "encoding": native_manifest.encoding_row(contents.encoding),
             "leaves": [native_manifest.leaf_row(info) for info in contents.infos],
@@ -341,9 +338,8 @@ def read_dataset(path: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
             files[file.name] = native_items.read_file(
                 file, path, max_bytes=datasets.MAX_STATE_BYTES
             )
-            native_items.check_digest(
-                file, files[file.name], digests.get(f"{DATASET}/{file.name}")
-            )
+            recorded = digests.get(f"{DATASET}/{file.name}")
+            native_items.check_digest(file, recorded, files[file.name])
     return files
 
 
@@ -376,7 +372,7 @@ def _read_own(path: Path, step: int | None, resolve: _state.treedef.Resolve) -> 
     raw = native_items.read_file(path / orbax_json.MANIFEST, path)
     if _storage.local.lexists(path / COMMITTED):
         recorded = _committed(path).get(orbax_json.MANIFEST, "")
-        native_items.check_digest(path / orbax_json.MANIFEST, raw, recorded)
+        native_items.check_digest(path / orbax_json.MANIFEST, recorded, raw)
     manifest = orbax_json.loads(raw, path / orbax_json.MANIFEST)
     version = manifest.get("version")
     if version != native_manifest.VERSION:

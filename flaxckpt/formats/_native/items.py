@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -193,16 +194,29 @@ def json_file(path: Path, checkpoint: Path) -> dict[str, Any]:
     return orbax_json.loads(read_file(path, checkpoint), path)
 
 
-def check_digest(path: Path, content: bytes, recorded: object) -> None:
-    """Compares what a file holds with the digest that was written down, if one was.
+def check_digest(path: Path, recorded: object, content: bytes | None = None) -> None:
+    """Compares a file with its recorded digest, if it has one.
+
+    Args:
+        path: The file.
+        recorded: The digest, or None.
+        content: What was read of the file; None to read it, however large it is.
 
     Raises:
-        DamagedCheckpointError: They differ.
+        DamagedCheckpointError: They differ, or there is no such file.
     """
-    if recorded is not None and _storage.local.digest(content) != recorded:
+    if recorded is None:
+        return
+    found: str | None = None
+    if content is not None:
+        found = _storage.local.digest(content)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            found = _storage.local.digest_file(path, max_bytes=sys.maxsize)
+    if found != recorded:
         raise errors.DamagedCheckpointError(
-            f"{path} has changed since it was saved: wanted {recorded},"
-            f" found {_storage.local.digest(content)}; restore another step"
+            f"{path} has changed since it was saved: wanted {recorded}, found"
+            f" {found or 'no such file'}; restore another step"
         )
 
 
@@ -218,7 +232,7 @@ def read_strings(
         return {}
     path = item / STRINGS
     raw = read_file(path, checkpoint)
-    check_digest(path, raw, digests.get(f"{STATE}/{STRINGS}"))
+    check_digest(path, digests.get(f"{STATE}/{STRINGS}"), raw)
     data = orbax_json.loads(raw, path)
     try:
         return {
@@ -356,7 +370,7 @@ def checkpoint_info(
     if CHECKPOINT in digests or _storage.local.lexists(path / CHECKPOINT):
         raw = read_file(path / CHECKPOINT, path)
         if CHECKPOINT in digests:
-            check_digest(path / CHECKPOINT, raw, digests[CHECKPOINT])
+            check_digest(path / CHECKPOINT, digests[CHECKPOINT], raw)
             found = orbax_json.loads(raw, path / CHECKPOINT)
         else:
             # Orbax tolerates rubbish here, and nothing of the state depends on it.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import PartitionSpec
 
 from flaxckpt import _arrays, _state, errors
@@ -363,3 +365,15 @@ def texts(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(type(text) is str for text in value):
         raise ValueError(f"{str(value)[:80]} is no list of texts")
     return tuple(value)
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Returns the versions of the packages that take part in a save."""
+    found = {"jax": jax.__version__}
+    for name in ("flaxckpt", "flax", "optax", "tensorstore"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found

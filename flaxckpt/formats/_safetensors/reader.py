@@ -119,12 +119,12 @@ def _is_beside(path: Path) -> bool:
         if any((path / name).exists() for name in _IN_STEPS):
             return True
         return (
-            _steps.scan.is_usual_name(path.name)
+            _steps.names.is_usual(path.name)
             and path.is_file()
             and _signatures.is_msgpack(path)
         )
     except PermissionError:
-        return _steps.scan.is_usual_name(path.name)
+        return _steps.names.is_usual(path.name)
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:

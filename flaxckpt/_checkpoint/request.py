@@ -1,0 +1,115 @@
+"""The records of a save: the request, which every stage holds, and the snapshot."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from flaxckpt import _arrays, _distributed, _util
+from flaxckpt._arrays.zarr.array_layout import ArrayLayout
+from flaxckpt._types import JSON
+from flaxckpt.formats import _native
+from flaxckpt.formats._reader import Lineage
+from flaxckpt.transforms import Transform
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """How states are written: the options that all saves of a run share.
+
+    Attributes:
+        layout: How arrays are cut and encoded.
+        transforms: Changes on the way to the checkpoint.
+        max_concurrent_bytes: Memory budget of the writing thread.
+    """
+
+    layout: ArrayLayout = dataclasses.field(default_factory=ArrayLayout)
+    transforms: Sequence[Transform] = ()
+    max_concurrent_bytes: int = _arrays.write.DEFAULT_CONCURRENT_BYTES
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """Everything that a caller asks of one save, except the state.
+
+    The state is not in it: requests live until the save is durable, and a state
+    should be freed as soon as its values are taken.
+
+    Attributes:
+        path: The checkpoint to make.
+        options: Options that other saves share.
+        step: Step number, or None for a checkpoint of its own.
+        metrics: Measured numbers by name.
+        metadata: JSON of the user.
+        dataset: A dataset iterator, or None.
+        on_exists: The action if the step exists; only a run skips steps.
+        temporary: Whether the step goes once there is a newer step.
+        lineage: Origins of the run, the nearest first.
+        started: Monotonic time of the call.
+        planned: Called with facts of the plan, before any value is taken.
+        count: Called with the size of values after they are written.
+        together: The operation of all processes; None for a single process.
+        marks: Step markers to write: file name -> content.
+    """
+
+    path: Path
+    options: SaveOptions = dataclasses.field(default_factory=SaveOptions)
+    step: int | None = None
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    metadata: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
+    dataset: Any = None
+    on_exists: Literal["error", "skip", "overwrite"] = "error"
+    temporary: bool = False
+    lineage: Sequence[Lineage] = ()
+    started: float = dataclasses.field(default_factory=time.monotonic)
+    planned: Callable[..., object] | None = None
+    count: _arrays.write.Count = _util.progress.ignore
+    together: _distributed.operation.Operation | None = None
+    marks: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+
+    @property
+    def overwrite(self) -> bool:
+        """Whether the save replaces an existing checkpoint."""
+        return self.on_exists == "overwrite"
+
+    @property
+    def number(self) -> int:
+        """The step number of a save by a run."""
+        assert self.step is not None
+        return self.step
+
+    def elapsed(self) -> float:
+        """Seconds since the call."""
+        return time.monotonic() - self.started
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A state as it was at the call of `save`, ready to be written.
+
+    Attributes:
+        request: The save.
+        contents: Everything of the checkpoint except its arrays.
+        arrays: The values that this process writes.
+    """
+
+    request: SaveRequest
+    contents: _native.checkpoint.Contents
+    arrays: tuple[_arrays.to_host.HostArray, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory of the values that this process writes."""
+        return sum([array.nbytes for array in self.arrays])
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all arrays of all processes as stored, without compression."""
+        return sum(
+            _arrays.layout.stored_bytes(info)
+            for info in self.contents.infos
+            if info.chunk_shape is not None
+        )

@@ -1,0 +1,281 @@
+"""The index of the steps under a directory, whatever wrote them.
+
+Steps are called as the run says, or as steps usually are. Anything else whose name
+ends in a number, as `model1`, is a step only if the format of its name is given.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from flaxckpt import _storage, errors
+from flaxckpt._steps import journal, markers, names
+
+_T = TypeVar("_T")
+
+_SIGNS = ("flaxckpt.json", "_CHECKPOINT_METADATA", "commit_success.txt")
+"""Files of which each is in steps and nowhere else."""
+
+
+class Entry(Generic[_T]):
+    """A directory or file that has the name of a step, recognised when it is asked for.
+
+    Args:
+        step: Its number.
+        path: Where it is.
+        recognise: Returns the checkpoint at a path; None if there is none.
+        files: The names of what is directly in it, if these are known.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        path: Path,
+        recognise: Callable[[Path], _T | None],
+        files: Collection[str] = (),
+    ) -> None:
+        self.step = step
+        self.path = path
+        self.files = files
+        self._recognise = recognise
+
+    @functools.cached_property
+    def _recognised(self) -> tuple[_T | None, errors.CheckpointError | None]:
+        try:
+            return self._recognise(self.path), None
+        except (errors.DamagedCheckpointError, errors.CheckpointFormatError) as error:
+            return None, error
+
+    @property
+    def checkpoint(self) -> _T | None:
+        """The checkpoint that was recognised there; None if there is none."""
+        return self._recognised[0]
+
+    @property
+    def error(self) -> errors.CheckpointError | None:
+        """The reason why nobody could tell; None if `checkpoint` does."""
+        return self._recognised[1]
+
+    @property
+    def why(self) -> str:
+        """The reason why it could not be looked at, as text; empty if it could."""
+        return "" if self.error is None else str(self.error)
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether it is marked as damaged, as far as its files are known."""
+        return markers.DAMAGED in self.files
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it is a step: then a load gives its values, or says what to do."""
+        is_unclear = isinstance(self.error, errors.CheckpointFormatError)
+        return bool(self.checkpoint) or is_unclear
+
+    @property
+    def was_step(self) -> bool:
+        """Whether it is, or may have been, a step: then its damage is reported."""
+        try:
+            return sign(self.path) is not None or self.is_step or bool(self.error)
+        except (errors.CheckpointError, OSError):
+            return True
+
+
+class StepIndex(Generic[_T]):
+    """The steps under a directory; each is recognised once, when it is asked for.
+
+    Args:
+        root: The directory.
+        recognise: Returns the checkpoint at a path; None if there is none.
+        number: Returns the step that a name means. By default steps are called as the
+            journal of the run says, or as steps usually are: `3`, `step_3`,
+            `checkpoint_3`.
+
+    Raises:
+        CheckpointFormatError: Two checkpoints are one step.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        recognise: Callable[[Path], _T | None],
+        number: names.Number | None = None,
+    ) -> None:
+        self._named: dict[int, list[Entry[_T]]] = {}
+        for path, step in _named_like_steps(root, number):
+            entry = Entry(step, path, recognise)
+            self._named.setdefault(step, []).append(entry)
+        for step, entries in self._named.items():
+            found = [e.path for e in entries if len(entries) > 1 and e.is_step]
+            if len(found) > 1:
+                raise errors.CheckpointFormatError(
+                    f"{root} holds step {step} twice, as"
+                    f" {errors.printable(found[0].name)} and"
+                    f" {errors.printable(found[1].name)}: pass the path of one of them"
+                )
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers for which there are names, ascending."""
+        return sorted(self._named)
+
+    def find(self, step: int) -> Entry[_T] | None:
+        """The entry of a step; None if nothing is recognised under its names."""
+        return next((e for e in self._named.get(step, ()) if e.is_step), None)
+
+    def find_doubtful(self, step: int) -> Entry[_T] | None:
+        """The entry that may be a damaged step; None if there is none, or the step.
+
+        It has the name of a step, and cannot even be looked at, or is called like the
+        steps beside it, or has files that only steps have.
+        """
+        if self.find(step) is not None:
+            return None
+        found = reversed(self._named.get(step, ()))
+        return next(
+            (e for e in found if e.why or self._is_alike(e.path) or sign(e.path)), None
+        )
+
+    def _is_alike(self, path: Path) -> bool:
+        """Whether any step is called like `path`, but for the number."""
+        kind = _kind(path)
+        steps = (self.find(step) for step in reversed(self.numbers))
+        return any(entry is not None and _kind(entry.path) == kind for entry in steps)
+
+    @functools.cached_property
+    def steps(self) -> dict[int, Path]:
+        """Step -> the checkpoint, ascending."""
+        found = {step: self.find(step) for step in self.numbers}
+        return {step: entry.path for step, entry in found.items() if entry is not None}
+
+    @functools.cached_property
+    def doubtful(self) -> dict[int, Entry[_T]]:
+        """Step -> the entry that may be a damaged step, ascending."""
+        found = {step: self.find_doubtful(step) for step in self.numbers}
+        return {step: entry for step, entry in found.items() if entry is not None}
+
+
+def committed(
+    root: Path,
+    step_format: names.StepFormat,
+    recognise: Callable[[Path], _T | None],
+) -> list[Entry[_T]]:
+    """The committed steps under a run directory, ascending, by the names in it alone.
+
+    An empty directory is no step: nothing of ours or Orbax's is ever committed empty.
+
+    Args:
+        root: The directory.
+        step_format: How its steps are called.
+        recognise: Recognises an entry when it is asked for.
+    """
+    with _storage.permissions.explained(root):
+        storage = _storage.of(root)
+        try:
+            contents = storage.contents(
+                root, lambda name: step_format.step(name) is not None
+            )
+        except FileNotFoundError:
+            return []
+        entries = [
+            Entry(step, root / name, recognise, files)
+            for name, files in contents.items()
+            if (step := step_format.step(name)) is not None
+            and files
+            and storage.lists_committed(files, _PARTS_OF_ORBAX)
+        ]
+        return sorted(entries, key=lambda entry: entry.step)
+
+
+def listed(root: Path, step_format: names.StepFormat) -> dict[int, Path]:
+    """The committed steps under `root` that are not marked as damaged, ascending."""
+    entries = committed(root, step_format, Path.is_dir)
+    return {e.step: e.path for e in entries if not e.is_damaged}
+
+
+def damaged(root: Path, step_format: names.StepFormat) -> dict[int, Path]:
+    """The steps under `root` that are marked as damaged, ascending."""
+    entries = committed(root, step_format, Path.is_dir)
+    return {e.step: e.path for e in entries if e.is_damaged}
+
+
+_PARTS_OF_ORBAX = ("state", "default", "_CHECKPOINT_METADATA", "_METADATA", "metrics")
+
+
+def sign(path: Path) -> str | None:
+    """The file by which a directory is known to be, or to have been, a checkpoint."""
+    return next((name for name in _SIGNS if (path / name).is_file()), None)
+
+
+def usually_called(root: Path, step: int) -> Path | None:
+    """The path under `root` with a usual name of `step`; None if there is none."""
+    return next(
+        (
+            path
+            for path in _finished(root)
+            if names.number(path.name) == step and names.is_usual(path.name)
+        ),
+        None,
+    )
+
+
+def with_any_name(
+    root: Path, is_checkpoint: Callable[[Path], object]
+) -> dict[int, list[Path]]:
+    """Number -> checkpoints whose names end in it, steps or not."""
+    found: dict[int, list[Path]] = {}
+    for path in _finished(root):
+        step = names.number(path.name)
+        if step is None:
+            continue
+        try:
+            is_one = is_checkpoint(path)
+        except errors.CheckpointFormatError:  # several items
+            is_one = True
+        if is_one:
+            found.setdefault(step, []).append(path)
+    return found
+
+
+def _named_like_steps(
+    root: Path, number: names.Number | None
+) -> Iterator[tuple[Path, int]]:
+    """The paths that have names of steps, with their numbers."""
+    paths = list(_finished(root))
+    if number is None:
+        number = names.number
+        prefixes = {names.prefix(p.name) for p in paths if number(p.name) is not None}
+        usual = {prefix for prefix in prefixes if names.is_usual_prefix(prefix)}
+        if len(prefixes) > 1 or not usual:
+            usual = prefixes & _recorded_prefixes(root) or usual
+        paths = [path for path in paths if names.prefix(path.name) in usual]
+    for path in paths:
+        if (step := number(path.name)) is not None:
+            yield path, step
+
+
+def _recorded_prefixes(root: Path) -> set[str]:
+    """The prefix of step names in the run's journal."""
+    found = set()
+    for event in journal.recent(root / journal.NAME):
+        name = event.path.rstrip("/").rpartition("/")[2]
+        if event.kind == "committed" and names.number(name) == event.step is not None:
+            found.add(names.prefix(name))
+    return found
+
+
+def _finished(root: Path) -> Iterator[Path]:
+    """The entries under `root`, except links and entries being written or deleted."""
+    for path in sorted(root.iterdir()):
+        is_temporary = _storage.temporary.TEMPORARY in path.name or names.is_temporary(
+            path.name
+        )
+        if not is_temporary and not path.is_symlink():
+            yield path
+
+
+def _kind(path: Path) -> tuple[str, bool]:
+    return names.prefix(path.name), path.is_dir()

@@ -1,0 +1,50 @@
+"""Checks of the arguments that a loop passes to its `CheckpointCallback`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxckpt import errors
+
+
+def is_number(state: Any) -> bool:
+    """Whether a state is an array of one number, without axes."""
+    is_array = isinstance(state, jax.Array | np.ndarray) and state.ndim == 0
+    return is_array and (
+        jnp.issubdtype(state.dtype, np.floating)
+        or jnp.issubdtype(state.dtype, np.integer)
+    )
+
+
+_ARGUMENTS = ("step", "state", "metrics", "dataset", "force")
+_CLEARLY_ALIKE = 0.85
+"""How alike a name must be to a parameter to be taken for a misspelling of it."""
+
+
+def check_extra(others: Mapping[str, Any]) -> None:
+    """Refuses unknown keywords, unless a training loop of clu passes them.
+
+    Raises:
+        OptionError: There are unknown keywords.
+    """
+    alike = _CLEARLY_ALIKE if "t" in others else 0.5
+    wrong = {
+        name: difflib.get_close_matches(name, _ARGUMENTS, 1, alike) for name in others
+    }
+    if "t" in others:
+        wrong = {name: close for name, close in wrong.items() if close}
+    if wrong:
+        listed = " and ".join(
+            f"{name}=" + (f" (did you mean {close[0]}=?)" if close else "")
+            for name, close in wrong.items()
+        )
+        raise errors.OptionError(
+            f"a CheckpointCallback takes no {listed}: it takes state=, metrics=,"
+            " dataset= and force="
+        )

@@ -1,0 +1,276 @@
+"""Files of bytes with a checksum: written, linked, read, mapped."""
+
+import gc
+import mmap
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import crc32c
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flaxckpt._arrays.zarr import chunk_file as zarr_chunk_file
+from flaxckpt._arrays.zarr.chunk_file import Block
+from flaxckpt._storage import filesystem as storage_filesystem
+
+PAGE = mmap.PAGESIZE
+
+
+def views(*parts):
+    return [memoryview(part) for part in parts]
+
+
+def stored(path, content, *, has_checksum=True):
+    parts = views(content)
+    if has_checksum:
+        parts.append(memoryview(zarr_chunk_file.checksum(parts)))
+    zarr_chunk_file.write(path, parts)
+    return Block(path, len(content), has_checksum)
+
+
+def noise(size, seed=0):
+    return np.random.default_rng(seed).bytes(size)
+
+
+@given(st.lists(st.binary(max_size=40), max_size=6))
+def test_a_checksum_is_that_of_all_parts_together(parts):
+    whole = b"".join(parts)
+    assert zarr_chunk_file.checksum(views(*parts)) == crc32c.crc32c(whole).to_bytes(
+        4, "little"
+    )
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 2**20 + 3])
+@pytest.mark.parametrize("has_checksum", [True, False])
+def test_a_block_comes_back(tmp_path, size, has_checksum):
+    content = noise(size)
+    block = stored(tmp_path / "b", content, has_checksum=has_checksum)
+    assert block.file_size == block.path.stat().st_size
+    into = zarr_chunk_file.empty(size)
+    zarr_chunk_file.read(block, [into.data], verify=True)
+    assert into.tobytes() == content
+    run = zarr_chunk_file.mapped(block)
+    zarr_chunk_file.verify_mapped(block, run)
+    assert run.tobytes() == content
+
+
+def test_a_block_is_read_into_several_places(tmp_path):
+    block = stored(tmp_path / "b", b"abcdef")
+    first, second = zarr_chunk_file.empty(2), zarr_chunk_file.empty(4)
+    zarr_chunk_file.read(block, [first.data, second.data], verify=True)
+    assert (first.tobytes(), second.tobytes()) == (b"ab", b"cdef")
+
+
+def test_memory_is_aligned_as_jax_wants_it():
+    for size in (1, 63, 1000):
+        assert zarr_chunk_file.empty(size).ctypes.data % zarr_chunk_file.ALIGNMENT == 0
+
+
+def test_files_get_the_usual_permissions(tmp_path):
+    stored(tmp_path / "b", b"x")
+    (tmp_path / "usual").write_bytes(b"x")
+    assert (tmp_path / "b").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_a_file_that_is_there_is_not_overwritten(tmp_path):
+    stored(tmp_path / "b", b"x")
+    with pytest.raises(FileExistsError):
+        stored(tmp_path / "b", b"y")
+
+
+@pytest.mark.parametrize("place", [0, 5000, 9999, 10_000, 10_003])
+def test_a_flipped_bit_is_found(tmp_path, place):
+    block = stored(tmp_path / "b", noise(10_000))
+    content = bytearray(block.path.read_bytes())
+    content[place] ^= 1
+    block.path.write_bytes(content)
+    with pytest.raises(ValueError, match="b has changed since it was written"):
+        zarr_chunk_file.read(block, [zarr_chunk_file.empty(10_000).data], verify=True)
+    with pytest.raises(ValueError, match="b has changed since it was written"):
+        zarr_chunk_file.verify_mapped(block, zarr_chunk_file.mapped(block))
+    zarr_chunk_file.read(block, [zarr_chunk_file.empty(10_000).data], verify=False)
+
+
+@pytest.mark.parametrize("size", [0, 3, 9999, 10_001])
+def test_another_size_is_found_before_anything_is_mapped(tmp_path, size):
+    block = stored(tmp_path / "b", noise(10_000))
+    block.path.write_bytes(noise(size))
+    for use in (
+        lambda: zarr_chunk_file.read(
+            block, [zarr_chunk_file.empty(10_000).data], verify=False
+        ),
+        lambda: zarr_chunk_file.mapped(block),
+        lambda: zarr_chunk_file.mapped_as_one([block, block]),
+    ):
+        with pytest.raises(ValueError, match=f"b has {size} bytes instead of 10004"):
+            use()
+
+
+def test_blocks_are_mapped_side_by_side(tmp_path):
+    sizes = [PAGE, 3 * PAGE, PAGE // 2 + 1]
+    assert zarr_chunk_file.can_join(sizes)
+    assert not zarr_chunk_file.can_join([PAGE + 8, PAGE])
+    blocks = [stored(tmp_path / str(n), noise(size, n)) for n, size in enumerate(sizes)]
+    run = zarr_chunk_file.mapped_as_one(blocks)
+    assert run.tobytes() == b"".join(noise(size, n) for n, size in enumerate(sizes))
+
+
+def test_what_is_written_to_a_map_stays_in_memory(tmp_path):
+    block = stored(tmp_path / "b", noise(2 * PAGE))
+    for run in (zarr_chunk_file.mapped(block), zarr_chunk_file.mapped_as_one([block])):
+        run[:] = 7
+        assert set(run.tolist()) == {7}
+    assert block.path.read_bytes()[:-4] == noise(2 * PAGE)
+
+
+def test_a_map_outlives_its_file(tmp_path):
+    block = stored(tmp_path / "b", noise(2 * PAGE))
+    run, joined = (
+        zarr_chunk_file.mapped(block),
+        zarr_chunk_file.mapped_as_one([block, block]),
+    )
+    block.path.unlink()
+    assert run.tobytes() == noise(2 * PAGE)
+    assert joined.tobytes() == noise(2 * PAGE) * 2
+
+
+def maps_of(path):
+    return Path("/proc/self/maps").read_text().count(str(path))
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc here")
+def test_a_map_goes_with_the_last_array_that_uses_it(tmp_path):
+    block = stored(tmp_path / "b", noise(2 * PAGE))
+    part = zarr_chunk_file.mapped(block)[10:20]
+    joined = zarr_chunk_file.mapped_as_one([block, block]).view(np.float32)[5:]
+    assert maps_of(block.path) >= 2
+    del part, joined
+    gc.collect()
+    assert maps_of(block.path) == 0
+
+
+@pytest.mark.parametrize("has_checksum", [True, False])
+def test_an_equal_file_is_linked(tmp_path, has_checksum):
+    content = noise(3 * 2**20 + 5)
+    old = stored(tmp_path / "old", content, has_checksum=has_checksum).path
+    parts = views(content[:100], content[100:])
+    if has_checksum:
+        parts.append(memoryview(zarr_chunk_file.checksum(parts)))
+    assert zarr_chunk_file.link_equal(old, tmp_path / "new", parts)
+    assert (tmp_path / "new").samefile(old)
+
+
+@pytest.mark.parametrize("place", [0, 2**20, 3 * 2**20 - 1])
+def test_a_file_that_differs_is_not_linked(tmp_path, place):
+    """Not even if its checksum is the same: it may have been damaged."""
+    content = bytearray(noise(3 * 2**20))
+    old = stored(tmp_path / "old", bytes(content)).path
+    parts = views(bytes(content))
+    parts.append(memoryview(zarr_chunk_file.checksum(parts)))
+    with old.open("r+b") as file:
+        file.seek(place)
+        file.write(bytes([content[place] ^ 1]))
+    assert not zarr_chunk_file.link_equal(old, tmp_path / "new", parts)
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_unchanged_file_is_linked_if_its_checksum_is_the_same(tmp_path):
+    content = noise(2**20)
+    old = stored(tmp_path / "old", content).path
+    parts = views(content)
+    assert zarr_chunk_file.link_unchanged(
+        old, tmp_path / "new", [*parts, memoryview(zarr_chunk_file.checksum(parts))]
+    )
+    assert (tmp_path / "new").samefile(old)
+    changed = views(content[:-1] + bytes([content[-1] ^ 1]))
+    assert not zarr_chunk_file.link_unchanged(
+        old,
+        tmp_path / "other",
+        [*changed, memoryview(zarr_chunk_file.checksum(changed))],
+    )
+    assert not (tmp_path / "other").exists()
+
+
+def test_no_link_is_made_of_what_is_not_there(tmp_path):
+    assert not zarr_chunk_file.link_equal(
+        tmp_path / "old", tmp_path / "new", views(b"x")
+    )
+    assert not zarr_chunk_file.link(tmp_path / "old", tmp_path / "new", 1)
+    (tmp_path / "empty").touch()
+    assert not zarr_chunk_file.link_equal(
+        tmp_path / "empty", tmp_path / "new", views(b"")
+    )
+
+
+def test_the_file_system_of_a_path_is_known(tmp_path):
+    if not Path("/proc/self/mountinfo").exists():
+        assert not storage_filesystem.is_local(tmp_path)
+        pytest.skip("no /proc here")
+    assert storage_filesystem.kind("/proc/self") == "proc"
+    assert not storage_filesystem.is_local("/proc/self")
+    if Path("/dev/shm").is_dir() and os.path.ismount("/dev/shm"):
+        assert storage_filesystem.is_local("/dev/shm")
+    assert storage_filesystem.kind("/nowhere/at/all") == storage_filesystem.kind("/")
+    assert storage_filesystem._unescaped(r"/a\040b\134c") == "/a b\\c"
+
+
+@pytest.mark.parametrize("kind", ["short", "symlink", "fifo"])
+def test_only_whole_plain_files_are_linked(tmp_path, kind):
+    old = tmp_path / "old"
+    stored(tmp_path / "real", b"content")
+    if kind == "short":
+        old.write_bytes(b"cont")
+    elif kind == "symlink":
+        old.symlink_to(tmp_path / "real")
+    else:
+        os.mkfifo(old)
+    assert not zarr_chunk_file.link(old, tmp_path / "new", len(b"content") + 4)
+    assert not zarr_chunk_file.link_equal(
+        old, tmp_path / "new", views(b"content", b"crc!")
+    )
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_map_keeps_no_file_open(tmp_path):
+    if zarr_chunk_file._map_function() is None:
+        pytest.skip("maps with Python's own function only")
+    block = stored(tmp_path / "b", noise(2 * PAGE))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    maps = [zarr_chunk_file.mapped(block) for _ in range(50)]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(maps) == 50
+
+
+CUT_SHORT = """
+import os, sys
+from pathlib import Path
+from flaxckpt._arrays.zarr import chunk_file
+
+block = chunk_file.Block(Path(sys.argv[1]), int(sys.argv[2]), True)
+run = chunk_file.mapped(block)
+os.truncate(block.path, block.size // 2)
+try:
+    chunk_file.verify_mapped(block, run)
+except OSError as error:
+    print(error)
+"""
+
+
+def test_what_cannot_be_read_of_a_map_is_an_error_and_no_signal(tmp_path):
+    release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+    if sys.platform != "linux" or release < (5, 14):
+        pytest.skip("only Linux, from 5.14 on, says what cannot be read of a map")
+    block = stored(tmp_path / "b", noise(2**20))
+    done = subprocess.run(
+        [sys.executable, "-c", CUT_SHORT, block.path, str(block.size)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done
+    assert "cannot be read" in done.stdout

@@ -1,0 +1,653 @@
+"""Raw arrays: what we write, TensorStore reads, and the other way round."""
+
+import dataclasses
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt._arrays import read as arrays_read
+from flaxckpt._arrays import read_raw as arrays_read_raw
+from flaxckpt._arrays import to_host as arrays_to_host
+from flaxckpt._arrays import write as arrays_write
+from flaxckpt._arrays.zarr import chunk_file as zarr_chunk_file
+from flaxckpt._arrays.zarr import metadata as zarr_metadata
+from flaxckpt._arrays.zarr.metadata import Encoding
+from flaxckpt._arrays.zarr.raw_array import RawArray
+from flaxckpt._state import dtypes as state_dtypes
+from flaxckpt._state.leaf import LeafInfo
+from flaxckpt._storage import filesystem as storage_filesystem
+from flaxckpt._util import progress as util_progress
+from tests.helpers import strategies
+
+DTYPES = sorted(state_dtypes._STORED_AS_IS)
+RAW_DTYPES = [dtype for dtype in DTYPES if dtype not in zarr_metadata._NEVER_RAW]
+
+
+def array_of(dtype, shape, seed=0):
+    """Random bits, but for booleans, which have only two values."""
+    rng = np.random.default_rng(seed)
+    kind = state_dtypes.to_numpy(dtype)
+    if dtype == "bool":
+        return rng.integers(0, 2, shape).astype(bool)
+    bits = rng.integers(0, 256, (*shape, kind.itemsize), np.uint8)
+    return bits.view(kind).reshape(shape)
+
+
+def bits(array):
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).tobytes()
+
+
+def host(name, array, chunk_shape, shards=None):
+    regions = shards or [zarr_metadata.whole(array.shape)]
+    return arrays_to_host.HostArray(
+        name,
+        array.shape,
+        array.dtype.name,
+        chunk_shape,
+        tuple(
+            arrays_to_host.HostShard(region, array[tuple(slice(*b) for b in region)])
+            for region in regions
+            if array.size
+        ),
+    )
+
+
+def opened(root, name, *, ocdbt):
+    return arrays_read.open_zarr(
+        ts.Context(), root=root, name=name, version=3, ocdbt=ocdbt, strict=True
+    ).result()
+
+
+def info_of(array, chunk_shape):
+    return LeafInfo(
+        "w",
+        (),
+        "array",
+        "numpy.ndarray",
+        array.shape,
+        array.dtype.name,
+        chunk_shape=chunk_shape,
+    )
+
+
+def read_raw(root, array, chunk_shape, encoding, region, *, ocdbt, memory_map):
+    raw = RawArray(root, "w", ocdbt, encoding)
+    info = info_of(array, chunk_shape)
+    if ocdbt:
+        databases = arrays_read_raw.Databases(ts.Context())
+        reading = arrays_read_raw.from_database(
+            raw, info, [region], databases, verify=True
+        )
+    else:
+        reading = arrays_read_raw.from_files(
+            raw, info, [region], memory_map=memory_map, verify=True
+        )
+    arrays_read_raw.run([reading])
+    return reading.result()[region]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ocdbt", [False, True])
+def test_tensorstore_reads_what_we_write(tmp_path, dtype, ocdbt):
+    arrays = {
+        "w": host("w", array_of(dtype, (5, 3)), (2, 3)),
+        "scalar": host("scalar", array_of(dtype, ()), ()),
+        "none": host("none", array_of(dtype, (0, 3)), (1, 3)),
+    }
+    encoding = Encoding("none", True)
+    arrays_write.write(tmp_path, arrays.values(), encoding=encoding, ocdbt=ocdbt)
+    for name, array in arrays.items():
+        store = opened(tmp_path, name, ocdbt=ocdbt)
+        assert store.dtype.name == dtype
+        assert store.shape == array.shape
+        if array.shards:
+            assert bits(store.read().result()) == bits(array.shards[0].data)
+
+
+@pytest.mark.parametrize("dtype", RAW_DTYPES)
+def test_we_write_what_tensorstore_would(tmp_path, dtype):
+    """Byte by byte, padding of the last chunk included; and metadata alike."""
+    array = array_of(dtype, (5, 3))
+    encoding = Encoding("none", True)
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for root in (ours, theirs):
+        root.mkdir()
+    written = host("w", array, (2, 3))
+    budget = arrays_write._util.threads.Budget(1)
+    arrays_write._write_files(
+        ours, [written], encoding, None, budget, util_progress.ignore
+    )
+    arrays_write._write_encoded(theirs, [written], encoding, ts.Context(), 1)
+    for file in theirs.rglob("c*"):
+        assert (ours / "w" / file.name).read_bytes() == file.read_bytes()
+    assert (
+        opened(ours, "w", ocdbt=False).spec().to_json()["metadata"]
+        == (opened(theirs, "w", ocdbt=False).spec().to_json()["metadata"])
+    )
+
+
+@st.composite
+def layouts(draw):
+    """A shape, a chunk shape, and a region."""
+    rank = draw(st.integers(0, 3))
+    shape = tuple(draw(st.integers(1, 7)) for _ in range(rank))
+    chunk_shape = tuple(draw(st.integers(1, size)) for size in shape)
+    region = []
+    for size in shape:
+        start = draw(st.integers(0, size - 1))
+        region.append((start, draw(st.integers(start + 1, size))))
+    return shape, chunk_shape, tuple(region)
+
+
+@settings(max_examples=60)
+@given(
+    layouts(),
+    st.sampled_from(["float32", "bfloat16", "complex64", "bool"]),
+    st.booleans(),
+    st.sampled_from(["map", "read", "database"]),
+)
+def test_any_region_of_any_chunks_comes_back(
+    tmp_path_factory, layout, dtype, checksum, way
+):
+    shape, chunk_shape, region = layout
+    root = tmp_path_factory.mktemp("raw")
+    array = array_of(dtype, shape)
+    encoding = Encoding("none", checksum)
+    arrays_write.write(
+        root,
+        [host("w", array, chunk_shape)],
+        encoding=encoding,
+        ocdbt=way == "database",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arrays_read_raw, "_MAPPED_FROM", 0)
+        found = read_raw(
+            root,
+            array,
+            chunk_shape,
+            encoding,
+            region,
+            ocdbt=way == "database",
+            memory_map=way == "map",
+        )
+    assert bits(found) == bits(array[tuple(slice(*b) for b in region)])
+
+
+@pytest.mark.parametrize("memory_map", [True, False])
+@pytest.mark.parametrize("chunk_shape", [(4, 1024), (3, 1024), (8, 512)])
+def test_chunks_of_whole_pages_are_mapped_as_one(tmp_path, chunk_shape, memory_map):
+    array = array_of("float32", (10, 1024))
+    encoding = Encoding("none", True)
+    arrays_write.write(
+        tmp_path, [host("w", array, chunk_shape)], encoding=encoding, ocdbt=False
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arrays_read_raw, "_MAPPED_FROM", 0)
+        for region in (((0, 10), (0, 1024)), ((5, 9), (0, 1024)), ((2, 9), (7, 1000))):
+            found = read_raw(
+                tmp_path,
+                array,
+                chunk_shape,
+                encoding,
+                region,
+                ocdbt=False,
+                memory_map=memory_map,
+            )
+            assert bits(found) == bits(array[tuple(slice(*b) for b in region)])
+
+
+def test_parts_of_several_writers_make_one_array(tmp_path):
+    array = array_of("float32", (8, 6))
+    regions = [((r, r + 4), (c, c + 3)) for r in (0, 4) for c in (0, 3)]
+    arrays_write.write(
+        tmp_path,
+        [host("w", array, (2, 3), regions)],
+        encoding=Encoding("none", True),
+        ocdbt=False,
+    )
+    found = opened(tmp_path, "w", ocdbt=False).read().result()
+    np.testing.assert_array_equal(found.view(np.uint32), array.view(np.uint32))
+
+
+def test_casts_and_pieces_are_copied_within_the_budget(tmp_path, monkeypatch):
+    """Rows are written where they are; columns and casts need memory of their own."""
+    held = []
+    real = arrays_write._util.threads.Budget.hold
+
+    def hold(self, size):
+        held.append(size)
+        return real(self, size)
+
+    monkeypatch.setattr(arrays_write._util.threads.Budget, "hold", hold)
+    array = array_of("float32", (64, 64))
+    rows, columns = host("rows", array, (16, 64)), host("columns", array, (64, 16))
+    narrow = host("narrow", array, (64, 64))._replace(dtype="float16")
+    for written, sizes in (
+        (rows, [0] * 4),
+        (columns, [64 * 16 * 4] * 4),
+        (narrow, [64 * 64 * 2]),
+    ):
+        held.clear()
+        arrays_write.write(
+            tmp_path, [written], encoding=Encoding("none", True), ocdbt=False
+        )
+        assert held == sizes
+
+
+# ---- what a user sees ------------------------------------------------------------
+
+
+def big_state(seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return {
+        "w": jax.random.normal(keys[0], (512, 1024)),
+        "b": jax.random.normal(keys[1], (64, 1024), jnp.bfloat16),
+        "small": jax.random.normal(keys[2], (4,)),
+    }
+
+
+def pointer(array):
+    return array.unsafe_buffer_pointer()
+
+
+def is_mapped(array, path):
+    """Whether the memory of `array` is a file below `path`."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, _, stop = line.split()[0].partition("-")
+        if int(start, 16) <= pointer(array) < int(stop, 16):
+            return str(path) in line
+    return False
+
+
+@pytest.fixture
+def saved(tmp_path):
+    layout = flaxckpt.ArrayLayout(chunk_bytes=2**20, store="files")
+    flaxckpt.save(tmp_path / "c", big_state(), layout=layout)
+    return tmp_path / "c"
+
+
+def test_arrays_are_the_mapped_files(saved):
+    found = flaxckpt.load(saved, memory_map=True)
+    assert is_mapped(found["w"], saved)  # of two chunks
+    assert is_mapped(found["b"], saved)
+    strategies.assert_same(found, big_state())
+    found = flaxckpt.load(saved, memory_map=False)
+    assert not is_mapped(found["w"], saved)
+    strategies.assert_same(found, big_state())
+
+
+def test_auto_maps_local_files_only(saved, monkeypatch):
+    assert is_mapped(flaxckpt.load(saved)["w"], saved) == storage_filesystem.is_local(
+        saved
+    )
+    monkeypatch.setattr(storage_filesystem, "kind", lambda path: "nfs4")
+    assert not is_mapped(flaxckpt.load(saved)["w"], saved)
+    assert is_mapped(flaxckpt.load(saved, memory_map=True)["w"], saved)
+
+
+def test_without_maps_left_files_are_read(saved, monkeypatch):
+    def refuse(*_):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(zarr_chunk_file, "mapped", refuse)
+    monkeypatch.setattr(zarr_chunk_file, "mapped_as_one", refuse)
+    strategies.assert_same(flaxckpt.load(saved, memory_map=True), big_state())
+
+
+def test_mapped_arrays_can_be_donated_and_trained_on(saved):
+    """The files stay as they are, and the values are right."""
+    files = {p: p.read_bytes() for p in saved.rglob("*") if p.is_file()}
+    step = jax.jit(
+        lambda s: jax.tree.map(lambda x: x * 2, s),
+        donate_argnums=0,
+    )
+    state = flaxckpt.load(saved, memory_map=True)
+    for _ in range(3):
+        state = step(state)
+    strategies.assert_same(state, jax.tree.map(lambda x: x * 8, big_state()))
+    assert files == {p: p.read_bytes() for p in files}
+    strategies.assert_same(flaxckpt.load(saved), big_state())
+
+
+def test_mapped_numpy_leaves_can_be_written_to(saved):
+    before = np.asarray(big_state()["w"])
+    found = flaxckpt.load(saved, {"w": before}, memory_map=True)
+    found["w"][:] = 0
+    strategies.assert_same(flaxckpt.load(saved, {"w": before}), {"w": before})
+
+
+def test_a_step_may_be_deleted_or_replaced_while_it_is_mapped(tmp_path):
+    layout = flaxckpt.ArrayLayout(store="files")
+    with flaxckpt.Checkpointer(tmp_path, layout=layout) as ckpt:
+        ckpt.save(1, big_state(1)).wait()
+        ckpt.save(2, big_state(2)).wait()
+        first = ckpt.restore(step=1, memory_map=True)
+        second = ckpt.restore(step=2, memory_map=True)
+        ckpt.delete(1)
+        ckpt.save(2, big_state(3), on_exists="overwrite").wait()
+        strategies.assert_same(first, big_state(1))
+        strategies.assert_same(second, big_state(2))
+        strategies.assert_same(ckpt.restore(), big_state(3))
+
+
+def test_what_is_restored_can_be_saved_again(tmp_path):
+    """Over its own files, too: a save never writes into a file that is there."""
+    layout = flaxckpt.ArrayLayout(store="files")
+    flaxckpt.save(tmp_path / "c", big_state(), layout=layout)
+    found = flaxckpt.load(tmp_path / "c", memory_map=True)
+    flaxckpt.save(tmp_path / "c", found, layout=layout, overwrite=True)
+    strategies.assert_same(found, big_state())
+    strategies.assert_same(flaxckpt.load(tmp_path / "c"), big_state())
+
+
+@pytest.mark.parametrize("memory_map", [True, False])
+def test_shards_are_read_from_maps_or_files(saved, memory_map):
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    for spec in (("data",), (None, "model"), ("model", "data"), ()):
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        wanted = {
+            "w": jax.ShapeDtypeStruct((512, 1024), jnp.float32, sharding=sharding)
+        }
+        found = flaxckpt.load(saved, wanted, memory_map=memory_map)
+        assert found["w"].sharding == sharding
+        np.testing.assert_array_equal(found["w"], big_state()["w"])
+
+
+@pytest.mark.parametrize("memory_map", [True, False])
+@pytest.mark.parametrize("file", ["c.0.0", "c.1.0", "zarr.json"])
+def test_damage_is_found_unless_nobody_asks(saved, memory_map, file):
+    path = saved / "state/w" / file
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(errors.DamagedCheckpointError, match="w: "):
+        flaxckpt.load(saved, memory_map=memory_map)
+    found = flaxckpt.load(saved, memory_map=memory_map, verify=False)
+    strategies.assert_same({"b": found["b"]}, {"b": big_state()["b"]})
+
+
+def test_options_of_reading_are_checked(saved):
+    with pytest.raises(errors.OptionError, match="memory_map must be one of"):
+        flaxckpt.load(saved, memory_map="yes")
+
+
+# ---- frozen leaves ---------------------------------------------------------------
+
+
+def new_bytes(path):
+    return sum(
+        f.stat().st_size
+        for f in path.rglob("*")
+        if f.is_file() and f.stat().st_nlink == 1
+    )
+
+
+def lora(frozen, n):
+    return {"base": frozen, "lora": jnp.full((16,), n), "step": n}
+
+
+@pytest.mark.parametrize("codec", ["none", "compact"])
+@pytest.mark.parametrize("how", ["same arrays", "equal arrays", "after a restart"])
+def test_frozen_leaves_are_stored_once(tmp_path, codec, how):
+    layout = flaxckpt.ArrayLayout(codec=codec, store="files", chunk_bytes=2**20)
+    frozen = big_state()
+    ckpt = flaxckpt.Checkpointer(tmp_path, layout=layout)
+    first = ckpt.save(1, lora(frozen, 1)).wait()
+    if how == "after a restart":
+        ckpt.close()
+        ckpt = flaxckpt.Checkpointer(tmp_path, layout=layout)
+        frozen = ckpt.restore()["base"]
+    elif how == "equal arrays":
+        frozen = big_state()
+    second = ckpt.save(2, lora(frozen, 2)).wait()
+    assert second.bytes_written < 0.05 * first.bytes_written
+    assert new_bytes(tmp_path / "2") == second.bytes_written
+    ckpt.delete(1)
+    strategies.assert_same(ckpt.restore(step=2)["base"], big_state())
+    ckpt.close()
+
+
+def shared_with_numpy(values):
+    """A numpy array, and a jax array that has the same memory."""
+    memory = np.zeros(values.nbytes + zarr_chunk_file.ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % zarr_chunk_file.ALIGNMENT
+    owner = memory[start : start + values.nbytes].view(values.dtype)
+    owner = owner.reshape(values.shape)
+    owner[...] = values
+    array = jax.device_put(owner)
+    assert array.unsafe_buffer_pointer() == owner.ctypes.data
+    return owner, array
+
+
+@pytest.mark.parametrize("store", ["files", "ocdbt"])
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("checksum", [True, False])
+def test_memory_that_was_changed_in_place_is_not_linked(
+    tmp_path, store, codec, checksum
+):
+    """jax arrays that share memory with numpy are the same objects, but not equal."""
+    layout = flaxckpt.ArrayLayout(
+        store=store, codec=codec, checksum=checksum, chunk_bytes=2**16
+    )
+    before = np.arange(2**16, dtype=np.float32)
+    owner, array = shared_with_numpy(before)
+    state = {"x": array, "y": jnp.arange(2**16)}
+    with flaxckpt.Checkpointer(tmp_path, layout=layout) as ckpt:
+        ckpt.save(1, state).wait()
+        owner[5] = -1
+        ckpt.save(2, state).wait()
+        owner[2**15] = -2
+        ckpt.save(3, state).wait()
+        third = ckpt.restore(step=3)["x"]
+        np.testing.assert_array_equal(third, owner)
+        owner[2**15] = before[2**15]
+        np.testing.assert_array_equal(ckpt.restore(step=2)["x"], owner)
+        np.testing.assert_array_equal(ckpt.restore(step=1)["x"], before)
+    for step in (1, 2, 3):
+        assert flaxckpt.verify(tmp_path / str(step)).ok
+    if store == "files":  # what did not change is still linked
+        chunk = Path("state/y/c.0")
+        assert (tmp_path / "3" / chunk).samefile(tmp_path / "1" / chunk)
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_orbax_reads_steps_with_linked_leaves(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    with flaxckpt.Checkpointer(
+        tmp_path, layout=flaxckpt.ArrayLayout(store="files")
+    ) as ckpt:
+        frozen = big_state()
+        for step in (1, 2, 3):
+            ckpt.save(step, lora(frozen, step)).wait()
+        ckpt.delete(1)
+    with ocp.PyTreeCheckpointer() as reader:
+        for step in (2, 3):
+            found = reader.restore(tmp_path / str(step) / "state")
+            strategies.assert_same(
+                jax.tree.map(np.asarray, found["base"]),
+                jax.tree.map(np.asarray, frozen),
+            )
+            assert found["step"] == step
+
+
+def test_a_leaf_that_changed_is_written(tmp_path):
+    with flaxckpt.Checkpointer(
+        tmp_path, layout=flaxckpt.ArrayLayout(store="files")
+    ) as ckpt:
+        state = big_state()
+        ckpt.save(1, state).wait()
+        state = state | {"w": state["w"].at[511, 1023].add(1)}
+        ckpt.save(2, state).wait()
+        strategies.assert_same(ckpt.restore(), state)
+        narrow = flaxckpt.transforms.cast("w", "bfloat16")
+    with flaxckpt.Checkpointer(tmp_path, transforms=[narrow]) as ckpt:
+        ckpt.save(3, state).wait()
+        assert ckpt.restore()["w"].dtype == jnp.bfloat16
+
+
+def test_a_damaged_step_is_not_linked_to(tmp_path):
+    """Arrays that are equal, but not the same, are compared with the files."""
+    with flaxckpt.Checkpointer(
+        tmp_path, layout=flaxckpt.ArrayLayout(store="files")
+    ) as ckpt:
+        ckpt.save(1, big_state()).wait()
+        file = tmp_path / "1/state/w/c.0.0"
+        content = bytearray(file.read_bytes())
+        content[1000] ^= 1
+        file.write_bytes(content)
+        ckpt.save(2, big_state()).wait()
+        strategies.assert_same(ckpt.restore(step=2, fallback=False), big_state())
+
+
+def test_a_step_that_somebody_else_replaced_is_not_linked_to(tmp_path):
+    """The same array was saved there, but it is not there any more."""
+    layout = flaxckpt.ArrayLayout(store="files")
+    state, other = big_state(1), big_state(2)
+    ours = flaxckpt.Checkpointer(tmp_path, layout=layout)
+    ours.save(1, state).wait()
+    with flaxckpt.Checkpointer(tmp_path, layout=layout) as theirs:
+        theirs.save(1, other, on_exists="overwrite")
+    ours.save(2, state).wait()
+    strategies.assert_same(ours.restore(step=2), state)
+    strategies.assert_same(ours.restore(step=1), other)
+    ours.close()
+
+
+def test_a_step_replaced_while_it_is_linked_to_fails_the_save(tmp_path, monkeypatch):
+    layout = flaxckpt.ArrayLayout(store="files")
+    state = big_state(1)
+    ours = flaxckpt.Checkpointer(tmp_path, layout=layout)
+    ours.save(1, state).wait()
+    real, replaced = arrays_write._is_unchanged, []
+
+    def is_unchanged(*args):
+        found = real(*args)
+        if not replaced:
+            replaced.append(True)
+            with flaxckpt.Checkpointer(tmp_path, layout=layout) as theirs:
+                theirs.save(1, big_state(2), on_exists="overwrite")
+        return found
+
+    monkeypatch.setattr(arrays_write, "_is_unchanged", is_unchanged)
+    with pytest.raises(errors.SaveFailedError, match="replaced by somebody else"):
+        ours.save(2, state).wait()
+    assert ours.steps() == [1]
+    ours.close()
+
+
+def test_file_systems_without_links_get_copies(tmp_path, monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(zarr_chunk_file.os, "link", refuse)
+    with flaxckpt.Checkpointer(
+        tmp_path, layout=flaxckpt.ArrayLayout(store="files")
+    ) as ckpt:
+        state = big_state()
+        for step in (1, 2):
+            ckpt.save(step, state).wait()
+        strategies.assert_same(ckpt.restore(), state)
+        assert new_bytes(tmp_path / "1") == new_bytes(tmp_path / "2") > 2**20
+
+
+def test_arrays_in_use_by_another_thread_are_saved_whole(tmp_path):
+    """Saves in the background while the caller trains on and deletes old steps."""
+    step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
+    state = {"w": jnp.zeros((256, 1024)), "n": jnp.zeros((), jnp.int32)}
+    layout = flaxckpt.ArrayLayout(store="files")
+    keep = [flaxckpt.policies.LatestN(2)]
+    with flaxckpt.Checkpointer(tmp_path, layout=layout, keep=keep) as ckpt:
+        for n in range(12):
+            ckpt.save(n, state)
+            state = step(state)
+        ckpt.wait()
+        for n in ckpt.steps():
+            found = ckpt.restore(step=n)
+            assert found["n"] == n
+            np.testing.assert_array_equal(found["w"], np.full((256, 1024), n))
+    assert threading.active_count() < 50
+
+
+# ---- accelerators ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pinned", ["pinned memory", "none", "not enough"])
+def test_values_come_from_accelerators_as_they_were(tmp_path, monkeypatch, pinned):
+    """The CPU's devices have the same kinds of memory, so they can stand in for one."""
+    monkeypatch.setattr(arrays_to_host, "_is_on_cpu", lambda sharding: False)
+    if pinned == "none":
+        monkeypatch.setattr(arrays_to_host, "_pinned", lambda sharding: None)
+    elif pinned == "not enough":
+
+        def refuse(*_args, **_kwargs):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+        monkeypatch.setattr(jax, "device_put", refuse)
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    state = {
+        "split": jax.jit(lambda: jnp.arange(1024.0 * 512), out_shardings=split)(),
+        "copied": jax.jit(
+            lambda: jnp.ones((512, 1024)),
+            out_shardings=NamedSharding(mesh, PartitionSpec()),
+        )(),
+        "one": jnp.full((3,), 2, jnp.bfloat16),
+        "none": jnp.zeros((0, 2)),
+        "key": jax.random.key(3),
+        "host": np.arange(5),
+    }
+    expected = jax.tree.map(
+        lambda x: x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(x),
+        state,
+    )
+    handle = flaxckpt.save_async(tmp_path / "c", state)
+    for name in ("split", "copied", "one"):
+        state[name].delete()  # as a donation would
+    handle.wait()
+    monkeypatch.undo()
+    found = flaxckpt.load(tmp_path / "c", expected)
+    strategies.assert_same(found, expected)
+
+
+def test_what_is_stored_as_bytes_is_cast_by_its_values(tmp_path):
+    state = {"w": np.array([0.5, 1, 3, 2]).astype(jnp.float8_e4m3)}
+    flaxckpt.save(tmp_path / "c", state)
+    cast = flaxckpt.transforms.cast("w", "uint8", lossy=True)
+    found = flaxckpt.load(tmp_path / "c", transforms=[cast])
+    np.testing.assert_array_equal(found["w"], [0, 1, 3, 2])
+
+
+def test_the_same_array_saved_as_another_type_is_written(tmp_path):
+    """Both are bytes on disk, but not the same ones."""
+    array = jnp.array([0.0, 1.0, 3.0, 2.0])
+    for step, dtype in enumerate(("float8_e4m3", "uint4")):
+        cast = flaxckpt.transforms.cast("w", dtype, lossy=True)
+        layout = flaxckpt.ArrayLayout(store="files")
+        if step == 0:
+            ckpt = flaxckpt.Checkpointer(tmp_path, layout=layout)
+        saves = ckpt._saves
+        saves._shared = dataclasses.replace(saves._shared, transforms=(cast,))
+        ckpt.save(step, {"w": array}).wait()
+    np.testing.assert_array_equal(ckpt.restore()["w"].astype(int), [0, 1, 3, 2])
+    ckpt.close()
+
+
+def test_a_save_without_threads_is_done_by_the_caller(tmp_path, monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    handle = flaxckpt.save_async(tmp_path / "c", big_state())
+    assert handle.done()
+    handle.wait()
+    strategies.assert_same(flaxckpt.load(tmp_path / "c"), big_state())

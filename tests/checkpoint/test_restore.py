@@ -1,0 +1,607 @@
+"""A restore fills every leaf as asked, or raises one error that names them all."""
+
+import json
+import logging
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flaxckpt
+from flaxckpt import errors, transforms
+from flaxckpt._arrays import read as arrays_read
+from flaxckpt._state import dtypes as state_dtypes
+from tests.helpers import strategies
+
+STATE = {
+    "params": {"dense": {"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)}},
+    "opt": (np.arange(3), 1.5),
+    "step": 7,
+    "name": "run",
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    flaxckpt.save(tmp_path / "c", STATE)
+    return tmp_path / "c"
+
+
+# ---- where -----------------------------------------------------------------------
+
+
+def test_relative_paths_and_urls_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flaxckpt.save("runs/a", {"x": 1})
+    assert flaxckpt.load("runs/a") == {"x": 1}
+    assert flaxckpt.load("./runs/../runs/a") == {"x": 1}
+    assert flaxckpt.load(f"file://{tmp_path}/runs/a") == {"x": 1}
+
+
+def test_a_run_directory_means_its_newest_step_or_the_one_asked_for(tmp_path):
+    for name in ("0", "9", "10"):
+        flaxckpt.save(tmp_path / name, {"x": int(name)})
+    assert flaxckpt.load(tmp_path) == {"x": 10}
+    assert flaxckpt.load(tmp_path, step=0) == {"x": 0}
+    assert flaxckpt.metadata(tmp_path).step == 10
+    with pytest.raises(errors.CheckpointNotFoundError, match=r"no step 3.* 0, 9, 10"):
+        flaxckpt.load(tmp_path, step=3)
+
+
+def test_a_run_directory_with_only_step_0_is_not_empty(tmp_path):
+    flaxckpt.save(tmp_path / "0", {"x": 0})
+    assert flaxckpt.load(tmp_path) == {"x": 0}
+
+
+@pytest.mark.parametrize("name", ["step_5", "00000005", "checkpoint-5"])
+def test_a_run_directory_may_call_its_steps_anything(tmp_path, name):
+    flaxckpt.save(tmp_path / name, {"x": 5})
+    assert flaxckpt.load(tmp_path, step=5) == {"x": 5}
+
+
+def test_a_missing_path_is_not_found(tmp_path):
+    with pytest.raises(errors.CheckpointNotFoundError, match="does not exist") as info:
+        flaxckpt.load(tmp_path / "nowhere", STATE)
+    assert isinstance(info.value, FileNotFoundError)
+
+
+def test_an_empty_directory_is_no_checkpoint(tmp_path):
+    with pytest.raises(errors.CheckpointFormatError, match="an empty directory"):
+        flaxckpt.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_foreign_files_are_no_checkpoint(tmp_path, kind):
+    path = tmp_path / "x"
+    if kind == "directory":
+        path.mkdir()
+        (path / "model.bin").write_bytes(b"123")
+    else:
+        path.write_bytes(b"123")
+    with pytest.raises(errors.CheckpointFormatError, match=r"file|model\.bin") as info:
+        flaxckpt.load(path)
+    assert isinstance(info.value, ValueError)
+
+
+# ---- what ------------------------------------------------------------------------
+
+
+def test_less_may_be_asked_for(path, caplog):
+    found = flaxckpt.load(path, {"params": {"dense": {"bias": jnp.ones(2)}}})
+    strategies.assert_same({"params": {"dense": {"bias": jnp.zeros(2)}}}, found)
+    assert "params/dense/kernel" in caplog.text
+    caplog.clear()
+    flaxckpt.load(path, {"params": STATE["params"]})
+    assert not caplog.records
+    with pytest.raises(errors.RestoreMismatchError) as info:
+        flaxckpt.load(path, {"params": STATE["params"]}, unused="error")
+    assert [m.leaf for m in info.value.mismatches] == ["opt/0", "opt/1", "step", "name"]
+    flaxckpt.load(path, {"step": 0}, unused="ignore")
+
+
+def test_all_misfits_are_named_with_what_was_wanted_and_found(path):
+    wanted = {
+        "params": {
+            "dense": {"kernel": jnp.ones((4, 3)), "bais": jnp.zeros(2)},
+            "none": None,
+        },
+        "opt": (np.arange(3, dtype=np.float32), "text"),
+        "step": True,
+        "name": 3,
+    }
+    with pytest.raises(errors.RestoreMismatchError) as info:
+        flaxckpt.load(path, wanted)
+    assert isinstance(info.value, ValueError)
+    rows = {m.leaf: (m.wanted, m.found) for m in info.value.mismatches}
+    assert rows == {
+        "params/dense/kernel": ("float32[4, 3]", "float32[4, 2]"),
+        "params/dense/bais": ("float32[2]", "nothing (nearest: params/dense/bias)"),
+        "opt/0": ("float32[3]", "int64[3]"),
+        "opt/1": ("a str", "a Python float"),
+        "step": ("a Python bool", "a Python int"),
+        "name": ("a Python int", "a str"),
+    }
+    text = str(info.value)
+    assert len(text.splitlines()) < 15
+    assert all(leaf in text for leaf in rows)
+    assert str(path) in text
+
+
+def test_errors_stay_short_however_many_leaves_are_at_fault(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"a": 1})
+    with pytest.raises(errors.RestoreMismatchError) as info:
+        flaxckpt.load(tmp_path / "c", {f"w{i}": jnp.ones(3) for i in range(500)})
+    assert len(info.value.mismatches) == 500
+    assert len(str(info.value).splitlines()) < 15
+
+
+def test_a_state_that_stands_higher_in_the_checkpoint_is_told_where(tmp_path):
+    params = {"dense": {"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)}}
+    moments = ({"mu": params, "nu": params},)
+    flaxckpt.save(tmp_path / "keys", {"opt_state": moments, "params": params})
+    with pytest.raises(errors.RestoreMismatchError, match=r'as \{"params": state\}'):
+        flaxckpt.load(tmp_path / "keys", params)
+    with pytest.raises(
+        errors.RestoreMismatchError, match="ask for them below opt_state/0/"
+    ):
+        flaxckpt.load(tmp_path / "keys", moments[0])
+    with pytest.raises(errors.RestoreMismatchError, match='missing="init"'):
+        flaxckpt.load(tmp_path / "keys", {**params, "head": jnp.ones(3)})
+    flaxckpt.save(tmp_path / "pair", (params, 1))
+    with pytest.raises(errors.RestoreMismatchError, match=r"as \(state,\)"):
+        flaxckpt.load(tmp_path / "pair", params)
+    strategies.assert_same((params,), flaxckpt.load(tmp_path / "pair", (params,)))
+
+
+def layers(count=10):
+    return {
+        f"layer_{i}": {
+            "kernel": jnp.full((4, 2), i + 1.0),
+            "bias": jnp.full(2, i + 1.0),
+        }
+        for i in range(count)
+    }
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        (lambda p: {"model": {"params": p}}, lambda p: {"params": p}),
+        (lambda p: {"params": p}, lambda p: {"model": {"params": p}}),
+        (lambda p: p, lambda p: {"params": p}),
+        (lambda p: {"params": p}, lambda p: p),
+        (
+            lambda p: {"a.b": {"params": p}, "other": 1},
+            lambda p: {"net": p, "other": 0},
+        ),
+        (lambda p: {**p, "other": 1}, lambda p: {"params": p, "other": 0}),
+        (lambda p: {"x": [p, 2], "y": p}, lambda p: {"z": {"params": p}, "y": p}),
+    ],
+)
+def test_one_missing_prefix_is_one_line_with_the_rename_to_paste(
+    tmp_path, stored, wanted
+):
+    flaxckpt.save(tmp_path / "c", stored(layers()))
+    empty = jax.tree.map(jnp.zeros_like, layers())
+    with pytest.raises(errors.RestoreMismatchError) as caught:
+        flaxckpt.load(tmp_path / "c", wanted(empty))
+    text = str(caught.value)
+    assert len(text.splitlines()) == 3, text
+    assert "20 leaves" in text.splitlines()[1]
+    assert len(caught.value.mismatches) == 20
+    pasted = re.search(r"transforms=(\[rename\(.*?\)\])", text)[1]
+    steps = eval(pasted, {"rename": transforms.rename})
+    found = flaxckpt.load(tmp_path / "c", wanted(empty), transforms=steps)
+    wanted_leaves = jax.tree.leaves(wanted(layers()))
+    for a, b in zip(wanted_leaves, jax.tree.leaves(found), strict=True):
+        np.testing.assert_array_equal(np.shape(a), np.shape(b))
+        if np.ndim(a):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_a_prefix_is_told_of_one_branch_beside_other_faults(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"model": {"params": layers()}, "step": 3})
+    wanted = {"params": layers(), "extra": jnp.ones(3), "step": 0}
+    with pytest.raises(errors.RestoreMismatchError) as caught:
+        flaxckpt.load(tmp_path / "c", wanted)
+    text = str(caught.value)
+    assert len(text.splitlines()) == 4, text
+    assert r'rename(r"model/(.*)", r"\1")' in text
+    assert "extra: wanted" in text
+    assert 'missing="init"' in text
+
+
+def test_one_leaf_elsewhere_is_told_as_a_leaf(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"model": {"w": jnp.ones(3)}, "other": jnp.ones(2)})
+    with pytest.raises(errors.RestoreMismatchError) as caught:
+        flaxckpt.load(tmp_path / "c", {"w": jnp.zeros(3)})
+    assert "w: wanted float32[3], found nothing" in str(caught.value)
+    assert r'rename(r"model/(.*)", r"\1")' in str(caught.value)
+    with pytest.raises(errors.RestoreMismatchError) as caught:
+        flaxckpt.load(tmp_path / "c", {"net": {"w": jnp.zeros(3)}})
+    assert "rename" not in str(caught.value)
+
+
+def test_leaves_of_other_shapes_or_other_models_are_no_moved_ones(tmp_path):
+    params = {"decoder": layers(2), "wide": {"layer_0": {"kernel": jnp.ones((9, 9))}}}
+    flaxckpt.save(tmp_path / "c", params)
+    for lacking in (
+        {"encoder": layers(2)},  # the decoder is asked for itself
+        {"narrow": {"layer_0": {"kernel": jnp.ones((4, 2))}}},
+    ):
+        with pytest.raises(errors.RestoreMismatchError) as caught:
+            flaxckpt.load(tmp_path / "c", {**params, **lacking})
+        assert "rename" not in str(caught.value)
+
+
+# ---- boxes ------------------------------------------------------------------------
+
+
+def test_a_leaf_does_not_take_the_value_of_a_dict(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"w": {"value": jnp.ones(3)}, "v": jnp.ones(3)})
+    wanted = {"w": jnp.zeros(3), "v": jnp.zeros(3)}
+    with pytest.raises(errors.RestoreMismatchError, match=r"w: wanted .*w/value"):
+        flaxckpt.load(tmp_path / "c", wanted)
+    found = flaxckpt.load(
+        tmp_path / "c", {**wanted, "w": jnp.full(3, 7.0)}, missing="init"
+    )
+    np.testing.assert_array_equal(found["w"], np.full(3, 7.0))
+
+
+def orbax_saved(path, state):
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(path, state)
+
+
+def test_boxes_of_other_formats_and_of_conversions_are_opened(tmp_path):
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    kernel = model.kernel.get_value()
+    boxed = {"kernel": {"value": kernel}, "bias": {"value": jnp.ones(2)}}
+    orbax_saved(tmp_path / "orbax", boxed)
+    plain = {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(2)}
+    found = flaxckpt.load(tmp_path / "orbax", plain)
+    np.testing.assert_array_equal(found["kernel"], kernel)
+    flaxckpt.convert(tmp_path / "orbax", tmp_path / "ours")
+    found = flaxckpt.load(tmp_path / "ours", nnx.Linear(3, 2, rngs=nnx.Rngs(1)))
+    np.testing.assert_array_equal(found.kernel.get_value(), kernel)
+
+
+def test_a_dict_with_more_than_a_value_is_no_box(tmp_path):
+    for name, more in (("leaf", jnp.ones(2)), ("container", {"deep": jnp.ones(2)})):
+        orbax_saved(tmp_path / name, {"w": {"value": jnp.ones(3), "more": more}})
+        with pytest.raises(errors.RestoreMismatchError):
+            flaxckpt.load(tmp_path / name, {"w": jnp.zeros(3)})
+
+
+def test_missing_leaves_may_keep_their_values(path):
+    wanted = {**STATE, "head": jnp.full(3, 9.0), "label": "new"}
+    with pytest.raises(errors.RestoreMismatchError, match="head"):
+        flaxckpt.load(path, wanted)
+    found = flaxckpt.load(path, wanted, missing="init")
+    strategies.assert_same(wanted, found)
+    abstract = {**STATE, "head": jax.ShapeDtypeStruct((3,), jnp.float32)}
+    with pytest.raises(errors.RestoreMismatchError, match="no value to start from"):
+        flaxckpt.load(path, abstract, missing="init")
+
+
+@pytest.mark.parametrize("option", [{"missing": "skip"}, {"unused": "maybe"}])
+def test_options_that_make_no_sense_are_refused(path, option):
+    with pytest.raises(errors.OptionError, match=next(iter(option))):
+        flaxckpt.load(path, STATE, **option)
+
+
+def test_floats_take_the_wanted_type_and_ints_only_grow(tmp_path):
+    saved = {"f": jnp.arange(4.0) / 3, "i": np.arange(3, dtype=np.int16)}
+    flaxckpt.save(tmp_path / "c", saved)
+    wanted = {"f": jnp.zeros(4, jnp.bfloat16), "i": np.zeros(3, np.int32)}
+    found = flaxckpt.load(tmp_path / "c", wanted)
+    strategies.assert_same(
+        {"f": saved["f"].astype(jnp.bfloat16), "i": saved["i"].astype(np.int32)}, found
+    )
+    with pytest.raises(errors.RestoreMismatchError, match=r"int8\[3\].*int16\[3\]"):
+        flaxckpt.load(tmp_path / "c", {"i": np.zeros(3, np.int8)})
+
+
+def test_a_python_number_fits_any_array_of_its_kind_that_holds_it(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"step": 300, "rate": 0.5})
+    wanted = {"step": jnp.int32(0), "rate": jnp.float32(0)}
+    strategies.assert_same(
+        {"step": jnp.int32(300), "rate": jnp.float32(0.5)},
+        flaxckpt.load(tmp_path / "c", wanted),
+    )
+    with pytest.raises(
+        errors.RestoreMismatchError, match=r"wanted .*, found the number 300"
+    ):
+        flaxckpt.load(tmp_path / "c", {"step": np.zeros((), np.uint8)})
+
+
+def test_an_array_comes_back_as_the_python_number_that_is_asked_for(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"step": jnp.int32(300), "rate": jnp.float32(0.5)})
+    found = flaxckpt.load(tmp_path / "c", {"step": 0, "rate": 0.0})
+    strategies.assert_same({"step": 300, "rate": 0.5}, found)
+
+
+def test_a_state_from_eval_shape_restores_the_step_that_is_a_python_int(tmp_path):
+    def create():
+        return train_state.TrainState.create(
+            apply_fn=None, params={"w": jnp.ones(3)}, tx=optax.adam(1e-3)
+        )
+
+    flaxckpt.save(tmp_path / "c", create())
+    found = flaxckpt.load(tmp_path / "c", jax.eval_shape(create))
+    assert isinstance(found.step, jax.Array)
+    assert found.step.weak_type
+    assert int(found.step) == 0
+
+
+def test_a_key_of_another_implementation_does_not_fit(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"key": jax.random.key(0)})
+    with pytest.raises(errors.RestoreMismatchError, match=r"rbg.*threefry2x32"):
+        flaxckpt.load(tmp_path / "c", {"key": jax.random.key(0, impl="rbg")})
+    abstract = jax.eval_shape(lambda: {"key": jax.random.key(0)})
+    strategies.assert_same_bits(
+        jax.random.key(0), flaxckpt.load(tmp_path / "c", abstract)["key"]
+    )
+
+
+def test_64_bit_arrays_are_not_cut_in_silence(tmp_path):
+    with jax.enable_x64(True):
+        flaxckpt.save(tmp_path / "c", {"n": jnp.arange(3), "w": jnp.ones(2)})
+        strategies.assert_same_bits(jnp.arange(3), flaxckpt.load(tmp_path / "c")["n"])
+    with pytest.raises(errors.RestoreMismatchError, match="jax_enable_x64"):
+        flaxckpt.load(tmp_path / "c")
+    found = flaxckpt.load(tmp_path / "c", {"n": np.zeros(3, np.int64)})
+    np.testing.assert_array_equal(found["n"], np.arange(3))
+
+
+def test_a_sharding_that_does_not_divide_is_a_mismatch(path):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    wanted = jax.ShapeDtypeStruct(
+        (4, 2), jnp.float32, sharding=NamedSharding(mesh, P("x"))
+    )
+    with pytest.raises(errors.RestoreMismatchError, match="params/dense/kernel"):
+        flaxckpt.load(path, {"params": {"dense": {"kernel": wanted}}})
+
+
+def test_a_mesh_without_devices_is_a_mismatch(path):
+    mesh = AbstractMesh((4,), ("x",))
+    wanted = jax.ShapeDtypeStruct(
+        (4, 2), jnp.float32, sharding=NamedSharding(mesh, P("x"))
+    )
+    with pytest.raises(errors.RestoreMismatchError, match="devices"):
+        flaxckpt.load(path, {"params": {"dense": {"kernel": wanted}}})
+
+
+def test_one_line_is_logged_per_save_and_restore(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="flaxckpt"):
+        flaxckpt.save(tmp_path / "c", STATE)
+        flaxckpt.load(tmp_path / "c")
+    assert [record.getMessage().split()[0] for record in caplog.records] == [
+        "saved",
+        "restored",
+    ]
+
+
+# ---- metadata --------------------------------------------------------------------
+
+
+def test_metadata_describes_all_leaves_without_reading_arrays(path):
+    for file in (path / "state").rglob("c/*"):
+        if file.is_file():
+            file.unlink()
+    found = flaxckpt.metadata(path)
+    assert list(found.leaves) == [
+        "params/dense/kernel",
+        "params/dense/bias",
+        "opt/0",
+        "opt/1",
+        "step",
+        "name",
+    ]
+    kernel = found.leaves["params/dense/kernel"]
+    assert (kernel.shape, kernel.dtype, kernel.chunk_shape) == (
+        (4, 2),
+        "float32",
+        (4, 2),
+    )
+    assert found.format == "flaxckpt"
+    assert found.total_bytes == 4 * 8 + 4 * 2 + 8 * 3 + 8 + 8
+    assert found.step is None
+    assert found.created is not None
+    assert found.committed is not None
+    assert found.created <= found.committed
+    assert not found.has_dataset
+
+
+# ---- damage ----------------------------------------------------------------------
+
+
+def array_files(path):
+    metadata = ("zarr.json", "manifest.ocdbt")
+    files = [
+        p
+        for p in (path / "state").rglob("*")
+        if p.is_file() and p.name not in metadata and not p.name.startswith("_")
+    ]
+    return [p for p in files if "array_metadatas" not in p.parts]
+
+
+@pytest.mark.parametrize("store", ["files", "ocdbt"])
+def test_a_flipped_bit_in_an_array_is_found(tmp_path, store):
+    # Incompressible, so that every byte of the file matters.
+    state = {"w": np.random.default_rng(0).bytes(4096)}
+    state["w"] = np.frombuffer(state["w"], np.uint8)
+    path = tmp_path / "c"
+    flaxckpt.save(path, state, layout=flaxckpt.ArrayLayout(store=store))
+    largest = max(array_files(path), key=lambda p: p.stat().st_size)
+    content = largest.read_bytes()
+    for place in range(0, len(content), 97):
+        flipped = bytearray(content)
+        flipped[place] ^= 4
+        largest.write_bytes(flipped)
+        with pytest.raises(errors.DamagedCheckpointError):
+            flaxckpt.load(path)
+    largest.write_bytes(content)
+    strategies.assert_same(state, flaxckpt.load(path))
+
+
+def test_missing_and_truncated_chunks_are_named(tmp_path):
+    state = {name: np.ones((64, 64)) for name in ("gone", "short", "fine")}
+    path = tmp_path / "c"
+    flaxckpt.save(path, state, layout=flaxckpt.ArrayLayout(store="files"))
+    (path / "state/gone/c.0.0").unlink()
+    chunk = path / "state/short/c.0.0"
+    chunk.write_bytes(chunk.read_bytes()[:-100])
+    with pytest.raises(errors.DamagedCheckpointError) as info:
+        flaxckpt.load(path)
+    assert isinstance(info.value, OSError)
+    assert "gone: " in str(info.value)
+    assert "short: " in str(info.value)
+    assert "fine: " not in str(info.value)
+    assert len(str(info.value).splitlines()) < 15
+    strategies.assert_same(
+        {"fine": state["fine"]}, flaxckpt.load(path, {"fine": state["fine"]})
+    )
+
+
+def test_missing_metadata_is_found(path):
+    (path / "_CHECKPOINT_METADATA").unlink()
+    with pytest.raises(errors.DamagedCheckpointError, match="is missing"):
+        flaxckpt.load(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["flaxckpt.json", "_CHECKPOINT_METADATA", "state/_strings.json"],
+)
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
+def test_changed_metadata_is_found(path, name, damage):
+    file = path / name
+    content = bytearray(file.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 1
+    file.write_bytes(content[: {"flip": None, "cut": -10, "empty": 0}[damage]])
+    with pytest.raises(errors.DamagedCheckpointError, match="has changed"):
+        flaxckpt.load(path)
+
+
+def manifest_of(leaf):
+    """A manifest whose only leaf is `leaf`."""
+    manifest = {"version": 1, "digests": {}, "ocdbt": False, "structure": "a"}
+    return json.dumps({**manifest, "leaves": [{"path": "a", **leaf}]}).encode()
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        b"[]",
+        b"{}",
+        b"[" * 100_000,
+        b'{"version": 1}',
+        b'{"version": 1, "structure": [], "leaves": [], "digests": {}, "ocdbt": 0}',
+        manifest_of(
+            {"type": "jax.Array", "dtype": "object", "shape": [], "chunks": []}
+        ),
+        manifest_of(
+            {"type": "jax.Array", "dtype": "int8", "shape": [-1], "chunks": [1]}
+        ),
+        manifest_of(
+            {"type": "jax.Array", "dtype": "int8", "shape": "no", "chunks": [1]}
+        ),
+        manifest_of({"type": "pickle"}),
+        b'{"version": 1, "structure": "a", "leaves": [], "digests": {}, "ocdbt": 0}',
+    ],
+)
+def test_a_manifest_that_is_none_is_damage(path, manifest):
+    (path / "commit_success.txt").unlink()
+    (path / "flaxckpt.json").write_bytes(manifest)
+    with pytest.raises((errors.DamagedCheckpointError, errors.CheckpointFormatError)):
+        flaxckpt.load(path)
+
+
+def test_a_manifest_of_a_later_version_says_so(path):
+    manifest = json.loads((path / "flaxckpt.json").read_text())
+    (path / "commit_success.txt").unlink()
+    (path / "flaxckpt.json").write_text(json.dumps({**manifest, "version": 99}))
+    with pytest.raises(errors.CheckpointFormatError, match="version 99"):
+        flaxckpt.load(path)
+
+
+def test_an_array_of_another_shape_than_recorded_is_damage(tmp_path):
+    path = tmp_path / "c"
+    flaxckpt.save(path, {"w": np.ones((4, 4))})
+    file = path / "state/w/zarr.json"
+    file.write_text(file.read_text().replace('"shape":[4,4]', '"shape":[8,4]'))
+    with pytest.raises(errors.DamagedCheckpointError, match="recorded as"):
+        flaxckpt.load(path)
+
+
+def test_nothing_is_returned_or_changed_when_a_restore_fails(path):
+    template = {"params": {"dense": {"kernel": jnp.full((4, 2), 5.0)}}, "new": 1}
+    before = jax.tree.map(np.array, template)
+    with pytest.raises(errors.RestoreMismatchError):
+        flaxckpt.load(path, template)
+    strategies.assert_same(before, jax.tree.map(np.array, template))
+
+
+@pytest.mark.parametrize("memory_map", [True, False])
+def test_a_checkpoint_replaced_while_it_is_read_is_not_mixed(
+    tmp_path, monkeypatch, memory_map
+):
+    """Half of it would be of one save, half of the other, each with good checksums."""
+    path = tmp_path / "c"
+    flaxckpt.save(path, {"w": np.ones(4), "v": np.ones(4)})
+    real = arrays_read._begin
+
+    def begin(work, *args):
+        if work.job.wanted.path == "v":
+            other = {"w": np.zeros(4), "v": np.zeros(4)}
+            flaxckpt.save(path, other, overwrite=True)
+        return real(work, *args)
+
+    monkeypatch.setattr(arrays_read, "_begin", begin)
+    with pytest.raises(errors.DamagedCheckpointError, match="replaced or deleted"):
+        flaxckpt.load(path, memory_map=memory_map)
+    monkeypatch.undo()
+    strategies.assert_same(flaxckpt.load(path)["w"], np.zeros(4))
+
+
+def test_a_checkpoint_deleted_while_it_is_read_says_so(tmp_path, monkeypatch):
+    path = tmp_path / "c"
+    flaxckpt.save(path, {"w": np.ones(4)})
+    real = arrays_read._begin
+
+    def begin(work, *args):
+        shutil.rmtree(path)
+        return real(work, *args)
+
+    monkeypatch.setattr(arrays_read, "_begin", begin)
+    with pytest.raises(errors.DamagedCheckpointError, match="replaced or deleted"):
+        flaxckpt.load(path)
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [("int4", "int8"), ("uint4", "uint8"), ("int2", "int4"), ("uint2", "uint16")],
+)
+def test_small_integers_are_widened_and_never_narrowed(tmp_path, found, wanted):
+    low, high = state_dtypes.bounds(found)
+    values = np.array([low, high, 0, 1], state_dtypes.to_numpy(found))
+    flaxckpt.save(tmp_path / "c", {"w": values})
+    like = np.zeros(4, state_dtypes.to_numpy(wanted))
+    again = flaxckpt.load(tmp_path / "c", {"w": like})["w"]
+    assert again.dtype == like.dtype
+    assert [int(value) for value in again] == [low, high, 0, 1]
+    flaxckpt.save(tmp_path / "d", {"w": like})
+    with pytest.raises(errors.RestoreMismatchError):
+        flaxckpt.load(tmp_path / "d", {"w": values})

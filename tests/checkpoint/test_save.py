@@ -1,0 +1,764 @@
+"""What is saved is the state as it was at the call, whole and durable."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import typing
+from collections import OrderedDict
+from pathlib import Path
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx, struct
+from flax.core import FrozenDict
+from flax.training import dynamic_scale, train_state
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt._state import dtypes as state_dtypes
+from flaxckpt._storage import files as storage_files
+from tests.helpers import strategies
+
+STORES = ("files", "ocdbt")
+
+
+def layout(store):
+    return flaxckpt.ArrayLayout(store=store)
+
+
+# ---- every kind of state and leaf -------------------------------------------------
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(strategies.trees, st.sampled_from(("auto", "ocdbt")))
+def test_any_tree_comes_back_without_a_template(tmp_path_factory, tree, store):
+    path = tmp_path_factory.mktemp("tree") / "c"
+    try:
+        flaxckpt.save(path, tree, layout=layout(store))
+    except errors.LeafNameError:
+        hypothesis.reject()
+    strategies.assert_same(tree, flaxckpt.load(path))
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_every_stored_dtype_comes_back(tmp_path, store):
+    names = sorted(state_dtypes._STORED_AS_IS | state_dtypes._STORED_AS_BYTES)
+    tree = {n: np.array([[0, 1], [1, 0]], state_dtypes.to_numpy(n)) for n in names}
+    tree["on jax"] = {
+        n: jnp.asarray(tree[n])
+        for n in names
+        if "64" not in n and "128" not in n and "float6" not in n and n[-1] != "1"
+    }
+    flaxckpt.save(tmp_path / "c", tree, layout=layout(store))
+    strategies.assert_same(tree, flaxckpt.load(tmp_path / "c"))
+    strategies.assert_same(tree, flaxckpt.load(tmp_path / "c", tree))
+
+
+LEAVES = {
+    "empty": jnp.zeros((0,)),
+    "empty2": np.zeros((3, 0), np.int8),
+    "scalar": jnp.float32(2.5),
+    "numpy scalar": np.float16(1.5),
+    "numpy 0-d": np.array(7),
+    "int": -3,
+    "float": float("inf"),
+    "bool": True,
+    "complex": 1 - 2j,
+    "str": "a/b ~ü\n\0",
+    "none": None,
+    "nodes": [{}, [], (), optax.EmptyState(), optax.MaskedNode()],
+    "key": jax.random.key(3),
+    "keys": jax.random.split(jax.random.key(4, impl="rbg"), (2, 3)),
+    "weak": jnp.asarray(5),
+    "weak array": jnp.stack([jnp.asarray(1.0), jnp.asarray(2.0)]),
+    "not contiguous": np.arange(12.0).reshape(3, 4).T[::2],
+    "big endian": np.arange(3, dtype=">f4"),
+}
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_every_kind_of_leaf_comes_back(tmp_path, store):
+    flaxckpt.save(tmp_path / "c", LEAVES, layout=layout(store))
+    found = flaxckpt.load(tmp_path / "c")
+    again = flaxckpt.load(tmp_path / "c", LEAVES)
+    wanted = {**LEAVES, "big endian": LEAVES["big endian"].astype("f4")}
+    strategies.assert_same(wanted, found)
+    strategies.assert_same(wanted, again)
+
+
+class State(train_state.TrainState):
+    batch_stats: dict
+    ema: FrozenDict
+    dropout_key: jax.Array
+    scale: dynamic_scale.DynamicScale
+    name: str = struct.field(pytree_node=False, default="run")
+
+
+class Net(linen.Module):
+    @linen.compact
+    def __call__(self, x, train: bool):
+        init = linen.with_partitioning(linen.initializers.lecun_normal(), (None, "mp"))
+        x = linen.Dense(4, kernel_init=init)(x)
+        return linen.BatchNorm(use_running_average=not train)(x)
+
+
+def linen_state():
+    net = Net()
+    variables = net.init(jax.random.key(0), jnp.ones((2, 3)), train=False)
+    return State.create(
+        apply_fn=net.apply,
+        params=variables["params"],
+        tx=optax.chain(optax.clip(1.0), optax.adamw(1e-3)),
+        batch_stats=variables["batch_stats"],
+        ema=FrozenDict({"kernel": jnp.ones(3, jnp.bfloat16)}),
+        dropout_key=jax.random.key(1),
+        scale=dynamic_scale.DynamicScale(),
+    )
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        jnp.ones(3),
+        nnx.Param(jnp.ones(3)),
+        {"": jnp.ones(3), "empty": FrozenDict({}), "ordered": OrderedDict()},
+        (optax.EmptyState(), nnx.State({}), [FrozenDict({"a": {}})]),
+    ],
+    ids=["array", "variable", "empty names and containers", "empty classes"],
+)
+def test_bare_leaves_and_empty_containers_come_back(tmp_path, state):
+    flaxckpt.save(tmp_path / "c", state)
+    for found in (flaxckpt.load(tmp_path / "c"), flaxckpt.load(tmp_path / "c", state)):
+        assert jax.tree.structure(found) == jax.tree.structure(state)
+        strategies.assert_same_state(state, found)
+
+
+def test_modules_without_variables_come_back(tmp_path):
+    model, _ = nnx_state()
+    state = {"a": model, "b": model, "nothing": nnx.List([])}
+    flaxckpt.save(tmp_path / "c", state)
+    found = flaxckpt.load(tmp_path / "c", state)
+    assert found["a"] is found["b"]
+    assert len(found["nothing"]) == 0
+
+
+def test_a_directory_around_a_checkpoint_is_not_overwritten(tmp_path):
+    flaxckpt.save(tmp_path / "around" / "c", {"a": 1})
+    with pytest.raises(errors.CheckpointExistsError, match="no checkpoint"):
+        flaxckpt.save(tmp_path / "around", {"a": 2}, overwrite=True)
+    assert flaxckpt.load(tmp_path / "around" / "c") == {"a": 1}
+
+
+def test_a_train_state_subclass_comes_back_in_its_own_class(tmp_path):
+    state = linen_state()
+    flaxckpt.save(tmp_path / "c", state)
+    found = flaxckpt.load(tmp_path / "c", state)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    strategies.assert_same_state(state, found)
+    abstract = jax.eval_shape(lambda: state)
+    found = flaxckpt.load(tmp_path / "c", abstract)
+    assert isinstance(found, State)
+    assert found.apply_fn is state.apply_fn
+    assert isinstance(found.step, jax.Array)
+    assert found.step.weak_type
+
+
+def test_field_classes_of_flax_and_optax_come_back_without_a_template(tmp_path, caplog):
+    state = linen_state()
+    flaxckpt.save(tmp_path / "c", state)
+    found = flaxckpt.load(tmp_path / "c")
+    assert "test_save:State" in caplog.text
+    strategies.assert_same_state(found["opt_state"], state.opt_state)
+    assert jax.tree.structure(found["opt_state"]) == jax.tree.structure(state.opt_state)
+    assert type(found["ema"]) is FrozenDict
+    assert found["scale"] == state.scale
+    assert type(found["params"]["Dense_0"]["kernel"]) is linen.Partitioned
+
+
+def test_the_callers_own_classes_come_back_if_they_are_named(tmp_path, caplog):
+    state = linen_state()
+    flaxckpt.save(tmp_path / "c", {"state": state, "pair": Pair(1, 2)})
+    found = flaxckpt.load(tmp_path / "c", types=[State, Pair])
+    assert not caplog.records
+    assert type(found["state"]) is State
+    assert found["pair"] == Pair(1, 2)
+    assert found["state"].apply_fn is None
+    strategies.assert_same_state(state, found["state"])
+
+
+@struct.dataclass
+class Layered:
+    layers: list
+    pair: tuple
+    sizes: tuple = struct.field(pytree_node=False)
+
+
+def test_lists_and_tuples_in_a_dataclass_stay_what_they_are(tmp_path):
+    state = Layered([1, 2.5], (3, [4]), sizes=(5, (6, 7)))
+    flaxckpt.save(tmp_path / "c", state)
+    found = flaxckpt.load(tmp_path / "c", types=[Layered])
+    assert found == state
+    assert type(found.layers) is list
+    assert found.sizes == (5, (6, 7))
+
+
+def test_a_class_whose_fields_have_changed_becomes_a_dict(tmp_path, caplog):
+    class Changed(typing.NamedTuple):
+        uno: int
+
+    flaxckpt.save(tmp_path / "c", {"pair": Pair(1, 2)})
+    Changed.__qualname__, Changed.__module__ = "Pair", __name__
+    found = flaxckpt.load(tmp_path / "c", types=[Changed])
+    assert found == {"pair": {"one": 1, "other": 2}}
+    assert "becomes a dict" in caplog.text
+
+
+class Pair(typing.NamedTuple):
+    one: int
+    other: int
+
+
+class Classifier(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(3, 3, rngs=rngs) for _ in range(2)])
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.tied = self.layers[0].kernel
+
+
+def nnx_state():
+    model = Classifier(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+
+def test_nnx_objects_come_back_as_new_objects_that_share_what_they_shared(tmp_path):
+    model, optimizer = nnx_state()
+    wanted = {"model": model, "optimizer": optimizer, "rngs": nnx.Rngs(7), "n": 3}
+    flaxckpt.save(tmp_path / "c", wanted)
+    blank = nnx.eval_shape(nnx_state)
+    template = {
+        "model": blank[0],
+        "optimizer": blank[1],
+        "rngs": nnx.Rngs(0),
+        "n": 0,
+    }
+    found = flaxckpt.load(tmp_path / "c", template)
+    assert found["n"] == 3
+    assert found["model"] is not model
+    assert found["model"].tied is found["model"].layers[0].kernel
+    for name in ("model", "optimizer", "rngs"):
+        strategies.assert_same_state(nnx.state(wanted[name]), nnx.state(found[name]))
+    assert jax.random.key_data(found["rngs"]()) == pytest.approx(
+        jax.random.key_data(wanted["rngs"]())
+    )
+
+
+def test_an_nnx_state_comes_back_without_a_template(tmp_path):
+    model, _ = nnx_state()
+    state = nnx.state(model)
+    flaxckpt.save(tmp_path / "c", state)
+    found = flaxckpt.load(tmp_path / "c")
+    assert type(found) is nnx.State
+    strategies.assert_same_state(state, found)
+    assert type(found["norm"]["mean"]) is nnx.BatchStat
+
+
+def test_module_state_and_pure_dict_have_the_same_leaf_paths(tmp_path):
+    model, _ = nnx_state()
+    forms = (model, nnx.state(model), nnx.to_pure_dict(nnx.state(model)))
+    paths = []
+    for i, form in enumerate(forms):
+        flaxckpt.save(tmp_path / str(i), {"model": form})
+        paths.append(sorted(flaxckpt.metadata(tmp_path / str(i)).leaves))
+    assert paths[0] == paths[1] == paths[2]
+    assert "model/layers/0/kernel" in paths[0]
+
+
+# ---- sharded ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("spec", [P(), P("x"), P("x", "y"), P(None, ("x", "y"))])
+def test_shards_come_back_onto_any_mesh(tmp_path, store, spec):
+    mesh = jax.make_mesh(
+        (2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
+    array = jax.device_put(
+        jnp.arange(16 * 8.0).reshape(16, 8), NamedSharding(mesh, spec)
+    )
+    flaxckpt.save(tmp_path / "c", {"w": array}, layout=layout(store))
+    np.testing.assert_array_equal(flaxckpt.load(tmp_path / "c")["w"], array)
+    other = jax.make_mesh((8,), ("z",), axis_types=(jax.sharding.AxisType.Auto,))
+    for sharding in (
+        array.sharding,
+        NamedSharding(other, P("z")),
+        NamedSharding(other, P(None, "z")),
+        NamedSharding(other, P()),
+        jax.sharding.SingleDeviceSharding(jax.devices()[5]),
+    ):
+        wanted = jax.ShapeDtypeStruct(array.shape, jnp.float32, sharding=sharding)
+        found = flaxckpt.load(tmp_path / "c", {"w": wanted})["w"]
+        assert found.sharding == sharding
+        np.testing.assert_array_equal(found, array)
+
+
+def test_chunks_follow_the_shards_and_the_byte_bound(tmp_path):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    array = jax.device_put(jnp.ones((16, 1024)), NamedSharding(mesh, P("x")))
+    small = flaxckpt.ArrayLayout(chunk_bytes=4096)
+    flaxckpt.save(tmp_path / "whole", {"w": array})
+    flaxckpt.save(tmp_path / "small", {"w": array}, layout=small)
+    whole = flaxckpt.metadata(tmp_path / "whole").leaves["w"]
+    cut = flaxckpt.metadata(tmp_path / "small").leaves["w"]
+    assert whole.chunk_shape == (2, 1024)
+    assert cut.chunk_shape == (1, 1024)
+    np.testing.assert_array_equal(flaxckpt.load(tmp_path / "small")["w"], array)
+
+
+def test_an_uncommitted_array_stays_free_to_move(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"a": jnp.ones(3)})
+    assert not flaxckpt.load(tmp_path / "c")["a"].committed
+    assert not flaxckpt.load(tmp_path / "c", {"a": jnp.zeros(3)})["a"].committed
+
+
+# ---- torn saves ------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def donating_step(state):
+    return jax.tree.map(lambda x: x * 2 + 1, state)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_donated_arrays_are_saved_as_they_were(tmp_path, devices):
+    mesh = jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices])
+    sharding = NamedSharding(mesh, P("x"))
+    state = {
+        f"w{i}": jax.device_put(jnp.full((64, 512), float(i)), sharding)
+        for i in range(8)
+    }
+    wanted = {name: np.array(value, copy=True) for name, value in state.items()}
+    handle = flaxckpt.save_async(tmp_path / "c", state)
+    for _ in range(50):
+        state = donating_step(state)
+    handle.wait()
+    found = flaxckpt.load(tmp_path / "c")
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[name], value)
+
+
+def test_donation_works_again_once_the_save_is_done(tmp_path):
+    state = {"w": jnp.ones((64, 64))}
+    flaxckpt.save_async(tmp_path / "c", state).wait()
+    donating_step(state)
+    assert state["w"].is_deleted()
+
+
+def test_numpy_leaves_changed_in_place_are_saved_as_they_were(tmp_path):
+    array = np.zeros((512, 512))
+    handle = flaxckpt.save_async(tmp_path / "c", {"a": array, "view": array[::2].T})
+    array += 1
+    handle.wait()
+    found = flaxckpt.load(tmp_path / "c")
+    assert not found["a"].any()
+    assert not found["view"].any()
+
+
+def test_nnx_objects_trained_meanwhile_are_saved_as_they_were(tmp_path):
+    model, optimizer = nnx_state()
+
+    @nnx.jit
+    def train_step(model, optimizer):
+        grads = nnx.grad(lambda m: jnp.sum(m.layers[0](jnp.ones((2, 3)))))(model)
+        optimizer.update(model, grads)
+
+    def values(model, optimizer):
+        kinds = (nnx.Param, nnx.BatchStat, nnx.OptState)
+        return jax.tree.map(np.array, nnx.state((model, optimizer.opt_state), kinds))
+
+    handles, wanted = [], []
+    for i in range(5):
+        wanted.append(values(model, optimizer))
+        handles.append(flaxckpt.save_async(tmp_path / str(i), (model, optimizer)))
+        for _ in range(3):
+            train_step(model, optimizer)
+            model.layers[1].bias[...] += 1
+    for handle in handles:
+        handle.wait()
+    for i in range(5):
+        model, optimizer = flaxckpt.load(tmp_path / str(i), nnx.eval_shape(nnx_state))
+        assert optimizer.step[...] == 3 * i
+        strategies.assert_same_state(wanted[i], values(model, optimizer))
+
+
+def test_a_deleted_array_is_an_error_at_the_call(tmp_path):
+    state = {"w": jnp.ones(3), "v": jnp.ones(3)}
+    state["w"].delete()
+    with pytest.raises(errors.UnsupportedLeafError, match="w: found an array that was"):
+        flaxckpt.save_async(tmp_path / "c", state)
+
+
+# ---- bad states ------------------------------------------------------------------
+
+
+def test_leaves_that_cannot_be_saved_are_all_named(tmp_path):
+    state = {
+        "f": sum,
+        "o": np.array([object()]),
+        "s": np.array(["a"]),
+        "i": 2**63,
+        "b": b"bytes",
+        "ok": 1,
+    }
+    with pytest.raises(errors.UnsupportedLeafError) as info:
+        flaxckpt.save(tmp_path / "c", state)
+    assert list(info.value.leaves) == ["f", "o", "s", "i", "b"]
+    assert isinstance(info.value, TypeError)
+    assert len(str(info.value).splitlines()) < 15
+    assert not list(tmp_path.iterdir())
+
+
+def test_abstract_leaves_have_nothing_to_save(tmp_path):
+    state = jax.eval_shape(lambda: {"a": jnp.ones(3)})
+    with pytest.raises(errors.UnsupportedLeafError, match="a: found an abstract leaf"):
+        flaxckpt.save(tmp_path / "c", state)
+
+
+def test_traced_values_cannot_be_saved(tmp_path):
+    @jax.jit
+    def train(x):
+        flaxckpt.save(tmp_path / "c", {"x": x})
+        return x
+
+    with pytest.raises(errors.UnsupportedLeafError, match="traced"):
+        train(jnp.ones(3))
+
+
+PAIR = "\ud83d\ude00"  # two code units; JSON makes one character of them
+LONE = "a\udc80b"  # of a file name that is no UTF-8, as os.fsdecode gives it
+EMOJI = "\N{GRINNING FACE}"
+
+
+@struct.dataclass
+class Named:
+    x: typing.Any
+    name: typing.Any = struct.field(pytree_node=False, default="")
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("text", [LONE, EMOJI, "a\0b", LONE * 2, "\ude00\ud83d"])
+def test_texts_come_back_exactly(tmp_path, store, text):
+    state = Named({"text": text, "list": [text], "w": jnp.ones(2)}, text)
+    options = {"layout": layout(store), "metadata": {text: [text]}}
+    flaxckpt.save(tmp_path / "c", state, **options)
+    for found in (
+        flaxckpt.load(tmp_path / "c", state),
+        flaxckpt.load(tmp_path / "c", types=[Named]),
+    ):
+        assert found.x["text"] == found.x["list"][0] == found.name == text
+    assert flaxckpt.metadata(tmp_path / "c").custom == {text: [text]}
+
+
+@pytest.mark.parametrize(
+    ("state", "path"),
+    [
+        ({"a": {"text": f"x{PAIR}"}}, "a/text"),
+        ([FrozenDict(text=PAIR)], "0/text"),
+        (Named({"text": PAIR}), "x/text"),
+        ({"a": Named(jnp.ones(2), PAIR)}, "a"),
+        ({"a": Named(jnp.ones(2), (1, (PAIR,)))}, "a"),
+        ({"a": nnx.Param(jnp.ones(2), tag=PAIR)}, "a"),
+        ({"a": linen.Partitioned(jnp.ones(2), names=(PAIR,))}, "a"),
+    ],
+)
+def test_texts_that_would_not_come_back_are_refused(tmp_path, state, path):
+    with pytest.raises(errors.UnsupportedLeafError, match="surrogates") as info:
+        flaxckpt.save(tmp_path / "c", state)
+    assert list(info.value.leaves) == [path]
+    str(info.value).encode()  # it can be printed
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("text", [LONE, PAIR])
+def test_keys_that_are_no_unicode_are_refused(tmp_path, text):
+    for value in (jnp.ones(2), "text", 1, {}):
+        with pytest.raises(errors.LeafNameError, match="no valid Unicode"):
+            flaxckpt.save(tmp_path / "c", {"a": {text: value}})
+    with pytest.raises(errors.OptionError, match="metadata"):
+        flaxckpt.save(tmp_path / "c", {"a": 1}, metadata={"a": PAIR})
+
+
+class Sub(np.ndarray):
+    """A user's own array with a unit."""
+
+    unit = "m"
+
+
+class SubFloat(np.float64):
+    """A user's own number."""
+
+
+REFUSED = {
+    "masked": np.ma.masked_array([1, 2, 3], [0, 1, 0]),
+    "nothing masked": np.ma.masked_array([1.0, 2.0]),
+    "masked constant": np.ma.masked,
+    "matrix": np.ones((1, 2)).view(np.matrix),
+    "records of one type": np.rec.fromarrays([[1.0], [2.0]], names="a,b"),
+    "plain records": np.zeros(3).view(np.recarray),
+    "own": np.arange(3).view(Sub),
+    "own number": SubFloat(1.5),
+    "structured": np.zeros(2, [("a", "f4")]),
+    "date": np.array(["2020-01-01"], "M8[D]"),
+    "duration": np.timedelta64(3, "s"),
+    "text": np.array(["a"]),
+    "bytes": np.bytes_(b"a"),
+    "void": np.void(b"abc"),
+    "objects": np.array([1, None], object),
+    "long": np.zeros(2, np.longdouble),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_numpy_values_that_would_not_come_back_are_refused(tmp_path, name):
+    value = REFUSED[name]
+    for state in ({"a": {"b": value}, "c": 1}, FrozenDict(a=[value], c=1)):
+        with pytest.raises(errors.UnsupportedLeafError) as info:
+            flaxckpt.save(tmp_path / "c", state)
+        [path] = info.value.leaves
+        assert path in ("a/b", "a/0")
+        assert ("mask" in info.value.leaves[path]) == ("mask" in name)
+        with pytest.raises(errors.UnsupportedLeafError):
+            flaxckpt.save_async(tmp_path / "c", state)
+    assert not (tmp_path / "c").exists()
+
+
+def test_the_advice_on_a_masked_array_works(tmp_path):
+    array = np.ma.masked_array([1, 2, 3], [0, 1, 0])
+    with pytest.raises(errors.UnsupportedLeafError, match="getmaskarray"):
+        flaxckpt.save(tmp_path / "c", {"x": array})
+    state = {"x": array.data, "mask": np.ma.getmaskarray(array)}
+    flaxckpt.save(tmp_path / "c", state)
+    strategies.assert_same(state, flaxckpt.load(tmp_path / "c"))
+
+
+def test_a_memory_map_is_saved_as_the_array_that_it_is(tmp_path):
+    array = np.memmap(tmp_path / "file", np.float32, "w+", shape=(3,))
+    array[:] = 1, 2, 3
+    flaxckpt.save(tmp_path / "c", {"x": array})
+    strategies.assert_same({"x": np.array(array)}, flaxckpt.load(tmp_path / "c"))
+
+
+@pytest.mark.parametrize(
+    ("state", "store"),
+    [
+        ({"a": {"b": 1}, "a.b": 2}, "ocdbt"),
+        ({"a": {"b": None}, "a.b": 2}, "ocdbt"),
+        ({"a/b": 1}, "files"),
+        ({"..": 1}, "files"),
+        ({"_METADATA": 1}, "files"),
+        ({"x" * 300: 1}, "files"),
+        ({"a\\b": 1}, "files"),
+        ({"~": "text"}, "ocdbt"),
+        ({"a": "x", "a/b": "y"}, "ocdbt"),
+        ({"nul\0": 1}, "ocdbt"),
+    ],
+)
+def test_names_that_collide_or_cannot_be_stored_are_refused(tmp_path, state, store):
+    with pytest.raises(errors.LeafNameError) as info:
+        flaxckpt.save(tmp_path / "c", state, layout=layout(store))
+    assert len(info.value.names) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_auto_takes_the_store_that_holds_the_names(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"a/b": np.ones(2), "x" * 300: np.ones(2)})
+    assert (tmp_path / "c/state/manifest.ocdbt").exists()
+    flaxckpt.save(tmp_path / "d", {"a": np.ones(2)})
+    assert not (tmp_path / "d/state/manifest.ocdbt").exists()
+
+
+def test_an_existing_path_is_kept_unless_overwriting_a_checkpoint(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"a": 1})
+    with pytest.raises(errors.CheckpointExistsError, match="overwrite=True"):
+        flaxckpt.save(tmp_path / "c", {"a": 2})
+    assert flaxckpt.load(tmp_path / "c") == {"a": 1}
+    flaxckpt.save(tmp_path / "c", {"b": 3}, overwrite=True)
+    assert flaxckpt.load(tmp_path / "c") == {"b": 3}
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "thesis.txt").touch()
+    with pytest.raises(errors.CheckpointExistsError, match="no checkpoint"):
+        flaxckpt.save(tmp_path / "d", {"a": 2}, overwrite=True)
+
+
+def test_saves_of_one_path_at_one_time_do_not_mix(tmp_path):
+    states = [{f"w{i}": np.full((64, 64), v) for i in range(8)} for v in range(6)]
+    handles = [flaxckpt.save_async(tmp_path / "c", s, overwrite=True) for s in states]
+    for handle in handles:
+        handle.wait()
+    found = flaxckpt.load(tmp_path / "c")
+    strategies.assert_same(states[int(found["w0"][0, 0])], found)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_metadata_must_be_json(tmp_path):
+    for strange in ({"f": sum}, {1: 2}, {"a": [{"b": {True: 1}}]}, 3):
+        with pytest.raises(errors.OptionError, match="JSON"):
+            flaxckpt.save(tmp_path / "c", {"a": 1}, metadata=strange)
+        with pytest.raises(errors.OptionError, match="JSON"):
+            flaxckpt.Checkpointer(tmp_path / "run", metadata=strange)
+    flaxckpt.save(tmp_path / "c", {"a": 1}, metadata={"lr": 0.1, "tags": ["x"]})
+    assert flaxckpt.metadata(tmp_path / "c").custom == {"lr": 0.1, "tags": ["x"]}
+
+
+@pytest.mark.parametrize(
+    "option", [{"chunk_bytes": 0}, {"store": "s3"}, {"codec": "x"}]
+)
+def test_a_layout_that_makes_no_sense_is_refused(option):
+    with pytest.raises(errors.OptionError, match=next(iter(option))):
+        flaxckpt.ArrayLayout(**option)
+
+
+@pytest.mark.parametrize("codec", ["none", "compact", "zstd"])
+@pytest.mark.parametrize("checksum", [True, False])
+def test_every_codec_keeps_the_values(tmp_path, codec, checksum):
+    chosen = flaxckpt.ArrayLayout(codec=codec, checksum=checksum, store="files")
+    state = {"w": np.random.default_rng(0).normal(size=(64, 64)), "b": np.ones(3) > 0}
+    flaxckpt.save(tmp_path / "c", state, layout=chosen)
+    strategies.assert_same(state, flaxckpt.load(tmp_path / "c"))
+    codecs = json.loads((tmp_path / "c/state/w/zarr.json").read_text())["codecs"]
+    assert ("crc32c" in [codec["name"] for codec in codecs]) == checksum
+
+
+def test_an_array_larger_than_the_budget_is_saved_and_restored(tmp_path):
+    state = {f"w{i}": np.full((64, 64), i) for i in range(5)}
+    with flaxckpt.Checkpointer(tmp_path, max_concurrent_bytes=1000) as ckpt:
+        ckpt.save(1, state)
+        strategies.assert_same(state, ckpt.restore())
+
+
+# ---- durable ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_everything_is_synced_before_the_commit_and_the_parent_after(
+    tmp_path, monkeypatch, store
+):
+    """Holds the order of syncs and renames at the system calls of our process."""
+    calls = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(descriptor):
+        calls.append(("fsync", str(Path(f"/proc/self/fd/{descriptor}").readlink())))
+        real_fsync(descriptor)
+
+    def rename(source, target, **kwargs):
+        calls.append(("rename", os.fspath(source), os.fspath(target)))
+        real_rename(source, target, **kwargs)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    run = tmp_path / "new" / "run"
+    flaxckpt.save(run / "c", {"w": jnp.ones((8, 8)), "s": "x"}, layout=layout(store))
+    final = str(run / "c")
+    [commit] = [i for i, call in enumerate(calls) if call[2:] == (final,)]
+    temporary = calls[commit][1]
+    assert ("fsync", str(run)) in calls[commit:]
+    synced = {path for kind, path, *_ in calls[:commit] if kind == "fsync"}
+    written = {
+        str(path).replace(final, temporary, 1) for path in (run / "c").rglob("*")
+    }
+    assert written | {temporary, str(tmp_path), str(tmp_path / "new")} <= synced
+
+
+def test_a_failed_save_leaves_nothing_and_says_what_to_do(tmp_path, monkeypatch):
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(storage_files, "sync_tree", full)
+    handle = flaxckpt.save_async(tmp_path / "c", {"a": jnp.ones(3)})
+    with pytest.raises(errors.SaveFailedError, match="No space left") as info:
+        handle.wait()
+    assert isinstance(info.value, OSError)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    flaxckpt.save(tmp_path / "c", {"a": jnp.ones(3)})
+
+
+def run_script(script, *args):
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_script_that_just_ends_finishes_its_save(tmp_path):
+    done = run_script(
+        """
+        import sys, jax.numpy as jnp, flaxckpt
+        state = {f"w{i}": jnp.full((256, 256), float(i)) for i in range(40)}
+        flaxckpt.Checkpointer(sys.argv[1]).save(3, state)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(flaxckpt.load(tmp_path)["w39"][0, 0]) == 39
+
+
+def test_a_script_that_just_ends_exits_non_zero_if_its_save_fails(tmp_path):
+    done = run_script(
+        """
+        import resource, signal, sys, jax.numpy as jnp, flaxckpt
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        flaxckpt.save_async(sys.argv[1] + "/c", {"w": jnp.ones((512, 512))})
+        """,
+        tmp_path,
+    )
+    assert done.returncode != 0
+    assert "could not be saved" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("other", ["c.0", "zarr.json", "c", "b"])
+def test_an_array_without_a_name_does_not_meet_others(tmp_path, codec, other):
+    state = {"": np.arange(2048.0), other: np.ones(2048)}
+    layout = flaxckpt.ArrayLayout(codec=codec)
+    with flaxckpt.Checkpointer(tmp_path / "run", layout=layout) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state).wait()
+            strategies.assert_same(ckpt.restore(), state)
+    files = flaxckpt.ArrayLayout(codec=codec, store="files")
+    with pytest.raises(errors.LeafNameError, match="no name of a directory"):
+        flaxckpt.save(tmp_path / "c", state, layout=files)
+    flaxckpt.save(tmp_path / "alone", {"": state[""]}, layout=files)
+    strategies.assert_same(flaxckpt.load(tmp_path / "alone")[""], state[""])
+
+
+def test_a_key_that_is_no_unicode_is_refused(tmp_path):
+    with pytest.raises(errors.LeafNameError, match="no valid Unicode"):
+        flaxckpt.save(tmp_path / "c", {"\udc80": np.ones(2)})
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "msgpack", "npz", "pt", "H5", "bin"])
+def test_a_name_that_asks_for_a_file_is_refused(tmp_path, suffix):
+    path = tmp_path / f"model.{suffix}"
+    with pytest.raises(errors.OptionError, match="makes a directory") as info:
+        flaxckpt.save(path, {"w": np.ones(3)}, overwrite=True)
+    assert ("flaxckpt.convert(" in str(info.value)) == (len(suffix) > 3)
+    assert not path.exists()
+    flaxckpt.save(tmp_path / "model.v1.5", {"w": np.ones(3)})

@@ -1,0 +1,607 @@
+"""What `verify` finds, and what becomes of steps that are damaged."""
+
+import errno
+import itertools
+import json
+import logging
+import os
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import tensorstore as ts
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt._steps import markers as steps_markers
+from flaxckpt._storage import files as storage_files
+from flaxckpt.formats._native import checkpoint as native_checkpoint
+from flaxckpt.policies import LatestN
+from tests.helpers import strategies
+
+LAYOUTS = {
+    f"{store} {codec} zarr{version}": flaxckpt.ArrayLayout(
+        store=store, codec=codec, zarr_version=version
+    )
+    for store, codec, version in itertools.product(
+        ("files", "ocdbt"), ("none", "compact", "zstd"), (3, 2)
+    )
+}
+FILES = LAYOUTS["files none zarr3"]
+
+
+class Iterator:
+    """A dataset iterator, as far as checkpoints know it."""
+
+    def __init__(self):
+        self.position = 7
+
+    def get_state(self):
+        return {"position": self.position}
+
+    def set_state(self, state):
+        self.position = state["position"]
+
+
+def state(step):
+    return {
+        "w": np.full((4, 4), float(step)),
+        "table": np.arange(4096, dtype=np.int32).reshape(64, 64) // 7 + step,
+        "name": f"step {step}",
+        "step": step,
+    }
+
+
+def run(root, *steps, layout=FILES, **options):
+    """A run with some steps."""
+    ckpt = flaxckpt.Checkpointer(root, layout=layout, **options)
+    for step in steps:
+        ckpt.save(step, state(step), metrics={"loss": 0.5}, dataset=Iterator())
+    ckpt.wait()
+    return ckpt
+
+
+def flip(file, at=3):
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+def files(path):
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+@pytest.fixture(params=sorted(LAYOUTS))
+def layout(request):
+    return LAYOUTS[request.param]
+
+
+# ---- what is found --------------------------------------------------------------
+
+
+def test_a_good_checkpoint_is_good_to_the_last_byte(tmp_path, layout):
+    run(tmp_path, 1, layout=layout)
+    report = flaxckpt.verify(tmp_path, step=1)
+    assert report.ok, str(report)
+    assert (report.step, report.format, report.path) == (
+        1,
+        "flaxckpt",
+        str(tmp_path / "1"),
+    )
+    assert (report.problems, report.unread, report.unchecked) == ({}, {}, {})
+    assert report.extra == ()
+    compared = [f for f in files(tmp_path / "1") if f.suffix != ".json"]
+    assert report.bytes_checked > 0.5 * sum(f.stat().st_size for f in compared)
+    assert f"{tmp_path / '1'} is good" in str(report)
+    assert " kB checked in " in str(report)  # not 0.0 MB
+
+
+def test_every_flipped_byte_is_found(tmp_path, layout):
+    """The first, the last and some bytes between of each file; a bit of each."""
+    run(tmp_path, 1, layout=layout)
+    flips = 0
+    for file in files(tmp_path / "1"):
+        content = file.read_bytes()
+        for at in {*range(0, len(content), 1 + len(content) // 9), len(content) - 1}:
+            changed = bytearray(content)
+            changed[at] ^= 1 << (at % 8)
+            file.write_bytes(changed)
+            report = flaxckpt.verify(tmp_path / "1")
+            assert report.problems, f"{file} at {at}"
+            flips += 1
+        file.write_bytes(content)
+    assert flips > 80
+    assert flaxckpt.verify(tmp_path / "1").ok
+
+
+def test_every_file_that_is_missing_or_cut_short_is_found(tmp_path, layout):
+    run(tmp_path, 1, layout=layout)
+    for file in files(tmp_path / "1"):
+        content = file.read_bytes()
+        file.write_bytes(content[:-1])
+        assert flaxckpt.verify(tmp_path / "1").problems, file
+        file.unlink()
+        assert flaxckpt.verify(tmp_path / "1").problems, file
+        file.write_bytes(content)
+    assert flaxckpt.verify(tmp_path / "1").ok
+
+
+@pytest.mark.parametrize("added", [b" ", b"\n", b"\0", b"x"])
+def test_every_file_with_a_byte_more_is_found(tmp_path, layout, added):
+    run(tmp_path, 1, layout=layout)
+    for file in files(tmp_path / "1"):
+        content = file.read_bytes()
+        file.write_bytes(content + added)
+        assert flaxckpt.verify(tmp_path / "1").problems, file
+        file.write_bytes(content)
+    assert flaxckpt.verify(tmp_path / "1").ok
+
+
+def test_every_directory_that_is_missing_is_found(tmp_path, layout):
+    run(tmp_path / "run", 1, layout=layout)
+    for directory in [p for p in (tmp_path / "run/1").rglob("*") if p.is_dir()]:
+        directory.rename(tmp_path / "aside")
+        assert flaxckpt.verify(tmp_path / "run/1").problems, directory
+        (tmp_path / "aside").rename(directory)
+    assert flaxckpt.verify(tmp_path / "run/1").ok
+
+
+@pytest.mark.parametrize("lost", ["metrics", "metrics/metrics", "metrics/digests"])
+@pytest.mark.parametrize("measured", ["at the save", "later", "both"])
+def test_metrics_that_are_missing_are_found_whenever_they_were_added(
+    tmp_path, measured, lost
+):
+    metrics = None if measured == "later" else {"loss": 0.5}
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state(1), metrics=metrics)
+    if measured != "at the save":
+        ckpt.add_metrics(1, {"accuracy": 0.25})
+    assert ckpt.verify(1).ok
+    (tmp_path / "1" / lost).rename(tmp_path / "aside")
+    name = "metrics/digests" if lost == "metrics/digests" else "metrics/metrics"
+    assert "missing" in ckpt.verify(1).problems[name]
+    strategies.assert_same(state(1), ckpt.restore())
+    ckpt.add_metrics(1, {"accuracy": 0.5})
+    assert ckpt.verify(1).ok
+    assert ckpt.metrics(1)["accuracy"] == 0.5
+
+
+def test_a_step_under_the_name_of_another_is_not_that_one(tmp_path, caplog):
+    run(tmp_path, 1)
+    shutil.copytree(tmp_path / "1", tmp_path / "2")
+    ckpt = flaxckpt.Checkpointer(tmp_path)
+    assert "was saved as step 1" in ckpt.verify(2).problems["."]
+    with pytest.raises(errors.DamagedCheckpointError, match="was saved as step 1"):
+        ckpt.restore(step=2)
+    with pytest.raises(errors.DamagedCheckpointError, match="was saved as step 1"):
+        ckpt.restore_dataset(Iterator(), step=2)
+    strategies.assert_same(state(1), ckpt.restore())
+    assert ckpt.restored_step == 1
+    assert ckpt.steps() == [1]
+    assert "was saved as step 1" in ckpt.damaged()[2]
+
+
+def test_a_copy_elsewhere_is_what_it_was(tmp_path):
+    run(tmp_path / "run", 1)
+    for name in ("copy", "pretrained/7"):
+        shutil.copytree(tmp_path / "run/1", tmp_path / name)
+        strategies.assert_same(state(1), flaxckpt.load(tmp_path / name))
+        assert flaxckpt.verify(tmp_path / name).ok
+    strategies.assert_same(state(1), flaxckpt.load(tmp_path / "pretrained"))
+
+
+def test_a_step_converted_under_another_number_is_one(tmp_path):
+    run(tmp_path / "run", 5)
+    flaxckpt.convert(tmp_path / "run", tmp_path / "new/0")
+    ckpt = flaxckpt.Checkpointer(tmp_path / "new")
+    strategies.assert_same(state(5), ckpt.restore(step=0))
+    assert ckpt.verify(0).ok
+
+
+def test_files_that_are_no_part_of_it_are_named_and_do_no_harm(tmp_path, layout):
+    run(tmp_path, 1, layout=layout)
+    (tmp_path / "1/notes.txt").write_text("mine")
+    (tmp_path / "1/state/.c.0.rsync").write_bytes(b"0")
+    (tmp_path / "1/PINNED").touch()
+    report = flaxckpt.verify(tmp_path / "1")
+    assert report.extra == ("notes.txt", "state/.c.0.rsync")
+    assert report.ok
+    assert "no part of it: notes.txt" in str(report)
+
+
+def test_problems_are_named_by_leaf_and_by_file(tmp_path):
+    run(tmp_path, 1)
+    flip(tmp_path / "1/state/w/c.0.0")
+    flip(tmp_path / "1/dataset/process_0-of-1.json")
+    (tmp_path / "1/state/table/c.0.0").unlink()
+    report = flaxckpt.verify(tmp_path)
+    assert set(report.problems) == {"w", "table", "dataset/process_0-of-1.json"}
+    assert "c.0.0 has changed" in report.problems["w"]
+    assert "c.0.0 is missing" in report.problems["table"]
+    assert "is damaged" in str(report)
+    assert not report.ok
+
+
+def refused(path):
+    """The leaves for which a load refuses the checkpoint."""
+    with pytest.raises(errors.DamagedCheckpointError) as told:
+        flaxckpt.load(path)
+    count, word, *_ = str(told.value).split()
+    assert word in ("leaf", "leaves")
+    return int(count)
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing"])
+def test_a_report_says_which_leaves_cannot_be_read(tmp_path, layout, damage):
+    """As many as a load refuses, whether a file holds one of them or all."""
+    saved = {f"l{n}": np.full(2, float(n)) for n in range(20)} | {"name": "text"}
+    flaxckpt.save(tmp_path / "c", saved, layout=layout)
+    report = flaxckpt.verify(tmp_path / "c")
+    assert (report.leaves, report.unreadable, report.summary) == (21, {}, "")
+    is_database = layout.store == "ocdbt"
+    arrays = "d/*" if is_database else "l7/*"
+    file = max((tmp_path / "c/state").glob(arrays), key=lambda f: f.stat().st_size)
+    if damage == "missing":
+        file.unlink()
+    else:
+        flip(file, at=file.stat().st_size // 2)
+    report = flaxckpt.verify(tmp_path / "c")
+    wanted = {f"l{n}" for n in range(20)} if is_database else {"l7"}
+    assert set(report.unreadable) == wanted
+    assert len(wanted) == refused(tmp_path / "c")
+    assert report.summary.startswith(f"{len(wanted)} of 21 leaves cannot be read: ")
+    assert report.summary in str(report)
+    assert len(report.summary) < 200
+    if is_database:
+        state = "missing" if damage == "missing" else "damaged"
+        name = file.relative_to(tmp_path / "c").as_posix()
+        assert f"{name} is {state} (l0, l1, l10, …)" in report.summary
+
+
+def test_a_report_without_a_description_says_that_no_leaf_can_be_read(tmp_path):
+    run(tmp_path, 1)
+    flip(tmp_path / "1/flaxckpt.json", at=100)
+    report = flaxckpt.verify(tmp_path, step=1)
+    assert (report.leaves, report.unreadable) == (None, {})
+    assert "none of its leaves can be read" in str(report)
+
+
+def test_files_beside_the_arrays_cost_no_leaf(tmp_path, layout):
+    run(tmp_path, 1, layout=layout)
+    flip(tmp_path / "1/state/_sharding", at=0)
+    flip(tmp_path / "1/dataset/process_0-of-1.json")
+    report = flaxckpt.verify(tmp_path, step=1)
+    assert len(report.problems) == 2
+    assert (report.leaves, report.unreadable, report.summary) == (4, {}, "")
+
+
+def test_arrays_of_zarr_2_are_compared_when_they_are_loaded(tmp_path):
+    for name, layout in LAYOUTS.items():
+        if layout.zarr_version == 3:
+            continue
+        run(tmp_path / name, 1, layout=layout)
+        path = tmp_path / name / "1"
+        arrays = [*path.glob("state/table/*"), *path.glob("state/d/*")]
+        largest = max(arrays, key=lambda file: file.stat().st_size)
+        flip(largest, at=largest.stat().st_size // 2)
+        with pytest.raises(errors.DamagedCheckpointError, match="has changed"):
+            flaxckpt.load(path)
+        with pytest.raises(errors.DamagedCheckpointError, match="has changed"):
+            flaxckpt.convert(path, tmp_path / f"{name}.msgpack")
+
+
+def test_a_manifest_that_was_deleted_is_missed(tmp_path):
+    run(tmp_path, 1)
+    (tmp_path / "1/flaxckpt.json").unlink()
+    with pytest.raises(errors.DamagedCheckpointError, match=r"flaxckpt.json is miss"):
+        flaxckpt.load(tmp_path / "1")
+    assert not flaxckpt.verify(tmp_path / "1").ok
+
+
+def test_without_checksums_it_is_said_that_nothing_proves_the_values(tmp_path):
+    layout = flaxckpt.ArrayLayout(store="files", checksum=False)
+    run(tmp_path, 1, layout=layout)
+    report = flaxckpt.verify(tmp_path)
+    assert report.ok
+    assert set(report.unchecked) == {"w", "table", "step"}
+    (tmp_path / "1/state/w/c.0.0").write_bytes(b"short")
+    assert "bytes instead of" in flaxckpt.verify(tmp_path).problems["w"]
+
+
+def test_metrics_that_were_changed_by_hand_are_lost_and_told_of(tmp_path, caplog):
+    ckpt = run(tmp_path, 1)
+    ckpt.add_metrics(1, {"accuracy": 0.25})
+    assert ckpt.verify(1).ok
+    file = tmp_path / "1/metrics/metrics"
+    file.write_text(file.read_text().replace("0.25", "0.95"))
+    assert list(ckpt.verify(1).problems) == ["metrics/metrics"]
+    assert ckpt.metrics(1) == {}
+    assert "are lost" in caplog.text
+    strategies.assert_same(state(1), ckpt.restore())
+
+
+def test_other_formats_are_read_and_decoded(tmp_path):
+    run(tmp_path / "run", 1)
+    for name in ("model.safetensors", "model.msgpack"):
+        flaxckpt.convert(tmp_path / "run", tmp_path / name)
+        report = flaxckpt.verify(tmp_path / name)
+        assert report.ok, str(report)
+        assert {"w", "table"} <= set(report.unchecked)
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(content[:-100])
+        assert flaxckpt.verify(tmp_path / name).problems
+
+
+def as_orbax(path):
+    """Leaves of a checkpoint of ours what Orbax would have written."""
+    (path / "flaxckpt.json").unlink()
+    (path / "commit_success.txt").unlink()
+
+
+def test_checksums_of_other_writers_are_compared_where_they_are(tmp_path):
+    run(tmp_path, 1)
+    as_orbax(tmp_path / "1")
+    report = flaxckpt.verify(tmp_path / "1")
+    assert report.ok, str(report)
+    assert (report.format, report.unchecked) == ("orbax", {})
+    flip(tmp_path / "1/state/w/c.0.0")
+    assert list(flaxckpt.verify(tmp_path / "1").problems) == ["w"]
+
+
+def test_a_damaged_step_of_another_writer_is_marked_too(tmp_path):
+    ckpt = run(tmp_path, 1, 2)
+    as_orbax(tmp_path / "2")
+    (tmp_path / "2/state/table/c.0.0").write_bytes(b"short")
+    strategies.assert_same(state(1), ckpt.restore(state(0)))
+    assert ckpt.damaged().keys() == {2}
+    assert "table" in ckpt.damaged()[2]
+
+
+def test_large_databases_are_verified_by_their_values(tmp_path, monkeypatch):
+    monkeypatch.setattr(native_checkpoint, "_SMALL_DATABASE_BYTES", 0)
+    for codec in ("none", "compact"):
+        layout = flaxckpt.ArrayLayout(store="ocdbt", codec=codec)
+        run(tmp_path / codec, 1, layout=layout)
+        path = tmp_path / codec / "1"
+        assert not any("state/d" in name for name in manifest(path)["digests"])
+        report = flaxckpt.verify(path)
+        assert report.ok, str(report)
+        assert (report.unchecked, report.extra) == ({}, ())
+        largest = max(path.glob("state/d/*"), key=lambda file: file.stat().st_size)
+        flip(largest, at=largest.stat().st_size // 2)
+        assert list(flaxckpt.verify(path).problems) == ["table"]
+
+
+@pytest.mark.parametrize("codec", ["none", "compact"])
+def test_what_is_missing_in_a_sound_database_is_named(tmp_path, monkeypatch, codec):
+    monkeypatch.setattr(native_checkpoint, "_SMALL_DATABASE_BYTES", 0)
+    layout = flaxckpt.ArrayLayout(store="ocdbt", codec=codec, chunk_bytes=4096)
+    run(tmp_path, 1, layout=layout)
+    assert flaxckpt.verify(tmp_path / "1").ok
+    base = {"driver": "file", "path": f"{tmp_path}/1/state/"}
+    values = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    keys = sorted(key.decode() for key in values.list().result())
+    chunks = [key for key in keys if key.startswith("table/c.")]
+    assert len(chunks) > 3
+    for number, gone in enumerate((chunks[2], chunks[3])):
+        values.write(gone, None).result()
+        problems = flaxckpt.verify(tmp_path / "1").problems
+        name = chunks[2].removeprefix("table/")
+        rest = " and 1 more are missing" if number else " is missing"
+        assert problems == {"table": f"{name}{rest} in the database"}
+    values.write("w/zarr.json", None).result()
+    assert flaxckpt.verify(tmp_path / "1").problems.keys() == {"table", "w"}
+
+
+def manifest(path):
+    return json.loads((path / "flaxckpt.json").read_text())
+
+
+def test_what_cannot_be_read_proves_no_damage(tmp_path, monkeypatch):
+    ckpt = run(tmp_path, 1)
+    real = os.open
+
+    def fail(path, *args, **options):
+        if str(path).endswith("table/c.0.0"):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", fail)
+    report = ckpt.verify(1)
+    assert (list(report.problems), list(report.unread)) == ([], ["table"])
+    assert not report.ok
+    assert "could not be read" in str(report)
+
+
+def test_verifying_needs_something_there(tmp_path):
+    with pytest.raises(errors.CheckpointNotFoundError):
+        flaxckpt.verify(tmp_path / "none")
+    with pytest.raises(errors.CheckpointNotFoundError, match="no step 3"):
+        run(tmp_path, 1).verify(3)
+
+
+# ---- falling back ---------------------------------------------------------------
+
+
+def test_good_steps_are_not_deleted_in_the_stead_of_damaged_ones(tmp_path):
+    ckpt = run(tmp_path, 5, 10, 15, 20)
+    flip(tmp_path / "15/state/w/c.0.0")
+    flip(tmp_path / "20/state/w/c.0.0")
+    ckpt.close()
+    again = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(3)])
+    strategies.assert_same(state(10), again.restore())
+    assert again.steps() == [5, 10]
+    assert again.latest_step() == 10
+    for step in (11, 12, 13):
+        again.save(step, state(step)).wait()
+    assert again.steps() == [11, 12, 13]
+    assert set(again.damaged()) == {15, 20}
+    assert "w: c.0.0 has changed" in again.damaged()[20]
+    assert again.explain()[20] == [f"damaged: {again.damaged()[20]}"]
+    assert again.prune(dry_run=True) == ()
+    assert again.prune() == ()
+    assert (tmp_path / "20").is_dir()
+
+
+def test_a_marked_step_is_replaced_when_the_run_gets_there(tmp_path):
+    ckpt = run(tmp_path, 1, 2)
+    ckpt.pin(2)
+    flip(tmp_path / "2/state/w/c.0.0")
+    ckpt.restore()
+    assert ckpt.damaged().keys() == {2}
+    ckpt.save(2, state(2)).wait()
+    assert (ckpt.steps(), ckpt.damaged()) == ([1, 2], {})
+    assert ckpt.verify(2).ok
+    assert steps_markers.is_pinned(tmp_path / "2")
+
+
+@pytest.mark.parametrize("on_exists", ["error", "skip", "overwrite"])
+def test_so_is_one_of_which_hardly_anything_is_left(tmp_path, on_exists):
+    ckpt = run(tmp_path, 1, 2)
+    for name in ("flaxckpt.json", "_CHECKPOINT_METADATA", "state/_METADATA"):
+        (tmp_path / "2" / name).unlink()
+    strategies.assert_same(state(1), ckpt.restore())
+    assert ckpt.damaged().keys() == {2}
+    assert ckpt.save(2, state(2), on_exists=on_exists).wait().skipped is None
+    strategies.assert_same(state(2), ckpt.restore(step=2))
+
+
+def test_what_is_merely_called_like_a_step_is_neither_marked_nor_replaced(tmp_path):
+    ckpt = run(tmp_path, 1)
+    (tmp_path / "2024").mkdir()
+    (tmp_path / "2024/notes.txt").write_text("mine")
+    strategies.assert_same(state(1), ckpt.restore())
+    assert ckpt.damaged() == {}
+    with pytest.raises(errors.CheckpointExistsError):
+        ckpt.save(2024, state(2024))
+    assert (tmp_path / "2024/notes.txt").read_text() == "mine"
+
+
+def test_exactly_the_marked_step_is_tried_and_unmarked_if_it_is_good(tmp_path):
+    ckpt = run(tmp_path, 1, 2)
+    chunk = tmp_path / "2/state/w/c.0.0"
+    good = chunk.read_bytes()
+    flip(chunk)
+    ckpt.restore()
+    with pytest.raises(errors.DamagedCheckpointError, match="w: c"):
+        ckpt.restore(step=2)
+    # A part of it that is good does not make it good.
+    ckpt.restore({"step": 0}, step=2, unused="ignore")
+    assert ckpt.damaged().keys() == {2}
+    chunk.write_bytes(good)  # as from a backup
+    strategies.assert_same(state(2), ckpt.restore(step=2))
+    assert (ckpt.steps(), ckpt.damaged()) == ([1, 2], {})
+
+
+def test_a_marked_step_is_deleted_when_that_is_asked_for(tmp_path):
+    ckpt = run(tmp_path, 1, 2)
+    flip(tmp_path / "2/state/w/c.0.0")
+    ckpt.restore()
+    ckpt.delete(2)
+    assert ckpt.damaged() == {}
+    assert not (tmp_path / "2").exists()
+
+
+def test_nothing_is_marked_while_there_is_no_good_step(tmp_path):
+    ckpt = run(tmp_path, 1, 2)
+    for step in (1, 2):
+        flip(tmp_path / f"{step}/state/w/c.0.0")
+    for _ in range(2):
+        with pytest.raises(errors.DamagedCheckpointError, match=str(tmp_path / "2")):
+            ckpt.restore()
+    assert (ckpt.steps(), ckpt.damaged()) == ([1, 2], {})
+
+
+def test_a_run_with_damaged_steps_only_does_not_begin_anew(tmp_path):
+    ckpt = run(tmp_path, 1, 2)
+    flip(tmp_path / "2/state/w/c.0.0")
+    ckpt.restore()
+    ckpt.delete(1)
+    on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
+    with pytest.raises(errors.DamagedCheckpointError, match="damaged steps only"):
+        on_step.restore_or_init(state(0))
+
+
+def test_a_reader_marks_nothing(tmp_path):
+    run(tmp_path, 1, 2).close()
+    flip(tmp_path / "2/state/w/c.0.0")
+    reader = flaxckpt.Checkpointer(tmp_path, read_only=True)
+    strategies.assert_same(state(1), reader.restore())
+    assert reader.damaged() == {}
+
+
+def test_a_disk_that_fails_for_a_moment_proves_nothing(tmp_path, monkeypatch, caplog):
+    ckpt = run(tmp_path, 1, 2)
+    real = storage_files.open_regular_file
+
+    def fail(path, **options):
+        if "/2/" in str(path):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path, **options)
+
+    monkeypatch.setattr(storage_files, "open_regular_file", fail)
+    strategies.assert_same(state(1), ckpt.restore())
+    monkeypatch.undo()
+    assert (ckpt.steps(), ckpt.damaged()) == ([1, 2], {})
+    assert "step 2 may be good" in caplog.text
+    strategies.assert_same(state(2), ckpt.restore())
+
+
+def test_a_file_that_may_not_be_read_proves_nothing(tmp_path, monkeypatch):
+    ckpt = run(tmp_path, 1, 2)
+    real = os.open
+
+    def fail(path, *args, **options):
+        if str(path).endswith("2/flaxckpt.json"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *args, **options)
+
+    def denied(path, *, max_bytes):
+        if str(path).endswith("2/flaxckpt.json"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read(path, max_bytes=max_bytes)
+
+    read = storage_files.read
+    monkeypatch.setattr(storage_files, "read", denied)
+    monkeypatch.setattr(os, "open", fail)
+    strategies.assert_same(state(1), ckpt.restore())
+    monkeypatch.undo()
+    assert ckpt.damaged() == {}
+
+
+def test_a_mark_that_cannot_be_made_is_told_of(tmp_path, monkeypatch, caplog):
+    ckpt = run(tmp_path, 1, 2)
+    flip(tmp_path / "2/state/w/c.0.0")
+
+    def fail(path, content):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(storage_files, "replace", fail)
+    strategies.assert_same(state(1), ckpt.restore())
+    assert "could not be marked: [Errno 30]" in caplog.text
+
+
+def test_the_mark_counts_for_load_and_for_other_processes(tmp_path, caplog):
+    caplog.set_level(logging.WARNING, logger="flaxckpt")
+    ckpt = run(tmp_path, 1, 2)
+    flip(tmp_path / "2/state/w/c.0.0")
+    ckpt.restore()
+    mark = json.loads((tmp_path / "2/DAMAGED").read_text())
+    assert mark.keys() == {"reason", "time"}
+    strategies.assert_same(state(1), flaxckpt.load(tmp_path))
+    assert "is marked as damaged" in caplog.text
+    assert flaxckpt.Checkpointer(tmp_path, read_only=True).damaged().keys() == {2}
+    (tmp_path / "2/DAMAGED").write_text("")
+    assert ckpt.damaged() == {2: "its mark does not say why"}
+    seen = list(ckpt.new_steps(timeout_secs=0, poll_secs=0.01))
+    assert seen == [1]
+
+
+def test_a_damaged_dataset_state_is_damage(tmp_path):
+    ckpt = run(tmp_path, 1, 2)
+    flip(tmp_path / "2/dataset/process_0-of-1.json")
+    restored, step = ckpt.restore_latest(state(0), dataset=Iterator())
+    assert step == 1
+    assert ckpt.damaged().keys() == {2}
+    assert jax.tree.leaves(restored)

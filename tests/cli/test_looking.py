@@ -1,0 +1,415 @@
+"""Verbs that only look: as text, as JSON, and what their exit codes say."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import flaxckpt
+from flaxckpt._steps import markers as steps_markers
+from tests import GOLDEN
+
+
+def damage(directory):
+    """Changes one bit of an array in a step."""
+    [file] = (directory / "state" / "params.dense.kernel").glob("c*")
+    content = bytearray(file.read_bytes())
+    content[3] ^= 1
+    file.write_bytes(content)
+
+
+# ---- ls -----------------------------------------------------------------------------
+
+
+def test_ls_lists_steps_with_sizes_metrics_and_marks(here, command):
+    command("pin", "run", 100)
+    header, *rows, last = command.text("ls", "run")
+    assert header.split() == ["step", "saved", "size", "metrics", "marks"]
+    assert [row.split()[0] for row in rows] == ["100", "200", "300"]
+    assert rows[0].split()[-2:] == ["loss=3", "pinned"]
+    assert rows[2].split()[-2:] == ["loss=2", "latest"]
+    assert last.startswith("3 steps, flaxckpt, ")
+
+
+def test_ls_shows_few_of_many_metrics_and_first_those_that_policies_name(here, command):
+    with flaxckpt.Checkpointer(here / "many") as run:
+        metrics = {f"m{n}": float(n) for n in range(50)} | {"loss": 0.5}
+        run.save(1, {"w": np.ones(2)}, metrics=metrics).wait()
+    assert "m0=0, m1=1, m2=2, m3=3, … 47 more" in command.text("ls", "many")[1]
+    row = command.text("ls", "many", "-k", "best:1:loss:min")[1]
+    assert "loss=0.5, m0=0, m1=1, m2=2, … 47 more" in row
+    assert command.json("ls", "many")["steps"][0]["metrics"] == metrics
+
+
+def test_ls_tells_the_same_in_json(here, command):
+    found = command.json("ls", "run")
+    assert found["is_run"]
+    assert found["path"] == str(here / "run")
+    first, _, last = found["steps"]
+    assert (first["step"], first["format"], first["metrics"]) == (
+        100,
+        "flaxckpt",
+        {"loss": 3.0},
+    )
+    assert last["marks"] == ["latest"]
+    assert found["bytes"] == sum(step["bytes"] for step in found["steps"])
+
+
+def test_ls_says_what_is_best_and_why_each_stays(here, command):
+    policies = ["--keep", "latest:1", "-k", "best:1:loss:min"]
+    best = command.json("ls", "run", *policies)["steps"][1]
+    assert best["marks"] == ["best"]
+    assert best["why"] == ["BestN(1, 'loss', 'min')"]
+    rows = command.text("ls", "run", *policies)
+    assert rows[1].endswith("nothing")
+    assert rows[3].endswith("newest, LatestN(1)")
+
+
+def test_ls_takes_policies_from_the_settings_of_a_run(here, command):
+    (here / "run.toml").write_text(
+        "[train]\nkeep = [{best = 1, metric = 'loss', mode = 'min'}]\n"
+    )
+    found = command.json("ls", "run", "--config", "run.toml", "--group", "train")
+    assert found["steps"][1]["marks"] == ["best"]
+    assert "no table" in command.refuses(
+        "ls", "run", "--config", "run.toml", "--group", "test"
+    )
+    assert "pass --config" in command.refuses("ls", "run", "--group", "train")
+
+
+def test_ls_lists_runs_of_orbax_whatever_their_steps_are_called(here, command):
+    found = command.json("ls", "orbax", "--keep", "best:1:loss:min")
+    assert [step["step"] for step in found["steps"]] == [1, 2]
+    assert {step["format"] for step in found["steps"]} == {"orbax"}
+    assert [step["marks"] for step in found["steps"]] == [["best"], ["latest"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "format_name"),
+    [("w.safetensors", "safetensors"), ("w.msgpack", "msgpack")],
+)
+def test_ls_of_one_checkpoint_lists_that(here, command, name, format_name):
+    found = command.json("ls", name)
+    assert not found["is_run"]
+    assert [step["format"] for step in found["steps"]] == [format_name]
+    assert f"1 checkpoint, {format_name}" in command.text("ls", name)[-1]
+
+
+def test_ls_lists_files_that_are_steps(here, command):
+    (here / "files").mkdir()
+    for step in (1, 2):
+        shutil.copy("w.msgpack", here / "files" / f"checkpoint_{step}")
+    found = command.json("ls", "files", "--keep", "latest:1")
+    assert [step["why"] for step in found["steps"]] == [[], ["newest", "LatestN(1)"]]
+
+
+def test_ls_exits_with_1_if_a_step_is_known_to_be_damaged(here, command):
+    steps_markers.mark_damaged(here / "run" / "300", "w: its checksum\nis another")
+    (here / "run" / "200" / "flaxckpt.json").unlink()
+    (here / "run" / "200" / "state" / "_METADATA").unlink()
+    lines = command.text("ls", "run", code=1)
+    assert lines[1].endswith("latest")
+    assert "step 300 is damaged: w: its checksum\\nis another" in lines
+    [told] = [line for line in lines if line.startswith("step 200 is damaged: ")]
+    assert "restore another step" in told
+    found = command.json("ls", "run", code=1)["steps"]
+    assert [step["marks"] for step in found] == [["latest"], ["damaged"], ["damaged"]]
+    assert found[2]["damage"].startswith("w: its checksum")
+
+
+def test_ls_of_a_run_that_has_just_begun(here, command):
+    assert command.text("ls", "empty") == ["empty has no steps yet"]
+    assert command.json("ls", "empty")["steps"] == []
+
+
+def test_what_is_no_checkpoint_is_bad_use(here, command):
+    for verb in ("ls", "show", "verify", "du", "explain"):
+        assert "does not exist" in command.refuses(verb, "nowhere")
+        assert "is no checkpoint that is read here" in command.refuses(
+            verb, "notes.txt"
+        )
+    assert "did you mean" not in command.refuses("ls", "run", "--bogus")
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *("newest", "latest", "latest:x", "latest:0", "best:1:loss"),
+        *("best:1:loss:least", "secs:never", "steps:1;2", ":"),
+    ],
+)
+def test_a_policy_that_is_none_is_bad_use(here, command, policy):
+    assert f"--keep {policy}" in command.refuses("ls", "run", "--keep", policy)
+
+
+def test_names_that_are_commands_to_a_terminal_are_printed_harmlessly(here, command):
+    flaxckpt.save("bad", {"\x1b[31mred": np.ones(2), "[bold]x[/bold]": np.ones(2)})
+    printed = command("show", "bad").stdout
+    assert "\x1b" not in printed
+    assert "\\x1b[31mred" in printed
+    assert "[bold]x[%2Fbold]" in printed
+
+
+# ---- show ---------------------------------------------------------------------------
+
+
+def test_show_prints_the_tree_with_types_and_sizes(here, command):
+    lines = command.text("show", "run")
+    assert lines[0].startswith("run/300: flaxckpt, step 300, ")
+    assert lines[1] == "metrics: loss=2"
+    assert lines[2].split() == ["leaf", "type", "size"]
+    rows = [line.split() for line in lines]
+    assert ["kernel", "float32[4,", "3]", "48", "B"] in rows
+    assert ["dense", "2", "leaves", "60", "B"] in rows
+    shallow = command.text("show", "run", "--step", 100, "--depth", 1)
+    assert shallow[-1] == "… and 14 more below: --depth 5 shows all"
+    assert not any("kernel" in line for line in shallow)
+
+
+def test_show_tells_all_of_every_leaf_in_json(here, command):
+    found = command.json("show", "run", "--step", 100)
+    assert (found["step"], found["format"]) == (100, "flaxckpt")
+    assert found["leaves"].keys() == flaxckpt.metadata("run").leaves.keys()
+    moment = found["leaves"]["opt_state/0/mu/dense/kernel"]
+    assert (moment["type"], moment["shape"]) == ("float32[4, 3]", [4, 3])
+    assert moment["role"]["field"] == "mu"
+
+
+def test_show_tells_the_specs_of_sharded_leaves(here, command):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    sharding = jax.sharding.NamedSharding(
+        mesh, jax.sharding.PartitionSpec("data", None)
+    )
+    flaxckpt.save("sharded", {"w": jax.device_put(np.ones((4, 2)), sharding)})
+    assert "P('data', None)" in command("show", "sharded").stdout
+    found = command.json("show", "sharded")
+    assert found["leaves"]["w"]["spec"] == ["data", None]
+
+
+def test_show_of_one_leaf_reads_it(here, command):
+    flaxckpt.save("one", {"w": np.array([np.nan, np.inf, 0.0, 1.0, 3.0])})
+    lines = command.text("show", "one", "w")
+    assert lines[0] == "w: float64[5]"
+    assert "elements    5, of which 1 are 0" in lines
+    assert "not finite  1 NaN, 1 infinite" in lines
+    assert "values      nan, inf, 0, 1, 3" in lines
+    assert any("█" in line for line in lines)
+    found = command.json("show", "one", "w")
+    assert found["values"] == ["NaN", "Infinity", 0.0, 1.0, 3.0]
+    assert (found["min"], found["max"], sum(found["histogram"])) == (0.0, 3.0, 3)
+
+
+def test_show_of_a_container_shows_what_is_in_it(here, command):
+    lines = command.text("show", "run", "params")
+    assert lines[1].split() == ["params", "2", "leaves", "60", "B"]
+    assert command.json("show", "run", "params")[0]["leaves"] == 2
+    assert "did you mean params/dense/bias?" in command.refuses(
+        "show", "run", "params/dense/bais"
+    )
+
+
+def test_show_of_very_many_leaves_is_cut(here, command):
+    flaxckpt.save("big", {f"layer_{i}": {"w": np.ones(1)} for i in range(300)})
+    lines = command.text("show", "big")
+    assert len(lines) == 1 + 1 + 100 + 1
+    assert lines[-1] == "… and 501 more below: --depth 2 shows all"
+    assert len(command.text("show", "big", "--depth", 2)) == 2 + 601
+    assert len(command.json("show", "big")["leaves"]) == 300
+
+
+def test_show_takes_every_format(here, command):
+    for name in ("orbax", "w.safetensors", "w.msgpack"):
+        assert "float32[2, 3]" in command("show", name).stdout
+        found = command.json("show", name, "w")
+        assert (found["mean"], found["std"], found["count"]) == (2.0, 0.0, 6)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("flaxckpt-1/files", "orbax-0.12.8/v0_manager"),
+        *("orbax-0.12.8/v1_training", "legacy-orbax/both", "t5x-3/checkpoint_7"),
+        *("t5x-3/single_3", "streaming/streaming_train_state", "safetensors/sharded"),
+        *("flax-msgpack/checkpoint_3", "flax-msgpack"),
+    ],
+)
+def test_every_format_and_every_leaf_can_be_looked_at(command, name):
+    path = GOLDEN / name
+    for verb in ("ls", "show", "verify", "du"):
+        assert command.text(verb, path)
+        assert command.json(verb, path)
+    for leaf in command.json("show", path)["leaves"]:
+        assert command.json("show", path, leaf)["info"]
+
+
+# ---- diff ---------------------------------------------------------------------------
+
+
+def test_diff_of_equal_checkpoints_is_0(here, command):
+    lines = command.text("diff", "orbax", "w.safetensors")
+    assert lines[-1] == "all 1 leaves are equal"
+    found = command.json("diff", "w.msgpack", "w.safetensors")
+    assert found["equal"]
+    assert found["same"] == ["w"]
+
+
+def test_diff_of_two_steps_lists_what_has_changed(here, command):
+    lines = command.text("diff", "run", "-a", 100, "-b", 200, code=1)
+    assert lines[:2] == ["a: run/100", "b: run/200"]
+    [kernel] = [line for line in lines if line.startswith("params/dense/kernel")]
+    assert kernel.split()[1:4] == ["values", "12", "100"]
+    found = command.json("diff", "run", "-a", 100, "-b", 200, code=1)
+    assert not found["equal"]
+    assert found["changed"]["params/dense/kernel"]["max_abs"] == 100.0
+
+
+def test_diff_without_values_compares_structure(here, command):
+    found = command.json("diff", "run", "-a", 100, "-b", 200, "--no-values")
+    assert found["equal"]
+    lines = command.text("diff", "run", "w.msgpack", code=1)
+    assert any(line.split() == ["w", "only", "in", "b"] for line in lines)
+    assert lines[-1].startswith("0 leaves differ, 0 are equal, ")
+
+
+def test_diff_wants_two(here, command):
+    assert "--step-a and --step-b" in command.refuses("diff", "run")
+    assert "has no step 7" in command.refuses("diff", "run", "-a", 7)
+
+
+# ---- verify -------------------------------------------------------------------------
+
+
+def test_verify_of_good_steps_is_0(here, command):
+    [line] = command.text("verify", "run")
+    assert line.startswith("run/300: good, ")
+    assert len(command.text("verify", "run", "--all")) == 3
+    found = command.json("verify", "run", "--all")
+    assert found["ok"]
+    assert [report["step"] for report in found["reports"]] == [100, 200, 300]
+
+
+def test_verify_finds_one_bit(here, command):
+    damage(here / "run" / "200")
+    assert command.json("verify", "run")["ok"]
+    lines = command.text("verify", "run", "--step", 200, code=1)
+    assert lines[0].startswith("run/200: DAMAGED, ")
+    assert lines[1] == "  1 of 8 leaves cannot be read: params/dense/kernel"
+    assert lines[3].startswith("params/dense/kernel  ")
+    found = command.json("verify", "run", "--all", code=1)
+    assert [report["ok"] for report in found["reports"]] == [True, False, True]
+    assert [*found["reports"][1]["problems"]] == ["params/dense/kernel"]
+    assert [*found["reports"][1]["unreadable"]] == ["params/dense/kernel"]
+    assert found["reports"][1]["summary"] == lines[1].strip()
+
+
+def test_verify_of_all_takes_what_is_left_of_a_step_too(here, command):
+    shutil.rmtree(here / "run" / "200" / "state")
+    (here / "run" / "200" / "flaxckpt.json").unlink()
+    lines = command.text("verify", "run", "--all", code=1)
+    assert "run, step 200: DAMAGED" in lines
+
+
+def test_verify_says_what_has_no_checksums(here, command):
+    lines = command.text("verify", "w.safetensors")
+    assert "  1 without checksums, which were read only" in lines
+    assert "leave --step out" in command.refuses("verify", "run", "--all", "-s", 100)
+    assert command.text("verify", "empty", "--all") == ["empty has no steps yet"]
+
+
+# ---- plan ---------------------------------------------------------------------------
+
+
+def test_plan_into_an_equal_state_is_0(here, command):
+    [line] = command.text("plan", "run", "run", "--step", 100)
+    assert "run/100: 8 loaded" in line
+    found = command.json("plan", "run", "run")
+    assert found["ok"]
+    assert found["leaves"]["params/dense/bias"]["actions"] == ["loaded"]
+
+
+def test_plan_into_what_does_not_fit_is_1(here, command):
+    lines = command.text("plan", "orbax", "run", code=1)
+    assert any("conflict" in line for line in lines)
+    assert "8 leaves cannot be restored:" in lines
+    found = command.json("plan", "orbax", "run", code=1)
+    assert len(found["problems"]) == 8
+
+
+def test_plan_into_what_show_printed(here, command):
+    (here / "shown.json").write_text(command("show", "run", "--json").stdout)
+    assert command.json("plan", "run", "shown.json")["ok"]
+    assert not command.json("plan", "orbax", "shown.json", code=1)["ok"]
+
+
+def test_plan_into_a_state_in_a_file(here, command):
+    wanted = {"params": {"dense": {"kernel": "bfloat16[4, 3]"}}}
+    (here / "wanted.json").write_text(json.dumps(wanted))
+    found = command.json("plan", "run", "wanted.json", "--unused", "ignore")
+    assert found["leaves"]["params/dense/kernel"]["actions"] == ["loaded", "cast"]
+    (here / "wanted.json").write_text('{"w": "float33[1]"}')
+    assert "wanted.json: w must be a text" in command.refuses(
+        "plan", "run", "wanted.json"
+    )
+
+
+# ---- du and doctor ------------------------------------------------------------------
+
+
+def test_du_says_what_takes_the_space(here, command):
+    lines = command.text("du", "run", "--depth", 1)
+    assert lines[0].split() == ["step", "files", "of", "its", "own"]
+    assert lines[4].endswith(" on the disk")
+    assert lines[6] == "arrays of run/300, uncompressed:"
+    assert lines[8].split() == ["(all)", "9", "192", "B"]
+    found = command.json("du", "run", "--step", 100)
+    assert found["shown"] == str(here / "run" / "100")
+    assert found["bytes"] == sum(step["own"] for step in found["steps"])
+    assert command.text("du", "empty") == ["0 B on the disk"]
+
+
+def test_du_counts_linked_files_once(here, command):
+    frozen = {"frozen": np.arange(100_000.0)}
+    with flaxckpt.Checkpointer("linked") as run:
+        for step in (1, 2):
+            run.save(step, {**frozen, "n": step}).wait()
+    first, second = command.json("du", "linked")["steps"]
+    assert first["own"] > 800_000 > 100_000 > second["own"]
+    assert second["bytes"] > 800_000
+
+
+def test_du_of_one_checkpoint(here, command):
+    [found] = command.json("du", "w.msgpack")["steps"]
+    size = (here / "w.msgpack").stat().st_size
+    assert found == {"step": None, "bytes": size, "own": size}
+    assert command.text("du", "w.msgpack")[0].split() == ["files", "of", "its", "own"]
+
+
+def test_doctor_finds_a_directory_that_works(here, command):
+    found = command.json("doctor", "empty", "--max-mb", 1)
+    assert found["ok"]
+    assert found["versions"]["jax"] == jax.__version__
+    assert found["write_rate"] > 0
+    assert found["features"]["file locks"]
+    lines = command.text("doctor", "empty", "--max-mb", 1)
+    assert any(line.startswith("a small file is durable after") for line in lines)
+    assert not [*(here / "empty").iterdir()]
+    assert "is no directory" in command.refuses("doctor", "nowhere")
+
+
+def test_verify_goes_on_after_a_step_of_orbax_without_arrays(here, command):
+    with ocp.CheckpointManager(here / "mixed") as manager:
+        for step in (1, 2, 3):
+            item = {"w": np.ones(3)}
+            args = ocp.args.StandardSave(item) if step != 2 else ocp.args.JsonSave({})
+            kinds = {"state": args} if step != 2 else {"config": args}
+            manager.save(step, args=ocp.args.Composite(**kinds))
+    text = "\n".join(command.text("verify", "mixed", "--all", code=1))
+    assert "step 2: not verified: " in text
+    assert text.count(": good") == 2
+    found = command.json("verify", "mixed", "--all", code=1)
+    assert [report["ok"] for report in found["reports"]] == [True, True]
+    assert list(found["not_verified"]) == ["2"]
+    assert not found["ok"]

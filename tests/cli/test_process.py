@@ -1,0 +1,193 @@
+"""The command as a process: how it starts, ends, and is piped."""
+
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tomllib
+
+import numpy as np
+import pytest
+import typer.main
+
+import flaxckpt
+from flaxckpt.cli import _output, app, main
+from tests import ROOT
+
+VERBS = [*typer.main.get_command(app).commands]
+PYPROJECT = ROOT / "pyproject.toml"
+COMMAND = [sys.executable, "-m", "flaxckpt"]
+
+PROBE = """
+import json, os, sys
+from flaxckpt.cli import main
+sys.argv[1:] = json.loads(os.environ["ARGS"])
+try:
+    main()
+finally:
+    print(json.dumps([*sys.modules]), file=sys.stderr)
+"""
+
+
+def run(*args, **environment):
+    return subprocess.run(
+        [*COMMAND, *map(str, args)],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+    )
+
+
+def modules_of(*args):
+    """What is imported by a process that runs the command."""
+    found = subprocess.run(
+        [sys.executable, "-c", PROBE],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"ARGS": json.dumps(args)},
+    )
+    assert found.returncode == 0, found.stderr
+    return set(json.loads(found.stderr.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("verb", [None, *VERBS])
+def test_help_waits_for_no_jax(verb):
+    found = modules_of(*([verb] if verb else []), "--help")
+    assert {"jax", "flax", "tensorstore", "numpy", "rich"}.isdisjoint(found)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_json_and_help_with_an_example(verb, command):
+    text = command(verb, "--help").stdout
+    assert "--json" in text
+    assert f"\n  Example:\n    flaxckpt {verb} " in text
+    [line] = [
+        one for one in command("--help").stdout.splitlines() if f"  {verb} " in one
+    ]
+    assert not line.endswith("...")
+
+
+def test_exit_codes_of_the_process(here):
+    found = run("verify", "run", "--json")
+    assert (found.returncode, found.stderr) == (0, "")
+    assert json.loads(found.stdout)["ok"]
+    assert run("diff", "run", "w.msgpack").returncode == 1
+    found = run("ls", "nowhere")
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr.startswith("flaxckpt: there is no checkpoint at ")
+    assert run("ls").returncode == 2
+    assert run("bogus").returncode == 2
+    assert run("--version").stdout.startswith("flaxckpt ")
+
+
+def test_whoever_stops_reading_hears_nothing(here):
+    flaxckpt.save("big", {f"layer_{i}": np.ones(1) for i in range(3000)})
+    show = subprocess.Popen(
+        [*COMMAND, "show", "big", "--depth", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    show.stdout.readline()
+    show.stdout.close()
+    errors = show.stderr.read()
+    show.stderr.close()
+    assert (show.wait(), errors) == (141, b"")
+
+
+def test_ctrl_c_is_one_line_and_130(here):
+    code = (
+        "import sys, time\n"
+        "from flaxckpt._inspect import doctor\n"
+        "def wait(*args, **given):\n"
+        "    print('waits', flush=True)\n"
+        "    time.sleep(60)\n"
+        "doctor.examine = wait\n"
+        "sys.argv = ['flaxckpt', 'doctor']\n"
+        "from flaxckpt.cli import main\n"
+        "main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "waits\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 130
+    assert errors.strip() == "flaxckpt: interrupted"
+
+
+def test_no_accelerator_is_asked_for_unless_the_user_says_so():
+    code = (
+        "import os; from flaxckpt import cli;"
+        "cli.app = lambda **_: print(os.environ['JAX_PLATFORMS']);"
+        "cli.main()"
+    )
+    bare = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    for given, wanted in (({}, "cpu"), ({"JAX_PLATFORMS": "cuda"}, "cuda")):
+        found = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            env=bare | given,
+        )
+        assert found.stdout == f"{wanted}\n"
+
+
+def test_the_console_script_is_the_command():
+    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
+    module, _, name = project["scripts"]["flaxckpt"].partition(":")
+    assert getattr(importlib.import_module(module), name) is main
+
+
+def test_shells_complete_verbs():
+    words = {"COMP_WORDS": "flaxckpt p", "COMP_CWORD": "1"}
+    found = run(_FLAXCKPT_COMPLETE="complete_bash", **words)
+    assert found.stdout.split() == ["plan", "prune", "pin"]
+
+
+def test_what_a_terminal_cannot_show_is_printed_all_the_same(here):
+    flaxckpt.save("odd", {"größe": np.arange(30.0)})
+    found = run("show", "odd", "größe", PYTHONIOENCODING="ascii")
+    assert found.returncode == 0
+    assert "\\xf6" in found.stdout
+
+
+# ---- on a terminal ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_tables_fit_into_the_terminal_and_lose_nothing(
+    here, command, monkeypatch, width
+):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    name = "a_name_of_more_letters_than_a_terminal_has_columns" * 3
+    flaxckpt.save("long", {"layers": {name: np.ones(2), "[b]": np.ones(3)}})
+    lines = [_plain(line) for line in command.text("show", "long")]
+    assert all(len(line) <= width for line in lines[1:])
+    assert name in "".join("".join(line.split()[:1]) for line in lines[2:] if line)
+
+
+def test_there_are_no_colours_where_nobody_looks(here, command):
+    assert "\x1b" not in command("ls", "run").stdout
+
+
+def _plain(line):
+    return re.sub("\x1b\\[[0-9;]*m", "", line)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        *((0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_999, "1 MB")),
+        *((1_490_000_000, "1.49 GB"), (2.5e15, "2.5e+03 TB"), (None, "-")),
+    ],
+)
+def test_sizes_are_told_in_three_digits(count, text):
+    assert _output.size(count) == text

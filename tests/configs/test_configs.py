@@ -1,0 +1,386 @@
+"""A run's options lie in a file, come back as they were, and are checked by name."""
+
+import inspect
+import json
+import re
+import tomllib
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from ml_collections import ConfigDict, FrozenConfigDict
+
+import flaxckpt
+from flaxckpt import configs, errors
+from flaxckpt.configs import Cast, CheckpointConfig
+from flaxckpt.datasets import StepIndexed
+from flaxckpt.policies import (
+    BestN,
+    EveryNSecs,
+    EveryNSteps,
+    LatestN,
+    OnSteps,
+    WithoutMetric,
+)
+from tests import ROOT
+
+FULL = """\
+directory = "runs/7"
+keep = [
+    {latest = 3},
+    {best = 1, metric = "eval/loss", mode = "min"},
+    {without_metric = "eval/loss"},
+    {every_steps = 10000},
+    {every_secs = "1 h"},
+    {on_steps = [10, 1]},
+]
+keep_dataset = [{latest = 1}]
+layout = {chunk_bytes = "32 MiB", store = "ocdbt", codec = "zstd", checksum = false}
+save_dtype = [{pattern = "params/.*", dtype = "bfloat16"}]
+max_concurrent_bytes = "1.5 GB"
+step_format = "step_{step}"
+peer_timeout_secs = "20 min"
+read_once = true
+every_steps = 1000
+every_secs = "15 min"
+temporary = true
+on_steps = [5, 2]
+on_preemption = false
+grace_secs = 30
+exit_code = "none"
+save_first = true
+save_last = false
+step_is = "index"
+check_step = false
+preflight = "warn"
+"""
+
+CONFIG = CheckpointConfig(
+    directory="runs/7",
+    keep=(
+        LatestN(3),
+        BestN(1, "eval/loss", "min"),
+        WithoutMetric("eval/loss"),
+        EveryNSteps(10000),
+        EveryNSecs(3600.0),
+        OnSteps((1, 10)),
+    ),
+    keep_dataset=(LatestN(1),),
+    layout=flaxckpt.ArrayLayout(
+        chunk_bytes=32 * 2**20, store="ocdbt", codec="zstd", checksum=False
+    ),
+    save_dtype=(Cast("params/.*", "bfloat16"),),
+    max_concurrent_bytes=1_500_000_000,
+    step_format="step_{step}",
+    peer_timeout_secs=1200.0,
+    read_once=True,
+    every_steps=1000,
+    every_secs=900.0,
+    temporary=True,
+    on_steps=(2, 5),
+    on_preemption=False,
+    grace_secs=30.0,
+    exit_code=None,
+    save_first=True,
+    save_last=False,
+    step_is="index",
+    check_step=False,
+    preflight="warn",
+)
+
+# ---- what it covers --------------------------------------------------------------
+
+# Options that no file can hold, and why.
+NO_DATA = {
+    "transforms": "functions; casts are in save_dtype",
+    "metadata": "what a run is, where a config says how it is saved",
+    "sinks": "objects",
+    "metrics_from": "a function",
+    "checkpointer": "an object",
+    "dataset": "an object",
+    "clock": "a function",
+}
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [flaxckpt.Checkpointer, flaxckpt.CheckpointCallback],
+    ids=lambda c: c.__name__,
+)
+def test_every_option_that_is_data_is_in_the_config(cls):
+    options = inspect.signature(cls).parameters
+    assert options.keys() - NO_DATA <= set(CheckpointConfig.__slots__)
+    config = CheckpointConfig()
+    for name, option in options.items():
+        if name not in NO_DATA and option.default not in (
+            inspect.Parameter.empty,
+            None,
+        ):
+            assert getattr(config, name) == option.default, name
+
+
+def test_every_field_of_a_layout_is_an_option():
+    found = CheckpointConfig.from_mapping({"layout": {"zarr_version": 2}}).layout
+    assert found == flaxckpt.ArrayLayout(zarr_version=2)
+    with pytest.raises(errors.OptionError) as error:
+        CheckpointConfig.from_mapping({"layout": {"?": 1}})
+    for name in flaxckpt.ArrayLayout.__slots__:
+        assert name in str(error.value)
+
+
+def test_each_policy_has_a_name_in_files():
+    assert {cls for cls, _, _ in configs._POLICIES.values()} == {
+        found
+        for found in vars(flaxckpt.policies).values()
+        if hasattr(found, "preserved") and not getattr(found, "_is_protocol", False)
+    }
+
+
+def test_the_document_shows_every_option():
+    document = ROOT / "docs/configuration.md"
+    blocks = re.findall(r"```toml\n(.*?)```", document.read_text("utf-8"), re.DOTALL)
+    shown = {
+        name: value for block in blocks for name, value in tomllib.loads(block).items()
+    }
+    assert shown.keys() == set(CheckpointConfig.__slots__)
+    assert shown["layout"].keys() == set(flaxckpt.ArrayLayout.__slots__)
+    CheckpointConfig.from_mapping(shown)
+
+
+# ---- files -----------------------------------------------------------------------
+
+
+def test_the_same_in_toml_yaml_json_and_python_is_equal(tmp_path):
+    (tmp_path / "a.toml").write_text(FULL)
+    mapping = configs.CheckpointConfig.from_file(tmp_path / "a.toml").to_mapping()
+    (tmp_path / "b.yaml").write_text(yaml.safe_dump(mapping))
+    (tmp_path / "c.json").write_text(json.dumps(mapping))
+    (tmp_path / "d.yml").write_text(yaml.safe_dump({"a": {"b": mapping}, "c": 1}))
+    files = {"a.toml": None, "b.yaml": None, "c.json": None, "d.yml": "a.b"}
+    for name, group in files.items():
+        assert CheckpointConfig.from_file(tmp_path / name, group=group) == CONFIG
+
+
+whole = st.integers(1, 10**6)
+secs = st.floats(1e-3, 1e9)
+policies = st.one_of(
+    st.builds(LatestN, whole),
+    st.builds(BestN, whole, st.text(min_size=1), st.sampled_from(["min", "max"])),
+    st.builds(WithoutMetric, st.text(min_size=1)),
+    st.builds(EveryNSteps, whole),
+    st.builds(EveryNSecs, secs),
+    st.builds(OnSteps, st.lists(whole, max_size=3)),
+)
+any_config = st.builds(
+    CheckpointConfig,
+    directory=st.none() | st.text(min_size=1),
+    keep=st.lists(policies, max_size=4),
+    keep_dataset=st.lists(policies, max_size=2),
+    layout=st.builds(
+        flaxckpt.ArrayLayout,
+        chunk_bytes=whole,
+        store=st.sampled_from(["auto", "files", "ocdbt"]),
+        codec=st.sampled_from(["none", "compact", "zstd"]),
+        checksum=st.booleans(),
+        zarr_version=st.sampled_from([2, 3]),
+    ),
+    save_dtype=st.lists(
+        st.builds(
+            Cast,
+            st.sampled_from([".*", "params/(a|b)"]),
+            st.sampled_from(["bfloat16", "int8"]),
+            st.booleans(),
+        ),
+        max_size=2,
+    ),
+    max_concurrent_bytes=whole,
+    step_format=st.sampled_from(["{step}", "step_{step}", "{step:08d}"]),
+    read_only=st.booleans(),
+    peer_timeout_secs=secs,
+    read_once=st.booleans(),
+    every_steps=st.none() | whole,
+    every_secs=secs,
+    temporary=st.booleans(),
+    on_steps=st.lists(whole, max_size=3),
+    on_preemption=st.booleans(),
+    grace_secs=st.none() | secs,
+    exit_code=st.none() | st.integers(0, 255),
+    save_first=st.booleans(),
+    save_last=st.booleans(),
+    step_is=st.sampled_from(["completed", "index"]),
+    check_step=st.booleans(),
+    preflight=st.sampled_from([True, False, "warn"]),
+)
+
+
+@given(any_config)
+def test_what_is_written_is_what_is_read(config):
+    mapping = config.to_mapping()
+    assert CheckpointConfig.from_mapping(mapping) == config
+    assert CheckpointConfig.from_mapping(json.loads(json.dumps(mapping))) == config
+    assert CheckpointConfig.from_mapping(yaml.safe_load(yaml.safe_dump(mapping))) == (
+        config
+    )
+
+
+def test_nothing_said_is_nothing_written():
+    assert CheckpointConfig.from_mapping({}) == CheckpointConfig()
+    assert CheckpointConfig().to_mapping() == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"), [(ConfigDict, {"latest": 2}), (FrozenConfigDict, LatestN(2))]
+)
+def test_config_dicts_are_read(kind, policy):
+    group = {"every_steps": 5, "layout": {"codec": "zstd"}, "keep": [policy]}
+    whole = kind({"checkpoint": group, "directory": "run"})
+    config = CheckpointConfig.from_mapping(whole.checkpoint)
+    assert config.every_steps == 5
+    assert config.layout.codec == "zstd"
+    assert config.keep == (LatestN(2),)
+
+
+def test_references_in_a_config_dict_are_followed():
+    whole = ConfigDict({"every": 5})
+    whole.checkpoint = ConfigDict({"every_steps": whole.get_ref("every")})
+    whole.every = 7
+    assert CheckpointConfig.from_mapping(whole.checkpoint).every_steps == 7
+
+
+# ---- what is refused --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"every_step": 5}, "every_step is no option; did you mean every_steps?"),
+        (
+            {"layout": {"code": 1}},
+            "layout.code is no option; did you mean layout.codec?",
+        ),
+        ({"keep": [{"lates": 1}]}, r"keep\[0\].lates is no option; did you .*latest?"),
+        ({"xyz": 1}, "xyz is no option; there are directory, keep"),
+        ({"keep": {"latest": 1}}, "keep must be a list, found .*dict"),
+        ({"keep": [3]}, r"keep\[0\] must be a table, found 3 \(int\)"),
+        ({"keep": [{}]}, r"keep\[0\] must have one of latest, best"),
+        ({"keep": [{"latest": 1, "best": 1}]}, r"keep\[0\] must have one of"),
+        ({"keep": [{"best": 1, "metric": "loss"}]}, "best also metric and mode"),
+        ({"keep": [{"latest": 1, "metric": "loss"}]}, "best also metric and mode"),
+        (
+            {"keep": [{"best": 1, "metric": "loss", "mode": "least"}]},
+            r"keep\[0\].mode must be one of 'min', 'max', found 'least' \(str\)",
+        ),
+        ({"keep": [{"latest": 0}]}, r"keep\[0\].latest must be a whole number of"),
+        ({"keep_dataset": [{"every_secs": -1}]}, r"keep_dataset\[0\].every_secs must"),
+        ({"every_steps": "many"}, r"every_steps must be .*, found 'many' \(str\)"),
+        ({"every_steps": True}, r"every_steps must be .*, found True \(bool\)"),
+        ({"every_steps": 0}, "every_steps must be a whole number of at least 1"),
+        ({"every_steps": 1.5}, r"found 1.5 \(float\)"),
+        ({"every_secs": "5 minutes"}, "a text such as '15 min', found '5 minutes'"),
+        ({"every_secs": float("nan")}, "every_secs must be a positive number"),
+        ({"every_secs": "1.2.3"}, "every_secs must be a positive number"),
+        ({"layout": {"chunk_bytes": "0.3 B"}}, "layout.chunk_bytes must be a whole"),
+        ({"layout": {"zarr_version": True}}, "layout.zarr_version must be one of 2, 3"),
+        ({"layout": [1]}, "layout must be a table"),
+        ({"save_dtype": [{"pattern": ".*"}]}, r"save_dtype\[0\].dtype is missing"),
+        (
+            {"save_dtype": [{"pattern": "(", "dtype": "int8"}]},
+            r"save_dtype\[0\]: .*\(",
+        ),
+        ({"save_dtype": [{"pattern": ".*", "dtype": "floaty"}]}, "floaty"),
+        ({"read_only": 1}, r"read_only must be true or false, found 1 \(int\)"),
+        ({"directory": 7}, r"directory must be a path, found 7 \(int\)"),
+        ({"step_format": "{number}"}, "step_format must hold {step}"),
+        ({"on_steps": 5}, "on_steps must be a list"),
+        ({"on_steps": [-5]}, r"on_steps\[0\] must be a whole number"),
+        ({"step_is": "epoch"}, "step_is must be one of 'completed', 'index'"),
+        ({"preflight": 1}, "preflight must be one of True, False, 'warn'"),
+        ({"temporary": True}, "temporary is for the saves that every_secs calls for"),
+        ([1], "the config must be a table"),
+    ],
+)
+def test_what_makes_no_sense_is_named(mapping, message):
+    with pytest.raises(errors.OptionError, match=message):
+        CheckpointConfig.from_mapping(mapping)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.toml", "[run.ckpt]\nkep = []", "a.toml: run.ckpt.kep is no option"),
+        ("a.toml", "[run]\n", "a.toml has no table 'run.ckpt'"),
+        ("a.toml", "[run", "a.toml is no TOML: "),
+        ("a.yaml", "run: {ckpt: [", "a.yaml is no YAML: "),
+        ("a.json", '{"run": 1}', "a.json has no table 'run.ckpt'"),
+        ("a.ini", "", "a.ini must be a file of TOML, YAML or JSON"),
+        ("a.json", None, "a.json cannot be read: "),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(errors.OptionError, match=message):
+        CheckpointConfig.from_file(tmp_path / name, group="run.ckpt")
+
+
+def test_a_policy_of_ones_own_is_used_and_not_written():
+    class Primes:
+        def preserved(self, checkpoints):
+            return {2, 3}
+
+        def __str__(self):
+            return "Primes"
+
+    config = CheckpointConfig(keep=[Primes()])
+    with pytest.raises(errors.OptionError, match=r"keep\[0\] is Primes"):
+        config.to_mapping()
+
+
+# ---- what it does ----------------------------------------------------------------
+
+
+def test_a_run_behaves_as_its_config_says(tmp_path):
+    config = CheckpointConfig.from_mapping(
+        {
+            "directory": str(tmp_path),
+            "keep": [{"latest": 1}, {"on_steps": [2]}],
+            "layout": {"zarr_version": 2},
+            "save_dtype": [{"pattern": "w", "dtype": "bfloat16"}],
+            "step_format": "step_{step}",
+            "every_steps": 2,
+            "step_is": "index",
+            "save_last": False,
+        }
+    )
+    batches = StepIndexed(lambda i: i)
+    with config.checkpointer() as checkpointer:
+        on_step = config.callback(checkpointer, dataset=batches)
+        saved = [i for i in range(7) if on_step(i, {"w": 1.5 * np.ones(3)})]
+    assert saved == [1, 3, 5]
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_2", "step_6"]
+    metadata = checkpointer.metadata(6)
+    assert metadata.leaves["w"].dtype == "bfloat16"
+    assert (tmp_path / "step_6/dataset").is_dir()
+    assert list((tmp_path / "step_6/state").rglob(".zarray"))
+
+
+def test_options_of_the_call_come_before_those_of_the_config(tmp_path):
+    config = CheckpointConfig(keep=[LatestN(1)], every_steps=1)
+    with pytest.raises(errors.OptionError, match="has no directory"):
+        config.checkpointer()
+    with config.checkpointer(tmp_path, keep=[LatestN(2)]) as checkpointer:
+        on_step = config.callback(checkpointer, every_steps=2)
+        for step in range(1, 9):
+            on_step(step, {"n": step})
+    assert checkpointer.steps() == [6, 8]
+
+
+def test_transforms_of_the_call_come_before_the_casts_of_the_config(tmp_path):
+    config = CheckpointConfig(save_dtype=[Cast("b", "float16")])
+    with config.checkpointer(
+        tmp_path, transforms=[flaxckpt.transforms.rename("a", "b")]
+    ) as checkpointer:
+        checkpointer.save(1, {"a": np.ones(2, np.float32)})
+    assert checkpointer.metadata(1).leaves["b"].dtype == "float16"

@@ -1,0 +1,58 @@
+"""Several processes of one job decide as one."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flaxckpt._util import processes as util_processes
+
+PROGRAM = Path(__file__).with_name("decide_together.py")
+
+
+def free_port():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def run_both(directory):
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, PROGRAM, str(rank), str(port), str(directory)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"XLA_FLAGS": ""},
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        said = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [p.returncode for p in processes] == [0, 0], said
+    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+
+
+@pytest.mark.multiprocess
+def test_the_first_ones_clock_counts_and_anybodys_signal(tmp_path):
+    first, second = run_both(tmp_path)
+    assert first == second
+    time_is_up, stop, _ = first
+    assert time_is_up == [5, 10]
+    assert stop[0] > 12
+    assert "preemption sync point" in stop[1]
+
+
+def test_one_process_asks_nobody():
+    assert util_processes.gather_flags([True, False]) == [[True, False]]
+    assert util_processes.is_first()
+    assert not util_processes.has_preemption_service()
+    assert not util_processes.reached_preemption(3)

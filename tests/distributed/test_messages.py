@@ -1,0 +1,65 @@
+"""What processes tell each other by files; see `test_two_processes` for the service."""
+
+import concurrent.futures
+import time
+
+import pytest
+
+from flaxckpt._distributed import heartbeat as distributed_heartbeat
+from flaxckpt._distributed import key_value as distributed_key_value
+from flaxckpt._distributed import messages as distributed_messages
+from flaxckpt._distributed import operation as distributed_operation
+from tests.distributed import exercise_together
+
+
+def test_files_have_texts_by_key_and_nothing_of_others(tmp_path):
+    files = distributed_key_value.Files(tmp_path / "texts")
+    assert files.list("a") == {}
+    files.delete("a")
+    files.set("a/b", "one")
+    files.set("a/b", "two")
+    files.set("a/c/d", "")
+    files.set("ab/c", "other")
+    assert files.get("a/b", 0) == "two"
+    assert files.list("a") == {"b": "two", "c/d": ""}
+    files.delete("a")
+    assert files.list("a") == {}
+    assert files.list("ab") == {"c": "other"}
+    with pytest.raises(TimeoutError):
+        files.get("a/b", 0.01)
+
+
+def test_a_text_that_comes_later_is_waited_for(tmp_path):
+    files = distributed_key_value.Files(tmp_path)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(files.get, "later", 60)
+        time.sleep(0.05)
+        files.set("later", "here")
+        assert waiting.result() == "here"
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_all_know_how_it_ended_for_all(tmp_path, count):
+    groups = [
+        distributed_operation.Group(distributed_key_value.Files(tmp_path), index, count)
+        for index in range(count)
+    ]
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        done = [pool.submit(exercise_together.exercise, group) for group in groups]
+        for each in done:
+            each.result()
+
+
+def test_who_beats_no_more_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(distributed_heartbeat, "SILENT_SECS", 0.3)
+    files = distributed_key_value.Files(tmp_path)
+    files.set("flaxckpt/beat/1", "7")  # the last that was heard of it
+    operation = exercise_together.begin(
+        distributed_operation.Group(files, 0, 2), timeout_secs=60
+    )
+    with pytest.raises(distributed_messages.ApartError) as raised:
+        operation.gather("one")
+    operation.close()
+    [failure] = raised.value.failures
+    assert (failure.process, failure.kind) == (1, distributed_messages.LATE)
+    assert "has not been heard of for" in failure.text

@@ -1,0 +1,23 @@
+"""What two processes save and restore together in object stores."""
+
+import pytest
+
+import flaxckpt
+from flaxckpt._storage import local as storage_local
+from tests.distributed import jobs
+
+pytestmark = pytest.mark.multiprocess
+
+LAYOUTS = ["files", "ocdbt", "zstd", "zstd_ocdbt"]
+
+
+@pytest.mark.parametrize("kind", ["moto", "seaweed"])
+def test_two_processes_save_into_a_store_as_one(store_path, tmp_path, kind):
+    path = store_path(kind)
+    said = jobs.run("bucket", 2, tmp_path, layouts=LAYOUTS, url=str(path))
+    assert said["bucket"] == ({"ok": True},) * 2
+    for layout in LAYOUTS:
+        run = flaxckpt.Checkpointer(f"{path}/{layout}", read_only=True)
+        assert run.steps() == [2, 3]
+    keys = storage_local.resolve(path).keys()
+    assert not [key for key in keys if "tmp" in key], "all locks are released"

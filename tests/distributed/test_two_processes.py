@@ -1,0 +1,252 @@
+"""What two processes save and restore together; see `program` for what each does."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from orbax import checkpoint as ocp
+
+import flaxckpt
+from tests.distributed import jobs, states
+
+pytestmark = pytest.mark.multiprocess
+
+LAYOUTS = ["files", "ocdbt", "zstd", "zstd_ocdbt"]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """The directory of a job of two, and what they said."""
+    directory = tmp_path_factory.mktemp("two")
+    names = "save,train,data,sizes,share,together"
+    return directory, jobs.run(names, 2, directory, layouts=LAYOUTS, files=False)
+
+
+@pytest.fixture(scope="module")
+def with_orbax(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("orbax")
+    return directory, jobs.run(
+        "orbax,faults,refused,disagree,late", 2, directory, layouts=LAYOUTS[::3]
+    )
+
+
+def test_every_leaf_comes_back_on_other_meshes_from_every_store(job):
+    _, said = job
+    first, second = said["save"]
+    assert first == second, "all know what all have written"
+    assert len(first["bytes"]) == 2 * len(LAYOUTS)
+
+
+def test_training_goes_on_while_another_process_has_not_written(job):
+    assert job[1]["train"] == ({"steps": [1, 2, 3]},) * 2
+
+
+def test_each_process_refuses_what_no_reader_would_take(with_orbax):
+    told = ["UnsupportedLeafError", "LeafNameError", "UnsupportedLeafError"]
+    wanted = {"told": [*told, "OptionError"], "steps": [1]}
+    assert with_orbax[1]["refused"] == (wanted, wanted)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_process_verifies_and_loads_what_two_have_written(job, layout):
+    path = job[0] / "save" / layout / "2"
+    report = flaxckpt.verify(path)
+    assert report.ok, report
+    assert not report.unchecked
+    assert not report.extra
+    check_whole(flaxckpt.load(path), 2)
+
+
+def check_whole(found, seed):
+    plain = dict(states.values(seed))
+    edge = plain.pop("edge")
+    np.testing.assert_array_equal(found["edge"], edge)
+    for leaf, value in plain.items():
+        assert np.asarray(found["arrays"][leaf]).tobytes() == value.tobytes(), leaf
+    np.testing.assert_array_equal(found["local"], np.arange(4.0) + seed)
+    assert found["numbers"] == (seed, 0.5, True, None)
+    assert found["text"] == states.TEXT
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_damaged_value_is_found_in_each_processs_part(job, layout):
+    path = job[0] / "save" / layout / "2" / "state"
+    written = path.glob("ocdbt.process_*/d/*"), path.glob("arrays.large/c.*")
+    parts = [part for parts in written for part in sorted(parts)][:4]
+    assert len(parts) >= 2
+    for part in parts:
+        content = part.read_bytes()
+        middle = len(content) // 2
+        flipped = bytes([content[middle] ^ 1])
+        part.write_bytes(content[:middle] + flipped + content[middle + 1 :])
+        assert not flaxckpt.verify(path.parent).ok, part
+        part.write_bytes(content)
+    assert flaxckpt.verify(path.parent).ok
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_stock_orbax_reads_the_whole_in_one_process(job, layout):
+    mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
+    step = job[0] / "save" / layout / "2"
+    values = states.values(2)
+    wanted = jax.eval_shape(lambda: flaxckpt.load(step)["arrays"]["rows"])
+    with ocp.CheckpointManager(step.parent) as manager:
+        assert manager.all_steps() == [1, 2]
+        assert manager.metrics(2) == {"loss": 0.5}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        target = {"arrays": {"rows": wanted}}
+        found = reader.restore(
+            step / "state",
+            args=ocp.args.PyTreeRestore(
+                target,
+                restore_args={
+                    "arrays": {
+                        "rows": ocp.ArrayRestoreArgs(
+                            sharding=NamedSharding(mesh, P("x"))
+                        )
+                    }
+                },
+                partial_restore=True,
+            ),
+        )
+    np.testing.assert_array_equal(found["arrays"]["rows"], values["rows"])
+
+
+def test_what_all_hold_is_written_by_one_and_can_be_read_by_one(job):
+    for said in job[1]["share"]:
+        assert said["balance"] <= 1.1
+        every, once = said["shares"]
+        assert 1 <= every < 1.2
+        assert 0.5 <= once < 0.7
+
+
+def test_what_processes_do_not_agree_on_is_not_committed(with_orbax):
+    first, second = (said["told"] for said in with_orbax[1]["disagree"])
+    assert "step 11" in second[0]
+    assert "step 10" in second[0]
+    assert "w1" in second[1]
+    assert all("process 1" in text for text in first + second)
+
+
+def test_each_process_has_its_part_of_the_data(job):
+    directory, said = job
+    first, second = said["data"]
+    assert not set(first["next"]) & set(second["next"])
+    files = sorted(p.name for p in (directory / "data/mine/1/dataset").iterdir())
+    assert files == ["metadata", "process_0-of-2.json", "process_1-of-2.json"]
+    manifest = json.loads((directory / "data/mine/1/flaxckpt.json").read_text())
+    assert {f"dataset/{name}" for name in files} <= manifest["digests"].keys()
+
+
+def test_data_of_two_processes_go_on_in_one_only_if_they_are_elastic(job):
+    directory, _ = job
+    data = flaxckpt.datasets.StepIndexed(lambda i: 10 * i)
+    with flaxckpt.Checkpointer(directory / "data/common", read_only=True) as ckpt:
+        ckpt.restore_dataset(data)
+    assert next(data) == 50
+    with (
+        flaxckpt.Checkpointer(directory / "data/mine", read_only=True) as ckpt,
+        pytest.raises(flaxckpt.errors.DatasetStateError, match="of 2 processes"),
+    ):
+        ckpt.restore_dataset(iter(Parts()))
+
+
+class Parts:
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return 0
+
+    def get_state(self):
+        return {"next_index": 0}
+
+    def set_state(self, state):
+        raise AssertionError("another process's state")
+
+
+def test_each_process_reads_its_share_only(job):
+    for said in job[1]["sizes"]:
+        assert said["share"] < 0.6
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_other_numbers_of_processes_go_on(job, count, tmp_path):
+    """Two to one, two to four: on meshes of theirs."""
+    (tmp_path / "restore").symlink_to(job[0] / "save")
+    given = {"layouts": ["files", "zstd_ocdbt"], "meshes": ["columns", "mixed"]}
+    assert jobs.run("restore", count, tmp_path, **given)["restore"]
+
+
+def test_two_go_on_with_what_one_has_written(tmp_path):
+    layouts = ["files", "zstd_ocdbt"]
+    jobs.run("save", 1, tmp_path, layouts=layouts)
+    (tmp_path / "restore").symlink_to(tmp_path / "save")
+    assert jobs.run("restore", 2, tmp_path, layouts=layouts, meshes=["mixed"])
+
+
+def test_orbax_and_we_read_each_other_in_two_processes(with_orbax):
+    directory, said = with_orbax
+    assert said["orbax"] == ({"ok": True},) * 2
+    found = flaxckpt.load(directory / "orbax/theirs")
+    for leaf in ("rows", "columns", "large"):
+        wanted = states.values(3)[leaf]
+        assert np.asarray(found["arrays"][leaf]).tobytes() == wanted.tobytes()
+
+
+def test_a_failure_of_one_is_told_to_all_and_the_next_save_is_good(with_orbax):
+    first, second = with_orbax[1]["faults"]
+    assert "process 1: " in first["told"]
+    assert "does not fit the state" in second["told"]
+
+
+def test_who_does_not_come_is_named_and_nothing_is_committed(with_orbax):
+    directory, said = with_orbax
+    told = said["late"][0]["told"]
+    assert "process 1: has not reached 'written' of step 2" in told
+    assert not [p for p in (directory / "late").iterdir() if "tmp-writing" in p.name]
+
+
+def test_who_is_lost_before_the_first_save_is_named(tmp_path):
+    with jobs.Job("lost", 2, tmp_path, silent_secs=3.0) as job:
+        for process in job.processes:
+            assert "opened" in process.stdout.readline()
+        job.processes[1].kill()
+        (tmp_path / "lost/killed").touch()
+        (code, said, complaint), _ = job.ends(30)
+    assert code == 3, complaint[-1500:]
+    assert "process 1: has not been heard of for " in jobs.rows(said)[-1]["told"]
+
+
+def test_files_do_what_the_coordination_service_does(tmp_path):
+    names = "together,save,late"
+    said = jobs.run(names, 2, tmp_path, layouts=["files", "ocdbt"], files=True)
+    assert said["together"] == ({"ok": True},) * 2
+    assert "process 1: has not reached 'written'" in said["late"][0]["told"]
+    for layout in ("files", "ocdbt"):
+        check_whole(flaxckpt.load(tmp_path / "save" / layout), 2)
+
+
+def test_of_two_jobs_that_save_the_same_steps_one_wins_each(tmp_path):
+    steps = 6
+    (tmp_path / "race").mkdir()
+    with (
+        jobs.Job("race", 2, tmp_path, job="one", steps=steps) as one,
+        jobs.Job("race", 2, tmp_path, job="other", steps=steps) as other,
+    ):
+        ends = [one.ends(), other.ends()]
+    won = []
+    for end in ends:
+        assert [code for code, _, _ in end] == [0, 0], end
+        mine, others = [jobs.rows(out)[0]["won"] for _, out, _ in end]
+        assert mine == others, "both of a job know the same"
+        won.append(mine)
+    assert sorted(won[0] + won[1]) == list(range(1, steps + 1))
+    for name, mine in zip(("one", "other"), won, strict=True):
+        for step in mine:
+            found = flaxckpt.load(tmp_path / "race", step=step)
+            assert found["n"] == 1000 * len(name)
+            assert np.asarray(found["a"])[0, 0] == found["n"]

@@ -1,0 +1,188 @@
+"""What is in the place of a file, or happens to one while it is read.
+
+Hostile checkpoints of each format are in `hostile`, and read by test_readers.py.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tensorstore as ts
+
+import flaxckpt
+from flaxckpt import ArrayLayout, errors
+from flaxckpt._convert import journal as convert_journal
+from flaxckpt._storage import local as storage_local
+
+
+def to_pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    "make", [to_pipe, Path.mkdir, lambda p: p.symlink_to("/dev/zero")]
+)
+def test_what_is_no_plain_file_is_neither_waited_for_nor_read(tmp_path, make):
+    path = tmp_path / "file"
+    make(path)
+    with pytest.raises(errors.DamagedCheckpointError, match="no plain file"):
+        storage_local.read(path, max_bytes=10)
+    with pytest.raises(errors.DamagedCheckpointError, match="no plain file"):
+        storage_local.digest_file(path, max_bytes=10)
+
+
+def test_files_behind_links_are_read_and_long_ones_are_not(tmp_path):
+    (tmp_path / "file").write_bytes(b"12345")
+    (tmp_path / "link").symlink_to("file")
+    assert storage_local.read(tmp_path / "link", max_bytes=5) == b"12345"
+    with pytest.raises(errors.DamagedCheckpointError, match="at most 4 bytes, found 5"):
+        storage_local.read(tmp_path / "link", max_bytes=4)
+
+
+def test_a_save_beside_a_step_with_pipes_does_not_wait(tmp_path):
+    state = {"w": jax.numpy.arange(1024.0)}
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state).wait()
+        for file in (tmp_path / "1/state/w").iterdir():
+            to_pipe(file)
+        ckpt.save(2, state).wait()
+        np.testing.assert_array_equal(ckpt.restore(step=2)["w"], state["w"])
+
+
+@pytest.mark.parametrize("name", ["done.txt", "work.json"])
+def test_a_conversion_goes_on_beside_a_pipe_or_a_link_of_its_journal(tmp_path, name):
+    outside = tmp_path / "outside"
+    outside.write_text("mine\n")
+    for make in (to_pipe, lambda path: (path.unlink(), path.symlink_to(outside))):
+        with convert_journal.Journal(tmp_path / "work", {"a": 1}) as journal:
+            journal.add(["x"])
+        make(tmp_path / "work" / name)
+        with convert_journal.Journal(tmp_path / "work", {"a": 1}) as journal:
+            assert not journal.done
+            journal.add(["y"])
+        with convert_journal.Journal(tmp_path / "work", {"a": 1}) as journal:
+            assert journal.done == {"y"}
+            journal.remove()
+    assert outside.read_text() == "mine\n"
+
+
+def test_what_the_disk_has_no_space_for_is_not_begun(tmp_path):
+    from tests.hostile import orbax
+
+    source = orbax.CASES["larger than the memory"](tmp_path)
+    for name in ("a.safetensors", "a.msgpack", "a"):
+        with pytest.raises(errors.SaveFailedError, match="549755813888 bytes, and"):
+            flaxckpt.convert(source, tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == [source.name]
+
+
+@pytest.mark.parametrize("height", [0, 3, 16])
+def test_databases_that_are_made_like_hostile_ones_are_read(tmp_path, height):
+    from tests.hostile import ocdbt
+
+    step = ocdbt.tower(height)(tmp_path)
+    np.testing.assert_array_equal(flaxckpt.load(step)["w"], ocdbt.VALUES)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_database_of_many_leaves_that_are_alike_is_read(tmp_path, compressed):
+    zeros = np.zeros(8, np.float32)
+    state = {f"layer_{i:05}": zeros for i in range(5000)}
+    codec = "compact" if compressed else "none"
+    flaxckpt.save(tmp_path / "a", state, layout=ArrayLayout(store="ocdbt", codec=codec))
+    (tmp_path / "a/flaxckpt.json").unlink()  # as Orbax would have written it
+    (tmp_path / "a/commit_success.txt").unlink()
+    found = flaxckpt.load(tmp_path / "a")
+    assert found.keys() == state.keys()
+
+
+@pytest.mark.parametrize("store", ["files", "ocdbt"])
+@pytest.mark.parametrize("zarr_version", [2, 3])
+def test_chunks_of_blosc_that_ask_for_more_are_not_decoded(
+    tmp_path, store, zarr_version
+):
+    layout = ArrayLayout(
+        store=store, codec="compact", zarr_version=zarr_version, chunk_bytes=2**18
+    )
+    values = np.arange(2**17, dtype=np.float32)
+    flaxckpt.save(tmp_path / "plain", {"w": values})
+    path = tmp_path / "a"
+    flaxckpt.convert(tmp_path / "plain", path, layout=layout)
+    for mark in ("flaxckpt.json", "commit_success.txt"):
+        (path / mark).unlink()
+    np.testing.assert_array_equal(flaxckpt.load(path)["w"], values)
+    key = "w/1" if zarr_version == 2 else "w/c.1"
+    base = {"driver": "file", "path": f"{path}/state/"}
+    spec = {"driver": "ocdbt", "base": base} if store == "ocdbt" else base
+    values = ts.KvStore.open(spec).result()
+    content = bytearray(values.read(key).result().value)
+    content[4:8] = (2**31 - 17).to_bytes(4, "little")
+    values.write(key, bytes(content)).result()
+    with pytest.raises(errors.DamagedCheckpointError, match="said to have 2147483631"):
+        flaxckpt.load(path)
+
+
+CHANGING = """
+import os, sys, threading
+import flaxckpt
+
+path, size = sys.argv[1], 2**22
+done = threading.Event()
+
+def change():
+    while not done.is_set():
+        for length in (0, 4096, size // 2, size + 4096, full):
+            os.truncate(file, length)
+
+found = [os.path.join(where, n) for where, _, names in os.walk(path) for n in names]
+file = max(found or [path], key=os.path.getsize)
+full = os.path.getsize(file)
+flaxckpt.load(path, memory_map=False)
+thread = threading.Thread(target=change)
+thread.start()
+outcomes = set()
+for _ in range(60):
+    try:
+        flaxckpt.load(path, memory_map=False)
+        outcomes.add("loaded")
+    except flaxckpt.errors.CheckpointError as error:
+        outcomes.add(type(error).__name__)
+done.set()
+thread.join()
+print(sorted(outcomes))
+"""
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["files", "zstd", "compact", "database", "a.safetensors", "a.msgpack"],
+)
+def test_files_that_are_cut_and_grow_while_they_are_read_end_no_process(tmp_path, name):
+    values = {"w": np.arange(2**20, dtype=np.float32)}
+    layouts = {
+        "files": ArrayLayout(store="files"),
+        "zstd": ArrayLayout(store="files", codec="zstd"),
+        "compact": ArrayLayout(store="files", codec="compact"),
+        "database": ArrayLayout(store="ocdbt"),
+    }
+    path = tmp_path / name
+    if name in layouts:
+        values["w"] = np.random.default_rng(0).random(2**20, np.float32)
+        flaxckpt.save(path, values, layout=layouts[name])
+    else:
+        flaxckpt.save(tmp_path / "source", values)
+        flaxckpt.convert(tmp_path / "source", path)
+    process = subprocess.run(
+        [sys.executable, "-c", CHANGING, path],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert process.stdout.endswith("]\n")  # any other error would have ended it

@@ -1,0 +1,141 @@
+"""Loads hostile checkpoints one after another, in a process that may not take much.
+
+    python -m tests.helpers.run_hostile FORMAT DIRECTORY [CASE ...]
+
+Prints a line of JSON before each case and one after it, so that a process which dies
+names the case at fault: `{"case": ..., "begins": true}`, and then its `error`, how
+long the processor worked on it, and by how much the memory of the process has grown at
+most while it did. A module of cases may say by `read` how they are read.
+
+Each is also described, planned, opened and converted: all that may be done, but if it
+is not, by an error of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import flaxckpt
+
+ADDRESS_SPACE = 4 * 2**30
+"""Bytes that may be reserved beyond what importing jax has taken."""
+
+CONVERTED = 2**32
+"""Larger states are not converted, if there is space for them."""
+
+
+def main(format_name: str, directory: str, *names: str) -> None:
+    module = importlib.import_module(f"tests.hostile.{format_name}")
+    cases, read = module.CASES, getattr(module, "read", load)
+    # What is loaded once and for all is not to be counted.
+    flaxckpt.save(Path(directory, "warm"), {"a": 1.0})
+    flaxckpt.load(Path(directory, "warm"))
+    limit = address_space() + ADDRESS_SPACE
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    for name in names or cases:
+        tell({"case": name, "begins": True})
+        root = Path(directory, "".join(c if c.isalnum() else "_" for c in name))
+        root.mkdir()
+        path = cases[name](root)
+        secs.clear()
+        forget_peak()
+        before = memory("VmRSS")
+        found = {"case": name, **outcome(read, path)}
+        tell({**found, "secs": max(secs), "grown": memory("VmHWM") - before})
+
+
+secs: list[float] = []
+"""What each thing that was done with the last case took, of the processor."""
+
+
+@contextlib.contextmanager
+def timed() -> Iterator[None]:
+    begun = time.process_time()
+    try:
+        yield
+    finally:
+        secs.append(time.process_time() - begun)
+
+
+def outcome(read: Callable[[Path], object], path: Path) -> dict[str, Any]:
+    try:
+        if read is load:
+            try_others(path)
+        with timed():
+            read(path)
+    except flaxckpt.errors.CheckpointError as error:
+        return {"error": type(error).__name__, "text": str(error)}
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))[-2000:]
+        return {"error": f"not ours: {type(error).__name__}", "text": text}
+    return {"error": "none", "text": "it was loaded"}
+
+
+def load(path: Path) -> None:
+    flaxckpt.load(path)
+
+
+def try_others(path: Path) -> None:
+    """All that can be done with a checkpoint, but to load it."""
+    size = 0
+    with attempt():
+        found = flaxckpt.metadata(path)
+        size = found.total_bytes
+        for leaf in list(found.leaves)[:3]:
+            with attempt():
+                flaxckpt.open_leaf(path, leaf)
+    with attempt():
+        flaxckpt.plan(path, {"w": 1.0}, missing="init", unused="ignore")
+    if size > CONVERTED and size < free_bytes(path):
+        return  # that much can be written, and may be meant: all of it takes long
+    with attempt():
+        flaxckpt.convert(path, path.parent / "converted")
+        raise AssertionError("it was converted")
+
+
+@contextlib.contextmanager
+def attempt() -> Iterator[None]:
+    with contextlib.suppress(flaxckpt.errors.CheckpointError), timed():
+        yield
+
+
+def free_bytes(path: Path) -> int:
+    found = os.statvfs(path.parent)
+    return found.f_bavail * found.f_frsize
+
+
+def address_space() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * resource.getpagesize()
+
+
+def forget_peak() -> None:
+    """What it took to make a case, and to read those before, is not counted."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def memory(name: str) -> int:
+    """Of this process, in bytes: `VmRSS` for now, `VmHWM` for at most."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith(f"{name}:")]
+    return int(line.split()[1]) * 1024
+
+
+def tell(data: Any) -> None:
+    print(json.dumps(data), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

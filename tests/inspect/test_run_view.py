@@ -1,0 +1,164 @@
+"""Runs seen from outside: how their steps are called, why they stay, how they go."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt._inspect import listing as inspect_listing
+from flaxckpt._inspect import run_view as inspect_run_view
+from flaxckpt._steps import markers as steps_markers
+from flaxckpt._steps import names as steps_names
+from flaxckpt.policies import BestN, EveryNSteps, LatestN
+
+
+def make_run(root, steps=(10, 20, 30), **options):
+    with flaxckpt.Checkpointer(root, **options) as run:
+        for step in steps:
+            run.save(step, {"w": np.full(3, step)}, metrics={"loss": 1 / step})
+    return root
+
+
+@pytest.mark.parametrize(
+    "template", ["{step}", "step_{step}", "{step:08d}", "a-{step:03d}"]
+)
+def test_runs_are_opened_whatever_their_steps_are_called(tmp_path, template):
+    make_run(tmp_path / "run", step_format=template)
+    with inspect_run_view.opened(tmp_path / "run", read_only=True) as run:
+        assert run.steps() == [10, 20, 30]
+    found = inspect_listing.listing(tmp_path / "run", keep=[EveryNSteps(20)])
+    assert [step.why for step in found.steps] == [(), ("EveryNSteps(20)",), ("newest",)]
+
+
+@given(
+    prefix=st.sampled_from(["", "step_", "ck-", "x.y_"]),
+    width=st.integers(0, 9),
+    steps=st.sets(st.integers(0, 10**6), min_size=1, max_size=5),
+)
+def test_names_of_steps_are_found_out(tmp_path_factory, prefix, width, steps):
+    root = tmp_path_factory.mktemp("run")
+    paths = {step: root / f"{prefix}{step:0{width}d}" for step in steps}
+    for path in paths.values():
+        path.mkdir()
+    found = inspect_run_view.step_format(inspect_run_view.Survey(paths, {}))
+    assert found is not None
+    for step, path in paths.items():
+        assert steps_names.StepFormat(found).name(step) == path.name
+
+
+def test_names_of_two_kinds_are_none_of_ours(tmp_path):
+    paths = {1: tmp_path / "1", 2: tmp_path / "002"}
+    for path in paths.values():
+        path.mkdir()
+    assert inspect_run_view.step_format(inspect_run_view.Survey(paths, {})) is None
+
+
+def test_a_listing_is_what_the_checkpointer_says(tmp_path):
+    keep = [LatestN(1), BestN(1, "loss", "max")]
+    make_run(tmp_path / "run")
+    with flaxckpt.Checkpointer(tmp_path / "run", keep=keep, read_only=True) as run:
+        explained = run.explain()
+    found = inspect_listing.listing(tmp_path / "run", keep=keep)
+    assert {step.step: [*step.why] for step in found.steps} == explained
+    assert [step.marks for step in found.steps] == [("best",), (), ("latest",)]
+
+
+def test_damaged_steps_are_listed_and_never_pruned(tmp_path):
+    root = make_run(tmp_path / "run", (10, 20, 30, 40))
+    steps_markers.mark_damaged(root / "10", "it is bad")
+    (root / "20" / "flaxckpt.json").write_text("{")
+    shutil.rmtree(root / "40" / "state")
+    (root / "40" / "flaxckpt.json").unlink()
+    (root / "50").mkdir()
+    found = {step.step: step for step in inspect_listing.listing(root).steps}
+    assert [*found] == [10, 20, 30, 40]
+    assert found[10].damage == "it is bad"
+    assert found[30].marks == ("latest",)
+    assert "restore another step" in found[40].damage
+    pruned = inspect_run_view.prune(root, keep=[LatestN(1)], dry_run=False)
+    assert pruned.deleted == (20,)
+    assert (root / "10").is_dir()
+    assert (root / "40").is_dir()
+
+
+def test_what_is_freed_is_what_nothing_else_has(tmp_path):
+    frozen = {"frozen": np.arange(50_000.0)}
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        for step in (1, 2, 3):
+            run.save(step, {**frozen, "n": step}).wait()
+    found = inspect_run_view.prune(tmp_path / "run", keep=[LatestN(1)], dry_run=True)
+    assert found.deleted == (1, 2)
+    assert 0 < found.bytes < 100_000
+    alone = inspect_run_view.prune(
+        tmp_path / "run", keep=[EveryNSteps(7)], dry_run=True
+    )
+    assert alone.bytes == found.bytes
+
+
+def test_nothing_is_made_where_nothing_is(tmp_path):
+    for call in (
+        lambda path: inspect_run_view.prune(path, keep=[LatestN(1)], dry_run=False),
+        lambda path: inspect_run_view.set_pinned(path, [1], pinned=True),
+        inspect_listing.listing,
+        inspect_listing.disk_usage,
+    ):
+        with pytest.raises(errors.CheckpointNotFoundError):
+            call(tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_look_leaves_no_trace(tmp_path):
+    root = make_run(tmp_path / "run")
+    before = sorted((p, p.stat().st_mtime_ns) for p in root.rglob("*"))
+    inspect_listing.listing(root, keep=[LatestN(1)])
+    inspect_listing.disk_usage(root)
+    inspect_run_view.prune(root, keep=[LatestN(1)], dry_run=True)
+    assert before == sorted((p, p.stat().st_mtime_ns) for p in root.rglob("*"))
+
+
+def test_pinning_takes_all_or_none(tmp_path):
+    root = make_run(tmp_path / "run")
+    with pytest.raises(errors.CheckpointNotFoundError, match="no step 7"):
+        inspect_run_view.set_pinned(root, [10, 7], pinned=True)
+    assert not steps_markers.is_pinned(root / "10")
+    inspect_run_view.set_pinned(root, [10, 20], pinned=True)
+    assert inspect_listing.listing(root).steps[1].marks == ("pinned",)
+
+
+def test_what_may_not_be_read_is_told():
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        root = make_run(Path(name) / "run")
+        (root / "30" / "state").chmod(0)
+        with without_rights():
+            found = inspect_listing.listing(root).steps[2]
+        assert "permission denied" in found.damage
+        (root / "30").chmod(0)
+        with (
+            without_rights(),
+            pytest.raises(errors.DamagedCheckpointError, match="permission denied"),
+        ):
+            inspect_listing.listing(root)
+        (root / "30").chmod(0o755)
+        (root / "30" / "state").chmod(0o755)
+
+
+@contextlib.contextmanager
+def without_rights():
+    """Root may read anything, so it is nobody for a while."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)

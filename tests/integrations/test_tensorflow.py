@@ -1,0 +1,66 @@
+"""tf.data's iterators resume exactly, shuffle buffers and all; so do clu's."""
+
+import os
+
+import pytest
+
+from flaxckpt import datasets, errors
+from flaxckpt.datasets import Buffered
+from tests.helpers.dataset_runs import assert_resumes
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed")
+
+from clu.data import dataset_iterator  # noqa: E402
+
+COUNTS = [1, 7, 15, 16, 29]  # of 30 batches: two epochs of 15
+
+
+def pipeline():
+    data = tf.data.Dataset.range(60).shuffle(32, seed=2).repeat(2)
+    return data.map(lambda x: {"x": x}).batch(4).prefetch(2)
+
+
+KINDS = {
+    "iter": lambda: iter(pipeline()),
+    "numpy": lambda: pipeline().as_numpy_iterator(),
+    "clu": lambda: dataset_iterator.TfDatasetIterator(pipeline(), checkpoint=True),
+    "clu, peekable": lambda: dataset_iterator.PeekableDatasetIterator(
+        dataset_iterator.TfDatasetIterator(pipeline(), checkpoint=True)
+    ),
+    "buffered": lambda: Buffered(pipeline().as_numpy_iterator(), depth=3),
+}
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_an_iterator_resumes_exactly(tmp_path, make):
+    assert_resumes(tmp_path, make, COUNTS)
+
+
+def test_python_inside_a_pipeline_is_refused_with_the_reason():
+    data = tf.data.Dataset.from_generator(lambda: iter([1, 2]), output_types=tf.int32)
+    with pytest.raises(errors.DatasetStateError, match="from_generator"):
+        datasets.state_files(iter(data))
+
+
+def test_a_state_of_another_pipeline_is_refused():
+    files = datasets.state_files(iter(tf.data.Dataset.range(3)))
+    other = tf.data.Dataset.range(9).shuffle(4).as_numpy_iterator()
+    with pytest.raises(errors.DatasetStateError, match="does not take"):
+        datasets.set_state(other, files, path="run/1")
+
+
+def test_a_dataset_is_no_iterator():
+    with pytest.raises(errors.DatasetStateError, match="as_numpy_iterator"):
+        datasets.state_files(pipeline())
+
+
+def test_an_iterator_of_clu_without_checkpoints_is_refused():
+    batches = dataset_iterator.TfDatasetIterator(pipeline(), checkpoint=False)
+    with pytest.raises(errors.DatasetStateError, match="checkpoint=True"):
+        datasets.state_files(batches)
+
+
+def test_the_version_of_tensorflow_is_written_down():
+    files = datasets.state_files(iter(pipeline()))
+    assert f'"version": "{tf.__version__}"'.encode() in files["metadata"]

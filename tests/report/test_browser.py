@@ -1,0 +1,327 @@
+"""The page of a report in a real browser: what people see is what is so.
+
+Skipped where there is no Chromium. FLAXCKPT_CHROMIUM names one; pictures of the pages
+go to FLAXCKPT_ARTIFACTS, if that is set.
+"""
+
+import dataclasses
+import math
+import os
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flaxckpt
+from flaxckpt import _report
+from tests.helpers.report_runs import KEEP, LASTS, LOSSES, make_run
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is missing")
+
+ARGUMENTS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update"),
+    "--disable-sync",
+]
+WIDTHS = (360, 1280)
+
+
+def chromium():
+    """Where a browser is, or None."""
+    named = os.environ.get("FLAXCKPT_CHROMIUM")
+    names = (named,) if named else ("chromium", "chromium-browser", "google-chrome")
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    path = chromium()
+    if path is None:
+        pytest.skip("no Chromium: install one, or name it in FLAXCKPT_CHROMIUM")
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(
+            executable_path=path, headless=True, args=ARGUMENTS
+        )
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    run = make_run(tmp_path_factory.mktemp("report"))
+    options = _report.Options(KEEP, verify=True)
+    return _report.gather(run, options)
+
+
+class Opened:
+    """A page in the browser, and all that it says and asks for."""
+
+    def __init__(self, browser, file, width=1280, scheme="light"):
+        self.said, self.asked = [], []
+        self.page = browser.new_page(
+            viewport={"width": width, "height": 800}, color_scheme=scheme
+        )
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.said.append(dialog.message))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(file.as_uri())
+
+    def data(self, selector):
+        """What elements have as data-*, by name."""
+        return self.page.eval_on_selector_all(
+            selector, "found => found.map(each => ({...each.dataset}))"
+        )
+
+    def texts(self, selector):
+        """What elements say."""
+        return self.page.eval_on_selector_all(
+            selector, "found => found.map(each => each.textContent)"
+        )
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """Opens the page of a report."""
+    shown = []
+
+    def opened(report, **given):
+        file = tmp_path / "report.html"
+        file.write_text(_report.page(report), encoding="utf-8")
+        shown.append(Opened(browser, file, **given))
+        return shown[-1]
+
+    yield opened
+    for each in shown:
+        each.page.close()
+
+
+def picture(opened, tmp_path, name):
+    directory = Path(os.environ.get("FLAXCKPT_ARTIFACTS") or tmp_path)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"report-{name}.png"
+    opened.page.screenshot(path=path, full_page=True)
+    return path
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_page_is_quiet_loads_nothing_and_fits(
+    show, report, tmp_path, width, scheme
+):
+    opened = show(report, width=width, scheme=scheme)
+    assert opened.said == []
+    assert opened.asked == [opened.page.url]
+    for details in opened.page.query_selector_all("summary"):
+        details.click()
+    widest = opened.page.evaluate("document.documentElement.scrollWidth")
+    assert widest <= width
+    assert picture(opened, tmp_path, f"{scheme}-{width}").stat().st_size > 10_000
+
+
+def test_the_page_of_a_long_run_is_quiet_and_fits_too(show, report):
+    measured = report.metrics["eval/loss"][0]
+    many = range(0, 100_000, 100)
+    long = dataclasses.replace(
+        report,
+        steps=tuple(dataclasses.replace(report.steps[0], step=n) for n in many),
+        saves=tuple(report.saves[0]._replace(step=n) for n in many),
+        metrics={
+            f"metric_{m}": tuple(
+                measured._replace(step=n, value=math.sin(n / 999 + m), best=None)
+                for n in many
+            )
+            for m in range(14)
+        },
+    )
+    for width in WIDTHS:
+        opened = show(long, width=width)
+        assert opened.said == []
+        assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+    lines = opened.page.eval_on_selector_all(
+        "polyline", "found => found.map(each => each.points.numberOfItems)"
+    )
+    assert len(lines) == 12
+    assert min(lines) > 300
+
+
+def luminance(colour):
+    """Of `rgb(…)`, as WCAG has it."""
+    channels = [int(n) / 255 for n in colour.strip("rgb()").split(",")[:3]]
+    linear = [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one, other):
+    a, b = sorted((luminance(one), luminance(other)), reverse=True)
+    return (a + 0.05) / (b + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_have_contrast_in_light_and_dark(show, report, scheme):
+    opened = show(report, scheme=scheme)
+    style = "(e, name) => getComputedStyle(e)[name]"
+    back = opened.page.eval_on_selector("section", style, "backgroundColor")
+    assert (luminance(back) < 0.2) == (scheme == "dark")
+    for selector in ("h2", ".said", "td", ".state.verified", ".mark.best", "summary"):
+        colour = opened.page.eval_on_selector(selector, style, "color")
+        assert contrast(colour, back) >= 4.5, selector
+    for selector in (".tick", ".axis-title", ".best-label", ".tile-name"):
+        colour = opened.page.eval_on_selector(selector, style, "fill")
+        behind = back
+        if selector == ".tile-name":
+            behind = opened.page.eval_on_selector(".tile", style, "fill")
+        assert contrast(colour, behind) >= 4.5, selector
+    for selector in (".bar.blocked", ".bar.behind", ".point.best", ".point.kept"):
+        colour = opened.page.eval_on_selector(selector, style, "fill")
+        assert contrast(colour, back) >= 3, selector
+
+
+def test_headline_figures_are_those_of_the_run(show, report):
+    cards = {card["card"]: card for card in show(report).data("[data-card]")}
+    assert int(cards["steps"]["value"]) == len(LASTS)
+    assert int(cards["newest"]["value"]) == max(LASTS)
+    assert float(cards["best"]["value"]) == min(LOSSES.values())
+    assert int(cards["best"]["step"]) == 50
+    files = {f.stat().st_ino: f.stat().st_size for f in _files(report.path)}
+    assert int(cards["bytes"]["value"]) == sum(files.values())
+    assert cards["integrity"]["value"] == "verified"
+    assert float(cards["last-save"]["value"]) == report.saves[-1].blocked_secs
+
+
+def _files(run):
+    steps = [path for path in Path(run).iterdir() if path.name.isdigit()]
+    return [file for step in steps for file in step.rglob("*") if file.is_file()]
+
+
+def test_bars_and_rows_of_saves_are_the_seconds_of_the_journal(show, report):
+    opened = show(report)
+    for kind, wanted in (
+        ("blocked", [save.blocked_secs for save in report.saves]),
+        ("behind", [save.behind_secs for save in report.saves]),
+    ):
+        bars = opened.data(f"#saves .wide rect.{kind}[data-step]")
+        assert [int(bar["step"]) for bar in bars] == list(LOSSES)
+        assert [float(bar["secs"]) for bar in bars] == wanted
+    heights = opened.page.eval_on_selector_all(
+        "#saves .wide rect.behind[data-secs]",
+        "found => found.map(e => [+e.dataset.secs, e.height.baseVal.value])",
+    )
+    tallest = max(heights)
+    for secs, height in heights:
+        assert height == pytest.approx(tallest[1] * secs / tallest[0], abs=0.9)
+    rows = {int(row["step"]): row for row in opened.data("#saves tr[data-step]")}
+    for save in report.saves:
+        row = rows[save.step]
+        assert float(row["blocked"]) == save.blocked_secs
+        assert float(row["total"]) == save.total_secs
+        assert int(row["bytes"]) == save.bytes
+
+
+def test_points_of_curves_are_the_metrics(show, report):
+    opened = show(report)
+    points = opened.data("figure[data-metric='eval/loss'] [data-value]")
+    found = {int(point["step"]): float(point["value"]) for point in points}
+    assert found == {step: LOSSES[step] for step in LASTS}
+    best = {int(point["step"]): point["best"] for point in points if "best" in point}
+    assert best == {50: "best", 20: "among the best"}
+    assert {point["kept"] for point in points} == {"yes"}
+    places = opened.page.eval_on_selector_all(
+        "figure[data-metric='eval/loss'] circle[data-value]",
+        "found => found.map(e => [+e.dataset.value, e.cy.baseVal.value])",
+    )
+    assert [y for _, y in sorted(places)] == sorted(
+        (y for _, y in places), reverse=True
+    )
+
+
+def test_the_table_of_steps_tells_the_reasons(show, report):
+    opened = show(report)
+    rows = {int(row["step"]): row for row in opened.data("#retention tr[data-step]")}
+    assert {step: row["why"] for step, row in rows.items()} == {
+        step.step: "; ".join(step.why) for step in report.steps
+    }
+    assert {int(row["step"]): int(row["bytes"]) for row in rows.values()} == {
+        step.step: step.bytes for step in report.steps
+    }
+    marks = opened.data("#retention .wide svg [data-step]")
+    assert {int(mark["step"]) for mark in marks} == LASTS
+    assert len(opened.texts("#retention .wide line.gone")) == len(LOSSES) - len(LASTS)
+
+
+def test_areas_of_the_treemap_are_the_sizes(show, report):
+    opened = show(report)
+    tiles = opened.page.eval_on_selector_all(
+        "#sizes .wide g[data-bytes]",
+        "found => found.map(e => { const r = e.querySelector('rect');"
+        " return [e.dataset.path, +e.dataset.bytes,"
+        " (r.width.baseVal.value + 1.6) * (r.height.baseVal.value + 1.6)]; })",
+    )
+    sizes = {path: size for path, size, _ in tiles}
+    described = flaxckpt.metadata(report.path)
+    assert sum(sizes.values()) == described.total_bytes == report.total_bytes
+    kernel, head = "params/trunk/kernel", "params/head"
+    assert (sizes[kernel], sizes[head]) == (32 * 16 * 4, 16 * 3 * 4)
+    area = {path: area for path, _, area in tiles}
+    assert area[kernel] / area[head] == pytest.approx(32 / 3, rel=0.05)
+    rows = opened.data("#sizes tr[data-path]")
+    assert sum(int(row["bytes"]) for row in rows) == report.total_bytes
+
+
+def test_changes_dataset_lineage_and_integrity_are_those_of_the_run(show, report):
+    opened = show(report)
+    truth = flaxckpt.diff(report.path, report.path, step_a=70, step_b=80).changed
+    rows = opened.data("#change tr[data-path]")
+    assert [row["path"] for row in rows] == list(truth)[:20]
+    assert {row["path"]: float(row["rel"]) for row in rows} == {
+        path: leaf.rel_norm for path, leaf in truth.items()
+    }
+    rows = opened.data("#dataset tr[data-step]")
+    assert {int(row["step"]): row["values"] for row in rows} == {
+        step: f"next_index={step}" for step in LASTS
+    }
+    [origin] = opened.data("#lineage li[data-path]")
+    assert origin["path"] == report.lineage[0].path
+    rows = opened.data("#integrity tr[data-step]")
+    assert {int(row["step"]): row["state"] for row in rows} == dict.fromkeys(
+        LASTS, "verified"
+    )
+    assert all(int(row["bytes"]) > 0 for row in rows)
+
+
+def test_names_that_are_scripts_run_nothing(show, tmp_path):
+    bad = "<script>document.title='run'</script>\"'>"
+    worse = "<img src=x onerror=\"document.title='run'\">"
+    with flaxckpt.Checkpointer(tmp_path / bad.replace("/", "|")) as run:
+        for step in (1, 2, 3):
+            state = {bad: {worse: jnp.full(3, step)}, worse: np.ones(2)}
+            run.save(step, state, metrics={bad: step, worse: -step})
+        directory = run.directory
+    found = _report.gather(directory, _report.Options())
+    opened = show(found)
+    assert opened.said == []
+    assert opened.asked == [opened.page.url]
+    assert opened.page.title().endswith("flaxckpt report")
+    assert found.is_good
+    assert opened.page.query_selector_all("script, img") == []
+    figures = opened.texts("figcaption")
+    assert figures == [bad, worse]
+    assert worse in " ".join(opened.texts("#sizes td, #sizes th"))
+
+
+def test_the_card_of_a_notebook_is_shown_quietly(browser, report, tmp_path):
+    with flaxckpt.Checkpointer(report.path, keep=KEEP, read_only=True) as run:
+        file = tmp_path / "card.html"
+        page = f"<!doctype html><meta charset=utf-8>{run._repr_html_()}"
+        file.write_text(page, encoding="utf-8")
+    opened = Opened(browser, file, width=360)
+    assert opened.said == []
+    assert [int(row["step"]) for row in opened.data("tr[data-step]")] == sorted(
+        LASTS, reverse=True
+    )
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= 360
+    opened.page.close()

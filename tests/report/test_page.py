@@ -1,0 +1,590 @@
+"""A report tells what is so: its numbers are those of the run, found otherwise here."""
+
+import dataclasses
+import json
+import math
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flaxckpt
+from examples import report as examples_report
+from flaxckpt import _report, errors
+from flaxckpt._run import disk_usage as run_disk_usage
+from flaxckpt._state.leaf import LeafInfo
+from flaxckpt._steps import event as steps_event
+from flaxckpt._util import html as util_html
+from flaxckpt.policies import BestN, LatestN
+from tests.helpers.report_runs import (
+    KEEP,
+    LASTS,
+    LOSSES,
+    Elements,
+    damage,
+    make_run,
+    state_at,
+)
+
+
+@pytest.fixture(scope="session")
+def _made(tmp_path_factory):
+    root = tmp_path_factory.mktemp("report")
+    make_run(root)
+    return root
+
+
+@pytest.fixture
+def run(_made, tmp_path):
+    shutil.copytree(_made, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "run"
+
+
+def gather(path, **options):
+    return _report.gather(path, _report.Options(**options))
+
+
+def journal(run):
+    return [
+        json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()
+    ]
+
+
+# ---- what is gathered ---------------------------------------------------------------
+
+
+def test_steps_and_reasons_are_those_of_the_run(run):
+    found = gather(run, keep=KEEP)
+    with flaxckpt.Checkpointer(run, keep=KEEP, read_only=True) as opened:
+        assert {s.step: list(s.why) for s in found.steps} == opened.explain()
+    assert {step.step for step in found.steps} == LASTS
+    assert found.policies == tuple(map(str, KEEP))
+
+
+def test_metrics_are_those_that_were_saved_and_the_best_is_marked(run):
+    found = gather(run, keep=KEEP).metrics["eval/loss"]
+    assert {m.step: m.value for m in found} == {s: LOSSES[s] for s in sorted(LASTS)}
+    assert {m.step: m.best for m in found if m.best} == {
+        50: "best",
+        20: "among the best",
+    }
+    assert all(m.stays for m in found)
+
+
+@pytest.mark.parametrize("name", ["flaxckpt.json", "state/_METADATA"])
+def test_a_step_whose_description_is_gone_is_damaged(run, name):
+    (run / "80" / name).unlink()
+    found = gather(run)
+    assert {i.step: i.state for i in found.integrity}[80] == "damaged"
+    assert not found.is_good
+    assert "flaxckpt.json" in found.integrity[-1].detail
+
+
+def test_the_metric_of_a_policy_comes_before_all_others(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "run") as saved:
+        metrics = {f"m{n}": 1.0 for n in range(20)} | {"loss": 0.5}
+        saved.save(1, {"w": np.ones(2)}, metrics=metrics)
+    found = gather(tmp_path / "run", keep=[BestN(1, "loss", "min")])
+    assert list(found.metrics) == ["loss", *metrics][:-1]
+    with flaxckpt.Checkpointer(
+        tmp_path / "run", keep=[BestN(1, "loss", "min")], read_only=True
+    ) as opened:
+        assert re.findall(r">(loss|m\d+)<", opened._repr_html_()) == [
+            "loss",
+            "m0",
+            "m1",
+        ]
+    figures = Elements(_report.page(found)).with_data("data-metric")
+    assert [figure["data-metric"] for figure in figures][:2] == ["loss", "m0"]
+
+
+def test_what_no_policy_keeps_would_go(run):
+    found = gather(run, keep=[LatestN(1)])
+    stays = {m.step: m.stays for m in found.metrics["eval/loss"]}
+    assert stays == {step: step == 80 for step in sorted(LASTS)}
+
+
+def test_without_policies_nothing_is_called_the_best(run):
+    found = gather(run).metrics["eval/loss"]
+    assert {m.step: m.best for m in found if m.best} == {50: "lowest", 40: "highest"}
+
+
+def test_seconds_of_saves_are_those_of_the_journal(run):
+    committed = {e["step"]: e for e in journal(run) if e["kind"] == "committed"}
+    saves = gather(run).saves
+    assert [save.step for save in saves] == list(LOSSES)
+    for save in saves:
+        event = committed[save.step]
+        assert save.outcome == "durable"
+        assert save.blocked_secs == event["details"]["blocked_secs"]
+        assert save.total_secs == event["details"]["total_secs"]
+        assert save.bytes == event["details"]["bytes"]
+        assert save.began == pytest.approx(event["time"] - save.total_secs)
+        assert save.behind_secs == pytest.approx(save.total_secs - save.blocked_secs)
+
+
+def test_what_else_happened_is_told(run):
+    found = gather(run)
+    deleted = {e.step for e in found.happened if e.kind == "deleted"}
+    assert deleted == LOSSES.keys() - LASTS
+    assert [e.step for e in found.happened if e.kind == "restored"][-1] == 80
+
+
+def test_sizes_add_up(run):
+    found = gather(run)
+    described = flaxckpt.metadata(run)
+    assert sum(part.bytes for part in found.parts) == described.total_bytes
+    assert sum(part.leaves for part in found.parts) == len(described.leaves)
+    assert found.total_bytes == described.total_bytes
+    assert {p.group for p in found.parts if p.path.startswith("params")} == {"params"}
+
+
+def test_changes_are_those_of_diff_the_largest_first(run):
+    found = gather(run).change
+    truth = flaxckpt.diff(run, run, step_a=70, step_b=80)
+    assert (found.step_a, found.step_b) == (70, 80)
+    assert {leaf.path: leaf.rel_norm for leaf in found.leaves} == {
+        path: leaf.rel_norm for path, leaf in truth.changed.items()
+    }
+    norms = [leaf.rel_norm for leaf in found.leaves]
+    assert norms == sorted(norms, reverse=True)
+    [head] = [leaf for leaf in found.leaves if leaf.path == "params/head"]
+    assert head.rel_norm == pytest.approx(10 / 70)
+    assert found.equal == len(truth.same)
+
+
+def test_steps_to_compare_may_be_chosen(run):
+    assert gather(run, step_a=20).change.step_b == 80
+    assert gather(run, step_b=50).change.step_a == 40
+    change = gather(run, step_a=50, step_b=20).change
+    assert (change.step_a, change.step_b) == (50, 20)
+    with pytest.raises(errors.OptionError, match="with itself"):
+        gather(run, step_a=20, step_b=20)
+    with pytest.raises(errors.CheckpointNotFoundError, match="no step 33"):
+        gather(run, step_a=33)
+    with pytest.raises(errors.OptionError, match="--no-diff"):
+        gather(run, step_a=20, diff=False)
+
+
+def test_large_steps_are_compared_only_if_that_is_asked_for(run, monkeypatch):
+    monkeypatch.setattr(sys.modules["flaxckpt._report.gather"], "_COMPARED_BYTES", 100)
+    found = gather(run)
+    assert found.change is None
+    assert "--diff" in found.notes["change"]
+    assert gather(run, diff=True).change is not None
+    assert gather(run, step_a=20).change is not None
+    assert gather(run, diff=False).change is None
+
+
+def test_positions_of_the_dataset_are_those_that_were_saved(run):
+    found = gather(run).positions
+    assert [(p.step, dict(p.values)) for p in found] == [
+        (step, {"next_index": step}) for step in sorted(LASTS)
+    ]
+    assert {p.type.rpartition(".")[2] for p in found} == {"StepIndexed"}
+    assert {p.processes for p in found} == {1}
+
+
+def test_lineage_is_what_the_steps_record(run):
+    found = gather(run).lineage
+    assert found == flaxckpt.metadata(run).lineage
+    assert found[0].path == str(_original(run) / "source")
+
+
+def _original(run):
+    """Where the run was made, which the steps record."""
+    [origin] = flaxckpt.metadata(run).lineage
+    return Path(origin.path).parent
+
+
+def test_nothing_is_changed_by_a_report(run):
+    def content():
+        return {
+            file: (file.stat().st_mtime_ns, file.stat().st_size)
+            for file in run.rglob("*")
+        }
+
+    before = content()
+    _report.page(gather(run, keep=KEEP, verify=True))
+    assert content() == before
+
+
+# ---- integrity ----------------------------------------------------------------------
+
+
+def test_by_default_files_and_sizes_are_looked_at(run):
+    found = gather(run)
+    assert found.is_good
+    assert {each.state for each in found.integrity} == {"whole"}
+    damage(run / "50")
+    found = gather(run)
+    assert not found.is_good
+    assert [e.step for e in found.integrity if e.state == "damaged"] == [50]
+
+
+def _card(page):
+    """The card of integrity: its class, and its texts."""
+    elements = Elements(page).found
+    at = next(
+        n for n, (_, given, _) in enumerate(elements) if given.get("data-card") == CARD
+    )
+    return elements[at][1]["class"], [text for _, _, text in elements[at + 1 : at + 4]]
+
+
+CARD = "integrity"
+
+
+def test_nothing_is_green_that_was_not_looked_at(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        for step in range(14):
+            ckpt.save(step, {"w": np.full(3, step)})
+    damage(tmp_path / "1")  # nobody looks at that
+    found = gather(tmp_path)
+    assert found.is_good
+    assert (found.looked_at, len(found.integrity)) == (10, 14)
+    page = _report.page(found)
+    kind, texts = _card(page)
+    assert "good" not in kind
+    assert texts[1] == "10 of 14 looked at"
+    assert "4 not looked at" in texts[2]
+    assert "10 of 14 looked at: " in _text(page)
+    assert "no damage" not in _text(page)
+    kind, texts = _card(_report.page(gather(tmp_path, verify=True)))
+    assert "bad" in kind
+    assert texts[1] == "1 damaged"
+
+
+def test_all_files_are_not_all_bytes(run):
+    kind, texts = _card(_report.page(gather(run)))
+    assert "good" in kind
+    assert texts[1:] == [
+        "files complete",
+        "6 with all files and sizes; arrays not read",
+    ]
+
+
+def test_only_a_full_look_finds_a_changed_byte(run):
+    files = [f for f in (run / "20" / "state").rglob("*") if f.is_file()]
+    file = max(files, key=lambda file: file.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    found = {e.step: e for e in gather(run, verify=True).integrity}
+    assert found[20].state == "damaged"
+    assert {found[step].state for step in LASTS - {20}} == {"verified"}
+    report = flaxckpt.verify(run, step=80)
+    assert found[80].bytes_checked == report.bytes_checked
+
+
+def test_a_run_whose_newest_step_is_damaged_is_told_of_all_the_same(run):
+    (run / "80" / "flaxckpt.json").write_text("{")
+    found = gather(run, keep=KEEP)
+    assert not found.is_good
+    assert found.steps[-1].step == 80
+    page = _report.page(found)
+    assert "damaged" in page
+
+
+# ---- other checkpoints --------------------------------------------------------------
+
+
+def test_a_run_without_a_journal_says_so(run):
+    (run / "events.jsonl").unlink()
+    found = gather(run)
+    assert found.saves == ()
+    assert "events.jsonl" in found.notes["saves"]
+    assert found.notes["saves"] in _text(_report.page(found))
+
+
+def test_one_checkpoint_is_reported_without_what_only_runs_have(run):
+    found = gather(run / "80")
+    assert not found.is_run
+    assert found.total_bytes == flaxckpt.metadata(run / "80").total_bytes
+    assert found.change is None
+    page = _report.page(found)
+    assert 'id="retention"' not in page
+    assert 'id="sizes"' in page
+    with pytest.raises(errors.OptionError, match="without steps"):
+        gather(run / "80", step_a=20)
+
+
+def test_an_empty_run_is_a_page_too(tmp_path):
+    flaxckpt.Checkpointer(tmp_path / "new").close()
+    found = gather(tmp_path / "new")
+    assert found.steps == ()
+    assert found.is_good
+    assert "There are no steps yet." in _text(_report.page(found))
+
+
+def test_runs_in_stores_are_reported(tmp_path):
+    url = "memory://report/run"
+    with flaxckpt.Checkpointer(url) as opened:
+        for step in (1, 2):
+            opened.save(step, {"w": np.full(4, step, np.float32)}, metrics={"l": step})
+    found = gather(url)
+    assert found.bytes is None
+    assert found.is_good
+    assert [save.step for save in found.saves] == [1, 2]
+    assert [leaf.path for leaf in found.change.leaves] == ["w"]
+    assert "memory://report/run" in _report.page(found)
+
+
+# ---- saves from events --------------------------------------------------------------
+
+
+def event(kind, step=1, time=100.0, **details):
+    return steps_event.Event(kind, step, "", time, details)
+
+
+def test_saves_that_did_not_end_well_are_told_apart():
+    found = _report.save_history.saves(
+        [
+            event("started", 1, 10.0),
+            event("snapshot", 1, 11.0, blocked_secs=1.0),
+            event("failed", 1, 12.0, error="no space"),
+            event("started", 2, 20.0),
+            event("snapshot", 2, 21.0, blocked_secs=1.0),
+            event("started", 2, 30.0),  # after a crash
+            event("snapshot", 2, 30.5, blocked_secs=0.5),
+            event("committed", 2, 32.0, total_secs=2.0, blocked_secs=0.5, bytes=7),
+            event("uploaded", 2, 40.0, secs=3.0, bytes=7),
+            event("failed", 3, 50.0, error="cannot begin"),
+        ]
+    )
+    assert [(s.step, s.outcome) for s in found] == [
+        (1, "failed"),
+        (2, "unfinished"),
+        (2, "durable"),
+        (3, "failed"),
+    ]
+    assert found[0].error == "no space"
+    assert (found[2].began, found[2].behind_secs, found[2].uploaded_secs) == (
+        30,
+        1.5,
+        3,
+    )
+    assert found[3].blocked_secs is None
+
+
+def test_what_a_journal_cannot_say_is_left_out():
+    found = _report.save_history.saves(
+        [event("committed", total_secs="soon", bytes="many")]
+    )
+    assert found[0].total_secs is None
+    assert found[0].bytes is None
+    assert found[0].outcome == "durable"
+
+
+# ---- drawing ------------------------------------------------------------------------
+
+
+names = st.text(max_size=12)
+trees = st.recursive(
+    st.integers(0, 1000),
+    lambda inner: st.dictionaries(st.text("abc", min_size=1, max_size=3), inner),
+    max_leaves=80,
+)
+
+
+@given(st.lists(st.integers(0, 10**6), max_size=40))
+def test_rectangles_of_a_treemap_have_their_areas_and_stay_inside(sizes):
+    sizes = sorted(sizes, reverse=True)
+    boxes = _report.charts.treemap.squarified(
+        sizes, _report.charts.treemap.Box(0, 0, 300, 200)
+    )
+    assert len(boxes) == len(sizes)
+    total = sum(sizes)
+    for size, box in zip(sizes, boxes, strict=True):
+        wanted = size / total * 300 * 200 if total else 0
+        assert box.width * box.height == pytest.approx(wanted, rel=1e-6, abs=1e-6)
+        assert box.x >= -1e-6
+        assert box.x + box.width <= 300 + 1e-6
+        assert box.y + box.height <= 200 + 1e-6
+
+
+@given(
+    st.dictionaries(
+        st.lists(st.text("abcd", min_size=1, max_size=2), min_size=1, max_size=5).map(
+            "/".join
+        ),
+        st.integers(0, 100),
+        max_size=60,
+    )
+)
+def test_parts_add_up_whatever_the_tree(sizes):
+    # No path may be a leaf and a container.
+    leaves = {
+        path: _info(path, size)
+        for path, size in sizes.items()
+        if not any(other.startswith(f"{path}/") for other in sizes)
+    }
+    found = _report.size_groups.parts(run_disk_usage.subtrees(leaves))
+    assert sum(p.leaves for p in found) == len(leaves)
+    assert sum(p.bytes for p in found) == sum(
+        math.prod(info.shape) for info in leaves.values()
+    )
+    assert len(found) <= 80
+
+
+def _info(path, size):
+    return LeafInfo(path, tuple(path.split("/")), "array", "x", (size,), "int8")
+
+
+@given(
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
+def test_ticks_are_few_and_in_their_range(a, b):
+    low, high = sorted((a, b))
+    found = _report.charts.scales.ticks(low, high, 5)
+    assert 1 <= len(found) <= 8
+    slack = (high / 2 - low / 2) * 1e-6 + 1e-300
+    assert all(low - slack <= tick <= high + slack for tick in found)
+
+
+@given(names)
+def test_any_text_stays_text(name):
+    made = util_html.element("p", name, title=name)
+    [(tag, given, _)] = Elements(str(made)).found
+    assert tag == "p"
+    assert given.keys() == {"title"}
+    made.encode()
+
+
+# ---- the page -----------------------------------------------------------------------
+
+
+def _text(page):
+    return "".join(text for _, _, text in Elements(page).found)
+
+
+def test_the_page_is_well_formed_and_loads_nothing(run):
+    page = _report.page(gather(run, keep=KEEP))
+    found = Elements(page).found
+    tags = {tag for tag, _, _ in found}
+    assert tags.isdisjoint({"script", "img", "iframe", "object", "embed"})
+    loaded = [
+        given[name]
+        for tag, given, _ in found
+        for name in ("href", "src")
+        if name in given
+    ]
+    assert all(link.startswith("#") or link == "data:," for link in loaded)
+    pictures = [given for tag, given, _ in found if tag == "svg"]
+    assert all("aria-label" in g or "aria-hidden" in g for g in pictures)
+    heads = [given for tag, given, _ in found if tag == "th"]
+    assert all("scope" in given for given in heads)
+
+
+def test_names_from_a_checkpoint_are_never_markup(tmp_path):
+    bad = "<script>alert(1)</script>\"'&"
+    with flaxckpt.Checkpointer(tmp_path / "run") as opened:
+        for step in (1, 2):
+            state = {bad: {"<img src=x onerror=alert(1)>": jnp.full(3, step)}}
+            opened.save(step, state, metrics={bad: step, "\u202e\x1b[31m": step})
+    page = _report.page(gather(tmp_path / "run"))
+    tags = {tag for tag, _, _ in Elements(page).found}
+    assert tags.isdisjoint({"script", "img"})
+    assert "&lt;script&gt;" in page
+    assert "\x1b" not in page
+    assert "\u202e" not in page
+
+
+def test_many_steps_and_leaves_are_a_small_page(run):
+    small = gather(run, keep=KEEP)
+    steps, saves = small.steps, small.saves
+    measured = small.metrics["eval/loss"]
+    changed = small.change.leaves
+    found = dataclasses.replace(
+        small,
+        steps=tuple(
+            dataclasses.replace(steps[n % 6], step=n, marks=()) for n in range(3000)
+        ),
+        saves=tuple(saves[n % 8]._replace(step=n) for n in range(3000)),
+        metrics={
+            f"metric_{n}": tuple(
+                measured[m % 6]._replace(step=m, best=None) for m in range(3000)
+            )
+            for n in range(30)
+        },
+        change=small.change._replace(
+            leaves=tuple(changed[0]._replace(path=f"leaf_{n}") for n in range(10_000))
+        ),
+        positions=tuple(small.positions[0]._replace(step=n) for n in range(200)),
+        integrity=tuple(small.integrity[0]._replace(step=n) for n in range(3000)),
+    )
+    page = _report.page(found)
+    assert len(page.encode()) < 10**6
+    rows = Elements(page).with_data("data-path", "data-rel")
+    assert len(rows) == 20
+    assert "The 20 that changed most" in page
+
+
+def test_ten_thousand_leaves_are_few_parts(tmp_path):
+    leaves = {
+        f"model/layer_{n // 10}/part_{n % 10}/w": _info(
+            f"model/layer_{n // 10}/part_{n % 10}/w", n % 10 + 1
+        )
+        for n in range(10_000)
+    }
+    found = _report.size_groups.parts(run_disk_usage.subtrees(leaves))
+    assert len(found) <= 60
+    assert sum(part.leaves for part in found) == 10_000
+    assert sum(part.bytes for part in found) == 55_000
+
+
+def test_the_page_of_the_example_has_every_section(tmp_path):
+    run = examples_report.make(tmp_path, first_steps=10, second_steps=30)
+    found = gather(run, keep=examples_report.KEEP)
+    assert found.notes == {}
+    assert found.lineage[0].path == str(tmp_path / "pretrained" / "10")
+    assert [e.step for e in found.happened if e.kind == "restored"][-1] == 17
+    titles = Elements(_report.page(found)).with_data("aria-labelledby")
+    assert [given["id"] for given in titles] == [
+        *("saves", "metrics", "retention", "sizes", "change"),
+        *("dataset", "lineage", "integrity"),
+    ]
+
+
+# ---- in notebooks -------------------------------------------------------------------
+
+
+def test_a_checkpointer_shows_a_card_in_notebooks(run):
+    with flaxckpt.Checkpointer(run, keep=KEEP) as opened:
+        card = opened._repr_html_()
+        reasons = opened.explain()
+    rows = Elements(card).with_data("data-step")
+    assert [int(row["data-step"]) for row in rows] == sorted(reasons, reverse=True)
+    text = _text(card)
+    assert "newest 80" in text
+    assert "best 20, 50" in text
+    for step, why in reasons.items():
+        assert ", ".join(why) in text.replace("\n", "")
+        assert f"{LOSSES[step]:.4g}" in text
+
+
+def test_the_card_of_a_run_that_saves_or_is_gone_is_shown_all_the_same(tmp_path):
+    opened = flaxckpt.Checkpointer(tmp_path / "run")
+    assert "0 steps" in opened._repr_html_()
+    handle = opened.save(1, state_at(1))
+    assert "Checkpointer run" in opened._repr_html_()
+    handle.wait()
+    shutil.rmtree(tmp_path / "run")
+    assert "Checkpointer run" in opened._repr_html_()
+
+
+def test_the_card_of_a_run_whose_metrics_fail_says_so(tmp_path):
+    def fails():
+        raise RuntimeError("<b>no connection</b>")
+
+    opened = flaxckpt.Checkpointer(tmp_path / "run", metrics_from=fails)
+    opened.save(1, {"w": np.ones(2)}).wait()
+    card = opened._repr_html_()
+    assert "no connection" in card
+    assert "<b>" not in card

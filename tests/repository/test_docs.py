@@ -1,0 +1,208 @@
+"""Every fenced block of Python and of the shell in the documents runs, in order.
+
+Each document has a directory, and its Python one namespace. A block that directly
+follows one of the shell is what is printed. A block after `<!-- not run: why -->` is
+left out.
+"""
+
+import sys
+from types import ModuleType
+
+import pytest
+from typer.testing import CliRunner
+
+import flaxckpt
+from flaxckpt.cli import app
+from tests import ROOT
+from tests.helpers import documented_runs
+from tests.helpers.documents import (
+    NOT_RUN,
+    README_AND_GUIDES,
+    blocks,
+    commands,
+    is_printed,
+)
+
+LANGUAGES = {"python", "sh", "text", "toml", "yaml", "json"}
+
+# What is in the directory of a document before its first line.
+PREPARED = dict.fromkeys(("cli.md", "report.md"), documented_runs.make)
+
+BENCHMARKS = "tests/repository/test_benchmarks.py"
+
+# Shell lines that take long, or change the machine -> the file that runs the same, and
+# what it says there.
+RUN_ELSEWHERE = {
+    "make demo": (
+        "tests/repository/test_examples.py",
+        "def test_the_demo_finds_equal_runs",
+    ),
+    "make test": (".ci/run", "make test"),
+    "make bench": (BENCHMARKS, "from benchmarks.__main__ import main"),
+    'make bench BENCH_ARGS="--only train_state tiny"': (
+        BENCHMARKS,
+        '"--only"',
+    ),
+    'make bench BENCH_ARGS="--quick"': (BENCHMARKS, '"--quick"'),
+    ".venv/bin/python -m benchmarks.picture bench-results/results.json"
+    " docs/benchmarks.svg": (BENCHMARKS, "picture"),
+    "pip install .": ("Makefile", "-m pip install"),
+    ".venv/bin/python -m examples.digits_nnx --config=configs/digits_nnx.py": (
+        "tests/repository/test_examples.py",
+        "def test_the_digits_are_learned",
+    ),
+    "FLAXCKPT_EVERY_FAULT=1 python -m pytest tests/faults": (
+        "tests/faults/test_sweeps.py",
+        "FLAXCKPT_EVERY_FAULT",
+    ),
+    "FLAXCKPT_POWER_CUTS=50 python -m pytest tests/faults/test_power_cut.py": (
+        "tests/faults/test_power_cut.py",
+        "FLAXCKPT_POWER_CUTS",
+    ),
+    "python -m benchmarks.reliability --rounds 100 --json out.json": (
+        "tests/repository/test_benchmarks_reliability.py",
+        "def test_all_that_needs_no_root_runs",
+    ),
+}
+
+DOCUMENTS = [
+    file
+    for file in [*sorted(ROOT.glob("*.md")), *README_AND_GUIDES[1:]]
+    if any(
+        block.language in ("python", "sh")
+        for block in blocks(file.read_text(encoding="utf-8"))
+    )
+]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda file: file.stem)
+def test_every_block_runs(document, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    PREPARED.get(document.name, lambda _: None)(tmp_path)
+    # A real module, as dataclasses and flax modules look theirs up by name.
+    module = ModuleType(f"doc_{document.stem.lower()}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    printed = None
+    for block in blocks(document.read_text(encoding="utf-8")):
+        if block.follows and block.language == "text" and printed is not None:
+            assert is_printed(block.code, printed), printed
+        printed = None
+        if block.is_run and block.language == "python":
+            exec(compile(block.code, str(document), "exec"), module.__dict__)
+        elif block.is_run and block.language == "sh":
+            printed = "".join(run(command) for command in commands(block.code))
+
+
+def test_the_recipes_of_the_readme_run_again_as_one_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    python = [block.code for block in blocks(text) if block.language == "python"]
+    code = compile("\n".join(map(str.strip, python)), "train.py", "exec")
+    for _ in range(2):
+        module = ModuleType("doc_recipes")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(code, module.__dict__)
+    assert flaxckpt.Checkpointer("finetuned").steps() == [1, 2]  # it went on
+
+
+def test_the_files_in_the_document_of_the_command_are_those_it_is_run_with(tmp_path):
+    documented_runs.make(tmp_path)
+    shown = blocks((ROOT / "docs/cli.md").read_text(encoding="utf-8"))
+    files = {block.language: block.code.strip() for block in shown}
+    assert files["toml"] == (tmp_path / "run.toml").read_text().strip()
+    assert files["json"] == (tmp_path / "wanted.json").read_text()
+
+
+def run(command):
+    """What a shell line prints; nothing, if it is run elsewhere."""
+    if command.line in RUN_ELSEWHERE:
+        return ""
+    program, *args = command.words
+    assert program == "flaxckpt", f"to be run, or in RUN_ELSEWHERE: {command.line}"
+    found = CliRunner().invoke(app, args, catch_exceptions=False)
+    assert found.exit_code == command.code, found.output
+    return found.output
+
+
+@pytest.mark.parametrize("line", RUN_ELSEWHERE)
+def test_what_is_run_elsewhere_is_there_and_in_a_document(line):
+    file, text = RUN_ELSEWHERE[line]
+    assert text in (ROOT / file).read_text(encoding="utf-8")
+    assert line in [
+        command.line
+        for document in DOCUMENTS
+        for block in blocks(document.read_text(encoding="utf-8"))
+        if block.language == "sh"
+        for command in commands(block.code)
+    ]
+
+
+@pytest.mark.parametrize("document", README_AND_GUIDES, ids=lambda file: file.stem)
+def test_every_block_says_what_it_is_and_why_it_is_not_run(document):
+    text = document.read_text(encoding="utf-8")
+    assert {block.language for block in blocks(text)} <= LANGUAGES
+    assert all(mark[1] for mark in map(NOT_RUN.match, text.splitlines()) if mark)
+
+
+def test_blocks_are_found_with_their_lines():
+    text = """\
+# Title
+```python
+a = 1
+```
+
+<!-- not run: it is c -->
+
+```python
+b = 1
+```
+```sh
+c
+```
+~~~python
+d = 1
+~~~
+"""
+    assert [tuple(block) for block in blocks(text)] == [
+        ("python", "\n\na = 1", True, False),
+        ("python", "\n" * 8 + "b = 1", False, False),
+        ("sh", "\n" * 11 + "c", True, True),
+        ("python", "\n" * 14 + "d = 1", True, True),
+    ]
+
+
+def test_commands_may_have_comments_and_several_lines():
+    code = "a 'b c' \\\n  d  # exits with 2\n\n# nothing\ne\n"
+    assert [tuple(command) for command in commands(code)] == [
+        ("a 'b c'   d", ["a", "b c", "d"], 2),
+        ("e", ["e"], 0),
+    ]
+
+
+def test_what_is_printed_otherwise_is_found():
+    wanted = "step  1000\n…\n3 steps, 1.5 kB"
+    assert is_printed(wanted, "step 2000\na\nb\n1 steps, 7 kB\n")
+    assert not is_printed(wanted, "step 2000\na\nb\n1 step, 7 kB\n")
+    assert not is_printed(wanted, "a step 1\n1 steps, 7 kB\n")
+
+
+def test_figures_of_the_readme_are_those_that_were_measured():
+    measured = compared("docs/benchmarks.md") | compared("docs/reliability.md")
+    told = compared("README.md")
+    assert len(told) >= 10
+    assert told.items() <= measured.items()
+
+
+def compared(document):
+    """What stands beside a label for flaxckpt and for Orbax, in tables with both."""
+    found, header = {}, []
+    for line in (ROOT / document).read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|"):
+            header = []
+        elif not header:
+            header = cells
+        elif {"flaxckpt", "Orbax"} <= set(header):
+            row = dict(zip(header, cells, strict=True))
+            found[cells[0]] = (row["flaxckpt"], row["Orbax"])
+    return found

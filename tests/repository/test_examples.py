@@ -1,0 +1,228 @@
+"""The examples learn, and a run that was interrupted ends as if it never was."""
+
+import importlib
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flaxckpt
+from tests import ROOT
+
+
+class InterruptedTrainingError(Exception):
+    """Stands for whatever stops a training run."""
+
+
+def load(name):
+    return (
+        importlib.import_module(f"examples.{name}"),
+        importlib.import_module(f"configs.{name}"),
+    )
+
+
+def interrupt_after(steps, example, monkeypatch):
+    """Lets `example` take `steps` training steps, and no more."""
+    train_step, taken = example.train_step, itertools.count()
+
+    def interrupted(*args):
+        if next(taken) == steps:
+            raise InterruptedTrainingError
+        return train_step(*args)
+
+    monkeypatch.setattr(example, "train_step", interrupted)
+
+
+def bits(state):
+    """Leaf path -> dtype, shape and bytes of everything in a final state."""
+    pure = nnx.to_pure_dict(nnx.state(state)) if isinstance(state, tuple) else state
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(pure):
+        leaf = jnp.asarray(leaf)
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        array = np.asarray(leaf)
+        found[jax.tree_util.keystr(path)] = array.dtype, array.shape, array.tobytes()
+    return found
+
+
+@pytest.fixture(scope="module", params=["char_lm", "digits_nnx"])
+def whole_run(request, tmp_path_factory):
+    """An example, its tiny configuration, and how an uninterrupted run ends."""
+    example, configs = load(request.param)
+    config = configs.tiny()
+    config.workdir = str(tmp_path_factory.mktemp("whole"))
+    return example, config, *example.main(config)
+
+
+@pytest.mark.parametrize(("steps", "found"), [(1, None), (5, 4)])
+def test_an_interrupted_run_ends_as_an_uninterrupted_one(
+    whole_run, steps, found, tmp_path, monkeypatch, capsys
+):
+    example, config, whole_state, whole_metrics = whole_run
+    config = config.copy_and_resolve_references()
+    config.workdir = str(tmp_path)
+    with monkeypatch.context() as patch:
+        interrupt_after(steps, example, patch)
+        with pytest.raises(InterruptedTrainingError):
+            example.main(config)
+    state, metrics = example.main(config)
+    assert (f"found step {found}" in capsys.readouterr().out) == bool(found)
+    assert metrics == whole_metrics
+    assert bits(state) == bits(whole_state)
+
+
+def test_a_finished_run_started_again_takes_no_step(whole_run, monkeypatch):
+    example, config, whole_state, whole_metrics = whole_run
+    interrupt_after(0, example, monkeypatch)
+    state, metrics = example.main(config)
+    assert metrics == whole_metrics
+    assert bits(state) == bits(whole_state)
+
+
+def test_a_run_can_be_prolonged(tmp_path):
+    example, configs = load("digits_nnx")
+    config = configs.tiny()
+    config.workdir = str(tmp_path / "whole")
+    whole_state, _ = example.main(config)
+
+    config.workdir = str(tmp_path / "prolonged")
+    config.total_steps -= 3
+    example.main(config)
+    config.total_steps += 3
+    state, _ = example.main(config)
+    assert bits(state) == bits(whole_state)
+
+
+def test_the_digits_are_learned(tmp_path):
+    example, configs = load("digits_nnx")
+    config = configs.get_config()
+    config.workdir = str(tmp_path)
+    _, metrics = example.main(config)
+    assert metrics["accuracy"] >= 0.97
+
+
+def test_no_training_topic_repeats_a_validation_topic():
+    example, _ = load("char_lm")
+    corpus = example.load_corpus(context=64)
+
+    def text(numbers):
+        return "".join(corpus.alphabet[number] for number in numbers)
+
+    train = text(corpus.train[:, 0])
+    repeated = [w for w in corpus.validation if text(w) in train]
+    assert len(repeated) < len(corpus.validation) / 50
+
+
+@pytest.fixture(scope="module")
+def fine_tuning(tmp_path_factory):
+    """The example of fine-tuning, its tiny configuration, and how it ends."""
+    example, configs = load("finetune")
+    config = configs.tiny()
+    config.total_steps = 100  # by then the two are well apart
+    config.workdir = str(tmp_path_factory.mktemp("finetune"))
+    return example, config, example.main(config)
+
+
+def test_fine_tuning_is_better_than_training_from_scratch(fine_tuning):
+    _, config, losses = fine_tuning
+    assert losses["finetuned"] < losses["scratch"] - 0.05
+    [origin] = flaxckpt.metadata(Path(config.workdir, "finetuned")).lineage
+    assert Path(origin.path) == Path(config.workdir, "model.safetensors")
+    assert origin.digest.startswith("sha256:")
+    assert not flaxckpt.metadata(Path(config.workdir, "scratch")).lineage
+
+
+def test_fine_tuning_goes_on_from_its_own_step_without_the_source(
+    fine_tuning, tmp_path, monkeypatch
+):
+    example, config, _ = fine_tuning
+    shutil.copytree(config.workdir, tmp_path / "run")
+    before = flaxckpt.metadata(tmp_path / "run/finetuned")
+    source = tmp_path / "run/model.safetensors"
+    source.unlink()
+    config = config.copy_and_resolve_references()
+    config.total_steps += 2
+
+    topics = example.distinct_topics()
+    alphabet = example.alphabet_of([text.lower() for text in topics[::2]])
+    extended = alphabet + example.alphabet_of(topics[1::2], known=alphabet)
+    corpus = example.corpus_of(topics[1::2], extended, config)
+    train_step, taken = example.train_step, itertools.count()
+
+    def counted(*args):
+        next(taken)
+        return train_step(*args)
+
+    monkeypatch.setattr(example, "train_step", counted)
+    state, _ = example.train(
+        example.create_special_state(config, len(extended)),
+        corpus,
+        config,
+        tmp_path / "run/finetuned",
+        source=source,
+        changes=example.fine_tuning_changes(len(extended)),
+    )
+    assert next(taken) == 2
+    assert int(state.step) == config.total_steps == before.step + 2
+    after = flaxckpt.metadata(tmp_path / "run/finetuned")
+    assert after.step == config.total_steps
+    assert after.lineage == before.lineage
+
+
+@pytest.mark.slow
+def test_the_demo_finds_equal_runs_whether_it_starts_or_goes_on(tmp_path, capsys):
+    demo = importlib.import_module("examples.demo")
+    config = load("char_lm")[1].tiny()
+    config.update(total_steps=24, eval_every=4, checkpoint={"every_steps": 4})
+    demo.main(tmp_path, config)
+    first = capsys.readouterr().out
+    assert "SIGKILL in the save of step 12" in first
+    assert "found step 8" in first
+    assert "Equal in every bit" in first
+
+    demo.main(tmp_path, config)
+    second = capsys.readouterr().out
+    assert "both runs are finished" in second
+    assert "train loss" not in second
+    assert "Equal in every bit" in second
+
+
+@pytest.mark.slow
+def test_the_demo_fails_if_the_runs_differ(tmp_path, capsys):
+    demo = importlib.import_module("examples.demo")
+    example, configs = load("digits_nnx")
+    for seed, name in enumerate(["killed", "twin"]):
+        config = configs.tiny()
+        config.update(seed=seed, workdir=str(tmp_path / name))
+        example.main(config)
+    with pytest.raises(SystemExit, match="the runs differ in"):
+        demo.compare(tmp_path / "killed", tmp_path / "twin")
+    assert "leaves differ" in capsys.readouterr().out
+
+
+@pytest.mark.multiprocess
+def test_four_processes_go_on_with_what_two_have_left(tmp_path):
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(
+        [sys.executable, "-m", "examples.multiprocess", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "2 processes begin at step 0\n" in ended.stdout
+    assert "a process ended with -9" in ended.stdout
+    assert "4 processes begin at step 8\n" in ended.stdout
+    assert "step 20 is saved" in ended.stdout
+    assert "run/20 is good" in ended.stdout

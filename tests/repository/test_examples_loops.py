@@ -1,0 +1,62 @@
+"""The loops of the examples run, and each resumes exactly."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+
+ELSEWHERE = {"__init__", "toy"}
+
+
+def run(name):
+    """What an example prints; skips if it says that it lacks something."""
+    # Of this checkout, whatever is installed.
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    found = subprocess.run(
+        [sys.executable, "-m", f"examples.loops.{name}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert found.returncode == 0, found.stderr
+    if found.stdout.startswith("skipped: "):
+        pytest.skip(found.stdout)
+    return found.stdout
+
+
+@pytest.mark.parametrize(
+    "name", ["bare", "hooks", "step_info", "keras_fit", "clu_hooks", "clu_metrics"]
+)
+def test_a_loop_that_was_lost_ends_as_one_that_was_not(name):
+    assert run(name).endswith(
+        "The resumed run equals the one that was not interrupted, bit for bit.\n"
+    )
+
+
+def test_an_evaluation_finds_the_best_of_another_jobs_steps():
+    printed = run("evaluation")
+    losses = {
+        int(step): float(loss)
+        for step, loss in re.findall(r"step (\d+): loss (\S+)", printed)
+    }
+    assert 20 in losses
+    assert f"{min(losses, key=losses.get)} is the best" in printed
+
+
+def test_each_loop_is_tried_out_here():
+    names = {file.stem for file in (ROOT / "examples/loops").glob("*.py")}
+    source = Path(__file__).read_text(encoding="utf-8")
+    assert all(f'"{name}"' in source for name in names - ELSEWHERE)
+
+
+def test_each_loop_is_short():
+    for file in (ROOT / "examples/loops").glob("*.py"):
+        lines = file.read_text(encoding="utf-8").splitlines()
+        assert len(lines) < 80 or file.stem == "toy", file.name

@@ -1,0 +1,46 @@
+"""Each target of `fuzz` for some seconds, with other inputs than the last time.
+
+What they must not do is in `fuzz.targets`; `make fuzz` gives them more time, and leads
+them to code that no input has reached.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests import ROOT
+from tests.fuzz import targets
+
+SECS = float(os.environ.get("FUZZ_SECS", "5"))
+
+
+@pytest.mark.parametrize("name", targets.TARGETS)
+def test_inputs_that_have_changed_are_read_or_refused(name, tmp_path):
+    seed = int.from_bytes(os.urandom(4), "little")
+    process = subprocess.run(
+        [
+            *(sys.executable, "-m", "tests.fuzz", name, f"--secs={SECS}"),
+            *(f"--seed={seed}", f"--keep={tmp_path}"),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=SECS + 300,
+        check=False,
+    )
+    found = {file.name: file.read_bytes().hex() for file in tmp_path.iterdir()}
+    told = f"seed {seed}: {process.stdout[-3000:]}\n{process.stderr[-3000:]}"
+    assert process.returncode == 0, f"{told}\n{json.dumps(found)[:20_000]}"
+    assert not found
+    assert " inputs" in process.stdout
+
+
+@pytest.mark.parametrize("name", targets.TARGETS)
+def test_there_are_inputs_to_begin_with_and_they_are_small(name):
+    seeds = targets.seeds(name)
+    assert seeds
+    assert max(map(len, seeds)) < 16_384

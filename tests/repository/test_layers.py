@@ -1,0 +1,300 @@
+"""A package imports only from lower packages, through their doors."""
+
+import ast
+import graphlib
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+
+PACKAGE = ROOT / "flaxckpt"
+
+# The table of ARCHITECTURE.md. A package may import from lower rows only, never from
+# its own. flaxckpt/__init__.py, which is not listed, may import all.
+ROWS = (
+    {"errors", "_types", "_doors"},
+    {"_util"},
+    {"_state", "_storage", "policies"},
+    {"_arrays", "_steps", "_distributed", "datasets"},
+    {"formats"},
+    {"transforms"},
+    {"_checkpoint", "partition"},
+    {"_run", "_convert"},
+    {"_training", "_inspect"},
+    {"_report", "configs", "integrations"},
+    {"cli"},
+    {"__main__"},
+)
+ROW = {name: row for row, names in enumerate(ROWS) for name in names}
+
+# Private modules of public packages that lower the door of their package for others.
+# `__all__` of a public package is for users, so these are listed here.
+PASSAGES = {
+    "formats": {
+        "_file_layout",
+        "_locate",
+        "_msgpack",
+        "_native",
+        "_reader",
+        "_safetensors",
+        "_t5x",
+    },
+    "transforms": {"_base", "_patterns"},
+}
+
+# Third-party package -> the only modules or packages that may import it; none: nobody
+# may. Types need no door: under `if TYPE_CHECKING:` anything may be imported.
+DOORS: dict[str, set[str]] = {
+    "tensorstore": {
+        "_storage.client",
+        "_storage.object_store",
+        "_arrays",
+        "formats",
+    },
+    "flax": {"_state.flax_state"},
+    "optax": {"_state.optax_state"},
+    "keras": {"integrations"},
+    "tensorboard": {"integrations"},
+    "yaml": {"configs._parsing"},
+    "typer": {"cli"},
+    "clu": {"integrations"},
+    "grain": set(),
+    "orbax": set(),
+    "tensorflow": set(),
+    "torch": set(),
+}
+PRIVATE_JAX_DOOR = "_util.processes"
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name, fully dotted, and where."""
+
+    name: str
+    line: int
+    for_types: bool = False
+
+
+def module_name(file: Path) -> str:
+    """`flaxckpt/_state/tree.py` -> `_state.tree`; a package is its folder."""
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+# Modules that are still to move -> their new place.
+# homes begin
+HOMES: dict[str, str] = {
+    "formats._orbax": "formats._native.checkpoint",
+}
+# homes end
+
+
+MODULES = {module_name(file): file for file in sorted(PACKAGE.rglob("*.py"))}
+INNER = sorted(MODULES.keys() - {""})
+
+
+def imports(tree: ast.AST) -> Iterator[Import]:
+    """All imports of a module, those in functions and for type checking included."""
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If)
+        and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            yield Import(name, node.lineno, for_types=id(node) in typing_only)
+
+
+def own_module(name: str) -> str | None:
+    """`flaxckpt._state.tree.flatten` -> `_state.tree`; None: not a module of ours."""
+    package, *parts = name.split(".")
+    if package != "flaxckpt":
+        return None
+    while parts and ".".join(parts) not in MODULES:
+        parts.pop()
+    return ".".join(parts)
+
+
+def top(module: str) -> str:
+    return home(module).partition(".")[0]
+
+
+def home(module: str) -> str:
+    return HOMES.get(module, module)
+
+
+def import_is_fine(importer: str, imported: str) -> bool:
+    """Whether the table lets module `importer` import `imported`."""
+    if imported == "":
+        return False
+    if top(importer) != top(imported):
+        return ROW[top(imported)] < ROW[top(importer)]
+    return True
+
+
+def parse(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("module", INNER)
+def test_a_module_imports_only_from_lower_rows(module):
+    assert top(module) in ROW, f"{module} has no row in ROWS: give it one"
+    wrong = [
+        f"line {found.line}: {found.name}"
+        for found in imports(parse(module))
+        if not found.for_types
+        and (own := own_module(found.name)) is not None
+        and not import_is_fine(module, own)
+    ]
+    assert not wrong, f"{module} imports from its own row or above"
+
+
+@pytest.mark.parametrize("package", sorted(ROW))
+def test_no_circle_inside_a_package(package):
+    inside = [module for module in INNER if top(module) == package]
+    graph = {
+        module: {
+            own
+            for found in imports(parse(module))
+            if not found.for_types
+            and (own := own_module(found.name)) in inside
+            and own != module
+            # A package's __init__ is its door, not a part of what is behind it.
+            and MODULES[own].name != "__init__.py"
+        }
+        for module in inside
+    }
+    tuple(graphlib.TopologicalSorter(graph).static_order())
+
+
+def handed_on(package: str) -> set[str]:
+    """The modules behind a package's door that other packages may use."""
+    door = importlib.import_module(f"flaxckpt.{package}")
+    public = set(getattr(door, "__all__", ()))
+    return public | PASSAGES.get(package, set())
+
+
+def past_the_door(module: str, used: str) -> bool:
+    """Whether `module` reaches the module `used` past the door of its package."""
+    steps = used.split(".")
+    if top(module) == top(used) or used in HOMES:
+        return False
+    packages = [".".join(steps[:depth]) for depth in range(1, len(steps))]
+    return any(
+        steps[depth] not in handed_on(package)
+        for depth, package in enumerate(packages, start=1)
+    )
+
+
+@pytest.mark.parametrize("module", INNER)
+def test_nobody_reaches_past_a_door(module):
+    tree = parse(module)
+    roots = {
+        alias.asname or alias.name: alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "flaxckpt"
+        for alias in node.names
+    }
+    used = [Import(f.name, f.line) for f in imports(tree) if not f.for_types]
+    used += [
+        Import(f"flaxckpt.{found.name}", found.line)
+        for found in attributes(tree)
+        if found.name.partition(".")[0] in roots
+    ]
+    wrong = [
+        f"line {found.line}: {found.name}"
+        for found in used
+        if (own := own_module(found.name)) and past_the_door(module, own)
+    ]
+    assert not wrong, f"{module} uses modules that their packages do not hand on"
+
+
+def test_doors_hand_on_few_modules():
+    private = [name for name in ROW if name.startswith("_") and name in PACKAGES]
+    counts = {name: len(handed_on(name)) for name in private}
+    assert max(counts.values()) <= 16, counts
+
+
+PACKAGES = {name for name, file in MODULES.items() if file.name == "__init__.py"}
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_heavy_packages_are_imported_through_their_doors(module):
+    wrong = [
+        f"line {found.line}: {found.name}"
+        for found in imports(parse(module))
+        if not found.for_types
+        and (doors := DOORS.get(top(found.name))) is not None
+        and not {home(module), top(module)} & doors
+    ]
+    assert not wrong, f"{module} is no door to these packages"
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_only_one_module_reaches_into_private_jax(module):
+    if home(module) == PRIVATE_JAX_DOOR:
+        return
+    tree = parse(module)
+    names = [*imports(tree), *attributes(tree)]
+    wrong = [f"line {n.line}: {n.name}" for n in names if is_private_jax(n.name)]
+    assert not wrong, f"{module} uses private parts of jax"
+
+
+def attributes(tree: ast.AST) -> Iterator[Import]:
+    """Dotted uses of a name: `jax._src.distributed` in an expression."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield Import(ast.unparse(node), node.lineno)
+
+
+def is_private_jax(name: str) -> bool:
+    package, *parts = name.split(".")
+    return package == "jaxlib" or (
+        package == "jax"
+        and any(p.startswith("_") and not p.startswith("__") for p in parts)
+    )
+
+
+def test_the_rules_hold_for_modules_that_need_not_exist():
+    assert import_is_fine("_checkpoint.save", "_state.tree")
+    assert import_is_fine("formats._t5x", "_storage.local")
+    assert import_is_fine("_state.tree", "_state.leaf")
+    assert not import_is_fine("_state.tree", "_checkpoint.save")
+    assert not import_is_fine("_steps.names", "_arrays.read")
+    assert not import_is_fine("cli.show", "")
+    assert past_the_door("_run.saving", "_checkpoint.match")
+    assert not past_the_door("_checkpoint.planner", "_checkpoint.match")
+    assert not past_the_door("_run.saving", "_checkpoint.save")
+    assert is_private_jax("jax._src.distributed")
+    assert is_private_jax("jaxlib.xla_client")
+    assert not is_private_jax("jax.__version__")
+    assert not is_private_jax("jax.experimental.multihost_utils")
+
+
+def test_imports_are_found_wherever_they_stand():
+    tree = ast.parse(
+        "if TYPE_CHECKING:\n    import a\ndef f():\n    from b.c import d, e as g\n"
+    )
+    assert list(imports(tree)) == [
+        Import("a", 2, for_types=True),
+        Import("b.c.d", 4),
+        Import("b.c.e", 4),
+    ]
+
+
+def test_each_package_has_one_row():
+    assert sum(len(names) for names in ROWS) == len(ROW)

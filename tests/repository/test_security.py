@@ -1,0 +1,229 @@
+"""What SECURITY.md promises of the code, and of a run directory somebody else made.
+
+Hostile files are in test_readers.py.
+"""
+
+import ast
+import logging
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt._arrays.zarr import metadata as zarr_metadata
+from flaxckpt.formats import _locate
+from tests import ROOT
+
+PACKAGE = ROOT / "flaxckpt"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+RUNS_CODE = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "code"}
+CALLS = {"eval", "exec", "compile", "__import__", "system", "popen"}
+
+
+def calls(tree: ast.AST) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            match node.func:
+                case ast.Name(id=name):
+                    found.add(name)
+                case ast.Attribute(value=ast.Name(id=of), attr=name):
+                    found.add(f"{of}.{name}")
+                case ast.Attribute(attr=name):
+                    found.add(name)
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
+def test_nothing_that_runs_code_from_files_is_used(module):
+    tree = ast.parse(module.read_text())
+    imported = {
+        name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+        )
+    }
+    assert imported.isdisjoint(RUNS_CODE)
+    assert calls(tree).isdisjoint(CALLS | {"os.system", "os.popen", "yaml.load"})
+    assert "allow_pickle=True" not in module.read_text()
+    assert not {"np.load", "numpy.load", "torch.load"} & calls(tree)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
+def test_tensorstore_opens_only_what_was_put_together_here(module):
+    text = module.read_text()
+    opened = re.findall(r"\bts\.open\(\s*([^,)]*)", text)
+    assert not opened or module.name in ("read.py", "write.py")
+    assert all(argument.startswith(("spec", "{")) for argument in opened)
+    stores = re.findall(r"KvStore\.open\(\s*([^)]*)\)", text)
+    assert all(
+        argument.startswith(("spec", "zarr_metadata.kvstore(")) for argument in stores
+    )
+    assert not re.search(r"TensorStore\.open|ts\.Spec\(|KvStore\.Spec\(", text)
+
+
+@pytest.mark.parametrize("ocdbt", [False, True])
+def test_the_place_of_an_array_is_in_its_directory_whatever_it_is_called(ocdbt):
+    for name in ("w", "file:///etc/", "http://127.0.0.1:9/", '{"driver":"http"}'):
+        spec = zarr_metadata.kvstore(Path("/run/7"), name, ocdbt=ocdbt)
+        assert set(spec) <= {"driver", "path", "base"}
+        assert spec["driver"] == ("ocdbt" if ocdbt else "file")
+        base = spec["base"] if ocdbt else spec
+        assert base["driver"] == "file"
+        assert base["path"].startswith("/run/7/")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os:system",
+        "builtins:dict",
+        "subprocess:Popen",
+        "flax.struct:dataclasses.Field",
+        "flax.core.frozen_dict:collections.abc.Mapping",
+        "optax._src.float64_test:Float64Test",
+        "flax.testing:Benchmark",
+        "flax.core:",
+        "flax..core:FrozenDict",
+        ":",
+        "",
+    ],
+)
+def test_classes_are_made_only_of_flax_and_optax(name):
+    from flaxckpt._state import classes as state_classes
+
+    assert state_classes.resolve(name) is None
+    assert state_classes.resolve("flax.core.frozen_dict:FrozenDict") is not None
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with a step, beside which there is an empty directory `elsewhere`."""
+    (tmp_path / "elsewhere").mkdir()
+    flaxckpt.Checkpointer(tmp_path / "run").save(1, {"a": 1}).wait()
+    return tmp_path / "run"
+
+
+def test_metrics_are_not_added_behind_a_link(run):
+    elsewhere = run.parent / "elsewhere"
+    (run / "1" / "metrics").symlink_to(elsewhere)
+    with pytest.raises(errors.SaveFailedError, match="link"):
+        flaxckpt.Checkpointer(run).add_metrics(1, {"loss": 1.0})
+    assert not any(elsewhere.iterdir())
+
+
+def test_metadata_of_a_run_is_not_written_behind_a_link(run):
+    elsewhere = run.parent / "elsewhere"
+    (run / "metadata").symlink_to(elsewhere)
+    with pytest.raises(errors.SaveFailedError, match="link"):
+        flaxckpt.Checkpointer(run, metadata={"name": "a"})
+    assert not any(elsewhere.iterdir())
+
+
+def test_events_are_not_appended_behind_a_link(run, caplog):
+    file = run.parent / "elsewhere" / "notes"
+    file.write_text("mine")
+    (run / "events.jsonl").unlink()
+    (run / "events.jsonl").symlink_to(file)
+    flaxckpt.Checkpointer(run).save(2, {"a": 1}).wait()
+    assert file.read_text() == "mine"
+    assert "events are missing" in caplog.text
+
+
+def test_parameters_alone_are_not_saved_behind_a_link(run):
+    other = run.parent / "other"
+    with flaxckpt.Checkpointer(other) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"a": step}).wait()
+    (run / "params_only").symlink_to(other)
+    state = TrainState.create(
+        apply_fn=None, params={"w": jnp.ones(3)}, tx=optax.adam(1e-3)
+    )
+    with pytest.raises(errors.SaveFailedError, match="link"):
+        flaxckpt.Checkpointer(run).save_params_only(7, state)
+    assert flaxckpt.Checkpointer(other).steps() == [1, 2]
+
+
+EVIL = "\x1b[31mred"
+
+
+def assert_plain(text):
+    assert "\\x1b[31mred" in text
+    assert "\x1b" not in text
+
+
+def test_names_from_files_are_no_commands_to_a_terminal(run, caplog):
+    ckpt = flaxckpt.Checkpointer(run)
+    (run / "1" / f"READING-{EVIL}-12-0123abcd").touch()
+    with pytest.raises(errors.SaveFailedError) as info:
+        ckpt.delete(1)
+    assert_plain(str(info.value))
+    assert_plain(str(ckpt.explain()[1]))
+    (run / "1" / "DAMAGED").write_text('{"reason": "\\u001b[31mred"}')
+    assert_plain(ckpt.damaged()[1])
+
+
+def test_nor_are_those_of_items(tmp_path, caplog):
+    flaxckpt.save(tmp_path / "c", {"a": 1})
+    for name in ("flaxckpt.json", "commit_success.txt"):
+        (tmp_path / "c" / name).unlink()
+    (tmp_path / "c" / "state").rename(tmp_path / "c" / f"x{EVIL}")
+    flaxckpt.save(tmp_path / "d", {"a": 1})
+    (tmp_path / "d" / "state").rename(tmp_path / "c" / f"y{EVIL}")
+    with pytest.raises(errors.CheckpointFormatError) as info:
+        flaxckpt.load(tmp_path / "c")
+    assert_plain(str(info.value))
+    (tmp_path / "c" / f"x{EVIL}").rename(tmp_path / "c" / "default")
+    with caplog.at_level(logging.WARNING):
+        flaxckpt.load(tmp_path / "c")
+    assert_plain(caplog.text)
+
+
+def test_nor_are_those_of_steps(tmp_path):
+    for step in (1, 2):
+        flaxckpt.save(tmp_path / f"{EVIL}_{step}", {"a": jnp.ones(3)})
+    (tmp_path / f"{EVIL}_2" / "state" / "_METADATA").unlink()
+    (tmp_path / f"{EVIL}_2" / "state" / "a" / "c.0").unlink()
+    with pytest.raises(errors.DamagedCheckpointError) as info:
+        _locate.locate(tmp_path, 2, step_format=f"{EVIL}_{{step}}")
+    assert_plain(str(info.value))
+    with pytest.raises(errors.CheckpointNotFoundError) as info:
+        flaxckpt.load(tmp_path, step=2)
+    assert_plain(str(info.value))
+    (tmp_path / f"{EVIL}_4.orbax-checkpoint-tmp").mkdir()
+    with pytest.raises(errors.CheckpointNotFoundError) as info:
+        flaxckpt.load(tmp_path)
+    assert_plain(str(info.value))
+
+
+def test_nor_are_those_in_a_report(tmp_path):
+    flaxckpt.save(tmp_path / "c", {EVIL: jnp.ones(3)})
+    (tmp_path / "c" / "state" / EVIL / "zarr.json").unlink()
+    (tmp_path / "c" / "state" / EVIL / "zarr.json").symlink_to("/etc/passwd")
+    (tmp_path / "c" / f"extra{EVIL}").touch()
+    report = flaxckpt.verify(tmp_path / "c")
+    assert not report.ok
+    assert_plain(str(report))
+    assert_plain(report.problems[EVIL])
+
+
+def test_whatever_is_called_so_marks_a_step_as_damaged(run):
+    (run / "1" / "DAMAGED").mkdir()
+    ckpt = flaxckpt.Checkpointer(run)
+    assert ckpt.steps() == []
+    assert list(ckpt.damaged()) == [1]
+    with pytest.raises(errors.DamagedCheckpointError, match="marked as damaged"):
+        flaxckpt.load(run)
+    ckpt.save(1, {"a": 2}).wait()
+    assert ckpt.restore(step=1) == {"a": 2}
+    assert ckpt.steps() == [1]

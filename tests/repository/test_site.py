@@ -1,0 +1,165 @@
+"""The site builds without a warning, has every page and name, and needs no network."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import griffe
+import pytest
+
+import flaxckpt
+from tests import ROOT
+
+AT_THE_TOP = ["FORMAT", "ARCHITECTURE", "SECURITY", "CHANGELOG"]
+ELSEWHERE = re.compile(r"(https?:)?//")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The directory of a site that was built with every warning an error."""
+    directory = tmp_path_factory.mktemp("site")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(directory)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stderr
+    assert "WARNING" not in built.stderr, built.stderr
+    return directory
+
+
+class Page(HTMLParser):
+    """What a page is called by, links to, and makes a browser load."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(file.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.ids.add(found.get("id") or "")
+        if tag == "a" and "href" in found:
+            self.links.append(found["href"])
+        elif tag == "link":
+            self.loaded.append(found["href"])
+        self.loaded += [found[name] for name in ("src", "data") if found.get(name)]
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    found = {file: Page(file) for file in site.rglob("*.html")}
+    del found[site / "404.html"]  # its links are for wherever it is shown
+    return found
+
+
+def test_every_document_is_a_page(site):
+    documents = [file.relative_to(ROOT / "docs") for file in ROOT.glob("docs/**/*.md")]
+    names = ["index", *AT_THE_TOP, *(file.with_suffix("") for file in documents)]
+    assert [n for n in names if not (site / f"{n}.html").is_file()] == []
+
+
+def test_every_page_is_in_the_navigation(site, pages):
+    home = Page(site / "index.html")
+    linked = {site / link.partition("#")[0] for link in home.links}
+    assert pages.keys() <= linked | {site / "index.html"}
+
+
+def test_every_link_leads_to_something(site, pages):
+    broken = [
+        f"{file.relative_to(site)}: {link}"
+        for file, page in pages.items()
+        for link in page.links
+        if not ELSEWHERE.match(link) and not leads_somewhere(file, link, pages)
+    ]
+    assert broken == []
+
+
+def leads_somewhere(file: Path, link: str, pages: dict[Path, Page]) -> bool:
+    parts = urlsplit(link)
+    target = (file.parent / unquote(parts.path)).resolve() if parts.path else file
+    if target.is_dir():
+        target /= "index.html"
+    anchor = unquote(parts.fragment)
+    return target.is_file() and (not anchor or anchor in pages[target].ids)
+
+
+def test_errors_that_are_raised_are_links_to_what_they_mean(site, pages):
+    links = pages[site / "reference/saving.html"].links
+    assert "errors.html#flaxckpt.errors.RestoreMismatchError" in links
+
+
+def test_links_of_the_documents_lead_to_files_of_the_repository_too():
+    broken = [
+        f"{file.relative_to(ROOT)}: {link}"
+        for file in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+        for link in re.findall(r"\]\(([^)#\s]+)", file.read_text(encoding="utf-8"))
+        if not ELSEWHERE.match(link) and not (file.parent / link).exists()
+    ]
+    assert broken == []
+
+
+def test_nothing_is_loaded_from_other_hosts(site, pages):
+    loaded = [url for page in pages.values() for url in page.loaded]
+    for file in site.rglob("*.css"):
+        loaded += re.findall(r"url\(['\"]?([^)'\"]+)", file.read_text(encoding="utf-8"))
+    assert len(loaded) > len(pages)
+    assert [url for url in loaded if ELSEWHERE.match(url)] == []
+
+
+@pytest.fixture(scope="module")
+def public():
+    """Every name that the package and its public modules export, from their source."""
+    package = griffe.load("flaxckpt", search_paths=[ROOT])
+    modules = [package, *package["integrations"].modules.values()]
+    return [found for module in modules for found in exported(module)]
+
+
+def exported(module: griffe.Module | griffe.Alias) -> Iterator[griffe.Alias]:
+    for name in module.exports:
+        found = module[name]
+        if found.is_module:
+            yield from exported(found)
+        else:
+            yield found
+
+
+def test_every_public_name_is_in_the_reference(pages, public):
+    reference = [
+        page for file, page in pages.items() if file.parent.name == "reference"
+    ]
+    ids = set().union(*(page.ids for page in reference))
+    explained = {name.canonical_path for name in public if name.path in ids}
+    assert len(public) > len(flaxckpt.__all__)
+    assert [n.path for n in public if n.canonical_path not in explained] == []
+
+
+def test_every_method_is_in_the_reference(pages, public):
+    """Those of base classes, too; fields are told of by their class.
+
+    What implements a protocol, and has no docstring, is told of there.
+    """
+    ids = set().union(*(page.ids for page in pages.values()))
+    methods = [
+        f"{name.path}.{method}"
+        for name in public
+        if name.is_class and name.path in ids
+        for method, found in name.all_members.items()
+        if method[0] != "_" and found.has_docstring
+        if found.is_function or "property" in found.labels
+    ]
+    assert "flaxckpt.Checkpointer.best_step" in methods
+    assert [method for method in methods if method not in ids] == []
+
+
+def test_every_public_name_has_a_docstring(public):
+    assert [name.path for name in public if not name.has_docstring] == []

@@ -1,0 +1,620 @@
+"""A directory of steps: what is listed is complete, what is kept is as told."""
+
+import functools
+import gc
+import json
+import logging
+import math
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt._checkpoint import commit as checkpoint_commit
+from flaxckpt._checkpoint import save as checkpoint_save
+from flaxckpt._steps import delete as steps_delete
+from flaxckpt.policies import BestN, EveryNSteps, LatestN
+from tests.helpers import store_servers, strategies
+
+
+@pytest.fixture(params=store_servers.KINDS)
+def run_dir(request, store_path):
+    """All that follows holds for directories and for stores."""
+    return store_path(request.param)
+
+
+def state(step):
+    return {"w": jnp.full((4, 4), float(step)), "step": step}
+
+
+def damage(path):
+    chunk = path / "state/w/c.0.0"
+    content = bytearray(chunk.read_bytes())
+    content[3] ^= 1
+    chunk.write_bytes(content)
+
+
+# ---- saving and finding -----------------------------------------------------------
+
+
+def test_steps_are_saved_listed_and_restored(run_dir):
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
+        assert ckpt.steps() == []
+        assert ckpt.latest_step() is None
+        for step in (0, 10, 9):
+            ckpt.save(step, state(step))
+        ckpt.wait()
+        assert ckpt.steps() == [0, 9, 10]
+        assert ckpt.latest_step() == 10
+        strategies.assert_same(state(10), ckpt.restore())
+        strategies.assert_same(state(0), ckpt.restore(state(5), step=0))
+
+
+def test_step_0_alone_is_the_latest(run_dir):
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
+        ckpt.save(0, state(0)).wait()
+        assert ckpt.latest_step() == 0
+        strategies.assert_same(state(0), ckpt.restore())
+
+
+def test_no_steps_are_saved_into_a_checkpoint(run_dir):
+    flaxckpt.save(run_dir / "one", state(1))
+    with flaxckpt.Checkpointer(run_dir / "one") as ckpt:
+        with pytest.raises(errors.OptionError, match="choose another directory"):
+            ckpt.save(1, state(2))
+        assert ckpt.steps() == []
+    strategies.assert_same(state(1), flaxckpt.load(run_dir / "one"))
+    assert flaxckpt.verify(run_dir / "one").ok
+
+
+def test_a_handle_tells_what_the_save_did(run_dir):
+    with flaxckpt.Checkpointer(run_dir, keep=[LatestN(1)]) as ckpt:
+        ckpt.save(1, state(1))
+        handle = ckpt.save(2, state(2))
+        result = handle.wait()
+    assert handle.done()
+    assert (result.step, result.path) == (2, str(run_dir / "2"))
+    files = [p for p in (run_dir / "2").rglob("*") if p.is_file()]
+    assert result.bytes_written == sum(p.stat().st_size for p in files)
+    assert 0 < result.blocked_secs <= result.total_secs
+    assert result.deleted_steps == (1,)
+    assert result.skipped is None
+
+
+@pytest.mark.parametrize("template", ["{step}", "step_{step}", "{step:08d}"])
+def test_steps_are_called_as_told_and_found_again(run_dir, template):
+    with flaxckpt.Checkpointer(run_dir, step_format=template) as ckpt:
+        ckpt.save(7, state(7))
+    assert (run_dir / template.format(step=7)).is_dir()
+    again = flaxckpt.Checkpointer(run_dir, step_format=template)
+    assert again.steps() == [7]
+    strategies.assert_same(state(7), again.restore())
+    strategies.assert_same(state(7), flaxckpt.load(run_dir))
+    other = "{step:03d}" if template == "{step}" else "{step}"
+    strange = flaxckpt.Checkpointer(run_dir, step_format=other)
+    assert strange.steps() == []
+    with pytest.raises(errors.CheckpointNotFoundError, match="step_format"):
+        strange.restore()
+
+
+def test_an_existing_step_is_kept_skipped_or_replaced(run_dir):
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
+        ckpt.save(3, state(3)).wait()
+        with pytest.raises(errors.CheckpointExistsError) as info:
+            ckpt.save(3, state(4))
+        assert isinstance(info.value, FileExistsError)
+        skipped = ckpt.save(3, state(4), on_exists="skip").wait()
+        assert skipped.skipped == "step 3 exists"
+        strategies.assert_same(state(3), ckpt.restore())
+        ckpt.save(3, state(4), metrics={"loss": 1}, on_exists="overwrite").wait()
+        strategies.assert_same(state(4), ckpt.restore())
+        assert ckpt.metrics(3) == {"loss": 1.0}
+        with pytest.raises(errors.OptionError, match="on_exists"):
+            ckpt.save(3, state(4), on_exists="maybe")
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "3", None])
+def test_a_step_that_is_no_whole_number_is_refused(run_dir, step):
+    with flaxckpt.Checkpointer(run_dir) as ckpt, pytest.raises(errors.OptionError):
+        ckpt.save(step, state(1))
+
+
+def test_numpy_and_jax_integers_are_steps(run_dir):
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
+        ckpt.save(np.int64(3), state(3))
+        ckpt.save(jnp.int32(4), state(4))
+    assert ckpt.steps() == [3, 4]
+
+
+def test_metadata_is_kept_per_step_and_per_run(run_dir):
+    with flaxckpt.Checkpointer(run_dir, metadata={"model": "small"}) as ckpt:
+        ckpt.save(1, state(1), metadata={"note": "first"})
+        ckpt.wait()
+        assert ckpt.metadata(1).custom == {"note": "first"}
+    again = flaxckpt.Checkpointer(run_dir)
+    assert again.run_metadata == {"model": "small"}
+    assert again.steps() == [1]
+    assert flaxckpt.Checkpointer(run_dir / "other").run_metadata == {}
+
+
+def test_a_reader_neither_writes_nor_deletes(run_dir):
+    with flaxckpt.Checkpointer(run_dir / "run") as ckpt:
+        ckpt.save(1, state(1))
+    reader = flaxckpt.Checkpointer(run_dir / "run", read_only=True, keep=[LatestN(1)])
+    for act in (
+        lambda: reader.save(2, state(2)),
+        lambda: reader.delete(1),
+        lambda: reader.pin(1),
+        lambda: reader.unpin(1),
+        reader.prune,
+        lambda: reader.add_metrics(1, {"loss": 1}),
+        lambda: flaxckpt.Checkpointer(run_dir / "run", read_only=True, metadata={}),
+    ):
+        with pytest.raises(errors.ReadOnlyError, match="read_only=True"):
+            act()
+    assert reader.prune(dry_run=True) == ()
+    strategies.assert_same(state(1), reader.restore())
+    missing = flaxckpt.Checkpointer(run_dir / "missing", read_only=True)
+    assert missing.steps() == []
+    assert not (run_dir / "missing").exists()
+
+
+def test_reload_sees_what_others_changed(run_dir):
+    writer = flaxckpt.Checkpointer(run_dir)
+    reader = flaxckpt.Checkpointer(run_dir, read_only=True)
+    writer.save(1, state(1), metrics={"loss": 1.0}).wait()
+    assert reader.steps() == [1]
+    assert reader.metrics(1) == {"loss": 1.0}
+    writer.add_metrics(1, {"loss": 0.5, "accuracy": 0.9})
+    reader.reload()
+    assert reader.metrics(1) == {"loss": 0.5, "accuracy": 0.9}
+    writer.close()
+
+
+def test_new_steps_come_once_each_and_end_after_the_timeout(run_dir):
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
+        ckpt.save(1, state(1)).wait()
+        seen = []
+        for step in ckpt.new_steps(timeout_secs=0.3, poll_secs=0.01):
+            seen.append(step)
+            if step < 4:
+                ckpt.save(step + 1, state(step + 1)).wait()
+    assert seen == [1, 2, 3, 4]
+
+
+def test_one_line_is_logged_per_save_and_delete(run_dir, caplog):
+    caplog.set_level(logging.INFO, logger="flaxckpt")
+    with flaxckpt.Checkpointer(run_dir, keep=[LatestN(1)]) as ckpt:
+        ckpt.save(1, state(1))
+        ckpt.save(2, state(2))
+    words = [record.getMessage().split()[0] for record in caplog.records]
+    assert words == ["saved", "deleted", "saved"]
+
+
+# ---- failing saves ---------------------------------------------------------------
+
+
+@pytest.fixture
+def broken_disk(monkeypatch):
+    def fail(path):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(checkpoint_save._storage.files, "sync_tree", fail)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("call", ["wait", "close", "save", "restore", "exit"])
+def test_a_failed_save_is_told_by_whatever_comes_next(run_dir, broken_disk, call):
+    ckpt = flaxckpt.Checkpointer(run_dir)
+    ckpt.save(1, state(1))
+    act = {
+        "wait": ckpt.wait,
+        "close": ckpt.close,
+        "save": lambda: ckpt.save(2, state(2)),
+        "restore": ckpt.restore,
+        "exit": lambda: ckpt.__exit__(None, None, None),
+    }[call]
+    with pytest.raises(errors.SaveFailedError, match="Input/output error"):
+        act()
+    broken_disk.undo()
+    ckpt.close()  # told once is enough
+    assert ckpt.steps() == []
+    ckpt.save(1, state(1)).wait()
+    assert ckpt.steps() == [1]
+
+
+def test_an_error_told_by_the_handle_is_not_told_again(run_dir, broken_disk):
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
+        handle = ckpt.save(1, state(1))
+        with pytest.raises(errors.SaveFailedError):
+            handle.wait()
+
+
+def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(run_dir, broken_disk):
+    ckpt = flaxckpt.Checkpointer(run_dir)
+
+    def run():
+        with ckpt:
+            ckpt.save(1, state(1))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as info:
+        run()
+    assert "The save under way failed, too" in info.value.__notes__[0]
+
+
+def test_saves_from_several_threads_follow_one_another(run_dir, monkeypatch):
+    real, running, most = checkpoint_save.execute, [], []
+
+    def execute(snapshot, previous):
+        running.append(snapshot)
+        most.append(len(running))
+        time.sleep(0.02)
+        running.remove(snapshot)
+        return real(snapshot, previous)
+
+    monkeypatch.setattr(checkpoint_save, "execute", execute)
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
+        threads = [
+            threading.Thread(target=ckpt.save, args=(step, state(step)))
+            for step in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert ckpt.steps() == list(range(6))
+    assert max(most) == 1
+
+
+def test_an_interrupted_wait_can_be_taken_up_again(run_dir, monkeypatch):
+    release = threading.Event()
+    real = checkpoint_save.execute
+
+    def held_up(snapshot, previous):
+        release.wait()
+        return real(snapshot, previous)
+
+    monkeypatch.setattr(checkpoint_save, "execute", held_up)
+    ckpt = flaxckpt.Checkpointer(run_dir)
+    handle = ckpt.save(1, state(1))
+
+    def interrupt(timeout=None):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(handle._ended, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.wait()
+    release.set()
+    assert ckpt.wait().step == 1
+
+
+def test_a_step_that_cannot_be_deleted_does_not_fail_the_save(
+    run_dir, monkeypatch, caplog
+):
+    def fail(*given, **options):
+        raise OSError(16, "Device or resource busy")
+
+    with flaxckpt.Checkpointer(run_dir, keep=[LatestN(1)]) as ckpt:
+        ckpt.save(1, state(1)).wait()
+        monkeypatch.setattr(steps_delete, "delete", fail)
+        assert ckpt.save(2, state(2)).wait().deleted_steps == ()
+    assert "step 1 could not be deleted" in caplog.text
+    assert ckpt.steps() == [1, 2]
+
+
+def test_a_file_is_no_run_directory(run_dir):
+    (run_dir / "file").touch()
+    for path in (run_dir / "file", run_dir / "file" / "run"):
+        with pytest.raises(errors.SaveFailedError, match="cannot be made"):
+            flaxckpt.Checkpointer(path)
+    with pytest.raises(errors.SaveFailedError, match="could not be saved"):
+        flaxckpt.save(run_dir / "file" / "c", state(1))
+
+
+def test_waiting_may_time_out(run_dir, monkeypatch):
+    real = checkpoint_save.execute
+
+    def slow(snapshot):
+        time.sleep(0.3)
+        return real(snapshot)
+
+    monkeypatch.setattr(checkpoint_save, "execute", slow)
+    handle = flaxckpt.save_async(run_dir / "c", state(1))
+    with pytest.raises(errors.CheckpointTimeoutError) as info:
+        handle.wait(timeout_secs=0.01)
+    assert isinstance(info.value, TimeoutError)
+    assert not handle.done()
+    assert handle.wait().bytes_written > 0
+
+
+def test_a_leftover_of_a_crash_is_no_step_and_is_removed(run_dir):
+    leftover = run_dir / "5.orbax-checkpoint-tmp-writing-0123abcd"
+    of_orbax = run_dir / "5.orbax-checkpoint-tmp"
+    for path in (leftover, of_orbax):
+        (path / "state").mkdir(parents=True)
+        (path / "state" / "junk").touch()
+    assert flaxckpt.Checkpointer(run_dir, read_only=True).steps() == []
+    assert leftover.exists()
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
+        assert not leftover.exists()
+        assert ckpt.steps() == []
+        ckpt.save(5, state(5)).wait()
+        assert of_orbax.exists(), "it may be written by another program"
+        assert not (run_dir / "5/state/junk").exists()
+        strategies.assert_same(state(5), ckpt.restore())
+
+
+# ---- what is passed in the wrong place -------------------------------------------
+
+
+def test_a_state_in_the_place_of_the_step_is_named_by_its_class(run_dir):
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
+        with pytest.raises(errors.OptionError, match=r"got a dict$"):
+            ckpt.save(state(1), 1)
+        with pytest.raises(errors.OptionError, match=r"got 'one'$"):
+            ckpt.save("one", state(1))
+
+
+def test_a_path_in_the_place_of_the_first_state_is_told(run_dir):
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
+        callback = flaxckpt.CheckpointCallback(ckpt)
+        with pytest.raises(errors.OptionError, match="passed as source="):
+            callback.restore_or_init("pretrained")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [(1, "wanted a state .* got 1: .*step="), ("1", "a path is the first argument")],
+)
+def test_a_step_or_a_path_in_the_place_of_the_state_is_told(run_dir, wrong, told):
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
+        ckpt.save(1, state(1)).wait()
+        for restore in (ckpt.restore, lambda wrong: flaxckpt.load(run_dir, wrong)):
+            with pytest.raises(errors.OptionError, match=told):
+                restore(wrong)
+        ckpt.save(2, 5).wait()  # a state that is one number
+        assert ckpt.restore(0) == 5
+
+
+def create(step=0):
+    return state(step)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [create, functools.partial(create, 1), jax.jit(create), dict, len, linen.Dense(3)],
+    ids=["function", "partial", "jit", "class", "builtin", "module"],
+)
+def test_a_function_in_the_place_of_the_state_is_told(run_dir, function):
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
+        callback = flaxckpt.CheckpointCallback(ckpt)
+        for call in (
+            callback.restore_or_init,
+            lambda function: ckpt.save(1, function),
+            lambda function: callback(1, function),
+            lambda function: flaxckpt.save(run_dir / "x", function),
+        ):
+            with pytest.raises(errors.OptionError, match="wanted a state, got the"):
+                call(function)
+        callback.give_way()
+        ckpt.save(1, state(1)).wait()
+        with pytest.raises(errors.OptionError, match="wanted a state, got the"):
+            ckpt.restore(function)
+        with pytest.raises(errors.OptionError, match="wanted a state, got the"):
+            flaxckpt.plan(run_dir, function)
+
+
+def test_a_writer_remembers_no_lock_of_a_path_that_is_written(run_dir):
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
+        for step in range(5):
+            ckpt.save(step, state(step))
+    gc.collect()
+    assert not checkpoint_commit._locks
+
+
+# ---- falling back ----------------------------------------------------------------
+
+
+def test_a_damaged_newest_step_is_left_out_with_a_warning(run_dir, caplog):
+    layout = flaxckpt.ArrayLayout(store="files")
+    with flaxckpt.Checkpointer(run_dir, layout=layout) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state(step))
+        ckpt.wait()
+        damage(run_dir / "3")
+        (run_dir / "2/state/_METADATA").unlink()
+        with pytest.raises(errors.DamagedCheckpointError, match="w: "):
+            ckpt.restore(step=3)
+        with pytest.raises(errors.DamagedCheckpointError, match="w: "):
+            ckpt.restore(fallback=False)
+        strategies.assert_same(state(1), ckpt.restore())
+        assert "step 3 is damaged" in caplog.text
+        assert "step 2 is damaged" in caplog.text
+        assert ckpt.steps() == [1]
+        assert list(ckpt.damaged()) == [2, 3]
+
+
+def test_a_step_that_was_marked_before_is_told_of_at_each_restart(run_dir, caplog):
+    layout = flaxckpt.ArrayLayout(store="files")
+    with flaxckpt.Checkpointer(run_dir, layout=layout) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state(step)).wait()
+        damage(run_dir / "3")
+        ckpt.restore()
+        last = caplog.records[-1].getMessage()
+        assert "restored step 1 of" not in last
+        assert "restored step 2 of" in last, "the log ends by what was restored"
+    for _ in range(2):
+        caplog.clear()
+        seen = []
+        with flaxckpt.Checkpointer(run_dir, sinks=[seen.append]) as ckpt:
+            callback = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
+            assert callback.restore_or_init(state(0))[1] == 2
+            with pytest.raises(errors.DamagedCheckpointError, match="3: w: ") as raised:
+                ckpt.restore(fallback=False)
+            callback.give_way()
+        assert "fallback=True restores step 2" in str(raised.value)
+        told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        assert "step 3 is left out: it was marked as damaged before" in told[0]
+        assert "restored step 2 of" in told[-1]
+        assert "and not the newer step 3" in told[-1]
+        assert [(e.kind, e.step) for e in seen] == [("fell_back", 3), ("restored", 2)]
+    caplog.clear()
+    with flaxckpt.Checkpointer(run_dir, layout=layout) as ckpt:
+        strategies.assert_same(state(2), ckpt.restore(step=2))
+        ckpt.save(3, state(3)).wait()
+        strategies.assert_same(state(3), ckpt.restore(fallback=False))
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
+def test_a_mismatch_is_no_damage(run_dir):
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
+        ckpt.save(1, state(1))
+        ckpt.save(2, state(2))
+        with pytest.raises(errors.RestoreMismatchError):
+            ckpt.restore({"w": jnp.ones(7)})
+
+
+def test_damage_everywhere_is_told_of_the_newest(run_dir):
+    layout = flaxckpt.ArrayLayout(store="files")
+    with flaxckpt.Checkpointer(run_dir, layout=layout) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state(step)).wait()
+            damage(run_dir / str(step))
+        with pytest.raises(errors.DamagedCheckpointError, match=str(run_dir / "2")):
+            ckpt.restore()
+
+
+# ---- keeping ---------------------------------------------------------------------
+
+
+def run(run_dir, losses, **kwargs):
+    """Saves one step per loss, reopening each time, as restarts would."""
+    for step, loss in enumerate(losses):
+        with flaxckpt.Checkpointer(run_dir, **kwargs) as ckpt:
+            metrics = {} if loss is None else {"loss": loss}
+            ckpt.save(step, state(step), metrics=metrics)
+    return ckpt
+
+
+def test_nothing_is_deleted_unless_asked(run_dir):
+    assert run(run_dir, [3, 2, 1]).steps() == [0, 1, 2]
+
+
+def test_the_newest_stays_beside_the_best_across_restarts(run_dir):
+    ckpt = run(run_dir, [0.1, 0.5, 0.7, 0.9], keep=[BestN(1, "loss", "min")])
+    assert ckpt.steps() == [0, 3]
+    assert ckpt.best_step("loss", "min") == 0
+    assert ckpt.best_step("loss", "max") == 3
+    assert ckpt.best_step("accuracy", "max") is None
+
+
+def test_nan_and_missing_metrics_are_never_best(run_dir):
+    losses = [0.9, math.nan, 0.7, 0.1, math.nan, None, 0.5]
+    keep = [BestN(1, "loss", "min")]
+    ckpt = run(run_dir, losses, keep=keep)
+    assert ckpt.steps() == [3, 6]
+    assert ckpt.best_step("loss", "min") == 3
+
+
+def test_policies_add_up_and_explain_themselves(run_dir):
+    keep = [LatestN(2), BestN(1, "loss", "min"), EveryNSteps(4)]
+    ckpt = run(run_dir, [9, 8, 0, 7, 6, 5, 4, 3], keep=keep)
+    assert ckpt.explain() == {
+        0: ["EveryNSteps(4)"],
+        2: ["BestN(1, 'loss', 'min')"],
+        4: ["EveryNSteps(4)"],
+        6: ["LatestN(2)"],
+        7: ["newest", "LatestN(2)"],
+    }
+
+
+def test_pinned_steps_stay_until_they_are_unpinned(run_dir):
+    with flaxckpt.Checkpointer(run_dir, keep=[LatestN(1)]) as ckpt:
+        ckpt.save(1, state(1)).wait()
+        ckpt.pin(1)
+        ckpt.save(2, state(2)).wait()
+        assert ckpt.explain() == {1: ["pinned"], 2: ["newest", "LatestN(1)"]}
+        ckpt.unpin(1)
+        assert ckpt.prune(dry_run=True) == (1,)
+        assert ckpt.steps() == [1, 2]
+        assert ckpt.prune() == (1,)
+        assert ckpt.steps() == [2]
+
+
+def test_metrics_may_come_after_the_save(run_dir):
+    keep = [BestN(1, "loss", "min")]
+    with flaxckpt.Checkpointer(run_dir, keep=keep) as ckpt:
+        ckpt.save(1, state(1), metrics={"train/loss": 2}).wait()
+        ckpt.add_metrics(1, {"loss": 0.1})
+        for step in (2, 3):
+            ckpt.save(step, state(step), metrics={"loss": 0.5}).wait()
+        assert ckpt.steps() == [1, 3]
+        assert ckpt.metrics(1) == {"train/loss": 2.0, "loss": 0.1}
+        strategies.assert_same(state(1), ckpt.restore(step=1))
+
+
+def test_what_is_only_called_like_a_step_neither_counts_nor_goes(run_dir):
+    (run_dir / "2024").mkdir()
+    (run_dir / "2024" / "notes.txt").touch()
+    with flaxckpt.Checkpointer(run_dir, keep=[LatestN(1)]) as ckpt:
+        for step in (1, 2, 3000):
+            ckpt.save(step, state(step)).wait()
+        assert ckpt.explain() == {3000: ["newest", "LatestN(1)"]}
+        assert (run_dir / "2024" / "notes.txt").exists()
+
+
+def test_damaged_metrics_do_not_cost_the_state(run_dir, caplog):
+    with flaxckpt.Checkpointer(run_dir, keep=[BestN(1, "loss", "min")]) as ckpt:
+        ckpt.save(1, state(1), metrics={"loss": 1}).wait()
+        (run_dir / "1/metrics/metrics").write_text("{")
+        ckpt.reload()
+        strategies.assert_same(state(1), ckpt.restore())
+        ckpt.save(2, state(2), metrics={"loss": 2}).wait()
+        assert ckpt.steps() == [1, 2], "it may be the best"
+    assert "cannot be read" in caplog.text
+
+
+def test_a_step_saved_out_of_order_is_not_deleted_at_once(run_dir):
+    with flaxckpt.Checkpointer(run_dir, keep=[LatestN(1)]) as ckpt:
+        ckpt.save(10, state(10)).wait()
+        assert ckpt.save(5, state(5)).wait().deleted_steps == ()
+        assert ckpt.steps() == [5, 10]
+
+
+def test_delete_removes_a_step_and_refuses_others(run_dir):
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
+        ckpt.save(1, state(1)).wait()
+        ckpt.delete(1)
+        assert [path.name for path in run_dir.iterdir()] == ["events.jsonl"]
+        with pytest.raises(errors.CheckpointNotFoundError, match="has no step 1"):
+            ckpt.delete(1)
+
+
+def test_metrics_are_numbers_and_may_be_nested(run_dir):
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
+        metrics = {"eval": {"loss": jnp.float32(0.5)}, "n": np.int64(3)}
+        ckpt.save(1, state(1), metrics=metrics).wait()
+        assert ckpt.metrics(1) == {"eval/loss": 0.5, "n": 3.0}
+        assert json.loads((run_dir / "1/metrics/metrics").read_text()) == {
+            "eval/loss": 0.5,
+            "n": 3.0,
+        }
+        with pytest.raises(errors.OptionError, match="'bad' must be one number"):
+            ckpt.save(2, state(2), metrics={"bad": np.ones(3)})
+        for metrics in ({"a/b": 1, "a": {"b": 2}}, {"a": {"b/c": 1, "b": {"c": 2}}}):
+            with pytest.raises(errors.OptionError, match="two metrics are called"):
+                ckpt.save(2, state(2), metrics=metrics)
+
+
+def test_a_budget_must_be_positive(run_dir):
+    with pytest.raises(errors.OptionError, match="max_concurrent_bytes"):
+        flaxckpt.Checkpointer(run_dir, max_concurrent_bytes=0)

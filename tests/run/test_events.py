@@ -1,0 +1,518 @@
+"""What happens to a checkpoint is told once, to whoever listens, and costs no save."""
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt._checkpoint import save as checkpoint_save
+from flaxckpt._run.events import stream as events_stream
+from flaxckpt._steps import journal as steps_journal
+from flaxckpt.formats import _locate
+from flaxckpt.policies import LatestN
+from tests.helpers import strategies
+
+
+def state(step):
+    return {"w": jnp.full((4, 4), float(step)), "step": step}
+
+
+def journal(directory):
+    return steps_journal.read(directory / "events.jsonl")
+
+
+def told(events):
+    return [(event.kind, event.step) for event in events]
+
+
+@pytest.fixture
+def stream(tmp_path):
+    return events_stream.Stream(tmp_path, tmp_path / "events.jsonl")
+
+
+# ---- what is told ------------------------------------------------------------------
+
+
+def test_a_run_tells_what_it_saves_deletes_and_restores(tmp_path):
+    seen = []
+    with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)], sinks=[seen.append]) as c:
+        c.save(1, state(1), metrics={"loss": 1.0})
+        result = c.save(2, state(2)).wait()
+        c.restore()
+        c.save(2, state(2), on_exists="skip")
+    assert told(seen) == [
+        ("started", 1),
+        ("snapshot", 1),
+        ("committed", 1),
+        ("started", 2),
+        ("snapshot", 2),
+        ("committed", 2),
+        ("deleted", 1),
+        ("restored", 2),
+        ("skipped", 2),
+    ]
+    started, _, first, _, snapshot, committed, deleted, restored, skipped = seen
+    assert started.details == {
+        "overwrite": False,
+        "bytes": 4 * 4 * 4 + 8,
+        "leaves": 2,
+        "store": "files",
+    }
+    assert first.details["metrics"] == 1
+    assert committed.details["bytes"] == result.bytes_written
+    assert committed.details["blocked_secs"] == result.blocked_secs
+    assert committed.details["total_secs"] <= result.total_secs
+    assert snapshot.details == {"blocked_secs": result.blocked_secs}
+    assert committed.path == restored.path == str(tmp_path / "2")
+    assert restored.details["bytes"] == started.details["bytes"]
+    assert deleted.path == str(tmp_path / "1")
+    assert deleted.details == {"reason": "no policy keeps it"}
+    assert skipped.details == {"reason": "step 2 exists"}
+    assert seen == journal(tmp_path)
+    assert seen == sorted(seen, key=lambda event: event.time)
+
+
+def test_a_save_that_fails_tells_why(tmp_path, monkeypatch):
+    def fail(path):
+        raise OSError(28, "No space left on device")
+
+    seen = []
+    with flaxckpt.Checkpointer(tmp_path, sinks=[seen.append]) as ckpt:
+        with pytest.raises(errors.UnsupportedLeafError):
+            ckpt.save(1, {"f": object()})
+        monkeypatch.setattr(checkpoint_save._storage.files, "sync_tree", fail)
+        ckpt.save(2, state(2))
+        with pytest.raises(errors.SaveFailedError):
+            ckpt.wait()
+    assert told(seen) == [("failed", 1), ("started", 2), ("snapshot", 2), ("failed", 2)]
+    assert "f: found a builtins.object" in seen[0].details["error"]
+    assert "No space left" in seen[-1].details["error"]
+    assert seen == journal(tmp_path)
+
+
+def test_a_damaged_step_and_a_source_are_told(tmp_path):
+    flaxckpt.save(tmp_path / "source", state(0))
+    seen = []
+    with flaxckpt.Checkpointer(tmp_path / "run", sinks=[seen.append]) as ckpt:
+        ckpt.load_source(tmp_path / "source", state(1))
+        for step in (1, 2):
+            ckpt.save(step, state(step)).wait()
+        (tmp_path / "run/2/state/_METADATA").unlink()
+        ckpt.restore()
+        ckpt.delete(2)
+    assert [event.path for event in seen if event.kind == "restored"] == [
+        str(tmp_path / "source"),
+        str(tmp_path / "run/1"),
+    ]
+    assert told(seen)[-3:] == [("fell_back", 2), ("restored", 1), ("deleted", 2)]
+    [fell_back] = [event for event in seen if event.kind == "fell_back"]
+    assert "holds no checkpoint" in fell_back.details["error"]
+    assert "\n" not in fell_back.details["error"]
+
+
+# ---- sinks -------------------------------------------------------------------------
+
+
+class Wandb:
+    def __init__(self):
+        self.calls = []
+
+    def log(self, data, step=None):
+        self.calls.append((step, data))
+
+
+class Mlflow:
+    def __init__(self):
+        self.calls = []
+
+    def log_metrics(self, metrics, step=None):
+        self.calls.append((step, metrics))
+
+
+class Tensorboard:
+    def __init__(self):
+        self.calls = []
+
+    def add_scalar(self, tag, value, step):
+        self.calls.append((step, {tag: value}))
+
+
+class Clu:
+    def __init__(self):
+        self.calls = []
+
+    def write_scalars(self, step, scalars):
+        self.calls.append((step, scalars))
+
+
+@pytest.mark.parametrize("kind", [Wandb, Mlflow, Tensorboard, Clu])
+def test_loggers_get_numbers_at_the_step_of_the_caller(tmp_path, kind):
+    sink = kind()
+    with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)], sinks=[sink]) as ckpt:
+        ckpt.save(1, state(1))
+        ckpt.save(2, state(2)).wait()
+        ckpt.events.deliver(7)
+    assert [step for step, _ in sink.calls] == sorted(step for step, _ in sink.calls)
+    assert {step for step, _ in sink.calls} == {1, 2, 7}
+    numbers = {}
+    for _, scalars in sink.calls:
+        numbers |= scalars
+    assert numbers.keys() == {
+        f"checkpoint/{name}"
+        for name in (
+            "blocked_secs",
+            "total_secs",
+            "bytes",
+            "bytes_per_sec",
+            "deleted",
+        )
+    }
+    assert numbers["checkpoint/deleted"] == 1
+    assert all(isinstance(value, int | float) for value in numbers.values())
+
+
+def test_steps_of_loggers_never_go_back_unless_the_caller_does(stream):
+    sink = Wandb()
+    stream.subscribe(sink)
+    for step in (5, None):
+        stream.emit("failed", 3)
+        stream.deliver(step)
+    stream.emit("failed", 9)
+    stream.deliver()
+    stream.emit("failed", 3)
+    stream.deliver(2)
+    assert sink.calls == [
+        (step, {"checkpoint/failed": n + 1}) for n, step in enumerate([5, 5, 9, 2])
+    ]
+
+
+def test_sinks_hear_on_the_callers_thread_only(tmp_path):
+    threads = set()
+
+    def sink(event):
+        threads.add(threading.current_thread())
+
+    with flaxckpt.Checkpointer(tmp_path, sinks=[sink]) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state(step))
+    assert threads == {threading.current_thread()}
+
+
+def test_a_sink_that_is_added_twice_is_told_once(stream):
+    seen = []
+    writer = Wandb()
+    for sink in (seen.append, seen.append, writer, writer):
+        stream.subscribe(sink)
+    stream.emit("failed", 1)
+    stream.deliver()
+    assert len(seen) == len(writer.calls) == 1
+
+
+def test_equal_sinks_are_told_both(stream):
+    class Seen(list):
+        def __call__(self, event):
+            self.append(event)
+
+    first, second = Seen(), Seen()
+    assert first == second
+    stream.subscribe(first)
+    stream.subscribe(second)
+    stream.emit("failed", 1)
+    stream.deliver()
+    assert len(first) == len(second) == 1
+
+
+@pytest.mark.parametrize("sink", [3, "writer", Wandb, logging.getLogger("x"), None])
+def test_what_is_no_sink_is_refused_before_anything_is_made(tmp_path, sink):
+    with pytest.raises(errors.OptionError) as info:
+        flaxckpt.Checkpointer(tmp_path / "run", sinks=[sink])
+    for shape in ("Event", "write_scalars", "log(", "log_metrics", "add_scalar"):
+        assert shape in str(info.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sink_that_fails_is_named_once_and_costs_nothing(tmp_path, caplog):
+    def bad(event):
+        raise ZeroDivisionError("in the sink")
+
+    seen = []
+    with flaxckpt.Checkpointer(tmp_path, sinks=[bad, seen.append]) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state(step))
+    assert ckpt.steps() == [1, 2]
+    assert len(seen) == 6
+    first, last = [r for r in caplog.records if "bad" in r.getMessage()]
+    assert isinstance(first.exc_info[1], ZeroDivisionError)
+    assert "5 more times" in last.getMessage()
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_in_a_sink_comes_through(stream, kind):
+    def interrupt(event):
+        raise kind
+
+    seen = []
+    stream.subscribe(interrupt)
+    stream.subscribe(seen.append)
+    stream.emit("failed", 1)
+    stream.emit("failed", 2)
+    with pytest.raises(kind):
+        stream.deliver()
+    with pytest.raises(kind):
+        stream.deliver()
+    assert len(journal(stream._path)) == 2
+
+
+def test_a_sink_may_use_the_checkpointer(tmp_path):
+    def sink(event):
+        seen.append(event)
+        if event.kind == "committed":
+            ckpt.pin(event.step)
+            ckpt.wait()
+
+    seen = []
+    with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)], sinks=[sink]) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state(step)).wait()
+            ckpt.wait()
+    assert ckpt.steps() == [1, 2, 3]
+    assert len(seen) == 9
+
+
+def test_what_a_sink_saves_is_waited_for_at_the_end(tmp_path):
+    def sink(event):
+        if event.kind == "committed" and event.step < 4:
+            ckpt.save(event.step + 1, state(event.step + 1))
+
+    with flaxckpt.Checkpointer(tmp_path, sinks=[sink]) as ckpt:
+        ckpt.save(1, state(1))
+    assert ckpt.steps() == [1, 2, 3, 4]
+    assert not ckpt._saves.is_under_way()
+    with flaxckpt.CheckpointCallback(ckpt) as callback:
+        ckpt.restore(step=1)
+        callback.close()
+
+    def fail():
+        with ckpt:
+            ckpt.save(1, state(1), on_exists="overwrite")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert not ckpt._saves.is_under_way()
+
+
+def test_a_sink_that_saves_for_ever_is_told_no_more_at_the_end(tmp_path, caplog):
+    def sink(event):
+        if event.kind == "committed":
+            ckpt.save(event.step + 1, state(0))
+
+    with flaxckpt.Checkpointer(tmp_path, sinks=[sink]) as ckpt:
+        ckpt.save(1, state(0))
+    assert not ckpt._saves.is_under_way()
+    assert len(ckpt.steps()) < 100
+
+
+def test_nothing_is_lost_or_told_twice_among_threads(stream):
+    seen = []
+    stream.subscribe(lambda event: seen.append(event.step))
+
+    def work(first):
+        for step in range(first, first + 200):
+            stream.emit("failed", step)
+            stream.deliver()
+
+    threads = [threading.Thread(target=work, args=(n * 200,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == list(range(800))
+    assert sorted(e.step for e in journal(stream._path)) == list(range(800))
+
+
+# ---- the journal -------------------------------------------------------------------
+
+
+def test_the_journal_is_made_with_the_first_event_and_goes_on(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        assert not list(tmp_path.iterdir())
+        ckpt.save(1, state(1))
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.restore()
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    kinds = ["started", "snapshot", "committed", "restored"]
+    assert [json.loads(line)["kind"] for line in lines] == kinds
+    assert [event.kind for event in journal(tmp_path)] == kinds
+
+
+def test_a_reader_leaves_the_journal_alone(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state(1))
+    before = (tmp_path / "events.jsonl").read_bytes()
+    seen = []
+    with flaxckpt.Checkpointer(tmp_path, read_only=True, sinks=[seen.append]) as ckpt:
+        ckpt.restore()
+    assert told(seen) == [("restored", 1)]
+    assert (tmp_path / "events.jsonl").read_bytes() == before
+
+
+ONE_OF_TWO = """
+import sys
+from pathlib import Path
+import jax
+rank, port, directory = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
+from flaxckpt._run.events import stream as events_stream
+stream = events_stream.Stream(directory, directory / "events.jsonl")
+seen = []
+stream.subscribe(seen.append)
+stream.emit("failed", rank)
+stream.deliver()
+assert [event.step for event in seen] == [rank], seen
+"""
+
+
+@pytest.mark.multiprocess
+def test_of_several_processes_the_first_writes_the_journal(tmp_path):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", ONE_OF_TWO, str(rank), str(port), str(tmp_path)],
+            env=os.environ | {"XLA_FLAGS": ""},
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    assert told(journal(tmp_path)) == [("failed", 0)]
+
+
+def test_a_line_that_a_crash_cut_off_spoils_no_other(stream, tmp_path):
+    file = tmp_path / "events.jsonl"
+    stream.emit("committed", 1)
+    file.write_bytes(file.read_bytes() + file.read_bytes()[:-7])
+    stream.emit("committed", 2)
+    stream.emit("committed", 3)
+    assert told(journal(tmp_path)) == [("committed", step) for step in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        b"",
+        b"not JSON",
+        b"\xff\xfe",
+        b"[" * 50_000,
+        b"1" * 5_000,
+        b'{"kind": "committed"}',
+        b'{"time": 1.0, "kind": "eaten", "step": 1, "path": "", "details": {}}',
+        b'{"time": 1.0, "kind": "failed", "step": true, "path": "", "details": {}}',
+        b'{"time": Infinity, "kind": "failed", "step": 1, "path": "", "details": {}}',
+        b'{"time": 1.0, "kind": "failed", "step": 1, "path": "", "details": []}',
+        b" " * 2**16
+        + b'{"time": 1.0, "kind": "failed", "step": 1, "path": "", "details": {}}',
+    ],
+)
+def test_lines_of_others_are_left_out(stream, tmp_path, foreign):
+    stream.emit("committed", 1)
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(foreign + b"\n")
+    stream.emit("committed", 2)
+    assert told(journal(tmp_path)) == [("committed", 1), ("committed", 2)]
+
+
+def test_there_need_be_no_journal(tmp_path):
+    assert journal(tmp_path) == []
+
+
+@pytest.mark.parametrize("obstacle", ["directory", "fifo", "missing"])
+def test_a_journal_that_cannot_be_written_is_told_once(tmp_path, caplog, obstacle):
+    run = tmp_path / "run"
+    ckpt = flaxckpt.Checkpointer(run)
+    if obstacle == "directory":
+        (run / "events.jsonl").mkdir()
+    elif obstacle == "fifo":
+        os.mkfifo(run / "events.jsonl")
+    else:
+        run.rmdir()
+        ckpt.events.emit("failed", 0)
+    ckpt.save(1, state(1))
+    ckpt.save(2, state(2))
+    ckpt.close()
+    assert ckpt.steps() == [1, 2]
+    assert caplog.text.count("events are missing") == 1
+
+
+def test_what_is_no_json_is_told_as_text(stream, tmp_path):
+    class Odd:
+        def __str__(self):
+            raise ValueError("no text")
+
+    number = jnp.float32(0.5)
+    stream.emit("failed", 1, nan=float("nan"), path_=Path("a"), n=[number], m={1: (2,)})
+    stream.emit("failed", 2, odd=Odd())
+    stream.emit("failed", 3, long="x" * 10**6)
+    first, last = journal(tmp_path)
+    assert first.details == {"nan": "nan", "path_": "a", "n": ["0.5"], "m": {"1": [2]}}
+    assert (last.step, last.details) == (3, {})
+
+
+@given(
+    st.dictionaries(
+        st.text().filter(lambda name: name not in ("kind", "step", "path", "self")),
+        st.recursive(
+            st.none()
+            | st.booleans()
+            | st.integers()
+            | st.floats(allow_nan=False, allow_infinity=False)
+            | st.text(),
+            lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+            max_leaves=8,
+        ),
+        max_size=4,
+    )
+)
+def test_details_come_back_from_the_journal(tmp_path_factory, details):
+    directory = tmp_path_factory.mktemp("run")
+    stream = events_stream.Stream(directory, directory / "events.jsonl")
+    seen = []
+    stream.subscribe(seen.append)
+    stream.emit("preflight", **details)
+    stream.deliver()
+    assert seen == journal(directory)
+    assert seen[0].details == details
+
+
+def test_neither_orbax_nor_a_search_for_steps_minds_the_journal(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state(step))
+    with ocp.CheckpointManager(tmp_path) as manager:
+        assert manager.all_steps() == [1, 2]
+        manager.save(3, args=ocp.args.Composite(state=ocp.args.StandardSave(state(3))))
+        manager.wait_until_finished()
+        assert manager.restore(1)["state"]["step"] == 1
+    assert _locate.locate(tmp_path, None)[:2] == (tmp_path / "3", 3)
+    strategies.assert_same(state(2), flaxckpt.load(tmp_path, step=2))
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.steps() == [1, 2, 3]
+        ckpt.restore()
+    assert journal(tmp_path)[-1].step == 3

@@ -1,0 +1,1169 @@
+"""What stays in a run directory and what goes, over real checkpoints."""
+
+import contextlib
+import errno
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt._checkpoint import save as checkpoint_save
+from flaxckpt._run import retention as run_retention
+from flaxckpt._steps import delete as steps_delete
+from flaxckpt._storage import files as storage_files
+from flaxckpt._storage import rename as storage_rename
+from flaxckpt.datasets import StepIndexed
+from flaxckpt.policies import BestN, EveryNSecs, EveryNSteps, LatestN, OnSteps
+from tests.helpers import strategies
+
+FILES = flaxckpt.ArrayLayout(store="files")
+ACC = "eval/accuracy"
+BEST_2 = [LatestN(1), BestN(2, ACC, "max")]
+
+
+def names(directory):
+    """What is in a run directory, beside its journal of events."""
+    return sorted(path.name for path in directory.glob("[!e]*"))
+
+
+def state(step):
+    return {"w": np.full((4, 4), float(step)), "step": step}
+
+
+def save(root, *steps, **options):
+    """Saves each step after a restart of its own."""
+    for step in steps:
+        with flaxckpt.Checkpointer(root, **options) as ckpt:
+            ckpt.save(step, state(step))
+    return ckpt.steps()
+
+
+def put_metrics(root, **values):
+    """Adds `s3=0.5` to step 3, as a job that evaluates would."""
+    ckpt = flaxckpt.Checkpointer(root)
+    for name, value in values.items():
+        ckpt.add_metrics(int(name[1:]), {ACC: value})
+
+
+def put_created(root, step, seconds):
+    """Says that `step` was saved at another time; its digest is then another, too."""
+    path = root / str(step)
+    told = json.loads((path / "_CHECKPOINT_METADATA").read_text())
+    told["init_timestamp_nsecs"] = int(seconds * 1e9)
+    (path / "_CHECKPOINT_METADATA").write_text(json.dumps(told))
+
+
+# ---- as T5X ----------------------------------------------------------------------
+
+
+def test_t5x_keeps_the_latest_across_restarts_and_other_options(tmp_path):
+    assert save(tmp_path, 42, keep=[LatestN(2)]) == [42]
+    assert save(tmp_path, 43, keep=[LatestN(2)]) == [42, 43]
+    assert save(tmp_path, 44, keep=[LatestN(2)]) == [43, 44]
+    assert save(tmp_path, 45, keep=[LatestN(1)]) == [45]
+    assert save(tmp_path, 46, keep=[LatestN(3)]) == [45, 46]
+    assert save(tmp_path, 47) == [45, 46, 47]
+
+
+def test_t5x_leaves_a_directory_with_a_file_called_pinned_alone(tmp_path):
+    save(tmp_path, 42, keep=[LatestN(1)])
+    (tmp_path / "42" / "PINNED").write_text("1")  # as its users write it
+    assert save(tmp_path, 43, keep=[LatestN(1)]) == [42, 43]
+    assert save(tmp_path, 44, keep=[LatestN(1)]) == [42, 44]
+
+
+def test_t5x_keeps_the_best_and_the_latest_whatever_is_measured_later(tmp_path):
+    keep = [LatestN(1), BestN(2, ACC, "max")]
+    save(tmp_path, 42, 43, 44)
+    put_metrics(tmp_path, s42=0.9, s43=0.8, s44=0.7)
+    assert save(tmp_path, 45, keep=keep) == [42, 43, 45]
+    keep = [LatestN(1), BestN(2, ACC, "min")]
+    put_metrics(tmp_path, s45=0.95)
+    assert save(tmp_path, 46) == [42, 43, 45, 46]
+    put_metrics(tmp_path, s46=0.99)
+    assert save(tmp_path, 47, keep=keep) == [42, 43, 47]
+
+
+def test_a_metric_that_the_first_save_lacks_is_told_of_once_before_steps_go(
+    tmp_path, caplog
+):
+    keep = [LatestN(1), BestN(1, "los", "min")]
+    with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
+        ckpt.save(1, state(1), metrics={"loss": 0.5}).wait()
+        told = [record.getMessage() for record in caplog.records]
+        for step in (2, 3):
+            ckpt.save(step, state(step), metrics={"loss": 0.5}).wait()
+    assert len(told) == len(caplog.records) == 1
+    assert "has a finite metric 'los'" in told[0]
+    assert "there are loss" in told[0]
+    assert ckpt.steps() == [3]
+
+
+@pytest.mark.parametrize("option", ["keep", "keep_dataset"])
+def test_the_save_that_finds_a_metric_missing_deletes_nothing(tmp_path, caplog, option):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state(step), dataset=StepIndexed(lambda i: i)).wait()
+    options = {option: [LatestN(1), BestN(1, "los", "min")]}
+    with flaxckpt.Checkpointer(tmp_path, **options) as ckpt:
+        ckpt.save(3, state(3)).wait()
+        assert "no metrics at all" in caplog.text
+        assert ckpt.steps() == [1, 2, 3]
+        assert [ckpt.has_dataset(step) for step in (1, 2)] == [True, True]
+        ckpt.save(4, state(4)).wait()
+    if option == "keep":
+        assert ckpt.steps() == [4]
+    else:
+        assert [ckpt.has_dataset(step) for step in (1, 2)] == [False, True]
+
+
+def test_metrics_that_may_still_be_added_are_not_missed_before_steps_go(
+    tmp_path, caplog
+):
+    keep = [LatestN(1), BestN(1, "loss", "min")]
+    with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state(step)).wait()
+            ckpt.add_metrics(step, {"loss": float(step)})
+    assert ckpt.steps() == [1, 3]
+    assert not caplog.records
+
+
+def test_a_metric_that_one_step_has_is_enough(tmp_path, caplog):
+    keep = [LatestN(1), BestN(1, "loss", "min")]
+    with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
+        ckpt.save(1, state(1), metrics={"loss": 0.5})
+        for step in (2, 3):
+            ckpt.save(step, state(step))
+    assert ckpt.steps() == [1, 3]
+    assert not caplog.records
+
+
+def test_t5x_keeps_the_best_of_a_period_beside_the_latest(tmp_path):
+    keep = [LatestN(1), BestN(2, ACC, "max"), EveryNSteps(3)]
+    found = {}
+    for step in range(10):
+        found[step] = save(tmp_path, step, keep=keep)
+        put_metrics(tmp_path, **{f"s{step}": step / 10})
+    # T5X has 5, too: it looks for the best two among the others, and 6 is not one.
+    assert found[8] == [0, 3, 6, 7, 8]
+    assert found[9] == [0, 3, 6, 7, 8, 9]
+
+
+class Unmeasured:
+    """Keeps what nobody has measured yet."""
+
+    def preserved(self, checkpoints):
+        return {c.step for c in checkpoints if ACC not in c.metrics}
+
+
+def test_t5x_keeps_steps_without_metrics_if_told_to(tmp_path):
+    keep = [LatestN(1), BestN(1, ACC, "max")]
+    save(tmp_path, 41, 42, keep=[*keep, Unmeasured()])
+    for step, accuracy in ((43, 0.6), (44, 0.5), (45, 0.4)):
+        found = save(tmp_path, step, keep=[*keep, Unmeasured()])
+        put_metrics(tmp_path, **{f"s{step}": accuracy})
+        assert found == {43: [41, 42, 43], 44: [41, 42, 43, 44]}.get(
+            step, [41, 42, 43, 45]
+        )
+    assert save(tmp_path, 46, keep=keep) == [43, 46]
+
+
+def test_t5x_does_not_replace_a_pinned_one_of_few_metrics(tmp_path):
+    keep = [LatestN(1), BestN(1, ACC, "max"), Unmeasured()]
+    save(tmp_path, 41, 42, 43)
+    put_metrics(tmp_path, s43=0.6)
+    for step in (41, 43):
+        flaxckpt.Checkpointer(tmp_path).pin(step)
+    assert save(tmp_path, 44, keep=keep) == [41, 42, 43, 44]
+    put_metrics(tmp_path, s44=0.5)
+    assert save(tmp_path, 45, keep=keep) == [41, 42, 43, 45]
+
+
+def test_t5x_finds_the_best_of_many_after_a_restart(tmp_path):
+    source = tmp_path / "0"
+    save(tmp_path, 0)
+    for step in range(1, 31):
+        shutil.copytree(source, tmp_path / str(step))
+    shutil.rmtree(source)
+    put_metrics(tmp_path, **{f"s{s}": float(s in (12, 23)) for s in range(1, 31)})
+    assert save(tmp_path, 31, keep=BEST_2) == [12, 23, 31]
+
+
+def test_t5x_does_not_count_a_pinned_step_twice(tmp_path):
+    save(tmp_path, 42, 43, 44)
+    put_metrics(tmp_path, s42=0.9, s43=0.7, s44=0.8)
+    flaxckpt.Checkpointer(tmp_path).pin(43)
+    assert save(tmp_path, 45, keep=BEST_2) == [42, 43, 44, 45]
+    save(tmp_path, 46)
+    flaxckpt.Checkpointer(tmp_path).unpin(43)
+    assert save(tmp_path, 47, keep=BEST_2) == [42, 44, 47]
+
+
+def test_t5x_keeps_dataset_states_of_fewer_steps(tmp_path):
+    options = {"keep": [LatestN(2)], "keep_dataset": [LatestN(1)]}
+    for step, wanted in ((42, {42: True}), (43, {42: False, 43: True})):
+        with flaxckpt.Checkpointer(tmp_path, **options) as ckpt:
+            ckpt.save(step, state(step), dataset=StepIndexed(lambda i: i, start=step))
+        assert has_datasets(ckpt) == wanted
+    with flaxckpt.Checkpointer(tmp_path, **options) as ckpt:
+        ckpt.save(44, state(44), dataset=StepIndexed(lambda i: i, start=44))
+    assert has_datasets(ckpt) == {43: False, 44: True}
+    strategies.assert_same(state(43), ckpt.restore(step=43))
+
+
+def has_datasets(ckpt):
+    return {step: ckpt.metadata(step).has_dataset for step in ckpt.steps()}
+
+
+# ---- policies over what is on the disk -------------------------------------------
+
+
+def test_steps_far_enough_apart_in_time_are_kept(tmp_path):
+    keep = [EveryNSecs(60)]
+    save(tmp_path, *range(6))
+    for step, seconds in enumerate((1000, 1030, 1061, 1100, 1121, 1122)):
+        put_created(tmp_path, step, seconds)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=keep)
+    assert [s for s, why in ckpt.explain().items() if str(keep[0]) in why] == [0, 2, 4]
+    put_created(tmp_path, 3, 2000)  # told anew: nothing is remembered of the old file
+    assert [s for s, why in ckpt.explain().items() if str(keep[0]) in why] == [
+        *(0, 2, 3),
+        4,  # the clock went back
+    ]
+
+
+def test_a_step_without_a_record_is_as_old_as_its_oldest_file(tmp_path):
+    save(tmp_path, 1, 2, 3)
+    for step, seconds in ((1, 1000), (2, 1010), (3, 1070)):
+        (tmp_path / str(step) / "_CHECKPOINT_METADATA").unlink()
+        for path in (tmp_path / str(step)).iterdir():
+            os.utime(path, (seconds, seconds))
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[EveryNSecs(60)])
+    assert ckpt.prune(dry_run=True) == (2,)
+
+
+def test_steps_of_orbax_are_as_old_as_orbax_says(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    before = time.time()
+    with ocp.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, args=ocp.args.StandardSave(state(step)))
+    seen = []
+
+    class Look:
+        def preserved(self, checkpoints):
+            seen.extend(c.created for c in checkpoints)
+            return set()
+
+    assert list(flaxckpt.Checkpointer(tmp_path, keep=[Look()]).explain()) == [1, 2]
+    assert before - 1 < seen[0] <= seen[1] < time.time() + 1
+    for path in (tmp_path / "1").iterdir():
+        os.utime(path, (0, 0))  # what the files say does not matter
+    assert flaxckpt.Checkpointer(tmp_path, keep=[Look()]).explain()
+    assert seen[2:] == seen[:2]
+
+
+def test_chosen_steps_stay(tmp_path):
+    assert save(tmp_path, *range(6), keep=[OnSteps({1, 3, 99})]) == [1, 3, 5]
+
+
+def test_metrics_of_another_process_count_without_reload(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path, keep=[BestN(1, ACC, "max")]) as trainer:
+        trainer.save(1, state(1), metrics={"loss": 1.0}).wait()
+        assert trainer.best_step(ACC, "max") is None
+        put_metrics(tmp_path, s1=0.5)
+        trainer.save(2, state(2)).wait()
+        trainer.save(3, state(3)).wait()
+        assert trainer.steps() == [1, 3]
+        assert trainer.metrics(1) == {"loss": 1.0, ACC: 0.5}
+
+
+# ---- temporary steps -------------------------------------------------------------
+
+
+def test_of_temporary_steps_two_stay_until_there_is_a_permanent_one(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state(1)).wait()
+        ckpt.save(2, state(2), temporary=True).wait()
+        assert ckpt.explain() == {1: ["no policy"], 2: ["newest", "temporary"]}
+        assert ckpt.save(3, state(3), temporary=True).wait().deleted_steps == ()
+        assert ckpt.explain()[2] == ["temporary"]
+        assert ckpt.save(4, state(4), temporary=True).wait().deleted_steps == (2,)
+        assert ckpt.save(5, state(5)).wait().deleted_steps == (3, 4)
+        assert ckpt.steps() == [1, 5]
+
+
+def test_a_damaged_temporary_step_costs_no_more_than_itself(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path, layout=FILES) as ckpt:
+        ckpt.save(1, state(1))
+        for step in (2, 3, 4):
+            ckpt.save(step, state(step), temporary=True)
+        ckpt.wait()
+        change(tmp_path / "4/state/w/c.0.0")
+        strategies.assert_same(state(3), ckpt.restore())
+
+
+def test_a_temporary_step_is_restored_like_others_after_a_restart(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state(1))
+        ckpt.save(2, state(2), temporary=True)
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        strategies.assert_same(state(2), ckpt.restore())
+        ckpt.save(3, state(3))
+    assert ckpt.steps() == [1, 3]
+
+
+def test_temporary_steps_take_no_place_of_others(tmp_path):
+    keep = [LatestN(2), EveryNSteps(10), EveryNSecs(1e-9)]
+    with flaxckpt.Checkpointer(tmp_path, keep=keep[:2]) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state(step))
+        ckpt.save(10, state(10), temporary=True).wait()
+        assert ckpt.steps() == [2, 3, 10]
+        ckpt.save(11, state(11), temporary=True).wait()
+        assert ckpt.steps() == [2, 3, 10, 11]
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=keep[2:])
+    assert ckpt.explain()[11] == ["newest", "temporary"]
+
+
+def test_a_temporary_step_stays_if_it_is_the_best_or_pinned_or_chosen(tmp_path):
+    keep = [BestN(1, ACC, "max"), OnSteps([3])]
+    with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
+        ckpt.save(1, state(1), metrics={ACC: 0.9}, temporary=True).wait()
+        ckpt.save(2, state(2), temporary=True).wait()
+        ckpt.pin(2)
+        for step in (3, 4, 5, 6):
+            ckpt.save(step, state(step), temporary=True).wait()
+    assert ckpt.explain() == {
+        1: ["BestN(1, 'eval/accuracy', 'max')"],
+        2: ["pinned"],
+        3: ["OnSteps([3])"],
+        5: ["temporary"],
+        6: ["newest", "temporary"],
+    }
+
+
+@pytest.mark.parametrize("on_exists", ["overwrite", "skip"])
+def test_saving_a_temporary_step_again_for_good_keeps_it(tmp_path, on_exists):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state(1), temporary=True)
+        ckpt.save(1, state(1), on_exists=on_exists)
+        ckpt.save(2, state(2)).wait()
+        assert ckpt.steps() == [1, 2]
+        ckpt.save(2, state(2), temporary=True, on_exists="skip")
+        ckpt.save(3, state(3)).wait()
+        assert ckpt.steps() == [1, 2, 3], "what is skipped is not changed"
+        ckpt.save(3, state(3), temporary=True, on_exists="overwrite")
+        ckpt.save(4, state(4))
+    assert ckpt.steps() == [1, 2, 4]
+
+
+def test_what_replaces_a_pinned_step_is_pinned(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
+        ckpt.save(1, state(1)).wait()
+        ckpt.pin(1)
+        ckpt.save(1, state(7), on_exists="overwrite")
+        ckpt.save(2, state(2)).wait()
+        assert ckpt.explain()[1] == ["pinned"]
+        strategies.assert_same(state(7), ckpt.restore(step=1))
+        ckpt.unpin(1)
+        assert ckpt.prune() == (1,)
+
+
+def test_a_step_that_is_pinned_while_steps_are_judged_stays(tmp_path):
+    class Pinning:
+        def preserved(self, checkpoints):
+            ckpt.pin(1)
+            return set()
+
+    save(tmp_path, 1, 2)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[Pinning()])
+    assert ckpt.prune() == ()
+    assert ckpt.explain()[1] == ["pinned"]
+
+
+def test_what_is_only_called_like_a_step_is_none(tmp_path):
+    save(tmp_path, 1, 2)
+    (tmp_path / "99").mkdir()
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(2)])
+    assert ckpt.steps() == [1, 2]
+    (tmp_path / "99" / "notes.txt").write_text("of the user")
+    assert ckpt.steps() == list(ckpt.explain()) == [1, 2]
+    assert ckpt.latest_step() == 2
+    strategies.assert_same(state(2), ckpt.restore())
+    with pytest.raises(errors.CheckpointNotFoundError, match="has no step 99"):
+        ckpt.restore(step=99)
+    ckpt.save(3, state(3)).wait()
+    assert ckpt.steps() == [2, 3]
+    assert (tmp_path / "99" / "notes.txt").is_file()
+    shutil.copytree(tmp_path / "3", tmp_path / "99", dirs_exist_ok=True)
+    assert ckpt.steps() == [2, 3, 99], "now it is one"
+
+
+def test_a_step_that_is_damaged_is_still_told_of(tmp_path, caplog):
+    save(tmp_path, 1, 2)
+    (tmp_path / "2" / "flaxckpt.json").unlink()
+    shutil.rmtree(tmp_path / "2" / "state")
+    ckpt = flaxckpt.Checkpointer(tmp_path)
+    assert ckpt.steps() == [1, 2]
+    strategies.assert_same(state(1), ckpt.restore())
+    assert "step 2 is damaged and left out" in caplog.text
+
+
+# ---- dataset states --------------------------------------------------------------
+
+
+def batches(start=0):
+    return StepIndexed(lambda i: i, start=start)
+
+
+def save_datasets(root, *steps, **options):
+    with flaxckpt.Checkpointer(root, **options) as ckpt:
+        for step in steps:
+            ckpt.save(step, state(step), dataset=batches(step))
+    return ckpt
+
+
+def test_a_state_that_was_let_go_is_no_damage_and_says_so(tmp_path):
+    ckpt = save_datasets(tmp_path, 1, 2, keep_dataset=[LatestN(1)])
+    assert ckpt.explain() == {
+        1: ["no policy", "dataset let go"],
+        2: ["newest", "no policy"],
+    }
+    strategies.assert_same(state(1), ckpt.restore(step=1))
+    with pytest.raises(errors.DatasetStateError, match="let go by keep_dataset"):
+        ckpt.restore(step=1, dataset=batches())
+    iterator = batches()
+    ckpt.restore(dataset=iterator)
+    assert next(iterator) == 2
+    flaxckpt.convert(tmp_path / "1", tmp_path / "copy")
+    assert not flaxckpt.metadata(tmp_path / "copy").has_dataset
+
+
+def test_data_that_may_restart_does_so_where_its_state_was_let_go(tmp_path, caplog):
+    save_datasets(tmp_path, 1, 2, keep_dataset=[LatestN(1)])
+    change(tmp_path / "2/flaxckpt.json")
+    iterator = batches()
+    ckpt = flaxckpt.Checkpointer(tmp_path)
+    ckpt.restore(dataset=flaxckpt.datasets.Restarting(iterator))
+    assert ckpt.restored_step == 1
+    assert next(iterator) == 0
+    assert "the data starts from the beginning" in caplog.text
+
+
+def test_data_may_begin_in_a_run_that_was_saved_without_any(tmp_path, caplog):
+    save(tmp_path, 1)
+    iterator = batches()
+    ckpt = flaxckpt.Checkpointer(tmp_path)
+    with pytest.raises(errors.DatasetStateError, match="Restarting"):
+        ckpt.restore(dataset=iterator)
+    ckpt.restore(dataset=flaxckpt.datasets.Restarting(iterator))
+    assert next(iterator) == 0
+    assert "was saved without it" in caplog.text
+
+
+def test_states_stay_with_the_newest_and_the_pinned(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path, keep_dataset=[EveryNSteps(3)]) as ckpt:
+        for step in range(1, 6):
+            ckpt.save(step, state(step), dataset=batches(step)).wait()
+            if step == 2:
+                ckpt.pin(2)
+    found = {1: False, 2: True, 3: True, 4: False, 5: True}
+    assert has_datasets(ckpt) == found
+    assert ckpt.explain()[4] == ["no policy", "dataset let go"]
+
+
+def test_the_state_just_saved_stays_even_if_there_are_newer_steps(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path, keep_dataset=[LatestN(1)]) as ckpt:
+        for step in (10, 90, 40):
+            ckpt.save(step, state(step), dataset=batches(step)).wait()
+        iterator = batches()
+        ckpt.restore(step=40, dataset=iterator)
+        assert next(iterator) == 40
+        assert has_datasets(ckpt) == {10: False, 40: True, 90: True}
+
+
+def test_without_keep_dataset_states_live_as_long_as_their_steps(tmp_path):
+    ckpt = save_datasets(tmp_path, 1, 2, 3, keep=[LatestN(2)])
+    assert has_datasets(ckpt) == {2: True, 3: True}
+
+
+@pytest.mark.parametrize("call", ["replace", "sync_directory", "remove_tree"])
+def test_a_state_is_let_go_entirely_or_not_at_all(tmp_path, monkeypatch, caplog, call):
+    ckpt = save_datasets(tmp_path, 1, 2)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep_dataset=[LatestN(1)])
+
+    def fail(path, *_):
+        if path.exists() or call == "replace":
+            raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage_files, call, fail)
+        assert ckpt.prune() == ()
+    said = "is left" if call == "remove_tree" else "the dataset state of step 1 could"
+    assert said in caplog.text
+    if ckpt.metadata(1).has_dataset:
+        iterator = batches()
+        ckpt.restore(step=1, dataset=iterator)
+        assert next(iterator) == 1
+    else:
+        with pytest.raises(errors.DatasetStateError, match="let go"):
+            ckpt.restore(step=1, dataset=batches())
+    ckpt.prune()
+    assert has_datasets(ckpt) == {1: False, 2: True}
+    assert names(tmp_path) == ["1", "2"]
+
+
+def test_a_deletion_of_a_state_that_was_cut_off_is_finished(tmp_path):
+    save_datasets(tmp_path, 1, 2)
+    (tmp_path / "1" / "DATASET_LET_GO").touch()  # and then the machine went down
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep_dataset=[LatestN(2)])
+    assert has_datasets(ckpt) == {1: False, 2: True}
+    ckpt.prune()
+    assert not (tmp_path / "1" / "dataset").exists()
+    assert has_datasets(ckpt) == {1: False, 2: True}
+
+
+# ---- metrics from elsewhere ------------------------------------------------------
+
+
+def test_metrics_from_elsewhere_rank_steps(tmp_path):
+    measured = {1: {ACC: 0.9}, 2: {ACC: 0.1}, 77: {ACC: 1.0}}
+    options = {"keep": [BestN(1, ACC, "max")], "metrics_from": lambda: measured}
+    assert save(tmp_path, 1, 2, 3, **options) == [1, 3]
+    ckpt = flaxckpt.Checkpointer(tmp_path, **options)
+    assert ckpt.best_step(ACC, "max") == 1
+    assert ckpt.metrics(1) == {}
+    ckpt.add_metrics(1, {ACC: 0.2})
+    measured[3] = {ACC: 0.5}
+    assert ckpt.best_step(ACC, "max") == 3, "what is stored with a step counts first"
+
+
+def test_steps_of_metrics_from_elsewhere_may_be_text_as_json_has_them(tmp_path):
+    measured = json.loads('{"1": {"eval": {"accuracy": 0.9}}, "2": {}}')
+    options = {"keep": [BestN(1, ACC, "max")], "metrics_from": lambda: measured}
+    assert save(tmp_path, 1, 2, 3, **options) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    "measured", [{"last": {ACC: 1}}, {1.5: {}}, {1: 0.5}, [0.5], {1: {ACC: "0.5"}}]
+)
+def test_nothing_is_deleted_if_metrics_from_elsewhere_make_no_sense(tmp_path, measured):
+    options = {"keep": [BestN(1, ACC, "max")], "metrics_from": lambda: measured}
+    assert save(tmp_path, 1, 2, **options) == [1, 2]
+    with pytest.raises(errors.OptionError, match="metric"):
+        flaxckpt.Checkpointer(tmp_path, **options).explain()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("keep", LatestN(3)),
+        ("keep", [LatestN]),
+        ("keep", [5]),
+        ("keep", "LatestN(3)"),
+        ("keep", None),
+        ("keep_dataset", LatestN(3)),
+        ("keep_dataset", [3]),
+        ("metrics_from", {1: {ACC: 0.5}}),
+    ],
+)
+def test_what_is_no_policy_is_refused_at_once(tmp_path, option, value):
+    with pytest.raises(
+        errors.OptionError, match=f"{option} (must be|wants) .* write {option}="
+    ):
+        flaxckpt.Checkpointer(tmp_path / "run", **{option: value})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "metrics", [{"a": 10**400}, {"a": "0.5"}, {"a": b"0.5"}, [0.5], 0.5, {"a": [1, 2]}]
+)
+def test_metrics_that_are_no_numbers_by_name_are_refused(tmp_path, metrics):
+    ckpt = flaxckpt.Checkpointer(tmp_path)
+    with pytest.raises(errors.OptionError, match="must be"):
+        ckpt.save(1, state(1), metrics=metrics)
+    assert ckpt.steps() == []
+
+
+def test_nothing_is_deleted_while_metrics_cannot_be_had(tmp_path, caplog):
+    def fails():
+        raise RuntimeError("no such log")
+
+    options = {"keep": [LatestN(1)], "metrics_from": fails}
+    assert save(tmp_path, 1, 2, **options) == [1, 2]
+    assert "nothing is deleted after step 2: no such log" in caplog.text
+    ckpt = flaxckpt.Checkpointer(tmp_path, **options)
+    for ask in (ckpt.explain, ckpt.prune, lambda: ckpt.best_step(ACC, "max")):
+        with pytest.raises(RuntimeError, match="no such log"):
+            ask()
+    assert ckpt.steps() == [1, 2]
+    assert save(tmp_path, 3, keep=[LatestN(1)]) == [3]
+
+
+def test_metrics_from_elsewhere_may_be_nested_and_nan(tmp_path):
+    measured = {1: {"eval": {"accuracy": math.nan}}, 2: {"eval": {"accuracy": 0.1}}}
+    options = {"keep": [BestN(1, ACC, "max")], "metrics_from": lambda: measured}
+    assert save(tmp_path, 1, 2, 3, **options) == [2, 3]
+
+
+# ---- nothing is deleted before the new step is whole ------------------------------
+
+
+class Damaging:
+    """A policy that keeps nothing and breaks the newest step when it is asked."""
+
+    def __init__(self, root, damage):
+        self.root, self.damage = root, damage
+
+    def preserved(self, checkpoints):
+        if len(checkpoints) > 1:
+            self.damage(self.root / str(checkpoints[-1].step))
+        return set()
+
+
+def shorten(path):
+    put(path, path.read_bytes()[:-1])
+
+
+def change(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    put(path, content)
+
+
+def put(path, content):
+    path.unlink()  # it may be linked to that of another step
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "manifest": ("files", lambda step: change(step / "flaxckpt.json")),
+    "no manifest": ("files", lambda step: (step / "flaxckpt.json").unlink()),
+    "metadata": ("files", lambda step: change(step / "_CHECKPOINT_METADATA")),
+    "sharding": ("files", lambda step: change(step / "state/_sharding")),
+    "dataset": ("files", lambda step: shutil.rmtree(step / "dataset")),
+    "strings": ("files", lambda step: change(step / "state/_strings.json")),
+    "chunk": ("files", lambda step: shorten(step / "state/w/c.0.0")),
+    "no chunk": ("files", lambda step: (step / "state/w/c.0.0").unlink()),
+    "no array": ("files", lambda step: shutil.rmtree(step / "state/w")),
+    "no zarr.json": ("files", lambda step: (step / "state/w/zarr.json").unlink()),
+    "no database": ("ocdbt", lambda step: shutil.rmtree(step / "state/d")),
+    "no root": ("ocdbt", lambda step: (step / "state/manifest.ocdbt").unlink()),
+    "short": ("ocdbt", lambda step: [shorten(p) for p in (step / "state/d").iterdir()]),
+}
+SIZED = {"w": np.arange(4096.0).reshape(64, 64), "name": "x", "key": jax.random.key(1)}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_nothing_is_deleted_if_the_new_step_is_not_whole(tmp_path, damage):
+    store, break_step = DAMAGES[damage]
+    options = {"layout": flaxckpt.ArrayLayout(store=store)}
+    keep = [Damaging(tmp_path, break_step)]
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=keep, **options)
+    ckpt.save(1, SIZED, dataset=batches()).wait()
+    handle = ckpt.save(2, SIZED, dataset=batches())
+    with pytest.raises(errors.SaveFailedError, match="no other is deleted") as info:
+        handle.wait()
+    assert len(str(info.value).splitlines()) < 15
+    assert ckpt.steps() == [1, 2]
+    strategies.assert_same(SIZED, ckpt.restore(step=1))
+    ckpt.delete(2)
+    with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)], **options) as ckpt:
+        ckpt.save(2, SIZED, dataset=batches())
+    assert ckpt.steps() == [2]
+
+
+def test_prune_deletes_nothing_if_the_newest_step_is_not_whole(tmp_path):
+    save(tmp_path, 1, 2, layout=FILES)
+    shorten(tmp_path / "2/state/w/c.0.0")
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+    with pytest.raises(errors.SaveFailedError, match=r"step 2 .*c\.0\.0 has 131 bytes"):
+        ckpt.prune()
+    assert ckpt.steps() == [1, 2]
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+FLIPPED = {
+    "files": "state/w/c.0.0",
+    "ocdbt": "state/d/*",
+    "a string": "state/_strings.json",
+    "the dataset": "dataset/*",
+}
+
+
+@pytest.mark.parametrize("what", FLIPPED)
+def test_prune_reads_the_newest_step_before_it_deletes(tmp_path, what):
+    layout = flaxckpt.ArrayLayout(store=what if what == "ocdbt" else "files")
+    ckpt = flaxckpt.Checkpointer(tmp_path, layout=layout)
+    for step in (1, 2, 3):
+        state = {**SIZED, "w": SIZED["w"] + step}
+        ckpt.save(step, state, dataset=batches(), metrics={"loss": 1 / step})
+    ckpt.wait()
+    damaged = next((tmp_path / "3").glob(FLIPPED[what]))
+    before = damaged.read_bytes()
+    flip(damaged)
+    pruning = flaxckpt.Checkpointer(tmp_path, layout=layout, keep=[LatestN(1)])
+    with pytest.raises(errors.SaveFailedError, match="step 3 is not whole") as info:
+        pruning.prune()
+    assert len(str(info.value).splitlines()) < 15
+    assert str(tmp_path / "3") in str(info.value)
+    assert pruning.steps() == [1, 2, 3]
+    for step in (1, 2):
+        assert pruning.verify(step).ok
+    damaged.write_bytes(before)
+    flip(tmp_path / "3/metrics/metrics")  # lost, and the state is not
+    assert pruning.prune() == (1, 2)
+    assert pruning.verify(3).problems.keys() == {"metrics/metrics"}
+
+
+def test_prune_deletes_nothing_if_the_newest_step_cannot_be_read(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2, layout=FILES)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+    readv, bad = os.readv, "/2/state/w/c.0.0"
+
+    def failing(descriptor, buffers):
+        if str(Path(f"/proc/self/fd/{descriptor}").readlink()).endswith(bad):
+            raise OSError(errno.EIO, "Input/output error")
+        return readv(descriptor, buffers)
+
+    monkeypatch.setattr(os, "readv", failing)
+    with pytest.raises(errors.SaveFailedError, match="Input/output error"):
+        ckpt.prune()
+    monkeypatch.undo()
+    assert ckpt.prune() == (1,)
+
+
+LAYOUTS = [
+    flaxckpt.ArrayLayout(store=store, codec=codec, chunk_bytes=8192, **more)
+    for store in ("files", "ocdbt")
+    for codec in ("none", "compact", "zstd")
+    for more in ({}, {"checksum": False}, {"checksum": False, "zarr_version": 2})
+]
+KINDS = {
+    "one": jnp.ones(5),
+    "nothing": {"a": None, "b": {}},
+    "many": {f"l{i}": np.full(i, i) for i in range(100)},
+    "kinds": {
+        "jax": jnp.ones((300, 7)),
+        "keys": jax.random.split(jax.random.key(4, impl="rbg"), (2, 3)),
+        "zero size": jnp.zeros((0, 3)),
+        "0-d": jnp.zeros(()),
+        "text": "x",
+        "python": [1, 0.5, True, 1 - 2j, None],
+        "bits": np.ones((100, 9), bool),
+        "big": np.zeros((100, 100)),
+        "bfloat16": jnp.ones((3000,), "bfloat16"),
+        "float8": np.ones((5000,), jnp.float8_e4m3),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layout_is_found_whole(tmp_path, kind):
+    for step, layout in enumerate(LAYOUTS):
+        options = {"keep": [LatestN(1)], "layout": layout}
+        with flaxckpt.Checkpointer(tmp_path, **options) as ckpt:
+            ckpt.save(step, KINDS[kind])
+        assert ckpt.steps() == [step]
+
+
+def test_sub_byte_types_are_found_whole(tmp_path):
+    tree = {"a": jnp.ones((5001,), "int4"), "b": jnp.ones((3, 5), "int2")}
+    for step, store in enumerate(("files", "ocdbt")):
+        layout = flaxckpt.ArrayLayout(store=store, codec="compact")
+        with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)], layout=layout) as ckpt:
+            ckpt.save(step, tree)
+        assert ckpt.steps() == [step]
+
+
+# ---- what cannot be written or deleted -------------------------------------------
+
+
+@pytest.mark.parametrize("cut", ["withdraw", "remove_tree"])
+def test_what_a_cut_off_deletion_leaves_is_deleted_later(tmp_path, monkeypatch, cut):
+    save(tmp_path, 1, 2)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+
+    def fail(path, *_):
+        if path.exists():
+            raise OSError(16, "Device or resource busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage_rename if cut == "withdraw" else storage_files, cut, fail)
+        assert ckpt.prune() == (() if cut == "withdraw" else (1,))
+    assert len(names(tmp_path)) == 2
+    assert ckpt.steps() == ([1, 2] if cut == "withdraw" else [2])
+    ckpt.save(3, state(3)).wait()
+    assert names(tmp_path) == ["3"]
+    ckpt.close()
+
+
+def test_what_cannot_be_written_down_says_what_to_do(tmp_path):
+    save(tmp_path, 1, 2)
+    ckpt = flaxckpt.Checkpointer(tmp_path)
+    # Directories where files are to be, which not even root can write over.
+    for name in ("1/PINNED/x", "2/PINNED", "2/metrics"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "1/metrics").touch()
+    (tmp_path / "1/DELETING").symlink_to(tmp_path / "nowhere" / "file")
+    for act in (
+        lambda: ckpt.pin(1),
+        lambda: ckpt.unpin(2),
+        lambda: ckpt.add_metrics(1, {"loss": 1}),
+        lambda: ckpt.delete(1),
+    ):
+        with pytest.raises(errors.SaveFailedError, match="try again"):
+            act()
+    strategies.assert_same(state(1), ckpt.restore(step=1))
+    ckpt.add_metrics(2, {"loss": 1})
+    assert ckpt.metrics(2) == {"loss": 1.0}, "an empty directory is no hindrance"
+
+
+ADDING = """
+    import sys
+    import flaxckpt
+
+    root, name, count = sys.argv[1:]
+    ckpt = flaxckpt.Checkpointer(root)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for i in range(int(count)):
+        ckpt.add_metrics(1, {f"{name}{i}": i})
+"""
+
+
+@pytest.mark.parametrize("metrics", [None, {"loss": 0.5}])
+def test_processes_that_add_metrics_at_the_same_time_lose_none(tmp_path, metrics):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state(1), metrics=metrics)
+    adding = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(ADDING), tmp_path, name, "60"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in "ab"
+    ]
+    for process in adding:
+        assert process.stdout.readline() == "ready\n"
+    for process in adding:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in adding:
+        process.communicate(timeout=300)
+        assert process.returncode == 0
+    wanted = {f"{name}{i}": float(i) for name in "ab" for i in range(60)}
+    assert ckpt.metrics(1) == {**wanted, **(metrics or {})}
+    left = sorted(path.name for path in (tmp_path / "1/metrics").iterdir())
+    assert left == ["digests", "metrics"]
+    assert names(tmp_path) == ["1"]
+
+
+def test_metrics_that_are_no_numbers_stay_when_others_are_added(tmp_path):
+    save(tmp_path, 1)
+    put_metrics(tmp_path, s1=0.5)
+    file = tmp_path / "1/metrics/metrics"
+    file.with_name("digests").unlink()  # as FORMAT.md asks of other writers
+    file.write_text('{"note": "by hand", "huge": 1' + "0" * 400 + "}")
+    put_metrics(tmp_path, s1=0.5)
+    assert json.loads(file.read_text()) == {
+        "note": "by hand",
+        "huge": 10**400,
+        ACC: 0.5,
+    }
+    assert flaxckpt.Checkpointer(tmp_path).metrics(1) == {ACC: 0.5}
+
+
+@pytest.mark.parametrize("lost", [["metrics"], ["metrics", "digests"], None])
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_step_whose_metrics_are_missing_is_not_deleted(tmp_path, lost, is_new):
+    keep = [LatestN(1), BestN(1, ACC, "max")]
+    if is_new:
+        with flaxckpt.Checkpointer(tmp_path) as ckpt:
+            for step, value in ((1, 0.9), (2, 0.5), (3, 0.1)):
+                ckpt.save(step, state(step), metrics={ACC: value})
+    else:
+        save(tmp_path, 1, 2, 3)
+        put_metrics(tmp_path, s1=0.9, s2=0.5, s3=0.1)
+    directory = tmp_path / "1/metrics"
+    for file in directory.iterdir():
+        if lost is None or file.name in lost:
+            file.unlink()
+    if lost is None:
+        directory.rmdir()
+    assert save(tmp_path, 4, keep=keep) == [1, 2, 4]
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=keep)
+    assert ckpt.explain()[1] == ["metrics damaged"]
+    ckpt.add_metrics(1, {ACC: 0.95})
+    assert ckpt.prune() == (2,)
+
+
+@pytest.mark.parametrize("content", ["", '{"eval/accur', "[0.9]"])
+def test_a_step_whose_metrics_are_damaged_is_not_deleted(tmp_path, caplog, content):
+    keep = [LatestN(1), BestN(1, ACC, "max")]
+    save(tmp_path, 1, 2, 3)
+    put_metrics(tmp_path, s1=0.9, s2=0.5, s3=0.1)
+    file = tmp_path / "1/metrics/metrics"
+    file.write_text(content)
+    assert save(tmp_path, 4, keep=keep) == [1, 2, 4]
+    assert "the metrics of" in caplog.text
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=keep)
+    assert ckpt.explain()[1] == ["metrics damaged"]
+    with pytest.raises(errors.SaveFailedError, match="delete it, and add all metrics"):
+        ckpt.add_metrics(1, {ACC: 0.9})
+    assert file.read_text() == content
+    file.unlink()
+    ckpt.add_metrics(1, {ACC: 0.9})
+    assert save(tmp_path, 5, keep=keep) == [1, 5]
+    file.write_text(content)
+    assert save(tmp_path, 6, keep=[LatestN(1)]) == [6], "nobody asks for its metrics"
+
+
+def test_a_dataset_state_that_may_be_of_the_best_step_stays(tmp_path):
+    save_datasets(tmp_path, 1, 2, 3)
+    put_metrics(tmp_path, s1=0.9)
+    (tmp_path / "1/metrics/metrics").write_text("")
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep_dataset=[BestN(1, ACC, "max")])
+    ckpt.prune()
+    assert has_datasets(ckpt) == {1: True, 2: False, 3: True}
+
+
+def test_metrics_appear_with_their_directory(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    ckpt = flaxckpt.Checkpointer(tmp_path)
+    seen = []
+    real = storage_files.write
+
+    def write(path, content):
+        seen.append((tmp_path / "1/metrics").exists())
+        real(path, content)
+
+    monkeypatch.setattr(storage_files, "write", write)
+    ckpt.add_metrics(1, {"loss": 1})
+    # Only the mark comes after it, as it says that there are metrics.
+    assert seen == [False, False, True]
+    assert ckpt.metrics(1) == {"loss": 1.0}
+    assert names(tmp_path) == ["1"]
+
+
+# ---- what happens while steps are deleted ----------------------------------------
+
+
+def during(monkeypatch, act, *, before):
+    """Has `act(path)` happen whenever a directory is withdrawn, or begins to be."""
+    name = "delete" if before == "deletion" else "withdraw"
+    module = steps_delete if before == "deletion" else storage_rename
+    real = getattr(module, name)
+
+    def act_first(path, *rest):
+        act(path)
+        real(path, *rest)
+
+    monkeypatch.setattr(module, name, act_first)
+
+
+@pytest.mark.parametrize("before", ["deletion", "withdrawal"])
+def test_a_pin_that_was_set_holds_however_late(tmp_path, monkeypatch, caplog, before):
+    caplog.set_level("INFO")
+    save(tmp_path, 1, 2, 3)
+    other = flaxckpt.Checkpointer(tmp_path)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+    with monkeypatch.context() as patch:
+        during(patch, lambda path: other.pin(int(path.name)), before=before)
+        assert ckpt.prune() == ()
+    assert "step 1 stays for now" in caplog.text
+    assert ckpt.explain() == {1: ["pinned"], 2: ["pinned"], 3: ["newest", "LatestN(1)"]}
+    assert names(tmp_path) == ["1", "2", "3"]
+    strategies.assert_same(state(1), ckpt.restore(step=1))
+    ckpt.delete(1)
+    assert ckpt.steps() == [2, 3]
+
+
+def test_metrics_that_come_while_others_are_deleted_count(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2, 3, 4)
+    put_metrics(tmp_path, s1=0.1, s2=0.2, s3=0.3, s4=0.4)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[BestN(1, ACC, "max")])
+    with monkeypatch.context() as patch:
+        during(patch, lambda path: put_metrics(tmp_path, s3=0.9), before="deletion")
+        assert ckpt.prune() == (1, 2)
+    assert ckpt.explain()[3] == [str(ckpt.keep[0])]
+
+
+def test_a_worse_measurement_of_the_best_promotes_what_was_to_go(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2, 3, 4)
+    put_metrics(tmp_path, s1=0.1, s2=0.2, s3=0.9, s4=0.1)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[BestN(1, ACC, "max")])
+    with monkeypatch.context() as patch:
+        during(patch, lambda path: put_metrics(tmp_path, s3=0.0), before="deletion")
+        assert ckpt.prune() == (1, 3)
+    assert ckpt.steps() == [2, 4]
+
+
+def test_without_space_for_one_more_file_steps_are_deleted(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2, 3)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+    real = os.open
+
+    def full(path, flags, *args, **kwargs):
+        if flags & os.O_CREAT:
+            raise OSError(28, "No space left on device", str(path))
+        return real(path, flags, *args, **kwargs)
+
+    def touch(path, *args, **kwargs):
+        full(path, os.O_CREAT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        patch.setattr(Path, "touch", touch)
+        ckpt.delete(1)
+        assert ckpt._run.retention.apply() == (2,)
+    assert names(tmp_path) == ["3"]
+
+
+def test_a_save_that_is_waited_for_leaves_deletions_to_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_retention, "_DELETING_SECS", 0)
+    save(tmp_path, *range(9))
+    waited = threading.Event()
+
+    class Waited(LatestN):
+        """Judges when somebody waits for the save."""
+
+        def preserved(self, checkpoints):
+            assert waited.wait(60)
+            return super().preserved(checkpoints)
+
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[Waited(1)])
+    handle = ckpt.save(9, state(9))
+    monkeypatch.setattr(
+        checkpoint_save._util.progress,
+        "shown",
+        lambda counter: contextlib.nullcontext(waited.set()),
+    )
+    assert handle.wait().deleted_steps == (0, 1)
+    assert ckpt.steps() == [*range(2, 10)]
+    monkeypatch.undo()
+    assert ckpt.save(10, state(10)).wait().deleted_steps == tuple(range(2, 10))
+
+
+def test_a_save_that_nobody_waits_for_deletes_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_retention, "_DELETING_SECS", 0)
+    save(tmp_path, *range(9))
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+    handle = ckpt.save(9, state(9))
+    deadline = time.monotonic() + 60
+    while not handle.done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert handle.wait().deleted_steps == tuple(range(9))
+    save(tmp_path, *range(10, 15))
+    assert ckpt.prune() == (9, 10, 11, 12, 13), "what is asked for is done"
+
+
+PRUNING = """
+    import sys
+    import flaxckpt
+    from flaxckpt.policies import LatestN
+
+    ckpt = flaxckpt.Checkpointer(sys.argv[1], keep=[LatestN(1)])
+    print("ready", flush=True)
+    sys.stdin.readline()
+    print(*ckpt.prune())
+"""
+
+
+def test_processes_that_prune_at_the_same_time_delete_each_step_once(tmp_path):
+    save(tmp_path, 0)
+    for step in range(1, 80):
+        shutil.copytree(tmp_path / "0", tmp_path / str(step))
+    pruning = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(PRUNING), tmp_path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for process in pruning:
+        assert process.stdout.readline() == "ready\n"
+    for process in pruning:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    found = [process.communicate(timeout=300) for process in pruning]
+    assert [told for _, told in found] == ["", ""], "nothing went wrong"
+    deleted = sorted(int(step) for out, _ in found for step in out.split())
+    assert deleted == list(range(79))
+    assert names(tmp_path) == ["79"]
+
+
+# ---- as Orbax sees it ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory):
+    """A run whose only step has every mark, and whose dataset state was let go."""
+    pytest.importorskip("orbax.checkpoint")
+    root = tmp_path_factory.mktemp("marked")
+    tree = {"w": jnp.arange(12.0).reshape(3, 4)}
+    with flaxckpt.Checkpointer(root) as ckpt:
+        ckpt.save(5, tree, dataset=batches(), metrics={"loss": 1}, temporary=True)
+        ckpt.save(6, tree, dataset=batches()).wait()
+    assert ckpt.steps() == [6]
+    with flaxckpt.Checkpointer(root, keep_dataset=[LatestN(1)]) as ckpt:
+        ckpt.save(7, tree, dataset=batches()).wait()
+        ckpt.pin(6)
+        for name in ("TEMPORARY", "READING-here-1-00", "DELETING"):
+            (root / "6" / name).touch()
+    assert (root / "6" / "DATASET_LET_GO").is_file()
+    return root, tree
+
+
+def orbax_readers():
+    try:
+        from tests.helpers.orbax_readers import READERS
+    except ImportError:
+        return {}
+    return READERS
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+@pytest.mark.parametrize("reader", orbax_readers())
+def test_orbax_reads_a_step_with_all_marks_and_no_dataset(marked, reader):
+    root, tree = marked
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
+    )
+    read = orbax_readers()[reader](root, 6, abstract)
+    if reader.endswith("metadata"):
+        assert tuple(read["w"].shape) == (3, 4)
+    else:
+        np.testing.assert_array_equal(read["w"], tree["w"])
+
+
+def test_orbax_lists_steps_with_marks(marked):
+    from orbax import checkpoint as ocp
+
+    root, _ = marked
+    with ocp.CheckpointManager(root) as manager:
+        assert manager.all_steps() == [6, 7]

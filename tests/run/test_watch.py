@@ -1,0 +1,384 @@
+"""Jobs that read checkpoints while others save and delete them."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt._storage import leases as storage_leases
+from flaxckpt._storage import rename as storage_rename
+from flaxckpt.policies import LatestN
+from tests.helpers import strategies
+
+OLD = 3600
+
+
+def state(step):
+    return {"w": np.full((8, 8), float(step)), "step": step}
+
+
+def save(root, *steps):
+    with flaxckpt.Checkpointer(root) as ckpt:
+        for step in steps:
+            ckpt.save(step, state(step))
+
+
+def leases(root):
+    return list(root.glob(f"*/{storage_leases.READING}*"))
+
+
+def python(code, *args):
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ready(root, **options):
+    """The steps that are given out without waiting."""
+    reader = flaxckpt.Checkpointer(root, read_only=True)
+    return list(reader.new_steps(timeout_secs=0, **options))
+
+
+# ---- in processes of their own ---------------------------------------------------
+
+TRAINER = """
+    import sys
+    from pathlib import Path
+    import numpy as np
+    import flaxckpt
+    from flaxckpt.policies import LatestN
+
+    root, stop = map(Path, sys.argv[1:])
+    with flaxckpt.Checkpointer(root, keep=[LatestN(1)]) as ckpt:
+        step = 0
+        while not stop.exists():
+            step += 1
+            ckpt.save(step, {"w": np.full((8, 8), float(step)), "step": step})
+    print(step)
+"""
+
+
+def test_what_is_read_slowly_outlives_a_trainer_that_deletes_fast(tmp_path):
+    root, stop = tmp_path / "run", tmp_path / "stop"
+    trainer = python(TRAINER, root, stop)
+    reader = flaxckpt.Checkpointer(root, read_only=True)
+    seen = []
+    try:
+        for step in reader.new_steps(timeout_secs=60, poll_secs=0.01):
+            strategies.assert_same(state(step), reader.restore(step=step))
+            # By then, the trainer would have deleted it.
+            while reader.latest_step() < step + 3 and trainer.poll() is None:
+                time.sleep(0.01)
+            strategies.assert_same(state(step), reader.restore(state(0), step=step))
+            seen.append(step)
+            if len(seen) == 8:
+                break
+    finally:
+        stop.touch()
+        last = int(trainer.communicate(timeout=60)[0])
+    assert trainer.returncode == 0
+    assert seen == sorted(set(seen))
+    assert len(seen) == 8
+    assert not leases(root)
+    with flaxckpt.Checkpointer(root, keep=[LatestN(1)]) as ckpt:
+        ckpt.prune()
+    assert ckpt.steps() == [last], "nothing is held any more"
+
+
+READER = """
+    import sys, time
+    import flaxckpt
+
+    reader = flaxckpt.Checkpointer(sys.argv[1], read_only=True)
+    for step in reader.new_steps():
+        print(step, flush=True)
+        time.sleep(3600)
+"""
+
+
+def test_what_a_killed_reader_held_is_let_go_after_a_while(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    reader = python(READER, tmp_path)
+    assert reader.stdout.readline() == "1\n"
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+    ckpt.save(2, state(2)).wait()
+    [why] = ckpt.explain()[1]
+    assert why.startswith("being read by ")
+    assert why.endswith(f":{reader.pid}")
+    reader.send_signal(signal.SIGKILL)
+    reader.communicate()
+    ckpt.save(3, state(3)).wait()
+    assert ckpt.steps() == [1, 3]
+    monkeypatch.setattr(storage_leases, "_EXPIRES_SECS", 0.1)
+    time.sleep(0.2)
+    ckpt.save(4, state(4)).wait()
+    assert ckpt.steps() == [4]
+    ckpt.close()
+
+
+# ---- in one ----------------------------------------------------------------------
+
+
+def test_each_step_is_held_until_the_loop_goes_on(tmp_path):
+    save(tmp_path, 1, 2, 3)
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+    held = ckpt.new_steps(timeout_secs=0)
+    assert next(held) == 1
+    [file] = leases(tmp_path)
+    assert file.parent.name == "1"
+    assert ckpt.explain()[1] == [f"being read by {storage_leases.reader(file.name)}"]
+    assert ckpt.prune(dry_run=True) == ckpt.prune() == (2,)
+    assert next(held) == 3
+    assert ckpt.prune() == (1,)
+    assert list(held) == []
+    assert not leases(tmp_path)
+
+
+@pytest.mark.parametrize("end", ["break", "close", "error"])
+def test_a_loop_that_ends_early_holds_nothing(tmp_path, end):
+    save(tmp_path, 1)
+    steps = flaxckpt.Checkpointer(tmp_path).new_steps()
+    try:
+        for _ in steps:
+            assert leases(tmp_path)
+            if end == "error":
+                raise ZeroDivisionError
+            break
+    except ZeroDivisionError:
+        pass
+    steps.close()
+    assert not leases(tmp_path)
+
+
+def test_a_dataset_state_that_may_be_read_stays(tmp_path):
+    batches = flaxckpt.datasets.StepIndexed(lambda i: i)
+    with flaxckpt.Checkpointer(tmp_path, keep_dataset=[LatestN(1)]) as ckpt:
+        ckpt.save(1, state(1), dataset=batches).wait()
+        for step in ckpt.new_steps(timeout_secs=0):
+            if step == 1:
+                ckpt.save(2, state(2), dataset=batches).wait()
+                ckpt.restore(step=1, dataset=batches)
+        ckpt.prune()
+        assert not ckpt.metadata(1).has_dataset
+
+
+def test_a_step_that_is_being_read_is_not_deleted_on_demand(tmp_path):
+    save(tmp_path, 1)
+    ckpt = flaxckpt.Checkpointer(tmp_path)
+    for step in ckpt.new_steps(timeout_secs=0):
+        with pytest.raises(errors.SaveFailedError, match="is being read by"):
+            ckpt.delete(step)
+        strategies.assert_same(state(1), ckpt.restore(step=step))
+    ckpt.delete(1)
+    assert ckpt.steps() == []
+
+
+@pytest.mark.parametrize("rules", ["keep", "keep_dataset"])
+def test_a_reader_that_comes_while_steps_are_judged_keeps_its_step(
+    tmp_path, caplog, monkeypatch, rules
+):
+    caplog.set_level(logging.INFO, logger="flaxckpt")
+    batches = flaxckpt.datasets.StepIndexed(lambda i: i)
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state(step), dataset=batches)
+
+    class Late:
+        """Judges, and by then somebody reads."""
+
+        def preserved(self, checkpoints):
+            assert next(reading) == 1
+            return set()
+
+    def withdraw(final, aside):
+        raise AssertionError("not even for a moment")
+
+    monkeypatch.setattr(storage_rename, "withdraw", withdraw)
+    ckpt = flaxckpt.Checkpointer(tmp_path, **{rules: [Late()]})
+    reading = ckpt.new_steps()
+    assert ckpt.prune() == ()
+    assert "step 1 stays for now" in caplog.text
+    strategies.assert_same(state(1), ckpt.restore(step=1, dataset=batches))
+    reading.close()
+    assert ready(tmp_path) == [1, 2], "nothing says any more that it is going"
+
+
+def test_a_reader_that_is_seen_too_late_gets_its_step_back(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2)
+    real = storage_rename.withdraw
+
+    def withdraw(final, aside):
+        (final / f"{storage_leases.READING}there-7-00").touch()
+        real(final, aside)
+
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+    with monkeypatch.context() as patch:
+        patch.setattr(storage_rename, "withdraw", withdraw)
+        assert ckpt.prune() == ()
+    assert ckpt.explain()[1] == ["being read by there:7"]
+    strategies.assert_same(state(1), ckpt.restore(step=1))
+    leases(tmp_path)[0].unlink()
+    assert ready(tmp_path) == [1, 2], "nothing says any more that it is going"
+    assert ckpt.prune() == (1,)
+
+
+def test_a_step_that_is_about_to_go_is_not_given_out(tmp_path):
+    save(tmp_path, 1, 2)
+    mark = tmp_path / "1" / storage_leases.DELETING
+    mark.touch()
+    reader = flaxckpt.Checkpointer(tmp_path).new_steps(timeout_secs=60, poll_secs=0.01)
+    assert next(reader) == 2
+    assert ready(tmp_path) == [2]
+    mark.unlink()
+    assert next(reader) == 1, "it stayed after all"
+    mark.touch()
+    age(mark)
+    assert ready(tmp_path) == [1, 2], "whoever was about to delete it is gone"
+
+
+def age(file):
+    found = file.stat()
+    os.utime(file, (found.st_atime - OLD, found.st_mtime - OLD))
+
+
+def test_a_reader_is_heard_of_again_and_again(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2)
+    monkeypatch.setattr(storage_leases, "_EXPIRES_SECS", 0.2)
+    held = flaxckpt.Checkpointer(tmp_path).new_steps()
+    next(held)
+    [file] = leases(tmp_path)
+    age(file)
+    old = file.stat().st_mtime
+    deadline = time.monotonic() + 60
+    while file.stat().st_mtime == old and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert file.stat().st_mtime > old + OLD / 2
+    held.close()
+
+
+def test_steps_come_unprotected_where_nothing_can_be_written(
+    tmp_path, monkeypatch, caplog
+):
+    save(tmp_path, 1, 2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", not_to_write)
+        assert ready(tmp_path) == [1, 2]
+    assert caplog.text.count("nothing can be written there") == 1
+
+
+def not_to_write(path, flags, *args, real=os.open, **kwargs):
+    """As `os.open` where not even root may write."""
+    if flags & (os.O_CREAT | os.O_RDWR | os.O_WRONLY):
+        raise PermissionError(13, "Permission denied", str(path))
+    return real(path, flags, *args, **kwargs)
+
+
+def test_who_may_not_write_sees_a_step_whose_deletion_was_cut_off(
+    tmp_path, monkeypatch
+):
+    save(tmp_path, 1, 2)
+    mark = tmp_path / "1" / storage_leases.DELETING
+    mark.touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", not_to_write)
+        assert ready(tmp_path) == [2]
+        age(mark)
+        assert ready(tmp_path) == [2], "by another clock, it may not be that old"
+        age(mark)
+        assert ready(tmp_path) == [1, 2]
+
+
+def test_a_reader_of_the_future_is_none(tmp_path):
+    save(tmp_path, 1, 2)
+    file = tmp_path / "1" / f"{storage_leases.READING}there-7-00"
+    file.touch()
+    os.utime(file, (time.time() + 1e6, time.time() + 1e6))
+    ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
+    assert ckpt.explain()[1] == []
+    assert ckpt.prune() == (1,)
+
+
+def test_a_loop_left_alone_holds_nothing_when_the_program_ends(tmp_path):
+    save(tmp_path, 1)
+    code = """
+        import sys
+        import flaxckpt
+        steps = flaxckpt.Checkpointer(sys.argv[1]).new_steps()
+        print(next(steps))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), tmp_path],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    assert (done.stdout, done.stderr) == ("1\n", "")
+    assert not leases(tmp_path)
+
+
+def test_a_reader_whose_step_was_moved_for_a_moment_leaves_no_file(tmp_path):
+    save(tmp_path, 1)
+    held = flaxckpt.Checkpointer(tmp_path).new_steps()
+    assert next(held) == 1
+    (tmp_path / "1").rename(tmp_path / "aside")
+    held.close()
+    assert not leases(tmp_path)
+
+
+def test_a_forked_child_does_not_let_go_what_its_parent_reads(tmp_path):
+    save(tmp_path, 1)
+    code = """
+        import os, sys
+        import flaxckpt
+        steps = flaxckpt.Checkpointer(sys.argv[1]).new_steps()
+        next(steps)
+        if not (child := os.fork()):
+            steps.close()
+            sys.exit()
+        os.waitpid(child, 0)
+        print(*(name for name in os.listdir(sys.argv[1] + "/1") if "READING" in name))
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), tmp_path],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    assert done.stdout.count("READING") == 1
+    assert not leases(tmp_path)
+
+
+def test_what_is_only_called_like_a_step_does_not_come(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "2024").mkdir()
+    (tmp_path / "2024" / "notes.txt").touch()
+    assert ready(tmp_path) == [1]
+    assert [path.name for path in (tmp_path / "2024").iterdir()] == ["notes.txt"]
+
+
+def test_a_step_saved_out_of_order_comes_too(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(10, state(10)).wait()
+        seen = []
+        for step in ckpt.new_steps(timeout_secs=0.3, poll_secs=0.01):
+            seen.append(step)
+            ckpt.save(5, state(5), on_exists="skip").wait()
+    assert seen == [10, 5]
+
+
+def test_names_of_readers_are_told_apart():
+    assert storage_leases.reader("READING-my-host-12-ab") == "my-host:12"
+    assert storage_leases.reader("READING-") == "READING-"

@@ -1,0 +1,126 @@
+"""NNX variables that stand beside the objects that have them stay shared."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.core import FrozenDict
+from jax.sharding import NamedSharding, PartitionSpec
+
+import flaxckpt
+from tests.helpers import strategies
+
+
+class Model(nnx.Module):
+    def __init__(self, variable):
+        self.variable = variable
+        self.inner = nnx.Dict(linear=nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+
+
+def beside(first):
+    model = Model(nnx.Param(jnp.arange(3.0)))
+    pair = {"a": model.variable, "z": model} if first else [model, model.variable]
+    return pair, lambda s: (s["a"], s["z"].variable) if first else (s[1], s[0].variable)
+
+
+def of_state():
+    model = Model(nnx.Param(jnp.arange(3.0)))
+    state = FrozenDict(model=model, params=nnx.state(model))
+    return state, lambda s: (
+        s["model"].inner["linear"].kernel,
+        s["params"]["inner"]["linear"]["kernel"],
+    )
+
+
+def twice():
+    variable = nnx.BatchStat(np.array([1, np.nan], np.float32))
+    return (variable, {"b": [variable]}), lambda s: (s[0], s[1]["b"][0])
+
+
+def keys():
+    rngs = nnx.Rngs(0)
+    return {"rngs": rngs, "key": rngs.default.key}, lambda s: (
+        s["rngs"].default.key,
+        s["key"],
+    )
+
+
+def trained():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    return {"m": model, "opt": optimizer, "step": optimizer.step}, lambda s: (
+        s["opt"].step,
+        s["step"],
+    )
+
+
+STATES = {
+    "before": lambda: beside(True),
+    "after": lambda: beside(False),
+    "of a State": of_state,
+    "without an object": twice,
+    "keys": keys,
+    "optimizer": trained,
+}
+states = pytest.mark.parametrize("name", STATES)
+
+
+@states
+def test_a_shared_variable_stays_shared(tmp_path, name):
+    state, both = STATES[name]()
+    one, other = both(state)
+    assert one is other
+    flaxckpt.save(tmp_path / "c", state)
+    found = flaxckpt.load(tmp_path / "c", state)
+    one, other = both(found)
+    assert one is other
+    assert one is not both(state)[0]
+    strategies.assert_same_state(state, found)
+
+
+@states
+def test_a_run_goes_on_with_what_is_shared(tmp_path, name):
+    state, both = STATES[name]()
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state)
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        abstract = nnx.eval_shape(lambda: state)
+        one, other = both(ckpt.restore(abstract))
+        assert one is other
+
+
+def test_variables_of_other_values_are_not_shared(tmp_path):
+    """A state may begin with an average that is a view of the parameters."""
+
+    def create():
+        model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        return {"model": model, "average": nnx.state(model)}
+
+    state = create()
+    state["average"] = jax.tree.map(lambda x: x + 1, state["average"])
+    flaxckpt.save(tmp_path / "c", state)
+    found = flaxckpt.load(tmp_path / "c", create())
+    strategies.assert_same_state(state, found)
+    assert found["average"]["kernel"] is not found["model"].kernel
+
+
+def test_sharded_variables_stay_shared(tmp_path):
+    mesh = jax.make_mesh((4,), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    model = Model(nnx.Param(jax.device_put(jnp.arange(8.0), sharding)))
+    state = {"model": model, "own": model.variable}
+    flaxckpt.save(tmp_path / "c", state)
+    found = flaxckpt.load(tmp_path / "c", state)
+    assert found["own"] is found["model"].variable
+    assert found["own"][...].sharding == sharding
+
+
+def test_a_part_may_be_asked_for(tmp_path):
+    state, _ = STATES["before"]()
+    flaxckpt.save(tmp_path / "c", state)
+    found = flaxckpt.load(tmp_path / "c", {"a": state["a"]})
+    strategies.assert_same_state({"a": state["a"]}, found)
+    found = flaxckpt.load(tmp_path / "c", {"z": state["z"]})
+    strategies.assert_same_state({"z": state["z"]}, found)

@@ -1,0 +1,136 @@
+"""Pytrees become named leaves and come back as they were."""
+
+import collections
+import json
+
+import hypothesis
+import jax
+import pytest
+from hypothesis import strategies as st
+
+from flaxckpt import errors
+from flaxckpt._state import classes as state_classes
+from flaxckpt._state import tree as state_tree
+from flaxckpt._state import treedef as state_treedef
+from tests.helpers import strategies
+
+Point = collections.namedtuple("Point", "x y")
+
+
+def values(flat):
+    return {path: entry.value for path, entry in flat.entries.items()}
+
+
+@hypothesis.given(strategies.trees)
+def test_a_tree_comes_back_from_its_leaves(tree):
+    hypothesis.assume(is_nameable(tree))
+    flat = state_tree.flatten(tree)
+    strategies.assert_same(tree, state_tree.unflatten(flat.structure, values(flat)))
+
+
+@hypothesis.given(strategies.trees)
+def test_a_tree_comes_back_from_its_written_description(tree):
+    hypothesis.assume(is_nameable(tree))
+    flat = state_tree.flatten(tree)
+    written = json.loads(json.dumps(state_treedef.to_json(flat.structure)))
+    unknown = set()
+    structure = state_treedef.from_json(written, state_classes.resolve, unknown)
+    assert not unknown
+    strategies.assert_same(tree, state_tree.unflatten(structure, values(flat)))
+    assert [path for path, _ in state_tree.key_paths(structure)] == list(flat.entries)
+
+
+def is_nameable(tree):
+    try:
+        state_tree.flatten(tree)
+    except errors.LeafNameError:
+        return False
+    return True
+
+
+@hypothesis.given(st.lists(st.text(), min_size=1), st.lists(st.text(), min_size=1))
+def test_different_keys_have_different_leaf_paths(one, other):
+    path, other_path = (
+        state_tree.join([state_tree.Key(name, "key") for name in names])
+        for names in (one, other)
+    )
+    assert (path == other_path) == (one == other)
+
+
+def test_leaf_paths_name_keys_fields_and_indices():
+    tree = {"a": [Point(1, {"b/c": 2, "50%": 3})], 7: None, "empty": {}}
+    flat = state_tree.flatten(tree)
+    assert list(flat.entries) == ["a/0/x", "a/0/y/b%2Fc", "a/0/y/50%25", "7", "empty"]
+    assert [path for path, e in flat.entries.items() if e.is_empty] == ["7", "empty"]
+
+
+def test_a_bare_leaf_has_the_empty_path():
+    flat = state_tree.flatten(3)
+    assert list(flat.entries) == [""]
+    assert state_tree.unflatten(flat.structure, {"": 4}) == 4
+
+
+def test_order_of_a_dict_is_kept():
+    tree = {"b": 1, "a": {"z": 2, "y": 3}}
+    flat = state_tree.flatten(tree)
+    rebuilt = state_tree.unflatten(flat.structure, values(flat))
+    assert list(rebuilt) == ["b", "a"]
+    assert list(rebuilt["a"]) == ["z", "y"]
+
+
+@pytest.mark.parametrize(
+    "tree", [{1: 0, "1": 0}, {(1, 2): 0}, {True: 0}, {"a": {1.5: 0}}]
+)
+def test_keys_that_cannot_be_told_apart_on_disk_are_refused(tree):
+    with pytest.raises(errors.LeafNameError):
+        state_tree.flatten(tree)
+
+
+def test_what_is_nested_too_deep_to_be_read_is_refused():
+    tree = 1
+    for _ in range(state_tree.MAX_DEPTH):
+        tree = {"a": tree}
+    with pytest.raises(errors.LeafNameError, match="deep"):
+        state_tree.flatten(tree)
+
+
+def test_an_unknown_class_becomes_a_dict_and_is_reported():
+    flat = state_tree.flatten({"p": Point(1, 2), "q": jax.tree_util.Partial(sum, 3)})
+    unknown = set()
+    structure = state_treedef.from_json(
+        state_treedef.to_json(flat.structure), lambda name: None, unknown
+    )
+    rebuilt = state_tree.unflatten(structure, values(flat))
+    assert rebuilt == {"p": {"x": 1, "y": 2}, "q": [[3], {}]} or rebuilt == {
+        "p": {"x": 1, "y": 2},
+        "q": [(3,), {}],
+    }
+    assert unknown == {f"{__name__}:Point", "jax.tree_util:Partial"}
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        3,
+        None,
+        [],
+        ["dict"],
+        ["dict", ["a"], []],
+        ["dict", "ab", ["a", "b"]],
+        ["dict", [1.5], ["a"]],
+        ["dict", ["a"], ["a"], []],
+        ["dict", ["a"], ["a"], {}, {}],
+        [3, ["a"], ["a"]],
+    ],
+)
+def test_rubbish_is_no_description(description):
+    with pytest.raises(ValueError, match=r"."):
+        state_treedef.from_json(description, state_classes.resolve, set())
+
+
+def test_a_description_nested_too_deep_is_refused():
+    description = "leaf"
+    for _ in range(state_tree.MAX_DEPTH + 2):
+        description = ["list", [0], [description]]
+    with pytest.raises(ValueError, match="nested"):
+        state_treedef.from_json(description, state_classes.resolve, set())

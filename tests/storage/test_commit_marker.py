@@ -1,0 +1,214 @@
+"""Commits by marker, whatever requests are lost: what is listed is whole."""
+
+import jax.numpy as jnp
+import pytest
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt._steps import index as steps_index
+from flaxckpt._steps import names as steps_names
+from flaxckpt._storage import client as storage_client
+from flaxckpt._storage import commit_marker as storage_commit_marker
+from flaxckpt._storage import locks as storage_locks
+from flaxckpt.policies import LatestN
+from tests.helpers import faulty_store as faulty
+from tests.helpers import strategies
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch):
+    monkeypatch.setattr(storage_client, "_FIRST_PAUSE_SECS", 1e-4)
+    monkeypatch.setattr(storage_client, "_LONGEST_PAUSE_SECS", 1e-4)
+
+
+def state(step, text="a"):
+    return {"w": jnp.full((4, 4), float(step)), "n": step, "text": text}
+
+
+def assert_sound(path, *, wanted):
+    """Reopened, a run has these steps and perhaps more, and all are what they were."""
+    with flaxckpt.Checkpointer(path) as ckpt:
+        listed = ckpt.steps()
+        assert wanted <= set(listed)
+        for step in listed:
+            found = ckpt.restore(step=step)
+            strategies.assert_same(state(step, found["text"]), found)
+            assert ckpt.verify(step).ok
+    there = {key.partition("/")[0] for key in path.keys()}  # noqa: SIM118
+    assert there <= {"events.jsonl", "metadata", *map(str, listed)}
+    return listed
+
+
+def cut_off(path, act, *, wanted):
+    """Does `act` with the network gone after its first requests, for every number."""
+    for last in range(10_000):
+        with faulty.faulty(path, last=last):
+            try:
+                act()
+            except errors.CheckpointError:
+                is_done = False
+            else:
+                is_done = True
+        yield is_done
+        assert_sound(path, wanted=wanted)
+        if is_done:
+            return
+    raise AssertionError
+
+
+LAYOUTS = [flaxckpt.ArrayLayout(store=store) for store in ("files", "ocdbt")]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["files", "ocdbt"])
+def test_a_save_that_is_cut_off_anywhere_is_no_step(layout):
+    path = faulty.new_path("cut-saves")
+    flaxckpt.Checkpointer(path, layout=layout).save(1, state(1)).wait()
+
+    def act():
+        ckpt = flaxckpt.Checkpointer(path, layout=layout)
+        ckpt.save(2, state(2), metrics={"loss": 1.0}).wait()
+
+    tries = 0
+    for is_done in cut_off(path, act, wanted={1}):
+        tries += 1
+        with flaxckpt.Checkpointer(path) as ckpt:
+            assert ckpt.steps() == [1, 2] if is_done else 1 in ckpt.steps()
+            if 2 in ckpt.steps() and not is_done:
+                ckpt.delete(2)  # it was committed all the same
+    assert tries > 10
+
+
+def test_a_step_that_is_being_replaced_is_whole_or_gone():
+    path = faulty.new_path("cut-replacements")
+
+    def act():
+        ckpt = flaxckpt.Checkpointer(path)
+        ckpt.save(2, state(2, "new"), on_exists="overwrite").wait()
+
+    flaxckpt.Checkpointer(path).save(1, state(1)).wait()
+    found = set()
+    for _ in cut_off(path, act, wanted={1}):
+        with flaxckpt.Checkpointer(path) as ckpt:
+            step = ckpt.restore(step=2)["text"] if 2 in ckpt.steps() else None
+            found.add(step)
+            ckpt.save(2, state(2, "old"), on_exists="overwrite").wait()
+            ckpt.pin(2)
+    assert found >= {"old", "new"}
+
+
+def test_a_deletion_that_is_cut_off_leaves_a_step_or_none():
+    path = faulty.new_path("cut-deletions")
+    flaxckpt.Checkpointer(path).save(1, state(1)).wait()
+
+    def act():
+        flaxckpt.Checkpointer(path).delete(2)
+
+    def begin():
+        with flaxckpt.Checkpointer(path) as ckpt:
+            ckpt.save(2, state(2), on_exists="overwrite").wait()
+
+    begin()
+    for is_done in cut_off(path, act, wanted={1}):
+        if not is_done:
+            begin()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_acknowledged_is_there_however_writes_arrive(seed):
+    path = faulty.new_path(f"arrivals-{seed}")
+    acknowledged = set()
+    with faulty.faulty(path, seed=seed, rate=25):
+        for step in range(4):
+            ckpt = flaxckpt.Checkpointer(
+                path, layout=LAYOUTS[seed % 2], keep=[LatestN(3)]
+            )
+            try:
+                result = ckpt.save(step, state(step)).wait()
+            except errors.SaveFailedError:
+                continue
+            acknowledged.add(step)
+            acknowledged -= set(result.deleted_steps)
+    assert acknowledged
+    with flaxckpt.Checkpointer(path) as ckpt:
+        assert acknowledged <= set(ckpt.steps())
+        for step in ckpt.steps():
+            strategies.assert_same(state(step), ckpt.restore(step=step))
+        for step in range(4):  # whatever came late is in nobody's way
+            ckpt.save(step, state(step, "b"), on_exists="overwrite").wait()
+            strategies.assert_same(state(step, "b"), ckpt.restore(step=step))
+
+
+def test_whoever_lives_keeps_its_lock_and_whoever_is_gone_does_not(monkeypatch):
+    path = faulty.new_path("locks")
+    step = path / "1"
+    with (
+        storage_locks.held(step),
+        pytest.raises(errors.CheckpointExistsError, match="wait"),
+    ):
+        flaxckpt.Checkpointer(path).save(1, state(1)).wait()
+    assert flaxckpt.Checkpointer(path).save(1, state(1)).wait().step == 1
+
+    # One of another machine: nobody here can tell, so it is watched.
+    monkeypatch.setattr(storage_locks, "_ABANDONED_SECS", 0.3)
+    monkeypatch.setattr(storage_locks, "_LOOK_SECS", 0.02)
+    lock = (path / "2").key + storage_locks.LOCK
+    gone = storage_locks._Holder("x", "elsewhere", 1, "1")
+    path.store.write(lock, gone.content())
+    (path / "2/state/w/c.0.0").write_bytes(b"old")
+    with flaxckpt.Checkpointer(path) as ckpt:
+        assert path.store.has(lock), "not known to be gone"
+        ckpt.save(2, state(2)).wait()
+        strategies.assert_same(state(2), ckpt.restore())
+
+
+def test_a_lock_that_was_taken_over_commits_nothing():
+    path = faulty.new_path("taken")
+
+    def write():
+        with storage_commit_marker.made(path / "1", overwrite=False, keep=bool) as made:
+            (made / "state/w/c.0.0").write_bytes(b"mine")
+            other = storage_locks._Holder("x", "elsewhere", 1, "1")
+            path.store.write(made.key + storage_locks.LOCK, other.content())
+            storage_commit_marker.commit(made, b"{}")
+
+    with pytest.raises(errors.CheckpointExistsError, match="taken over"):
+        write()
+    assert not storage_commit_marker.is_committed(path / "1")
+    assert path.store.has((path / "1").key + storage_locks.LOCK), "it is the other's"
+
+
+def test_objects_of_others_are_never_replaced():
+    path = faulty.new_path("foreign")
+    (path / "7/notes.txt").write_text("mine")
+    with flaxckpt.Checkpointer(path) as ckpt:
+        assert ckpt.steps() == []
+        for how in ("error", "overwrite"):
+            with pytest.raises(errors.CheckpointExistsError, match="exists"):
+                ckpt.save(7, state(7), on_exists=how)
+    assert (path / "7/notes.txt").read_text() == "mine"
+
+
+def test_a_reader_keeps_its_step():
+    path = faulty.new_path("readers")
+    with flaxckpt.Checkpointer(path, keep=[LatestN(1)]) as ckpt:
+        ckpt.save(1, state(1)).wait()
+        for step in ckpt.new_steps(timeout_secs=0.01, poll_secs=0.01):
+            if step == 1:
+                assert ckpt.save(2, state(2)).wait().deleted_steps == ()
+                with pytest.raises(errors.SaveFailedError, match="being read"):
+                    ckpt.delete(1)
+        assert ckpt.prune() == (1,)
+        assert ckpt.steps() == [2]
+
+
+def test_a_step_counts_by_its_marker():
+    path = faulty.new_path("markers")
+    with flaxckpt.Checkpointer(path) as ckpt:
+        ckpt.save(1, state(1)).wait()
+        ckpt.save(2, state(2)).wait()
+        (path / "2" / storage_commit_marker.MARKER).unlink()
+        assert ckpt.steps() == [1]
+        strategies.assert_same(state(1), flaxckpt.load(path))
+        with pytest.raises(errors.CheckpointError):
+            flaxckpt.load(path / "2")
+    assert steps_index.listed(path, steps_names.StepFormat()).keys() == {1}

@@ -1,0 +1,156 @@
+"""Paths in stores: like `pathlib`'s, and never one of the file system."""
+
+import os
+import pickle
+
+import pytest
+import tensorstore as ts
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt._storage import client as storage_client
+from flaxckpt._storage import local as storage_local
+from flaxckpt._storage import paths as storage_paths
+from flaxckpt._storage import store_settings as storage_store_settings
+from flaxckpt._storage.client import Connection
+from tests.helpers import faulty_store as faulty
+
+
+@pytest.fixture
+def root():
+    path = storage_local.resolve("memory://paths/run")
+    path.store.delete_under("")
+    for key in ("1/a", "1/b/c", "1/b/d.txt", "2.txt", "10/x"):
+        (path / key).write_text(key)
+    return path
+
+
+def test_a_path_knows_its_store_however_it_is_made():
+    path = storage_local.resolve("s3://bucket/dir//sub/")
+    assert str(path) == f"{path}" == "s3://bucket/dir/sub"
+    assert (path.key, path.prefix) == ("dir/sub", "dir/sub/")
+    made = (path / "a" / "b").parent.with_name("c.txt")
+    assert str(made) == "s3://bucket/dir/sub/c.txt"
+    assert (made.name, made.suffix, made.stem) == ("c.txt", ".txt", "c")
+    assert made.store is path.store
+    assert made.relative_to(path).as_posix() == "c.txt"
+    assert made.is_relative_to(path)
+    bucket = storage_local.resolve("s3://bucket")
+    assert (bucket.key, bucket.prefix) == ("", "")
+    assert str(path.parents[1]) == "s3://bucket"
+    assert len({path, storage_local.resolve("s3://bucket/dir/sub"), made}) == 2
+    assert sorted([made, path]) == [path, made]
+    assert pickle.loads(pickle.dumps(path)) == path
+    assert storage_local.resolve(path) is path
+    assert storage_paths.from_text(str(path)) == path
+    assert not isinstance(
+        storage_paths.from_text("/dir/s3:/x"), storage_paths.RemotePath
+    )
+
+
+def test_no_call_of_the_system_takes_it(root):
+    for call in (os.fspath, os.listdir, os.stat, os.path.lexists, open):
+        with pytest.raises(TypeError, match="no path of the file system"):
+            call(root)
+
+
+def test_directories_are_what_keys_begin_with(root):
+    assert sorted(p.name for p in root.iterdir()) == ["1", "10", "2.txt"]
+    assert sorted(storage_local.directories(root)) == ["1", "10"]
+    assert (root / "1").is_dir()
+    assert not (root / "1").is_file()
+    assert (root / "2.txt").is_file()
+    assert not (root / "2.txt").is_dir()
+    assert not (root / "3").exists()
+    assert not (root / "2").exists(), "others merely begin so"
+    assert [p.name for p in root.glob("*.txt")] == ["2.txt"]
+    assert [p.key for p in root.rglob("*.txt")] == ["run/1/b/d.txt", "run/2.txt"]
+    assert root.tree() == {"1": {"a", "b"}, "10": {"x"}}
+    storage_local.remove_tree(root / "1")
+    assert sorted(p.name for p in root.iterdir()) == ["10", "2.txt"]
+
+
+def test_objects_are_read_and_written_whole(root):
+    file = root / "2.txt"
+    assert file.read_text() == "2.txt"
+    assert file.stat().st_size == 5
+    with file.open("rb") as opened:
+        assert opened.read(2) == b"2."
+    with pytest.raises(OSError, match="not written in parts"):
+        file.open("wb")
+    before = storage_local.stamp(file)
+    assert before.is_current()
+    file.write_text("other")
+    assert not before.is_current()
+    file.unlink()
+    file.unlink(missing_ok=True)
+    for act in (file.unlink, file.stat, file.read_bytes):
+        with pytest.raises(FileNotFoundError):
+            act()
+    with pytest.raises(errors.DamagedCheckpointError, match="at most 2 bytes"):
+        storage_local.read(root / "1/a", max_bytes=2)
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3:///x", "s3://b/../c", "s3://b/./c", "s3://b:1/c", "ftp://b/c"]
+)
+def test_a_url_that_names_no_place_in_a_bucket_is_refused(url):
+    with pytest.raises(errors.OptionError):
+        flaxckpt.Checkpointer(url)
+
+
+def test_options_that_make_no_sense_are_refused():
+    with pytest.raises(errors.OptionError, match="deadline_secs"):
+        flaxckpt.StoreOptions(deadline_secs=0)
+    for url in ("bucket", "s3://bucket/path", "file://x"):
+        with pytest.raises(errors.OptionError, match="URL of a bucket"):
+            flaxckpt.set_store_options(url, flaxckpt.StoreOptions())
+
+
+def test_each_store_is_described_by_what_was_passed(monkeypatch):
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_REGION", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    given = flaxckpt.StoreOptions(region="eu-west-1", profile="work", concurrency=4)
+
+    def had(spec, name):
+        """What a name in a specification means."""
+        return storage_client._shared[spec[name]]
+
+    spec = Connection("s3", "bucket", given).spec("run/")
+    assert spec["aws_region"] == "eu-west-1"
+    assert had(spec, "aws_credentials") == {"type": "profile", "profile": "work"}
+    assert spec["use_conditional_write"]
+    assert had(spec, "s3_request_concurrency") == {"limit": 4}
+    assert "endpoint" not in spec
+    public = Connection("s3", "bucket", flaxckpt.StoreOptions(anonymous=True))
+    assert had(public.spec(""), "aws_credentials") == {"type": "anonymous"}
+    spec = Connection("gs", "bucket", flaxckpt.StoreOptions()).spec("run/")
+    assert (spec["driver"], spec["bucket"], spec["path"]) == ("gcs", "bucket", "run/")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9/")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    found = storage_store_settings.of("s3", "bucket").connection.spec("")
+    assert found["endpoint"] == "http://127.0.0.1:9"
+    assert found["aws_region"] == "us-east-1"
+    assert had(found, "aws_credentials") == {"type": "environment"}
+
+
+def test_a_bucket_that_is_not_opened_in_time_is_an_error(monkeypatch):
+    promise, never = ts.Promise.new()
+    monkeypatch.setattr(ts.KvStore, "open", lambda *_, **__: never)
+    options = flaxckpt.StoreOptions(deadline_secs=0.1, retries=0)
+    with pytest.raises(errors.StoreError, match=r"cannot open memory://late"):
+        Connection("memory", "late", options).kv()
+    promise.set_result(None)
+
+
+def test_what_is_called_like_a_pattern_is_found_at_any_depth():
+    path = faulty.new_path("patterns") / "c"
+    for name in ("d/1", "d/2", "d/deep/3", "p.0/d/4", "top"):
+        (path / name).write_bytes(b"x")
+
+    def found(pattern):
+        return {p.relative_to(path).as_posix() for p in path.glob(pattern)}
+
+    assert found("d/*") == {"d/1", "d/2", "d/deep"}
+    assert found("p.*/d/*") == {"p.0/d/4"}
+    assert found("t*") == {"top"}

@@ -1,0 +1,482 @@
+"""A program that is told to stop saves, leaves, and tells that it wants to go on."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training import train_state
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt._storage import files as storage_files
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def send(number=signal.SIGTERM):
+    os.kill(os.getpid(), number)
+
+
+@pytest.fixture
+def ckpt(tmp_path):
+    return flaxckpt.Checkpointer(tmp_path / "run")
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_before():
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_the_call_after_a_signal_saves_and_leaves(ckpt, number):
+    def train():
+        with ckpt:
+            on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=100)
+            for step in range(1, 10):
+                assert not on_step.should_stop()
+                if step == 3:
+                    send(number)
+                    assert on_step.should_stop()
+                assert not on_step(step, {"n": step})
+
+    with pytest.raises(SystemExit) as left:
+        train()
+    assert left.value.code == 75
+    assert ckpt.steps() == [3]
+    assert ckpt.restore() == {"n": 3}
+
+
+def test_after_ctrl_c_it_leaves_as_ctrl_c_does(ckpt, capfd):
+    def train():
+        with ckpt:
+            on_step = flaxckpt.CheckpointCallback(ckpt)
+            on_step(1, {"n": 1})
+            send(signal.SIGINT)
+            on_step(2, {"n": 2})
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert ckpt.steps() == [2]
+    assert "Ctrl-C again stops at once" in capfd.readouterr().err
+
+
+def test_a_second_ctrl_c_does_not_wait(ckpt):
+    def train():
+        with ckpt:
+            on_step = flaxckpt.CheckpointCallback(ckpt)
+            on_step(1, {"n": 1})
+            send(signal.SIGINT)
+            send(signal.SIGINT)
+            pytest.fail("went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert ckpt.steps() == []
+
+
+def test_a_loop_may_leave_by_itself(ckpt):
+    with ckpt:
+        on_step = flaxckpt.CheckpointCallback(ckpt, exit_code=None)
+        step = 0
+        while not on_step.should_stop():
+            step += 1
+            if step == 4:
+                send()
+            assert on_step(step, {"n": step}) == (step == 4)
+    assert ckpt.steps() == [4]
+
+
+def test_a_step_that_is_saved_already_is_not_saved_again(ckpt):
+    def train():
+        with ckpt:
+            on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=2)
+            on_step(2, {"n": 2})
+            send()
+            on_step(2, {"n": 2})
+
+    with pytest.raises(SystemExit):
+        train()
+    assert ckpt.steps() == [2]
+
+
+def test_a_signal_after_the_last_call_is_heeded_at_the_end(ckpt):
+    def train():
+        with ckpt:
+            on_step = flaxckpt.CheckpointCallback(ckpt)
+            on_step(1, {"n": 1})
+            send()
+
+    with pytest.raises(SystemExit) as left:
+        train()
+    assert left.value.code == 75, "it may have been told to stop in the middle"
+    assert ckpt.steps() == [1]
+
+
+def test_the_programs_own_handler_is_called_too_and_is_put_back(ckpt):
+    seen = []
+
+    def own(number, frame):
+        seen.append(number)
+
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+
+        def train():
+            with ckpt:
+                on_step = flaxckpt.CheckpointCallback(ckpt)
+                on_step(1, {"n": 1})
+                send()
+                on_step(2, {"n": 2})
+
+        with pytest.raises(SystemExit):
+            train()
+        assert signal.getsignal(signal.SIGTERM) is own
+        send()
+        assert seen == [signal.SIGTERM] * 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_signals_that_the_program_ignores_stay_ignored(ckpt):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with ckpt:
+            on_step = flaxckpt.CheckpointCallback(ckpt)
+            on_step(1, {"n": 1})
+            send(signal.SIGINT)
+            assert not on_step.should_stop()
+            on_step(2, {"n": 2})
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_that_came_later_stays_and_may_call_ours(ckpt):
+    def later(number, frame):
+        ours(number, frame)
+
+    on_step = flaxckpt.CheckpointCallback(ckpt)
+    on_step(1, {"n": 1})
+    ours = signal.signal(signal.SIGTERM, later)
+    send()
+    with pytest.raises(SystemExit):
+        on_step(2, {"n": 2})
+    assert signal.signal(signal.SIGTERM, signal.SIG_DFL) is later
+
+
+def test_of_two_runs_in_one_program_the_first_may_end_first(tmp_path):
+    first, second = (flaxckpt.Checkpointer(tmp_path / name) for name in "ab")
+
+    def train():
+        with second:
+            with first:
+                flaxckpt.CheckpointCallback(first)(1, {"n": 1})
+                on_step = flaxckpt.CheckpointCallback(second)
+                on_step(1, {"n": 1})
+            send()
+            on_step(2, {"n": 2})
+
+    with pytest.raises(SystemExit):
+        train()
+    assert second.steps() == [2]
+
+
+def test_without_watching_signals_do_what_they_did(ckpt):
+    with ckpt:
+        on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
+        on_step(1, {"n": 1})
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert not on_step.should_stop()
+
+
+def test_outside_of_the_main_thread_it_says_that_it_cannot_watch(ckpt, caplog):
+    def train():
+        with flaxckpt.CheckpointCallback(ckpt, every_steps=1) as on_step:
+            on_step(1, {"n": 1})
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert ckpt.steps() == [1]
+    assert "main thread" in caplog.text
+
+
+def test_the_last_save_failing_is_what_the_program_ends_with(ckpt, monkeypatch):
+    def fail(path):
+        raise OSError(28, "No space left on device")
+
+    on_step = flaxckpt.CheckpointCallback(ckpt)
+    on_step(1, {"n": 1})
+    monkeypatch.setattr(storage_files, "sync_tree", fail)
+    send()
+    with pytest.raises(errors.SaveFailedError, match="No space left"):
+        on_step(2, {"n": 2})
+    monkeypatch.undo()
+    on_step.close()
+    assert ckpt.steps() == [2], "who lives on saves it in the end"
+
+
+def test_a_save_that_failed_before_does_not_hinder_the_last(ckpt, monkeypatch):
+    def fail(path):
+        raise OSError(28, "No space left on device")
+
+    on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=2)
+    on_step(1, {"n": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(storage_files, "sync_tree", fail)
+        on_step(2, {"n": 2})
+        while not on_step.last_save.done():
+            pass
+    send()
+    with pytest.raises(SystemExit):
+        on_step(3, {"n": 3})
+    assert ckpt.steps() == [3]
+
+
+def test_wrong_metrics_do_not_cost_the_last_save(ckpt, caplog):
+    on_step = flaxckpt.CheckpointCallback(ckpt)
+    on_step(1, {"n": 1}, metrics={"loss": 1.0})
+    send()
+    with pytest.raises(SystemExit):
+        on_step(2, {"n": 2}, metrics={"loss": "low"})
+    assert ckpt.steps() == [2]
+    assert "without metrics" in caplog.text
+
+
+def test_a_signal_while_the_last_save_is_written_waits_for_it(ckpt, monkeypatch):
+    real = storage_files.sync_tree
+
+    def sync(path):
+        send()
+        return real(path)
+
+    def train():
+        with ckpt, flaxckpt.CheckpointCallback(ckpt) as on_step:
+            on_step(1, {"n": 1})
+            monkeypatch.setattr(storage_files, "sync_tree", sync)
+
+    with pytest.raises(SystemExit) as left:
+        train()
+    assert left.value.code == 75
+    assert ckpt.steps() == [1]
+
+
+def test_after_ctrl_c_the_same_callback_can_train_again(ckpt):
+    on_step = flaxckpt.CheckpointCallback(ckpt)
+    for number, error in (
+        (signal.SIGINT, KeyboardInterrupt),
+        (signal.SIGTERM, SystemExit),
+    ):
+        _, start = on_step.restore_or_init({"n": 0})
+        assert not on_step.should_stop()
+        on_step(start + 1, {"n": start + 1})
+        send(number)
+        with pytest.raises(error):
+            on_step(start + 2, {"n": start + 2})
+    assert ckpt.steps() == [2, 4]
+
+
+def test_watches_that_begin_and_end_in_any_order(tmp_path):
+    ckpts = [flaxckpt.Checkpointer(tmp_path / name) for name in "ab"]
+    a, b = (flaxckpt.CheckpointCallback(ckpt) for ckpt in ckpts)
+    a.restore_or_init({"n": 0})
+    b.restore_or_init({"n": 0})
+    a.close()
+    a.restore_or_init({"n": 0})
+    send()
+    assert a.should_stop()
+    assert b.should_stop()
+    a.give_way()
+    b.give_way()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_children_end_as_they_would_have(ckpt):
+    on_step = flaxckpt.CheckpointCallback(ckpt)
+    on_step(1, {"n": 1})
+    begun, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        os.write(tell, b".")
+        signal.pause()
+        os._exit(0)
+    os.read(begun, 1)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+    assert not on_step.should_stop()
+    on_step.close()
+
+
+# A notebook runs each cell as a program of its own, in one module.
+NOTEBOOK = """
+import os, signal, sys, types
+module = types.ModuleType("__main__")
+sys.modules["__main__"] = module
+
+
+def run(cell):
+    try:
+        exec(compile(cell, "<cell>", "exec"), vars(module))
+    except BaseException as error:
+        print(type(error).__name__, flush=True)
+    else:
+        print("went on", flush=True)
+
+
+SETUP, LOOP, FUNCTION, STOP = sys.argv[2:]
+run(SETUP)
+run(LOOP)
+run(STOP)
+run("on_step(4, {'n': 4})")
+run(FUNCTION)
+run(STOP)
+module.stop = 8
+run(LOOP)
+run(STOP.replace("SIGINT", "SIGTERM"))
+"""
+
+SETUP = """
+import flaxckpt, os, signal, sys
+ckpt = flaxckpt.Checkpointer(sys.argv[1])
+on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=2)
+stop = None
+"""
+
+LOOP = """
+state, start = on_step.restore_or_init({"n": 0})
+for step in range(start + 1, start + 4):
+    if step == stop:
+        os.kill(os.getpid(), signal.SIGINT)
+    on_step(step, {"n": step})
+"""
+
+FUNCTION = "def train():" + LOOP.replace("\n", "\n    ") + "\ntrain()"
+
+STOP = "os.kill(os.getpid(), signal.SIGINT)"
+
+
+def test_ctrl_c_in_a_later_cell_of_a_notebook_interrupts_that_cell(ckpt):
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-c", NOTEBOOK, str(ckpt.directory)),
+            *(SETUP, LOOP, FUNCTION, STOP),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.stdout.splitlines() == [
+        "went on",
+        "went on",
+        "KeyboardInterrupt",  # the loop is over, and was not closed
+        "went on",  # and goes on in another cell
+        "went on",
+        "KeyboardInterrupt",
+        "KeyboardInterrupt",  # by the loop, after it has saved
+    ], ended.stderr
+    assert ended.returncode == -signal.SIGTERM
+    assert ckpt.steps() == [2, 4, 6, 8]
+
+
+# ---- little time ------------------------------------------------------------------
+
+
+def train_state_at(step):
+    params = {"w": jnp.full((4, 4), float(step))}
+    state = train_state.TrainState.create(
+        apply_fn=None, params=params, tx=optax.adam(1e-1)
+    )
+    return state.replace(step=step)
+
+
+def stop_with(ckpt, *, grace_secs, took_secs):
+    """Trains two steps of which one is saved, and is told to stop."""
+    clock = Clock()
+    on_step = flaxckpt.CheckpointCallback(
+        ckpt, every_steps=2, grace_secs=grace_secs, clock=clock
+    )
+    _, start = on_step.restore_or_init(train_state_at(0))
+    on_step(start + 2, train_state_at(start + 2))
+    ckpt.wait()
+    on_step._note_duration()
+    on_step._grace.save_secs = took_secs
+    on_step.last_save = None
+    send()
+    with pytest.raises(SystemExit) as left:
+        on_step(start + 3, train_state_at(start + 3))
+    assert left.value.code == 75
+
+
+def test_the_whole_state_is_saved_if_there_is_time(ckpt):
+    stop_with(ckpt, grace_secs=30, took_secs=5)
+    assert ckpt.steps() == [2, 3]
+    assert ckpt._session.saves.params_only.latest() is None
+
+
+def test_else_the_parameters_alone_and_that_is_said(ckpt, caplog):
+    stop_with(ckpt, grace_secs=30, took_secs=60)
+    assert ckpt.steps() == [2]
+    step, path = ckpt._session.saves.params_only.latest()
+    assert step == 3
+    assert "a save takes 60.0 s" in caplog.text
+    found = flaxckpt.load(path, {"params": train_state_at(0).params})
+    assert np.array_equal(found["params"]["w"], np.full((4, 4), 3.0))
+    assert not any("opt_state" in leaf for leaf in flaxckpt.metadata(path).leaves)
+
+    caplog.clear()
+    again = flaxckpt.CheckpointCallback(flaxckpt.Checkpointer(ckpt.directory))
+    state, start = again.restore_or_init(train_state_at(0))
+    assert (start, int(state.step)) == (2, 2)
+    assert "no time to save step 3" in caplog.text
+    again.close()
+
+    stop_with(flaxckpt.Checkpointer(ckpt.directory), grace_secs=30, took_secs=60)
+    assert ckpt._session.saves.params_only.latest()[0] == 5
+    assert not path.exists()
+
+
+def test_without_a_save_yet_the_preflights_estimate_counts(ckpt):
+    clock = Clock()
+    on_step = flaxckpt.CheckpointCallback(ckpt, grace_secs=1e-9, clock=clock)
+    on_step(1, train_state_at(1))
+    send()
+    with pytest.raises(SystemExit):
+        on_step(2, train_state_at(2))
+    assert ckpt.steps() == []
+    assert ckpt._session.saves.params_only.latest()[0] == 2
+
+
+def test_a_state_without_an_optimizer_is_saved_whole(ckpt):
+    on_step = flaxckpt.CheckpointCallback(ckpt, grace_secs=1e-9, clock=Clock())
+    on_step(1, {"n": 1})
+    send()
+    with pytest.raises(SystemExit):
+        on_step(2, {"n": 2})
+    assert ckpt.steps() == [2]
+    assert ckpt._session.saves.params_only.latest() is None
+
+
+def test_parameters_alone_are_a_source_for_another_run(ckpt, tmp_path):
+    stop_with(ckpt, grace_secs=30, took_secs=60)
+    _, path = ckpt._session.saves.params_only.latest()
+    with flaxckpt.Checkpointer(tmp_path / "other") as other:
+        on_step = flaxckpt.CheckpointCallback(other)
+        state, start = on_step.restore_or_init(train_state_at(0), source=path)
+        assert start == 0
+        assert np.array_equal(state.params["w"], np.full((4, 4), 3.0))

@@ -1,0 +1,448 @@
+"""A run that saves another form than it trains gets back all it had, or is warned."""
+
+import logging
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.core import freeze
+
+import flaxckpt
+from flaxckpt import errors
+from flaxckpt._arrays import evaluate as arrays_evaluate
+from flaxckpt._state import flax_state as state_flax_state
+from flaxckpt._state import optimizer_roles as state_optimizer_roles
+from flaxckpt.transforms import (
+    _base,
+    copy,
+    drop,
+    from_function,
+    fuse,
+    map_leaf,
+    rename,
+    slice,
+    split,
+    stack,
+    transpose,
+    unstack,
+)
+from tests.helpers import optax_zoo
+
+SCAN = stack(r"params/layers_(\d+)/(.*)", r"params/layers/\2")
+
+
+def params():
+    def layer():
+        return {"kernel": jnp.ones((8, 24)), "bias": jnp.ones(24)}
+
+    return {f"layers_{i}": layer() for i in range(3)} | {
+        "all": {"kernel": jnp.ones((3, 8, 16)), "scale": jnp.ones((3, 8))},
+        "qkv": {"kernel": jnp.ones((8, 24))},
+        "square": {"kernel": jnp.ones((8, 8))},
+        "conv": {"kernel": jnp.ones((5, 8, 16)), "bias": jnp.ones(16)},
+        "cube": {"kernel": jnp.ones((8, 8, 8))},
+        "a": {"kernel": jnp.ones((4, 8))},
+        "b": {"kernel": jnp.ones((4, 8))},
+        "old": {"kernel": jnp.ones((4, 4))},
+        "scaled": {"bias": jnp.ones(4)},
+    }
+
+
+CHANGES = [
+    SCAN,
+    unstack(r"params/all/(.*)", r"params/all_{i}/\1"),
+    split("params/qkv/(.*)", [r"params/q/\1", r"params/k/\1", r"params/v/\1"], axis=-1),
+    fuse([r"params/a/(.*)", r"params/b/(.*)"], r"params/ab/\1"),
+    transpose("params/square/kernel"),
+    transpose("params/conv/kernel", (2, 0, 1)),
+    transpose("params/layers/kernel", (0, 2, 1)),
+    rename(r"params/old/(.*)", r"params/new/\1"),
+    map_leaf("params/scaled/bias", lambda x: x * 2, inverse=lambda x: x / 2),
+]
+
+
+def filled(tree):
+    """The tree with values of which no two leaves have the same."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(
+        (np.arange(leaf.size) + 1000 * i).astype(leaf.dtype).reshape(leaf.shape)
+        for i, leaf in enumerate(leaves)
+    )
+
+
+def by_layer(tree):
+    """Labels that differ from layer to layer."""
+    return {
+        name: jax.tree.map(lambda _, name=name: name == "layers_0", inner)
+        for name, inner in tree.items()
+    }
+
+
+def of_bias(tree):
+    """A mask that differs within one layer only."""
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, _: jax.tree_util.keystr(keys) != "['layers_0']['bias']", tree
+    )
+
+
+OPTIMIZERS = {
+    name: tx for name, tx in optax_zoo.ZOO.items() if name != "masked by a tree"
+} | {
+    "masked by layer": optax.masked(optax.adam(1e-3), by_layer),
+    "masked but for one bias": optax.masked(optax.adamw(1e-3), of_bias),
+    "multi_transform by layer": optax.multi_transform(
+        {"first": optax.adam(1e-3), "rest": optax.sgd(1e-3, momentum=0.9)},
+        lambda tree: jax.tree.map(
+            lambda is_first: "first" if is_first else "rest", by_layer(tree)
+        ),
+    ),
+    "chain of masked": optax.chain(
+        optax.clip(1.0),
+        optax.masked(optax.adam(1e-3), by_layer),
+        optax.masked(optax.trace(0.9), of_bias),
+    ),
+    "adafactor that does not factor": optax.adafactor(1e-3),
+}
+
+
+def table_of(state):
+    flat = state_flax_state.flatten(state)
+    roles = state_optimizer_roles.roles(flat.structure, flat.optimizer_states)
+    return state_optimizer_roles.with_roles(flat.table, roles)
+
+
+def not_equal(table, other):
+    """The leaves of a table that another has not, or with other values."""
+
+    def has(path, leaf):
+        found = other.get(path)
+        return found is not None and np.array_equal(leaf.source, found.source)
+
+    return [
+        path
+        for path, leaf in table.items()
+        if leaf.info.kind in ("array", "scalar") and not has(path, leaf)
+    ]
+
+
+def state_for(tx):
+    own = params()
+    opt_state = jax.eval_shape(tx.init, own)
+    return {"params": own, "opt_state": opt_state, "step": jnp.ones(())}
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_no_leaf_of_any_optimizer_is_lost(name):
+    table = table_of(state_for(OPTIMIZERS[name]))
+    assert _base.not_restored(CHANGES, table) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["adafactor", "adafactor that does not factor", "lbfgs", "chain of masked"]
+)
+def test_leaves_that_are_not_lost_have_their_values(name):
+    table = table_of(filled(state_for(OPTIMIZERS[name])))
+    saved = arrays_evaluate.of_state(_base.apply(CHANGES, table))
+    back = arrays_evaluate.of_state(_base.apply(_base.undoing(CHANGES), saved))
+    assert _base.not_restored(CHANGES, table) == not_equal(table, back) == []
+
+
+def test_leaves_that_do_not_come_back_are_listed():
+    own = {"w": jnp.ones((8, 24)), "cube": jnp.ones((8, 8, 8)), "dropped": jnp.ones(3)}
+    tx = optax.adafactor(1e-3, min_dim_size_to_factor=4)
+    state = filled({"params": own, "opt_state": tx.init(own)})
+    table = table_of(state)
+    changes = [
+        map_leaf(
+            "params/w", lambda x: x.reshape(-1), inverse=lambda x: x.reshape(8, 24)
+        ),
+        # The axes that are factored afterwards are others.
+        transpose("params/cube", (2, 0, 1)),
+        drop("params/dropped"),
+    ]
+    saved = arrays_evaluate.of_state(_base.apply(changes, table))
+    back = arrays_evaluate.of_state(_base.apply(_base.undoing(changes), saved))
+    listed = _base.not_restored(changes, table)
+    assert listed == [
+        path for path in not_equal(table, back) if not path.endswith("dropped")
+    ]
+    assert listed == [
+        "opt_state/0/v_row/cube",
+        "opt_state/0/v_row/w",
+        "opt_state/0/v_col/cube",
+        "opt_state/0/v_col/w",
+        "opt_state/0/v/w",
+    ]
+
+
+# ---- Adafactor ------------------------------------------------------------------
+
+
+TURNS = {
+    "wide": ((8, 24), None),
+    "square": ((8, 8), (-1, 0)),
+    "deep": ((2, 8, 24), (1, 2, 0)),
+    "deep_square": ((8, 2, 8), (2, 0, 1)),
+    "not_factored": ((2, 3), None),
+}
+
+
+def test_a_transposed_model_trains_as_it_was_trained(tmp_path):
+    """Adafactor's own moments of the transposed parameters are the reference."""
+    tx = optax.adafactor(1e-2, min_dim_size_to_factor=4)
+
+    def turned(tree):
+        return {name: jnp.transpose(tree[name], TURNS[name][1]) for name in tree}
+
+    def random(seed):
+        key = jax.random.key(seed)
+        return {
+            name: jax.random.normal(key, shape) for name, (shape, _) in TURNS.items()
+        }
+
+    def trained(turn):
+        own = turn(random(0))
+        opt_state = tx.init(own)
+        for i in range(2):
+            updates, opt_state = tx.update(turn(random(i + 1)), opt_state, own)
+            own = optax.apply_updates(own, updates)
+        return {"params": own, "opt_state": opt_state}
+
+    state = jax.jit(trained, static_argnums=0)(lambda tree: tree)
+    wanted = jax.jit(trained, static_argnums=0)(turned)
+    flaxckpt.save(tmp_path / "c", state)
+    changes = [transpose(f"params/{n}", order) for n, (_, order) in TURNS.items()]
+    zeros = jax.tree.map(np.zeros_like, wanted)
+    found = flaxckpt.load(tmp_path / "c", zeros, transforms=changes)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), wanted, found
+    )
+
+
+def test_factored_moments_of_boxed_parameters_are_turned(tmp_path):
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    tx = optax.adafactor(1e-2, min_dim_size_to_factor=4)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    grads = nnx.grad(lambda m: m(jnp.arange(8.0)).sum())(model)
+    optimizer.update(model, grads)
+    state = {"model": model, "optimizer": optimizer}
+    flaxckpt.save(
+        tmp_path / "c", state, transforms=[transpose(r"model/kernel", (1, 0))]
+    )
+    found = flaxckpt.load(tmp_path / "c", state)
+    new, old = found["optimizer"].opt_state[0], optimizer.opt_state[0]
+    np.testing.assert_array_equal(
+        new.v_row["kernel"].get_value(), old.v_col["kernel"].get_value()
+    )
+    assert np.any(old.v_row["kernel"].get_value() != old.v_col["kernel"].get_value())
+
+
+# ---- runs -----------------------------------------------------------------------
+
+
+@flax.struct.dataclass
+class State:
+    """A state of a class of its own."""
+
+    params: dict
+    opt_state: tuple
+
+
+def state_of(kind, tx, own):
+    state = filled({"params": own, "opt_state": tx.init(own)})
+    if kind == "struct":
+        return State(**state)
+    if kind == "FrozenDict":
+        own = freeze(own)
+        return freeze(filled({"params": own, "opt_state": tx.init(own)}))
+    return state
+
+
+@pytest.mark.parametrize("kind", ["dict", "struct", "FrozenDict"])
+def test_a_run_whose_mask_differs_by_layer_is_resumed_with_all_moments(
+    tmp_path, caplog, kind
+):
+    state = state_of(kind, optax.masked(optax.adam(1e-3), dict_mask), params())
+    with flaxckpt.Checkpointer(tmp_path, transforms=[SCAN]) as ckpt:
+        ckpt.save(1, state).wait()
+    zeros = jax.tree.map(np.zeros_like, state)
+    with flaxckpt.Checkpointer(tmp_path, transforms=[SCAN]) as ckpt:
+        found = ckpt.restore(zeros)
+    jax.tree.map(np.testing.assert_array_equal, state, found)
+    assert "start afresh" not in caplog.text
+    assert "nobody knows" not in caplog.text
+
+
+def test_layers_in_a_container_of_their_own_are_resumed_without_a_warning(
+    tmp_path, caplog
+):
+    own = {"blocks": {str(i): {"w": {"kernel": jnp.ones((4, 4))}} for i in range(3)}}
+    tx = optax.masked(optax.adam(1e-3), {"blocks": {"0": True, "1": True, "2": False}})
+    state = filled({"params": own, "opt_state": tx.init(own)})
+    change = stack(r"params/blocks/(\d+)/(.*)", r"params/blocks/\2")
+    with flaxckpt.Checkpointer(tmp_path, transforms=[change]) as ckpt:
+        ckpt.save(1, state).wait()
+        found = ckpt.restore(jax.tree.map(np.zeros_like, state))
+    jax.tree.map(np.testing.assert_array_equal, state, found)
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def dict_mask(tree):
+    """A mask by layer, of a dict of any class."""
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, _: "layers_0" not in jax.tree_util.keystr(keys), tree
+    )
+
+
+def test_moments_left_in_their_old_places_belong_to_no_stacked_model(tmp_path, caplog):
+    tx = optax.masked(optax.adam(1e-3), by_layer)
+    state = filled({"params": params(), "opt_state": tx.init(params())})
+    flaxckpt.save(tmp_path / "c", state, transforms=[SCAN])
+    own = params()
+    layers = [own.pop(f"layers_{i}") for i in range(3)]
+    own["layers"] = jax.tree.map(lambda *parts: jnp.stack(parts), *layers)
+    plain = optax.masked(optax.adam(1e-3), jax.tree.map(lambda _: True, own))
+    wanted = {"params": own, "opt_state": plain.init(own)}
+    with caplog.at_level(logging.WARNING):
+        found = flaxckpt.load(tmp_path / "c", wanted)
+    assert "start afresh" in caplog.text
+    assert not np.any(found["opt_state"].inner_state[0].mu["layers"]["kernel"])
+    np.testing.assert_array_equal(
+        found["params"]["layers"]["bias"][1], state["params"]["layers_1"]["bias"]
+    )
+
+
+LOSSY = map_leaf(
+    "params/w", lambda x: x.reshape(-1), inverse=lambda x: x.reshape(8, 24)
+)
+
+
+def adafactor_state():
+    own = {"w": jnp.ones((8, 24)), "b": jnp.ones(24)}
+    tx = optax.adafactor(1e-3, min_dim_size_to_factor=4)
+    return filled({"params": own, "opt_state": tx.init(own)})
+
+
+def test_what_a_run_would_not_get_back_is_a_warning_once(tmp_path, caplog):
+    state = adafactor_state()
+    with flaxckpt.Checkpointer(tmp_path, transforms=[LOSSY]) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state).wait()
+    [told] = [r.getMessage() for r in caplog.records if "resumes" in r.getMessage()]
+    assert told.startswith("3 leaves start afresh whenever this run resumes")
+    assert "opt_state/0/v_row/w" in told
+    assert "map_leaf('params/w')" in told
+
+
+def test_the_preflight_warns_of_what_a_run_would_not_get_back(tmp_path, caplog):
+    state = adafactor_state()
+    with flaxckpt.Checkpointer(tmp_path, transforms=[LOSSY]) as ckpt:
+        on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=5, check_step=False)
+        on_step(1, state)
+        assert "3 leaves start afresh whenever this run resumes" in caplog.text
+        caplog.clear()
+        on_step(5, state)
+        assert "resumes" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        map_leaf("params/w", lambda x: x * 2),
+        from_function(
+            lambda tree: {
+                **tree,
+                "params": {**tree["params"], "w": tree["params"]["w"] + 1},
+            }
+        ),
+        from_function(
+            lambda tree: {
+                **tree,
+                "params": {"w": tree["params"]["v"], "v": tree["params"]["w"]},
+            }
+        ),
+    ],
+    ids=["map_leaf", "computed", "exchanged"],
+)
+def test_values_that_nothing_turns_back_are_refused(tmp_path, caplog, change):
+    own = {"w": jnp.arange(4.0), "v": jnp.ones(4)}
+    state = {"params": own, "opt_state": optax.sgd(1e-2, momentum=0.9).init(own)}
+    with flaxckpt.Checkpointer(tmp_path, transforms=[change]) as ckpt:
+        ckpt.save(1, state).wait()
+        assert "no step of this run can be restored into its state" in caplog.text
+        for wanted in (state, {"params": own}):
+            with pytest.raises(errors.OptionError, match="cannot be undone") as caught:
+                ckpt.restore(wanted)
+            assert "params/w" in str(caught.value)
+            assert "inverse=" in str(caught.value)
+        as_saved = ckpt.restore()
+        halved = map_leaf("params/w", lambda x: x / 2)
+        if "map_leaf" in str(change):
+            found = ckpt.restore(state, transforms=[halved])
+            np.testing.assert_array_equal(found["params"]["w"], own["w"])
+            np.testing.assert_array_equal(as_saved["params"]["w"], own["w"] * 2)
+
+
+@pytest.mark.parametrize(
+    "change", [copy("params/w", "shadow/w"), slice("params/v", (4,))]
+)
+def test_what_changes_no_value_needs_no_inverse(tmp_path, caplog, change):
+    own = {"w": jnp.arange(4.0), "v": jnp.ones(4)}
+    with flaxckpt.Checkpointer(tmp_path, transforms=[change]) as ckpt:
+        ckpt.save(1, {"params": own}).wait()
+        found = ckpt.restore({"params": own})
+    np.testing.assert_array_equal(found["params"]["w"], own["w"])
+    assert "no step" not in caplog.text
+
+
+# ---- optimizers with several leaves for each parameter ------------------------------
+
+
+def sm3_state(kernel):
+    """A trained state of SM3, whose accumulators of a square kernel all differ."""
+    tx = optax.sm3(1e-2)
+    grads = {"dense": {"kernel": kernel, "bias": jnp.arange(4.0)}}
+    state = tx.init(jax.tree.map(jnp.zeros_like, grads))
+    _, state = tx.update(grads, state)
+    return {"params": grads, "opt_state": state}
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+def test_the_accumulators_of_sm3_follow_a_transposition(tmp_path, freezes):
+    kernel = jnp.arange(16.0).reshape(4, 4) ** 2
+    saved, wanted = sm3_state(kernel), sm3_state(kernel.T)
+    if freezes:
+        saved["params"], wanted["params"] = (
+            freeze(s["params"]) for s in (saved, wanted)
+        )
+    flaxckpt.save(tmp_path / "c", saved)
+    abstract = jax.eval_shape(lambda: wanted)
+    found = flaxckpt.load(
+        tmp_path / "c", abstract, transforms=[transpose("params/dense/kernel")]
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    before, after = (s["opt_state"][0].mu["dense"]["kernel"] for s in (saved, found))
+    assert not np.array_equal(before[0], after[0])
+
+
+def test_the_accumulators_of_sm3_follow_a_renamed_parameter(tmp_path):
+    saved = sm3_state(jnp.arange(16.0).reshape(4, 4))
+    flaxckpt.save(tmp_path / "c", saved)
+    wanted = jax.tree.map(jnp.zeros_like, saved)
+    renamed = {"params": {"new": wanted["params"]["dense"]}}
+    renamed["opt_state"] = optax.sm3(1e-2).init(renamed["params"])
+    found = flaxckpt.load(
+        tmp_path / "c",
+        renamed,
+        transforms=[rename("params/dense/(.*)", r"params/new/\1")],
+    )
+    for field in ("mu", "nu"):
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            getattr(found["opt_state"][0], field)["new"],
+            getattr(saved["opt_state"][0], field)["dense"],
+        )

@@ -1,0 +1,255 @@
+"""Who waits at a terminal sees a bar; nobody else sees anything."""
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import flaxckpt
+from flaxckpt import transforms
+from flaxckpt._checkpoint import plan as checkpoint_plan
+from flaxckpt._checkpoint import request as checkpoint_request
+from flaxckpt._checkpoint import restore as checkpoint_restore
+from flaxckpt._checkpoint import save as checkpoint_save
+from flaxckpt._util import progress as util_progress
+from flaxckpt.formats import _locate
+
+# Each operation goes on only when it gets a line from the terminal, or, if it is to be
+# quiet, when nobody draws any more.
+CHILD = """
+import fcntl, functools, os, signal, subprocess, sys, termios, threading, time
+import numpy as np
+import flaxckpt
+from flaxckpt._arrays import blockwise
+from flaxckpt._arrays.zarr import chunk_file
+from flaxckpt._inspect import listing, run_view
+from flaxckpt._util import progress
+
+directory, is_quiet = sys.argv[1], sys.argv[2] == "quiet"
+progress._DELAY_SECS = 0
+go = threading.Event()
+
+def read_lines():
+    for line in sys.stdin:
+        go.set()
+
+def held_up(module, name):
+    real = getattr(module, name)
+    @functools.wraps(real)
+    def call(*args, **kwargs):
+        if is_quiet:
+            while any(t.name == "flaxckpt progress" for t in threading.enumerate()):
+                time.sleep(0.01)
+        else:
+            go.wait()
+        return real(*args, **kwargs)
+    setattr(module, name, call)
+
+if os.isatty(0):
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+if "IN_BACKGROUND" in os.environ:
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    other = subprocess.Popen(["sleep", "600"], process_group=0)
+    os.tcsetpgrp(0, other.pid)
+if not is_quiet:
+    threading.Thread(target=read_lines, daemon=True).start()
+held_up(chunk_file, "write")
+held_up(chunk_file, "read")
+held_up(blockwise, "read")
+held_up(run_view, "created")
+state = {"w": np.ones(5_000_000, np.uint8)}
+
+flaxckpt.save(f"{directory}/first", state)
+go.clear()
+with flaxckpt.Checkpointer(f"{directory}/run") as ckpt:
+    ckpt.save(7, state)
+go.clear()
+with flaxckpt.Checkpointer(f"{directory}/run") as ckpt:
+    ckpt.restore(verify=False, memory_map=False)
+go.clear()
+flaxckpt.load(f"{directory}/first", memory_map=False)
+go.clear()
+flaxckpt.convert(f"{directory}/first", f"{directory}/m.safetensors")
+go.clear()
+listing.listing(f"{directory}/run")
+print("all done", flush=True)
+if "IN_BACKGROUND" in os.environ:
+    other.kill()
+    other.wait()
+"""
+
+LABELS = [
+    b"saving first",
+    b"saving step 7",
+    b"loading 7",
+    b"loading first",
+    b"converting to m.safetensors",
+]
+HIDE_CURSOR = b"\x1b[?25l"
+DEADLINE_SECS = 120
+
+
+class Terminal:
+    """A child process at a terminal of its own."""
+
+    def __init__(self, *arguments, **environment):
+        self.master, slave = pty.openpty()
+        self.child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, *map(str, arguments)],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "100"} | environment,
+        )
+        os.close(slave)
+        self.seen = b""
+        self.deadline = time.monotonic() + DEADLINE_SECS
+
+    def read_until(self, text=None):
+        """Reads until `text` appears, or to the end."""
+        start = len(self.seen)
+        while text is None or text not in self.seen[start:]:
+            left = self.deadline - time.monotonic()
+            assert left > 0, self.seen
+            if not select.select([self.master], [], [], left)[0]:
+                continue
+            try:
+                content = os.read(self.master, 2**16)
+            except OSError:  # how Linux tells that nobody is there any more
+                content = b""
+            if not content:
+                assert text is None, self.seen
+                return
+            self.seen += content
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.child.kill()
+        self.child.wait()
+        os.close(self.master)
+
+
+def test_a_bar_is_shown_while_somebody_waits_and_leaves_no_trace(tmp_path):
+    with Terminal(tmp_path, "loud") as terminal:
+        for label in LABELS:
+            terminal.read_until(label)
+            terminal.read_until(b"5.0 MB")
+            os.write(terminal.master, b"\n")
+        terminal.read_until(b"looking at run")
+        terminal.read_until(b"0/1")
+        os.write(terminal.master, b"\n")
+        terminal.read_until()
+        assert terminal.child.wait() == 0
+    assert terminal.seen.rstrip().endswith(b"\x1b[2Kall done")
+    assert HIDE_CURSOR not in terminal.seen
+
+
+@pytest.mark.parametrize("label", [LABELS[0], LABELS[2]])
+def test_ctrl_c_ends_the_bar_and_leaves_the_cursor(tmp_path, label):
+    with Terminal(tmp_path, "loud") as terminal:
+        for earlier in LABELS[: LABELS.index(label)]:
+            terminal.read_until(earlier)
+            os.write(terminal.master, b"\n")
+        terminal.read_until(label)
+        os.write(terminal.master, b"\x03")
+        terminal.read_until(b"^C")
+        os.write(terminal.master, b"\n")  # what was begun may end
+        terminal.read_until()
+        assert terminal.child.wait() in (-signal.SIGINT, 128 + signal.SIGINT)
+    assert b"KeyboardInterrupt" in terminal.seen
+    rest = terminal.seen[terminal.seen.rindex(b"KeyboardInterrupt") :]
+    assert label not in rest
+    assert HIDE_CURSOR not in terminal.seen
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"FLAXCKPT_PROGRESS": "0"}, {"TERM": "dumb"}, {"IN_BACKGROUND": "1"}],
+    ids=str,
+)
+def test_a_terminal_that_wants_no_bar_stays_quiet(tmp_path, environment):
+    with Terminal(tmp_path, "quiet", **environment) as terminal:
+        terminal.read_until()
+        assert terminal.child.wait() == 0
+    assert terminal.seen == b"all done\r\n"
+
+
+def test_a_bar_without_colours_is_shown_if_colours_are_not_wanted(tmp_path):
+    with Terminal(tmp_path, "loud", NO_COLOR="1") as terminal:
+        for label in LABELS:
+            terminal.read_until(label)
+            os.write(terminal.master, b"\n")
+        terminal.read_until(b"looking at run")
+        os.write(terminal.master, b"\n")
+        terminal.read_until()
+    assert b"\x1b[3" not in terminal.seen
+
+
+def test_nothing_is_written_where_no_terminal_is(tmp_path):
+    found = subprocess.run(
+        [sys.executable, "-c", CHILD, str(tmp_path), "quiet"],
+        check=True,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=DEADLINE_SECS,
+    )
+    assert (found.stdout, found.stderr) == (b"all done\n", b"")
+
+
+# ---- what is counted ---------------------------------------------------------------
+
+
+def state():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+    sharding = NamedSharding(mesh, PartitionSpec("a", None))
+    return {
+        "split": jax.device_put(jnp.ones((6, 5)), sharding),
+        "large": np.ones((3, 1000), np.float64),
+        "bf16": jnp.ones(77, jnp.bfloat16),
+        "number": 3,
+        "empty": np.zeros((0, 3)),
+        "text": "abc",
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"store": "files", "chunk_bytes": 700},
+        {"codec": "zstd"},
+        {"store": "ocdbt"},
+        {"zarr_version": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("verify", [True, False])
+def test_all_bytes_are_counted_once(tmp_path, options, verify):
+    saved = util_progress.Counter("saving")
+    layout = flaxckpt.ArrayLayout(**options)
+    half = [transforms.cast("large", "float32")]
+    options = checkpoint_request.SaveOptions(layout=layout, transforms=half)
+    request = checkpoint_request.SaveRequest(
+        path=tmp_path / "c", options=options, count=saved.add
+    )
+    snapshot = checkpoint_save.take(request, state())
+    checkpoint_save.execute(snapshot)
+    assert saved.done == snapshot.nbytes > 0
+    loaded = util_progress.Counter("loading")
+    stored = _locate.read_stored(tmp_path / "c", None)
+    checkpoint_restore.restore(
+        stored, state(), checkpoint_plan.Options(verify=verify), loaded
+    )
+    assert loaded.done == loaded.total > 0

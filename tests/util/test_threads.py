@@ -1,0 +1,130 @@
+"""Work side by side: all of it, errors told, even where no thread can start."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from flaxckpt._util import threads as util_threads
+
+
+@pytest.fixture(params=["threads", "no threads"])
+def any_threads(request, monkeypatch):
+    if request.param == "no threads":
+
+        def refuse(self):
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+@pytest.mark.usefixtures("any_threads")
+@pytest.mark.parametrize("count", [0, 1, 3, 100])
+def test_every_item_is_done_once(count):
+    done = []
+    util_threads.each(done.append, range(count), threads=4)
+    assert sorted(done) == list(range(count))
+
+
+@pytest.mark.usefixtures("any_threads")
+def test_the_first_error_is_raised_and_the_rest_left_out():
+    done, before = [], set(threading.enumerate())
+
+    def work(item):
+        done.append(item)
+        if item == 5:
+            raise ValueError(item)
+
+    with pytest.raises(ValueError, match="5"):
+        util_threads.each(work, range(1000), threads=2)
+    assert len(done) < 1000
+    assert set(threading.enumerate()) <= before  # nothing is running any more
+
+
+@pytest.mark.usefixtures("any_threads")
+def test_work_beside_is_done_when_the_block_is_left():
+    done = []
+    with util_threads.beside(lambda: done.append(1)):
+        pass
+    assert done == [1]
+
+
+@pytest.mark.usefixtures("any_threads")
+def test_errors_beside_are_told():
+    def fail():
+        raise ValueError("beside")
+
+    with pytest.raises(ValueError, match="beside"), util_threads.beside(fail):
+        pass
+    with pytest.raises(OSError, match="block"), util_threads.beside(fail):
+        raise OSError("block")
+
+
+def test_a_block_can_end_at_once_if_what_is_beside_it_fails():
+    failed = threading.Event()
+
+    def fail():
+        failed.set()
+        raise ValueError("beside")
+
+    turns = []
+
+    def work():
+        with util_threads.beside(fail) as check:
+            failed.wait()
+            for turn in range(10_000):
+                check()
+                time.sleep(0.001)
+                turns.append(turn)
+
+    with pytest.raises(ValueError, match="beside"):
+        work()
+    assert len(turns) < 10_000
+
+
+def test_a_budget_is_never_exceeded():
+    budget = util_threads.Budget(10)
+    held, most, lock = [], [], threading.Lock()
+
+    def work(size):
+        with budget.hold(size):
+            with lock:
+                held.append(size)
+                most.append(sum(held))
+            with lock:
+                held.remove(size)
+
+    util_threads.each(work, [3, 4, 5, 2] * 50, threads=6)
+    assert max(most) <= 10
+
+
+def test_what_exceeds_the_budget_is_let_through_alone():
+    budget = util_threads.Budget(10)
+    with budget.hold(1000), budget.hold(0):
+        waiting = threading.Thread(target=lambda: budget.hold(1).__enter__())
+        waiting.start()
+        waiting.join(0.05)
+        assert waiting.is_alive()
+    waiting.join()
+
+
+def test_work_goes_on_while_python_exits():
+    """A save may still be under way then; pools refuse work at that time."""
+    code = """
+import threading, time
+from flaxckpt._util import threads
+done = []
+def work():
+    time.sleep(0.3)
+    threads.each(done.append, range(20), threads=4)
+    with threads.beside(lambda: done.append("beside")):
+        pass
+    print(len(done))
+threading.Thread(target=work).start()
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert (found.stdout.strip(), found.stderr) == ("21", "")
