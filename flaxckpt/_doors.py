@@ -11,9 +11,11 @@ import contextlib
 import importlib
 import logging  # noqa: F401  its handlers of forks are called after those below
 import os
+import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
-from types import ModuleType
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MappingProxyType, ModuleType
+from typing import Any
 
 _FORK_SECS = 30
 
@@ -78,7 +80,11 @@ def open_all() -> None:
             import_module(f"{package}.{name}")
 
 
-def opener(package: str, modules: Collection[str]) -> Callable[[str], ModuleType]:
+def opener(
+    package: str,
+    modules: Collection[str],
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[[str], Any]:
     """Returns a `__getattr__` for `package` that imports `modules` on first use.
 
     A package need not import all of itself for a caller that wants one module: jax
@@ -87,13 +93,20 @@ def opener(package: str, modules: Collection[str]) -> Callable[[str], ModuleType
     Args:
         package: The package's `__name__`.
         modules: Names of the modules in it that other packages may use.
+        names: Names of functions and classes that they may use -> their modules.
 
     Raises:
         AttributeError: The returned function was asked for any other name.
     """
-    _unopened[package] = list(modules)
+    _unopened[package] = [name for name in modules if name not in names]
+    _unopened[package] += set(names.values())
 
-    def get(name: str) -> ModuleType:
+    def get(name: str) -> Any:
+        if name in names:
+            module = import_module(f"{package}.{names[name]}")
+            found = getattr(module, name)
+            setattr(sys.modules[package], name, found)
+            return found
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return import_module(f"{package}.{name}")

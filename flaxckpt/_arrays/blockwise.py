@@ -189,9 +189,8 @@ def _whole(pieces: Sequence[Piece], max_bytes: int) -> list[Array]:
     if not jobs:
         return [_given(piece.leaf) for piece in pieces]
     root = next(iter(jobs.values())).stored.root
-    options = arrays_read.ReadOptions(
-        _storage.filesystem.is_local(str(root)), True, max_bytes
-    )
+    is_local = _storage.of(root).is_local(root)
+    options = arrays_read.ReadOptions(is_local, True, max_bytes)
     values = arrays_read.read(tuple(jobs.values()), options)
     return [
         _converted(values[piece.path], piece.leaf.info)

@@ -222,7 +222,7 @@ def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> 
             check = stored.check if options.verify else None
             return _from_store(work.job, regions, databases.context, check)
         if not stored.raw.ocdbt:
-            _storage.symlinks.check_root(stored.raw.root, stored.root)
+            _storage.of(stored.raw.root).check_root(stored.raw.root, stored.root)
             return read_raw.from_files(
                 stored.raw,
                 stored.info,

@@ -174,7 +174,7 @@ def from_files(
             )
         )
     arrays: dict[Region, Array] = {}
-    may_map = memory_map and not _storage.paths.is_remote(directory)
+    may_map = memory_map and _storage.of(directory).can_map
     for region in regions:
         chunks = [
             (
@@ -270,7 +270,7 @@ class Databases:
         """
         if raw.root not in self._opened and raw.root not in self._faults:
             try:
-                _storage.symlinks.check_root(raw.root, checkpoint)
+                _storage.of(raw.root).check_root(raw.root, checkpoint)
             except (ValueError, OSError) as error:
                 self._faults[raw.root] = error
         self.open(raw, verify=verify)

@@ -24,7 +24,7 @@ from flaxckpt._arrays.zarr import chunk_file
 from flaxckpt._arrays.zarr import metadata as zarr_metadata
 from flaxckpt._arrays.zarr import ocdbt as zarr_ocdbt
 from flaxckpt._arrays.zarr.metadata import Encoding
-from flaxckpt._storage.local import Stamp
+from flaxckpt._storage import Stamp
 
 DEFAULT_CONCURRENT_BYTES = 2 * 2**30
 """Bytes that may be between memory and storage at one time."""
@@ -117,8 +117,8 @@ def write(
                 count=count,
             )
         return
-    if _storage.paths.is_remote(root):
-        previous = None  # stores have no links
+    if not _storage.of(root).has_hard_links:
+        previous = None
     if ocdbt:
         sized = ((array, array.nbytes) for array in arrays)
         for batch in _util.memory.batches(sized, max_concurrent_bytes):
@@ -219,7 +219,7 @@ def _write_files(
     writer: int | None = None,
 ) -> None:
     """Writes each array as a directory of chunks, several at a time."""
-    is_remote = _storage.paths.is_remote(root)
+    costs_requests = _storage.of(root).costs_requests
 
     def begin(array: HostArray) -> bool:
         """Makes the directory; returns whether the earlier metadata is the same."""
@@ -243,7 +243,7 @@ def _write_files(
         # have changed since. jax does not tell, so that the checksums have to.
         is_same = is_unchanged and encoding.checksum
         link = chunk_file.link_unchanged if is_same else chunk_file.link_equal
-        copies = chunk.has_to_be_copied() + _COPIES_IN_REQUESTS * is_remote
+        copies = chunk.has_to_be_copied() + _COPIES_IN_REQUESTS * costs_requests
         with budget.hold(chunk.size * copies):
             parts = chunk.parts(encoding)
             if not (old and link(old, new, parts)):
@@ -261,7 +261,7 @@ def _write_files(
             functools.partial(write_chunk, chunk, is_unchanged)
             for chunk in chunks_to_write.chunks(array)
         ]
-    threads = _THREADS_OF_STORES if is_remote else _THREADS
+    threads = _THREADS_OF_STORES if costs_requests else _THREADS
     _util.threads.each(lambda task: task(), tasks, threads=threads)
     if previous is not None and not previous.is_current():
         # Arrays that were saved there may have been linked from what is there now.

@@ -122,9 +122,9 @@ class _Chunk(NamedTuple):
 
 def _check_size(chunk: _Chunk, count: Callable[[int], object]) -> None:
     """Compares the size of a chunk with what it must be."""
-    if not _storage.paths.is_remote(chunk.file):
-        with verify_report.opened(chunk.file, chunk.root) as (_, found):
-            chunk.check_size(found)
+    found = _storage.of(chunk.file).known_size(chunk.file, chunk.root)
+    if found is not None:
+        chunk.check_size(found)
         return
     sizes: list[int] = []
     verify_report.stream(
@@ -135,8 +135,9 @@ def _check_size(chunk: _Chunk, count: Callable[[int], object]) -> None:
 
 def _check_chunk(chunk: _Chunk, count: Callable[[int], object]) -> None:
     """Compares a chunk with the checksum at its end."""
-    if not _storage.paths.is_remote(chunk.file):
-        _check_size(chunk, count)  # before all of it is read
+    size = _storage.of(chunk.file).known_size(chunk.file, chunk.root)
+    if size is not None:
+        chunk.check_size(size)  # before all of it is read
     value, found, tail = 0, 0, b""
 
     def take(part: memoryview) -> None:

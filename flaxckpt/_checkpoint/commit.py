@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import weakref
@@ -127,14 +128,11 @@ def made(snapshot: Snapshot) -> Iterator[Path]:
     """The directory to write to; what is left of it at the end is removed."""
     final = snapshot.request.path
     _storage.local.make_directory(final.parent)
-    if not _storage.paths.is_remote(final):  # where whoever locks it next sweeps it
-        _storage.temporary.sweep(final.parent, lambda name: name == final.name)
-    elif snapshot.request.overwrite and _storage.commit_marker.is_committed(final):
-        checkpoint_overwrite.check_replaceable(final)  # which comes to its end at once
-    with _storage.temporary.made(
+    with _storage.of(final).new_checkpoint(
         final,
         overwrite=snapshot.request.overwrite,
         keep=lambda name: name == _steps.markers.PIN,
+        check=checkpoint_overwrite.check_replaceable,
     ) as temporary:
         (temporary / _native.checkpoint.STATE).mkdir()
         yield temporary
@@ -202,23 +200,13 @@ def finish(
     """
     contents, request = snapshot.contents, snapshot.request
     sealed = _native.checkpoint.seal(contents, files, temporary, digests or {})
-    if _storage.paths.is_remote(temporary):  # where it is the marker that commits
-        write_new(
-            temporary,
-            {_native.orbax_json.MANIFEST: sealed[_native.orbax_json.MANIFEST]},
-        )
-    else:
-        write_new(temporary, sealed)
+    marker = sealed.pop(_native.checkpoint.COMMITTED)
+    write_new(temporary, sealed)
     marks = _steps.markers.of_new(request.path, temporary=request.temporary)
     write_new(temporary, {**marks, **request.marks})
-    size = _storage.local.sync_tree(temporary)
     manifest = _storage.local.stamp(temporary / _native.orbax_json.MANIFEST)
-    if _storage.paths.is_remote(temporary):
-        size = _storage.commit_marker.commit(
-            temporary, sealed[_native.checkpoint.COMMITTED]
-        )
-    else:
-        name(temporary, request.path, overwrite=request.overwrite)
+    publish = functools.partial(name, overwrite=request.overwrite)
+    size = _storage.of(temporary).commit(temporary, request.path, marker, publish)
     stamp = manifest._replace(path=request.path / _native.orbax_json.MANIFEST)
     return Written(size, for_next(snapshot, stamp))
 

@@ -48,12 +48,12 @@ def _check(path: Path) -> None:
         for name, digest in digests(path, stored).items():
             # Zarr 2 has one for every file, which would be as much to read as all.
             is_much = encoding and (
-                encoding.version == 2 or _storage.paths.is_remote(path)
+                encoding.version == 2 or _storage.of(path).costs_requests
             )
             if not (is_much and _native.checkpoint.is_of_arrays(name)):
                 _native.items.check_digest(path / name, digest)
-        if _storage.paths.is_remote(path):
-            _check_objects(path, stored, manifest, encoding)
+        if _storage.of(path).costs_requests:
+            _check_names(path, stored, manifest, encoding)
             return
         arrays = [i for i in stored.metadata.leaves.values() if i.dtype is not None]
         if encoding is None or not arrays:
@@ -65,8 +65,8 @@ def _check(path: Path) -> None:
             _check_array(path / _native.checkpoint.STATE, encoding, info)
 
 
-def _check_objects(
-    path: _storage.paths.RemotePath,
+def _check_names(
+    path: Path,
     stored: Stored,
     manifest: Mapping[str, Any],
     encoding: _arrays.zarr.metadata.Encoding | None,
@@ -86,7 +86,7 @@ def _check_objects(
             }
     elif encoding is not None and any(i.dtype for i in stored.metadata.leaves.values()):
         wanted.add(f"{_native.checkpoint.STATE}/{_arrays.zarr.ocdbt.MANIFEST}")
-    if missing := sorted(wanted.difference(path.keys())):
+    if missing := sorted(wanted.difference(_storage.of(path).files_below(path))):
         raise errors.DamagedCheckpointError(
             f"{path} is not all there; restore another step:\n"
             + errors.rows(f"{name} is missing" for name in missing)

@@ -121,7 +121,7 @@ def check_free(final: Path, *, overwrite: bool) -> None:
     """
     if not _storage.local.lexists(final):
         return
-    if _storage.paths.is_remote(final) and _storage.commit_marker.is_unfinished(final):
+    if _storage.of(final).is_unfinished(final):
         return  # it is removed, if nobody works with it
     if _is_empty(final):
         return
@@ -142,7 +142,7 @@ def check_target_free(final: Path, *, overwrite: bool) -> None:
         OptionError: It lies below a file.
         CheckpointExistsError: Something is there that may not be replaced.
     """
-    there = (path for path in final.parents if _is_taken(path))
+    there = (path for path in final.parents if _storage.of(path).is_taken(path))
     above = next(there, None)  # in a store, there may be nothing
     if above is not None and not above.is_dir():
         raise errors.OptionError(
@@ -202,7 +202,7 @@ def set_aside(final: Path) -> None:
     try:
         check_replaceable(final)
     except errors.CheckpointExistsError:
-        if _storage.paths.is_remote(final):
+        if not _storage.of(final).can_rename:
             raise
     else:
         return
@@ -232,7 +232,7 @@ def _foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
         Their paths in the directory; None if there is no checkpoint.
     """
     if _is_orbax(directory):
-        files = _content(directory)
+        files = _storage.of(directory).files_and_links(directory)
         if _native.orbax_json.MANIFEST in files:
             own = _own(files)
         else:
@@ -240,10 +240,10 @@ def _foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
     elif not of_any_format:
         return None
     elif _t5x.recognises(directory):
-        files = _content(directory)
+        files = _storage.of(directory).files_and_links(directory)
         own = _in_arrays(files) | {_native.items.AGGREGATE}
     else:
-        files = _content(directory)
+        files = _storage.of(directory).files_and_links(directory)
         own = _of_safetensors(directory, [name for name in files if "/" not in name])
         if not own:
             return None
@@ -257,7 +257,7 @@ def _foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
 
 def _empty_directories(directory: Path) -> list[str]:
     """The empty directories right in a directory that somebody else has made."""
-    if _storage.paths.is_remote(directory):
+    if not _storage.of(directory).has_directories:
         return []
     handlers = _native.items.item_handlers(directory)
     items = handlers if isinstance(handlers, dict) else {}
@@ -268,24 +268,6 @@ def _empty_directories(directory: Path) -> list[str]:
         and child.name not in (*_OWN_DIRECTORIES, *items)
         and not _is_passing(child.name)
     )
-
-
-def _content(directory: Path) -> dict[str, bool]:
-    """Maps the path of each file in a directory to True if the file is a link."""
-    if _storage.paths.is_remote(directory):
-        keys = directory.keys()
-        return {key: False for key in sorted(keys) if not key.endswith("/")}
-    found: dict[str, bool] = {}
-    root = str(directory)
-    for path, directories, names in os.walk(root):
-        directories.sort()
-        inside = os.path.relpath(path, root).replace(os.sep, "/") + "/"
-        inside = "" if inside == "./" else inside
-        for name in directories + names:
-            is_link = os.path.islink(os.path.join(path, name))  # noqa: PTH114, PTH118
-            if is_link or name not in directories:
-                found[inside + name] = is_link
-    return dict(sorted(found.items()))
 
 
 def _rows(files: Iterable[str], own: Collection[str]) -> list[str]:
@@ -472,10 +454,3 @@ def shards(index: Path) -> set[str]:
         return set(_safetensors.header.parse_index(text).files.values())
     except (OSError, ValueError):
         return set()
-
-
-# ---- what is read ----------------------------------------------------------------
-
-
-def _is_taken(path: Path) -> bool:
-    return path.is_file() if _storage.paths.is_remote(path) else os.path.lexists(path)

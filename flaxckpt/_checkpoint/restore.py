@@ -156,8 +156,9 @@ def step_of(state: PyTree) -> int:
 def _digest(stored: Stored) -> str | None:
     if stored.stamp is None:
         return None
+    file = stored.stamp.path
     try:
-        return _storage.local.digest_file(stored.stamp.path, max_bytes=_DIGESTED_BYTES)
+        return _storage.of(file).digest_file(file, max_bytes=_DIGESTED_BYTES)
     except OSError:
         return None
 
@@ -411,7 +412,8 @@ def _reading(
 ) -> _arrays.read.ReadOptions:
     memory_map = options.memory_map
     if memory_map == "auto":
-        memory_map = _storage.filesystem.is_local(_storage.paths.from_text(path))
+        checkpoint = _storage.paths.from_text(path)
+        memory_map = _storage.of(checkpoint).is_local(checkpoint)
     at_once = options.max_concurrent_bytes
     return _arrays.read.ReadOptions(
         memory_map=memory_map,

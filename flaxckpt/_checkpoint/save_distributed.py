@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import jax
 from jax.sharding import NamedSharding
 
-from flaxckpt import _arrays, _distributed, _storage, _util, datasets, errors
+from flaxckpt import _arrays, _distributed, _storage, datasets, errors
 from flaxckpt._checkpoint import commit
 from flaxckpt._checkpoint.commit import Written
 from flaxckpt._checkpoint.request import Snapshot
@@ -218,18 +217,8 @@ def _write_part(
 
 def _sync(root: Path, snapshot: Snapshot) -> None:
     """Syncs the files of arrays that this process has written; objects are durable."""
-    if _storage.paths.is_remote(root):
-        return
     paths = [root / array.name for array in snapshot.arrays if array.shards]
     for array in snapshot.arrays:
         if _arrays.chunks_to_write.is_raw(array, snapshot.contents.encoding):
             paths += _arrays.chunks_to_write.files_of(root, array)
-
-    def sync(path: Path) -> None:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    _util.threads.each(sync, paths, threads=_SYNCING_THREADS)
+    _storage.of(root).sync_files(paths, _SYNCING_THREADS)

@@ -236,7 +236,7 @@ def _verify_own(path: Path, stored: Stored, found: verify_report.Findings) -> li
     checks.append(
         (_native.checkpoint.COMMITTED, functools.partial(check_committed, path))
     )
-    found.counter.total = verify_report.size_of(path)
+    found.counter.total = _storage.of(path).known_size_below(path)
     found.run(checks)
     if encoding is not None and manifest["ocdbt"] and leaves:
         check_keys(path, encoding, leaves, found)

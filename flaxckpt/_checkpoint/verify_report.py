@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import os
-import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,7 +16,6 @@ from flaxckpt import _storage, _util, errors
 from flaxckpt._types import LeafPath
 
 _THREADS = 8
-_READ_AT_ONCE = 2**20
 
 LARGE = 2**62
 """For what may have any size."""
@@ -200,32 +196,6 @@ def _file_of(error: OSError) -> str:
 # ---- files ------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def opened(file: Path, root: Path) -> Iterator[tuple[int, int]]:
-    """The descriptor and the size of a plain file, which is in `root`.
-
-    Raises:
-        ValueError: It is no plain file, or leads out of `root`.
-        OSError: It cannot be opened.
-    """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-    try:
-        descriptor = os.open(file, flags | os.O_NOFOLLOW)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        if not _storage.symlinks.is_inside(str(file), root):
-            raise ValueError(f"{file.name} is a link out of the checkpoint") from None
-        descriptor = os.open(file, flags)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{file.name} is no plain file")
-        yield descriptor, status.st_size
-    finally:
-        os.close(descriptor)
-
-
 def stream(
     file: Path,
     root: Path,
@@ -243,68 +213,25 @@ def stream(
         size: How long it should be, which saves a request to a store; 0 if it may be
             small.
     """
-    if _storage.paths.is_remote(file):
-        for part in file.pieces(size):
-            take(memoryview(part))
-            count(len(part))
-        return
-    buffer = memoryview(bytearray(_READ_AT_ONCE))
-    with opened(file, root) as (descriptor, _):
-        while size := os.readv(descriptor, [buffer]):
-            take(buffer[:size])
-            count(size)
+    for part in _storage.of(file).stream(file, root, size):
+        take(part)
+        count(len(part))
 
 
 def names(root: Path, directory: Path) -> set[str]:
     """The paths below `root` of all that is in a directory and is no directory."""
-    if _storage.paths.is_remote(directory):
-        below = directory.keys()
-        return {f"{(directory / key).relative_to(root)}" for key in below}
-    return {
-        Path(found, name).relative_to(root).as_posix()
-        for found, _, names in os.walk(directory)
-        for name in names
-    }
-
-
-def size_of(root: Path) -> int:
-    if _storage.paths.is_remote(root):
-        return 0  # not known before they are read
-    total = 0
-    for directory, _, names in os.walk(root):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(Path(directory, name)).st_size
-    return total
+    below = _storage.of(directory).files_below(directory)
+    return {f"{(directory / name).relative_to(root)}" for name in below}
 
 
 def unreadable(path: Path) -> str | None:
     """Why a file or directory of a checkpoint cannot be read; None if all can be."""
-    if _storage.paths.is_remote(path):
-        return _unreadable_object(path)
+    storage = _storage.of(path)
     try:
-        if path.is_file():
-            stream(path, path.parent, _util.progress.ignore, lambda part: None)
-            return None
-        for directory, _, names in os.walk(path, onerror=_raise):
-            for name in names:
-                file = Path(directory, name)
-                with contextlib.suppress(FileNotFoundError, ValueError):
-                    stream(file, path, _util.progress.ignore, lambda part: None)
+        for file in storage.all_files(path):
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                for _ in storage.stream(file, path, LARGE):
+                    pass
     except OSError as error:
         return str(error)
     return None
-
-
-def _unreadable_object(path: _storage.paths.RemotePath) -> str | None:
-    try:
-        for key in ("", *path.keys()):
-            for _ in path.store.pieces((path / key).key if key else path.key, LARGE):
-                pass
-    except OSError as error:
-        return str(error)
-    return None
-
-
-def _raise(error: OSError) -> None:
-    raise error

@@ -116,7 +116,7 @@ def _run(
     """Converts the checkpoint at `source` into one at `final`."""
     if final.suffix.lower() != f".{options.format}":
         _checkpoint.overwrite.check_name(final, "convert")
-    if _storage.paths.is_remote(final):
+    if not _storage.of(final).can_rename:
         return _to_store(source, step, final, options)
     begun = time.monotonic()
     located = _locate.locate(source, step)
@@ -163,10 +163,7 @@ def _run(
 
 
 def _to_store(
-    source: Path,
-    step: int | None,
-    final: _storage.paths.RemotePath,
-    options: ConvertOptions,
+    source: Path, step: int | None, final: Path, options: ConvertOptions
 ) -> SaveResult:
     """Converts on the local disk, then uploads the result to an object store."""
     if options.format != "orbax":
@@ -179,7 +176,9 @@ def _to_store(
     with tempfile.TemporaryDirectory(prefix="flaxckpt-convert-") as directory:
         made = Path(directory) / final.name
         _run(source, step, made, options)
-        size = _storage.upload.upload(made, final, overwrite=options.overwrite)
+        size = _storage.of(final).copy_checkpoint(
+            made, final, overwrite=options.overwrite
+        )
     secs = time.monotonic() - begun
     return SaveResult(None, str(final), size, secs, secs)
 

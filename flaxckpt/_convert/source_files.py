@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -26,14 +25,10 @@ def stamps(source: Path) -> tuple[_storage.local.Stamp, ...]:
 
 
 def _files(source: Path) -> Iterator[Path]:
-    if _storage.paths.is_remote(source):
-        yield from source.rglob("*")
-        return
-    if source.is_dir():
-        for directory, directories, names in os.walk(source):
-            directories.sort()
-            for name in sorted(names):
-                yield Path(directory, name)
+    storage = _storage.of(source)
+    if source.is_dir() or not storage.has_directories:
+        for name in storage.files_below(source):
+            yield source / name
         return
     yield source
     if source.name.endswith(_safetensors.header.INDEX_SUFFIX):
@@ -63,25 +58,21 @@ def check_apart(
     Raises:
         OptionError: The target is a source, or is inside or above a source.
     """
-    made = _real(final)
+    made = _storage.of(final).real_path(final)
     for source in sources:
-        real = _real(source)
+        real = _storage.of(source).real_path(source)
         if made == real or _holds(made, real) or _holds(real, made):
             raise errors.OptionError(
                 f"{final} is inside the checkpoint {source}, or contains it: choose"
                 " a path beside it"
             )
     for stamp in files:
-        real = _real(stamp.path)
+        real = _storage.of(stamp.path).real_path(stamp.path)
         if made == real or _holds(made, real):
             raise errors.OptionError(
                 f"{final} is or contains the source file {stamp.path}: choose another"
                 " path"
             )
-
-
-def _real(path: Path) -> str:
-    return str(path) if _storage.paths.is_remote(path) else os.path.realpath(path)
 
 
 def _holds(directory: str, path: str) -> bool:

@@ -257,10 +257,9 @@ class _OrbaxTarget:
         else:
             names = {array.name for array in (*whole, *parts)}
             directories = [self._root / name for name in names]
-            _util.threads.each(
-                _storage.local.sync_tree, directories, threads=_SYNCING_THREADS
-            )
-            _storage.local.sync_directory(self._root)
+            storage = _storage.of(self._root)
+            _util.threads.each(storage.sync_tree, directories, threads=_SYNCING_THREADS)
+            storage.sync_directory(self._root)
 
     def _host_array(self, piece: Piece, array: Array) -> HostArray:
         info = piece.leaf.info

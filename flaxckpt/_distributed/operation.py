@@ -387,7 +387,7 @@ def attend(directory: Path) -> None:
 
 
 def _files(directory: Path) -> key_value.Files:
-    if _storage.paths.is_remote(directory):
+    if not _storage.of(directory).has_directories:
         raise errors.OptionError(
             f"{directory}: this jax does not tell of its coordination service, without"
             " which several processes save to a file system only"

@@ -80,9 +80,9 @@ def examine(
         OptionError: The directory does not exist.
     """
     root = _storage.local.resolve(directory)
-    if not (root.is_dir() or _storage.paths.is_remote(root)):
+    if _storage.of(root).has_directories and not root.is_dir():
         raise errors.OptionError(f"{root} is no directory: pass one that is there")
-    free, kind, problems = _storage.filesystem.free_bytes(root), _file_system(root), []
+    free, problems = _storage.of(root).free_bytes(root), []
     if free is not None:
         max_bytes = min(max_bytes, free // 10)
     sync_secs = write_rate = read_rate = None
@@ -97,7 +97,7 @@ def examine(
     return Diagnosis(
         _versions(),
         str(root),
-        kind,
+        _storage.of(root).kind(root),
         free,
         sync_secs,
         write_rate,
@@ -115,12 +115,6 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = _NOT_INSTALLED
     return found
-
-
-def _file_system(root: Path) -> str:
-    if _storage.paths.is_remote(root):
-        return "object store"
-    return _storage.filesystem.kind(os.fspath(root))
 
 
 @contextlib.contextmanager
@@ -162,7 +156,7 @@ def _rates(scratch: Path, max_bytes: int, max_secs: float) -> tuple[float, float
 
     write_rate = _rate(write, files, size, max_secs)
     for file in written:
-        _forget(file)
+        _storage.of(file).forget_cached(file)
     return write_rate, _rate(_read, written, size, max_secs)
 
 
@@ -188,18 +182,6 @@ def _read(file: Path) -> None:
     file.read_bytes()
 
 
-def _forget(file: Path) -> None:
-    """Asks the system to drop a file from its cache."""
-    if _storage.paths.is_remote(file) or not hasattr(os, "posix_fadvise"):
-        return
-    with contextlib.suppress(OSError):
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
-
-
 # ---- features of the file system ----------------------------------------------------
 
 
@@ -208,7 +190,7 @@ def _features(scratch: Path) -> dict[str, bool]:
         "file locks": _works(lambda: _lock(scratch)),
         "hard links": _works(lambda: _link(scratch)),
         "exchange of directories": _works(lambda: _exchange(scratch)),
-        "memory maps": _storage.filesystem.is_local(scratch),
+        "memory maps": _storage.of(scratch).is_local(scratch),
     }
 
 

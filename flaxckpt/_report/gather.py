@@ -268,9 +268,8 @@ def _changed(found: CheckpointDiff, a: int, b: int) -> tuple[Changed, ...]:
 def _dataset_positions(
     root: Path, steps: Sequence[Step], notes: dict[str, str]
 ) -> tuple[Position, ...]:
-    most = (
-        _MOST_POSITIONS_IN_STORES if _storage.paths.is_remote(root) else _MOST_POSITIONS
-    )
+    costs_requests = _storage.of(root).costs_requests
+    most = _MOST_POSITIONS_IN_STORES if costs_requests else _MOST_POSITIONS
     if len(steps) > most:
         notes["dataset"] = f"Only the {most} newest steps were looked at."
     found = []

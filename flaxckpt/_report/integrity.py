@@ -32,7 +32,7 @@ def integrity(
     """
     if every:
         return tuple(_verified(step) for step in steps)
-    count = _LOOKED_AT_IN_STORES if _storage.paths.is_remote(root) else LOOKED_AT
+    count = _LOOKED_AT_IN_STORES if _storage.of(root).costs_requests else LOOKED_AT
     newest = {step.path for step in steps[-count:]}
     return tuple(_looked_at(step, step.path in newest) for step in steps)
 
@@ -60,8 +60,8 @@ def _looked_at(step: Step, is_new: bool) -> Integrity:
 
 
 def _of_error(step: Step, error: Exception) -> Integrity:
-    is_gone = not _storage.local.lexists(_storage.paths.from_text(step.path))
-    if is_gone:
+    path = _storage.paths.from_text(step.path)
+    if not _storage.of(path).exists(path):
         return Integrity(step.step, "unknown", "deleted meanwhile", 0)
     state: State = "unread" if _storage.permissions.is_unread(error) else "damaged"
     return Integrity(step.step, state, _steps.event.first_lines(error, 1), 0)

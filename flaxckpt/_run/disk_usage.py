@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
-import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -134,28 +132,9 @@ def on_disk(path: Path, counted: set[FileId]) -> Usage | None:
         path: A directory or a file. Links to others are not followed.
         counted: The files that are counted already; those found are added.
     """
-    if _storage.paths.is_remote(path):
+    found = _storage.of(path).disk_files(path)
+    if found is None:
         return None
-    found: dict[FileId, int] = {}
-    for file in _files(os.fspath(path)):
-        found[file.st_dev, file.st_ino] = file.st_size
     own = sum(size for file, size in found.items() if file not in counted)
     counted.update(found)
     return Usage(sum(found.values()), own)
-
-
-def _files(root: str) -> list[os.stat_result]:
-    """All plain files at and below `root`, as far as they are there and may be seen."""
-    found = []
-    waiting = [root]
-    while waiting:
-        path = waiting.pop()
-        try:
-            status = os.lstat(path)
-            if stat.S_ISREG(status.st_mode):
-                found.append(status)
-            elif stat.S_ISDIR(status.st_mode):
-                waiting += [os.path.join(path, n) for n in os.listdir(path)]  # noqa: PTH118, PTH208
-        except OSError:
-            continue  # gone, or not ours to look at
-    return found

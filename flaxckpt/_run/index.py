@@ -72,7 +72,7 @@ class RunIndex:
                 )
                 if not entry.is_damaged
             ]
-            if _storage.paths.is_remote(self._directory):
+            if _storage.of(self._directory).costs_requests:
                 # A look costs less than a stamp there.
                 return [entry for entry in entries if entry.was_step]
         known: dict[Path, _storage.local.Stamp] = {}

@@ -193,7 +193,7 @@ class Saves:
 
     def _previous(self) -> _arrays.write.Previous | None:
         """The arrays of the newest step, which those of the next may equal."""
-        if _storage.paths.is_remote(self._run.saves_in):  # where there are no links
+        if not _storage.of(self._run.saves_in).has_hard_links:
             return None
         try:
             # In staging, too: links lead nowhere else.

@@ -71,7 +71,7 @@ def _resolve(staging: PathLike, directory: Path) -> Path:
         OptionError: It cannot be that, or is another run's.
     """
     path = _storage.local.resolve(staging)
-    if _storage.paths.is_remote(path):
+    if not _storage.of(path).has_directories:
         raise errors.OptionError(
             f"staging wants a directory of this machine, got {path}: pass the path of"
             " a fast disk"
@@ -81,9 +81,7 @@ def _resolve(staging: PathLike, directory: Path) -> Path:
             f"staging={path} is for one process: a machine's disk would have only its"
             " part of a step. Leave staging out, so that all save to the directory"
         )
-    if not _storage.paths.is_remote(directory) and (
-        path == directory or path in directory.parents or directory in path.parents
-    ):
+    if path == directory or path in directory.parents or directory in path.parents:
         raise errors.OptionError(
             f"staging={path} and {directory} must lie apart, neither in the other"
         )
@@ -371,10 +369,9 @@ class StagedSteps(run_steps.RunSteps):
         try:
             if path is None or not _storage.local.lexists(path):
                 return
-            if _storage.paths.is_remote(path) or not _steps.markers.is_damaged(
-                path
-            ):  # else set aside
-                _checkpoint.overwrite.check_replaceable(path)
+            if _storage.of(path).can_rename and _steps.markers.is_damaged(path):
+                return  # it is set aside then
+            _checkpoint.overwrite.check_replaceable(path)
         except errors.CheckpointExistsError:
             raise
         except OSError as error:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
+import functools
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from flaxckpt import _checkpoint, _steps, _storage, _util, errors, formats
+from flaxckpt import _checkpoint, _steps, _storage, errors, formats
 from flaxckpt.formats import _native
-
-_COPYING_THREADS = 8
 
 Relation: TypeAlias = Literal["none", "same", "other", "damaged"]
 
@@ -86,27 +84,15 @@ def make(path: Path, final: Path, *, overwrite: bool) -> int:
     files = [
         file for file in path.rglob("*") if file.is_file() and _belongs(path, file)
     ]
-    if _storage.paths.is_remote(final):
-        return _storage.upload.upload(
-            path,
-            final,
-            overwrite=overwrite,
-            files=files,
-            marks=marks,
-            keep=lambda name: name == _steps.markers.PIN,
-        )
-    with _storage.temporary.made(final) as temporary:
-        for directory in sorted({file.parent for file in files}):
-            (temporary / directory.relative_to(path)).mkdir(parents=True, exist_ok=True)
-
-        def copy(file: Path) -> None:
-            shutil.copyfile(file, temporary / file.relative_to(path))
-
-        _util.threads.each(copy, files, threads=_COPYING_THREADS)
-        _checkpoint.commit.write_new(temporary, marks)
-        size = _storage.local.sync_tree(temporary)
-        _checkpoint.commit.name(temporary, final, overwrite=overwrite)
-        return size
+    return _storage.of(final).copy_checkpoint(
+        path,
+        final,
+        files=files,
+        marks=marks,
+        overwrite=overwrite,
+        keep=lambda name: name == _steps.markers.PIN,
+        publish=functools.partial(_checkpoint.commit.name, overwrite=overwrite),
+    )
 
 
 def _belongs(path: Path, file: Path) -> bool:

@@ -21,50 +21,13 @@ def delete(path: Path, *, even_pinned: bool = False) -> None:
         SaveFailedError: Somebody reads it, or has pinned it.
         OSError: It has its name still, or that it has not may not last.
     """
-    if _storage.paths.is_remote(path):
-        _delete_in_store(path, even_pinned=even_pinned)
-        return
-    aside = _storage.temporary.beside(path, _storage.temporary.DELETED)
-    with _storage.temporary.claimed(path):
-        with _storage.leases.deletion(path):
-            if not even_pinned:
-                _check_not_pinned(path, path)
-            _storage.rename.withdraw(path, aside)
-            try:
-                # Only what has no name any more is sure to be neither read nor pinned.
-                if late := _storage.leases.readers(aside):
-                    raise _storage.leases.in_use(path, late)
-                if not even_pinned:
-                    _check_not_pinned(path, aside)
-            except errors.SaveFailedError:
-                aside.rename(path)
-                _storage.local.sync_directory(path.parent)
-                raise
-        _storage.temporary.discard(aside)
+
+    def check_not_pinned(now: Path) -> None:
+        if not even_pinned and markers.is_pinned(now):
+            raise errors.SaveFailedError(f"{path} is not deleted: it is pinned")
+
+    _storage.of(path).delete(path, check_not_pinned)
     _log.info("deleted %s", path)
-
-
-def _delete_in_store(path: _storage.paths.RemotePath, *, even_pinned: bool) -> None:
-    with _storage.locks.held(path) as lock, _storage.leases.deletion(path):
-        if not even_pinned:
-            _check_not_pinned(path, path)
-        marker = _storage.commit_marker.withdraw(path)
-        try:
-            # Whoever came before it counted no more is seen now.
-            if late := _storage.leases.readers(path):
-                raise _storage.leases.in_use(path, late)
-            if not even_pinned:
-                _check_not_pinned(path, path)
-        except errors.SaveFailedError:
-            _storage.commit_marker.put_back(path, marker)
-            raise
-        _storage.commit_marker.remove(lock)
-    _log.info("deleted %s", path)
-
-
-def _check_not_pinned(path: Path, now: Path) -> None:
-    if markers.is_pinned(now):
-        raise errors.SaveFailedError(f"{path} is not deleted: it is pinned")
 
 
 def delete_dataset(path: Path, dataset: str) -> None:
@@ -77,16 +40,7 @@ def delete_dataset(path: Path, dataset: str) -> None:
     Raises:
         SaveFailedError: Somebody reads the step.
     """
-    aside = _storage.temporary.beside(path, _storage.temporary.DELETED)
-    with _storage.temporary.claimed(path / dataset):
-        with _storage.leases.deletion(path):
-            markers.let_dataset_go(path)
-            if _storage.paths.is_remote(path):
-                _storage.local.remove_tree(path / dataset)
-                return
-            (path / dataset).rename(aside)
-            _storage.local.sync_directory(path)
-        _storage.temporary.discard(aside)
+    _storage.of(path).delete_part(path, dataset, lambda: markers.let_dataset_go(path))
 
 
 def sweep(root: Path, step_format: names.StepFormat) -> None:
@@ -95,7 +49,7 @@ def sweep(root: Path, step_format: names.StepFormat) -> None:
     Raises:
         OSError: Something could not be removed.
     """
-    _storage.temporary.sweep(root, lambda name: step_format.step(name) is not None)
+    _storage.of(root).sweep(root, lambda name: step_format.step(name) is not None)
 
 
 def tidy(root: Path, step_format: names.StepFormat, items: Sequence[str]) -> None:
@@ -108,14 +62,13 @@ def tidy(root: Path, step_format: names.StepFormat, items: Sequence[str]) -> Non
     """
     try:
         sweep(root, step_format)
-        inside = (
-            () if _storage.paths.is_remote(root) else items
-        )  # no leftovers in there
+        # Replacing a file leaves something only where it takes a rename.
+        inside = items if _storage.of(root).can_rename else ()
         directories = [root / name for name in inside]
         for step in index.listed(root, step_format).values():
             directories += [step, *(step / name for name in inside)]
         for directory in directories:
             if not directory.is_symlink():
-                _storage.temporary.sweep_files(directory)
+                _storage.of(directory).sweep_files(directory)
     except OSError as error:
         _log.warning("what a crash has left in %s is there still: %s", root, error)

@@ -173,18 +173,20 @@ def committed(
         recognise: Recognises an entry when it is asked for.
     """
     with _storage.permissions.explained(root):
-        tree = root.tree() if _storage.paths.is_remote(root) else {}
+        storage = _storage.of(root)
         try:
-            found = sorted(tree or _storage.local.directories(root))
+            contents = storage.contents(
+                root, lambda name: step_format.step(name) is not None
+            )
         except FileNotFoundError:
             return []
-        entries = []
-        for name in found:
-            if (step := step_format.step(name)) is not None:
-                path = root / name
-                files = tree.get(name) or _files(path)
-                if files and _counts(path, files):
-                    entries.append(Entry(step, path, recognise, files))
+        entries = [
+            Entry(step, root / name, recognise, files)
+            for name, files in contents.items()
+            if (step := step_format.step(name)) is not None
+            and files
+            and storage.lists_committed(files, _PARTS_OF_ORBAX)
+        ]
         return sorted(entries, key=lambda entry: entry.step)
 
 
@@ -200,24 +202,7 @@ def damaged(root: Path, step_format: names.StepFormat) -> dict[int, Path]:
     return {e.step: e.path for e in entries if e.is_damaged}
 
 
-def _counts(path: Path, files: Collection[str]) -> bool:
-    """Whether a checkpoint in a store has its marker; those of others need none."""
-    if not _storage.paths.is_remote(path):
-        return True
-    if _storage.commit_marker.MARKER in files:
-        return len(files) > 1  # it came late, and alone
-    return not any(name in files for name in _PARTS_OF_ORBAX)
-
-
 _PARTS_OF_ORBAX = ("state", "default", "_CHECKPOINT_METADATA", "_METADATA", "metrics")
-
-
-def _files(path: Path) -> list[str]:
-    """The names in a directory; none if it was just deleted."""
-    try:
-        return _storage.local.names(path)
-    except FileNotFoundError:
-        return []
 
 
 def sign(path: Path) -> str | None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
-import os
-import stat
 import threading
 from pathlib import Path
 
@@ -19,7 +16,7 @@ NAME = "events.jsonl"
 
 _MAX_LINE_BYTES = 64 * 2**10
 
-_MAX_OBJECT_BYTES = 2**20
+_MAX_BYTES = 2**20
 """Of a journal in a store, which is written anew each time; its oldest lines go."""
 
 _WORTH_WRITING = frozenset(
@@ -37,7 +34,8 @@ class EventJournal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # Of one in a store. What happened before a fork is written by the parent.
+        self._storage = _storage.of(path)
+        # Only where each write is a request. A fork leaves them to the parent.
         self._unwritten = _util.forks.PerProcess(_no_lines)
         self._writing = _util.forks.PerProcess(threading.Lock)
 
@@ -50,26 +48,23 @@ class EventJournal:
         Raises:
             OSError: It cannot be written.
         """
-        if not _storage.paths.is_remote(self._path):
-            _append(self._path, _line(event))
+        if not self._storage.costs_requests:
+            self._storage.append_lines(self._path, _line(event), _MAX_BYTES)
             return
         with self._writing.get():
             self._unwritten.get().append(_line(event))
             if event.kind in _WORTH_WRITING:
-                self._flush(self._path)
+                self._flush()
 
     def close(self) -> None:
         """Writes what is left."""
-        if _storage.paths.is_remote(self._path):
-            with (
-                self._writing.get(),
-                contextlib.suppress(OSError),
-            ):  # it was told of before
-                self._flush(self._path)
+        # An error was reported with the event.
+        with self._writing.get(), contextlib.suppress(OSError):
+            self._flush()
 
-    def _flush(self, path: _storage.paths.RemotePath) -> None:
+    def _flush(self) -> None:
         if unwritten := self._unwritten.get():
-            _append_object(path, b"".join(unwritten))
+            self._storage.append_lines(self._path, b"".join(unwritten), _MAX_BYTES)
             unwritten.clear()
 
 
@@ -91,42 +86,6 @@ def _line(event: Event) -> bytes:
     return line
 
 
-def _append(path: Path, line: bytes) -> None:
-    """Appends a line in one write: lines of others do not mix with it."""
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-    descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o666)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a plain file", str(path))
-        end = os.pread(descriptor, 1, status.st_size - 1) if status.st_size else b"\n"
-        # A crash, or a full disk, may have cut the last line off.
-        content = line if end == b"\n" else b"\n" + line
-        if os.write(descriptor, content) < len(content):
-            raise OSError(errno.ENOSPC, "no space left", str(path))
-    finally:
-        os.close(descriptor)
-
-
-def _append_object(path: _storage.paths.RemotePath, lines: bytes) -> None:
-    """Writes a journal anew with more lines, whoever else does so."""
-    for _ in range(_TRIES):
-        found = path.store.read(path.key)
-        if found is None:
-            if path.store.create(path.key, lines) is not None:
-                return
-            continue
-        content = found.value + lines
-        if len(content) > _MAX_OBJECT_BYTES:
-            content = content[-_MAX_OBJECT_BYTES // 2 :].partition(b"\n")[2]
-        if path.store.exchange(path.key, content, found.generation) is not None:
-            return
-    raise OSError(errno.EAGAIN, "others write all the time", str(path))
-
-
-_TRIES = 20
-
-
 def pass_on(journal: Path, other: Path) -> None:
     """Appends to another journal what has been written to this one since the last time.
 
@@ -139,10 +98,8 @@ def pass_on(journal: Path, other: Path) -> None:
     numbers = {line: number for number, line in enumerate(lines, 1)}
     known = (numbers[line] for line in reversed(_last_lines(other)) if line in numbers)
     new = b"".join(lines[next(known, 0) :])
-    if new and _storage.paths.is_remote(other):
-        _append_object(other, new)
-    elif new:
-        _append(other, new)
+    if new:
+        _storage.of(other).append_lines(other, new, _MAX_BYTES)
 
 
 def recent(journal: Path) -> list[Event]:
@@ -157,17 +114,9 @@ def recent(journal: Path) -> list[Event]:
 def _last_lines(journal: Path) -> list[bytes]:
     """The last whole lines of a journal; none if it is not there."""
     try:
-        if _storage.paths.is_remote(journal):
-            return journal.read_bytes().splitlines(keepends=True)
-        with _storage.local.opened(journal) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _MAX_OBJECT_BYTES))
-            found = file.read()
+        return _storage.of(journal).last_lines(journal, _MAX_BYTES)
     except FileNotFoundError:
         return []
-    is_cut = size > _MAX_OBJECT_BYTES
-    whole = found[: found.rfind(b"\n") + 1]
-    return whole.splitlines(keepends=True)[1 if is_cut else 0 :]
 
 
 def read(path: Path) -> list[Event]:

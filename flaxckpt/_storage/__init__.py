@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from flaxckpt._storage import (
         client,
         commit_marker,
-        filesystem,
+        files,
         leases,
         local,
         locks,
@@ -18,26 +18,30 @@ if TYPE_CHECKING:
         permissions,
         rename,
         store_settings,
-        symlinks,
         temporary,
         upload,
     )
+    from flaxckpt._storage.storage import Stamp, of, stamp
 
 __all__ = [
+    "Stamp",
     "client",
     "commit_marker",
-    "filesystem",
+    "files",
     "leases",
     "local",
     "locks",
+    "of",
     "paths",
     "permissions",
     "rename",
+    "stamp",
     "store_settings",
-    "symlinks",
     "temporary",
     "upload",
 ]
 
 if not TYPE_CHECKING:
-    __getattr__ = _doors.opener(__name__, __all__)
+    __getattr__ = _doors.opener(
+        __name__, __all__, dict.fromkeys(("Stamp", "of", "stamp"), "storage")
+    )

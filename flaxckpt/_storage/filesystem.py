@@ -1,12 +1,10 @@
-"""Which file system holds a path, whether it is of this machine, how much is free."""
+"""Which file system holds a path, and whether it is of this machine."""
 
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
-from flaxckpt._storage import paths
 from flaxckpt._types import PathLike
 
 # File systems of this machine. Elsewhere another machine may cut a file short, which
@@ -29,8 +27,6 @@ _LOCAL = frozenset(
 
 def is_local(path: PathLike) -> bool:
     """Whether `path` is on a file system of this machine, where mapping is safe."""
-    if paths.is_remote(path):
-        return False
     return kind(os.fspath(path)) in _LOCAL
 
 
@@ -52,11 +48,6 @@ def kind(path: str) -> str:
             if path.startswith(mount):
                 holding[mount] = kind.split(" ")[0]  # the last one hides the others
     return holding[max(holding, key=len)] if holding else ""
-
-
-def free_bytes(path: Path) -> int | None:
-    """Bytes that may be written where `path` is; None in a bucket, which has no end."""
-    return None if paths.is_remote(path) else shutil.disk_usage(path).free
 
 
 def _unescaped(mount: str) -> str:

@@ -9,13 +9,17 @@ import contextlib
 import errno
 import fnmatch
 import io
+import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard, TypeVar
+from urllib.parse import unquote, urlsplit
 
-from flaxckpt import errors
+from flaxckpt import _util, errors
 from flaxckpt._storage import object_store, store_settings
+from flaxckpt._types import PathLike
 
 if TYPE_CHECKING:
     import tensorstore as ts
@@ -25,6 +29,8 @@ else:
     _Base = PurePosixPath
 
 _T = TypeVar("_T")
+
+_URL_IN_A_PATH = re.compile(r"(s3|gs|memory|file):/", re.IGNORECASE)
 
 
 class Status(NamedTuple):
@@ -269,3 +275,45 @@ def parse(url: str) -> Path:
             f"{url}: wanted {scheme}://bucket/path, without '.' and '..' in it"
         )
     return RemotePath(f"{scheme}:{bucket}", *parts)
+
+
+def resolve(path: PathLike) -> Path:
+    """The absolute path that `path` means, local or in an object store.
+
+    Raises:
+        OptionError: It is a URL of a kind that is not supported, or has a backslash.
+    """
+    if isinstance(path, RemotePath):
+        return path
+    if not _util.arguments.is_path(path):
+        raise errors.OptionError(
+            "wanted a path, as a str or a pathlib.Path, found"
+            f" {_util.arguments.found(path)}; the path comes before the state"
+        )
+    text = os.fspath(path)
+    if not text:
+        raise errors.OptionError(
+            "wanted a path, found an empty text: '.' is the current directory"
+        )
+    if "://" in text:
+        url = urlsplit(text)
+        if url.scheme in store_settings.SCHEMES:
+            return parse(url.scheme + text[len(url.scheme) :])
+        if url.scheme != "file" or url.netloc not in ("", "localhost"):
+            raise errors.OptionError(
+                f"{text}: wanted a local path or a URL of file://, s3://, gs:// or"
+                f" memory://, found {url.scheme}://"
+            )
+        text = unquote(url.path)
+    elif _URL_IN_A_PATH.match(text):
+        raise errors.OptionError(
+            f"{text!r} was a URL before it was a Path, which takes one '/' away: pass"
+            " it as a str"
+        )
+    found = os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
+    if "\\" in found:  # TensorStore would write to another directory
+        raise errors.OptionError(
+            f"{found!r}: wanted a path without backslashes, which TensorStore takes for"
+            " '/': rename that directory, or use another"
+        )
+    return Path(found)

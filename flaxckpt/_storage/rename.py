@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flaxckpt import errors
-from flaxckpt._storage import local
+from flaxckpt._storage import files
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
@@ -96,11 +96,11 @@ def _settle(final: Path, undo: Callable[[], object]) -> None:
         NotDurableError: They are not, or that is not.
     """
     try:
-        local.sync_directory(final.parent)
+        files.sync_directory(final.parent)
     except OSError as error:
         try:
             undo()
-            local.sync_directory(final.parent)
+            files.sync_directory(final.parent)
         except OSError:
             raise NotDurableError(error.errno, error.strerror, str(final)) from error
         raise

@@ -11,12 +11,8 @@ import os
 import stat
 from pathlib import Path
 
-from flaxckpt._storage import paths
-
 _LONG_BYTES = 64 * 2**20
 _BEST_RATIO = 64
-_UNKNOWN_BYTES = 2**62
-"""Stores are not asked for the sizes of objects, and have no links."""
 
 
 def check_root(root: Path, checkpoint: Path) -> int:
@@ -36,8 +32,6 @@ def check_root(root: Path, checkpoint: Path) -> int:
         ValueError: A link leads out of `checkpoint`.
         OSError: There is no such directory.
     """
-    if paths.is_remote(root):
-        return _UNKNOWN_BYTES
     status = root.stat()
     return _checked(root, checkpoint, status.st_ino, status.st_mtime_ns)
 
@@ -62,8 +56,6 @@ def check_array(root: Path, name: str, checkpoint: Path) -> int:
         ValueError: A link leads out of `checkpoint`.
         OSError: There is no such directory.
     """
-    if paths.is_remote(root):
-        return _UNKNOWN_BYTES
     directory = f"{root}/{name}"
     if "/" in name:
         _check(directory, checkpoint)  # the listing of `root` has only the first part
@@ -78,8 +70,6 @@ def check_file(path: Path, checkpoint: Path) -> None:
     Raises:
         ValueError: It is refused.
     """
-    if paths.is_remote(path):
-        return
     at = path
     while at != checkpoint and at != at.parent:
         if at.is_symlink():

@@ -16,13 +16,15 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from flaxckpt import _util
-from flaxckpt._storage import commit_marker, filesystem, leases, local, paths, rename
+from flaxckpt._storage import files, filesystem, leases, paths, rename
 
 _log = logging.getLogger(__name__)
+_Path = TypeVar("_Path", bound=Path)
 
 TEMPORARY = ".orbax-checkpoint-tmp"
 """In the name of a directory: not committed, for Orbax as for us."""
@@ -66,7 +68,8 @@ def being_written(root: Path) -> list[str]:
     Source: Orbax ends the names of its temporary directories in this way, too.
     """
     found = set()
-    for name in local.names(root):
+    names = root.names() if paths.is_remote(root) else os.listdir(root)  # noqa: PTH208
+    for name in names:
         stem, temporary, rest = name.partition(TEMPORARY)
         if temporary and stem and stem not in _TRIALS and _IS_WRITING.fullmatch(rest):
             found.add(stem)
@@ -80,30 +83,14 @@ _IS_WRITING = re.compile(rf"|-[0-9]+|-{WRITING}(?:-[0-9a-f]{{8}})?")
 
 
 @contextlib.contextmanager
-def made(
-    final: Path,
-    *,
-    overwrite: bool = False,
-    keep: Callable[[str], bool] = lambda name: False,
-) -> Iterator[Path]:
+def made(final: Path) -> Iterator[Path]:
     """A new directory, to be filled and to be called `final`, in the `with` block.
 
     Whatever has its name at the end is removed: it was not finished, or was replaced.
-    In a store it is `final` itself, see `_storage.commit_marker`.
-
-    Args:
-        final: What it is to be.
-        overwrite: Whether, in a store, what is there is removed first.
-        keep: What of that stays all the same.
 
     Raises:
-        CheckpointExistsError: In a store, it is there, or is being written.
         OSError: It cannot be made.
     """
-    if paths.is_remote(final):
-        with commit_marker.made(final, overwrite=overwrite, keep=keep) as there:
-            yield there
-        return
     while True:
         path = beside(final, WRITING)
         path.mkdir()
@@ -131,11 +118,6 @@ def claimed(path: Path) -> Iterator[bool]:
     Raises:
         OSError: It is no directory, or cannot be opened.
     """
-    if paths.is_remote(
-        path
-    ):  # locked by whoever writes or deletes, see `_storage.commit_marker`
-        yield True
-        return
     try:
         descriptor = os.open(path, _FLAGS)
     except FileNotFoundError:
@@ -193,10 +175,10 @@ def _touching(path: Path, descriptor: int) -> Iterator[None]:
             heartbeat.stop()
 
 
-def discard(path: Path) -> None:
+def discard(path: _Path, remove_tree: Callable[[_Path], object] | None = None) -> None:
     """Removes what nobody needs; what cannot be removed is swept another time."""
     try:
-        local.remove_tree(path)
+        (remove_tree or files.remove_tree)(path)
     except OSError as error:
         _log.warning("%s is left for now: %s", path, error)
 
@@ -214,29 +196,28 @@ def sweep(root: Path, is_ours: Callable[[str], bool]) -> None:
     Raises:
         OSError: Something could not be removed.
     """
-    if paths.is_remote(root):
-        commit_marker.sweep(root, is_ours)
-    found = [
-        root / name
-        for name in local.directories(root)
+    found = leftovers(files.directories(root), is_ours)
+    if not found:
+        return
+    # What they were replaced by, or a deletion, may not be durable yet.
+    files.sync_directory(root)
+    for path in (root / name for name in found):
+        with claimed(path) as is_free:
+            if is_free and _is_abandoned(path):
+                _end(path)
+
+
+def leftovers(names: Iterable[str], is_ours: Callable[[str], bool]) -> list[str]:
+    """Which of `names` are of temporary directories; `is_ours` knows checkpoints."""
+    return [
+        name
+        for name in names
         if _TEXTS.fullmatch(name)
         or (
             (match := _NAME.fullmatch(name))
             and (match["stem"] in _TRIALS or is_ours(match["stem"]))
         )
     ]
-    if not found:
-        return
-    if paths.is_remote(root):  # copied there: nobody makes such ones in a store
-        for path in found:
-            local.remove_tree(path)
-        return
-    # What they were replaced by, or a deletion, may not be durable yet.
-    local.sync_directory(root)
-    for path in found:
-        with claimed(path) as is_free:
-            if is_free and _is_abandoned(path):
-                _end(path)
 
 
 def _is_abandoned(path: Path) -> bool:
@@ -257,10 +238,10 @@ def _end(path: Path) -> None:
         final = path.with_name(match["stem"])
         if not os.path.lexists(final):  # cut off before the new one had its name
             path.rename(final)
-            local.sync_directory(final.parent)
+            files.sync_directory(final.parent)
             _log.warning("%s has its name again: replacing it was cut off", final)
             return
-    local.remove_tree(path)
+    files.remove_tree(path)
     _log.info("removed %s, which a crash had left", path)
 
 
@@ -270,15 +251,12 @@ def sweep_files(directory: Path) -> None:
     Raises:
         OSError: Something could not be removed.
     """
-    if paths.is_remote(directory):
-        leases.sweep(directory)
-        return
     try:
         names = os.listdir(directory)  # noqa: PTH208
     except (FileNotFoundError, NotADirectoryError):
         return
     for name in names:
-        if not (local.is_replacing(name) or leases.is_lease(name)):
+        if not (files.is_replacing(name) or leases.is_lease(name)):
             continue
         path = directory / name
         if (

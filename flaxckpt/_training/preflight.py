@@ -83,7 +83,7 @@ def _check(checkpointer: Checkpointer, state: PyTree, dataset: Any) -> Preflight
     rate = session.on_first_process("the preflight", probe)
     kept = most_kept(session.run.retention.rules.keep)
     there = len(session.run.retention.steps.listed())
-    free = _storage.filesystem.free_bytes(place)
+    free = _storage.of(place).free_bytes(place)
     more = 1 if kept is None else max(1, kept + 1 - there)
     found = Preflight(
         size,
@@ -152,21 +152,17 @@ def _probe(directory: Path) -> float:
     renamed = _storage.temporary.beside(final, _storage.temporary.WRITING)
     doing = "make a directory in"
     try:
-        with _storage.temporary.made(final) as made:
+        with _storage.of(final).temporary_directory(final) as made:
             doing = "write and sync a file in"
             start = time.monotonic()
             _storage.local.write(made / "probe", bytes(_PROBE_BYTES))
             secs = time.monotonic() - start
-            if _storage.paths.is_remote(made):
-                renamed = made
-            else:
-                doing = "rename a directory in"
-                made.rename(renamed)
-                _storage.local.sync_directory(directory)
+            doing = "rename a directory in"
+            renamed = _storage.of(made).withdraw_name(made, renamed)
             doing = "remove a directory from"
             _storage.local.remove_tree(renamed)
     except OSError as error:
-        _storage.temporary.discard(renamed)
+        _storage.of(renamed).discard(renamed)
         raise errors.SaveFailedError(
             f"cannot {doing} {directory}: {error}; no step could be saved there. Choose"
             " another directory, or see that this one is writable and has space"

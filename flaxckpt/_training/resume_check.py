@@ -88,7 +88,8 @@ def _directory(checkpointer: Checkpointer) -> Iterator[Path]:
     """
     place = session_of(checkpointer).run.saves_in
     with contextlib.ExitStack() as stack:
-        made = _storage.temporary.made(place / _storage.temporary.RESUME)
+        final = place / _storage.temporary.RESUME
+        made = _storage.of(final).temporary_directory(final)
         try:
             directory = stack.enter_context(made)
         except OSError as error:

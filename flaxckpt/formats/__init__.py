@@ -40,7 +40,7 @@ _READ_HERE = (
 
 def _readers(path: Path) -> dict[str, Reader]:
     """Those that are asked; the others map files, or look behind links."""
-    return {"orbax": checkpoint} if _storage.paths.is_remote(path) else READERS
+    return READERS if _storage.of(path).can_map else {"orbax": checkpoint}
 
 
 class Detected(NamedTuple):
@@ -129,11 +129,7 @@ def _explain_unrecognised(path: Path) -> NoReturn:
             f" arrays: {checkpoint.json_advice(path)}"
         )
     mark = _steps.index.sign(path) if path.is_dir() else None
-    if (
-        mark
-        and _storage.paths.is_remote(path)
-        and not _storage.commit_marker.is_committed(path)
-    ):
+    if mark and not _storage.of(path).is_committed(path):
         raise errors.DamagedCheckpointError(
             f"{path} has {mark}, but no {_storage.commit_marker.MARKER}, without which"
             " nothing in a"
@@ -146,7 +142,7 @@ def _explain_unrecognised(path: Path) -> NoReturn:
             f" state/_METADATA nor another description of its leaves is there; found"
             f" {_content(path)}; restore another step"
         )
-    if _storage.paths.is_remote(path):
+    if _readers(path) is not READERS:
         raise errors.CheckpointFormatError(
             f"{path} is no checkpoint that is read from a store: wanted one of flaxckpt"
             f" or Orbax, with {_storage.commit_marker.MARKER} in it; found"
@@ -266,12 +262,7 @@ def advice_on_names(directory: Path) -> str:
 
 def is_being_written(path: Path) -> bool:
     """Whether a save to `path` is under way, or was cut off, and nothing is there."""
-    is_there = (
-        _storage.commit_marker.is_committed(path)
-        if _storage.paths.is_remote(path)
-        else path.exists()
-    )
-    if is_there:
+    if _storage.of(path).is_committed(path):
         return False
     return path.name in _storage.temporary.being_written(path.parent)
 

@@ -14,9 +14,8 @@ import tensorstore as ts
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._arrays.zarr import chunk_file as zarr_chunk_file
 from flaxckpt._steps import markers as steps_markers
-from flaxckpt._storage import local as storage_local
+from flaxckpt._storage import files as storage_files
 from flaxckpt.formats._native import checkpoint as native_checkpoint
 from flaxckpt.policies import LatestN
 from tests.helpers import strategies
@@ -534,14 +533,14 @@ def test_a_reader_marks_nothing(tmp_path):
 
 def test_a_disk_that_fails_for_a_moment_proves_nothing(tmp_path, monkeypatch, caplog):
     ckpt = run(tmp_path, 1, 2)
-    real = zarr_chunk_file._descriptor
+    real = storage_files.open_regular_file
 
-    def fail(path):
+    def fail(path, **options):
         if "/2/" in str(path):
             raise OSError(errno.EIO, "Input/output error", str(path))
-        return real(path)
+        return real(path, **options)
 
-    monkeypatch.setattr(zarr_chunk_file, "_descriptor", fail)
+    monkeypatch.setattr(storage_files, "open_regular_file", fail)
     strategies.assert_same(state(1), ckpt.restore())
     monkeypatch.undo()
     assert (ckpt.steps(), ckpt.damaged()) == ([1, 2], {})
@@ -551,7 +550,7 @@ def test_a_disk_that_fails_for_a_moment_proves_nothing(tmp_path, monkeypatch, ca
 
 def test_a_file_that_may_not_be_read_proves_nothing(tmp_path, monkeypatch):
     ckpt = run(tmp_path, 1, 2)
-    real = storage_local.os.open
+    real = os.open
 
     def fail(path, *args, **options):
         if str(path).endswith("2/flaxckpt.json"):
@@ -563,8 +562,8 @@ def test_a_file_that_may_not_be_read_proves_nothing(tmp_path, monkeypatch):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return read(path, max_bytes=max_bytes)
 
-    read = storage_local.read
-    monkeypatch.setattr(storage_local, "read", denied)
+    read = storage_files.read
+    monkeypatch.setattr(storage_files, "read", denied)
     monkeypatch.setattr(os, "open", fail)
     strategies.assert_same(state(1), ckpt.restore())
     monkeypatch.undo()
@@ -578,7 +577,7 @@ def test_a_mark_that_cannot_be_made_is_told_of(tmp_path, monkeypatch, caplog):
     def fail(path, content):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(storage_local, "replace", fail)
+    monkeypatch.setattr(storage_files, "replace", fail)
     strategies.assert_same(state(1), ckpt.restore())
     assert "could not be marked: [Errno 30]" in caplog.text
 

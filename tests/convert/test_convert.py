@@ -642,7 +642,7 @@ def test_an_error_leaves_what_is_done(tmp_path, monkeypatch, format_name, fault)
         if fault == "write":
             patch.setattr(convert_convert.convert_journal.Journal, "add", fail)
         else:
-            patch.setattr(convert_convert._storage.local, "sync_tree", fail)
+            patch.setattr(convert_convert._storage.files, "sync_tree", fail)
         with pytest.raises(errors.SaveFailedError, match="no space left"):
             flaxckpt.convert(source, target, format=format_name)
     assert not target.exists()

@@ -15,6 +15,7 @@ from flax import serialization
 
 import flaxckpt
 from flaxckpt import errors, formats
+from flaxckpt._storage import files as storage_files
 from flaxckpt._storage import local as storage_local
 from flaxckpt.formats._native import checkpoint as native_checkpoint
 from tests import GOLDEN
@@ -249,14 +250,14 @@ def test_a_load_recognises_its_checkpoint_once_and_no_other_step(
 def slow_saves(monkeypatch):
     """Saves that are written, and not committed before the event is set."""
     go = threading.Event()
-    real = storage_local.sync_tree
+    real = storage_files.sync_tree
 
     def sync_tree(path):
         size = real(path)
         go.wait(60)
         return size
 
-    monkeypatch.setattr(storage_local, "sync_tree", sync_tree)
+    monkeypatch.setattr(storage_files, "sync_tree", sync_tree)
     yield go
     go.set()
 

@@ -205,7 +205,7 @@ def broken_disk(monkeypatch):
     def fail(path):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(checkpoint_save._storage.local, "sync_tree", fail)
+    monkeypatch.setattr(checkpoint_save._storage.files, "sync_tree", fail)
     return monkeypatch
 
 

@@ -92,7 +92,7 @@ def test_a_save_that_fails_tells_why(tmp_path, monkeypatch):
     with flaxckpt.Checkpointer(tmp_path, sinks=[seen.append]) as ckpt:
         with pytest.raises(errors.UnsupportedLeafError):
             ckpt.save(1, {"f": object()})
-        monkeypatch.setattr(checkpoint_save._storage.local, "sync_tree", fail)
+        monkeypatch.setattr(checkpoint_save._storage.files, "sync_tree", fail)
         ckpt.save(2, state(2))
         with pytest.raises(errors.SaveFailedError):
             ckpt.wait()

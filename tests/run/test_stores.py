@@ -78,7 +78,6 @@ def save_until_killed(url, at, is_there):
         real(path, content)
 
     storage_commit_marker.write_new = write_new
-    storage_local.commit_marker.write_new = write_new
     ckpt.save(2, {"n": np.arange(6)}).wait()
 
 

@@ -8,6 +8,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
+from flaxckpt._storage import files as storage_files
 from flaxckpt._storage import local as storage_local
 from flaxckpt._storage import rename as storage_rename
 
@@ -102,7 +103,7 @@ def test_what_the_disk_does_not_confirm_is_undone_or_told(
         if len(calls) <= failing:
             raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(storage_local, "sync_directory", fail)
+    monkeypatch.setattr(storage_files, "sync_directory", fail)
     acts = {
         "publish": lambda: storage_rename.publish(new, old),
         "exchange": lambda: storage_rename.exchange(new, old),

@@ -32,8 +32,7 @@ ALIGNMENT = 64
 
 _PAGE = mmap.PAGESIZE
 _COMPARED_AT_ONCE = 2**20
-_SYNCED_AT_ONCE = 2**20
-_AT_MOST = 2**30  # what one system call reads or writes
+_SMALL_BYTES = 2**16
 
 
 class Block(NamedTuple):
@@ -72,22 +71,7 @@ def write(path: Path, parts: Sequence[memoryview]) -> None:
     Syncing a large file here lets the disk work while others are written. Its name is
     made durable with its directory, by the caller.
     """
-    if _storage.paths.is_remote(path):
-        _storage.commit_marker.write_new(path, b"".join(parts))
-        return
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o666)
-    try:
-        size = 0
-        for view in parts:
-            while view:
-                written = os.write(descriptor, view[:_AT_MOST])
-                view = view[written:]
-                size += written
-        if size >= _SYNCED_AT_ONCE:
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _storage.of(path).write_parts(path, parts)
 
 
 def link_equal(old: Path, new: Path, parts: Sequence[memoryview]) -> bool:
@@ -178,38 +162,9 @@ def read(block: Block, into: Sequence[memoryview], *, verify: bool) -> None:
         ValueError: The file has another size, or fails its checksum.
         OSError: It is missing, or cannot be read.
     """
-    if _storage.paths.is_remote(block.path):
-        _read_object(block, into, verify=verify)
-        return
     tail = np.empty(block.file_size - block.size, np.uint8)
-    with _open(block) as file:
-        at = 0
-        for view in (*into, tail.data):
-            while view:
-                count = os.preadv(file, [view[:_AT_MOST]], at)
-                if count == 0:
-                    raise ValueError(f"{block.path.name} was cut short meanwhile")
-                view = view[count:]
-                at += count
-    if verify and block.has_checksum:
-        check(block.path.name, into, tail.tobytes())
-
-
-def _read_object(block: Block, into: Sequence[memoryview], *, verify: bool) -> None:
-    path, tail = block.path, np.empty(block.file_size - block.size, np.uint8)
-    assert _storage.paths.is_remote(path), path
-    found = 0
-    views = [view for view in (*into, tail.data) if view]
-    for part in path.pieces(block.file_size):
-        found += len(part)
-        left = memoryview(part)
-        while views and left:
-            count = min(len(left), len(views[0]))
-            views[0][:count] = left[:count]
-            left, views[0] = left[count:], views[0][count:]
-            views = views if views[0] else views[1:]
-    if found != block.file_size:
-        raise ValueError(f"{path.name} has {found} bytes instead of {block.file_size}")
+    path = block.path
+    _storage.of(path).read_into(path, [*into, tail.data])
     if verify and block.has_checksum:
         check(path.name, into, tail.tobytes())
 
@@ -220,10 +175,7 @@ def small(path: Path) -> bytes:
     Raises:
         OSError: It is missing, or cannot be read.
     """
-    if _storage.paths.is_remote(path):
-        return path.read_bytes()
-    with open(_descriptor(path), "rb") as file:
-        return file.read(2**16)
+    return _storage.of(path).read_small(path, _SMALL_BYTES, path.parent.parent)
 
 
 def mapped(block: Block) -> Bytes:
@@ -335,34 +287,17 @@ def check(name: str, parts: Sequence[memoryview], recorded: bytes) -> None:
 @contextlib.contextmanager
 def _open(block: Block) -> Iterator[int]:
     """The descriptor of a block's file, which has the right size."""
-    descriptor = _descriptor(block.path)
+    path = block.path
+    descriptor = _storage.files.open_regular_file(path, within=path.parent.parent)
     try:
         found = os.fstat(descriptor).st_size
         if found != block.file_size:
             raise ValueError(
-                f"{block.path.name} has {found} bytes instead of {block.file_size}"
+                f"{path.name} has {found} bytes instead of {block.file_size}"
             )
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _descriptor(path: Path) -> int:
-    """Opens a file of an array, which is no link out of the directory of all arrays.
-
-    Raises:
-        ValueError: It is.
-        OSError: It is missing, or cannot be read.
-    """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would block
-    try:
-        return os.open(path, flags | os.O_NOFOLLOW)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-    if not _storage.symlinks.is_inside(str(path), path.parent.parent):
-        raise ValueError(f"{path} is a symbolic link that leads out of the checkpoint")
-    return os.open(path, flags)
 
 
 _MAP_FIXED = 0x10

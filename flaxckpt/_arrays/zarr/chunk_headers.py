@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,49 +91,23 @@ def check_files(directory: Path, chunks: Chunks) -> None:
         ValueError: One is not.
         OSError: One cannot be read.
     """
-    if _storage.paths.is_remote(directory):
-        _check_objects(directory, chunks)
-        return
+    storage = _storage.of(directory)
+    if storage.costs_requests and chunks.codec != "blosc":
+        return  # sizes are not known there
     ratio = _BEST_RATIO.get(chunks.codec or "")
-    for path, key, is_file in _entries(str(directory), ""):
+    for key, is_file in storage.entries_below(directory):
         if not chunks.pattern.fullmatch(key):
             continue
         if not is_file:
             raise ValueError(f"{key} is a directory, not a chunk")
+        file = directory / key
         if ratio and chunks.size > _LONG_BYTES:
-            size = os.stat(path).st_size  # noqa: PTH116
-            if size * ratio < chunks.size:
+            size = storage.known_size(file, None)
+            if size is not None and size * ratio < chunks.size:
                 raise ValueError(f"{key} has {size} bytes instead of {chunks.size}")
         if chunks.codec == "blosc":
-            with open(path, "rb", opener=_at_once) as file:
-                _check_blosc(key, file.read(_HEADER_BYTES), chunks.size)
-
-
-def _check_objects(directory: _storage.paths.RemotePath, chunks: Chunks) -> None:
-    """The same in a store, which has no directories, and tells no sizes."""
-    if chunks.codec != "blosc":
-        return
-    for key in filter(chunks.pattern.fullmatch, directory.keys()):
-        path = directory / key
-        header = path.store.part(path.key, 0, _HEADER_BYTES)
-        _check_blosc(key, header or b"", chunks.size)
-
-
-def _entries(directory: str, before: str) -> Iterator[tuple[str, str, bool]]:
-    """Path, key and whether it is a file, of all that is in a directory or below it."""
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            key = before + entry.name
-            yield entry.path, key, entry.is_file()
-            if not entry.is_dir():
-                continue
-            if entry.is_symlink():  # which may lead round and round
-                raise ValueError(f"{key} is a link to a directory")
-            yield from _entries(entry.path, key + "/")
-
-
-def _at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
+            header = storage.read_range(file, 0, _HEADER_BYTES)
+            _check_blosc(key, header, chunks.size)
 
 
 def check_values(store: ts.KvStore, name: str, chunks: Chunks) -> None:

@@ -270,14 +270,9 @@ def kvstore(root: Path, name: str, *, ocdbt: bool) -> dict[str, JSON]:
     """TensorStore's description of where the array `name` under `root` is kept."""
     below = f"{name}/" if name else ""
     if ocdbt:
-        return {"driver": "ocdbt", "base": _place(root, ""), "path": below}
-    return _place(root, below)
-
-
-def _place(root: Path, below: str) -> dict[str, JSON]:
-    if _storage.paths.is_remote(root):
-        return root.store.connection.spec(root.prefix + below)
-    return {"driver": "file", "path": f"{root}/{below}"}
+        base = _storage.of(root).kvstore(root, "")
+        return {"driver": "ocdbt", "base": base, "path": below}
+    return _storage.of(root).kvstore(root, below)
 
 
 ZARR_2_NUMBER = re.compile(r"[<>|][biufc][0-9]{1,2}")

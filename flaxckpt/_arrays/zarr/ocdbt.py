@@ -11,10 +11,7 @@ Source: TensorStore's description of the format, and RFC 8878.
 from __future__ import annotations
 
 import functools
-import os
 import re
-import stat
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,17 +58,12 @@ def check(root: Path) -> None:
         ValueError: It cannot.
         OSError: It is missing, or cannot be read.
     """
-    if _storage.paths.is_remote(root):
-        content = (root / MANIFEST).read_bytes()
-        _checked(root, zlib.crc32(content), 0, len(content))
-        return
-    found = (root / MANIFEST).stat()
-    _checked(root, found.st_ino, found.st_mtime_ns, found.st_size)
+    _checked(root, *_storage.of(root).fingerprint(root / MANIFEST))
 
 
 @functools.lru_cache(maxsize=64)
-def _checked(root: Path, inode: int, modified: int, size: int) -> None:
-    del inode, modified  # keys only
+def _checked(root: Path, fingerprint: tuple[int, ...], size: int) -> None:
+    del fingerprint  # a key only
     if size > _MAX_MANIFEST_BYTES:
         raise ValueError(f"{MANIFEST} has {size} bytes")
     tree = _Tree(root)
@@ -218,19 +210,10 @@ def _place(text: str) -> _Place:
 def _content(path: Path, offset: int, size: int) -> bytes:
     if size > _MAX_NODE_BYTES:
         raise ValueError(f"{path.name} is said to have a node of {size} bytes")
-    if _storage.paths.is_remote(path):
-        part = path.store.part(path.key, offset, offset + size)
-        if part is None or len(part) < size:
-            raise ValueError(f"{path.name} is shorter than said")
-        return part
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or offset + size > found.st_size:
-            raise ValueError(f"{path.name} has {found.st_size} bytes, less than said")
-        return os.pread(descriptor, size, offset)
-    finally:
-        os.close(descriptor)
+    content = _storage.of(path).read_range(path, offset, size)
+    if len(content) < size:
+        raise ValueError(f"{path.name} is shorter than its manifest says")
+    return content
 
 
 def _decoded_bytes(name: str, content: bytes) -> int:

@@ -123,7 +123,7 @@ def texts(
 
 
 def _text_of_file(path: Path, checkpoint: Path) -> bytes:
-    _storage.symlinks.check_file(path, checkpoint)
+    _storage.of(path).check_file(path, checkpoint)
     try:
         return _storage.local.read(path, max_bytes=MAX_METADATA_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -146,7 +146,7 @@ def _check_database(root: Path, checkpoint: Path) -> None:
         DamagedCheckpointError: It is refused.
     """
     try:
-        _storage.symlinks.check_root(root, checkpoint)
+        _storage.of(root).check_root(root, checkpoint)
         _arrays.zarr.ocdbt.check(root)
     except (FileNotFoundError, NotADirectoryError):
         raise errors.DamagedCheckpointError(
@@ -225,11 +225,11 @@ class Arrays:
     def _open(
         self, name: str, form: ArrayForm, checkpoint: Path, context: ts.Context
     ) -> ts.Future[ts.TensorStore]:
-        size = _storage.symlinks.check_root(self.root, checkpoint)
+        size = _storage.of(self.root).check_root(self.root, checkpoint)
         if self.ocdbt:
             _arrays.zarr.ocdbt.check(self.root)
         else:
-            size = _storage.symlinks.check_array(self.root, name, checkpoint)
+            size = _storage.of(self.root).check_array(self.root, name, checkpoint)
         check_size(form, size)
         opened = functools.partial(
             _arrays.read.open_zarr,

@@ -359,7 +359,7 @@ def write_run_metadata(root: Path, custom: Mapping[str, JSON]) -> None:
         ValueError: It would be written behind a link out of the run.
     """
     path = root / _ROOT_METADATA
-    _storage.symlinks.check_file(path, root)
+    _storage.of(path).check_file(path, root)
     _storage.local.make_directory(path.parent)
     _storage.local.replace(
         path,

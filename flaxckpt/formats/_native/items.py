@@ -44,10 +44,8 @@ def item(path: Path) -> Path | None:
 
     In a store, it must have Orbax's marker; one item has its own, or that above it.
     """
-    if _storage.paths.is_remote(path) and not (
-        _storage.commit_marker.is_committed(path)
-        or _storage.commit_marker.is_committed(path.parent)
-    ):
+    storage = _storage.of(path)
+    if not (storage.is_committed(path) or storage.is_committed(path.parent)):
         return None
     for name in (*PREFERRED_ITEMS, ""):
         if is_tree(path / name):
@@ -177,7 +175,7 @@ def read_file(
         DamagedCheckpointError: It is not, or is too large, or lies elsewhere.
     """
     try:
-        _storage.symlinks.check_file(path, checkpoint)
+        _storage.of(path).check_file(path, checkpoint)
         return _storage.local.read(path, max_bytes=max_bytes)
     except ValueError as error:
         raise errors.DamagedCheckpointError(str(error)) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,7 +35,7 @@ def write(path: Path, metrics: Mapping[str, JSON]) -> None:
         ValueError: They would be written behind a link out of the checkpoint, or are
             more than readers take.
     """
-    _storage.symlinks.check_file(path / METRICS / METRICS, path)
+    _storage.of(path).check_file(path / METRICS / METRICS, path)
     _write(path, metrics)
     _steps.markers.mark_measured(path)
 
@@ -44,29 +43,12 @@ def write(path: Path, metrics: Mapping[str, JSON]) -> None:
 def _write(path: Path, metrics: Mapping[str, JSON]) -> None:
     content = orbax_json.dumps(dict(metrics))
     orbax_json.check_size(content)
-    if (path / METRICS).is_dir():
+    digests = METRICS_DIGESTS.removeprefix(f"{METRICS}/")
+    files = {METRICS: content, digests: digests_of(content)}
+    # In a single step: Orbax takes a directory without its file for damage.
+    is_there = (path / METRICS).is_dir()
+    if is_there or not _storage.of(path).add_directory(path / METRICS, files):
         _replace(path, content)
-        return
-    if _storage.paths.is_remote(
-        path
-    ):  # the second is not asked for while it is not there
-        _storage.local.replace(path / METRICS / METRICS, content)
-        _storage.local.replace(path / METRICS_DIGESTS, digests_of(content))
-        return
-    # Made beside it: Orbax takes a directory without its file for damage.
-    with _storage.temporary.made(path) as made:
-        _storage.local.write(made / METRICS, content)
-        file = made / Path(METRICS_DIGESTS).name
-        _storage.local.write(file, digests_of(content))
-        _storage.local.sync_directory(made)
-        try:
-            made.rename(path / METRICS)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            # Somebody else was first, who knew nothing of these.
-            _replace(path, content)
-    _storage.local.sync_directory(path)
 
 
 def _replace(path: Path, content: bytes) -> None:

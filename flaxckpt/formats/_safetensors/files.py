@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flaxckpt import _storage, errors
-from flaxckpt._storage.local import Stamp
+from flaxckpt._storage import Stamp
 from flaxckpt._types import JSON
 from flaxckpt.formats._safetensors import header
 from flaxckpt.formats._safetensors.header import Header, Index, Tensor

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flaxckpt import _arrays, _state, _steps, _storage, errors
 from flaxckpt._state.leaf import Leaf, LeafTable, StoredLeaf
-from flaxckpt._storage.local import Stamp
+from flaxckpt._storage import Stamp
 from flaxckpt._types import JSON
 from flaxckpt.formats import _signatures
 from flaxckpt.formats._reader import CheckpointMetadata, Stored

@@ -1,0 +1,331 @@
+"""Storage in an object store; see `_storage.storage`."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import zlib
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from pathlib import Path
+from types import MappingProxyType
+from typing import cast
+
+from flaxckpt import errors
+from flaxckpt._storage import (
+    commit_marker,
+    leases,
+    locks,
+    rename,
+    temporary,
+    upload,
+)
+from flaxckpt._storage import files as storage_files
+from flaxckpt._storage.paths import RemotePath
+from flaxckpt._types import JSON
+
+_APPEND_TRIES = 20
+_UNKNOWN_BYTES = 2**62
+
+
+class ObjectStorage:
+    """Objects under keys: a checkpoint counts when its commit marker is written."""
+
+    has_directories = False
+    has_hard_links = False
+    can_rename = False
+    can_map = False
+    costs_requests = True
+    commits_by_marker = True
+
+    # ---- what is there ------------------------------------------------------------
+
+    def exists(self, path: RemotePath, /) -> bool:
+        return path.exists()
+
+    def names(self, directory: RemotePath, /) -> list[str]:
+        return list(directory.names())
+
+    def directories(self, directory: RemotePath, /) -> Iterator[str]:
+        yield from [name for name, is_dir in directory.names().items() if is_dir]
+
+    def identity(self, path: RemotePath, /) -> tuple[int, ...] | None:
+        for key in (path.key, f"{path.prefix}{commit_marker.MARKER}"):
+            found = path.store.read(key, start=0, stop=0)
+            if found is not None:
+                return tuple(found.generation)
+        return None
+
+    def is_taken(self, path: RemotePath, /) -> bool:
+        return path.is_file()
+
+    def contents(
+        self, directory: RemotePath, wanted: Callable[[str], bool], /
+    ) -> dict[str, Collection[str]]:
+        return {name: found for name, found in directory.tree().items() if wanted(name)}
+
+    def files_below(self, directory: RemotePath, /) -> Iterator[str]:
+        return iter(directory.keys())
+
+    def entries_below(self, directory: RemotePath, /) -> Iterator[tuple[str, bool]]:
+        return ((key, True) for key in self.files_below(directory))
+
+    def files_and_links(self, directory: RemotePath, /) -> dict[str, bool]:
+        keys = self.files_below(directory)
+        return {key: False for key in sorted(keys) if not key.endswith("/")}
+
+    def all_files(self, path: RemotePath, /) -> Iterator[Path]:
+        yield path
+        yield from (path / key for key in self.files_below(path))
+
+    def known_size(self, file: RemotePath, within: RemotePath | None, /) -> int | None:
+        return None
+
+    def known_size_below(self, directory: RemotePath, /) -> int:
+        return 0
+
+    def disk_files(self, path: RemotePath, /) -> dict[tuple[int, int], int] | None:
+        return None
+
+    def fingerprint(self, file: RemotePath, /) -> tuple[tuple[int, ...], int]:
+        content = file.read_bytes()
+        return (zlib.crc32(content),), len(content)
+
+    def real_path(self, path: RemotePath, /) -> str:
+        return str(path)
+
+    def kind(self, path: RemotePath, /) -> str:
+        return "object store"
+
+    def is_local(self, path: RemotePath, /) -> bool:
+        return False
+
+    def free_bytes(self, path: RemotePath, /) -> int | None:
+        return None
+
+    # Stores have no links, and are not asked for the sizes of objects.
+
+    def check_root(self, root: RemotePath, checkpoint: RemotePath, /) -> int:
+        return _UNKNOWN_BYTES
+
+    def check_array(
+        self, root: RemotePath, name: str, checkpoint: RemotePath, /
+    ) -> int:
+        return _UNKNOWN_BYTES
+
+    def check_file(self, path: RemotePath, checkpoint: RemotePath, /) -> None:
+        return
+
+    def kvstore(self, directory: RemotePath, below: str, /) -> dict[str, JSON]:
+        return directory.store.connection.spec(directory.prefix + below)
+
+    # ---- reading ------------------------------------------------------------------
+
+    def read(self, file: RemotePath, /, *, max_bytes: int) -> bytes:
+        content = file.read_bytes()
+        if len(content) > max_bytes:
+            raise errors.DamagedCheckpointError(
+                f"{file}: wanted at most {max_bytes} bytes, found {len(content)}"
+            )
+        return content
+
+    @contextlib.contextmanager
+    def opened(
+        self, file: RemotePath, /, *, buffer_bytes: int = 2**13
+    ) -> Iterator[io.BufferedReader]:
+        # Which has all the methods that are used.
+        yield cast("io.BufferedReader", io.BytesIO(file.read_bytes()))
+
+    def digest_file(self, file: RemotePath, /, *, max_bytes: int) -> str | None:
+        content = file.read_bytes()
+        return storage_files.digest(content) if len(content) <= max_bytes else None
+
+    def stream(
+        self, file: RemotePath, within: RemotePath, size: int, /
+    ) -> Iterator[memoryview]:
+        return map(memoryview, file.pieces(size))
+
+    def read_small(
+        self, file: RemotePath, max_bytes: int, within: RemotePath, /
+    ) -> bytes:
+        return file.read_bytes()
+
+    def read_range(self, file: RemotePath, offset: int, size: int, /) -> bytes:
+        return file.store.part(file.key, offset, offset + size) or b""
+
+    def read_into(self, file: RemotePath, views: Sequence[memoryview], /) -> None:
+        size, found = sum(view.nbytes for view in views), 0
+        views = [view for view in views if view]
+        for part in file.pieces(size):
+            found += len(part)
+            left = memoryview(part)
+            while views and left:
+                count = min(len(left), len(views[0]))
+                views[0][:count] = left[:count]
+                left, views[0] = left[count:], views[0][count:]
+                views = views if views[0] else views[1:]
+        if found != size:
+            raise ValueError(f"{file.name} has {found} bytes instead of {size}")
+
+    def last_lines(self, file: RemotePath, max_bytes: int, /) -> list[bytes]:
+        return file.read_bytes().splitlines(keepends=True)
+
+    def forget_cached(self, file: RemotePath, /) -> None:
+        return
+
+    # ---- writing ------------------------------------------------------------------
+
+    def write(self, file: RemotePath, content: bytes, /) -> None:
+        commit_marker.write_new(file, content)
+
+    def replace(self, file: RemotePath, content: bytes, /) -> None:
+        file.write_bytes(content)
+
+    @contextlib.contextmanager
+    def locked(self, file: RemotePath, /) -> Iterator[None]:
+        with locks.held(file.parent, patient=True):
+            yield
+
+    def make_directory(self, path: RemotePath, /) -> None:
+        # There is nothing to make, but no object may have the name of one.
+        for above in (path, *path.parents):
+            if len(above.parts) > 1 and above.is_file():
+                raise NotADirectoryError(errno.ENOTDIR, "it is an object", str(above))
+
+    def sync_directory(self, path: RemotePath, /) -> None:
+        return  # the names of objects are durable
+
+    def sync_tree(self, root: RemotePath, /) -> int:
+        return root.store.counted_bytes(root.prefix)
+
+    def remove_tree(self, path: RemotePath, /) -> None:
+        path.store.delete_under(path.prefix)
+
+    def write_parts(self, file: RemotePath, parts: Sequence[memoryview], /) -> None:
+        commit_marker.write_new(file, b"".join(parts))
+
+    def append_lines(self, file: RemotePath, lines: bytes, max_bytes: int, /) -> None:
+        for _ in range(_APPEND_TRIES):
+            found = file.store.read(file.key)
+            if found is None:
+                if file.store.create(file.key, lines) is not None:
+                    return
+                continue
+            content = found.value + lines
+            if len(content) > max_bytes:
+                content = content[-max_bytes // 2 :].partition(b"\n")[2]
+            if file.store.exchange(file.key, content, found.generation) is not None:
+                return
+        raise OSError(errno.EAGAIN, "others write all the time", str(file))
+
+    def sync_files(self, paths: Iterable[RemotePath], threads: int, /) -> None:
+        return  # an object is durable when it is written
+
+    def add_directory(self, path: RemotePath, files: Mapping[str, bytes], /) -> bool:
+        for name, content in files.items():
+            (path / name).write_bytes(content)
+        return True
+
+    def withdraw_name(self, directory: RemotePath, aside: RemotePath, /) -> RemotePath:
+        return directory
+
+    # ---- checkpoints --------------------------------------------------------------
+
+    def is_committed(self, path: RemotePath, /) -> bool:
+        return commit_marker.is_committed(path)
+
+    def is_unfinished(self, path: RemotePath, /) -> bool:
+        return commit_marker.is_unfinished(path)
+
+    def lists_committed(
+        self, names: Collection[str], unmarked: Collection[str], /
+    ) -> bool:
+        if commit_marker.MARKER in names:
+            return len(names) > 1  # it came late, and alone
+        return not any(name in names for name in unmarked)
+
+    def temporary_directory(
+        self, final: RemotePath, /
+    ) -> contextlib.AbstractContextManager[Path]:
+        return commit_marker.made(final, overwrite=False, keep=lambda name: False)
+
+    def discard(self, directory: RemotePath, /) -> None:
+        temporary.discard(directory, self.remove_tree)
+
+    def sweep(self, directory: RemotePath, is_ours: Callable[[str], bool], /) -> None:
+        commit_marker.sweep(directory, is_ours)
+        # Copied there: a store has no temporary directories of its own.
+        for name in temporary.leftovers(self.directories(directory), is_ours):
+            self.remove_tree(directory / name)
+
+    def sweep_files(self, directory: RemotePath, /) -> None:
+        leases.sweep(directory)
+
+    @contextlib.contextmanager
+    def new_checkpoint(
+        self,
+        final: RemotePath,
+        /,
+        *,
+        overwrite: bool,
+        keep: Callable[[str], bool],
+        check: Callable[[Path], object],
+    ) -> Iterator[Path]:
+        if overwrite and commit_marker.is_committed(final):
+            check(final)  # which is removed at once
+        with commit_marker.made(final, overwrite=overwrite, keep=keep) as made:
+            yield made
+
+    def commit(
+        self,
+        made: RemotePath,
+        final: RemotePath,
+        marker: bytes,
+        publish: Callable[[Path, Path], object],
+        /,
+    ) -> int:
+        return commit_marker.commit(made, marker)
+
+    def copy_checkpoint(
+        self,
+        source: Path,
+        final: RemotePath,
+        /,
+        *,
+        files: Sequence[Path] | None = None,
+        marks: Mapping[str, bytes] = MappingProxyType({}),
+        overwrite: bool,
+        keep: Callable[[str], bool] = lambda name: False,
+        publish: Callable[[Path, Path], object] = rename.publish,
+    ) -> int:
+        return upload.upload(
+            source, final, files=files, marks=marks, overwrite=overwrite, keep=keep
+        )
+
+    def delete(self, path: RemotePath, check: Callable[[Path], object], /) -> None:
+        with locks.held(path) as lock, leases.deletion(path):
+            check(path)
+            marker = commit_marker.withdraw(path)
+            try:
+                # Whoever came before it lost its marker is seen now.
+                if late := leases.readers(path):
+                    raise leases.in_use(path, late)
+                check(path)
+            except errors.SaveFailedError:
+                commit_marker.put_back(path, marker)
+                raise
+            commit_marker.remove(lock)
+
+    def delete_part(
+        self, path: RemotePath, name: str, announce: Callable[[], object], /
+    ) -> None:
+        with leases.deletion(path):
+            announce()
+            self.remove_tree(path / name)
