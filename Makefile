@@ -1,6 +1,11 @@
-# Each target works from a bare machine: it makes .venv and installs what it needs.
-#   make test    formatting, lints, types, then the tests
-#   make demo    trains, interrupts and resumes a small model
+# Each target works from a bare machine: it makes .venv and installs what it needs, with
+# uv where the machine has it.
+#   make quick   formatting, lints, types, and the tests that find most: two minutes
+#   make test    the same, then all tests but the slow ones: ten minutes or so
+#   make test-all
+#                the same, then all tests: the better part of an hour, as CI does it
+#   make demo    trains, interrupts and resumes a small model: in an environment of its
+#                own, .venv-demo, which is small
 #   make check   formatting, lints and types only
 #   make bench   measures flaxckpt beside other checkpointers (a quarter of an hour)
 #   make test-frameworks
@@ -34,10 +39,18 @@ NOT_OF_VERSIONS := $(addprefix --ignore=tests/,cli configs faults report steps s
 	$(addprefix run/test_,events.py retention.py retention_rules.py staging.py \
 	stores.py watch.py) \
 	$(addprefix util/test_,forks.py progress.py))
+# What everything else is built on, and what must not change by mistake.
+QUICK_TESTS := $(addprefix tests/,arrays steps configs test_policies.py \
+	checkpoint/test_plan.py checkpoint/test_save.py checkpoint/test_restore.py \
+	formats/test_golden.py repository/test_exports.py repository/test_layers.py \
+	repository/test_security.py run/test_checkpointer.py state/test_tree.py \
+	storage/test_local.py storage/test_paths.py)
 BENCH_ARGS ?= --json bench-results/results.json --picture bench-results/results.svg
 
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO_VENV := .venv-demo
+DEMO_INSTALLED := $(DEMO_VENV)/.installed
 INSTALLED := $(VENV)/.installed
 BENCH_INSTALLED := $(VENV)/.bench-installed
 FRAMEWORKS_VENV := .venv-frameworks
@@ -49,12 +62,30 @@ NEWEST_INSTALLED := $(NEWEST_VENV)/.installed
 FUZZ_VENV := .venv-fuzz
 FUZZ_INSTALLED := $(FUZZ_VENV)/.installed
 
-.PHONY: demo test test-frameworks test-lowest test-newest fuzz check bench docs clean
+# $(call install,ENVIRONMENT) OPTIONS...: installs into an environment.
+UV := $(shell command -v uv 2> /dev/null)
+ifdef UV
+install = $(UV) pip install --python $(1)/bin/python --quiet
+newest = --upgrade
+else
+install = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
+newest = --upgrade --upgrade-strategy eager
+endif
 
-demo: $(INSTALLED)
-	@$(BIN)/python -m examples.demo
+.PHONY: demo quick test test-all test-frameworks test-lowest test-newest fuzz check bench docs clean
+
+demo: $(DEMO_INSTALLED)
+	@$(DEMO_VENV)/bin/python -m examples.demo
+
+quick: check
+	@echo "==> pytest: the tests that find most"
+	@$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow" -k "not moto and not seaweed" $(QUICK_TESTS)
 
 test: check
+	@echo "==> pytest $(PYTEST_ARGS), without slow tests"
+	@$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
+
+test-all: check
 	@echo "==> pytest $(PYTEST_ARGS)"
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
@@ -66,11 +97,11 @@ test-frameworks: $(FRAMEWORKS_INSTALLED)
 # examples show what newer versions of Flax have.
 test-lowest: $(LOWEST_INSTALLED)
 	@echo "==> pytest with the lowest versions"
-	@$(LOWEST_VENV)/bin/python -m pytest $(PYTEST_ARGS) -W ignore::DeprecationWarning $(NOT_OF_VERSIONS) --ignore=tests/repository/test_examples.py
+	@$(LOWEST_VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not slow" -W ignore::DeprecationWarning $(NOT_OF_VERSIONS) --ignore=tests/repository/test_examples.py
 
 test-newest: $(NEWEST_INSTALLED)
 	@echo "==> pytest with the newest versions"
-	@$(NEWEST_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(NOT_OF_VERSIONS)
+	@$(NEWEST_VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not slow" $(NOT_OF_VERSIONS)
 
 fuzz: $(FUZZ_INSTALLED)
 	@echo "==> fuzz, $(FUZZ_SECS) s for each target"
@@ -90,44 +121,56 @@ bench: $(BENCH_INSTALLED)
 docs: $(INSTALLED)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+define check_python
+@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("flaxckpt wants Python 3.11 or newer, found " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'
+endef
+
+$(DEMO_INSTALLED): pyproject.toml
+	$(check_python)
+	@echo "==> Installing flaxckpt with the dependencies of the demo into $(DEMO_VENV)"
+	@echo "    (once, and again when pyproject.toml changes; takes a minute)"
+	@$(PYTHON) -m venv $(DEMO_VENV)
+	@$(call install,$(DEMO_VENV)) --editable '.[demo]'
+	@touch $@
+
 $(INSTALLED): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("flaxckpt wants Python 3.11 or newer, found " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'
+	$(check_python)
 	@echo "==> Installing flaxckpt with its test and example dependencies into $(VENV)"
 	@echo "    (once, and again when pyproject.toml changes; takes a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,examples]'
+	@$(call install,$(VENV)) --editable '.[test,examples]'
 	@touch $@
 
 $(BENCH_INSTALLED): $(INSTALLED)
 	@echo "==> Installing the other checkpointers"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
+	@$(call install,$(VENV)) --editable '.[bench]'
 	@touch $@
 
 $(FRAMEWORKS_INSTALLED): pyproject.toml
 	@echo "==> Installing flaxckpt with the frameworks of its tests into $(FRAMEWORKS_VENV)"
 	@$(PYTHON) -m venv $(FRAMEWORKS_VENV)
-	@$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,frameworks]'
+	@$(call install,$(FRAMEWORKS_VENV)) --editable '.[test,frameworks]'
 	@touch $@
 
 $(LOWEST_INSTALLED): pyproject.toml .ci/lowest.py
 	@echo "==> Installing flaxckpt with the lowest versions into $(LOWEST_VENV)"
 	@$(PYTHON) -m venv $(LOWEST_VENV)
 	@$(PYTHON) .ci/lowest.py > $(LOWEST_VENV)/lowest.txt
-	@$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(LOWEST_VENV)/lowest.txt --editable '.[test,examples]'
+	@$(call install,$(LOWEST_VENV)) --constraint $(LOWEST_VENV)/lowest.txt --editable '.[test,examples]'
 	@touch $@
 
 $(NEWEST_INSTALLED): pyproject.toml
 	@echo "==> Installing flaxckpt with the newest versions into $(NEWEST_VENV)"
 	@$(PYTHON) -m venv $(NEWEST_VENV)
-	@$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[test,examples]'
+	@$(call install,$(NEWEST_VENV)) $(newest) --editable '.[test,examples]'
 	@touch $@
 
 $(FUZZ_INSTALLED): pyproject.toml
 	@echo "==> Installing flaxckpt with atheris into $(FUZZ_VENV)"
 	@$(PYTHON) -m venv $(FUZZ_VENV)
-	@$(FUZZ_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,fuzz]'
+	@$(call install,$(FUZZ_VENV)) --editable '.[test,fuzz]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS_VENV) $(LOWEST_VENV) $(NEWEST_VENV) $(FUZZ_VENV) demo-run report-run fuzz-findings bench-results artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
+	rm -rf $(VENV) $(DEMO_VENV) $(FRAMEWORKS_VENV) $(LOWEST_VENV) $(NEWEST_VENV) $(FUZZ_VENV) demo-run report-run fuzz-findings bench-results artifacts .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,7 +15,14 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "FORMAT.md", "ARCHITECTURE.md", "SECURITY.md", "CHANGELOG.md"]
+PAGES = [
+    "README.md",
+    "FORMAT.md",
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "CHANGELOG.md",
+]
 PROGRAMS = "examples"
 ERRORS = "reference/errors.md"
 ERROR = re.compile(r"<code>(\w+Error)</code>")

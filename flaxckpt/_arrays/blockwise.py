@@ -189,7 +189,7 @@ def _whole(pieces: Sequence[Piece], max_bytes: int) -> list[Array]:
     if not jobs:
         return [_given(piece.leaf) for piece in pieces]
     root = next(iter(jobs.values())).stored.root
-    options = arrays_read.Options(_storage.of(root).is_local(root), True, max_bytes)
+    options = arrays_read.ReadOptions(_storage.of(root).is_local(root), True, max_bytes)
     values = arrays_read.read(tuple(jobs.values()), options)
     return [
         _converted(values[piece.path], piece.leaf.info)
@@ -305,7 +305,12 @@ def _made(leaves: Sequence[Leaf], max_bytes: int) -> list[Array]:
         )
         for leaf in leaves
     ]
-    values = evaluate.read(wanted, arrays_read.Options(False, True, max_bytes))
+    values = evaluate.read(
+        wanted,
+        arrays_read.ReadOptions(
+            memory_map=False, verify=True, max_concurrent_bytes=max_bytes
+        ),
+    )
     return [_as_array(values[leaf.info.path], leaf.info) for leaf in leaves]
 
 

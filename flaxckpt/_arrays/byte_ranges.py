@@ -1,7 +1,7 @@
-"""Arrays that lie in a file as one run of bytes, opened as TensorStore has them.
+"""Arrays in contiguous byte ranges of a file, opened with TensorStore.
 
-Formats that keep many arrays in one file (safetensors, msgpack, streams) differ only in
-how they say where each of them begins.
+Formats with many arrays in a file (safetensors, msgpack, streams) differ only in the
+records of the byte ranges.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ _PART_BYTES = 8 * 2**20
 
 
 class Span(NamedTuple):
-    """Where the elements of an array lie, in C order.
+    """Byte range of an array in a file, in C order.
 
     Attributes:
-        file: Which file.
-        offset: Where the first element begins, in bytes.
-        shape: In elements.
-        dtype: Name of the element type, as it is stored.
-        pieces: Offset and size in bytes of each run, if they are no single one but
-            several, whose bytes belong one after another; `offset` is then not used.
-        identity: Of the file as it was when it was described (see `Stamp`); another
-            file of this name, or another content, is then not read.
-        is_big_endian: Whether the bytes of each element are swapped; else they are
-            little endian.
+        file: Path of the file.
+        offset: Offset of the first element, in bytes.
+        shape: Shape in elements.
+        dtype: Name of the stored element type.
+        pieces: Offset and size in bytes of each run, for several consecutive runs;
+            `offset` is then unused.
+        identity: Identity of the file when its header was read (see `Stamp`); a file
+            changed since then is not read.
+        is_big_endian: Whether elements are big endian instead of little endian.
     """
 
     file: Path
@@ -54,7 +53,7 @@ class Span(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        """The size of one element in bytes."""
+        """Bytes per element."""
         return _state.dtypes.to_numpy(self.dtype).itemsize
 
 
@@ -62,8 +61,8 @@ def opened(spans: Sequence[Span], context: ts.Context) -> ts.Future[ts.TensorSto
     """Opens an array, read-only.
 
     Args:
-        spans: Its parts, one after another along the first axis: mostly one.
-        context: Shared by all arrays that are read together.
+        spans: Consecutive parts along the first axis, usually a single part.
+        context: Context shared by all arrays read together.
     """
     promise: ts.Promise[ts.TensorStore]
     future: ts.Future[ts.TensorStore]
@@ -100,7 +99,7 @@ def _opened(span: Span, context: ts.Context) -> ts.TensorStore:
 
 
 def _part_shape(span: Span) -> Shape:
-    """The largest run of bytes that is read at once, at least 1 along each axis."""
+    """Returns the shape of the largest part to read at once."""
     part = [1] * len(span.shape)
     room = max(_PART_BYTES // span.itemsize, 1)
     for axis in reversed(range(len(span.shape))):
@@ -112,7 +111,7 @@ def _part_shape(span: Span) -> Shape:
 
 
 def _outer_axes(shape: Shape, extent: Shape) -> int:
-    """How many leading axes must be walked, so that the rest is one run of bytes."""
+    """Returns the number of leading axes before a contiguous part."""
     axis = len(shape)
     while axis > 0 and extent[axis - 1] == shape[axis - 1]:
         axis -= 1
@@ -120,7 +119,7 @@ def _outer_axes(shape: Shape, extent: Shape) -> int:
 
 
 def _read_run(descriptor: int, span: Span, start: Sequence[int], target: Array) -> None:
-    """Reads what lies from the element `start` on, as much as `target` takes."""
+    """Fills `target` with the elements from `start` on."""
     run = target if target.flags.c_contiguous else np.empty_like(target, order="C")
     element = 0
     for size, i in zip(span.shape, start, strict=True):

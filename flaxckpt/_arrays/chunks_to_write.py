@@ -1,7 +1,7 @@
-"""What zarr stores of an array on the host: its metadata, and its raw chunks.
+"""Zarr metadata and raw chunks of host arrays.
 
-Raw chunks (see `_arrays.zarr.metadata`) are stored as they lie in memory, without a
-copy if possible.
+Raw chunks (see `_arrays.zarr.metadata`) have the layout of the memory, and are written
+without a copy if possible.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from flaxckpt._types import JSON
 
 
 def is_raw(array: HostArray, encoding: Encoding) -> bool:
-    """Whether an array is written without TensorStore, which would sync it."""
+    """Returns True if an array is written without TensorStore."""
     return zarr_metadata.is_raw(encoding, array.shape, _stored_name(array))
 
 
 def metadata(array: HostArray, encoding: Encoding) -> dict[str, JSON]:
-    """What zarr says of an array, for TensorStore."""
+    """Returns the zarr metadata of an array, for TensorStore."""
     return zarr_metadata.metadata(
         encoding, array.shape, _stored_name(array), array.chunk_shape
     )
 
 
 def metadata_text(array: HostArray, encoding: Encoding) -> bytes:
-    """The same, as the content of its file."""
+    """Returns the zarr metadata of an array as file content."""
     return zarr_metadata.metadata_text(
         encoding, array.shape, _stored_name(array), array.chunk_shape
     )
@@ -49,14 +49,14 @@ def _stored_name(array: HostArray) -> str:
 # ---- chunks -------------------------------------------------------------------------
 
 
-class Chunk(NamedTuple):
+class ChunkToWrite(NamedTuple):
     """A chunk to write.
 
     Attributes:
-        array: Whose it is.
-        shard: What has its values.
-        key: Which chunk of the array.
-        bounds: What the shard has of it, in the whole array: all but padding.
+        array: The array of the chunk.
+        shard: The shard with the values.
+        key: Index of the chunk.
+        bounds: Region of the values in the whole array, without padding.
     """
 
     array: HostArray
@@ -66,18 +66,18 @@ class Chunk(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of it as stored, less the checksum."""
+        """Stored bytes without the checksum."""
         bits = _state.dtypes.item_bits(self.array.dtype)
         return math.prod(self.array.chunk_shape) * bits // 8
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values in memory."""
+        """Bytes of the values in memory."""
         itemsize: int = self.shard.data.dtype.itemsize
         return math.prod(zarr_metadata.extent(self.bounds)) * itemsize
 
     def has_to_be_copied(self) -> bool:
-        """Whether its values are not already one run of bytes, as stored."""
+        """Whether writing needs a copy of the values in storage layout."""
         data = self._data()
         return not (
             data.dtype.name == self.array.dtype
@@ -86,7 +86,7 @@ class Chunk(NamedTuple):
         )
 
     def parts(self, encoding: Encoding) -> list[memoryview]:
-        """What is stored: the values, padding, the checksum. Views where possible."""
+        """Returns the values, padding and checksum, as views where possible."""
         parts = self._content()
         if encoding.checksum:
             parts.append(memoryview(chunk_file.checksum(parts)))
@@ -110,14 +110,14 @@ class Chunk(NamedTuple):
         return data
 
 
-def chunks(array: HostArray) -> Iterator[Chunk]:
-    """The chunks that this process writes of an array."""
+def chunks(array: HostArray) -> Iterator[ChunkToWrite]:
+    """Yields the chunks of an array to be written by this process."""
     for shard in array.shards:
         for key, bounds in zarr_metadata.chunks(shard.region, array.chunk_shape):
-            yield Chunk(array, shard, key, bounds)
+            yield ChunkToWrite(array, shard, key, bounds)
 
 
 def files_of(root: Path, array: HostArray) -> Iterator[Path]:
-    """The files of chunks that this process writes of a raw array."""
+    """Yields the chunk files of a raw array to be written by this process."""
     for chunk in chunks(array):
         yield root / array.name / chunk.key

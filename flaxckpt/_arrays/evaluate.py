@@ -1,4 +1,4 @@
-"""Computed leaves: of a state before a save, of what is stored for a restore."""
+"""Evaluation of computed leaves, before a save and during a restore."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _AT_ONCE = 256 * 2**20
 
 
 def of_state(table: LeafTable) -> LeafTable:
-    """The table of a state with all that has to be computed for it, computed.
+    """Returns the leaf table of a state with computed leaves evaluated.
 
     Not under jit: a training loop saves again and again, and every table brings new
     functions, while jax has the operations in them compiled already.
@@ -77,7 +77,7 @@ def _as_array(value: Any, is_wide: bool, path: LeafPath) -> jax.Array:
 
 
 def _check_width(array: Array, is_wide: bool, path: LeafPath) -> None:
-    """Refuses a number that 32 bits do not hold, where jax has no more."""
+    """Raises an error for a number of more than 32 bits without jax's 64-bit mode."""
     if is_wide or array.dtype.name not in ("int64", "uint64") or not array.size:
         return
     if int(array.max()) >= 2**31 or int(array.min()) < -(2**31):
@@ -88,7 +88,7 @@ def _check_width(array: Array, is_wide: bool, path: LeafPath) -> None:
 
 
 def _together(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Arrays on the same devices; those that are not come by way of the host."""
+    """Returns arrays on common devices, moving others through the host."""
     committed = {frozenset(x.sharding.device_set) for x in arrays if x.committed}
     if len(committed) <= 1:
         return arrays
@@ -103,15 +103,17 @@ def _together(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
 # ---- while a checkpoint is read -----------------------------------------------------
 
 
-def read(leaves: Sequence[Leaf], options: arrays_read.Options) -> dict[LeafPath, Any]:
-    """Reads what leaves are made of, and makes them.
+def read(
+    leaves: Sequence[Leaf], options: arrays_read.ReadOptions
+) -> dict[LeafPath, Any]:
+    """Reads the sources of leaves, and computes the leaves.
 
-    Each source is read once, and leaves that share some are made together; others, as
-    many as the byte budget allows.
+    Reads each source once. Leaves with common sources are computed together; other
+    leaves in batches within the byte budget.
 
     Args:
-        leaves: Leaves with the infos that the caller wants.
-        options: How to read.
+        leaves: Leaves with the infos requested by the caller.
+        options: Options of the read.
 
     Returns:
         Leaf path -> value.
@@ -134,7 +136,7 @@ def _batches(leaves: Sequence[Leaf], max_bytes: int) -> Iterator[list[Leaf]]:
 
 
 def _bytes_of(group: Sequence[Leaf]) -> int:
-    """Bytes of leaves and of what they are made of."""
+    """Returns the bytes of leaves and of their sources."""
     infos = [leaf.info for leaf in group]
     sources = {id(s): s for leaf in group for s in leaf.sources}.values()
     infos += [s.info for s in sources if isinstance(s, StoredLeaf)]
@@ -142,7 +144,7 @@ def _bytes_of(group: Sequence[Leaf]) -> int:
 
 
 def _groups(leaves: Sequence[Leaf]) -> Iterator[list[Leaf]]:
-    """Leaves that have a source in common, directly or through others."""
+    """Yields groups of leaves connected by common sources."""
     parent = list(range(len(leaves)))
 
     def root(i: int) -> int:
@@ -162,9 +164,9 @@ def _groups(leaves: Sequence[Leaf]) -> Iterator[list[Leaf]]:
 
 
 def _read_batch(
-    leaves: Sequence[Leaf], options: arrays_read.Options
+    leaves: Sequence[Leaf], options: arrays_read.ReadOptions
 ) -> dict[LeafPath, Any]:
-    """Reads and makes leaves; those for the same devices in one computation."""
+    """Reads and computes leaves, with a single computation per set of devices."""
     alike: dict[Any, list[Leaf]] = {}
     for leaf in leaves:
         sharding = leaf.info.sharding
@@ -176,7 +178,9 @@ def _read_batch(
     return values
 
 
-def _make(leaves: Sequence[Leaf], options: arrays_read.Options) -> dict[LeafPath, Any]:
+def _make(
+    leaves: Sequence[Leaf], options: arrays_read.ReadOptions
+) -> dict[LeafPath, Any]:
     is_wide = lazy.has_wide_fn(leaves[0])
     users = {id(s): (s, leaf) for leaf in reversed(leaves) for s in leaf.sources}
     jobs: dict[int, arrays_read.ReadJob] = {}
@@ -220,7 +224,7 @@ def _make(leaves: Sequence[Leaf], options: arrays_read.Options) -> dict[LeafPath
 
 
 def _given(value: Any, user: LeafInfo) -> Any:
-    """A source that is a value already, where it can be computed with."""
+    """Returns a given value on the devices of the computation."""
     if not isinstance(value, jax.Array) or not value.committed:
         return value
     devices = None if user.sharding is None else user.sharding.device_set
@@ -233,7 +237,7 @@ def _given(value: Any, user: LeafInfo) -> Any:
 
 
 def _wanted_of_source(source: StoredLeaf, user: LeafInfo, name: str) -> LeafInfo:
-    """How to read a source of the leaf `user`: split as that, where it is alike."""
+    """Returns the info to read a source of `user`, sharded alike if possible."""
     info = source.info
     is_wide = lazy.needs_64_bits(
         info
@@ -253,7 +257,7 @@ def _wanted_of_source(source: StoredLeaf, user: LeafInfo, name: str) -> LeafInfo
 def _alike(
     sharding: Sharding | None, shape: tuple[int, ...], other: tuple[int, ...]
 ) -> Sharding | None:
-    """The sharding of an array of another shape that is split along equal axes."""
+    """Returns a sharding for another shape, split along the axes of equal size."""
     sharding = _automatic(sharding)
     if not isinstance(sharding, NamedSharding) or shape == other:
         return sharding

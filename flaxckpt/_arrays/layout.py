@@ -1,6 +1,6 @@
-"""How an array is laid out in storage: its shape, its type, its chunks.
+"""Storage layout of arrays: shape, type and chunks.
 
-Integers and names only; nothing here touches a value or a file.
+Works with integers and names only, without values or files.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _MIN_GROUP_BYTES = 16 * 2**20
 
 
 class Writing(NamedTuple):
-    """How the devices that hold the same shard divide the writing of it.
+    """Division of a shard among the replicas that write it.
 
     Attributes:
-        slices: Their parts; None if one of them writes all.
-        shape: What one of them writes.
-        replicas: How many they are.
+        slices: Parts of the replicas; None if a single replica writes the shard.
+        shape: Shape of a part.
+        replicas: Number of replicas.
     """
 
     slices: zarr_chunk_shape.ReplicaSlices | None
@@ -41,16 +41,16 @@ class Writing(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """How many of them write."""
+        """Number of replicas that write."""
         return len(self.slices.bounds) if self.slices else 1
 
 
 def writing(info: LeafInfo, shape: Shape) -> Writing:
-    """How the devices that hold the same shard of a leaf divide the writing of it.
+    """Divides the shards of a leaf among the replicas that write them.
 
     Args:
         info: The leaf.
-        shape: As stored; of PRNG keys that is one axis more than the leaf has.
+        shape: Stored shape; for PRNG keys with one more axis than the leaf.
     """
     if info.sharding is None:
         return Writing(None, shape, 1)
@@ -78,7 +78,7 @@ def _shared_writing(
 
 
 def task(info: LeafInfo) -> writer_assignment.Task:
-    """What is to be written of a leaf, to be divided among processes."""
+    """Returns the task of writing a leaf, for division among processes."""
     shape, dtype = stored_form(info)
     part = writing(info, shape)
     nbytes = math.prod(part.shape) * _state.dtypes.item_bits(dtype) // 8
@@ -86,7 +86,7 @@ def task(info: LeafInfo) -> writer_assignment.Task:
 
 
 def stored_form(info: LeafInfo) -> tuple[Shape, str]:
-    """Shape and type name under which the values of a leaf are stored."""
+    """Returns the stored shape and type name of a leaf."""
     if info.kind == "prng_key":
         return (*info.shape, key_words(info.prng_impl or "")), "uint32"
     dtype = _state.dtypes.stored_name(info.dtype or "")
@@ -96,20 +96,20 @@ def stored_form(info: LeafInfo) -> tuple[Shape, str]:
 
 @functools.cache
 def key_words(impl: str) -> int:
-    """How many numbers of 32 bits a key of the implementation `impl` has.
+    """Returns the number of 32-bit words of a PRNG key.
 
     Raises:
-        ValueError: jax has no such implementation.
+        ValueError: jax has no implementation `impl`.
     """
     words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
     return int(words.shape[0])
 
 
 def check_keys(impl: str, shape: Shape, dtype: str) -> None:
-    """Asserts that an array can be PRNG keys of the implementation `impl`.
+    """Checks the shape and dtype of PRNG key data of the implementation `impl`.
 
     Raises:
-        ValueError: It cannot, or there is no such implementation.
+        ValueError: They do not match, or jax has no implementation `impl`.
     """
     words = key_words(impl)
     if dtype != "uint32" or shape[-1:] != (words,):
@@ -117,13 +117,13 @@ def check_keys(impl: str, shape: Shape, dtype: str) -> None:
 
 
 def write_shape(info: LeafInfo, shape: Shape) -> Shape:
-    """What one device writes of an array, at least 1 along each axis.
+    """Returns the shape of the part written by a device, at least 1 along each axis.
 
-    That is a shard, or a part of one if others hold the same.
+    The part is a shard, or a part of a replicated shard.
 
     Args:
         info: The leaf.
-        shape: As stored; of PRNG keys that is one axis more than the leaf has.
+        shape: Stored shape; for PRNG keys with one more axis than the leaf.
     """
     return tuple([size or 1 for size in writing(info, shape).shape])
 
@@ -131,12 +131,12 @@ def write_shape(info: LeafInfo, shape: Shape) -> Shape:
 def with_chunk_shape(
     info: LeafInfo, layout: ArrayLayout, *, role: Role | None = None
 ) -> LeafInfo:
-    """`info` with the chunk shape that its values are stored in, if it has any.
+    """Returns `info` with the chunk shape of the stored array.
 
     Args:
         info: A leaf.
-        layout: How its array shall be cut.
-        role: What it is in an optimizer.
+        layout: Layout of the array.
+        role: Role of the leaf in an optimizer.
     """
     chunk_shape = None
     if info.dtype is not None:
@@ -174,7 +174,7 @@ def _chunk_shape(written: Shape, dtype: str, max_bytes: int, ragged: bool) -> Sh
 
 
 def fault(info: LeafInfo) -> str | None:
-    """The reason why readers refuse the array of a leaf; None if they accept it."""
+    """Returns the reason why readers would refuse the array of a leaf, or None."""
     return _fault(info.shape, info.chunk_shape or ())
 
 

@@ -1,7 +1,7 @@
-"""Leaves that are to be computed, of those of a checkpoint or of a state.
+"""Computed leaves of a checkpoint or of a state.
 
-What is computed is said by a function that jax traces: its result's shape is known
-before anything is read, and it runs where the result shall be.
+JAX traces the function of a computed leaf: the shape of the result is known before
+anything is read, and the function runs on the devices of the result.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
 
 
 class Deriver:
-    """Makes leaves of leaves for one transform.
+    """Creates computed leaves for a transform.
 
-    Layers are alike, and tracing takes long: what a function makes of which shapes is
-    remembered, for as long as the transform is applied.
+    Caches the result shapes of functions during the transform, because tracing is slow
+    and layers are alike.
 
     Args:
         what: The transform, for messages.
@@ -47,18 +47,18 @@ class Deriver:
         base: LeafInfo | None = None,
         is_wide: bool | None = None,
     ) -> Leaf:
-        """The leaf that `fn` makes of the values of `leaves`.
+        """Returns the leaf computed by `fn` from the values of `leaves`.
 
         Args:
             leaves: Arrays, numbers or PRNG keys.
-            fn: From their values to the new one; traced.
-            base: What lends the new leaf its path, its kind of value and its role; by
+            fn: Traced function from the values to the new value.
+            base: Leaf with the path, the kind of value and the role of the new leaf; by
                 default the first of `leaves`.
             is_wide: Whether jax may compute in 64 bits; by default if any of `leaves`
-                has them.
+                has 64 bits.
 
         Raises:
-            OptionError: `fn` cannot be traced, or makes what cannot be stored.
+            OptionError: `fn` cannot be traced, or its result cannot be stored.
         """
         base = base or leaves[0].info
         infos = [leaf.info for leaf in leaves]
@@ -96,7 +96,7 @@ class Deriver:
 
 
 class _Computation:
-    """What makes a leaf of the sources of several.
+    """Function from the sources of several leaves to a leaf.
 
     Attributes:
         is_wide: Whether jax may compute in 64 bits.
@@ -120,7 +120,7 @@ def has_wide_fn(leaf: Leaf) -> bool:
 
 
 def needs_64_bits(info: LeafInfo) -> bool:
-    """Whether jax would cut a leaf's values if it is not told otherwise."""
+    """Returns True if jax truncates the values of a leaf without 64-bit mode."""
     return info.dtype in _WIDE
 
 
@@ -129,7 +129,7 @@ def _first_line(error: Exception) -> str:
 
 
 def value_fn(leaf: Leaf) -> Fn:
-    """From the sources of a leaf to its value, in the type that it says."""
+    """Returns the function from the sources of a leaf to a value of its type."""
     fn, info = leaf.fn, leaf.info
 
     def value(*args: jax.Array) -> jax.Array:
@@ -143,7 +143,7 @@ def value_fn(leaf: Leaf) -> Fn:
 
 
 def abstract(info: LeafInfo) -> jax.ShapeDtypeStruct:
-    """A leaf's value, as jax traces it as it is configured now."""
+    """Returns the abstract value of a leaf for tracing."""
     if info.kind == "prng_key":
         key = jax.eval_shape(lambda: jax.random.key(0, impl=info.prng_impl))
         return jax.ShapeDtypeStruct(info.shape, key.dtype)

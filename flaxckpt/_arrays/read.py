@@ -47,7 +47,7 @@ class ReadJob(NamedTuple):
         return self.stored.info
 
 
-class Options(NamedTuple):
+class ReadOptions(NamedTuple):
     """How to read.
 
     Attributes:
@@ -94,7 +94,7 @@ def bytes_here(job: ReadJob) -> int:
     )
 
 
-def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
+def read(jobs: Sequence[ReadJob], options: ReadOptions) -> dict[LeafPath, Any]:
     """Reads leaves, each part that a local device needs exactly once.
 
     Returns:
@@ -134,7 +134,7 @@ def read(jobs: Sequence[ReadJob], options: Options) -> dict[LeafPath, Any]:
 
 def _read_batch(
     batch: Sequence[_Work],
-    options: Options,
+    options: ReadOptions,
     databases: read_raw.Databases,
     faults: read_faults.Faults,
 ) -> list[tuple[ReadJob, dict[Region, Array]]]:
@@ -215,7 +215,7 @@ def _batches(jobs: Sequence[ReadJob], max_bytes: int) -> Iterator[list[_Work]]:
 # ---- reading --------------------------------------------------------------------
 
 
-def _begin(work: _Work, options: Options, databases: read_raw.Databases) -> Reading:
+def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> Reading:
     stored, regions = work.job.stored, tuple(work.reads)
     try:
         if stored.raw is None:

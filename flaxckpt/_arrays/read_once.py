@@ -1,4 +1,4 @@
-"""Reading once what several processes need: each reads a part, devices do the rest."""
+"""Reading replicated arrays once: each process reads a part, devices exchange them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
 
 _MIN_PART_BYTES = 2**20
-"""Smaller parts are read by all: that takes less time than to send them."""
+"""Smaller parts are read by all processes, which is faster than sending them."""
 
 
 def divided(jobs: Sequence[ReadJob]) -> list[ReadJob]:
-    """The same leaves, those that several devices want in parts, one for each device.
+    """Returns the jobs with replicated leaves split into a part per device.
 
     Args:
-        jobs: Leaves to read, as the caller wants them.
+        jobs: Leaves to read, with the caller's shardings.
     """
     found = []
     for job in jobs:
@@ -36,10 +36,10 @@ def divided(jobs: Sequence[ReadJob]) -> list[ReadJob]:
 
 
 def parted(info: LeafInfo) -> NamedSharding | None:
-    """How to split a leaf so that no two devices have the same, or fewer have.
+    """Returns a sharding of a leaf with fewer replicas.
 
-    Along the first axis that can be cut in the most parts; None if none can, or if
-    nothing would be gained.
+    Splits the first axis with the most parts; returns None without such an axis, or
+    without a benefit.
     """
     sharding = info.sharding
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
@@ -65,14 +65,14 @@ def parted(info: LeafInfo) -> NamedSharding | None:
 
 
 def _parts(shape: Sequence[int], shard: Sequence[int]) -> int:
-    """In how many parts an array is split."""
+    """Returns the number of parts of an array."""
     return math.prod(
         whole // part for whole, part in zip(shape, shard, strict=True) if part
     )
 
 
 def _spare_axes(sharding: NamedSharding) -> list[str]:
-    """The axes of a mesh along which all devices have the same."""
+    """Returns the mesh axes that replicate an array."""
     used: set[Any] = set()
     for entry in sharding.spec:
         used |= set(entry) if isinstance(entry, tuple) else {entry}
@@ -93,14 +93,14 @@ def _with_axes(
 def gathered(
     values: Mapping[LeafPath, Any], jobs: Sequence[ReadJob]
 ) -> dict[LeafPath, Any]:
-    """Values that were read in parts, as the caller wants them.
+    """Returns values with the caller's shardings, from values read in parts.
 
-    All processes call it at the same place of the program: the devices send each other
-    what they lack.
+    All processes must call it at the same place of the program, because devices
+    exchange the parts.
 
     Args:
-        values: What was read, by wanted leaf path.
-        jobs: As they were before `divided`.
+        values: Leaf path -> value read.
+        jobs: The jobs before `divided`.
     """
     parts = {
         job.wanted.path: job.wanted.sharding

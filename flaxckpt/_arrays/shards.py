@@ -1,4 +1,4 @@
-"""Which regions of a stored array are read for the devices of this process."""
+"""Regions of stored arrays to read for the devices of this process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flaxckpt._types import Shape
 
 
 def to_read(found: LeafInfo, wanted: LeafInfo) -> dict[Region, list[Region]]:
-    """What to read of a leaf -> the regions that devices need of it.
+    """Returns the regions to read -> the regions needed by devices.
 
-    Each region is read by itself if no chunk reaches into two of them. Otherwise that
-    chunk would be read once for each, so what encloses them all is read instead.
+    Reads each region separately if no chunk overlaps two regions. Otherwise reads their
+    enclosing region, so that no chunk is read twice.
 
     Args:
-        found: The leaf as it is stored.
-        wanted: The same with the sharding that it gets.
+        found: The stored leaf.
+        wanted: The leaf with the requested sharding.
     """
     shape, _ = layout.stored_form(found)
     sharding = wanted.sharding
@@ -60,7 +60,7 @@ def _fits_chunks(region: Region, chunk: Shape, shape: Shape) -> bool:
 def cut(
     reads: Mapping[Region, list[Region]], arrays: Mapping[Region, Array]
 ) -> dict[Region, Array]:
-    """What each device needs -> its values."""
+    """Returns each region needed by a device -> values."""
     return {
         region: arrays[read][metadata.within(region, read)]
         for read, regions in reads.items()

@@ -1,4 +1,4 @@
-"""Host arrays of a checkpoint, as and where the caller wants them."""
+"""Conversion of host arrays to the caller's types and devices."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _COPIED_BELOW = 2**16
 
 
 def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) -> Any:
-    """Makes a leaf of its values.
+    """Assembles a leaf from its values.
 
     Args:
-        blocks: What each local device needs -> the values there, as stored.
-        found: How the leaf is stored.
-        wanted: What the caller asked for.
+        blocks: Region needed by each local device -> stored values.
+        found: The stored leaf.
+        wanted: The leaf requested by the caller.
 
     Returns:
         A `jax.Array`, a `numpy.ndarray`, or a number.
@@ -65,13 +65,13 @@ def _keys(data: Array, wanted: LeafInfo) -> jax.Array:
 
 @functools.lru_cache(maxsize=64)
 def _wrapping(impl: str | None, sharding: Sharding) -> Any:
-    """Makes keys on devices of several processes, which all do so."""
+    """Wraps key data as PRNG keys on devices of several processes."""
     wrap = functools.partial(jax.random.wrap_key_data, impl=impl)
     return jax.jit(wrap, out_shardings=sharding)
 
 
 def _values(block: Array, found: str, wanted: str) -> Array:
-    """What was stored, in the type it has; or in the wanted one, if read as that."""
+    """Returns the stored values in the stored or the wanted type."""
     is_cast = (
         _state.dtypes.name(block.dtype) == wanted != _state.dtypes.stored_name(found)
     )
@@ -122,7 +122,7 @@ def _to_devices(blocks: Mapping[Region, Array], wanted: LeafInfo) -> jax.Array:
 
 
 def place(value: Any, wanted: LeafInfo) -> Any:
-    """A computed leaf, where and as the caller wants it."""
+    """Places a computed leaf on the caller's devices, in the caller's type."""
     if wanted.python_type != "jax.Array":
         # A copy, because a view of jax's could not be written to.
         array = _state.dtypes.convert(np.array(value), wanted.dtype or "")
@@ -157,7 +157,7 @@ def _single(device: jax.Device, sharding: Sharding) -> SingleDeviceSharding:
 
 
 def _weak(array: jax.Array, sharding: Sharding | None) -> jax.Array:
-    """The same values as an array that jax promotes like a Python number."""
+    """Returns a weakly typed array with the same values."""
     if isinstance(array, jax.core.Tracer):
         return array  # of a traced function, where older jax gives no values
     is_local = sharding is None or sharding.is_fully_addressable
@@ -176,7 +176,7 @@ def _weak(array: jax.Array, sharding: Sharding | None) -> jax.Array:
 
 @functools.lru_cache(maxsize=256)
 def _weakening(shape: Shape, dtype: np.dtype[Any], sharding: Sharding | None) -> Any:
-    """A compiled function that returns its argument as a weakly typed array.
+    """Compiles a function that returns its argument as a weakly typed array.
 
     A compiled function takes arguments that differ from its own in weakness only. On
     devices of several processes, all of them call it.

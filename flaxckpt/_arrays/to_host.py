@@ -1,4 +1,4 @@
-"""Values of arrays as they are now: on the host, and safe from any change."""
+"""Snapshots of array values on the host, safe from later changes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class HostArray(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of all that this process writes, in memory."""
-        return sum(shard.data.nbytes for shard in self.shards)
+        return sum([shard.data.nbytes for shard in self.shards])
 
 
 Named: TypeAlias = tuple[str, Shape, Leaf]
@@ -72,7 +72,7 @@ Named: TypeAlias = tuple[str, Shape, Leaf]
 def to_host(
     leaves: Sequence[Named], places: Mapping[str, int] = MappingProxyType({})
 ) -> list[HostArray]:
-    """Takes the values of `leaves` as they are now.
+    """Returns snapshots of the present values of `leaves`.
 
     A jax array on the CPU is viewed, not copied: while the view lives, jax gives a
     donated array new memory instead of overwriting it. From an accelerator the
@@ -121,11 +121,11 @@ def to_host(
 
 
 def places(leaves: Sequence[Named], processes: int) -> dict[str, int]:
-    """Which replicas write what several processes hold, so that all write equally much.
+    """Assigns replicated arrays to replicas, so that all processes write equally much.
 
     Args:
         leaves: All arrays of a state, the same in all processes.
-        processes: How many there are.
+        processes: Number of processes.
 
     Returns:
         Name of an array -> place of those replicas in their groups, if it is not 0; see
@@ -153,13 +153,13 @@ def _task(info: LeafInfo) -> writer_assignment.Task:
 
 @functools.lru_cache(maxsize=1024)
 def is_of_several(sharding: Sharding) -> bool:
-    """Whether several processes hold parts of an array."""
+    """Returns True if several processes hold parts of an array."""
     devices: set[Any] = sharding.device_set
     return len({device.process_index for device in devices}) > 1
 
 
 def _gone(leaf: Leaf) -> str | None:
-    """Why a leaf has no values; None if it has."""
+    """Returns the reason why a leaf lacks values, or None."""
     if isinstance(leaf.source, jax.ShapeDtypeStruct):
         return "an abstract leaf, which has no values"
     if isinstance(leaf.source, jax.Array) and leaf.source.is_deleted():
@@ -168,9 +168,9 @@ def _gone(leaf: Leaf) -> str | None:
 
 
 def _view(leaf: Leaf) -> tuple[HostShard] | None:
-    """The only part of an array that is on the CPU in one piece; None if it is not.
+    """Returns a view of an array held whole on the CPU; None for other arrays.
 
-    Most leaves are, so this is worth a way of its own.
+    A fast path for the most common kind of leaf.
     """
     value = leaf.source
     if (

@@ -235,7 +235,7 @@ def _write_files(
         for chunk in chunks_to_write.chunks(array):
             write_chunk(chunk, is_unchanged)
 
-    def write_chunk(chunk: chunks_to_write.Chunk, is_unchanged: bool) -> None:
+    def write_chunk(chunk: chunks_to_write.ChunkToWrite, is_unchanged: bool) -> None:
         name = chunk.array.name
         new = root / name / chunk.key
         old = previous and previous.root / name / chunk.key

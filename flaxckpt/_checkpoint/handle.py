@@ -1,4 +1,4 @@
-"""Saves under way: their threads, and what a program that ends tells of them."""
+"""Saves in progress: their threads, and their errors at the end of the program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flaxckpt._checkpoint.result import SaveResult
 
 
 class SaveHandle:
-    """A save under way. Leaving the program waits for it."""
+    """A save in progress. The program waits for the save at exit."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class SaveHandle:
             _under_way.discard(self)
 
     def _is_of_another_process(self) -> None:
-        """Ends it here, in a fork: its thread is not there, and nobody is to wait."""
+        """Marks the save as ended in a fork, where its thread does not exist."""
         self._error = errors.SaveFailedError(
             f"the {self._name} was begun by the process of which this is a fork: that"
             " one finishes it; ask there whether it has"
@@ -76,26 +76,25 @@ class SaveHandle:
         self._ended.set()
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not."""
+        """Returns True if the save has succeeded or failed."""
         return self._ended.is_set()
 
     def is_awaited(self) -> bool:
-        """Whether somebody has begun to wait for it."""
+        """Whether any caller has started to wait for the save."""
         return self._is_awaited
 
     def has_untold_error(self) -> bool:
-        """Whether it has failed and nobody has been told by `wait` yet."""
+        """Whether the save has failed and `wait` has not yet raised the error."""
         return self in _untold
 
     def wait(self, timeout_secs: float | None = None) -> SaveResult:
         """Waits until the checkpoint is durable and old steps are deleted.
 
-        If there are so many of them that it would take long, the rest is deleted after
-        the next save.
+        If many steps have to be deleted, the rest is deleted after the next save.
 
         Raises:
-            CheckpointTimeoutError: It is still running after `timeout_secs`.
-            CheckpointError: The save failed; nothing of it counts as saved.
+            CheckpointTimeoutError: The save is still running after `timeout_secs`.
+            CheckpointError: The save failed and saved nothing.
         """
         _util.arguments.seconds("timeout_secs", timeout_secs)
         self._is_awaited = True
@@ -115,14 +114,14 @@ class SaveHandle:
 
 
 _under_way: set[SaveHandle] = set()
-"""Saves that have not ended."""
+"""Unfinished saves."""
 
 _untold: set[SaveHandle] = set()
-"""Saves that failed and whose error nobody has asked for."""
+"""Failed saves with unreported errors."""
 
 
 _is_ending = threading.Event()
-"""Whether the handler below has begun: saves from here on have their callers wait."""
+"""Whether the exit handler has started: later saves block their callers."""
 
 if not threading.main_thread().is_alive():
     # First used by an exit handler: one of ours would not be called any more.
@@ -130,7 +129,7 @@ if not threading.main_thread().is_alive():
 
 
 def _exit_with_failure() -> None:
-    """Makes a program that never asked how its last save ended exit non-zero."""
+    """Exits with a nonzero code if a failed save was never reported."""
     _is_ending.set()
     try:
         for handle in list(_under_way):  # on daemon threads, and in children
@@ -146,7 +145,7 @@ def _exit_if_failed() -> None:
 
 
 def _exit(told: Iterable[str]) -> NoReturn:
-    """Ends the program as failed, whether or not anything can be told."""
+    """Prints the errors if possible, and ends the program as failed."""
     try:
         for stream, lines in ((sys.stdout, ()), (sys.stderr, told)):
             # It may be closed, on a full disk, or not there at all.
@@ -160,11 +159,11 @@ def _exit(told: Iterable[str]) -> NoReturn:
 atexit.register(_exit_with_failure)
 
 _told_in: set[int] = set()
-"""The processes of `multiprocessing` that will call that when they end."""
+"""The `multiprocessing` processes with a registered exit handler."""
 
 
 def _tell_when_a_child_ends() -> None:
-    """Has a process of `multiprocessing` do so, too: it runs no exit handlers."""
+    """Registers the handler in a `multiprocessing` child, which skips `atexit`."""
     if multiprocessing.parent_process() is None or os.getpid() in _told_in:
         return
     _told_in.add(os.getpid())
@@ -173,7 +172,7 @@ def _tell_when_a_child_ends() -> None:
 
 
 def _forget_other_process() -> None:
-    """What is under way, or has failed, is told by the process that began it."""
+    """After fork(): forgets the parent's saves; only the parent reports them."""
     for handle in _under_way:
         handle._is_of_another_process()
     _under_way.clear()

@@ -1,4 +1,4 @@
-"""Optimizer leaves that no checkpoint has: made anew from the restored parameters."""
+"""Initialization of optimizer leaves from the restored parameters."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ def values(
     restored: Mapping[LeafPath, Any],
     path: str,
 ) -> tuple[dict[LeafPath, Any], list[LeafPath]]:
-    """The leaves of a recipe that start afresh, and which of them the state has.
+    """Returns the initialized leaves of a recipe.
 
-    The state has others than `tx.init` makes if it was made of a part of the params.
+    An abstract state made from a part of the parameters has other leaves than `tx.init`
+    makes: their values come from the abstract state.
 
     Args:
-        recipe: What the restore does.
-        abstract_state: The wanted state, with its optimizers.
-        restored: Leaf path -> value of those that do not.
+        recipe: The recipe of the restore.
+        abstract_state: The abstract state, with its optimizers.
+        restored: Leaf path -> value of the restored leaves.
         path: The checkpoint, for messages.
 
     Returns:
-        Leaf path -> value, and the paths of those that are as the state has them.
+        Leaf path -> value, and the paths of leaves with values of the abstract state.
 
     Raises:
-        RestoreMismatchError: The state has no values for some that are not made.
+        RestoreMismatchError: `tx.init` does not make some leaves, and the abstract
+            state has no values for them.
     """
     assert recipe.flat is not None
     made = _made(abstract_state, restored)
@@ -64,7 +66,7 @@ def values(
 def _made(
     abstract_state: PyTree, values: Mapping[LeafPath, Any]
 ) -> dict[LeafPath, Any]:
-    """Optimizer leaves as their transforms' `init` makes them from restored params."""
+    """Returns optimizer leaves initialized by `init` of their transforms."""
     made: dict[LeafPath, Any] = {}
     for part in _state.flax_state.optimizers(abstract_state):
         flat = _state.tree.flatten(part.params, boxes=_state.flax_state.boxes())
@@ -83,7 +85,7 @@ def _made(
 
 
 def _mesh_of(leaves: Iterable[Any]) -> AbstractContextManager[Any]:
-    """The mesh of sharded `leaves` as jit's, if its axes are explicit: they need it."""
+    """Returns a context with the mesh of sharded `leaves`, for explicit mesh axes."""
     for leaf in leaves:
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):

@@ -34,22 +34,22 @@ Action: TypeAlias = Literal[
 ]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Options:
-    """What to do where state and checkpoint differ; see `load`.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreOptions:
+    """Options of a restore; see `load`.
 
     Attributes:
-        missing: What to do about leaves that the checkpoint lacks.
-        unused: What to do about leaves that only the checkpoint has.
-        optimizer: How optimizer leaves are found.
-        transforms: What to change in the checkpoint's leaf table first.
-        types: Classes of the caller's that a checkpoint may name.
-        verify: Whether values are compared with their checksums.
-        memory_map: Whether local files are mapped where that saves a copy; `auto` is
-            where it is safe.
-        max_concurrent_bytes: Bytes that are read at one time.
+        missing: Treatment of leaves that the checkpoint lacks.
+        unused: Treatment of leaves that only the checkpoint has.
+        optimizer: Matching of optimizer leaves.
+        transforms: Changes to apply to the checkpoint's leaf table.
+        types: The caller's classes that a checkpoint may name.
+        verify: Whether to verify checksums.
+        memory_map: Whether to map local files if this avoids a copy; `auto` maps them
+            where mapping is safe.
+        max_concurrent_bytes: Bytes to read at one time.
         keeps_steps: Whether step counters beside optimizers keep their values.
-        read_once: Whether what several processes need is read by one of them.
+        read_once: Whether only one process reads data that several processes need.
     """
 
     missing: Literal["error", "init"] = "error"
@@ -80,17 +80,17 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeafPlan:
-    """What happens to one leaf.
+    """Plan for a leaf.
 
     Attributes:
-        actions: `loaded`, and with it `cast`, `renamed` (its path in the checkpoint is
-            another), `transformed` (its values are computed), `matched` (found by its
-            role in the optimizer), `resharded`; or one of `init`, `dropped` (only the
-            checkpoint has it), `conflict`.
+        actions: `loaded`, possibly with `cast`, `renamed` (another path in the
+            checkpoint), `transformed` (computed values), `matched` (found by its role
+            in the optimizer), `resharded`; or one of `init`, `dropped` (only in the
+            checkpoint), `conflict`.
         sources: Leaf paths in the checkpoint.
-        wanted: What the state asks for; None if it is dropped.
-        found: What the checkpoint holds; None if it holds nothing.
-        bytes: What this process reads for it.
+        wanted: The leaf in the state; None for a dropped leaf.
+        found: The leaf in the checkpoint; None for a missing leaf.
+        bytes: Bytes that this process reads for the leaf.
     """
 
     actions: tuple[Action, ...]
@@ -102,15 +102,15 @@ class LeafPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """What a restore will do, leaf by leaf; `str()` and rich print it as a table.
+    """Plan of a restore, leaf by leaf; `str()` and rich print a table.
 
     Attributes:
         path: The checkpoint.
-        leaves: Leaf path in the state -> what happens to it; then the leaves that only
-            the checkpoint has.
-        bytes_to_read: By all processes together.
-        bytes_here: By this process.
-        problems: Why it cannot be done; empty if it can.
+        leaves: Leaf path in the state -> plan of the leaf; then leaves that only the
+            checkpoint has.
+        bytes_to_read: Bytes read by all processes together.
+        bytes_here: Bytes read by this process.
+        problems: Reasons why the restore would fail; empty if it would succeed.
     """
 
     path: str
@@ -120,7 +120,7 @@ class RestorePlan:
     problems: tuple[Mismatch, ...]
 
     def count(self, action: Action) -> int:
-        """How many leaves have `action`."""
+        """Returns the number of leaves with `action`."""
         return sum(action in leaf.actions for leaf in self.leaves.values())
 
     def __str__(self) -> str:
@@ -154,7 +154,7 @@ class RestorePlan:
         return f"{self.path}: {told or 'nothing to load'}; {size}"
 
     def _rows(self) -> list[tuple[str, str, str, str]]:
-        """The leaves that are not simply loaded, the most telling columns of each."""
+        """Returns table rows of all leaves with other actions than `loaded`."""
         problems = {problem.leaf: problem for problem in self.problems}
         telling = [
             _row(path, leaf, problems.get(path))
@@ -185,11 +185,11 @@ def _row(
 
 
 class ComputedNumber(NamedTuple):
-    """A Python number that is computed, and then becomes a leaf of another type.
+    """A computed Python number, to be converted to a leaf of another type.
 
     Attributes:
-        found: The number, as it is computed.
-        wanted: The leaf that it becomes.
+        found: The computed number.
+        wanted: The leaf of the state.
     """
 
     found: LeafInfo
@@ -198,17 +198,17 @@ class ComputedNumber(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a plan is carried out.
+    """Steps to execute a plan.
 
     Attributes:
         jobs: Arrays to read.
-        derived: Leaves to compute of what is read for them.
-        given: Leaf path -> value that needs no reading.
-        fresh: Optimizer leaves to make from the parameters, once those are read.
-        flat: The wanted state; None to build what the checkpoint describes.
+        derived: Leaves to compute from arrays.
+        given: Leaf path -> value known without reading.
+        fresh: Optimizer leaves to initialize from the restored parameters.
+        flat: The abstract state; None to restore the structure of the checkpoint.
         structure: The containers of the result if `flat` is None.
-        as_asked: Leaves that start afresh because the caller said so.
-        numbers: Leaves among `derived` that are computed as Python numbers.
+        as_asked: Leaves initialized because of an option of the caller.
+        numbers: Leaves among `derived` to compute as Python numbers.
     """
 
     jobs: tuple[_arrays.read.ReadJob, ...]
@@ -224,7 +224,7 @@ class Recipe:
 def actions(
     wanted: LeafInfo, leaf: Leaf, path: LeafPath, source_path: LeafPath
 ) -> tuple[Action, ...]:
-    """What is done to `leaf`, which the table has at `source_path`, for `path`."""
+    """Returns the actions that restore `leaf`, stored at `source_path`, to `path`."""
     if not source_paths(leaf):
         return ("init",)  # made by a transform, of nothing that is stored
     done: tuple[Action, ...] = ("loaded",)
@@ -245,18 +245,18 @@ def actions(
 
 
 def source_paths(leaf: Leaf) -> tuple[LeafPath, ...]:
-    """Where what a leaf is made of is stored."""
+    """Returns the stored paths of the sources of a leaf."""
     return tuple(s.info.path for s in leaf.sources if isinstance(s, StoredLeaf))
 
 
 def stored_info(leaf: Leaf) -> LeafInfo:
-    """What is stored for a leaf: of a computed one, the first of its sources."""
+    """Returns the stored info of a leaf; for a computed leaf, of the first source."""
     source = next((s for s in leaf.sources if isinstance(s, StoredLeaf)), None)
     return leaf.info if source is None else source.info
 
 
 def _ways(spec: PartitionSpec | None) -> tuple[Any, ...]:
-    """What of a spec splits something; trailing Nones say nothing."""
+    """Returns a spec without trailing Nones."""
     parts = list(spec or ())
     while parts and parts[-1] is None:
         parts.pop()

@@ -15,7 +15,7 @@ from flaxckpt import _arrays, _state, _util, errors
 from flaxckpt._checkpoint import plan as checkpoint_plan
 from flaxckpt._checkpoint.match import Finder
 from flaxckpt._checkpoint.mismatch import misfit, missing, too_wide
-from flaxckpt._checkpoint.plan import LeafPlan, Options, Recipe, RestorePlan
+from flaxckpt._checkpoint.plan import LeafPlan, Recipe, RestoreOptions, RestorePlan
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
@@ -32,7 +32,7 @@ _OURS = "flaxckpt"
 
 
 def make(
-    stored: Stored, abstract_state: PyTree | None, options: Options
+    stored: Stored, abstract_state: PyTree | None, options: RestoreOptions
 ) -> tuple[RestorePlan, Recipe]:
     """Plans the restore of what `abstract_state` asks for, or of everything."""
     if abstract_state is None:
@@ -183,7 +183,7 @@ class _Planner:
         table: LeafTable,
         flat: _state.flax_state.FlatState,
         abstract_state: PyTree,
-        options: Options,
+        options: RestoreOptions,
     ) -> None:
         self._stored = stored
         self._table = table

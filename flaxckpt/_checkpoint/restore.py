@@ -97,12 +97,12 @@ def load(
         DamagedCheckpointError: Parts of it are missing or fail their checksum.
         RestoreMismatchError: It does not fit `abstract_state`; all leaves are named.
     """
-    options = checkpoint_plan.Options(
-        missing,
-        unused,
-        optimizer,
-        transforms,
-        types,
+    options = checkpoint_plan.RestoreOptions(
+        missing=missing,
+        unused=unused,
+        optimizer=optimizer,
+        transforms=transforms,
+        types=types,
         verify=verify,
         memory_map=memory_map,
         read_once=read_once,
@@ -118,7 +118,7 @@ def load_source(
     path: Path,
     step: int | None,
     abstract_state: PyTree,
-    options: checkpoint_plan.Options,
+    options: checkpoint_plan.RestoreOptions,
     counter: _util.progress.Counter,
 ) -> tuple[PyTree, tuple[Lineage, ...]]:
     """Loads a checkpoint for a run to begin from, and says where it came from."""
@@ -183,7 +183,9 @@ def plan(
         CheckpointFormatError: What is there is no checkpoint.
         DamagedCheckpointError: Its description is missing or has changed.
     """
-    options = checkpoint_plan.Options(missing, unused, optimizer, transforms)
+    options = checkpoint_plan.RestoreOptions(
+        missing=missing, unused=unused, optimizer=optimizer, transforms=transforms
+    )
     stored = _locate.open_checkpoint(path, step)
     return planner.make(stored, abstract_state, options)[0]
 
@@ -248,7 +250,7 @@ def open_leaf(
 def restore(
     stored: Stored,
     abstract_state: PyTree | None,
-    options: checkpoint_plan.Options,
+    options: checkpoint_plan.RestoreOptions,
     counter: _util.progress.Counter,
     has_read: Callable[[], object] = lambda: None,
 ) -> PyTree:
@@ -406,20 +408,25 @@ def _built(
 
 
 def _reading(
-    path: str, options: checkpoint_plan.Options, report: Callable[[int], object]
-) -> _arrays.read.Options:
+    path: str, options: checkpoint_plan.RestoreOptions, report: Callable[[int], object]
+) -> _arrays.read.ReadOptions:
     memory_map = options.memory_map
     if memory_map == "auto":
         checkpoint = _storage.paths.from_text(path)
         memory_map = _storage.of(checkpoint).is_local(checkpoint)
     at_once = options.max_concurrent_bytes
-    return _arrays.read.Options(memory_map, options.verify, at_once, report)
+    return _arrays.read.ReadOptions(
+        memory_map=memory_map,
+        verify=options.verify,
+        max_concurrent_bytes=at_once,
+        report=report,
+    )
 
 
 def _tell(
     planned: RestorePlan,
     recipe: checkpoint_plan.Recipe,
-    options: checkpoint_plan.Options,
+    options: checkpoint_plan.RestoreOptions,
 ) -> None:
     """Warns of what a caller may not expect: leaves left behind, moments made anew."""
     dropped = [p for p, leaf in planned.leaves.items() if "dropped" in leaf.actions]

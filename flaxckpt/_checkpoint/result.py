@@ -1,4 +1,4 @@
-"""What a finished save did."""
+"""Result of a finished save."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SaveResult:
-    """What a finished save did.
+    """Result of a finished save.
 
     Attributes:
-        step: The checkpoint's step; None if it stands alone.
-        path: Where it is.
-        bytes_written: Size of the files that were written, less those that were linked
-            from the step before.
-        blocked_secs: How long the caller waited.
-        total_secs: From the call until all was durable and old steps were deleted.
-        deleted_steps: Steps that the preservation policies let go; with a staging
-            directory, those that are gone from there.
-        skipped: None, or why nothing was written.
-        tier: Where it is durable: in the `directory` itself, or in the one for
-            `staging`, from which it is uploaded.
+        step: The checkpoint's step; None for a single checkpoint.
+        path: Path of the checkpoint.
+        bytes_written: Size of the written files, without files hard-linked from the
+            previous step.
+        blocked_secs: Seconds that the call blocked the caller.
+        total_secs: Seconds from the call until the checkpoint was durable and old steps
+            were deleted.
+        deleted_steps: Steps deleted by the preservation policies; with a staging
+            directory, steps deleted from staging.
+        skipped: None, or the reason why nothing was written.
+        tier: The tier with the durable checkpoint: `directory`, or `staging`, from
+            where it is uploaded.
     """
 
     step: int | None

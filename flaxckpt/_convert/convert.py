@@ -1,7 +1,8 @@
-"""Conversion: from a checkpoint of one format to one of another, piece by piece.
+"""Conversion of a checkpoint to another format, piece by piece.
 
-What is made lies beside its place until all of it is durable, with a journal of what is
-done: the same conversion goes on where it was interrupted.
+The new checkpoint is written to a temporary directory beside its target until all of it
+is durable. A journal lists the durable pieces, so that the same conversion continues
+after an interruption.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._checkpoint.result import SaveResult
 from flaxckpt._convert import journal as convert_journal
 from flaxckpt._convert import plan, source_files, writers
-from flaxckpt._convert.plan import Options
+from flaxckpt._convert.plan import ConvertOptions
 from flaxckpt._types import PathLike
 from flaxckpt.formats import _locate
 from flaxckpt.formats._reader import Stored
@@ -31,7 +32,7 @@ from flaxckpt.transforms import Transform
 _log = logging.getLogger(__name__)
 
 TEMPORARY = ".flaxckpt-convert-tmp"
-"""In the name of a directory: an unfinished conversion, no checkpoint for anybody."""
+"""Suffix of the directory of an unfinished conversion. Readers ignore it."""
 
 
 def convert(
@@ -47,56 +48,57 @@ def convert(
     max_concurrent_bytes: int = plan.DEFAULT_CONCURRENT_BYTES,
     progress: Literal["auto"] | bool | Callable[[int, int], object] = "auto",
 ) -> SaveResult:
-    """Makes a checkpoint in another format, or in another layout, of one that is read.
+    """Converts a checkpoint to another format or array layout.
 
-    Arrays pass through memory in pieces, so that they need not fit into it. What is
-    read is verified, and `dst` is there only when it is whole and durable. A conversion
-    that was interrupted leaves `<dst>.flaxckpt-convert-tmp`; the same conversion goes
-    on there, and any other starts over.
+    Arrays pass through memory in pieces, so the checkpoint may be larger than the
+    memory. The source is verified while it is read, and `dst` appears only when it is
+    complete and durable. An interrupted conversion leaves
+    `<dst>.flaxckpt-convert-tmp`; the same call continues there, and a different
+    conversion starts over.
 
     ```python
     convert("run", "model.safetensors")
     ```
 
     Args:
-        src: A checkpoint in any format that is read, or a run directory of steps.
-        dst: Where the new one shall be. `safetensors`: a path that ends in
-            `.safetensors` is one file; any other is a directory, with an index if the
-            arrays take several files. `msgpack`: a file. `orbax`: a directory.
-        format: `orbax` is what `save` writes. `safetensors` takes what we know of the
-            leaves along, in text that other readers ignore: it converts back to equal
-            values and types. `msgpack` is what `flax.serialization.to_bytes` writes.
-            By default what `dst` ends in, `.safetensors` or `.msgpack`, else `orbax`.
-        transforms: What to change on the way, as `transforms.cast`.
-        layout: How arrays are cut and encoded, for `orbax`.
-        step: Which step of a run directory; by default the newest.
-        overwrite: Whether to replace a checkpoint that is there. A directory with
-            anything else in it is never replaced.
+        src: A checkpoint in any supported format, or a run directory.
+        dst: Path of the new checkpoint. `safetensors`: a path that ends in
+            `.safetensors` is one file; any other path is a directory, with an index if
+            the arrays take several files. `msgpack`: a file. `orbax`: a directory.
+        format: `orbax` is the format of `save`. `safetensors` includes the metadata of
+            the leaves, in text that other readers ignore: it converts back to equal
+            values and types. `msgpack` is the format of
+            `flax.serialization.to_bytes`. By default from the suffix of `dst`,
+            `.safetensors` or `.msgpack`, else `orbax`.
+        transforms: Changes to apply, such as `transforms.cast`.
+        layout: Chunks and encoding of arrays, for `orbax`.
+        step: Step of a run directory; by default the newest.
+        overwrite: Whether to replace an existing checkpoint. A directory with any
+            other files is never replaced.
         max_shard_bytes: Upper bound on the arrays in one file of a directory of
             safetensors; a larger array has a file of its own.
-        max_concurrent_bytes: Bytes of arrays in memory at one time. Arrays are cut
-            into rows and parts of rows, but chunks that are written and what transforms
-            compute are not cut.
-        progress: Whether to show a bar: `auto` does so on a terminal, if it takes some
-            seconds. Or a function that is called with the bytes that are done and those
-            in all.
+        max_concurrent_bytes: Bytes of arrays in memory at one time. Arrays are split
+            into rows and parts of rows, but written chunks and computed leaves are not
+            split.
+        progress: Whether to show a progress bar: `auto` shows it on a terminal after
+            some seconds. Or a function called with the bytes done and the total bytes.
 
     Returns:
-        Where it is, its size, and the time it took.
+        The path of the new checkpoint, its size, and the duration.
 
     Raises:
         CheckpointNotFoundError, CheckpointFormatError, DamagedCheckpointError: As for
             `load`.
-        DamagedCheckpointError: Files of `src` were changed meanwhile, too.
-        OptionError: `dst` is a part of what is read, or ends as another format does.
-        CheckpointExistsError: `dst` is taken, or another process works there.
-        UnsupportedLeafError: The format lacks the types of some leaves, or would not
-            give back some values; all are named.
-        LeafNameError: Leaf names collide in it, or would not come back.
+        DamagedCheckpointError: Files of `src` changed during the conversion.
+        OptionError: `dst` overlaps the source, or has the suffix of another format.
+        CheckpointExistsError: `dst` exists, or another process writes to it.
+        UnsupportedLeafError: The format cannot hold the types or values of some leaves;
+            all are named.
+        LeafNameError: Leaf names collide in the format, or cannot be restored.
         SaveFailedError: The bytes could not be written.
     """
     final = _storage.local.resolve(dst)
-    options = Options(
+    options = ConvertOptions(
         plan.format_of(final, format),
         transforms,
         ArrayLayout() if layout is None else layout,
@@ -108,7 +110,9 @@ def convert(
     return _run(_storage.local.resolve(src), step, final, options)
 
 
-def _run(source: Path, step: int | None, final: Path, options: Options) -> SaveResult:
+def _run(
+    source: Path, step: int | None, final: Path, options: ConvertOptions
+) -> SaveResult:
     """Converts the checkpoint at `source` into one at `final`."""
     if final.suffix.lower() != f".{options.format}":
         _checkpoint.overwrite.check_name(final, "convert")
@@ -150,7 +154,7 @@ def _run(source: Path, step: int | None, final: Path, options: Options) -> SaveR
         if error is progress.raised:
             raise
         raise errors.SaveFailedError(
-            f"{final} could not be made of {found}:"
+            f"{found} could not be converted to {final}:"
             f" {' '.join(str(error).split())[:300]}{_rest(temporary)}"
         ) from error
     secs = time.monotonic() - begun
@@ -159,13 +163,13 @@ def _run(source: Path, step: int | None, final: Path, options: Options) -> SaveR
 
 
 def _to_store(
-    source: Path, step: int | None, final: Path, options: Options
+    source: Path, step: int | None, final: Path, options: ConvertOptions
 ) -> SaveResult:
-    """The same on the local disk, and from there to the store."""
+    """Converts on the local disk, then uploads the result to an object store."""
     if options.format != "orbax":
         raise errors.OptionError(
             f"{final}: in stores, wanted format='orbax', found {options.format!r}:"
-            " convert to a local path, and copy that"
+            " convert to a local path, and copy the result"
         )
     begun = time.monotonic()
     _checkpoint.overwrite.check_target_free(final, overwrite=options.overwrite)
@@ -183,8 +187,8 @@ def _rest(temporary: Path) -> str:
     if not temporary.is_dir():
         return ""
     return (
-        f"\nWhat is done of it is in {temporary}: the same conversion goes on there;"
-        " else remove it."
+        f"\nThe finished part is in {temporary}: the same conversion continues there;"
+        " otherwise remove it."
     )
 
 
@@ -199,7 +203,7 @@ def _write(
     batches = _arrays.blockwise.batches(missing, target.batch_bytes)
     done = total - sum(piece.nbytes for piece in missing)
     show(done, total)
-    # The next batch is read while one is written.
+    # Reads the next batch while the previous batch is written.
     waiting: list[tuple[Piece, Array]] = []
     for batch in batches:
         values: list[Array] = []
@@ -219,15 +223,15 @@ def _finish(
 ) -> None:
     if ready:
         target.write(ready)
-        # Nobody can tell whether a function will be the same the next time.
+        # A function may differ at the next call, so its results are not kept.
         journal.add(piece.name for piece, _ in ready if piece.leaf.fn is None)
 
 
 class _Shown:
-    """Shows how far it is.
+    """Progress of a conversion.
 
     Attributes:
-        raised: What the caller's own function raised.
+        raised: The exception raised by the caller's progress function.
     """
 
     def __init__(self, progress: plan.Progress, name: str) -> None:
@@ -237,7 +241,7 @@ class _Shown:
 
     @contextlib.contextmanager
     def begin(self) -> Iterator[Callable[[int, int], object]]:
-        """While this lasts, what it gives is called with bytes done and in all."""
+        """Yields a function to call with the bytes done and the total bytes."""
         if callable(self._progress):
             yield self._call
         elif self._progress == "auto":
@@ -267,12 +271,12 @@ class _Shown:
 def _check_current(stored: Stored, files: Sequence[_storage.local.Stamp]) -> None:
     if stored.stamp is not None and not stored.stamp.is_current():
         raise errors.DamagedCheckpointError(
-            f"{stored.metadata.path} was replaced or deleted while it was read;"
+            f"{stored.metadata.path} was replaced or deleted during the conversion;"
             " convert it again"
         )
     if names := source_files.changed(files):
         raise errors.DamagedCheckpointError(
-            f"{len(names)} files were changed or deleted while they were read:\n"
+            f"{len(names)} files were changed or deleted during the conversion:\n"
             f"{errors.rows(names)}\nConvert {stored.metadata.path} again."
         )
 
@@ -280,10 +284,10 @@ def _check_current(stored: Stored, files: Sequence[_storage.local.Stamp]) -> Non
 def _check_readable(
     done: convert_journal.Journal, target: writers.Target, step: int | None
 ) -> None:
-    """Reads a new checkpoint, except its arrays, as a load would.
+    """Reads the metadata of the new checkpoint, like a load.
 
     Raises:
-        SaveFailedError: It cannot be read, and is removed.
+        SaveFailedError: The new checkpoint is unreadable, and was removed.
     """
     try:
         _locate.read_stored(done.output / target.result, step)
@@ -291,8 +295,8 @@ def _check_readable(
         done.forget()
         done.remove()
         raise errors.SaveFailedError(
-            f"what was made cannot be read, so it is not kept: {error}\n"
-            "Leave leaves out by transforms, or convert to another format."
+            f"the new checkpoint is unreadable, and was removed: {error}\n"
+            "Drop leaves with transforms, or convert to another format."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Work that goes on where it stopped: what of it is done, and where that is kept."""
+"""Journal of an interrupted conversion: the durable pieces and their directory."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _MAX_BYTES = 256 * 2**20
 
 
 class Journal:
-    """A directory in which something is made, piece by piece.
+    """A working directory for output written piece by piece.
 
     Attributes:
-        output: What is made; a directory.
-        done: Names of the pieces that are there and durable.
+        output: The directory of the output.
+        done: Names of the durable pieces.
     """
 
     def __init__(self, directory: Path, work: Mapping[str, JSON]) -> None:
-        """Goes on with the same work, or starts it anew.
+        """Continues the same work, or starts new work.
 
         Args:
-            directory: Ours alone.
-            work: What is made of what, JSON. Pieces of any other work are removed.
+            directory: The working directory, for this journal only.
+            work: JSON description of the work. Pieces of other work are removed.
 
         Raises:
-            CheckpointExistsError: Another process works here.
-            OSError: `directory` cannot be made.
+            CheckpointExistsError: Another process uses the directory.
+            OSError: `directory` cannot be created.
         """
         self._directory = directory
         self.output = directory / "out"
@@ -45,7 +45,7 @@ class Journal:
         except BlockingIOError:
             os.close(self._lock)
             raise errors.CheckpointExistsError(
-                f"another process is at work in {directory}: wait for it"
+                f"another process is at work in {directory}: wait for its end"
             ) from None
         except OSError:
             pass  # a file system without locks
@@ -60,10 +60,10 @@ class Journal:
         directory = self._directory
         done = directory / _DONE
         if not done.is_file() or done.is_symlink():
-            # To append to a pipe would wait for its reader.
+            # Appending to a pipe would wait for a reader.
             done.unlink(missing_ok=True)
         if self.output.is_dir() and _content(directory / _WORK) == work:
-            # What comes after the last line end was cut off by a crash.
+            # A crash has truncated the last line if it has no line end.
             whole, _, rest = _content(done).rpartition(b"\n")
             if rest:
                 _storage.local.replace(done, whole + b"\n" if whole else b"")
@@ -76,7 +76,7 @@ class Journal:
         return set()
 
     def add(self, pieces: Iterable[str]) -> None:
-        """Notes that pieces are done; they must be durable already."""
+        """Records pieces as done; the pieces must already be durable."""
         names = list(pieces)
         self._file.write("".join(f"{name}\n" for name in names).encode())
         self._file.flush()
@@ -84,12 +84,12 @@ class Journal:
         self.done.update(names)
 
     def forget(self) -> None:
-        """Lets nobody go on with this work any more: what was made is moved away."""
+        """Ends the work: no later call continues it. Call before moving the output."""
         (self._directory / _WORK).unlink(missing_ok=True)
         _storage.local.sync_directory(self._directory)
 
     def remove(self) -> None:
-        """Removes the directory, when what was made has been moved out of it."""
+        """Removes the directory, after the output has moved to another place."""
         _storage.local.remove_tree(self._directory)
 
     def __enter__(self) -> Journal:

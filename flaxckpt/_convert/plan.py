@@ -1,4 +1,4 @@
-"""A conversion as it is asked for: what is read for it, and what shall be made."""
+"""Options of a conversion, and the state to write."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from flaxckpt.transforms import _base as _transforms
 DEFAULT_CONCURRENT_BYTES = 2**30
 
 _BATCH_BYTES = 256 * 2**20
-"""What is read, and then written and made durable, together."""
+"""Bytes that are read, written and synced together."""
 
 _LARGE = 2**30
-"""What has fewer bytes is planned, read and written soon enough."""
+"""Bytes below which checks in advance are not worthwhile."""
 
 _SUFFIXES = {".safetensors": "safetensors", ".msgpack": "msgpack"}
-"""How paths end that are of one format only."""
+"""Suffix of a path -> the only format with that suffix."""
 
 Progress: TypeAlias = Literal["auto"] | bool | Callable[[int, int], object]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Options:
+class ConvertOptions:
     """How to convert.
 
     Attributes:
-        format: What to make.
-        transforms: What to change on the way.
-        layout: How arrays of an Orbax checkpoint are cut and encoded.
-        overwrite: Whether to replace a checkpoint that is there.
+        format: Format of the new checkpoint.
+        transforms: Changes to apply.
+        layout: Chunks and encoding of the arrays of an Orbax checkpoint.
+        overwrite: Whether to replace an existing checkpoint.
         max_shard_bytes: Upper bound on the arrays in one file of safetensors.
         max_concurrent_bytes: Bytes of arrays in memory at one time.
-        progress: Whether to show a bar, `auto` to who waits for long at a terminal; or
-            what is called with bytes done and in all.
+        progress: Whether to show a progress bar, `auto` after some seconds on a
+            terminal; or a function called with the bytes done and the total bytes.
     """
 
     format: Literal["orbax", "safetensors", "msgpack"] = "orbax"
@@ -78,27 +78,27 @@ class Options:
 
 
 def format_of(final: Path, format: str | None) -> Any:
-    """The format that is meant: what is passed, else what the path ends in.
+    """Returns `format`, by default from the suffix of the path.
 
     Raises:
-        OptionError: The path ends as those of another format do.
+        OptionError: The path has the suffix of another format.
     """
     suffix = _SUFFIXES.get(final.suffix)
     if format is None:
         return suffix or "orbax"
     if suffix is not None and format in tuple(writers.MAKERS) and format != suffix:
         raise errors.OptionError(
-            f"{final} ends in {final.suffix}, and format={format!r} makes none of that:"
+            f"{final} ends in {final.suffix}, which is not a file of format={format!r}:"
             f" pass format={suffix!r}, or choose another path"
         )
     return format
 
 
 def check_sources(state: writers.State) -> None:
-    """Asserts that large arrays may be what they are said to be, before all work.
+    """Opens large arrays before any work, to check their metadata.
 
     Raises:
-        DamagedCheckpointError: One is not.
+        DamagedCheckpointError: An array contradicts its metadata.
     """
     stored = {id(s): s for leaf in state.table.values() for s in _stored(leaf)}
     for source in stored.values():
@@ -107,14 +107,14 @@ def check_sources(state: writers.State) -> None:
 
 
 def check_space(
-    final: Path, temporary: Path, state: writers.State, options: Options
+    final: Path, temporary: Path, state: writers.State, options: ConvertOptions
 ) -> None:
-    """Refuses to begin what does not fit on the disk.
+    """Raises an error if the new checkpoint would not fit on the disk.
 
-    Chunks that are compressed are left out: nobody knows what they will take.
+    Skips the check for compressed chunks, whose size is unknown.
 
     Raises:
-        SaveFailedError: It does not.
+        SaveFailedError: The disk has too little free space.
     """
     if options.format == "orbax" and options.layout.codec != "none":
         return
@@ -128,17 +128,17 @@ def check_space(
     if wanted > free:
         raise errors.SaveFailedError(
             f"{final} would have {wanted} bytes, and {free} are free in {directory}:"
-            " free some, choose another place, or leave leaves out by transforms"
+            " free space, choose another place, or drop leaves with transforms"
         )
 
 
-def state(stored: Stored, step: int | None, options: Options) -> writers.State:
+def state(stored: Stored, step: int | None, options: ConvertOptions) -> writers.State:
     """What is to be made of a checkpoint.
 
     Args:
-        stored: The checkpoint.
-        step: The number that it shall have.
-        options: How to convert.
+        stored: The source checkpoint.
+        step: Step of the new checkpoint.
+        options: Options of the conversion.
     """
     table = _transforms.apply(options.transforms, stored.table)
     structure = _state.containers.of(stored.structure, stored.table, table)
@@ -181,10 +181,10 @@ def work(
     stored: Stored,
     state: writers.State,
     target: writers.Target,
-    options: Options,
+    options: ConvertOptions,
     files: Sequence[_storage.local.Stamp],
 ) -> dict[str, JSON]:
-    """What is made of what: equal only if what is done already can be kept."""
+    """Describes the work in JSON: durable pieces of equal work can be kept."""
     rows: list[JSON] = [
         [
             _native.manifest.leaf_row(leaf.info),
@@ -195,7 +195,7 @@ def work(
         ]
         for leaf in state.table.values()
     ]
-    # Of other checkpoints nobody knows whether they are still the same.
+    # Changes of other checkpoints are not detected, so their work is never equal.
     others = [str(root) for root in roots(state) if str(root) != stored.metadata.path]
     identity = None if stored.stamp is None else stored.stamp.identity
     content = _native.orbax_json.dumps([rows, _state.treedef.to_json(state.structure)])
@@ -216,7 +216,7 @@ def work(
 
 
 def roots(state: writers.State) -> list[Path]:
-    """The checkpoints that leaves come from."""
+    """Returns the checkpoints with the sources of the leaves."""
     stored = [source for leaf in state.table.values() for source in _stored(leaf)]
     return list(dict.fromkeys(source.root for source in stored))
 

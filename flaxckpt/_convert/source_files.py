@@ -1,4 +1,4 @@
-"""Files of a checkpoint that is converted: unchanged, and apart from the target."""
+"""Source files of a conversion: checks for changes and for overlap with the target."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from flaxckpt._checkpoint.overwrite import shards
 from flaxckpt.formats import _safetensors, _t5x
 
 _MAX_FILES = 200_000
-"""Files of one source that are watched."""
+"""Maximum number of files to watch in a source."""
 
 
 def stamps(source: Path) -> tuple[_storage.local.Stamp, ...]:
-    """All files of a checkpoint as they are now, in order; at most a fixed number."""
+    """Returns the stamps of all files of a checkpoint, in order, up to a limit."""
     found: list[_storage.local.Stamp] = []
     for path in _files(source):
         if len(found) == _MAX_FILES:
@@ -41,36 +41,36 @@ def _files(source: Path) -> Iterator[Path]:
 
 
 def changed(found: Iterable[_storage.local.Stamp]) -> list[str]:
-    """Which files are not any more what they were."""
+    """Returns the paths of files changed since their stamps."""
     return [str(stamp.path) for stamp in found if not stamp.is_current()]
 
 
 def check_apart(
     final: Path, sources: Iterable[Path], files: Iterable[_storage.local.Stamp]
 ) -> None:
-    """Refuses a path that is, lies in or holds what is read, whatever it is called.
+    """Raises OptionError if the target overlaps a source, after resolving symlinks.
 
     Args:
-        final: What is to be made.
-        sources: Checkpoints that are read.
-        files: Files of them.
+        final: Path of the new checkpoint.
+        sources: Source checkpoints.
+        files: Files of the source checkpoints.
 
     Raises:
-        OptionError: It does.
+        OptionError: The target is a source, or is inside or above a source.
     """
     made = _storage.of(final).real_path(final)
     for source in sources:
         real = _storage.of(source).real_path(source)
         if made == real or _holds(made, real) or _holds(real, made):
             raise errors.OptionError(
-                f"{final} lies in the checkpoint {source}, or that in it: choose a path"
-                " beside it"
+                f"{final} is inside the checkpoint {source}, or contains it: choose"
+                " a path beside it"
             )
     for stamp in files:
         real = _storage.of(stamp.path).real_path(stamp.path)
         if made == real or _holds(made, real):
             raise errors.OptionError(
-                f"{final} is, or holds, {stamp.path}, which is read: choose another"
+                f"{final} is or contains the source file {stamp.path}: choose another"
                 " path"
             )
 

@@ -1,4 +1,4 @@
-"""What a conversion makes: the files of a checkpoint in each format that is written."""
+"""Writers of a conversion: the files of a checkpoint in each format."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _SYNCING_THREADS = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class State:
-    """What is converted.
+    """The state to write.
 
     Attributes:
-        table: Its leaves, with the chunks in which they would be written.
-        structure: Its containers.
+        table: The leaves, with the chunks to write.
+        structure: The containers.
         strings: Leaf path -> value of the string leaves.
-        metadata: Of the checkpoint that it comes from, with what is changed now.
-        step: The step of that; None if it stands alone.
+        metadata: Metadata of the source, with the transforms of the conversion.
+        step: Step of the new checkpoint; None for a single checkpoint.
         dataset: File name -> content, of a dataset iterator's state.
-        layout: How arrays are cut and encoded.
+        layout: Chunks and encoding of arrays.
         max_shard_bytes: Upper bound on the arrays in one file of several.
         batch_bytes: Upper bound on pieces.
     """
@@ -53,11 +53,11 @@ class State:
 
     @property
     def infos(self) -> tuple[LeafInfo, ...]:
-        """What is known of all leaves."""
+        """Metadata of all leaves."""
         return tuple([leaf.info for leaf in self.table.values()])
 
     def pieces(self, *, by_chunk: bool) -> list[Piece]:
-        """All values, cut."""
+        """Returns all values, split into pieces."""
         return [
             piece
             for leaf in self.table.values()
@@ -71,13 +71,13 @@ class State:
 
 
 class Target(Protocol):
-    """A checkpoint in the making, in an output directory.
+    """A new checkpoint in an output directory.
 
     Attributes:
-        pieces: All that is written to it.
-        files: Tells it from others that are made of the same leaves.
-        result: What of the output directory is the checkpoint; empty: all of it.
-        batch_bytes: Upper bound on what is written together.
+        pieces: All pieces to write.
+        files: Distinguishes the checkpoint from others with the same leaves.
+        result: Path of the checkpoint in the output directory; empty for all of it.
+        batch_bytes: Upper bound on the pieces written together.
     """
 
     pieces: list[Piece]
@@ -86,15 +86,15 @@ class Target(Protocol):
     batch_bytes: int
 
     def begin(self, output: Path, done: Collection[str]) -> Collection[str]:
-        """Makes ready for pieces, and tells which of those `done` are still there."""
+        """Prepares the output, and returns the pieces of `done` still on disk."""
         ...
 
     def write(self, ready: Sequence[tuple[Piece, Array]]) -> None:
-        """Writes pieces; when it returns, they are durable."""
+        """Writes pieces durably."""
         ...
 
     def finish(self, output: Path) -> None:
-        """Writes all else, when all pieces are written."""
+        """Writes all other files, after all pieces."""
         ...
 
 
@@ -102,7 +102,7 @@ class Target(Protocol):
 
 
 class _FlatTarget:
-    """Files in which arrays follow one another."""
+    """Writer for files with consecutive arrays."""
 
     def __init__(
         self, state: State, layouts: Sequence[_file_layout.FileLayout], result: str
@@ -199,7 +199,7 @@ def _msgpack_target(state: State, final: Path) -> Target:
 
 
 class _OrbaxTarget:
-    """What `save` writes."""
+    """Writer for the format of `save`."""
 
     def __init__(self, state: State, final: Path) -> None:
         self._state = state
@@ -297,7 +297,7 @@ class _OrbaxTarget:
 
 
 def _write_anew(root: Path, files: Mapping[str, bytes]) -> None:
-    """Writes files that a conversion which was interrupted may have left."""
+    """Writes files, replacing files of an interrupted conversion."""
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -310,4 +310,4 @@ MAKERS: dict[str, Callable[[State, Path], Any]] = {
     "safetensors": _safetensors_target,
     "msgpack": _msgpack_target,
 }
-"""Format -> how to begin with it: of a state, for a path."""
+"""Format -> function from a state and a path to a writer."""

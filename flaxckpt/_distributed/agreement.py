@@ -1,6 +1,6 @@
-"""What several processes do together succeeds for all of them, or fails for all.
+"""Joint operations of several processes succeed or fail for all of them.
 
-Nothing here goes through a device: see `_distributed.operation`.
+Messages never go through devices: see `_distributed.operation`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ T = TypeVar("T")
 def begin(
     kind: str, directory: Path, what: str, timeout_secs: float = operation.TIMEOUT_SECS
 ) -> Operation | None:
-    """Begins what all processes do; None if there is only one.
+    """Begins a joint operation of all processes; returns None for a single process.
 
-    On the thread that trains, in the same order in all processes.
+    Call it on the training thread, in the same order in all processes.
 
     Raises:
-        OptionError: The directory is one that each process has for itself.
+        OptionError: The processes do not share the directory.
     """
     group = operation.group(directory)
     if group is None:
@@ -41,11 +41,11 @@ def begin(
 
 
 class Processes:
-    """Those that work with one directory; perhaps this one alone.
+    """The processes working with a directory, possibly only this process.
 
     Args:
-        directory: All that they do together is about it.
-        timeout_secs: How long one waits for others that are behind.
+        directory: The directory of their joint operations.
+        timeout_secs: Seconds to wait for late processes.
     """
 
     def __init__(self, directory: Path, timeout_secs: float) -> None:
@@ -53,17 +53,17 @@ class Processes:
         self._timeout_secs = timeout_secs
 
     def begin(self, kind: str, what: str) -> Operation | None:
-        """Begins what all of them do; see `begin`."""
+        """Begins a joint operation; see `begin`."""
         text = f"{what} of {self._directory}"
         return begin(kind, self._directory, text, self._timeout_secs)
 
 
 @contextlib.contextmanager
 def telling(together: Operation | None, *, saving: bool = True) -> Iterator[None]:
-    """Tells the others if this process fails within, and goes no further.
+    """Reports a failure of the block to the other processes and raises the error.
 
     Raises:
-        CheckpointError: Another one has failed.
+        CheckpointError: Another process has failed.
     """
     try:
         yield
@@ -85,7 +85,7 @@ def _give_up(together: Operation, error: BaseException) -> None:
 
 @contextlib.contextmanager
 def ending(together: Operation | None, *, saving: bool = True) -> Iterator[None]:
-    """Tells the others if this process fails within; then the operation ends."""
+    """Reports a failure of the block to the other processes; ends the operation."""
     with telling(together, saving=saving):
         yield
     if together is not None:
@@ -93,7 +93,7 @@ def ending(together: Operation | None, *, saving: bool = True) -> Iterator[None]
 
 
 def not_saved(together: Operation, apart: ApartError) -> errors.CheckpointError:
-    """The error of a save that some process has failed in."""
+    """Returns the error of a save after the failure of a process."""
     if (exists := _as(apart, errors.CheckpointExistsError)) is not None:
         return exists
     return errors.SaveFailedError(
@@ -105,7 +105,7 @@ def not_saved(together: Operation, apart: ApartError) -> errors.CheckpointError:
 
 
 def _as(apart: ApartError, kind: type[T]) -> T | None:
-    """What all failures are; None if they are not all of one kind."""
+    """Returns the common error of all failures; None for different kinds."""
     if any(failure.kind != kind.__name__ for failure in apart.failures):
         return None
     return kind(apart.failures[0].text)  # type: ignore[call-arg]
@@ -115,17 +115,17 @@ def _as(apart: ApartError, kind: type[T]) -> T | None:
 
 
 def first_says(together: Operation | None, stage: str, say: Callable[[], Any]) -> Any:
-    """What process 0 finds, as JSON, so that all go the same way."""
+    """Returns the result of `say` on process 0, as JSON, on all processes."""
     if together is None:
         return say()
     return json.loads(together.first(stage, lambda: json.dumps(say())))
 
 
 def check_asked(together: Operation | None, what: str) -> None:
-    """Sees that all processes ask for the same.
+    """Checks that all processes make the same request.
 
     Raises:
-        OptionError: They do not.
+        OptionError: The requests differ.
     """
     if together is None:
         return
@@ -139,15 +139,15 @@ def check_asked(together: Operation | None, what: str) -> None:
 
 
 def attempt(together: Operation | None, work: Callable[[Callable[[], object]], T]) -> T:
-    """Does what all processes do, and fails if it fails for any of them.
+    """Runs `work` on all processes, and fails on all if it fails on any.
 
     Args:
-        together: What they do it by; None if there is only one.
-        work: Does it. Calls what it is given when it has read all and waits for
-            nobody, before it has devices work together.
+        together: The joint operation; None for a single process.
+        work: The work. It calls its argument after it has read everything, before
+            the first device collective.
 
     Raises:
-        CheckpointError: Its own, or in one of ours what others have raised.
+        CheckpointError: The error of this process, or the errors of other processes.
     """
     if together is None:
         return work(lambda: None)
@@ -168,7 +168,7 @@ def attempt(together: Operation | None, work: Callable[[Callable[[], object]], T
 
 
 def _agreed(together: Operation, error: Exception, apart: ApartError) -> Exception:
-    """This process's own error, if the others go the same way with theirs."""
+    """Returns this process's own error if all processes failed alike."""
     common = _not_restored(together, apart)
     is_damage = isinstance(error, errors.DamagedCheckpointError)
     if is_damage is isinstance(common, errors.DamagedCheckpointError):

@@ -1,7 +1,7 @@
-"""Each process tells, again and again, that it is there.
+"""Heartbeats of the processes of a job.
 
-It does so on a thread of its own, from when a run is opened or the first thing is done
-with others.
+Each process sends heartbeats on a thread of its own, from the time a run is opened or
+the first joint operation begins.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from flaxckpt._distributed import key_value
 _log = logging.getLogger(__name__)
 
 SILENT_SECS = 60.0
-"""After so long without a beat, a process is gone. Less than the 100 s after which jax
-itself ends the processes that are left, so that an error comes first."""
+"""Seconds without a heartbeat after which a process counts as dead. Less than the 100 s
+after which jax ends the remaining processes, so that our error comes first."""
 
 _BEATS = 6
 """In that time."""
@@ -27,14 +27,14 @@ _KEY = "flaxckpt/beat"
 
 
 class Beats:
-    """This process's beats, and what is heard of the others'.
+    """Sends the heartbeats of this process, and monitors other processes.
 
-    Process 0 listens to all, the others to process 0.
+    Process 0 monitors all processes; the others monitor process 0.
 
     Args:
-        texts: By which they go.
-        index: This process's number.
-        look: Called each second as long as it says that something is under way.
+        texts: Key-value store for the heartbeats.
+        index: Index of this process.
+        look: Called each second until it reports that no operation is in progress.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Beats:
         self._lock = threading.Lock()
 
     def silent_secs(self, process: int) -> float:
-        """For how long a process has not been heard of; 0 if it never was."""
+        """Returns the seconds since the last heartbeat of a process; 0 without any."""
         # As of when it was last listened: this process may have been held up itself.
         known = self._heard.get(process)
         return 0.0 if known is None else self._listened - known[1]
 
     def go_on(self) -> None:
-        """Beats from now on, and looks again at what is under way."""
+        """Starts heartbeats, and calls `look` again."""
         self._wake.set()
         with self._lock:
             if self._thread is not None:

@@ -1,4 +1,4 @@
-"""Short texts by key that all processes of a job see; by files, where nothing else is.
+"""Key-value store of short texts for all processes of a job, kept in files.
 
 `_multihost.Service` has the same by jax's coordination service.
 """
@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote
 
 
 class Texts(Protocol):
-    """Short texts by key, which all processes see."""
+    """Key-value store of short texts, shared by all processes."""
 
     def set(self, key: str, text: str) -> None:
         """Sets a text, or replaces it."""
@@ -27,22 +27,22 @@ class Texts(Protocol):
         ...
 
     def list(self, prefix: str) -> dict[str, str]:
-        """What there is below `prefix`: the rest of each key -> its text."""
+        """Returns the texts below `prefix`: the rest of each key -> text."""
         ...
 
     def delete(self, prefix: str) -> None:
-        """Forgets what there is below `prefix`."""
+        """Deletes all texts below `prefix`."""
         ...
 
 
 class Files:
-    """Texts in files of a directory that all processes see."""
+    """Key-value store in files of a shared directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def set(self, key: str, text: str) -> None:
-        """Sets a text, or replaces it: all of it is there, or nothing."""
+        """Sets or replaces a text atomically."""
         self._directory.mkdir(exist_ok=True)
         path = self._path(key)
         made = path.with_name(f"{path.name}.{secrets.token_hex(4)}~")
@@ -63,7 +63,7 @@ class Files:
             pause = min(2 * pause, 0.1)
 
     def list(self, prefix: str) -> dict[str, str]:
-        """What there is below `prefix`: the rest of each key -> its text."""
+        """Returns the texts below `prefix`: the rest of each key -> text."""
         found = {}
         for name, key in self._below(prefix):
             with contextlib.suppress(FileNotFoundError):
@@ -72,7 +72,7 @@ class Files:
         return found
 
     def delete(self, prefix: str) -> None:
-        """Forgets what there is below `prefix`."""
+        """Deletes all texts below `prefix`."""
         for name, _ in self._below(prefix):
             (self._directory / name).unlink(missing_ok=True)
 

@@ -1,6 +1,7 @@
-"""What the processes of a job write down of one thing that they do together.
+"""Messages between the processes of a job about a joint operation.
 
-Short texts by name, wherever `_distributed.key_value` keeps them. All of them see all.
+Messages are short texts by name in a `_distributed.key_value` store. Every process sees
+every message.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import NamedTuple
 from flaxckpt._distributed import key_value
 
 LATE = "late"
-"""The kind of failure of a process that did not come."""
+"""Kind of failure of a process that missed a deadline."""
 
 STOPPED = "stopped"
-"""The kind of failure of one that has stopped because of another's."""
+"""Kind of failure of a process stopped by another process's failure."""
 
 _HEARD_SECS = 5.0
 """For those that wait to hear that one has failed."""
@@ -26,12 +27,12 @@ _AT_ONCE_SECS = 0.001
 
 
 class Failure(NamedTuple):
-    """How it ended for one process.
+    """Failure of a process.
 
     Attributes:
-        process: Its number.
+        process: Index of the process.
         kind: The class of its error, or `late`.
-        text: What it says.
+        text: The error message.
     """
 
     process: int
@@ -43,10 +44,10 @@ class Failure(NamedTuple):
 
 
 class ApartError(Exception):
-    """Not all processes have come so far.
+    """Some processes have not reached a stage.
 
     Attributes:
-        failures: Of those that have not, as far as is known.
+        failures: Known failures of these processes.
     """
 
     def __init__(self, failures: Sequence[Failure]) -> None:
@@ -56,17 +57,17 @@ class ApartError(Exception):
 
 
 def failed_in(failures: Iterable[Failure]) -> set[int]:
-    """The processes that have failed."""
+    """Returns the indices of failed processes."""
     return {failure.process for failure in failures}
 
 
 class Notes:
-    """The texts of one operation.
+    """Messages of a joint operation.
 
     Args:
-        texts: Where they are kept.
-        name: Of the operation, the same in all processes and in no other operation.
-        index: This process's number.
+        texts: Key-value store of the messages.
+        name: Unique name of the operation, the same in all processes.
+        index: Index of this process.
     """
 
     def __init__(self, texts: key_value.Texts, name: str, index: int) -> None:
@@ -79,19 +80,19 @@ class Notes:
         self._texts.set(f"{self._name}/{stage}", text)
 
     def said(self, stage: str, timeout_secs: float) -> str:
-        """What process 0 has said of a stage.
+        """Returns the message of process 0 about a stage.
 
         Raises:
-            TimeoutError: It has not yet.
+            TimeoutError: There is no message within the timeout.
         """
         return self._texts.get(f"{self._name}/{stage}", timeout_secs)
 
     def tell(self, stage: str, text: str) -> None:
-        """Tells process 0 that this one has come so far."""
+        """Reports to process 0 that this process has reached a stage."""
         self._texts.set(f"{self._name}/{stage}-of/{self._index}", text)
 
     def told(self, stage: str, process: int, timeout_secs: float) -> str | None:
-        """What a process has told of a stage; None if it has not yet."""
+        """Returns the report of a process about a stage; None without a report."""
         try:
             return self._texts.get(f"{self._name}/{stage}-of/{process}", timeout_secs)
         except TimeoutError:
@@ -100,21 +101,21 @@ class Notes:
     # ---- failures -----------------------------------------------------------------
 
     def fail(self, failure: Failure) -> None:
-        """Notes how it ended for a process."""
+        """Records the failure of a process."""
         key = f"{self._name}/failed/{failure.process}"
         self._texts.set(key, json.dumps(failure))
 
     def failures(self) -> tuple[Failure, ...]:
-        """Of all processes that have failed until now."""
+        """Returns all failures recorded until now."""
         found = self._texts.list(f"{self._name}/failed")
         return tuple(sorted(Failure(*json.loads(text)) for text in found.values()))
 
     def end(self, apart: ApartError) -> None:
-        """As process 0, tells all that it has ended, and how."""
+        """Announces the end of the operation and its failures, as process 0."""
         self._texts.set(f"{self._name}/over", json.dumps(apart.failures))
 
     def ended(self) -> ApartError | None:
-        """How it has ended, and says that it was heard; None if it goes on."""
+        """Returns the announced end and confirms it; None during the operation."""
         try:
             over = self._texts.get(f"{self._name}/over", _AT_ONCE_SECS)
         except TimeoutError:
@@ -123,7 +124,7 @@ class Notes:
         return ApartError([Failure(*row) for row in json.loads(over)])
 
     def wait_until_heard(self, processes: Iterable[int]) -> None:
-        """Gives those that wait the time to hear it: the service may end with us."""
+        """Waits until processes confirm the end: the service may end with process 0."""
         deadline = time.monotonic() + _HEARD_SECS
         for process in processes:
             with contextlib.suppress(OSError):

@@ -57,7 +57,7 @@ _LONGEST_TEXT = 1000
 # ---- who is there ------------------------------------------------------------------
 
 
-class Group:
+class ProcessGroup:
     """The processes of a job.
 
     Args:
@@ -147,7 +147,9 @@ class Operation:
     still be told.
     """
 
-    def __init__(self, group: Group, name: str, what: str, timeout_secs: float) -> None:
+    def __init__(
+        self, group: ProcessGroup, name: str, what: str, timeout_secs: float
+    ) -> None:
         self.name = name
         self.what = what
         self.is_first = group.index == 0
@@ -353,10 +355,10 @@ class Operation:
 
 # ---- which way ---------------------------------------------------------------------
 
-_groups: dict[Path | None, Group] = {}
+_groups: dict[Path | None, ProcessGroup] = {}
 
 
-def group(directory: Path) -> Group | None:
+def group(directory: Path) -> ProcessGroup | None:
     """The processes of this job; None if there is only one.
 
     All of them call this at the same place of the program, on the thread that trains:
@@ -368,7 +370,7 @@ def group(directory: Path) -> Group | None:
     key = directory if service is None else None
     if key not in _groups:
         index, count = _util.processes.process_index(), _util.processes.process_count()
-        made = Group(service or _files(directory), index, count)
+        made = ProcessGroup(service or _files(directory), index, count)
         _groups.setdefault(key, made)
     return _groups[key]
 

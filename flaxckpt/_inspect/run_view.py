@@ -192,9 +192,9 @@ def _templates(found: Survey) -> list[str]:
     return [f"{prefix}{{step}}", f"{prefix}{{step:0{len(digits[0])}d}}"]
 
 
-def _ranked(step: int, path: Path) -> _run.metrics.Ranked:
+def _ranked(step: int, path: Path) -> _run.metrics.RankedStep:
     """Returns a step for policies if no `Checkpointer` can open the run."""
-    return _run.metrics.Ranked(
+    return _run.metrics.RankedStep(
         step,
         temporary=False,
         elsewhere={},

@@ -33,7 +33,7 @@ _MOST_POSITIONS_IN_STORES = 10
 _UNREADABLE = (errors.CheckpointError, OSError)
 
 
-class Options(NamedTuple):
+class ReportOptions(NamedTuple):
     """The options of a report.
 
     Attributes:
@@ -53,7 +53,7 @@ class Options(NamedTuple):
     step_format: str | None = None
 
 
-def gather(path: PathLike, options: Options) -> Report:
+def gather(path: PathLike, options: ReportOptions) -> Report:
     """Reads the report data of a run or a checkpoint.
 
     Raises:
@@ -185,7 +185,7 @@ def _extremes(values: Mapping[int, float]) -> Mapping[int, str]:
 
 
 def _change(
-    root: Path, found: Listing, options: Options, notes: dict[str, str]
+    root: Path, found: Listing, options: ReportOptions, notes: dict[str, str]
 ) -> Change | None:
     """Returns the differences between two steps; None if not compared."""
     is_asked_for = options.diff or (options.step_a, options.step_b) != (None, None)
@@ -219,7 +219,7 @@ def _change(
         return None
 
 
-def _pair(found: Listing, options: Options) -> tuple[int, int] | None:
+def _pair(found: Listing, options: ReportOptions) -> tuple[int, int] | None:
     """Returns the two steps to compare, or None.
 
     Raises:

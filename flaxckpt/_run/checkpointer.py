@@ -351,7 +351,7 @@ class Checkpointer:
         step: int | None,
         dataset: Any,
         fallback: bool,
-        **options: Unpack[restoring.Options],
+        **options: Unpack[restoring.RestoreKeywords],
     ) -> PyTree:
         with self.events.delivery():
             restored = self._restores.restore(

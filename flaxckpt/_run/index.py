@@ -25,7 +25,7 @@ class RunStep(NamedTuple):
 
     path: Path
     marks: _steps.markers.Marks
-    ranked: run_metrics.Ranked
+    ranked: run_metrics.RankedStep
 
 
 class RunIndex:
@@ -98,7 +98,7 @@ class RunIndex:
         """The steps that `policy` names."""
         return policy.preserved(list(self.ranked().values()))
 
-    def ranked(self) -> dict[int, run_metrics.Ranked]:
+    def ranked(self) -> dict[int, run_metrics.RankedStep]:
         """The steps as policies see them."""
         return {step: found.ranked for step, found in self.found().items()}
 
@@ -129,7 +129,7 @@ class RunIndex:
             marks = _steps.markers.of(
                 entry.path, entry.files, dataset=_native.checkpoint.DATASET
             )
-            ranked = run_metrics.Ranked(
+            ranked = run_metrics.RankedStep(
                 entry.step,
                 temporary=marks.temporary,
                 elsewhere=elsewhere.get(entry.step, {}),

@@ -46,7 +46,7 @@ class Remembered(Generic[T]):
                 self._known.pop(path, None)
 
 
-class Ranked:
+class RankedStep:
     """A step as policies see it; files of it are read when a policy asks.
 
     Attributes:

@@ -44,7 +44,7 @@ class Restored(NamedTuple):
     lineage: tuple[Lineage, ...]
 
 
-class Options(TypedDict, total=False):
+class RestoreKeywords(TypedDict, total=False):
     """The options of a restore that `flaxckpt.load` has, too, and documents."""
 
     missing: Literal["error", "init"]
@@ -61,7 +61,7 @@ class _Wanted(NamedTuple):
 
     state: PyTree | None
     dataset: Any
-    options: _checkpoint.plan.Options
+    options: _checkpoint.plan.RestoreOptions
 
 
 _Marked: TypeAlias = dict[int, str]
@@ -108,7 +108,7 @@ class Restores:
         step: int | None,
         dataset: Any,
         fallback: bool,
-        **options: Unpack[Options],
+        **options: Unpack[RestoreKeywords],
     ) -> Restored:
         """Restores a step; see `Checkpointer.restore`."""
         wanted = _Wanted(abstract_state, dataset, self._planned(options))
@@ -125,7 +125,7 @@ class Restores:
         path: Path,
         step: int | None,
         abstract_state: PyTree,
-        **options: Unpack[Options],
+        **options: Unpack[RestoreKeywords],
     ) -> tuple[PyTree, tuple[Lineage, ...]]:
         """Returns the state of another checkpoint, and its lineage, itself the first.
 
@@ -142,9 +142,9 @@ class Restores:
         return state, lineage
 
     def _planned(
-        self, options: Options, *, keeps_steps: bool = False
-    ) -> _checkpoint.plan.Options:
-        return _checkpoint.plan.Options(
+        self, options: RestoreKeywords, *, keeps_steps: bool = False
+    ) -> _checkpoint.plan.RestoreOptions:
+        return _checkpoint.plan.RestoreOptions(
             max_concurrent_bytes=self._max_concurrent_bytes,
             read_once=self._read_once,
             keeps_steps=keeps_steps,
@@ -317,7 +317,7 @@ class Restores:
 
     def _undone(
         self, metadata: CheckpointMetadata, wanted: _Wanted
-    ) -> _checkpoint.plan.Options:
+    ) -> _checkpoint.plan.RestoreOptions:
         """The options to restore a state from what was made of it at the save."""
         if wanted.state is None or not self._transforms:
             return wanted.options

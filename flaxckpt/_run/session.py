@@ -82,7 +82,7 @@ class Session:
         abstract_state: PyTree,
         *,
         step: int | None = None,
-        **options: Unpack[restoring.Options],
+        **options: Unpack[restoring.RestoreKeywords],
     ) -> tuple[PyTree, int]:
         """Loads another checkpoint as the state that this run begins with.
 

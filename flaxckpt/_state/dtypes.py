@@ -73,6 +73,7 @@ def to_numpy(dtype_name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, dtype_name, dtype_name))
 
 
+@functools.lru_cache(maxsize=256)
 def stored_name(dtype_name: str) -> str | None:
     """Returns the type that stores `dtype_name` on disk, or None."""
     if dtype_name in _STORED_AS_IS:

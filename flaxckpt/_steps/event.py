@@ -1,4 +1,4 @@
-"""What happens to the checkpoints of a run."""
+"""Events of the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ KINDS = frozenset(get_args(Kind))
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to a checkpoint.
+    """An event of a checkpoint.
 
     Attributes:
-        kind: What happened: `started`, `snapshot`, `committed`, `failed` and `skipped`
-            of a save, `uploaded` from a staging directory, `restored` and `fell_back`
-            of a restore, `deleted`; `preflight` and `preempted` of a trainer.
-        step: The checkpoint's step; None if it has none.
+        kind: `started`, `snapshot`, `committed`, `failed` and `skipped` for a save,
+            `uploaded` for an upload from staging, `restored` and `fell_back` for a
+            restore, `deleted`; `preflight` and `preempted` for a training loop.
+        step: The checkpoint's step, or None.
         path: The checkpoint, or the run directory.
         time: Seconds since 1970.
-        details: What else is known, by name: `bytes`, `total_secs`, `error`.
+        details: Further values by name: `bytes`, `total_secs`, `error`.
     """
 
     kind: Kind
@@ -50,13 +50,13 @@ class Event:
 
 
 def first_lines(error: BaseException, lines: int = 3) -> str:
-    """What an error says, in short."""
+    """Returns the first lines of an error message."""
     text = "\n".join(str(error).strip().splitlines()[:lines])[:500]
     return text or type(error).__name__
 
 
 def plain(value: Any) -> JSON:
-    """A value as JSON has it; what it has not becomes text."""
+    """Converts `value` to JSON types; anything else to `str(value)`."""
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, numbers.Integral):

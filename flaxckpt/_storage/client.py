@@ -1,7 +1,7 @@
-"""How a bucket is reached: every request has a deadline, and fails in words.
+"""Client of object stores with deadlines, retries and clear errors.
 
-TensorStore waits for a dead endpoint for minutes. Here what may pass is tried again,
-in time, and whatever fails says what was asked of whom.
+TensorStore waits minutes for a dead endpoint. This client retries temporary failures
+until a deadline, and its errors name the request and the store.
 """
 
 from __future__ import annotations
@@ -55,27 +55,27 @@ _PASSING = re.compile("ABORTED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """How object stores are reached.
+    """Options of an object store.
 
-    What is None comes from the environment: `AWS_ENDPOINT_URL_S3` or
+    Options that are None come from the environment: `AWS_ENDPOINT_URL_S3` or
     `AWS_ENDPOINT_URL`, `AWS_REGION` or `AWS_DEFAULT_REGION`, `AWS_PROFILE`, and the
-    credentials as the AWS and Google tools find them.
+    credentials of the AWS and Google tools.
 
     Attributes:
-        endpoint: URL of a server that speaks S3; None is Amazon's.
-        region: Of the bucket.
+        endpoint: URL of an S3 server; by default Amazon's.
+        region: Region of the bucket.
         profile: Section of the AWS credentials file.
-        credentials_file: Another one than `~/.aws/credentials`.
-        anonymous: Whether to sign nothing, as for public buckets.
-        deadline_secs: How long one request may take in all, retries included; large
-            objects get more time, a second for each 256 KiB.
-        retries: How often a request that failed, but may not fail again, is repeated.
-            None: a store that has answered before gets all the time of the deadline,
-            so that it may restart; one that never has is asked 5 times in all.
-        concurrency: How many requests run at one time.
+        credentials_file: Path to use instead of `~/.aws/credentials`.
+        anonymous: Whether to send unsigned requests, for public buckets.
+        deadline_secs: Seconds for a request, including retries; large objects get one
+            more second for each 256 KiB.
+        retries: Number of retries after a temporary failure. None: a store that has
+            answered before is retried until the deadline, so that it may restart; a
+            store that has never answered is asked 5 times in all.
+        concurrency: Number of concurrent requests.
 
     Raises:
-        OptionError: A number makes no sense.
+        OptionError: A number is out of range.
     """
 
     endpoint: str | None = None
@@ -111,33 +111,33 @@ _numbers = itertools.count()
 
 
 def context(spec: Mapping[str, JSON] | None = None) -> ts.Context:
-    """A new context that has the memory of this process in it, and how stores are had.
+    """Returns a TensorStore context with the store options and this `memory://`.
 
-    Whatever opens something in a store does so with such a context.
+    Every store is opened with such a context.
     """
     return ts.Context({**_shared, **(spec or {})}, _MEMORY)
 
 
 class PassingError(errors.StoreError):
-    """A request failed that was begun once; it may not fail again."""
+    """A single attempt of a request failed temporarily."""
 
 
 class ForkedError(errors.StoreError):
-    """TensorStore cannot be used in a process that was forked."""
+    """TensorStore does not work in a forked process."""
 
 
 _user: int | None = None
-"""The process that first used TensorStore's threads, here or before a fork."""
+"""PID of the first process with TensorStore threads, here or before a fork."""
 
 
 def use_threads() -> None:
-    """Notes that this process uses TensorStore's threads.
+    """Records that this process uses TensorStore's threads.
 
-    Called before anything but memory is opened, read or written by TensorStore.
+    Call it before TensorStore opens, reads or writes anything except memory.
 
     Raises:
-        ForkedError: The process was forked from one that had used them: TensorStore
-            would end it.
+        ForkedError: The parent of this fork used TensorStore's threads: TensorStore
+            would abort the process.
     """
     global _user
     if _user is None:
@@ -152,12 +152,12 @@ def use_threads() -> None:
 
 
 class Connection:
-    """What asks a bucket.
+    """Connection to a bucket.
 
     Args:
         scheme: `s3`, `gs` or `memory`.
-        bucket: Its name.
-        options: How it is reached.
+        bucket: Name of the bucket.
+        options: Options of the store.
 
     Attributes:
         url: `s3://bucket`.
@@ -178,7 +178,7 @@ class Connection:
         _shared.update(self._resources_alone)
 
     def spec(self, prefix: str) -> dict[str, JSON]:
-        """TensorStore's description of what lies under `prefix`."""
+        """Returns the TensorStore spec of the keys under `prefix`."""
         return self._spec(prefix, self._resources_alone)
 
     def _spec(self, prefix: str, resources: Mapping[str, JSON]) -> dict[str, JSON]:
@@ -200,7 +200,7 @@ class Connection:
         return spec
 
     def _named(self, retries: Mapping[str, JSON]) -> dict[str, JSON]:
-        """How its requests are made, under names that no other store has."""
+        """Returns context resources (retries, credentials) under unique names."""
         if self._scheme == "memory":
             return {}
         driver = "gcs" if self._scheme == "gs" else "s3"
@@ -229,7 +229,7 @@ class Connection:
         return {"type": "default"}
 
     def kv(self) -> ts.KvStore:
-        """The bucket, opened; anew if an answer of it was late."""
+        """Returns the open bucket; reopens the bucket after a late answer."""
         opened = self._opened
         if opened is None:  # several threads may open it: each has one that works
             spec = self._spec("", self._resources)
@@ -240,15 +240,15 @@ class Connection:
     # ---- waiting ------------------------------------------------------------------
 
     def ask(self, what: str, begin: Callable[[], ts.Future[_T]], size: int = 0) -> _T:
-        """Has a request done, with retries, in time.
+        """Makes a request with retries until its deadline.
 
         Args:
-            what: It, in words.
-            begin: Begins it; called again for each try.
-            size: Bytes that it moves.
+            what: Description of the request.
+            begin: Starts the request; called for each attempt.
+            size: Bytes to transfer.
 
         Raises:
-            StoreError: It failed, or took too long.
+            StoreError: The request failed, or exceeded its deadline.
         """
         self._use_threads()
         until = time.monotonic() + self._allowed(size)
@@ -269,7 +269,7 @@ class Connection:
         raise AssertionError
 
     def _may_pass(self, error: Exception, tries: int) -> bool:
-        """Whether a request is to be repeated that has failed so many times."""
+        """Returns True if a request should be retried after `tries` failures."""
         if _LASTING.search(str(error)):
             self._has_answered = True
             return False
@@ -279,11 +279,11 @@ class Connection:
         return bool(is_away) or tries <= _FIRST_RETRIES
 
     def wait(self, what: str, future: ts.Future[_T], size: int = 0) -> _T:
-        """Waits for what was begun, once, in time.
+        """Waits for a single attempt until its deadline.
 
         Raises:
-            StoreError: It took too long, or the store was out of reach, which is a
-                `PassingError`. What else went wrong is raised as it is.
+            StoreError: The attempt exceeded its deadline, or the store was unreachable
+                (a `PassingError`). Other errors propagate.
         """
         self._use_threads()
         try:

@@ -1,8 +1,9 @@
-"""Commit by marker, for object stores, which rename nothing.
+"""Commit markers, for object stores without renames.
 
-A checkpoint's objects have their final names from the start, and it counts as soon as
-its marker is there. Whoever writes or deletes one holds its lock; when that is taken
-over from somebody who is gone, whatever has no marker is removed.
+The objects of a checkpoint have their final names from the start, and the checkpoint
+exists when its marker exists. A process that writes or deletes a checkpoint holds its
+lock. A process that takes over the lock of a dead process removes objects without a
+marker.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from flaxckpt._storage.paths import RemotePath
 _log = logging.getLogger(__name__)
 
 MARKER = "commit_success.txt"
-"""The object by which a checkpoint counts; Orbax's convention for buckets."""
+"""The commit marker, named by Orbax's convention for buckets."""
 
 
 # ---- writing ----------------------------------------------------------------------
@@ -28,14 +29,14 @@ _making: dict[RemotePath, locks.Lock] = {}
 
 
 def is_committed(path: RemotePath) -> bool:
-    """Whether the checkpoint `path` counts."""
+    """Returns True if the checkpoint has a commit marker."""
     return (path / MARKER).is_file()
 
 
 def is_unfinished(path: RemotePath) -> bool:
-    """Whether what is at `path` does not count, and is locked by whoever wrote it.
+    """Returns True for an uncommitted checkpoint, still locked by its writer.
 
-    Or all that is there is a marker that came after its writer had given up.
+    Also for a commit marker without other objects, a late write of an abandoned save.
     """
     there = path.keys()
     return _is_late(there) or (MARKER not in there and locks.is_locked(path))
@@ -49,17 +50,17 @@ def _is_late(there: Sequence[str]) -> bool:
 def made(
     final: RemotePath, *, overwrite: bool, keep: Callable[[str], bool]
 ) -> Iterator[RemotePath]:
-    """Lets a checkpoint be written in the `with` block; `commit` makes it count.
+    """Locks a checkpoint for writing in the `with` block; `commit` commits it.
 
-    What has no marker at the end is removed.
+    Removes the objects at the end if there is no commit marker.
 
     Args:
         final: The checkpoint.
-        overwrite: Whether one that is there is removed first.
-        keep: Which of its objects stay all the same, by name.
+        overwrite: Whether to remove an existing checkpoint first.
+        keep: Selects objects of the existing checkpoint to keep, by name.
 
     Raises:
-        CheckpointExistsError: It is there, or somebody writes it.
+        CheckpointExistsError: The checkpoint exists, or another process writes it.
     """
     with locks.held(final) as lock:
         _make_room(lock, overwrite=overwrite, keep=keep)
@@ -100,7 +101,7 @@ def _make_room(
 
 
 def _clear(lock: locks.Lock) -> None:
-    """Removes what was not finished, unless it is somebody else's by now."""
+    """Removes an unfinished checkpoint, unless another process holds the lock."""
     try:
         lock.confirm()
         if not is_committed(lock.path):
@@ -113,14 +114,14 @@ def _clear(lock: locks.Lock) -> None:
 
 
 def commit(final: RemotePath, marker: bytes) -> int:
-    """Makes what was written in `made` count.
+    """Commits the checkpoint written in `made`.
 
     Returns:
-        Bytes that were written.
+        Number of bytes written.
 
     Raises:
-        CheckpointExistsError: Somebody else took it over.
-        StoreError: Nobody knows whether it counts.
+        CheckpointExistsError: Another process took over the lock.
+        StoreError: The result of the commit is unknown.
     """
     _making[final].confirm()
     write_new(final / MARKER, marker)
@@ -128,13 +129,13 @@ def commit(final: RemotePath, marker: bytes) -> int:
 
 
 def write_new(path: RemotePath, content: bytes) -> None:
-    """Writes an object that is not there yet.
+    """Writes a new object.
 
-    What is there all the same came late, from a try that was given up: it is replaced.
-    Whatever comes later still finds this one, and is refused by the store.
+    Replaces an existing object, which is a late write of an abandoned attempt. Later
+    writes of abandoned attempts find the new object, and the store refuses them.
 
     Raises:
-        CheckpointExistsError: Somebody else writes there.
+        CheckpointExistsError: Another process writes the checkpoint.
     """
     if path.store.create(path.key, content) is not None:
         return
@@ -156,7 +157,7 @@ _LATE_TRIES = 8
 
 
 def withdraw(path: RemotePath) -> bytes | None:
-    """Has a checkpoint count no more; returns its marker, to put it back."""
+    """Removes the commit marker and returns its contents for `put_back`."""
     found = path.store.read((path / MARKER).key)
     if found is None:
         return None
@@ -165,13 +166,13 @@ def withdraw(path: RemotePath) -> bytes | None:
 
 
 def put_back(path: RemotePath, marker: bytes | None) -> None:
-    """Has a checkpoint count again."""
+    """Restores the commit marker."""
     if marker is not None:
         write_new(path / MARKER, marker)
 
 
 def remove(lock: locks.Lock) -> None:
-    """Removes a checkpoint that does not count; what is left is swept another time."""
+    """Removes an uncommitted checkpoint; a later sweep removes any rest."""
     try:
         lock.path.store.delete_under(lock.path.prefix)
     except errors.StoreError as error:
@@ -183,14 +184,14 @@ def remove(lock: locks.Lock) -> None:
 
 
 def sweep(root: RemotePath, is_ours: Callable[[str], bool]) -> None:
-    """Removes what is locked by nobody who lives, and does not count.
+    """Removes uncommitted checkpoints without a live writer.
 
     Args:
-        root: Where checkpoints are.
-        is_ours: Whether they are called so.
+        root: Directory of the checkpoints.
+        is_ours: Returns True for names of checkpoints.
 
     Raises:
-        StoreError: The store cannot be reached.
+        StoreError: The store is unreachable.
     """
     for name, is_directory in root.names().items():
         if is_directory or not name.endswith(locks.LOCK):

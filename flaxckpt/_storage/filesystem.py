@@ -42,7 +42,9 @@ def kind(path: str) -> str:
         where, _, kind = os.fsdecode(line).partition(" - ")
         fields = where.split(" ")
         if len(fields) > 4 and kind:
-            mount = _unescaped(fields[4]).rstrip("/") + "/"
+            mount = fields[4].rstrip("/") + "/"
+            if "\\" in mount:
+                mount = _unescaped(mount)
             if path.startswith(mount):
                 holding[mount] = kind.split(" ")[0]  # the last one hides the others
     return holding[max(holding, key=len)] if holding else ""

@@ -20,12 +20,11 @@ import re
 import secrets
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from flaxckpt import errors
+from flaxckpt import _util, errors
 from flaxckpt._storage import paths, permissions
 from flaxckpt._storage.paths import RemotePath
 
@@ -73,11 +72,9 @@ class Lease:
             _say_now(self._remote)
         else:
             self._directory = self._make_file(path)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(
-            target=self._refresh, name="flaxckpt lease", daemon=True
+        self._heartbeat = _util.threads.Heartbeat(
+            self._refresh, _EXPIRES_SECS / _TOUCHES, "flaxckpt lease"
         )
-        self._thread.start()
         _held.add(self)
 
     def _make_file(self, path: Path) -> int:
@@ -93,13 +90,12 @@ class Lease:
         return directory
 
     def _refresh(self) -> None:
-        while not self._ended.wait(_EXPIRES_SECS / _TOUCHES):
-            # Without times: the file system's clock counts, not this machine's.
-            with contextlib.suppress(OSError):
-                if self._remote is not None:
-                    _say_now(self._remote)
-                else:
-                    os.utime(self._name, dir_fd=self._directory)
+        # Without times: the file system's clock counts, not this machine's.
+        with contextlib.suppress(OSError):
+            if self._remote is not None:
+                _say_now(self._remote)
+            else:
+                os.utime(self._name, dir_fd=self._directory)
 
     def release(self) -> None:
         """Lets the checkpoint go, once."""
@@ -108,8 +104,7 @@ class Lease:
         self._is_released = True
         _held.discard(self)
         if os.getpid() == self._pid:  # and not a child that was forked meanwhile
-            self._ended.set()
-            self._thread.join()
+            self._heartbeat.stop()
             with contextlib.suppress(OSError):  # it may have been deleted all the same
                 if self._remote is not None:
                     self._remote.unlink(missing_ok=True)

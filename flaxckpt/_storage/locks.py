@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flaxckpt import errors
+from flaxckpt import _util, errors
 from flaxckpt._storage import object_store
 from flaxckpt._storage.paths import RemotePath
 
@@ -68,19 +68,19 @@ class Lock:
         self._generation = generation
         self._guard = threading.Lock()
         self._is_lost = False
-        self._ended = threading.Event()
         _living.add(holder.id)
-        self._thread = threading.Thread(
-            target=self._beat, name="flaxckpt store lock", daemon=True
-        )
+        self._heartbeat: _util.threads.Heartbeat | None = None
         with contextlib.suppress(RuntimeError):  # no thread: it is young for a while
-            self._thread.start()
+            self._heartbeat = _util.threads.Heartbeat(
+                self._beat, _BEAT_SECS, "flaxckpt store lock"
+            )
 
-    def _beat(self) -> None:
-        while not self._ended.wait(_BEAT_SECS):
-            with contextlib.suppress(errors.StoreError):
-                if not self._renew():
-                    return
+    def _beat(self) -> bool:
+        """Renews the lock; returns whether to go on."""
+        try:
+            return self._renew()
+        except errors.StoreError:
+            return True
 
     def _renew(self) -> bool:
         with self._guard:
@@ -110,9 +110,8 @@ class Lock:
         """Lets it go, once; if that fails, it is swept another time."""
         if os.getpid() != self._holder.pid:
             return  # a fork leaves it to the process that holds it
-        self._ended.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
         _living.discard(self._holder.id)
         if self.is_left or self._is_lost:
             return
@@ -153,7 +152,7 @@ def held(path: RemotePath, *, patient: bool = False) -> Iterator[Lock]:
 
 def _acquire(path: RemotePath, *, patient: bool) -> Lock:
     store, key, holder = path.store, _key(path), _self()
-    watched: object_store.Found | None = None
+    watched: object_store.StoredValue | None = None
     begun = since = last_there = time.monotonic()
     while True:
         if (made := store.create(key, holder.content())) is not None:
@@ -222,7 +221,7 @@ def _parsed(content: bytes) -> _Holder | None:
         return None
 
 
-def _name(found: object_store.Found) -> str:
+def _name(found: object_store.StoredValue) -> str:
     holder = _parsed(found.value)
     if holder is None:
         return "somebody"
@@ -230,7 +229,7 @@ def _name(found: object_store.Found) -> str:
     return errors.printable(f"{host}:{holder.pid}"[:100])
 
 
-def _is_gone(found: object_store.Found) -> bool | None:
+def _is_gone(found: object_store.StoredValue) -> bool | None:
     """Whether who holds a lock is gone; None if that cannot be told from here."""
     holder = _parsed(found.value)
     if holder is None or holder.machine != _machine():

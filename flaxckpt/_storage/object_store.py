@@ -19,11 +19,11 @@ _PART_BYTES = 8 * 2**20
 """Of what is read part by part, one part."""
 
 
-class Found(NamedTuple):
+class StoredValue(NamedTuple):
     """A value in a store.
 
     Attributes:
-        value: Its bytes.
+        value: The bytes.
         generation: Changes with the value.
     """
 
@@ -54,7 +54,7 @@ class _Look:
         return at < len(keys) and keys[at] == key
 
     def under(self, prefix: str) -> list[str]:
-        """Those that begin so."""
+        """Returns the listed keys with this prefix."""
         keys = self.keys or []
         start = bisect.bisect_left(keys, prefix)
         begin_so = itertools.takewhile(
@@ -68,11 +68,11 @@ class Store:
 
     Args:
         scheme: `s3`, `gs` or `memory`.
-        bucket: Its name.
-        options: How it is reached.
+        bucket: Name of the bucket.
+        options: Options of the store.
 
     Attributes:
-        connection: What asks it.
+        connection: The connection to the bucket.
         url: `s3://bucket`.
         options: As given.
     """
@@ -97,11 +97,11 @@ class Store:
         start: int | None = None,
         stop: int | None = None,
         size: int = 0,
-    ) -> Found | None:
+    ) -> StoredValue | None:
         """The value of `key`, or its bytes from `start` to `stop`; None without one.
 
-        A part that reaches beyond the end is an error, but for one of no bytes: that
-        asks for the generation alone. `size` is how much may come, for the deadline.
+        A range beyond the end raises an error, except an empty range, which gets only
+        the generation. `size` is the expected size, for the deadline.
         """
         part = None if start is None and stop is None else slice(start, stop)
         found = self.connection.ask(
@@ -111,28 +111,29 @@ class Store:
         )
         if found.state == "missing":
             return None
-        return Found(bytes(found.value), bytes(found.stamp.generation))
+        return StoredValue(bytes(found.value), bytes(found.stamp.generation))
 
     def part(self, key: str, start: int, stop: int) -> bytes | None:
-        """Bytes of a value, fewer than asked for if it ends before; None without one.
+        """Returns a byte range of a value, cut off at the end; None if missing.
 
         Args:
-            key: Which value.
-            start: The first byte.
-            stop: The one after the last.
+            key: Key of the value.
+            start: First byte.
+            stop: End of the range, exclusive.
         """
         found = self._span(key, start, stop)
         return found and found.value[: stop - start]
 
     def pieces(self, key: str, size: int) -> Iterator[bytes]:
-        """A value from its beginning to its end, part after part.
+        """Yields a value part by part.
 
         Args:
-            key: Which value; without one, there are no parts.
-            size: How long it should be. It may have another length.
+            key: Key of the value; a missing value has no parts.
+            size: Expected size. The actual size may differ.
 
         Raises:
-            StoreError: It was replaced meanwhile, or the store is out of reach.
+            StoreError: The value was replaced during the read, or the store is
+                unreachable.
         """
         known: bytes | None = None
         for start in itertools.count(0, _PART_BYTES):
@@ -150,7 +151,7 @@ class Store:
             if len(found.value) != _PART_BYTES or stop >= size:
                 return
 
-    def _span(self, key: str, start: int, stop: int | None) -> Found | None:
+    def _span(self, key: str, start: int, stop: int | None) -> StoredValue | None:
         """What there is of a value from `start` to `stop`, or to its end."""
         for end in (stop, None):
             try:
@@ -161,20 +162,20 @@ class Store:
                     raise
         # Of a value that ends before, the generation alone.
         found = self.read(key, start=0, stop=0)
-        return found and Found(b"", found.generation)
+        return found and StoredValue(b"", found.generation)
 
     def write(self, key: str, value: bytes) -> bytes:
-        """Puts `value` there, whatever was; returns its generation."""
+        """Writes a value unconditionally; returns the generation."""
         generation = self._write(key, value, None)
         assert generation is not None
         return generation
 
     def create(self, key: str, value: bytes) -> bytes | None:
-        """Puts `value` there if nothing is; returns its generation, None if not."""
+        """Creates a value; returns the generation, or None for an existing key."""
         return self.exchange(key, value, _nothing())
 
     def exchange(self, key: str, value: bytes, generation: bytes) -> bytes | None:
-        """Puts `value` there if that of `generation` is; its generation, or None."""
+        """Replaces the value of `generation`; returns the new generation, or None."""
         return self._write(key, value, generation)
 
     def _write(self, key: str, value: bytes, generation: bytes | None) -> bytes | None:
@@ -218,7 +219,7 @@ class Store:
     # ---- more requests ------------------------------------------------------------
 
     def delete(self, key: str) -> None:
-        """Removes a key, if it is there."""
+        """Removes a key; does nothing for a missing key."""
         with self._changing():
             self.connection.ask(
                 f"delete {self.url}/{key}",
@@ -226,7 +227,7 @@ class Store:
             )
 
     def remove(self, key: str, generation: bytes) -> None:
-        """Removes a key, if its value is that of `generation`."""
+        """Removes a key unless its generation has changed."""
         with self._changing():
             self.connection.ask(
                 f"delete {self.url}/{key}",
@@ -234,7 +235,7 @@ class Store:
             )
 
     def delete_under(self, prefix: str) -> None:
-        """Removes all keys that begin with `prefix`."""
+        """Removes all keys with a prefix."""
         self.delete_all(self.keys(prefix))
 
     def delete_all(self, given: Iterable[str]) -> None:
@@ -253,7 +254,7 @@ class Store:
                 self.delete(key)  # with retries
 
     def keys(self, prefix: str) -> list[str]:
-        """The keys that begin with `prefix`, ascending."""
+        """Returns the keys with a prefix, in ascending order."""
         look = self._look(prefix)
         return self._listed(prefix) if look is None else look.under(prefix)
 
@@ -265,7 +266,7 @@ class Store:
         return sorted(key.decode(errors="surrogateescape") for key in found)
 
     def has(self, key: str) -> bool:
-        """Whether there is a value, however long."""
+        """Returns True if the key exists."""
         if (look := self._look(key)) is not None:
             return look.has(key)
         return self.read(key, start=0, stop=0) is not None
@@ -274,10 +275,10 @@ class Store:
 
     @contextlib.contextmanager
     def looking(self, prefix: str) -> Iterator[None]:
-        """Has what is under `prefix` be listed once while the `with` block lasts.
+        """Caches a listing of `prefix` during the `with` block.
 
-        That is what `keys` and `has` then say on this thread, until this process writes
-        or deletes anything in the store. What others do meanwhile is not seen.
+        `keys` and `has` use the cache on this thread, until this process writes to the
+        store or deletes from it. Changes by other processes are not seen.
         """
         looks: list[_Look] = self._looks.__dict__.setdefault("all", [])
         looks.append(_Look(prefix))
@@ -287,7 +288,7 @@ class Store:
             looks.pop()
 
     def _look(self, prefix: str) -> _Look | None:
-        """The outermost look that has what begins with `prefix`, as it is now."""
+        """Returns the outermost valid cached listing that contains `prefix`."""
         looks: list[_Look] = self._looks.__dict__.get("all", [])
         for look in looks:
             if prefix.startswith(look.prefix):
@@ -313,6 +314,6 @@ _DELETED_AT_ONCE = 256
 
 
 def _after(prefix: str) -> str | bytes:
-    """The first key that does not begin with `prefix`; empty if there is no such."""
+    """Returns the end of the key range of `prefix`; empty for an open range."""
     found = prefix.encode(errors="surrogateescape").rstrip(b"\xff")
     return found[:-1] + bytes([found[-1] + 1]) if found else b""

@@ -1,4 +1,4 @@
-"""What cannot be read says so, in the same words everywhere."""
+"""Uniform errors for unreadable files."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from flaxckpt import errors
 
 
 def denied(path: Path, error: PermissionError) -> errors.DamagedCheckpointError:
-    """The error for what is there, but may not be read.
+    """Returns the error for a file without read permission.
 
     Args:
-        path: What was read, if `error` does not know.
-        error: What the system said.
+        path: The file, if `error` does not name the file.
+        error: The system's error.
     """
     return errors.DamagedCheckpointError(
         f"{_where(path, error)} cannot be read: permission denied; change its mode, or"
@@ -24,12 +24,12 @@ def denied(path: Path, error: PermissionError) -> errors.DamagedCheckpointError:
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Explains errors of the system that arise while `path` is read.
+    """Converts system errors while reading `path` to checkpoint errors.
 
-    That something is not there is none: what that means depends on what it is.
+    Leaves FileNotFoundError to the caller, because its meaning depends on the file.
 
     Raises:
-        DamagedCheckpointError: There was one; `is_unread` tells it from damage.
+        DamagedCheckpointError: A system error; `is_unread` tells it from damage.
     """
     try:
         yield
@@ -46,14 +46,14 @@ def explained(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Explains errors of the system, missing files too, while a checkpoint is read.
+    """Converts system errors, including missing files, while reading a checkpoint.
 
     Args:
-        path: The checkpoint, which was there when the reading began.
+        path: The checkpoint, which existed when reading started.
 
     Raises:
-        CheckpointNotFoundError: It was deleted meanwhile.
-        DamagedCheckpointError: A file is missing, or could not be read.
+        CheckpointNotFoundError: The checkpoint was deleted during the read.
+        DamagedCheckpointError: A file is missing or unreadable.
     """
     with explained(path):
         try:
@@ -73,7 +73,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def is_unread(error: BaseException) -> bool:
-    """Whether the system could not read something, which proves no damage."""
+    """Returns True for a system error while reading, which proves no damage."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, OSError) and not isinstance(found, errors.CheckpointError):

@@ -1,4 +1,4 @@
-"""Which object stores there are, and how each is reached."""
+"""Options of object stores."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _stores: dict[tuple[str, StoreOptions], Store] = {}
 
 
 def set_store_options(url: str, options: StoreOptions | None) -> None:
-    """Has stores be reached as told, in this process and from now on.
+    """Sets the options of object stores for this process.
 
     ```python
     flaxckpt.set_store_options("s3://bucket", flaxckpt.StoreOptions(region="eu-west-1"))
     ```
 
     Args:
-        url: A bucket, `s3://bucket`; or `s3://`, for all that have no options of
+        url: A bucket, `s3://bucket`; or `s3://`, for all buckets without options of
             their own.
-        options: How; None for what the environment says.
+        options: The options; None for the options of the environment.
 
     Raises:
-        OptionError: The URL is of no store.
+        OptionError: The URL is not the URL of an object store.
     """
     if not isinstance(url, str):
         raise errors.OptionError(
@@ -51,12 +51,12 @@ def set_store_options(url: str, options: StoreOptions | None) -> None:
 
 
 def forget(store: Store) -> None:
-    """Opens a store anew, if it is used again."""
+    """Forgets an open store, so that the next use opens a new connection."""
     _stores.pop((store.url, store.options), None)
 
 
 def of(scheme: str, bucket: str) -> Store:
-    """The store that a URL means now."""
+    """Returns the store of a URL, with its present options."""
     given = _options.get(f"{scheme}://{bucket}") or _options.get(f"{scheme}://")
     options = _completed(scheme, given or StoreOptions())
     key = (f"{scheme}://{bucket}", options)
@@ -66,7 +66,7 @@ def of(scheme: str, bucket: str) -> Store:
 
 
 def _completed(scheme: str, options: StoreOptions) -> StoreOptions:
-    """Options with what the environment says of the rest."""
+    """Completes options from the environment."""
     if scheme != "s3":
         return options
     endpoint = options.endpoint or _variable("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")

@@ -16,11 +16,11 @@ import logging
 import os
 import re
 import secrets
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from flaxckpt import _util
 from flaxckpt._storage import files, filesystem, leases, paths, rename
 
 _log = logging.getLogger(__name__)
@@ -157,23 +157,22 @@ def _touching(path: Path, descriptor: int) -> Iterator[None]:
     if filesystem.is_local(path):
         yield
         return
-    ended = threading.Event()
 
     def touch() -> None:
-        while not ended.wait(_TOUCHED_EVERY_SECS):
-            # Without times: the file system's clock counts, not this machine's.
-            with contextlib.suppress(OSError):
-                os.utime(descriptor)
+        # Without times: the file system's clock counts, not this machine's.
+        with contextlib.suppress(OSError):
+            os.utime(descriptor)
 
-    thread = threading.Thread(target=touch, name="flaxckpt touch", daemon=True)
+    heartbeat = None
     with contextlib.suppress(RuntimeError):  # no thread: it is young for a while
-        thread.start()
+        heartbeat = _util.threads.Heartbeat(
+            touch, _TOUCHED_EVERY_SECS, "flaxckpt touch"
+        )
     try:
         yield
     finally:
-        ended.set()
-        if thread.ident is not None:
-            thread.join()
+        if heartbeat is not None:
+            heartbeat.stop()
 
 
 def discard(path: _Path, remove_tree: Callable[[_Path], object] | None = None) -> None:

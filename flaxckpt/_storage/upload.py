@@ -1,7 +1,8 @@
-"""What only TensorStore can write, on its way to an object store.
+"""Uploads of TensorStore output to an object store.
 
-It is written into memory first, and then object by object, with our own deadlines: so
-each is written whole or not at all, and what comes late is refused by the store.
+TensorStore writes to memory first. The objects are then written one by one, with our
+own deadlines: each is written completely or not at all, and the store refuses late
+writes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _THREADS_OF_FILES = 8  # each holds a whole one
 
 
 def is_needed(root: Path) -> bool:
-    """Whether `root` is in a store, and TensorStore is not to write there."""
+    """Returns True if `root` is in a store to which TensorStore must not write."""
     return paths.is_remote(root) and not root.store.url.startswith(
         f"memory://{_BUCKET}"
     )
@@ -30,10 +31,10 @@ def is_needed(root: Path) -> bool:
 
 @contextlib.contextmanager
 def staged(root: Path) -> Iterator[Path]:
-    """A place in memory, for what is in `root` when the `with` block has ended.
+    """Yields a directory in memory, uploaded to `root` when the `with` block ends.
 
     Raises:
-        StoreError: It could not be written there.
+        StoreError: The upload failed.
     """
     assert paths.is_remote(root), root
     memory = paths.parse(f"memory://{_BUCKET}{secrets.token_hex(8)}")
@@ -56,22 +57,22 @@ def upload(
     marks: Mapping[str, bytes] = MappingProxyType({}),
     keep: Callable[[str], bool] = lambda name: False,
 ) -> int:
-    """Makes a checkpoint of the files in a directory, and commits it.
+    """Uploads a local checkpoint to an object store, and commits it.
 
     Args:
-        directory: Of a checkpoint of ours, on this machine.
-        final: Where it shall be.
-        overwrite: Whether to replace one that is there.
-        files: Of the directory; by default all.
-        marks: More files, by name.
-        keep: What stays of a checkpoint that is replaced, by name.
+        directory: The local checkpoint.
+        final: The uploaded checkpoint.
+        overwrite: Whether to replace an existing checkpoint.
+        files: Files of the directory to upload; by default all.
+        marks: Additional files, by name.
+        keep: Selects files of the replaced checkpoint to keep, by name.
 
     Returns:
-        Bytes that were written.
+        Number of bytes written.
 
     Raises:
-        CheckpointExistsError: One is there, or somebody writes it.
-        StoreError: It could not be written there.
+        CheckpointExistsError: The checkpoint exists, or another process writes it.
+        StoreError: The upload failed.
     """
     marker = (directory / commit_marker.MARKER).read_bytes()
 

@@ -1,4 +1,4 @@
-"""A step that a loop has completed, and what it has to save."""
+"""A completed step of a loop, with its state, metrics and dataset."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _log = logging.getLogger(__name__)
 
 
 class Completed:
-    """A step that is completed, and where to get what it has to save.
+    """A completed step, with the values to save or functions to get them.
 
     Args:
-        step: Its number.
-        given: What was passed with it: `state`, `metrics` and `dataset`, or None.
-        getters: Functions that give what was not passed, by the same names.
+        step: Number of the step.
+        given: The passed values: `state`, `metrics` and `dataset`, or None.
+        getters: Bound functions for values not passed, by the same names.
 
     Attributes:
-        step: The same.
-        is_bound: Whether the state was not passed.
+        step: Number of the step.
+        is_bound: Whether the state comes from a bound function.
 
     Raises:
-        OptionError: Nobody knows the state.
+        OptionError: The state was neither passed nor bound.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class Completed:
             )
 
     def get(self, name: str) -> Any:
-        """The value that was passed, or the present value of the bound function.
+        """Returns the passed value, or the present value of the bound function.
 
-        A bound state, or bound metrics, that were asked for when the step was reported
-        are not asked for again.
+        Does not call the function again for a state or metrics already kept at the
+        report.
         """
         value = self._given[name]
         if name == "state" and value is None and self._state is not None:
@@ -60,10 +60,10 @@ class Completed:
         return getter() if value is None and getter is not None else value
 
     def metrics(self) -> Mapping[str, Any] | None:
-        """Its metrics as numbers by name.
+        """Returns the metrics as numbers by name.
 
         Raises:
-            OptionError: They are something else.
+            OptionError: The metrics are not numbers by name.
         """
         return values(self.get("metrics"))
 
@@ -74,9 +74,9 @@ class Completed:
 
         Args:
             before: The step that was reported before.
-            ask: Whether a bound state is asked for now. Else it is asked for at the
-                end, and is that of this step if its own step counter says so.
-            ask_metrics: Whether bound metrics are asked for now.
+            ask: Whether to get a bound state now. Otherwise it is read at the end, and
+                belongs to this step if its own step counter agrees.
+            ask_metrics: Whether to get bound metrics now.
         """
         if ask or not self.is_bound:
             known = None if before is None else before._state
@@ -90,29 +90,29 @@ class Completed:
         self._given["dataset"] = datasets.held(self.get("dataset"))
 
     def says_itself(self) -> bool:
-        """Whether the state need not be kept, because it has a step counter of its own.
+        """Whether the state need not be kept, because of its own step counter.
 
-        That is so for a bound state that is replaced as a whole, as a `TrainState` is.
+        True for a bound state that the loop replaces whole, such as a `TrainState`.
         """
         state = self.get("state")
         is_one = self.is_bound and held.is_replaced_whole(state)
         return is_one and bool(_state.step_counter.found(state))
 
     def let_state_go(self) -> None:
-        """Keeps its state no more."""
+        """Releases the kept state."""
         self._state = None
 
     @property
     def fault(self) -> str:
-        """The reason why the state could not be kept; empty if there is none."""
+        """Returns the reason why the state could not be kept, or an empty string."""
         return "" if self._state is None else self._state.fault
 
     def why_gone(self, *, check_step: bool, offset: int) -> str:
-        """The reason why the reported state is lost; empty if it can still be saved.
+        """Returns the reason why the reported state is lost, or an empty string.
 
         Args:
-            check_step: Whether the state's own step counter has to agree.
-            offset: What was added to the step that the loop has passed.
+            check_step: Whether the state's own step counter must agree.
+            offset: Difference of the completed step and the step of the loop.
         """
         if self._state is not None:
             return self._state.why_gone() or self._why_wrong(check_step, offset)
@@ -126,7 +126,7 @@ class Completed:
         return f"its state is bound, and was changed after the report: {mismatch} now"
 
     def _why_wrong(self, check_step: bool, offset: int) -> str:
-        """Why the step may not be saved with the state that was reported."""
+        """Returns the reason why the reported state does not belong to the step."""
         if check_step:
             with self._as_reported():
                 try:
@@ -161,7 +161,7 @@ class Completed:
                 self._given["metrics"] = metrics
 
     def _is_last(self) -> bool:
-        """Whether the state cannot have changed since the report."""
+        """Whether the state is certainly unchanged since the report."""
         if self._state is None:
             return True  # its counter said so
         if self.is_bound:

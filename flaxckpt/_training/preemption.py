@@ -1,4 +1,4 @@
-"""How a program is told to stop, on all processes alike, and how it leaves."""
+"""Preemption: agreement of all processes on a stop, and the exit of the program."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _log = logging.getLogger(__name__)
 
 
 class Stopping:
-    """Watches for what tells the program to stop, if it is to.
+    """Watches for requests to stop the program.
 
     Args:
-        watches: Whether signals, and jax's preemption service, are watched for.
-        exit_code: What the program leaves with; None if it does not leave.
+        watches: Whether to watch signals and jax's preemption service.
+        exit_code: Exit code of the program; None to continue running.
         clock: Seconds.
 
     Attributes:
-        is_heeded: Whether what was told has been done.
+        is_heeded: Whether the request to stop has been handled.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class Stopping:
 
     @property
     def notice(self) -> Notice | None:
-        """What has told the program to stop, as far as this process knows."""
+        """The request to stop known to this process, or None."""
         return None if self._watch is None else self._watch.notice
 
     @property
     def leaves(self) -> bool:
-        """Whether the program leaves when it is told to stop."""
+        """Whether the program exits after a request to stop."""
         return self._exit_code is not None
 
     def begin(self) -> None:
@@ -57,21 +57,22 @@ class Stopping:
             self.is_heeded = False
 
     def end(self) -> None:
-        """Watches no more: signals are put back."""
+        """Stops watching, and restores the signal handlers."""
         if self._watch is not None:
             self._watch.end()
 
     def is_told(self) -> bool:
-        """Whether any process was told to stop; all of them call this."""
+        """Returns True if any process must stop; all processes must call."""
         if self._watch is None:
             return False
         told = self._watch.poll() is not None
         return any(row[0] for row in _util.processes.gather_flags([told]))
 
     def agreed(self, triggers: Triggers) -> tuple[bool, Notice | None]:
-        """Whether the time is up, and what tells to stop, the same on all processes.
+        """Returns whether `every_secs` have passed, and the request to stop.
 
-        The first process's clock counts, and everybody's signals.
+        All processes get the same result: the clock of process 0 counts, and the
+        signals of all processes.
         """
         notice = None if self._watch is None else self._watch.poll()
         if self._watch is None and not triggers.has_clock:
@@ -91,14 +92,14 @@ class Stopping:
         *,
         at: int,
     ) -> None:
-        """Says what has become of the last step.
+        """Reports the outcome of the last step.
 
         Args:
-            events: Of the checkpointer.
-            step: It.
-            notice: What has told to stop.
-            what: What has become of it.
-            at: The step as the loop counts.
+            events: Event stream of the checkpointer.
+            step: The last step.
+            notice: The request to stop.
+            what: The outcome.
+            at: The step in the count of the loop.
         """
         goes = "leaves" if self.leaves else "goes on"
         _log.warning("%s: step %d %s; the program %s", notice.name, step, what, goes)

@@ -1,4 +1,4 @@
-"""Signals that ask a program to end: noted here, instead of ending it at once."""
+"""Handlers that record termination signals instead of ending the program."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _INTERRUPTED = b"\nflaxckpt: saving, then stopping; Ctrl-C again stops at once\n
 
 
 class Notice(NamedTuple):
-    """That the program shall end.
+    """A request to end the program.
 
     Attributes:
-        name: The signal, or what else has told so.
-        at: When, on the watch's clock.
+        name: The signal, or another source of the request.
+        at: Time of the request, on the watch's clock.
     """
 
     name: str
@@ -40,22 +40,22 @@ class Notice(NamedTuple):
 
     @property
     def is_interrupt(self) -> bool:
-        """Whether a person has pressed Ctrl-C."""
+        """Whether the request is a Ctrl-C."""
         return self.name == "SIGINT"
 
 
 class Watch:
-    """Notes the first signal that comes.
+    """Records the first termination signal.
 
-    What had handled the signal before is called, too, if it was the program's own. A
-    second Ctrl-C ends the program at once; other signals may come again and again, as
-    some launchers send them to each process and to all together.
+    Also calls the program's own previous handler of the signal. A second Ctrl-C ends
+    the program at once. Other signals may arrive repeatedly, because some launchers
+    send them to each process and to the whole group.
 
     Args:
         clock: Seconds.
 
     Attributes:
-        notice: The first signal; None as long as there was none.
+        notice: The first signal, or None.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -65,13 +65,13 @@ class Watch:
         self._program: _Program | None = None
 
     def begin(self) -> bool:
-        """Watches, from now on anew; nothing changes if it does already.
+        """Starts watching, without an earlier notice; does nothing if already watching.
 
-        Left alone are signals that the program ignores, and SIGTERM where jax's
-        preemption service has taken it over.
+        Leaves ignored signals alone, and SIGTERM if jax's preemption service handles
+        SIGTERM.
 
         Returns:
-            Whether it did not watch before.
+            Whether watching has started now.
         """
         self._program = _running_program()
         if self in _watches:
@@ -82,21 +82,21 @@ class Watch:
         return True
 
     def end(self) -> None:
-        """Watches no more. The last one puts back what had handled the signals."""
+        """Stops watching. The last watch restores the previous signal handlers."""
         if self in _watches:
             _watches.remove(self)
         if not _watches:
             _uninstall()
 
     def note(self, name: str) -> None:
-        """Notes that the program shall end, unless that is known."""
+        """Records a request to end the program, unless there already was a request."""
         if self.notice is None:
             self.notice = Notice(name, self._clock())
 
     def poll(self) -> Notice | None:
-        """The notice, if there is one; asks jax's preemption service as well.
+        """Returns the notice, or None; also checks jax's preemption service.
 
-        Where several processes run, all of them poll equally often.
+        All processes of a job must poll equally often.
         """
         self._polls += 1
         self._program = _running_program()
@@ -105,13 +105,13 @@ class Watch:
         return self.notice
 
     def is_over(self, frame: FrameType | None) -> bool:
-        """Whether nobody will poll any more.
+        """Returns True if the loop has ended without closing the callback.
 
-        That is so where a cell of a notebook, or an input to Python's prompt, polled
-        last, and has ended: its loop is over, though the callback was not closed.
+        True if the notebook cell, or the input to Python's prompt, with the last poll
+        has ended.
 
         Args:
-            frame: What the main thread is doing.
+            frame: Current frame of the main thread.
         """
         if self._program is None:
             return False
@@ -123,11 +123,11 @@ class Watch:
 
 
 class _Program(NamedTuple):
-    """A script, a cell of a notebook or an input to Python's prompt, while it runs.
+    """A running script, notebook cell or input to Python's prompt.
 
     Attributes:
-        frame: The `id` of its frame: the frame itself would keep its variables.
-        code: What runs there; another cell has another one.
+        frame: The `id` of the frame; a reference to the frame would keep its variables.
+        code: The code object, different for each cell.
     """
 
     frame: int
@@ -135,7 +135,7 @@ class _Program(NamedTuple):
 
 
 def _running_program() -> _Program | None:
-    """The program part that runs now; None if unknown, as in other threads."""
+    """Returns the running script or cell; None if unknown, as in other threads."""
     if threading.current_thread() is not threading.main_thread():
         return None
     names = vars(sys.modules["__main__"])
@@ -216,7 +216,7 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 def _forget() -> None:
-    """A child that was forked does not train: it ends as its parent would have."""
+    """Restores the previous handlers in a forked child, which does not train."""
     _watches.clear()
     _uninstall()
 
@@ -229,14 +229,14 @@ if hasattr(os, "register_at_fork"):
 
 
 class Grace:
-    """Whether there is time to save everything before the program is killed.
+    """Time between a notice and the end of the program.
 
     Args:
-        secs: How long it lives after a notice; None if that is not known.
-        clock: Seconds, the one of the notices.
+        secs: Seconds between a notice and the end of the program; None if unknown.
+        clock: The clock of the notices, in seconds.
 
     Attributes:
-        save_secs: How long a save takes; None if that is not known.
+        save_secs: Duration of a save; None if unknown.
     """
 
     def __init__(self, secs: float | None, clock: Callable[[], float]) -> None:
@@ -247,7 +247,7 @@ class Grace:
         self._clock = clock
 
     def is_enough(self, notice: Notice) -> bool:
-        """Whether a whole save would end in time, as far as is known."""
+        """Returns True unless a whole save is known to take too long."""
         if self._secs is None or self.save_secs is None:
             return True
         left = self._secs - (self._clock() - notice.at)

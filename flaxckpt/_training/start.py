@@ -23,7 +23,7 @@ def restore_or_init(
     dataset: Any,
     source: PathLike | None,
     source_step: int | None,
-    **options: Unpack[_run.restoring.Options],
+    **options: Unpack[_run.restoring.RestoreKeywords],
 ) -> tuple[PyTree, int]:
     """Returns the state to begin with, and how many steps it has completed.
 

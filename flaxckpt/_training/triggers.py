@@ -10,11 +10,11 @@ from flaxckpt import _util, errors
 
 
 class Due(NamedTuple):
-    """Why a save is due.
+    """Reason for a save.
 
     Attributes:
-        reason: For people.
-        temporary: Whether only the time called for it.
+        reason: Text for the log.
+        temporary: Whether only `every_secs` asked for the save.
     """
 
     reason: str
@@ -22,13 +22,13 @@ class Due(NamedTuple):
 
 
 class Triggers:
-    """Says after each step whether to save. Triggers combine by "or".
+    """Decides after each step whether to save: a save is due if any trigger fires.
 
     Args:
-        every_steps: Due when a multiple of this is reached or passed.
-        every_secs: Due when so much time has gone by since the last save.
-        on_steps: Due when one of these steps is reached or passed.
-        save_first: Whether the first step of a new run is due.
+        every_steps: Fires when the loop reaches or passes a multiple.
+        every_secs: Fires when this time has passed since the last save.
+        on_steps: Fires when the loop reaches or passes a listed step.
+        save_first: Whether to save the first step of a new run.
         clock: Seconds.
     """
 
@@ -67,28 +67,28 @@ class Triggers:
 
     @property
     def has_clock(self) -> bool:
-        """Whether the time is one of the triggers."""
+        """Whether `every_secs` is set."""
         return self._every_secs is not None
 
     def restart_clock(self) -> None:
-        """Counts the time from now: there was a save, or training begins."""
+        """Restarts the clock, after a save or at the start of training."""
         self._saved_at = self._clock()
 
     def time_is_up(self) -> bool:
-        """Whether `every_secs` have gone by on this machine."""
+        """Returns True if `every_secs` have passed on this machine."""
         return (
             self._every_secs is not None
             and self._clock() - self._saved_at >= self._every_secs
         )
 
     def due(self, completed: int, seen: int, *, time_is_up: bool) -> Due | None:
-        """Why to save after step `completed`; None if there is no reason.
+        """Returns the reason to save after step `completed`, or None.
 
         Args:
-            completed: The step just done. Loops may skip some, so what lies between
-                `seen` and this one counts.
-            seen: The step before it.
-            time_is_up: What was agreed on `every_secs`.
+            completed: The completed step. Loops may skip steps, so the steps between
+                `seen` and `completed` count.
+            seen: The previously reported step.
+            time_is_up: Whether the processes agreed that `every_secs` have passed.
         """
         is_first, self._has_begun = not self._has_begun, True
         if completed <= 0:

@@ -88,6 +88,35 @@ def _start(work: Callable[[], None]) -> threading.Thread | None:
     return thread
 
 
+class Heartbeat:
+    """Calls a function again and again, on a thread that does not hold up an exit.
+
+    Args:
+        beat: The function. It handles its errors, and ends the calls with False.
+        secs: Seconds before each call.
+        name: Name of the thread.
+
+    Raises:
+        RuntimeError: The system has no more threads.
+    """
+
+    def __init__(self, beat: Callable[[], object], secs: float, name: str) -> None:
+        self._beat, self._secs = beat, secs
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._secs):
+            if self._beat() is False:
+                return
+
+    def stop(self) -> None:
+        """Ends the calls, and waits for the one under way."""
+        self._stopped.set()
+        self._thread.join()
+
+
 class Budget:
     """A limit on the bytes held at the same time by all threads."""
 

@@ -1,6 +1,6 @@
-"""The command `flaxckpt`: each verb parses, calls a function, prints.
+"""The command `flaxckpt`: each verb parses options, calls a function and prints.
 
-What a verb calls is imported when it runs: its help must not wait for jax.
+Verbs import the modules they call when they run, so that help does not wait for jax.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ for _verb in (
 
 
 def main() -> None:
-    """Runs the command with the arguments of this process, and ends it."""
-    # Nothing here computes, and an accelerator may be in use.
+    """Runs the command with `sys.argv`, and exits."""
+    # The command needs no accelerator, and another program may be using it.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # whatever a name is, it is printed
+        if isinstance(stream, io.TextIOWrapper):  # print any name
             stream.reconfigure(errors="backslashreplace")
     try:
         app(prog_name="flaxckpt")

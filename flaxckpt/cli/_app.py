@@ -1,4 +1,4 @@
-"""The command itself, and what all verbs share: options, errors, exit codes."""
+"""The command, with the options, errors and exit codes shared by all verbs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FOUND_ERRORS = (
     errors.SaveFailedError,
     errors.CheckpointTimeoutError,
 )
-"""What is not a question of how the command was called."""
+"""Errors that exit with `FOUND`: the command line was correct."""
 
 app = typer.Typer(
     name="flaxckpt",
@@ -52,8 +52,8 @@ StepFormatOption = Annotated[
     typer.Option(
         "--step-format",
         metavar="FORMAT",
-        help="How the steps are called: model{step}, or {step:08d} with zeros. By"
-        " default as the run says, else as 100, step_100, checkpoint_100.",
+        help="Format of step names: model{step}, or {step:08d} with zeros. By default"
+        " from the journal of the run, else 100, step_100, checkpoint_100.",
         show_default=False,
     ),
 ]
@@ -63,7 +63,7 @@ StepOption = Annotated[
         "--step",
         "-s",
         min=0,
-        help="Which step of a run directory; by default the newest.",
+        help="Step of a run directory; by default the newest.",
         show_default=False,
     ),
 ]
@@ -75,7 +75,7 @@ JsonOption = Annotated[
 def checkpoint(
     path: str, step: int | None, step_format: str | None
 ) -> tuple[str, int | None]:
-    """The path and step of a checkpoint: of its own path, if a format is given."""
+    """Returns the path and step to read; with `step_format`, the path of the step."""
     if step_format is None:
         return path, step
     from flaxckpt.formats import _locate
@@ -90,7 +90,7 @@ def _print_version(wanted: bool) -> None:
 
 
 def _as_help(text: str | None) -> str:
-    """A docstring as help: the lines of its example stay apart."""
+    """Formats a docstring as help text, and keeps line breaks of the example."""
     return (text or "").replace("    Example:", "    \b\n    Example:")
 
 
@@ -98,17 +98,20 @@ def _command(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Say which it is."
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version.",
         ),
     ] = False,
 ) -> None:
-    """Looks at checkpoints, compares, checks, converts and prunes them.
+    """Inspects, compares, verifies, converts and prunes checkpoints.
 
-    Reads those of flaxckpt, Orbax, T5X, Flax, EasyLM, safetensors and numpy (.npz). It
-    needs neither an accelerator nor the code of the model.
+    Reads checkpoints of flaxckpt, Orbax, T5X, Flax, EasyLM, safetensors and numpy
+    (.npz). Needs neither an accelerator nor the model's code.
 
-    Exit codes: 0 all is fine, 1 a difference or damage was found, or something could
-    not be read or written, 2 bad use.
+    Exit codes: 0 success; 1 a difference, damage, or a failed read or write; 2 wrong
+    usage.
 
     Example:
       flaxckpt ls runs/7
@@ -119,7 +122,7 @@ app.callback(help=inspect.cleandoc(_as_help(_command.__doc__)))(_command)
 
 
 def verb(function: Callable[P, int]) -> Callable[P, None]:
-    """Makes a function a verb: what it returns is the exit code, errors have theirs."""
+    """Makes a function a verb: exits with the return value, or with an error code."""
 
     @functools.wraps(function)
     def run(*args: P.args, **given: P.kwargs) -> None:
@@ -134,14 +137,14 @@ def verb(function: Callable[P, int]) -> Callable[P, None]:
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """Tells of errors in their own words, and ends with the exit code that they mean.
+    """Prints an error to stderr and exits with the exit code of the error.
 
     Raises:
-        Exit: There was one.
+        Exit: The block raised an error.
     """
     try:
         yield
-    except BrokenPipeError:  # whoever was reading has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(BROKEN_PIPE) from None
     except KeyboardInterrupt:

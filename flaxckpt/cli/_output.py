@@ -1,7 +1,7 @@
-"""What verbs print: one JSON document, or text and tables for people.
+"""Output of the verbs: a JSON document, or text and tables.
 
-Names in a checkpoint are whoever's who wrote it: nothing of them is taken for markup,
-or for a command to the terminal.
+Names in a checkpoint are untrusted: they are never interpreted as markup or as terminal
+control sequences.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from flaxckpt._state.leaf import LeafInfo
 
 
-class Column(NamedTuple):
+class TextColumn(NamedTuple):
     """A column of a table.
 
     Attributes:
-        title: Its heading.
-        is_number: Whether it is aligned to the right.
-        is_whole: Whether it is as wide as it has to be, however narrow the terminal.
+        title: The heading.
+        is_number: Whether cells are aligned to the right.
+        is_whole: Whether cells never wrap, however narrow the terminal.
     """
 
     title: str
@@ -42,24 +42,24 @@ class Column(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A cell with a colour, where there are colours."""
+    """A cell with a style for color terminals."""
 
     text: str
     style: str = ""
 
 
 def document(found: Any) -> None:
-    """Prints a value as one JSON document."""
+    """Prints a value as a JSON document."""
     print(json.dumps(_plain(found), indent=2, allow_nan=False))
 
 
 def fields(found: Any) -> dict[str, Any]:
-    """The fields of a dataclass by name."""
+    """Returns the fields of a dataclass by name."""
     return {f.name: getattr(found, f.name) for f in dataclasses.fields(found)}
 
 
 def _plain(value: Any) -> Any:
-    """A value as strict JSON has it: NaN and infinite numbers are texts."""
+    """Converts a value to strict JSON types; NaN and infinities become strings."""
     if isinstance(value, float):
         if math.isfinite(value):
             return value
@@ -80,7 +80,7 @@ def _plain(value: Any) -> Any:
 
 
 def leaf(info: LeafInfo) -> dict[str, Any]:
-    """What JSON says of a leaf."""
+    """Returns the JSON object of a leaf."""
     from flaxckpt import _arrays
 
     return {
@@ -99,20 +99,20 @@ def leaf(info: LeafInfo) -> dict[str, Any]:
 
 
 def line(text: str = "") -> None:
-    """Prints one line."""
+    """Prints a line."""
     print(errors.printable(text))
 
 
 def lines(text: str) -> None:
-    """Prints a text of several lines."""
+    """Prints a text line by line."""
     for one in text.split("\n"):
         line(one)
 
 
-def table(columns: Sequence[Column], rows: Sequence[Sequence[str | Cell]]) -> None:
+def table(columns: Sequence[TextColumn], rows: Sequence[Sequence[str | Cell]]) -> None:
     """Prints a table: by rich on a terminal, elsewhere as aligned text.
 
-    Columns in which nothing stands are left out.
+    Omits empty columns.
     """
     cells = [[_cell(cell) for cell in row] for row in rows]
     used = [n for n in range(len(columns)) if any(row[n].text for row in cells)]
@@ -131,7 +131,7 @@ def _cell(cell: str | Cell) -> Cell:
     return Cell(errors.printable(text), style)
 
 
-def _print_plain(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> None:
+def _print_plain(columns: Sequence[TextColumn], rows: Sequence[Sequence[Cell]]) -> None:
     titles = [column.title for column in columns]
     texts = [titles] if any(titles) else []
     texts += [[cell.text for cell in row] for row in rows]
@@ -144,7 +144,7 @@ def _print_plain(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> N
         print("  ".join(aligned).rstrip())
 
 
-def _print_rich(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> None:
+def _print_rich(columns: Sequence[TextColumn], rows: Sequence[Sequence[Cell]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -170,9 +170,9 @@ def _print_rich(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> No
 
 
 def _least_widths(
-    columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int
+    columns: Sequence[TextColumn], rows: Sequence[Sequence[Cell]], width: int
 ) -> list[int]:
-    """How wide columns are at least, so that few words are cut in two."""
+    """Returns minimum column widths that break few words."""
     words = [
         [len(w) for row in rows for w in row[n].text.split()]
         for n in range(len(columns))
@@ -193,31 +193,31 @@ def _least_widths(
 
 
 def rich_print(found: RenderableType) -> None:
-    """Prints what rich knows how to print."""
+    """Prints a rich renderable."""
     console().print(found)
 
 
 def console() -> Console:
-    """Of stdout; nothing in a text is taken for markup."""
+    """Returns a console for stdout without markup."""
     from rich.console import Console
 
     return Console(markup=False, emoji=False, highlight=False)
 
 
 def is_terminal() -> bool:
-    """Whether a person looks at stdout, or wants it to be as if."""
+    """Returns True for a terminal, or with `FORCE_COLOR` set."""
     if os.environ.get("FORCE_COLOR"):
         return True
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
-# ---- words for people -------------------------------------------------------------
+# ---- formatting -------------------------------------------------------------------
 
 
 def metrics(
     found: Mapping[str, float], most: int | None = None, first: Sequence[str] = ()
 ) -> str:
-    """Metrics by name, in one line; `most` of them, and of these those in `first`."""
+    """Formats up to `most` metrics in one line, the names in `first` first."""
     names = list(dict.fromkeys([*(n for n in first if n in found), *found]))
     texts = [f"{name}={found[name]:.4g}" for name in names[:most]]
     if len(texts) < len(names):
@@ -226,12 +226,12 @@ def metrics(
 
 
 def spec(found: Any) -> str:
-    """A partition spec, as in `P('data', None)`."""
+    """Formats a partition spec, such as `P('data', None)`."""
     return f"P({', '.join(map(repr, found))})"
 
 
 def short(path: str) -> str:
-    """A path, seen from here if it is below."""
+    """Returns a path inside the current directory as a relative path."""
     try:
         return str(Path(path).relative_to(Path.cwd()))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Which steps a run keeps, as options say it: no run directory records that."""
+"""Preservation policies from options, because run directories record none."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ KeepOption = Annotated[
         "--keep",
         "-k",
         metavar="POLICY",
-        help="What the run keeps: latest:3, best:1:eval/loss:min, without:eval/loss,"
-        " every:1000, secs:3600, steps:1,10. Several may be given.",
+        help="A preservation policy: latest:3, best:1:eval/loss:min,"
+        " without:eval/loss, every:1000, secs:3600, steps:1,10. May be repeated.",
         show_default=False,
     ),
 ]
@@ -28,7 +28,7 @@ ConfigOption = Annotated[
         "--config",
         "-c",
         metavar="FILE",
-        help="The settings of the run, in TOML, YAML or JSON: its keep counts.",
+        help="The settings of the run, in TOML, YAML or JSON; uses its keep.",
         show_default=False,
     ),
 ]
@@ -37,7 +37,7 @@ GroupOption = Annotated[
     typer.Option(
         "--group",
         metavar="TABLE",
-        help="The table in that file, if there are others: train.checkpoint.",
+        help="Table of that file with the settings: train.checkpoint.",
         show_default=False,
     ),
 ]
@@ -55,10 +55,10 @@ _NAMES = {
 def policies(
     keep: list[str] | None, config: str | None, group: str | None
 ) -> tuple[PreservationPolicy, ...]:
-    """The policies that these options mean.
+    """Returns the policies of these options.
 
     Raises:
-        OptionError: One of them means none.
+        OptionError: An option is not a policy.
     """
     return both(keep, config, group)[0]
 
@@ -66,13 +66,15 @@ def policies(
 def both(
     keep: list[str] | None, config: str | None, group: str | None
 ) -> tuple[tuple[PreservationPolicy, ...], tuple[PreservationPolicy, ...]]:
-    """The policies that these options mean, and those for the states of datasets.
+    """Returns the policies of these options for steps and for dataset states.
 
     Raises:
-        OptionError: One of them means none.
+        OptionError: An option is not a policy.
     """
     if group is not None and config is None:
-        raise errors.OptionError("--group is a table of a file: pass --config, too")
+        raise errors.OptionError(
+            "--group names a table of --config: pass --config, too"
+        )
     if not keep and config is None:
         return (), ()
     from flaxckpt.configs import CheckpointConfig
@@ -99,7 +101,7 @@ def _policy(config: type[Any], text: str) -> tuple[PreservationPolicy, ...]:
         raise errors.OptionError(f"--keep {text}: {error}") from None
     except (KeyError, ValueError):
         raise errors.OptionError(
-            f"--keep {text} is no policy: write latest:3, best:1:eval/loss:min,"
+            f"--keep {text} is not a policy: write latest:3, best:1:eval/loss:min,"
             " without:eval/loss, every:1000, secs:3600 (or secs:2h) or steps:1,10"
         ) from None
     return kept

@@ -17,13 +17,15 @@ def convert(
     src: Annotated[
         str, typer.Argument(metavar="SRC", help="A checkpoint, or a run directory.")
     ],
-    dst: Annotated[str, typer.Argument(metavar="DST", help="Where the new one goes.")],
+    dst: Annotated[
+        str, typer.Argument(metavar="DST", help="Path of the new checkpoint.")
+    ],
     format: Annotated[
         Literal["orbax", "safetensors", "msgpack"] | None,
         typer.Option(
             "--format",
             "-f",
-            help="By default what the end of DST says, else orbax.",
+            help="By default from the suffix of DST, else orbax.",
             show_default=False,
         ),
     ] = None,
@@ -31,38 +33,42 @@ def convert(
     step_format: _app.StepFormatOption = None,
     only: Annotated[
         _Patterns,
-        typer.Option("--only", metavar="PATTERN", help="Leaves to take along."),
+        typer.Option("--only", metavar="PATTERN", help="Leaves to keep."),
     ] = None,
     drop: Annotated[
         _Patterns,
-        typer.Option("--drop", metavar="PATTERN", help="Leaves to leave out."),
+        typer.Option("--drop", metavar="PATTERN", help="Leaves to drop."),
     ] = None,
     rename: Annotated[
         _Patterns,
-        typer.Option("--rename", metavar="PATTERN=NAME", help=r"As in 'a/(.*)=b/\1'."),
+        typer.Option(
+            "--rename", metavar="PATTERN=NAME", help=r"For example 'a/(.*)=b/\1'."
+        ),
     ] = None,
     cast: Annotated[
         _Patterns,
-        typer.Option("--cast", metavar="PATTERN=DTYPE", help="As in '.*=bfloat16'."),
+        typer.Option(
+            "--cast", metavar="PATTERN=DTYPE", help="For example '.*=bfloat16'."
+        ),
     ] = None,
     store: Annotated[
         Literal["auto", "files", "ocdbt"],
-        typer.Option("--store", help="Of orbax: how arrays are stored."),
+        typer.Option("--store", help="Storage of arrays (orbax only)."),
     ] = "auto",
     codec: Annotated[
         Literal["none", "compact", "zstd"],
-        typer.Option("--codec", help="Of orbax: how chunks are compressed."),
+        typer.Option("--codec", help="Compression of chunks (orbax only)."),
     ] = "none",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a checkpoint at DST.")
     ] = False,
     json: _app.JsonOption = False,
 ) -> int:
-    """Makes a checkpoint in another format, or layout.
+    """Converts a checkpoint to another format or array layout.
 
     Patterns are regular expressions on whole leaf paths. --only, --drop, --rename and
-    --cast may be given several times, and come in this order. What was interrupted goes
-    on where it was.
+    --cast may be repeated, and apply in this order. The same command continues an
+    interrupted conversion.
 
     Example:
       flaxckpt convert runs/7 model.safetensors --only 'params/.*'
@@ -92,15 +98,15 @@ def convert(
 
 
 def _any(patterns: list[str]) -> str:
-    """One pattern that matches what any of them does."""
+    """Returns a pattern for the union of several patterns."""
     return "|".join(f"(?:{pattern})" for pattern in patterns)
 
 
 def _pair(option: str, text: str) -> tuple[str, str]:
-    """A pattern, and what follows the last `=`."""
+    """Splits the text at the last `=` into a pattern and a value."""
     pattern, equals, value = text.rpartition("=")
     if not equals or not pattern:
         raise errors.OptionError(
-            f"--{option} wants a pattern, '=' and a value, got {text!r:.80}"
+            f"--{option} must be a pattern, '=' and a value, got {text!r:.80}"
         )
     return pattern, value

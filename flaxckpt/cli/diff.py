@@ -8,7 +8,7 @@ import typer
 
 from flaxckpt import errors
 from flaxckpt.cli import _app, _output
-from flaxckpt.cli._output import Cell, Column
+from flaxckpt.cli._output import Cell, TextColumn
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.diff import CheckpointDiff, LeafDiff
@@ -23,27 +23,29 @@ def diff(
     ],
     b: Annotated[
         str | None,
-        typer.Argument(metavar="B", help="Another, of any format; else the same."),
+        typer.Argument(metavar="B", help="Another checkpoint; by default A."),
     ] = None,
     step_a: Annotated[
         int | None,
-        typer.Option("--step-a", "-a", min=0, help="Which step of A; else the newest."),
+        typer.Option("--step-a", "-a", min=0, help="Step of A; by default the newest."),
     ] = None,
     step_b: Annotated[
         int | None,
-        typer.Option("--step-b", "-b", min=0, help="Which step of B; else the newest."),
+        typer.Option("--step-b", "-b", min=0, help="Step of B; by default the newest."),
     ] = None,
     values: Annotated[
         bool,
-        typer.Option("--values/--no-values", help="Whether values are read, too."),
+        typer.Option(
+            "--values/--no-values", help="Whether to read and compare values."
+        ),
     ] = True,
     step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,
 ) -> int:
-    """Compares two checkpoints, leaf by leaf.
+    """Compares two checkpoints leaf by leaf.
 
-    They may be of any formats, or two steps of a run.
-    It exits with 1 if they differ.
+    The checkpoints may have different formats, or be two steps of a run.
+    Exits with 1 if there is a difference.
 
     Example:
       flaxckpt diff runs/7 --step-a 1000 --step-b 2000
@@ -53,8 +55,8 @@ def diff(
 
     if b is None and step_a == step_b:
         raise errors.OptionError(
-            "diff wants two checkpoints: pass another path, or two steps of this one"
-            " as --step-a and --step-b"
+            "diff compares two checkpoints: pass another path, or two steps of this"
+            " run as --step-a and --step-b"
         )
     side_a, step_a = _app.checkpoint(a, step_a, step_format)
     side_b, step_b = _app.checkpoint(a if b is None else b, step_b, step_format)
@@ -75,11 +77,11 @@ def _show(found: CheckpointDiff) -> None:
     rows += [[path, Cell("only in a", "red"), "", "", ""] for path in found.only_in_a]
     rows += [[path, Cell("only in b", "green"), "", "", ""] for path in found.only_in_b]
     columns = [
-        Column("leaf"),
-        Column("what differs"),
-        Column("elements", is_number=True),
-        Column("at most", is_number=True),
-        Column("norm", is_number=True),
+        TextColumn("leaf"),
+        TextColumn("what differs"),
+        TextColumn("elements", is_number=True),
+        TextColumn("at most", is_number=True),
+        TextColumn("norm", is_number=True),
     ]
     _output.table(columns, rows[:_ROWS])
     if len(rows) > _ROWS:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flaxckpt.cli import _app, _output
-from flaxckpt.cli._output import Cell, Column
+from flaxckpt.cli._output import Cell, TextColumn
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.doctor import Diagnosis
@@ -18,21 +18,21 @@ def doctor(
     directory: Annotated[
         str,
         typer.Argument(
-            metavar="DIRECTORY", help="Where a run would save.", show_default=False
+            metavar="DIRECTORY", help="The directory to test.", show_default=False
         ),
     ] = ".",
     max_mb: Annotated[
-        int, typer.Option("--max-mb", min=1, help="How much is written, at most.")
+        int, typer.Option("--max-mb", min=1, help="Maximum megabytes to write.")
     ] = 256,
     max_secs: Annotated[
-        float, typer.Option("--max-secs", min=0.0, help="For how long, about.")
+        float, typer.Option("--max-secs", min=0.0, help="Approximate duration.")
     ] = 2.0,
     json: _app.JsonOption = False,
 ) -> int:
-    """Looks at packages, and tries out storage.
+    """Lists package versions and tests the storage of a directory.
 
-    Some files are written there, synced, read, and removed again. It exits with 1 if no
-    run could save there.
+    Writes some files there, syncs, reads and removes them. Exits with 1 if a run could
+    not save there.
 
     Example:
       flaxckpt doctor runs/7
@@ -50,7 +50,7 @@ def doctor(
 
 
 def _show(found: Diagnosis) -> None:
-    columns = [Column(""), Column("")]
+    columns = [TextColumn(""), TextColumn("")]
     _output.table(
         columns, [[name, version] for name, version in found.versions.items()]
     )

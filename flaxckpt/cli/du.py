@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flaxckpt.cli import _app, _output
-from flaxckpt.cli._output import Column
+from flaxckpt.cli._output import TextColumn
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.listing import DiskUsage
@@ -18,15 +18,15 @@ def du(
     path: _app.PathArgument,
     step: _app.StepOption = None,
     depth: Annotated[
-        int, typer.Option("--depth", "-d", min=1, help="How deep the tree is shown.")
+        int, typer.Option("--depth", "-d", min=1, help="Depth of the tree.")
     ] = 2,
     step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,
 ) -> int:
-    """Says what takes the space.
+    """Shows disk usage by step, and array sizes by subtree.
 
-    On the disk, step by step; and in the arrays of one step, subtree by subtree. Files
-    that steps share are counted at the first of them.
+    The subtrees are those of one step. A file that several steps share counts for the
+    first of them.
 
     Example:
       flaxckpt du runs/7 --depth 3
@@ -45,9 +45,9 @@ def du(
 
 def _show(found: DiskUsage) -> None:
     columns = [
-        Column("step", is_number=True),
-        Column("files", is_number=True),
-        Column("of its own", is_number=True),
+        TextColumn("step", is_number=True),
+        TextColumn("files", is_number=True),
+        TextColumn("of its own", is_number=True),
     ]
     rows = [
         [
@@ -59,7 +59,7 @@ def _show(found: DiskUsage) -> None:
     ]
     _output.table(columns, rows)
     if found.bytes is None:
-        _output.line("an object store does not tell the sizes of files")
+        _output.line("object stores do not report the sizes of files")
     else:
         _output.line(f"{_output.size(found.bytes)} on the disk")
     if found.subtrees:
@@ -67,7 +67,11 @@ def _show(found: DiskUsage) -> None:
         of = _output.short(found.shown or "")
         _output.line(f"arrays of {of}, uncompressed:")
     _output.table(
-        [Column("subtree"), Column("leaves", True), Column("size", is_number=True)],
+        [
+            TextColumn("subtree"),
+            TextColumn("leaves", True),
+            TextColumn("size", is_number=True),
+        ],
         [
             [tree.path or "(all)", str(tree.leaves), _output.size(tree.bytes)]
             for tree in found.subtrees

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flaxckpt.cli import _app, _output, _policies
-from flaxckpt.cli._output import Cell, Column
+from flaxckpt.cli._output import Cell, TextColumn
 
 
 @_app.verb
@@ -15,10 +15,10 @@ def explain(
     step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,
 ) -> int:
-    """Says why each step stays, and which would go.
+    """Shows the reasons to keep each step.
 
-    A run directory does not record its policies: give them by --keep or --config.
-    It exits with 1 if a step is known to be damaged.
+    A run directory does not record its policies: pass them as --keep or --config.
+    Exits with 1 if a step is known to be damaged.
 
     Example:
       flaxckpt explain runs/7 --keep latest:3 --keep every:1000
@@ -37,7 +37,7 @@ def explain(
         [str(step), ", ".join(why) if why else Cell("goes: nothing keeps it", "yellow")]
         for step, why in found.items()
     ]
-    _output.table([Column("step", is_number=True), Column("stays for")], rows)
+    _output.table([TextColumn("step", is_number=True), TextColumn("stays for")], rows)
     if not found:
         _output.line(f"{_output.short(str(root))} has no steps yet")
     return code

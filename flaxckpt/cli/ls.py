@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flaxckpt.cli import _app, _output, _policies
-from flaxckpt.cli._output import Cell, Column
+from flaxckpt.cli._output import Cell, TextColumn
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.listing import Listing, Step
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _STYLES = {"damaged": "red", "latest": "green", "best": "green", "pinned": "cyan"}
 _MOST_METRICS = 4
-"""Of each step: runs with fifty of them are told in lines, too."""
+"""Metrics shown per step, so that each step fits one line."""
 
 
 @_app.verb
@@ -26,11 +26,11 @@ def ls(
     step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,
 ) -> int:
-    """Lists the steps of a run, and why they stay.
+    """Lists the steps of a run with sizes, metrics and marks.
 
-    Each with its size, its metrics (of many, the first) and its marks.
-    With --keep or --config it says which steps are the best, and why each one stays.
-    It exits with 1 if a step is known to be damaged; verify finds out.
+    With --keep or --config, also shows the best steps and the reasons to keep each
+    step. If there are many metrics, shows the first.
+    Exits with 1 if a step is known to be damaged; verify checks for damage.
 
     Example:
       flaxckpt ls runs/7 --keep latest:3 --keep best:1:eval/loss:min
@@ -52,13 +52,13 @@ def _show(found: Listing, policies: Sequence[PreservationPolicy]) -> None:
         return
     formats = sorted({step.format for step in found.steps} - {"unknown"})
     columns = [
-        Column("step", is_number=True),
-        Column("saved", is_whole=True),
-        Column("size", is_number=True),
-        Column("format", is_whole=True),
-        Column("metrics"),
-        Column("marks"),
-        Column("stays for"),
+        TextColumn("step", is_number=True),
+        TextColumn("saved", is_whole=True),
+        TextColumn("size", is_number=True),
+        TextColumn("format", is_whole=True),
+        TextColumn("metrics"),
+        TextColumn("marks"),
+        TextColumn("stays for"),
     ]
     rows = [_row(step, len(formats) > 1, policies) for step in found.steps]
     _output.table(columns, rows)

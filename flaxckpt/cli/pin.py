@@ -18,7 +18,7 @@ def pin(
     step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,
 ) -> int:
-    """Keeps steps, whatever the policies say.
+    """Protects steps from all policies.
 
     Example:
       flaxckpt pin runs/7 2000
@@ -33,7 +33,7 @@ def unpin(
     step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,
 ) -> int:
-    """Leaves steps to the policies again.
+    """Removes the pins of steps.
 
     Example:
       flaxckpt unpin runs/7 2000

@@ -20,35 +20,35 @@ def plan(
         str,
         typer.Argument(
             metavar="TARGET",
-            help="What to restore into: another checkpoint, or a file of JSON with its"
-            ' shapes: {"params": {"w": "float32[3, 4]"}}, or what show --json prints.',
+            help="The state to restore into: another checkpoint, a JSON file with"
+            ' shapes, {"params": {"w": "float32[3, 4]"}}, or output of show --json.',
         ),
     ],
     step: _app.StepOption = None,
     step_format: _app.StepFormatOption = None,
     target_step: Annotated[
         int | None,
-        typer.Option("--target-step", min=0, help="Which step of TARGET."),
+        typer.Option("--target-step", min=0, help="Step of TARGET."),
     ] = None,
     optimizer: Annotated[
         Literal["match", "exact", "reinit"] | None,
         typer.Option(
             "--optimizer",
-            help="How leaves of the optimizer are found; by default by what they are,"
-            " or by their paths if TARGET does not tell.",
+            help="How to match optimizer leaves; by default by role, or by path if"
+            " TARGET has no roles.",
             show_default=False,
         ),
     ] = None,
     unused: Annotated[
         Literal["warn", "error", "ignore"],
-        typer.Option("--unused", help="What of leaves that TARGET does not have."),
+        typer.Option("--unused", help="How to treat leaves that TARGET lacks."),
     ] = "warn",
     json: _app.JsonOption = False,
 ) -> int:
-    """Says what a restore would do, leaf by leaf.
+    """Shows the plan of a restore, leaf by leaf.
 
-    That of PATH into the state of TARGET.
-    Nothing is restored, and no array is read. It exits with 1 if it cannot be done.
+    Plans a restore of PATH into the state of TARGET, and reads no arrays.
+    Exits with 1 if the restore would fail.
 
     Example:
       flaxckpt plan runs/7 runs/8

@@ -9,7 +9,7 @@ import typer
 
 from flaxckpt import errors
 from flaxckpt.cli import _app, _output, _policies
-from flaxckpt.cli._output import Cell, Column
+from flaxckpt.cli._output import Cell, TextColumn
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.run_view import Pruned
@@ -22,17 +22,18 @@ def prune(
     config: _policies.ConfigOption = None,
     group: _policies.GroupOption = None,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Delete them; else it is only said.")
+        bool,
+        typer.Option("--yes", "-y", help="Delete the steps; otherwise only list them."),
     ] = False,
     step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,
 ) -> int:
     """Deletes the steps that no policy keeps.
 
-    Without --yes it only says which.
-    The newest step, pinned ones and those being read stay in any case. Nothing is
-    deleted before the newest step is found whole. It exits with 1 if a step that was to
-    go could not be deleted.
+    Without --yes, only lists them.
+    Never deletes the newest step, pinned steps, and steps being read. Deletes nothing
+    until the newest step has been verified. Exits with 1 if a step could not be
+    deleted.
 
     Example:
       flaxckpt prune runs/7 --keep latest:3 --keep best:1:eval/loss:min --yes
@@ -42,7 +43,7 @@ def prune(
     policies, of_datasets = _policies.both(keep, config, group)
     if not policies:
         raise errors.OptionError(
-            "prune wants to know what to keep, which no run directory records: pass"
+            "prune needs policies, which a run directory does not record: pass"
             " --keep latest:3, --keep best:1:eval/loss:min, --keep every:1000, or the"
             " settings of the run as --config FILE"
         )
@@ -57,7 +58,7 @@ def prune(
     if json:
         _output.document(found)
         return code
-    columns = [Column("step", is_number=True), Column("stays for")]
+    columns = [TextColumn("step", is_number=True), TextColumn("stays for")]
     _output.table(columns, [_row(found, step) for step in found.reasons])
     _output.line(_summary(found))
     return code

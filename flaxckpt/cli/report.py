@@ -25,7 +25,7 @@ def report(
             "--output",
             "-o",
             metavar="FILE",
-            help=f"Where the page is written; else {_DEFAULT}.",
+            help=f"The file to write; by default {_DEFAULT}.",
             show_default=False,
         ),
     ] = None,
@@ -34,18 +34,22 @@ def report(
     group: _policies.GroupOption = None,
     step_a: Annotated[
         int | None,
-        typer.Option("--step-a", "-a", min=0, help="Compared; else the one before."),
+        typer.Option(
+            "--step-a", "-a", min=0, help="Step to compare; by default the previous."
+        ),
     ] = None,
     step_b: Annotated[
         int | None,
-        typer.Option("--step-b", "-b", min=0, help="With which; else the newest."),
+        typer.Option(
+            "--step-b", "-b", min=0, help="Step to compare with; by default the newest."
+        ),
     ] = None,
     diff: Annotated[
         bool | None,
         typer.Option(
             "--diff/--no-diff",
-            help="Whether two steps are compared, which reads both;"
-            " else up to 2 GB each.",
+            help="Whether to compare two steps, which reads both; by default if each"
+            " has up to 2 GB.",
             show_default=False,
         ),
     ] = None,
@@ -55,12 +59,12 @@ def report(
     step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,
 ) -> int:
-    """Draws a run on one page of HTML.
+    """Writes a report of a run as an HTML page.
 
-    Saves, metrics, what stays and why, sizes, changes, the dataset, lineage, integrity.
-    The page loads nothing; an older one is replaced. With --json none is written,
-    unless --output says where.
-    It exits with 1 if anything is damaged, or could not be read.
+    Shows saves, metrics, retention, sizes, changes, the dataset, lineage and integrity.
+    The page loads no other files, and replaces an older report. With --json, writes a
+    page only if --output is given.
+    Exits with 1 if a step is damaged or unreadable.
 
     Example:
       flaxckpt report runs/7 -o report.html --keep latest:3
@@ -70,7 +74,7 @@ def report(
     policies = _policies.policies(keep, config, group)
     file = None if json and output is None else _destination(path, output)
     found = _report.gather(
-        path, _report.Options(policies, step_a, step_b, diff, verify, step_format)
+        path, _report.ReportOptions(policies, step_a, step_b, diff, verify, step_format)
     )
     size = 0 if file is None else _write(file, _report.page(found))
     if json:
@@ -81,11 +85,11 @@ def report(
 
 
 def _destination(path: str, output: str | None) -> Path:
-    """Where the page goes.
+    """Returns the path of the page.
 
     Raises:
-        OptionError: It would be written into a checkpoint, over something that is no
-            page, or unasked into the run directory.
+        OptionError: The path is inside a checkpoint, names an existing file that is not
+            an HTML page, or is in the run directory without `output`.
     """
     from flaxckpt import _storage, formats
 
@@ -95,11 +99,11 @@ def _destination(path: str, output: str | None) -> Path:
     )
     if output is None and root == file.parent:
         raise errors.OptionError(
-            f"{file} would be among the steps of the run: say where the page goes, as"
+            f"{file} would be among the steps of the run: choose another place with"
             " --output FILE"
         )
     if not file.parent.is_dir():
-        raise errors.OptionError(f"{file.parent} is no directory: make it first")
+        raise errors.OptionError(f"{file.parent} is not a directory: create it first")
     inside = [each for each in file.parents if each == root or root in each.parents]
     if any(formats.recognises(each) for each in inside):
         raise errors.OptionError(
@@ -107,7 +111,7 @@ def _destination(path: str, output: str | None) -> Path:
         )
     if file.exists() and not _is_page(file):
         raise errors.OptionError(
-            f"{file} is there and is no page of HTML, so it is left alone: pass"
+            f"{file} exists and is not an HTML page, so it is not replaced: pass"
             " another --output"
         )
     return file
@@ -123,7 +127,7 @@ def _is_page(file: Path) -> bool:
 
 
 def _write(file: Path, page: str) -> int:
-    """Writes the page, all of it or nothing, and tells its size."""
+    """Writes the page atomically and returns the size in bytes."""
     from flaxckpt import _storage
 
     content = page.encode()
@@ -141,9 +145,9 @@ def _show(found: Report, file: Path | None, size: int) -> None:
     if known < total:
         _output.line(
             f"the integrity of {known:,} of {total:,} steps was looked at: --verify"
-            " reads every byte of all"
+            " reads every byte of all steps"
             if found.is_run
-            else "the integrity of the checkpoint is not known"
+            else "the integrity of the checkpoint is unknown"
         )
     steps = len(found.steps)
     what = f"{steps} {'step' if steps == 1 else 'steps'}"

@@ -9,7 +9,7 @@ import typer
 
 from flaxckpt import errors
 from flaxckpt.cli import _app, _output
-from flaxckpt.cli._output import Cell, Column
+from flaxckpt.cli._output import Cell, TextColumn
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.leaf_statistics import LeafStatistics
@@ -27,7 +27,7 @@ def show(
         str | None,
         typer.Argument(
             metavar="LEAF",
-            help="One leaf, whose values are then read; or a container.",
+            help="A leaf, whose values are read, or a container.",
             show_default=False,
         ),
     ] = None,
@@ -39,16 +39,16 @@ def show(
             "--depth",
             "-d",
             min=1,
-            help="How deep the tree is shown; by default what fits 100 lines.",
+            help="Depth of the tree; by default as deep as fits 100 lines.",
             show_default=False,
         ),
     ] = None,
     json: _app.JsonOption = False,
 ) -> int:
-    """Shows the tree of a checkpoint, or one leaf.
+    """Shows the tree of a checkpoint, or a leaf.
 
-    The tree has types, shapes, partition specs and sizes; no arrays are read. Of a
-    leaf, statistics and a histogram are shown.
+    The tree shows types, shapes, partition specs and sizes, without reading arrays. For
+    a leaf, shows statistics and a histogram.
 
     Example:
       flaxckpt show runs/7 --depth 2
@@ -91,17 +91,17 @@ def _show_head(found: CheckpointMetadata) -> None:
         _output.line(f"metrics: {_output.metrics(found.metrics)}")
     for origin in found.lineage:
         step = "" if origin.step is None else f", step {origin.step}"
-        _output.line(f"began from {origin.path}{step}")
+        _output.line(f"started from {origin.path}{step}")
     for change in found.transforms:
-        _output.line(f"changed by {change}")
+        _output.line(f"transformed by {change}")
 
 
 def _show_tree(trees: Sequence[Subtree]) -> None:
     columns = [
-        Column("leaf"),
-        Column("type"),
-        Column("spec"),
-        Column("size", is_number=True),
+        TextColumn("leaf"),
+        TextColumn("type"),
+        TextColumn("spec"),
+        TextColumn("size", is_number=True),
     ]
     _output.table(columns, [_tree_row(tree, trees[0].depth) for tree in trees])
 
@@ -136,7 +136,7 @@ def _show_leaf(found: LeafStatistics, json: bool) -> None:
     else:
         rows += _numbers(found)
     facts = [[name, str(value)] for name, value in rows if value is not None]
-    _output.table([Column(""), Column("")], facts)
+    _output.table([TextColumn(""), TextColumn("")], facts)
     _show_histogram(found)
 
 
@@ -173,5 +173,9 @@ def _show_histogram(found: LeafStatistics) -> None:
             found.edges, found.edges[1:], found.histogram, strict=False
         )
     ]
-    columns = [Column("from", True), Column("to", True), Column("count", True)]
-    _output.table([*columns, Column("")], rows)
+    columns = [
+        TextColumn("from", True),
+        TextColumn("to", True),
+        TextColumn("count", True),
+    ]
+    _output.table([*columns, TextColumn("")], rows)

@@ -8,7 +8,7 @@ import typer
 
 from flaxckpt import errors
 from flaxckpt.cli import _app, _output
-from flaxckpt.cli._output import Cell, Column
+from flaxckpt.cli._output import Cell, TextColumn
 
 if TYPE_CHECKING:
     from flaxckpt._checkpoint.verify_report import VerifyReport
@@ -22,15 +22,15 @@ def verify(
     step: _app.StepOption = None,
     step_format: _app.StepFormatOption = None,
     every: Annotated[
-        bool, typer.Option("--all", help="All steps of a run directory.")
+        bool, typer.Option("--all", help="Verify all steps of a run directory.")
     ] = False,
     json: _app.JsonOption = False,
 ) -> int:
-    """Compares all of a checkpoint with its checksums.
+    """Verifies every byte of a checkpoint against the checksums.
 
-    What has none is read and decoded.
-    It exits with 1 if anything is wrong, or could not be read, or if --all has passed
-    over a step that is no tree of arrays.
+    Data without checksums is read and decoded.
+    Exits with 1 if anything is damaged or unreadable, or if --all skipped a step
+    without arrays.
 
     Example:
       flaxckpt verify runs/7 --all
@@ -38,7 +38,7 @@ def verify(
     from flaxckpt import _checkpoint, _inspect
 
     if every and step is not None:
-        raise errors.OptionError("--all is all steps: leave --step out")
+        raise errors.OptionError("--all verifies all steps: leave --step out")
     steps = _inspect.run_view.numbers(path, step_format) if every else [step]
     reports: list[VerifyReport] = []
     passed_over: dict[str, str] = {}
@@ -76,7 +76,7 @@ def _show(found: VerifyReport) -> None:
         verdict = "could not be read"
     name = _output.short(found.path)
     if found.step is not None and not name.endswith(str(found.step)):
-        name += f", step {found.step}"  # nothing there is known to be that step
+        name += f", step {found.step}"  # the path does not name the step
     told = [verdict]
     if found.bytes_checked:
         size = _output.size(found.bytes_checked)
@@ -90,12 +90,10 @@ def _show(found: VerifyReport) -> None:
         ("yellow", "could not be read: ", found.unread),
     ):
         rows += [[name, Cell(what + why, style)] for name, why in faults.items()]
-    _output.table([Column("where"), Column("what is wrong")], rows[:_ROWS])
+    _output.table([TextColumn("where"), TextColumn("what is wrong")], rows[:_ROWS])
     if len(rows) > _ROWS:
         _output.line(f"… and {len(rows) - _ROWS} more: --json lists them all")
     if found.unchecked:
-        _output.line(
-            f"  {len(found.unchecked)} without checksums, which were read only"
-        )
+        _output.line(f"  {len(found.unchecked)} without checksums: only read")
     if found.extra:
-        _output.line(f"  no part of it: {', '.join(found.extra[:_ROWS])}")
+        _output.line(f"  not part of the checkpoint: {', '.join(found.extra[:_ROWS])}")

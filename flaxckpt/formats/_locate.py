@@ -42,9 +42,12 @@ class Located(NamedTuple):
             DamagedCheckpointError: It is not intact, or may not be read.
         """
         with _storage.permissions.reading(self.path), _storage.paths.looking(self.path):
-            return self.detected.reader.read(
-                self.path, step=self.step, resolve=_state.classes.resolver(types)
-            )
+            return self._read(types)
+
+    def _read(self, types: Sequence[type]) -> Stored:
+        return self.detected.reader.read(
+            self.path, step=self.step, resolve=_state.classes.resolver(types)
+        )
 
 
 def open_checkpoint(
@@ -61,10 +64,13 @@ def open_checkpoint(
     root = _storage.local.resolve(path)
     with _storage.permissions.reading(root), _storage.paths.looking(root):
         located = _locate(root, step, step_format)
-        if located.path == root:
-            return located.open(types)
-    # Not before the look at all steps is over: a step may be deleted meanwhile.
-    return located.open(types)
+        try:
+            return located._read(types)
+        except OSError as error:
+            unread = error
+    # Not before the look is over, which does not see what was deleted meanwhile.
+    with _storage.permissions.reading(located.path):
+        raise unread
 
 
 def locate(

@@ -292,7 +292,7 @@ def matches(
 # ---- the new table ------------------------------------------------------------------
 
 
-class Row(NamedTuple):
+class NewLeaf(NamedTuple):
     """A leaf of the new table.
 
     Attributes:
@@ -306,7 +306,7 @@ class Row(NamedTuple):
     leaf: Leaf
 
 
-Act: TypeAlias = Callable[[dict[LeafPath, Leaf], bool], Iterable[Row]]
+Act: TypeAlias = Callable[[dict[LeafPath, Leaf], bool], Iterable[NewLeaf]]
 """Maps leaves by path, and whether they are mirrors, to the new leaves."""
 
 
@@ -338,7 +338,7 @@ def replace(
         for path in paths.values():
             direct.pop(path, None)
     _tell_of_lost(mirrored, direct, table)
-    rows: dict[LeafPath, list[Row]] = {}
+    rows: dict[LeafPath, list[NewLeaf]] = {}
     gone: set[LeafPath] = set()
     new_paths: dict[LeafPath, list[LeafPath]] = {}
     for slot, paths in members.items():
@@ -352,7 +352,7 @@ def replace(
                 name = known[where].renamed(new)
                 leaf = _with_role_of(leaf, name, known[where].name)
                 new = slot.path(name)
-            rows.setdefault(where, []).append(Row(where, new, leaf))
+            rows.setdefault(where, []).append(NewLeaf(where, new, leaf))
     for path in direct.keys() & known.keys():
         names = [known[path].renamed(p) for p in new_paths.get(known[path].param, ())]
         rows[path] = [_retargeted(row, names) for row in rows.get(path, ())]
@@ -406,7 +406,7 @@ def _tell_of_lost(
         )
 
 
-def _retargeted(row: Row, names: Sequence[LeafPath]) -> Row:
+def _retargeted(row: NewLeaf, names: Sequence[LeafPath]) -> NewLeaf:
     """Returns a mirror that was moved by itself with the role of its new parameter."""
     for name in names:
         ends = (name, *(f"{name}/{field}" for field in _state.tree.BOX_FIELDS))
@@ -433,7 +433,7 @@ def _with_role_of(leaf: Leaf, param: LeafPath, old: LeafPath | None = None) -> L
 
 
 def _assembled(
-    table: LeafTable, gone: set[LeafPath], rows: Mapping[LeafPath, Sequence[Row]]
+    table: LeafTable, gone: set[LeafPath], rows: Mapping[LeafPath, Sequence[NewLeaf]]
 ) -> LeafTable:
     new: LeafTable = {}
     origin: dict[LeafPath, LeafPath] = {}

@@ -28,7 +28,7 @@ _MEANS = ("v_row", "v_col")
 _SM3 = ("ScaleBySM3State", "mu")
 
 
-class Source(NamedTuple):
+class MomentSource(NamedTuple):
     """The source of a factored moment after a change of its parameter's axes.
 
     Attributes:
@@ -66,7 +66,7 @@ def source(
     origins: Sequence[int | None],
     new_shape: Sequence[int],
     table: LeafTable,
-) -> Source | None:
+) -> MomentSource | None:
     """Returns the source of a moment after a change of its parameter's axes.
 
     Args:
@@ -95,7 +95,7 @@ def source(
     found = table.get(_beside(info, role.field, role.param, other))
     if found is None or found.info.shape != (*shape[:lacking], *shape[lacking + 1 :]):
         return None
-    return Source(found, lacking)
+    return MomentSource(found, lacking)
 
 
 def maxima_of_axis(

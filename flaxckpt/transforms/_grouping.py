@@ -12,7 +12,7 @@ from flaxckpt import _arrays, errors
 from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt.transforms import _base
-from flaxckpt.transforms._base import Row
+from flaxckpt.transforms._base import NewLeaf
 
 Join: TypeAlias = Callable[[Sequence[jax.Array]], jax.Array]
 PartFn: TypeAlias = Callable[[jax.Array], jax.Array]
@@ -67,7 +67,7 @@ def joined(
     for new, parts in groups.items():
         _check_complete(new, parts, counts[new], what)
 
-    def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[Row]:
+    def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[NewLeaf]:
         for new, parts in groups.items():
             present = [parts[i] for i in sorted(parts) if parts[i] in leaves]
             some = [leaves[path] for path in present]
@@ -81,10 +81,10 @@ def joined(
                 else:
                     sources, fn = made
                     leaf = derive(sources, fn, base=some[0].info)
-                    yield Row(present[0], new, leaf)
+                    yield NewLeaf(present[0], new, leaf)
                 continue
             if some[0].info.kind == "empty":
-                yield Row(present[0], new, some[0])
+                yield NewLeaf(present[0], new, some[0])
                 continue
             types = {leaf.info.dtype for leaf in some}
             if len(types) > 1:
@@ -92,7 +92,7 @@ def joined(
                     f"{what}: the parts of {new} are of different types,"
                     f" {', '.join(sorted(map(str, types)))}: cast them first"
                 )
-            yield Row(present[0], new, derive(some, whole))
+            yield NewLeaf(present[0], new, derive(some, whole))
 
     return _base.replace(
         table, itertools.chain(*map(dict.values, groups.values())), act
@@ -114,7 +114,7 @@ def _left(
     params: Sequence[LeafPath],
     leaves: Mapping[LeafPath, Leaf],
     taken: Container[LeafPath],
-) -> Iterator[Row]:
+) -> Iterator[NewLeaf]:
     """Yields mirrors that cannot follow their parameters, under their old paths.
 
     The inverse finds them there. A state with joined or split parameters has no leaves
@@ -122,7 +122,7 @@ def _left(
     """
     for path in params:
         if path not in taken:
-            yield Row(path, path, leaves[path])
+            yield NewLeaf(path, path, leaves[path])
 
 
 def _check_complete(
@@ -158,7 +158,7 @@ def parted(
     derive = _arrays.lazy.Deriver(what)
     taken = set(itertools.chain(*names.values()))
 
-    def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[Row]:
+    def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[NewLeaf]:
         for path, leaf in leaves.items():
             shape = table[path].info.shape
             source, part_fn = leaf, part
@@ -173,6 +173,6 @@ def parted(
                 made = leaf
                 if not is_empty:
                     made = derive([source], part_fn(number), base=leaf.info)
-                yield Row(path, new, made)
+                yield NewLeaf(path, new, made)
 
     return _base.replace(table, names, act)

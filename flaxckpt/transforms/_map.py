@@ -16,7 +16,7 @@ from flaxckpt import _arrays, _state, _util, errors
 from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt.transforms import _base, _factored
-from flaxckpt.transforms._base import Row, TableTransform, Transform
+from flaxckpt.transforms._base import NewLeaf, TableTransform, Transform
 from flaxckpt.transforms._patterns import compile_pattern
 
 # ---- types --------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class _Map(TableTransform):
         derive = _arrays.lazy.Deriver(self.name)
         shapes: dict[LeafPath, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
-        def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[Row]:
+        def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[NewLeaf]:
             for path, leaf in leaves.items():
                 fn = self.fn if self.fn_of is None else self.fn_of(path)
                 if not is_mirror:
@@ -162,21 +162,21 @@ class _Map(TableTransform):
                     if self.resizes and new.info.shape == leaf.info.shape:
                         new = leaf
                     shapes[path] = leaf.info.shape, new.info.shape
-                    yield Row(path, path, new)
+                    yield NewLeaf(path, path, new)
                     continue
                 before, after = shapes[path]
                 is_copy = _is_copy(leaf)
                 is_left = before == after and not (self.follows or is_copy)
                 if is_left or leaf.info.kind == "empty":
-                    yield Row(path, path, leaf)
+                    yield NewLeaf(path, path, leaf)
                 elif leaf.info.shape == before and leaf.info.dtype is not None:
                     of_mirror = None if is_copy else self.mirror_fn
-                    yield Row(path, path, derive([leaf], of_mirror or fn))
+                    yield NewLeaf(path, path, derive([leaf], of_mirror or fn))
                 elif self.order is not None and (
                     turn := _turned(leaf, before, self.order(len(before)), table)
                 ):
                     source, turn_fn = turn
-                    yield Row(path, path, derive([source], turn_fn, base=leaf.info))
+                    yield NewLeaf(path, path, derive([source], turn_fn, base=leaf.info))
                 # Otherwise the mirror cannot follow: it is left out, and initialised
                 # again.
 

@@ -10,7 +10,7 @@ from flaxckpt import _util, errors
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
 from flaxckpt.transforms import _base
-from flaxckpt.transforms._base import Row, TableTransform, Transform
+from flaxckpt.transforms._base import NewLeaf, TableTransform, Transform
 from flaxckpt.transforms._moments import Mirror
 from flaxckpt.transforms._moments import mirrors as find_mirrors
 from flaxckpt.transforms._patterns import (
@@ -43,11 +43,11 @@ class _Rename(TableTransform):
                 renamed.setdefault(path, expand(match, replacement))
         self._check_undone(renamed)
 
-        def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterable[Row]:
+        def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterable[NewLeaf]:
             for path, leaf in leaves.items():
                 if self.keeps_old:
-                    yield Row(path, path, leaf)
-                yield Row(path, renamed[path], leaf)
+                    yield NewLeaf(path, path, leaf)
+                yield NewLeaf(path, renamed[path], leaf)
 
         return _base.replace(table, renamed, act)
 

@@ -17,7 +17,7 @@ from flaxckpt._state import leaf as state_leaf
 from flaxckpt.formats import _locate
 
 SPECS = [P(), P("x"), P("y"), P(None, "x"), P("y", "x"), P(("x", "y")), P("z", "y")]
-READ_ALONE = arrays_read.Options(False, True, 2**30)
+READ_ALONE = arrays_read.ReadOptions(False, True, 2**30)
 
 
 def mesh(**options):

@@ -700,7 +700,7 @@ def run_script(script, *args):
         [sys.executable, "-c", textwrap.dedent(script), *map(str, args)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

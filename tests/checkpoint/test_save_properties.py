@@ -29,7 +29,11 @@ few_examples = hypothesis.settings(
         hypothesis.HealthCheck.filter_too_much,
     ],
 )
-widths = pytest.mark.parametrize("x64", [False, True], ids=["32 bits", "64 bits"])
+widths = pytest.mark.parametrize(
+    "x64",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["32 bits", "64 bits"],
+)
 
 
 @contextlib.contextmanager
@@ -141,6 +145,7 @@ def flat(metrics, prefix=""):
     ).filter(lambda state: isinstance(state, dict)),
     strategies.layouts,
 )
+@pytest.mark.slow
 def test_stock_orbax_reads_what_was_acknowledged(tmp_path_factory, state, layout):
     ocp = pytest.importorskip("orbax.checkpoint")
     path = tmp_path_factory.mktemp("orbax") / "c"

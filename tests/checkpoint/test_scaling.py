@@ -106,7 +106,9 @@ def read(make, n, *, with_roles=True):
 
 
 def plan(stored, state, **options):
-    return checkpoint_planner.make(stored, state, checkpoint_plan.Options(**options))
+    return checkpoint_planner.make(
+        stored, state, checkpoint_plan.RestoreOptions(**options)
+    )
 
 
 WORK = {

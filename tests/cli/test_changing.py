@@ -196,7 +196,9 @@ def test_convert_changes_leaves(here, command):
 def test_convert_refuses_what_is_there(here, command):
     assert "w.msgpack" in command.refuses("convert", "orbax", "w.msgpack")
     command("convert", "orbax", "w.msgpack", "--overwrite", "--format", "msgpack")
-    assert "wants a pattern" in command.refuses("convert", "orbax", "x", "--cast", "w")
+    assert "must be a pattern" in command.refuses(
+        "convert", "orbax", "x", "--cast", "w"
+    )
     assert "does not exist" in command.refuses("convert", "nowhere", "x")
 
 

@@ -314,7 +314,7 @@ def test_verify_of_all_takes_what_is_left_of_a_step_too(here, command):
 
 def test_verify_says_what_has_no_checksums(here, command):
     lines = command.text("verify", "w.safetensors")
-    assert "  1 without checksums, which were read only" in lines
+    assert "  1 without checksums: only read" in lines
     assert "leave --step out" in command.refuses("verify", "run", "--all", "-s", 100)
     assert command.text("verify", "empty", "--all") == ["empty has no steps yet"]
 

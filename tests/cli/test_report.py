@@ -91,9 +91,11 @@ def test_bad_use_is_2_and_nothing_is_written(here, command, monkeypatch):
     assert "with itself" in command.refuses("report", "run", "-a", 300)
     assert "--no-diff" in command.refuses("report", "run", "--no-diff", "-a", 100)
     assert "--keep latest" in command.refuses("report", "run", "--keep", "latest")
-    assert "is no directory" in command.refuses("report", "run", "-o", "no/page.html")
+    assert "is not a directory" in command.refuses(
+        "report", "run", "-o", "no/page.html"
+    )
     refused = command.refuses("report", "run", "-o", "w.msgpack")
-    assert "is no page of HTML" in refused
+    assert "is not an HTML page" in refused
     refused = command.refuses("report", "run", "-o", "run/300/page.html")
     assert "would be in a checkpoint" in refused
     monkeypatch.chdir(here / "run")

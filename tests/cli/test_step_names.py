@@ -30,7 +30,7 @@ def models(tmp_path):
         lambda path: inspect_run_view.prune(path, keep=[LatestN(1)], dry_run=False),
         lambda path: inspect_run_view.set_pinned(path, [1], pinned=True),
         lambda path: inspect_run_view.set_pinned(path, [1], pinned=False),
-        lambda path: _report.gather(path, _report.Options()),
+        lambda path: _report.gather(path, _report.ReportOptions()),
         lambda path: flaxckpt.diff(path, path),
         flaxckpt.load,
         flaxckpt.metadata,

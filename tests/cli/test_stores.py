@@ -32,7 +32,7 @@ def test_looking(url, command):
     changed = command.json("diff", url, "-a", 1, "-b", 3, code=1)["changed"]
     assert changed["w"]["max_abs"] == 2.0
     lines = command.text("du", url)
-    assert "an object store does not tell the sizes of files" in lines
+    assert "object stores do not report the sizes of files" in lines
 
 
 def test_changing(url, command, tmp_path):

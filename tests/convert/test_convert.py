@@ -548,7 +548,7 @@ def kill_halfway(source, target, format_name, layout):
         format=format_name,
         layout=layout,
     )
-    ended = subprocess.run([sys.executable, "-c", code], check=False, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", code], check=False, timeout=300)
     assert ended.returncode == -signal.SIGKILL
     assert not target.exists()
     return target.with_name(target.name + convert_convert.TEMPORARY)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 PROGRAM = Path(__file__).with_name("program.py")
-TIMEOUT_SECS = 100
+TIMEOUT_SECS = 300
 
 
 def free_port():

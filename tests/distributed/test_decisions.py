@@ -33,7 +33,7 @@ def run_both(directory):
         for rank in (0, 1)
     ]
     try:
-        said = [process.communicate(timeout=120) for process in processes]
+        said = [process.communicate(timeout=300) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -32,15 +32,16 @@ def live(count, directory, victim, chance):
     return begun, said, ends
 
 
-def test_a_job_of_which_one_is_killed_goes_on_from_a_whole_step(tmp_path):
+@pytest.mark.parametrize("rounds", [3, pytest.param(ROUNDS, marks=pytest.mark.slow)])
+def test_a_job_of_which_one_is_killed_goes_on_from_a_whole_step(tmp_path, rounds):
     """Two jobs of two and one of four side by side: most of the time they wait."""
     series = [(2, 0.35), (2, 0.35), (4, 0.3)]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         done = [
-            pool.submit(go_on, count, round(ROUNDS * share), tmp_path / str(number))
+            pool.submit(go_on, count, round(rounds * share), tmp_path / str(number))
             for number, (count, share) in enumerate(series)
         ]
-        assert sum(each.result() for each in done) == ROUNDS
+        assert sum(each.result() for each in done) == rounds
 
 
 def go_on(count, rounds, directory):

@@ -41,7 +41,9 @@ def test_a_text_that_comes_later_is_waited_for(tmp_path):
 @pytest.mark.parametrize("count", [2, 5])
 def test_all_know_how_it_ended_for_all(tmp_path, count):
     groups = [
-        distributed_operation.Group(distributed_key_value.Files(tmp_path), index, count)
+        distributed_operation.ProcessGroup(
+            distributed_key_value.Files(tmp_path), index, count
+        )
         for index in range(count)
     ]
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
@@ -55,7 +57,7 @@ def test_who_beats_no_more_is_gone(tmp_path, monkeypatch):
     files = distributed_key_value.Files(tmp_path)
     files.set("flaxckpt/beat/1", "7")  # the last that was heard of it
     operation = exercise_together.begin(
-        distributed_operation.Group(files, 0, 2), timeout_secs=60
+        distributed_operation.ProcessGroup(files, 0, 2), timeout_secs=60
     )
     with pytest.raises(distributed_messages.ApartError) as raised:
         operation.gather("one")

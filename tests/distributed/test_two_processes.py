@@ -181,6 +181,7 @@ def test_other_numbers_of_processes_go_on(job, count, tmp_path):
     assert jobs.run("restore", count, tmp_path, **given)["restore"]
 
 
+@pytest.mark.slow
 def test_two_go_on_with_what_one_has_written(tmp_path):
     layouts = ["files", "zstd_ocdbt"]
     jobs.run("save", 1, tmp_path, layouts=layouts)
@@ -221,6 +222,7 @@ def test_who_is_lost_before_the_first_save_is_named(tmp_path):
     assert "process 1: has not been heard of for " in jobs.rows(said)[-1]["told"]
 
 
+@pytest.mark.slow
 def test_files_do_what_the_coordination_service_does(tmp_path):
     names = "together,save,late"
     said = jobs.run(names, 2, tmp_path, layouts=["files", "ocdbt"], files=True)

@@ -10,11 +10,12 @@ from flaxckpt import errors
 from flaxckpt._storage import temporary as storage_temporary
 from flaxckpt.policies import EveryNSecs, LatestN
 from tests.faults import scenarios
+from tests.helpers import slow
 
 ROUNDS = 20
 STEPS = 25
 READS = 60
-TIMEOUT_SECS = 120
+TIMEOUT_SECS = 600
 DAY, YEAR = 86_400.0, 365 * 86_400.0
 
 
@@ -79,7 +80,9 @@ def save_in_rounds(barrier, directory, version, on_exists, layout):
 
 
 @pytest.mark.parametrize("on_exists", ["error", "overwrite"])
-@pytest.mark.parametrize("layout", [scenarios.SMALL, scenarios.DATABASE])
+@pytest.mark.parametrize(
+    "layout", slow.all_but([scenarios.SMALL, scenarios.DATABASE], [scenarios.SMALL])
+)
 def test_of_two_writers_of_one_step_one_wins(directory, on_exists, layout):
     first, second = Others(
         [(save_in_rounds, directory, n, on_exists, layout) for n in range(2)]
@@ -176,7 +179,7 @@ def restore_again_and_again(barrier, directory, stop, memory_map):
     return found
 
 
-@pytest.mark.parametrize("memory_map", [False, True])
+@pytest.mark.parametrize("memory_map", slow.all_but([False, True], [True]))
 def test_a_reader_of_what_is_deleted_has_a_whole_step_or_is_told(directory, memory_map):
     run, stop = directory / "run", directory / "stop"
     last, found = Others(

@@ -138,7 +138,13 @@ def choose(files, chance, n):
     return chance.choices(names, [len(content) for content in files.values()])[0]
 
 
-@pytest.mark.parametrize(("store", "codec", "size"), CASES)
+@pytest.mark.parametrize(
+    ("store", "codec", "size"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * ("large" in case or n % 4 == 2))
+        for n, case in enumerate(CASES)
+    ],
+)
 def test_damage_is_never_silent_and_the_step_before_comes_back(
     tmp_path, caplog, store, codec, size
 ):

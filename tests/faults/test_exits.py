@@ -41,7 +41,7 @@ def run(tmp_path):
             [sys.executable, "-W", "ignore", program, tmp_path / "c", *args],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
         )
 
     return run
@@ -162,7 +162,7 @@ def test_a_save_from_an_exit_handler_registered_before_ours(tmp_path, full):
         [sys.executable, program, tmp_path / "c", str(full)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == (1 if full else 0), done.stderr
     assert ("could not be saved" in done.stderr) is full
@@ -192,7 +192,7 @@ def test_a_process_of_multiprocessing_has_saved_or_says_so(run, tmp_path, method
                 target=child, args=(queue, directory, sys.argv[3] == "True")
             )
             process.start()
-            print(queue.get(timeout=60))
+            print(queue.get(timeout=300))
             process.join()
             print(process.exitcode)
         """,

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from tests.faults import power, scenarios
+from tests.helpers import slow
 
 CUT = [
     "FirstSave",
@@ -50,7 +51,7 @@ def problems_of(worker, directory, scenario):
         shutil.rmtree(work)
 
 
-@pytest.mark.parametrize("scenario", CUT)
+@pytest.mark.parametrize("scenario", slow.all_but(CUT, ["Overwrite", "Pins"]))
 def test_a_power_cut_loses_nothing_that_was_acknowledged(worker, directory, scenario):
     problems = list(problems_of(worker, directory, scenario))
     assert not problems, "\n".join(problems)

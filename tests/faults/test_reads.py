@@ -13,6 +13,7 @@ import random
 import pytest
 
 from tests.faults import scenarios, shim
+from tests.helpers import slow
 
 EVERY = bool(os.environ.get("FLAXCKPT_EVERY_FAULT"))
 TRIED = {"read": 6, "written": 3}
@@ -57,7 +58,7 @@ def outcomes(worker, directory, scenario, fault, tried):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("scenario", scenarios.READING)
+@pytest.mark.parametrize("scenario", slow.all_but(scenarios.READING, ["Reads"]))
 def test_what_is_read_is_exact_or_told_of(worker, directory, scenario, fault):
     ended, problems = outcomes(worker, directory, scenario, fault, TRIED["read"])
     assert not problems, "\n".join(problems)
@@ -66,7 +67,9 @@ def test_what_is_read_is_exact_or_told_of(worker, directory, scenario, fault):
         assert {step for _, *steps in ended for step in steps} <= {1, 2}
 
 
-@pytest.mark.parametrize("scenario", scenarios.SCENARIOS)
+@pytest.mark.parametrize(
+    "scenario", slow.all_but(scenarios.SCENARIOS, ["NewStep", "Retention"])
+)
 def test_what_cannot_be_read_while_a_run_goes_on_costs_nothing(
     worker, directory, scenario
 ):

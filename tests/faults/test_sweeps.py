@@ -16,6 +16,7 @@ import pytest
 
 from tests import ROOT
 from tests.faults import scenarios, shim
+from tests.helpers import slow
 
 EVERY = bool(os.environ.get("FLAXCKPT_EVERY_FAULT"))
 SAMPLED = 9  # every so many calls, of faults that are not tried at all
@@ -37,11 +38,13 @@ ALWAYS = {"killed"}
 
 PROMISES = ROOT / "docs" / "reliability.md"
 
+QUICK = ("FirstSave", "Pins")
+
 ENDED = {0, 3}  # done, or failed as it should
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("scenario", scenarios.SCENARIOS)
+@pytest.mark.parametrize("scenario", slow.all_but(scenarios.SCENARIOS, QUICK))
 def test_nothing_is_lost_unreadable_or_unreported(worker, directory, scenario, fault):
     base, work = directory / "base", directory / "work"
     assert worker("prepare", scenario=scenario, base=base)["code"] == 0

@@ -240,8 +240,13 @@ def test_kills_at_random_moments_lose_nothing(worker, directory):
     chance = random.Random("kills")
     assert worker("prepare", scenario="Endless", base=directory / "base")["code"] == 0
     for _ in range(KILLS):
-        secs = chance.uniform(0, 0.4)
-        done = worker("kill", scenario="Endless", base=directory / "base", secs=secs)
+        done = worker(
+            "kill",
+            scenario="Endless",
+            base=directory / "base",
+            rows=chance.randrange(4, 20),  # a save logs five or six
+            secs=chance.uniform(0, 0.02),
+        )
         assert done == {"code": -signal.SIGKILL, "problems": []}
     rows = scenarios.Log.read(directory / "base" / "log")
     assert len([row for row in rows if row[0] == "saved"]) > KILLS

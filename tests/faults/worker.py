@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.faults import scenarios
 from tests.faults.shim import Shim
 
-TIMEOUT_SECS = 60
+TIMEOUT_SECS = 300
 FAILED, UNEXPECTED = 3, 4
 
 
@@ -124,12 +124,20 @@ def record(shim, *, scenario, base, journal):
     return {"code": in_child(act)}
 
 
-def kill(shim, *, scenario, base, secs):
-    """Does it for some seconds, and looks at what is there after that."""
+def kill(shim, *, scenario, base, rows, secs):
+    """Does it until some rows are logged and a moment more, and looks at the rest."""
     base = Path(base)
+    wanted = len(scenarios.Log.read(base / "log")) + rows
+
+    def is_due():
+        if len(scenarios.Log.read(base / "log")) < wanted:
+            return False
+        time.sleep(secs)
+        return True
+
     chosen = named(scenario)
     act = functools.partial(chosen.act, base / "run", scenarios.Log(base / "log"))
-    code = in_child(act, secs)
+    code = in_child(act, is_due)
     rows = scenarios.Log.read(base / "log")
     (base / "problems").unlink(missing_ok=True)
     return {"code": code, "problems": looked_at(base, None, rows)}
@@ -140,10 +148,10 @@ def look(shim, *, scenario, work, rows):
     return {"problems": looked_at(Path(work), chosen, rows)}
 
 
-def in_child(act, secs=None):
+def in_child(act, is_due=lambda: False):
     """Does something in a fork; returns its exit code, or the signal that ended it.
 
-    After some seconds it is killed; without any, that is noticed as a hang.
+    It is killed as soon as that is due, and as a hang if it takes too long.
     """
     child = os.fork()
     if child == 0:
@@ -155,16 +163,17 @@ def in_child(act, secs=None):
             traceback.print_exc()
             os._exit(UNEXPECTED)
         os._exit(0)
-    deadline = time.monotonic() + (TIMEOUT_SECS if secs is None else secs)
+    deadline = time.monotonic() + TIMEOUT_SECS
     delay = 0.001
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > deadline:
+        is_hanging = time.monotonic() > deadline
+        if is_hanging or is_due():
             os.kill(child, signal.SIGKILL)
             _, status = os.waitpid(child, 0)
-            return "hang" if secs is None else os.waitstatus_to_exitcode(status)
+            return "hang" if is_hanging else os.waitstatus_to_exitcode(status)
         time.sleep(delay)
         delay = min(2 * delay, 0.01)
 

@@ -51,7 +51,7 @@ def browser():
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     run = make_run(tmp_path_factory.mktemp("report"))
-    options = _report.Options(KEEP, verify=True)
+    options = _report.ReportOptions(KEEP, verify=True)
     return _report.gather(run, options)
 
 
@@ -301,7 +301,7 @@ def test_names_that_are_scripts_run_nothing(show, tmp_path):
             state = {bad: {worse: jnp.full(3, step)}, worse: np.ones(2)}
             run.save(step, state, metrics={bad: step, worse: -step})
         directory = run.directory
-    found = _report.gather(directory, _report.Options())
+    found = _report.gather(directory, _report.ReportOptions())
     opened = show(found)
     assert opened.said == []
     assert opened.asked == [opened.page.url]

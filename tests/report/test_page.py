@@ -47,7 +47,7 @@ def run(_made, tmp_path):
 
 
 def gather(path, **options):
-    return _report.gather(path, _report.Options(**options))
+    return _report.gather(path, _report.ReportOptions(**options))
 
 
 def journal(run):

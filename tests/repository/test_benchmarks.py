@@ -36,6 +36,7 @@ def run(tmp_path_factory):
     return json.loads(path.read_text()), directory / "disk"
 
 
+@pytest.mark.slow
 def test_a_run_says_on_what_machine_with_what_software_and_when(run):
     data, _ = run
     machine = data["machine"]
@@ -49,6 +50,7 @@ def test_a_run_says_on_what_machine_with_what_software_and_when(run):
     assert data["rounds"] == 2
 
 
+@pytest.mark.slow
 def test_a_run_has_as_many_samples_as_rounds_and_their_medians(run):
     data, _ = run
     rows = {
@@ -63,6 +65,7 @@ def test_a_run_has_as_many_samples_as_rounds_and_their_medians(run):
     assert ("train_state", "restore", "raw write") not in rows
 
 
+@pytest.mark.slow
 def test_a_run_measures_all_that_a_target_holds_against_flaxckpt(run):
     data, _ = run
     found = {
@@ -81,6 +84,7 @@ def test_a_run_measures_all_that_a_target_holds_against_flaxckpt(run):
     assert {"10 steps: open", "1,000 leaves"} <= {f for _, f in found}
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_has_skipped_and_leaves_nothing_behind(run):
     data, directory = run
     skipped = {row["case"]: row["reason"] for row in data["skipped"]}
@@ -88,6 +92,7 @@ def test_a_run_says_what_it_has_skipped_and_leaves_nothing_behind(run):
     assert list(directory.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_a_fresh_process(tmp_path):
     if not memory.STATUS.exists():
         pytest.skip(f"needs {memory.STATUS}")
@@ -99,6 +104,7 @@ def test_memory_is_that_of_a_fresh_process(tmp_path):
     assert all(row["median"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_picture_is_drawn_of_a_run(run, tmp_path):
     picture = pytest.importorskip("benchmarks.picture", exc_type=ImportError)
     data, _ = run

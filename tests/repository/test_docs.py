@@ -37,7 +37,8 @@ RUN_ELSEWHERE = {
         "tests/repository/test_examples.py",
         "def test_the_demo_finds_equal_runs",
     ),
-    "make test": (".ci/run", "make test"),
+    "make test": ("Makefile", "test: check"),
+    "make test-all": (".ci/run", "make test-all"),
     "make bench": (BENCHMARKS, "from benchmarks.__main__ import main"),
     'make bench BENCH_ARGS="--only train_state tiny"': (
         BENCHMARKS,

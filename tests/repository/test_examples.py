@@ -16,6 +16,7 @@ from flax import nnx
 
 import flaxckpt
 from tests import ROOT
+from tests.helpers import slow
 
 
 class InterruptedTrainingError(Exception):
@@ -54,7 +55,9 @@ def bits(state):
     return found
 
 
-@pytest.fixture(scope="module", params=["char_lm", "digits_nnx"])
+@pytest.fixture(
+    scope="module", params=slow.all_but(["char_lm", "digits_nnx"], ["digits_nnx"])
+)
 def whole_run(request, tmp_path_factory):
     """An example, its tiny configuration, and how an uninterrupted run ends."""
     example, configs = load(request.param)
@@ -132,6 +135,7 @@ def fine_tuning(tmp_path_factory):
     return example, config, example.main(config)
 
 
+@pytest.mark.slow
 def test_fine_tuning_is_better_than_training_from_scratch(fine_tuning):
     _, config, losses = fine_tuning
     assert losses["finetuned"] < losses["scratch"] - 0.05
@@ -141,6 +145,7 @@ def test_fine_tuning_is_better_than_training_from_scratch(fine_tuning):
     assert not flaxckpt.metadata(Path(config.workdir, "scratch")).lineage
 
 
+@pytest.mark.slow
 def test_fine_tuning_goes_on_from_its_own_step_without_the_source(
     fine_tuning, tmp_path, monkeypatch
 ):

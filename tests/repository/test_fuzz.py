@@ -13,11 +13,15 @@ import pytest
 
 from tests import ROOT
 from tests.fuzz import targets
+from tests.helpers import slow
 
 SECS = float(os.environ.get("FUZZ_SECS", "5"))
 
 
-@pytest.mark.parametrize("name", targets.TARGETS)
+QUICK = ("msgpack", "own")
+
+
+@pytest.mark.parametrize("name", slow.all_but(targets.TARGETS, QUICK))
 def test_inputs_that_have_changed_are_read_or_refused(name, tmp_path):
     seed = int.from_bytes(os.urandom(4), "little")
     process = subprocess.run(
@@ -39,7 +43,10 @@ def test_inputs_that_have_changed_are_read_or_refused(name, tmp_path):
     assert " inputs" in process.stdout
 
 
-@pytest.mark.parametrize("name", targets.TARGETS)
+QUICK = ("msgpack", "own")
+
+
+@pytest.mark.parametrize("name", slow.all_but(targets.TARGETS, QUICK))
 def test_there_are_inputs_to_begin_with_and_they_are_small(name):
     seeds = targets.seeds(name)
     assert seeds

@@ -69,6 +69,7 @@ def test_the_wheel_has_the_package_with_its_types_and_nothing_else(wheel):
     assert any(name.endswith("/licenses/LICENSE") for name in names)
 
 
+@pytest.mark.slow
 def test_the_wheel_works_where_nothing_else_is_installed(wheel, tmp_path):
     home = tmp_path / "venv"
     venv.create(home, with_pip=True)

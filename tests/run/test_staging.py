@@ -727,7 +727,14 @@ def save_on(url, staging, log, begin):
         note(result.tier, step)
 
 
-@pytest.mark.parametrize(("kind", "rounds"), [("file", 7), ("moto", 3)])
+@pytest.mark.parametrize(
+    ("kind", "rounds"),
+    [
+        ("file", 2),
+        pytest.param("file", 7, marks=pytest.mark.slow),
+        pytest.param("moto", 3, marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_acknowledged_survives_a_kill_at_any_moment(
     store_path, tmp_path, kind, rounds
 ):

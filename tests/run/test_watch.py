@@ -85,7 +85,7 @@ def test_what_is_read_slowly_outlives_a_trainer_that_deletes_fast(tmp_path):
                 break
     finally:
         stop.touch()
-        last = int(trainer.communicate(timeout=60)[0])
+        last = int(trainer.communicate(timeout=300)[0])
     assert trainer.returncode == 0
     assert seen == sorted(set(seen))
     assert len(seen) == 8

@@ -9,6 +9,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import flaxckpt
+from tests.helpers import slow
 from tests.helpers.optimizer_states import save_with
 
 PARAMS = {"w": jnp.ones((2, 3)), "inner": {"w": jnp.ones(4), "b": jnp.ones(3)}}
@@ -178,7 +179,7 @@ def check(path, layout, change, writer="flaxckpt"):
         np.testing.assert_array_equal(after[key], before[key], str(key))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow.all_but(LAYOUTS, ["train state"]))
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_keeps_the_moments(tmp_path, change, layout):
     check(tmp_path / "c", layout, change)

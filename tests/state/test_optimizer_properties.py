@@ -97,6 +97,7 @@ def kinds_of(optimizer):
     max_examples=45, suppress_health_check=list(hypothesis.HealthCheck)
 )
 @hypothesis.given(cases())
+@pytest.mark.slow
 def test_no_value_is_of_another_transform(tmp_path_factory, case):
     layout, old, new = case
     tags = Tags()
@@ -151,6 +152,7 @@ def test_an_unchanged_optimizer_keeps_every_value(tmp_path_factory, layout, data
     st.sampled_from(["", "steps", "finite"]),
     st.booleans(),
 )
+@pytest.mark.slow
 def test_renamed_parameters_take_their_moments_along(
     tmp_path_factory, kind, form, kinds, wrapper, is_clipped
 ):

@@ -92,12 +92,13 @@ print(max(peaks) - peaks[0])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/statm")
+@pytest.mark.slow
 def test_neither_a_save_nor_a_check_nor_a_restore_has_all_of_it_twice(store_path):
     url = str(store_path("moto"))
     beyond = {}
     for what in ("save", "verify", "restore"):
         command = [sys.executable, "-c", _MEASURED, url, what]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-2000:]
         beyond[what] = int(done.stdout) / 2**20
     # What libraries take is there, too: it does not grow with the state.

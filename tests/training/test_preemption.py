@@ -379,7 +379,7 @@ def test_ctrl_c_in_a_later_cell_of_a_notebook_interrupts_that_cell(ckpt):
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert ended.stdout.splitlines() == [
         "went on",

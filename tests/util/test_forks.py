@@ -19,7 +19,7 @@ from flaxckpt._steps import journal as steps_journal
 from flaxckpt._storage import local as storage_local
 from flaxckpt._util import forks as util_forks
 
-CHILD_SECS = 20
+CHILD_SECS = 120
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*")
 

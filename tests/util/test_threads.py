@@ -125,6 +125,6 @@ def work():
 threading.Thread(target=work).start()
 """
     found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
     )
     assert (found.stdout.strip(), found.stderr) == ("21", "")

@@ -1,4 +1,4 @@
-"""How arrays are cut and encoded on disk."""
+"""Chunks and encoding of arrays on disk."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ MIB = 2**20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayLayout:
-    """How arrays are cut and encoded on disk.
+    """Chunks and encoding of arrays on disk.
 
     Attributes:
         chunk_bytes: Upper bound on a chunk, in bytes before compression.
-        store: `files` is a directory a leaf and a file a chunk, `ocdbt` is one
-            database for all leaves, `auto` takes `ocdbt` for many small leaves.
+        store: `files` is a directory per leaf and a file per chunk, `ocdbt` is a
+            database for all leaves, `auto` selects `ocdbt` for many small leaves.
         codec: `none`; `compact` is blosc with lz4 and bit-shuffle; `zstd` is level 1.
-        checksum: Whether every chunk ends in its CRC-32C. All readers verify it. zarr 2
-            has no such checksums.
-        zarr_version: 2 is for readers that do not know 3: Orbax before 0.4.5, and T5X.
+        checksum: Whether every chunk ends in its CRC-32C, verified by all readers. Not
+            available in zarr 2.
+        zarr_version: 3, or 2 for readers without zarr 3: Orbax before 0.4.5, and T5X.
     """
 
     chunk_bytes: int = 64 * MIB
@@ -45,16 +45,16 @@ class ArrayLayout:
 
     @property
     def encoding(self) -> metadata.Encoding:
-        """How the chunks of all arrays are encoded."""
+        """Encoding of the chunks of all arrays."""
         has_checksums = self.checksum and self.zarr_version == 3
         return metadata.Encoding(self.codec, has_checksums, self.zarr_version)
 
 
 def checked_layout(layout: ArrayLayout | None) -> ArrayLayout:
-    """The layout that was passed, or the default layout.
+    """Returns `layout`, or the default layout.
 
     Raises:
-        OptionError: It is something else.
+        OptionError: `layout` is not an ArrayLayout.
     """
     if layout is None:
         return ArrayLayout()

@@ -1,7 +1,7 @@
-"""What the metadata of an array may ask of TensorStore: how its chunks are encoded.
+"""Checks of the codecs in array metadata, before TensorStore opens the array.
 
-TensorStore ends the process over some of what metadata can say, and takes all memory
-over other. What is let through is what Orbax and we write, and a little more.
+Some metadata makes TensorStore abort the process or exhaust memory. The checks accept
+the codecs written by Orbax and flaxckpt, and a few more.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _MAX_PARTS = 2**20
 
 
 def check(metadata: Mapping[str, Any], chunk_shape: Sequence[int]) -> None:
-    """Asserts that chunks are encoded in ways that are read.
+    """Checks that the codecs of an array are supported.
 
     Args:
         metadata: A `zarr.json` or a `.zarray`.
-        chunk_shape: In it.
+        chunk_shape: The chunk shape in the metadata.
 
     Raises:
-        ValueError, KeyError, TypeError: They are not.
+        ValueError, KeyError, TypeError: The codecs are invalid or unsupported.
     """
     if metadata["zarr_format"] != 3:
         _check_2(metadata)

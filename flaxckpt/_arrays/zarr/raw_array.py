@@ -14,11 +14,11 @@ class RawArray(NamedTuple):
     """An array whose chunks are its values, followed by their checksum.
 
     Attributes:
-        root: The directory that holds the arrays, or the database of them.
-        name: Which array.
+        root: The directory or database with the arrays.
+        name: Name of the array.
         ocdbt: Whether `root` is a database.
-        encoding: How its chunks are encoded.
-        digests: File of the database -> its digest; empty if they are not recorded.
+        encoding: Encoding of the chunks.
+        digests: File of the database -> digest; empty if not recorded.
     """
 
     root: Path

@@ -1,4 +1,4 @@
-"""Who is told of events: functions, and loggers, recognised by their methods."""
+"""Event sinks: functions, and loggers recognized by their methods."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ of an `Event`."""
 
 
 class Teller:
-    """Tells a sink of events; what it raises is logged once.
+    """Sends events to a sink, and logs the first exception of the sink.
 
     Attributes:
-        sink: Who is told.
-        failures: How often it has raised.
+        sink: The sink.
+        failures: Number of exceptions of the sink.
 
     Raises:
-        OptionError: It is no sink.
+        OptionError: `sink` is not a sink.
     """
 
     def __init__(self, sink: Sink) -> None:
@@ -35,14 +35,14 @@ class Teller:
         self._tell = _telling(sink)
 
     def close(self) -> None:
-        """Says whether it has failed more than once."""
+        """Logs the number of failures if the sink failed more than once."""
         if self.failures > 1:
             _log.warning("%s failed %d more times", self.name, self.failures - 1)
             self.failures = 1
 
     @property
     def name(self) -> str:
-        """What it is, for messages."""
+        """Name of the sink, for messages."""
         name = getattr(self.sink, "__qualname__", type(self.sink).__qualname__)
         return f"the event sink {name}"
 
@@ -60,10 +60,10 @@ class Teller:
 
 
 def listed(sinks: Iterable[Sink]) -> tuple[Sink, ...]:
-    """The sinks that somebody has passed.
+    """Returns the sinks as a tuple.
 
     Raises:
-        OptionError: They are no list.
+        OptionError: `sinks` is not a list of sinks.
     """
     if not _util.arguments.is_list(sinks):
         raise errors.OptionError(
@@ -74,25 +74,25 @@ def listed(sinks: Iterable[Sink]) -> tuple[Sink, ...]:
 
 
 def check(sink: Sink) -> None:
-    """Refuses what is no sink.
+    """Raises an error for an object that cannot receive events.
 
     Raises:
-        OptionError: It is none.
+        OptionError: `sink` is not a sink.
     """
     _telling(sink)
 
 
 def is_same(sink: Sink, other: Sink) -> bool:
-    """Whether they are one; each look at a bound method makes another object of it."""
+    """Returns True for the same sink, also for two objects of a bound method."""
     return sink is other or bool(inspect.isroutine(sink) and sink == other)
 
 
 class _Shape(NamedTuple):
-    """How loggers of a kind are recognised and told.
+    """Interface of a kind of loggers.
 
     Attributes:
-        method: The method that they have.
-        tell: Gives them scalars at a step.
+        method: Name of the method of these loggers.
+        tell: Logs scalars at a step.
     """
 
     method: str
@@ -134,7 +134,7 @@ _COUNTED = frozenset(("deleted", "failed", "fell_back", "skipped"))
 
 
 class _Scalars:
-    """Numbers of events, for a sink that plots them."""
+    """Converts events to numbers for a logger."""
 
     def __init__(
         self, sink: Sink, tell: Callable[[Any, dict[str, float], int], object]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -272,13 +272,13 @@ def check_leaves(
         raise ValueError("its leaves and its structure do not agree")
 
 
-def _names(structure: _state.tree.Node | LeafPath) -> Iterator[LeafPath | None]:
+def _names(structure: _state.tree.Node | LeafPath) -> list[LeafPath | None]:
     """The names of the leaves in a structure; None for each empty container."""
-    if isinstance(structure, str) or not structure.children:
-        yield structure if isinstance(structure, str) else None
-        return
-    for child in structure.children:
-        yield from _names(child)
+    if isinstance(structure, str):
+        return [structure]
+    if not structure.children:
+        return [None]
+    return [name for child in structure.children for name in _names(child)]
 
 
 # ---- all the rest -------------------------------------------------------------------
