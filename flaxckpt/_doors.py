@@ -75,7 +75,10 @@ def open_all() -> None:
     refuses some imports.
     """
     while _unopened:
-        package, modules = _unopened.popitem()
+        try:
+            package, modules = _unopened.popitem()
+        except KeyError:  # another thread has just taken the last package
+            return
         for name in modules:
             import_module(f"{package}.{name}")
 
