@@ -205,7 +205,7 @@ def is_replacing(name: str) -> bool:
 
 @contextlib.contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """Locks a file against other callers during the `with` block.
+    """Locks a file against concurrent callers during the `with` block.
 
     Does nothing on a file system without file locks.
 
@@ -322,7 +322,7 @@ def write_parts(path: Path, parts: Sequence[memoryview]) -> None:
 
 
 def append_lines(path: Path, lines: bytes) -> None:
-    """Appends whole lines in a single write, so that concurrent lines do not mix.
+    """Appends whole lines in a single write; concurrent lines do not mix.
 
     Raises:
         OSError: `path` is not a regular file, or the lines cannot be written.
@@ -368,7 +368,7 @@ def forget_cached(path: Path) -> None:
 
 
 def identity(found: os.stat_result) -> tuple[int, ...]:
-    """Returns numbers to identify a file and, if the mtime changes, the content."""
+    """Returns device, inode, size and mtime, to identify a file and the content."""
     return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 

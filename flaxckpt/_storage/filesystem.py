@@ -1,4 +1,4 @@
-"""The file system of a path: its kind, and whether this machine owns it."""
+"""The file system of a path: kind, and location on this machine or elsewhere."""
 
 from __future__ import annotations
 

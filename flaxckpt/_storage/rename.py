@@ -20,7 +20,7 @@ class NotDurableError(OSError):
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Renames a finished directory to its final name, durably.
+    """Renames a finished directory to the final name, durably.
 
     Raises:
         CheckpointExistsError: `final` exists and is not an empty directory.
@@ -60,7 +60,7 @@ def exchange(temporary: Path, final: Path, aside: Path | None = None) -> None:
 
 
 def withdraw(final: Path, aside: Path) -> None:
-    """Renames a directory durably, so that listings no longer contain its name.
+    """Renames a directory durably; listings no longer contain the old name.
 
     Raises:
         OSError: The directory still has its name.
@@ -71,7 +71,7 @@ def withdraw(final: Path, aside: Path) -> None:
 
 
 def exchanged_at_once(one: Path, other: Path) -> bool:
-    """Exchanges the names of two directories in one step; False if unsupported.
+    """Exchanges the names of two directories atomically; False if unsupported.
 
     Raises:
         OSError: The exchange is supported, but failed.

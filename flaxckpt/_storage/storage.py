@@ -124,7 +124,7 @@ class Storage(Protocol[_Path]):
         """
 
     def known_size_below(self, directory: _Path, /) -> int:
-        """Returns the size of all files below `directory`; 0 if unknown without reads."""
+        """Returns the size of all files below `directory`; 0 if only reading tells."""
 
     def disk_files(self, path: _Path, /) -> dict[tuple[int, int], int] | None:
         """Maps device and inode of each file at or below `path` to the size.
@@ -181,7 +181,7 @@ class Storage(Protocol[_Path]):
         """
 
     def check_file(self, path: _Path, checkpoint: _Path, /) -> None:
-        """Checks that a file is regular and its path does not leave the checkpoint.
+        """Raises ValueError for a non-regular file, or a link out of the checkpoint.
 
         Raises:
             ValueError: The file is not regular, or a link leads out of `checkpoint`.
@@ -278,7 +278,7 @@ class Storage(Protocol[_Path]):
         """
 
     def locked(self, file: _Path, /) -> AbstractContextManager[None]:
-        """Locks a file against other callers during the `with` block.
+        """Locks a file against concurrent callers during the `with` block.
 
         Does nothing on a file system without file locks. In an object store, locks the
         checkpoint of the file.
