@@ -19,7 +19,7 @@ def delete(path: Path, *, even_pinned: bool = False) -> None:
 
     Raises:
         SaveFailedError: The step is being read, or is pinned.
-        OSError: The step still has its name, or may have it after a crash.
+        OSError: The step still has its name, or may regain it in a crash.
     """
 
     def check_not_pinned(now: Path) -> None:

@@ -17,7 +17,7 @@ NAME = "events.jsonl"
 _MAX_LINE_BYTES = 64 * 2**10
 
 _MAX_BYTES = 2**20
-"""Limit on a journal in a store: each write rewrites it and drops the oldest lines."""
+"""Limit on a journal in a store; a write beyond the limit drops the oldest lines."""
 
 _WORTH_WRITING = frozenset(
     ("committed", "deleted", "failed", "restored", "preempted", "skipped", "preflight")
@@ -26,7 +26,7 @@ _WORTH_WRITING = frozenset(
 
 
 class EventJournal:
-    """Writes the journal of one process.
+    """Writes the journal of a single process.
 
     Args:
         path: Path of the journal, which the first event creates.

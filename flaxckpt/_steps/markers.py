@@ -1,4 +1,4 @@
-"""Markers of a step: small files that record a status, such as a pin."""
+"""Markers of a step: small files with a status, for example a pin."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def of_new(final: Path, *, temporary: bool) -> dict[str, bytes]:
 
 
 def is_pinned(path: Path) -> bool:
-    """Returns True for a pinned step, which all policies keep."""
+    """Returns True for a pinned step: all policies keep the step."""
     return (path / PIN).is_file()
 
 
@@ -183,8 +183,8 @@ class Waiting(NamedTuple):
         overwrite: Whether to replace an entry of the same name in the run directory.
         removed: Markers removed from the step, but perhaps not in the run directory.
         change: A random text, new with each change of the step.
-        settled: Whether the step had been uploaded, or left to staging, before its
-            latest change. Another step of its number in the directory is newer then.
+        settled: Whether the step had been uploaded, or left in staging, before its
+            latest change. A different step of its number in the run directory is newer.
     """
 
     overwrite: bool = False
@@ -199,7 +199,7 @@ class Waiting(NamedTuple):
 
 
 def waiting(path: Path) -> Waiting | None:
-    """Returns the upload marker of the step at `path`; None if uploaded."""
+    """Returns the upload marker of the step at `path`, or None."""
     try:
         found = json.loads(
             _storage.local.read(path / NOT_UPLOADED, max_bytes=_MAX_MARK_BYTES)
@@ -230,7 +230,7 @@ def is_waiting(path: Path) -> bool:
 
 
 def is_settled(path: Path) -> bool:
-    """Returns True for a step uploaded, or left to staging, before the last change."""
+    """Returns True for a step uploaded, or left in staging, before the last change."""
     mark = waiting(path)
     return mark is None or mark.settled
 

@@ -94,7 +94,7 @@ def _make_room(
             f"{final} exists and is no checkpoint, so it is not overwritten:"
             " remove it yourself, or choose another path"
         )
-    lock.is_left = True  # until all is removed: a sweep continues after a failure
+    lock.is_left = True  # until removal is complete: a sweep continues after a failure
     (final / MARKER).unlink(missing_ok=True)
     final.store.delete_all(final.prefix + key for key in there if not keep(key))
     lock.is_left = False

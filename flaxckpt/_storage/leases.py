@@ -147,7 +147,7 @@ def living(path: Path, names: Iterable[str]) -> list[str]:
     if paths.is_remote(path):
         return [name for name in names if _is_said_lately(path / name)]
     now, limit = _now(path), _EXPIRES_SECS
-    if now is None:  # the clocks of machines differ
+    if now is None:  # use this machine's clock, with a margin
         now, limit = time.time(), limit + _CLOCKS_DIFFER_SECS
     return [name for name in names if _is_living(path / name, now, limit)]
 
@@ -155,7 +155,7 @@ def living(path: Path, names: Iterable[str]) -> list[str]:
 def is_older(path: Path, secs: float) -> bool:
     """Returns True if `path` was last changed or touched over `secs` seconds ago.
 
-    By the clock of the file system; False if the clock or `path` is inaccessible.
+    By the clock of the file system; False if unknown, or for a missing path.
     """
     now = _now(path.parent)
     try:

@@ -274,5 +274,5 @@ def inherited(path: RemotePath) -> Lock | None:
 
 
 def is_locked(path: RemotePath) -> bool:
-    """Returns True if the checkpoint has a lock, of any holder."""
+    """Returns True if a lock of the checkpoint exists, of any holder."""
     return path.store.has(_key(path))

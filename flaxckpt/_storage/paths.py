@@ -126,7 +126,7 @@ class RemotePath(_Base):
             yield self / name
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:  # type: ignore[override]
-        """Yields the entries with relative paths like `pattern`, such as `d/*`.
+        """Yields the entries with relative paths like `pattern`, for example `d/*`.
 
         Compares part by part: `*` does not match `/`.
         """

@@ -64,7 +64,7 @@ def withdraw(final: Path, aside: Path) -> None:
 
     Raises:
         OSError: The directory still has its name.
-        NotDurableError: The directory may have lost its name, and that may not last.
+        NotDurableError: The directory may have lost its name, or regain it in a crash.
     """
     final.rename(aside)
     _settle(final, lambda: aside.rename(final))

@@ -124,7 +124,7 @@ class Storage(Protocol[_Path]):
         """
 
     def known_size_below(self, directory: _Path, /) -> int:
-        """Returns the size of all files below `directory`; 0 if only reading tells."""
+        """Returns the size of all files below `directory`; 0 for unknown sizes."""
 
     def disk_files(self, path: _Path, /) -> dict[tuple[int, int], int] | None:
         """Maps device and inode of each file at or below `path` to the size.
@@ -472,18 +472,18 @@ class Storage(Protocol[_Path]):
         """
 
     def delete(self, path: _Path, check: Callable[[Path], object], /) -> None:
-        """Deletes a checkpoint: withdraws the name or marker durably, then the files.
+        """Deletes a checkpoint: first the name or marker, durably, then the files.
 
         Files that cannot be removed are left to a later sweep.
 
         Args:
             path: The checkpoint.
-            check: Called with the present path before and after the withdrawal; raises
-                SaveFailedError to keep the checkpoint.
+            check: Called with the present path before and after the name or marker is
+                gone; raises SaveFailedError to keep the checkpoint.
 
         Raises:
             SaveFailedError: The checkpoint is being read, or `check` keeps it.
-            OSError: The checkpoint still has its name, or may have it after a crash.
+            OSError: The checkpoint still has its name, or may regain it in a crash.
         """
 
     def delete_part(
