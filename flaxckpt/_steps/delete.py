@@ -1,4 +1,4 @@
-"""The end of a step, its name first; and of what crashes have left."""
+"""Deletion of steps, and removal of leftovers of crashes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _log = logging.getLogger(__name__)
 
 
 def delete(path: Path, *, even_pinned: bool = False) -> None:
-    """Removes a step: first its name, durably, then its files.
+    """Deletes a step: first the name, durably, then the files.
 
-    Files that cannot be removed are swept another time.
+    Files that cannot be removed are left to a later sweep.
 
     Raises:
-        SaveFailedError: Somebody reads it, or has pinned it.
-        OSError: It has its name still, or that it has not may not last.
+        SaveFailedError: The step is being read, or is pinned.
+        OSError: The step still has its name, or may regain it in a crash.
     """
 
     def check_not_pinned(now: Path) -> None:
@@ -31,38 +31,38 @@ def delete(path: Path, *, even_pinned: bool = False) -> None:
 
 
 def delete_dataset(path: Path, dataset: str) -> None:
-    """Removes the dataset's state of a step: first it is marked as let go, durably.
+    """Deletes the dataset state of a step; first marks the deletion, durably.
 
     Args:
         path: The step.
-        dataset: What the directory of that state is called in it.
+        dataset: The name of the state's directory in the step.
 
     Raises:
-        SaveFailedError: Somebody reads the step.
+        SaveFailedError: The step is being read.
     """
     _storage.of(path).delete_part(path, dataset, lambda: markers.let_dataset_go(path))
 
 
 def sweep(root: Path, step_format: names.StepFormat) -> None:
-    """Removes what saves and deletions that were cut off have left under `root`.
+    """Removes leftovers of interrupted saves and deletions under `root`.
 
     Raises:
-        OSError: Something could not be removed.
+        OSError: A leftover could not be removed.
     """
     _storage.of(root).sweep(root, lambda name: step_format.step(name) is not None)
 
 
 def tidy(root: Path, step_format: names.StepFormat, items: Sequence[str]) -> None:
-    """Removes all that crashes have left in a run directory; says what it cannot.
+    """Removes all leftovers of crashes in a run directory; logs a failure.
 
     Args:
-        root: The directory.
-        step_format: How its steps are called.
-        items: The directories in it, and in each step, where files are replaced.
+        root: The run directory.
+        step_format: The format of step names.
+        items: Directories with replaced files, in the run directory and in each step.
     """
     try:
         sweep(root, step_format)
-        # Replacing a file leaves something only where it takes a rename.
+        # Replacing a file leaves temporary files only in storage with renames.
         inside = items if _storage.of(root).can_rename else ()
         directories = [root / name for name in inside]
         for step in index.listed(root, step_format).values():

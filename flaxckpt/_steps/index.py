@@ -1,7 +1,7 @@
-"""The index of the steps under a directory, whatever wrote them.
+"""Index of the steps under a directory, of any program.
 
-Steps are called as the run says, or as steps usually are. Anything else whose name
-ends in a number, as `model1`, is a step only if the format of its name is given.
+Step names follow the format of the run, or a usual format. Any other name with a
+number at its end, such as `model1`, is a step only if its format is given.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from flaxckpt._steps import journal, markers, names
 _T = TypeVar("_T")
 
 _SIGNS = ("flaxckpt.json", "_CHECKPOINT_METADATA", "commit_success.txt")
-"""Files of which each is in steps and nowhere else."""
+"""Files that only steps contain."""
 
 
 class Entry(Generic[_T]):
-    """A directory or file that has the name of a step, recognised when it is asked for.
+    """A directory or file with the name of a step, recognised on demand.
 
     Args:
-        step: Its number.
-        path: Where it is.
+        step: The number of the step.
+        path: The path of the entry.
         recognise: Returns the checkpoint at a path; None if there is none.
-        files: The names of what is directly in it, if these are known.
+        files: The names of the entries directly in the directory, if known.
     """
 
     def __init__(
@@ -51,33 +51,33 @@ class Entry(Generic[_T]):
 
     @property
     def checkpoint(self) -> _T | None:
-        """The checkpoint that was recognised there; None if there is none."""
+        """The checkpoint recognised at the path, or None."""
         return self._recognised[0]
 
     @property
     def error(self) -> errors.CheckpointError | None:
-        """The reason why nobody could tell; None if `checkpoint` does."""
+        """The error of `recognise`, or None."""
         return self._recognised[1]
 
     @property
     def why(self) -> str:
-        """The reason why it could not be looked at, as text; empty if it could."""
+        """The message of `error`; empty without an error."""
         return "" if self.error is None else str(self.error)
 
     @property
     def is_damaged(self) -> bool:
-        """Whether it is marked as damaged, as far as its files are known."""
+        """True if `files` include the marker of a damaged step."""
         return markers.DAMAGED in self.files
 
     @property
     def is_step(self) -> bool:
-        """Whether it is a step: then a load gives its values, or says what to do."""
+        """True for a step: a load returns values, or an error with advice."""
         is_unclear = isinstance(self.error, errors.CheckpointFormatError)
         return bool(self.checkpoint) or is_unclear
 
     @property
     def was_step(self) -> bool:
-        """Whether it is, or may have been, a step: then its damage is reported."""
+        """True for a step, or a possible former step with damage to report."""
         try:
             return sign(self.path) is not None or self.is_step or bool(self.error)
         except (errors.CheckpointError, OSError):
@@ -85,17 +85,16 @@ class Entry(Generic[_T]):
 
 
 class StepIndex(Generic[_T]):
-    """The steps under a directory; each is recognised once, when it is asked for.
+    """Index of the steps under a directory; recognises each step once, on demand.
 
     Args:
         root: The directory.
         recognise: Returns the checkpoint at a path; None if there is none.
-        number: Returns the step that a name means. By default steps are called as the
-            journal of the run says, or as steps usually are: `3`, `step_3`,
-            `checkpoint_3`.
+        number: Returns the step of a name. By default step names follow the journal of
+            the run, or a usual format: `3`, `step_3`, `checkpoint_3`.
 
     Raises:
-        CheckpointFormatError: Two checkpoints are one step.
+        CheckpointFormatError: Two checkpoints are the same step.
     """
 
     def __init__(
@@ -119,18 +118,18 @@ class StepIndex(Generic[_T]):
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers for which there are names, ascending."""
+        """The numbers in the names of steps, ascending."""
         return sorted(self._named)
 
     def find(self, step: int) -> Entry[_T] | None:
-        """The entry of a step; None if nothing is recognised under its names."""
+        """Returns the recognised entry of a step, or None."""
         return next((e for e in self._named.get(step, ()) if e.is_step), None)
 
     def find_doubtful(self, step: int) -> Entry[_T] | None:
-        """The entry that may be a damaged step; None if there is none, or the step.
+        """Returns the entry of a possibly damaged step; None if `find` succeeds.
 
-        It has the name of a step, and cannot even be looked at, or is called like the
-        steps beside it, or has files that only steps have.
+        None also if there is no such entry. The entry has the name of a step, and is
+        inaccessible, or is named like other steps, or has files that only steps have.
         """
         if self.find(step) is not None:
             return None
@@ -140,20 +139,20 @@ class StepIndex(Generic[_T]):
         )
 
     def _is_alike(self, path: Path) -> bool:
-        """Whether any step is called like `path`, but for the number."""
+        """Returns True if a step differs from `path` only in the number."""
         kind = _kind(path)
         steps = (self.find(step) for step in reversed(self.numbers))
         return any(entry is not None and _kind(entry.path) == kind for entry in steps)
 
     @functools.cached_property
     def steps(self) -> dict[int, Path]:
-        """Step -> the checkpoint, ascending."""
+        """Step -> path of the checkpoint, ascending."""
         found = {step: self.find(step) for step in self.numbers}
         return {step: entry.path for step, entry in found.items() if entry is not None}
 
     @functools.cached_property
     def doubtful(self) -> dict[int, Entry[_T]]:
-        """Step -> the entry that may be a damaged step, ascending."""
+        """Step -> entry of a possibly damaged step, ascending."""
         found = {step: self.find_doubtful(step) for step in self.numbers}
         return {step: entry for step, entry in found.items() if entry is not None}
 
@@ -163,14 +162,14 @@ def committed(
     step_format: names.StepFormat,
     recognise: Callable[[Path], _T | None],
 ) -> list[Entry[_T]]:
-    """The committed steps under a run directory, ascending, by the names in it alone.
+    """Returns the committed steps under a run directory, ascending, from listings.
 
-    An empty directory is no step: nothing of ours or Orbax's is ever committed empty.
+    An empty directory is not a step: neither we nor Orbax commit empty directories.
 
     Args:
-        root: The directory.
-        step_format: How its steps are called.
-        recognise: Recognises an entry when it is asked for.
+        root: The run directory.
+        step_format: The format of step names.
+        recognise: Recognises an entry on demand.
     """
     with _storage.permissions.explained(root):
         storage = _storage.of(root)
@@ -191,13 +190,13 @@ def committed(
 
 
 def listed(root: Path, step_format: names.StepFormat) -> dict[int, Path]:
-    """The committed steps under `root` that are not marked as damaged, ascending."""
+    """Returns the committed steps under `root`, except damaged steps, ascending."""
     entries = committed(root, step_format, Path.is_dir)
     return {e.step: e.path for e in entries if not e.is_damaged}
 
 
 def damaged(root: Path, step_format: names.StepFormat) -> dict[int, Path]:
-    """The steps under `root` that are marked as damaged, ascending."""
+    """Returns the committed steps under `root` with a damage marker, ascending."""
     entries = committed(root, step_format, Path.is_dir)
     return {e.step: e.path for e in entries if e.is_damaged}
 
@@ -206,12 +205,12 @@ _PARTS_OF_ORBAX = ("state", "default", "_CHECKPOINT_METADATA", "_METADATA", "met
 
 
 def sign(path: Path) -> str | None:
-    """The file by which a directory is known to be, or to have been, a checkpoint."""
+    """Returns the name of a file from a present or former checkpoint, or None."""
     return next((name for name in _SIGNS if (path / name).is_file()), None)
 
 
 def usually_called(root: Path, step: int) -> Path | None:
-    """The path under `root` with a usual name of `step`; None if there is none."""
+    """Returns the path under `root` with a usual name of `step`, or None."""
     return next(
         (
             path
@@ -225,7 +224,10 @@ def usually_called(root: Path, step: int) -> Path | None:
 def with_any_name(
     root: Path, is_checkpoint: Callable[[Path], object]
 ) -> dict[int, list[Path]]:
-    """Number -> checkpoints whose names end in it, steps or not."""
+    """Maps each number to the checkpoints with names ending in the number.
+
+    Includes checkpoints that are not steps.
+    """
     found: dict[int, list[Path]] = {}
     for path in _finished(root):
         step = names.number(path.name)
@@ -233,7 +235,7 @@ def with_any_name(
             continue
         try:
             is_one = is_checkpoint(path)
-        except errors.CheckpointFormatError:  # several items
+        except errors.CheckpointFormatError:  # a checkpoint of several items
             is_one = True
         if is_one:
             found.setdefault(step, []).append(path)
@@ -243,7 +245,7 @@ def with_any_name(
 def _named_like_steps(
     root: Path, number: names.Number | None
 ) -> Iterator[tuple[Path, int]]:
-    """The paths that have names of steps, with their numbers."""
+    """Yields each path with the name of a step, and the step."""
     paths = list(_finished(root))
     if number is None:
         number = names.number
@@ -258,7 +260,7 @@ def _named_like_steps(
 
 
 def _recorded_prefixes(root: Path) -> set[str]:
-    """The prefix of step names in the run's journal."""
+    """Returns the prefixes of step names in the run's journal."""
     found = set()
     for event in journal.recent(root / journal.NAME):
         name = event.path.rstrip("/").rpartition("/")[2]
@@ -268,7 +270,7 @@ def _recorded_prefixes(root: Path) -> set[str]:
 
 
 def _finished(root: Path) -> Iterator[Path]:
-    """The entries under `root`, except links and entries being written or deleted."""
+    """Yields the entries under `root`, except links and temporary entries."""
     for path in sorted(root.iterdir()):
         is_temporary = _storage.temporary.TEMPORARY in path.name or names.is_temporary(
             path.name

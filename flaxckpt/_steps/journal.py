@@ -1,4 +1,4 @@
-"""The journal of a run: a file, or an object, with a line of JSON for each event."""
+"""The journal of a run: a file or an object with a line of JSON for each event."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ NAME = "events.jsonl"
 _MAX_LINE_BYTES = 64 * 2**10
 
 _MAX_BYTES = 2**20
-"""Of a journal in a store, which is written anew each time; its oldest lines go."""
+"""Limit on a journal in a store; a write beyond the limit drops the oldest lines."""
 
 _WORTH_WRITING = frozenset(
     ("committed", "deleted", "failed", "restored", "preempted", "skipped", "preflight")
 )
-"""Events with which those before them are written, where that takes a request."""
+"""Events that trigger a write of all unwritten events, if writes take requests."""
 
 
 class EventJournal:
-    """Writes the journal of one process.
+    """Writes the journal of a single process.
 
     Args:
-        path: Of the journal; it is made with the first event.
+        path: Path of the journal, which the first event creates.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._storage = _storage.of(path)
-        # Only where each write is a request. A fork leaves them to the parent.
+        # Used only where each write is a request. A fork does not inherit events.
         self._unwritten = _util.forks.PerProcess(_no_lines)
         self._writing = _util.forks.PerProcess(threading.Lock)
 
@@ -43,10 +43,10 @@ class EventJournal:
         return str(self._path)
 
     def write(self, event: Event) -> None:
-        """Appends an event; in a store, perhaps only with those that follow.
+        """Appends an event; in a store, perhaps only along with later events.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The event cannot be written.
         """
         if not self._storage.costs_requests:
             self._storage.append_lines(self._path, _line(event), _MAX_BYTES)
@@ -57,8 +57,8 @@ class EventJournal:
                 self._flush()
 
     def close(self) -> None:
-        """Writes what is left."""
-        # An error was reported with the event.
+        """Writes the remaining events."""
+        # `write` has reported the error already.
         with self._writing.get(), contextlib.suppress(OSError):
             self._flush()
 
@@ -87,12 +87,12 @@ def _line(event: Event) -> bytes:
 
 
 def pass_on(journal: Path, other: Path) -> None:
-    """Appends to another journal what has been written to this one since the last time.
+    """Appends the new events of a journal to another journal.
 
-    That is what comes after the last line that both have.
+    New events come after the last line that both journals have.
 
     Raises:
-        OSError: One of them cannot be read, or the other one not written.
+        OSError: A journal cannot be read, or the other journal not written.
     """
     lines = _last_lines(journal)
     numbers = {line: number for number, line in enumerate(lines, 1)}
@@ -103,7 +103,7 @@ def pass_on(journal: Path, other: Path) -> None:
 
 
 def recent(journal: Path) -> list[Event]:
-    """The last events of a journal, in its order; none if it cannot be read."""
+    """Returns the last events of a journal in order; none if unreadable."""
     try:
         lines = _last_lines(journal)
     except OSError:
@@ -112,7 +112,7 @@ def recent(journal: Path) -> list[Event]:
 
 
 def _last_lines(journal: Path) -> list[bytes]:
-    """The last whole lines of a journal; none if it is not there."""
+    """Returns the last whole lines of a journal; none if missing."""
     try:
         return _storage.of(journal).last_lines(journal, _MAX_BYTES)
     except FileNotFoundError:
@@ -120,9 +120,9 @@ def _last_lines(journal: Path) -> list[bytes]:
 
 
 def read(path: Path) -> list[Event]:
-    """The events in a journal, in its order; none if there is no such file.
+    """Returns the events in a journal in order; none if missing.
 
-    Lines that were cut off, or are not ours, are left out.
+    Leaves out incomplete lines, and lines of other programs.
     """
     events: list[Event] = []
     if not path.is_file():
@@ -132,7 +132,7 @@ def read(path: Path) -> list[Event]:
         while line := file.readline(_MAX_LINE_BYTES):
             if is_begin and (event := _parse(line)):
                 events.append(event)
-            is_begin = line.endswith(b"\n")  # else the line is longer than any of ours
+            is_begin = line.endswith(b"\n")  # otherwise the line is too long for ours
     return events
 
 

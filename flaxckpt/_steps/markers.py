@@ -1,4 +1,4 @@
-"""The marks of a step: small files that say what has become, or shall become, of it."""
+"""Markers of a step: small files with a status, for example a pin."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import NamedTuple
 from flaxckpt import _storage, errors
 
 PIN = "PINNED"
-"""A file of this name keeps its step, whatever the policies say; T5X's convention."""
+"""Marker of a step that all policies keep; a convention of T5X."""
 
 UNTIL_NEXT = "TEMPORARY"
-"""A file of this name lets its step go as soon as there is a newer one."""
+"""Marker of a step to delete as soon as there is a newer step."""
 
 WITHOUT_DATASET = "DATASET_LET_GO"
-"""A file of this name says that the dataset's state was deleted on purpose."""
+"""Marker of a step whose dataset state was deleted on purpose."""
 
 MEASURED = "MEASURED"
-"""A file of this name says that metrics were added after the save."""
+"""Marker of a step with metrics added after the save."""
 
 DAMAGED = "DAMAGED"
-"""A file of this name takes its step out of the list, and has the reason in JSON."""
+"""Marker of a damaged step, which is not listed; contains the reason in JSON."""
 
 NOT_UPLOADED = "NOT_UPLOADED"
-"""A file of this name keeps its step in the staging directory, and has JSON: the run's
-directory has not got the step from there, or not its latest marks and metrics."""
+"""Marker of a step to keep in the staging directory, with content in JSON: the run
+directory lacks the step, or the latest markers and metrics of the step."""
 
 _MARK = b"1\n"
 
@@ -37,15 +37,15 @@ _MAX_REASON = 1000
 
 
 class Marks(NamedTuple):
-    """What the files beside its arrays say of a step.
+    """Status of a step by the names of the files beside the arrays.
 
     Attributes:
-        pinned: It stays, whatever the policies say.
-        temporary: It goes as soon as there is a newer step.
-        has_dataset: There is a dataset's state.
-        let_go: That was, or is to be, deleted on purpose.
-        readers: Who reads it.
-        waiting: It is in a staging directory, and still to be uploaded.
+        pinned: All policies keep the step.
+        temporary: The step is deleted as soon as there is a newer step.
+        has_dataset: The step has a dataset state.
+        let_go: The dataset state was, or will be, deleted on purpose.
+        readers: The readers of the step, as `host:pid`.
+        waiting: The step is in a staging directory, and still to be uploaded.
     """
 
     pinned: bool
@@ -57,12 +57,12 @@ class Marks(NamedTuple):
 
 
 def of(path: Path, names: Collection[str], *, dataset: str) -> Marks:
-    """Returns the marks of the step at `path`.
+    """Returns the status of the step at `path`.
 
     Args:
-        path: Its directory.
-        names: The names of what is directly in it.
-        dataset: The name that the directory of a dataset's state has in it.
+        path: The step.
+        names: The names of the entries directly in the step.
+        dataset: The name of the dataset state's directory in the step.
     """
     reading = [name for name in names if name.startswith(_storage.leases.READING)]
     return Marks(
@@ -76,12 +76,12 @@ def of(path: Path, names: Collection[str], *, dataset: str) -> Marks:
 
 
 def is_mark(name: str) -> bool:
-    """Whether a file of this name only says how long its step stays."""
+    """Returns True for the name of a marker, or of the file of a reader."""
     return name in _MARKS_OF_STAYING or name.startswith(_storage.leases.READING)
 
 
 def goes_along(name: str) -> bool:
-    """Whether a mark of this name goes along with a copy of its step."""
+    """Returns True for the name of a marker to copy with the step."""
     return name in (WITHOUT_DATASET, MEASURED)
 
 
@@ -99,26 +99,26 @@ _MARKS_OF_STAYING = frozenset(
 
 
 def of_new(final: Path, *, temporary: bool) -> dict[str, bytes]:
-    """The marks of what is about to take the name `final`: file name -> content.
+    """Returns the markers of a new step for the name `final`: file name -> content.
 
-    A pin is of the name: what replaces a pinned step is pinned.
+    A pin belongs to the name: the replacement of a pinned step is pinned.
     """
     found = {UNTIL_NEXT: _MARK} if temporary else {}
     return found | ({PIN: _MARK} if is_pinned(final) else {})
 
 
 def is_pinned(path: Path) -> bool:
-    """Whether the step at `path` stays whatever the policies say."""
+    """Returns True for a pinned step: all policies keep the step."""
     return (path / PIN).is_file()
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether the step at `path` goes as soon as there is a newer one."""
+    """Returns True for a step to delete as soon as a newer step exists."""
     return (path / UNTIL_NEXT).is_file()
 
 
 def pin(path: Path) -> None:
-    """Keeps the step at `path` until it is unpinned."""
+    """Keeps the step at `path` until unpinned."""
     _storage.local.replace(path / PIN, _MARK)
 
 
@@ -128,45 +128,45 @@ def unpin(path: Path) -> None:
 
 
 def make_permanent(path: Path) -> None:
-    """Has the step at `path` stay like others, when it was temporary."""
+    """Makes a temporary step permanent."""
     _remove_mark(path, UNTIL_NEXT)
 
 
 def let_dataset_go(path: Path) -> None:
-    """Notes that the dataset's state of the step at `path` is deleted on purpose."""
+    """Marks the dataset state of the step at `path` as deleted on purpose."""
     if not (path / WITHOUT_DATASET).is_file():
         _storage.local.replace(path / WITHOUT_DATASET, _MARK)
 
 
 def is_measured(path: Path) -> bool:
-    """Whether metrics were added to the step at `path` after its save."""
+    """Returns True for a step with metrics added after the save."""
     return _storage.local.lexists(path / MEASURED)
 
 
 def mark_measured(path: Path) -> None:
-    """Notes that metrics were added to the step at `path`: they are there already."""
+    """Marks the step at `path` as a step with added metrics; add the metrics before."""
     if not is_measured(path):
         _storage.local.replace(path / MEASURED, _MARK)
 
 
 def is_damaged(path: Path) -> bool:
-    """Whether the step at `path` is marked as damaged."""
+    """Returns True for a step marked as damaged."""
     return _storage.local.lexists(path / DAMAGED)
 
 
 def mark_damaged(path: Path, reason: str) -> None:
-    """Takes the step at `path` out of the list of steps, durably."""
+    """Marks the step at `path` as damaged, durably: lists leave out the step."""
     told = {"reason": reason[:_MAX_REASON], "time": time.time()}
     _storage.local.replace(path / DAMAGED, json.dumps(told).encode())
 
 
 def unmark_damaged(path: Path) -> None:
-    """Puts the step at `path` back into the list of steps."""
+    """Removes the damage marker: lists include the step at `path` again."""
     _remove_mark(path, DAMAGED)
 
 
 def why_damaged(path: Path) -> str:
-    """What the mark of a damaged step says; it counts even if that is lost."""
+    """Returns the reason in the marker of a damaged step, or a substitute."""
     try:
         told = json.loads(
             _storage.local.read(path / DAMAGED, max_bytes=_MAX_MARK_BYTES)
@@ -177,14 +177,14 @@ def why_damaged(path: Path) -> str:
 
 
 class Waiting(NamedTuple):
-    """What the mark of a step says that is still to be uploaded.
+    """Content of the marker of a step still to be uploaded.
 
     Attributes:
-        overwrite: Whether it replaces what the directory has of its name.
-        removed: Marks that were taken from it, which the directory may have still.
-        change: Another one whenever something of the step has changed.
-        settled: Whether the step had been uploaded, or left to staging, before its
-            latest change. Another step of its number in the directory is newer then.
+        overwrite: Whether to replace an entry of the same name in the run directory.
+        removed: Markers removed from the step, but perhaps not in the run directory.
+        change: A random text, new with each change of the step.
+        settled: Whether the step had been uploaded, or left in staging, before its
+            latest change. A different step of its number in the run directory is newer.
     """
 
     overwrite: bool = False
@@ -193,13 +193,13 @@ class Waiting(NamedTuple):
     settled: bool = False
 
     def content(self) -> bytes:
-        """Of the mark, as of a new change."""
+        """Returns the content of the marker, with a new `change`."""
         row = self._replace(change=secrets.token_hex(8))._asdict()
         return json.dumps(row).encode()
 
 
 def waiting(path: Path) -> Waiting | None:
-    """What is still to be uploaded of the step at `path`; None if nothing is."""
+    """Returns the upload marker of the step at `path`, or None."""
     try:
         found = json.loads(
             _storage.local.read(path / NOT_UPLOADED, max_bytes=_MAX_MARK_BYTES)
@@ -221,29 +221,29 @@ def waiting(path: Path) -> Waiting | None:
         AttributeError,
         RecursionError,
     ):
-        return Waiting()  # it counts even if what it says is lost
+        return Waiting()  # an unreadable marker counts, too
 
 
 def is_waiting(path: Path) -> bool:
-    """Whether the step at `path` is still to be uploaded."""
+    """Returns True for a step still to be uploaded."""
     return (path / NOT_UPLOADED).is_file()
 
 
 def is_settled(path: Path) -> bool:
-    """Whether the step at `path` has been uploaded, or left to staging, before."""
+    """Returns True for a step uploaded, or left in staging, before the last change."""
     mark = waiting(path)
     return mark is None or mark.settled
 
 
 def wait_for_upload(path: Path, removed: Collection[str] = ()) -> None:
-    """Marks the step at `path` as still to be uploaded, or as changed once more."""
+    """Marks the step at `path` as still to be uploaded, or as changed again."""
     now = waiting(path) or Waiting(settled=True)
     both = tuple(sorted({*now.removed, *removed}))
     _storage.local.replace(path / NOT_UPLOADED, now._replace(removed=both).content())
 
 
 def uploaded(path: Path) -> None:
-    """Nothing of the step at `path` is still to be uploaded."""
+    """Removes the upload marker of the step at `path`."""
     _remove_mark(path, NOT_UPLOADED)
 
 

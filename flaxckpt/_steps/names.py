@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from flaxckpt import _util, errors
 
 Number: TypeAlias = Callable[[str], int | None]
-"""Returns the step that a name means; None if it means none."""
+"""Returns the step of a name, or None."""
 
 _FIELD = re.compile(r"\{step(?::0(\d+)d)?\}")
 
@@ -22,12 +22,12 @@ _USUAL_PREFIX = re.compile(
 )
 
 _T5X_TEMPORARY = re.compile(r"\.tmp-[0-9]+")
-"""How T5X ends the name of a step that is not finished."""
+"""In the name of an unfinished step of T5X."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFormat:
-    """How a step's directory is called.
+    """Format of the names of step directories.
 
     Attributes:
         template: `{step}`, with a prefix (`step_{step}`) or padded with zeros
@@ -53,11 +53,11 @@ class StepFormat:
             )
 
     def name(self, step: int) -> str:
-        """The directory of `step`."""
+        """Returns the directory name of `step`."""
         return self.template.format(step=step)
 
     def step(self, name: str) -> int | None:
-        """The step whose directory is called `name`; None if none is."""
+        """Returns the step with the directory name `name`, or None."""
         before, _, after = _FIELD.sub("\0", self.template).partition("\0")
         digits = name.removeprefix(before).removesuffix(after)
         if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
@@ -66,17 +66,17 @@ class StepFormat:
 
 
 def check(step: Any) -> int:
-    """`step` as a plain int.
+    """Returns `step` as a plain int.
 
     Args:
-        step: An int, an integer of numpy, or an integer array without axes.
+        step: An int, a numpy integer, or an integer array without axes.
 
     Raises:
-        OptionError: It is no whole number from 0.
+        OptionError: `step` is not a whole number, is negative, or is too large.
     """
     try:
         number = operator.index(step)
-    except Exception:  # whatever arrays of others say to that
+    except Exception:  # arrays of other libraries may raise anything
         number = -1
     if isinstance(step, bool) or not 0 <= number < 10**18:
         raise errors.OptionError(
@@ -87,27 +87,27 @@ def check(step: Any) -> int:
 
 
 def number(name: str) -> int | None:
-    """The number in which a name ends, as the names of steps do; None if none."""
+    """Returns the number at the end of a name, or None."""
     match = _ANY_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def prefix(name: str) -> str:
-    """The part of a name before its final number."""
+    """Returns the part of a name before the final number."""
     match = _ANY_NAME.fullmatch(name)
     return name[: match.start(1)] if match else name
 
 
 def is_usual_prefix(text: str) -> bool:
-    """Whether the names of steps usually begin so."""
+    """Returns True for a usual prefix of step names."""
     return _USUAL_PREFIX.fullmatch(text) is not None
 
 
 def is_usual(name: str) -> bool:
-    """Whether steps are usually called so: `3`, `step_3`, `checkpoint_3`."""
+    """Returns True for a usual step name: `3`, `step_3`, `checkpoint_3`."""
     return number(name) is not None and is_usual_prefix(prefix(name))
 
 
 def is_temporary(name: str) -> bool:
-    """Whether T5X calls steps so that are not finished."""
+    """Returns True for the name of an unfinished step of T5X."""
     return _T5X_TEMPORARY.search(name) is not None

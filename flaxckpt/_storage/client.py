@@ -22,35 +22,35 @@ from flaxckpt._types import JSON
 _T = TypeVar("_T")
 
 _SLOWEST_BYTES_PER_SEC = 2**18
-"""What a request may take longer than the deadline: as if its bytes came so slowly."""
+"""Assumed lowest transfer rate, which extends the deadline by the size of a request."""
 
 _FIRST_PAUSE_SECS = 0.1
 _LONGEST_PAUSE_SECS = 2.0
 _FIRST_RETRIES = 4
-"""Of a store that has never answered, whose address may be wrong."""
+"""Retries for a store that has never answered, because its address may be wrong."""
 
 _OWN_RETRIES: dict[str, JSON] = {
     "max_retries": 3,
     "initial_delay": "100ms",
     "max_delay": "1s",
 }
-"""Of TensorStore, within one try of ours."""
+"""TensorStore's own retries within one attempt of ours."""
 
 _RETRIES_ALONE: dict[str, JSON] = {
     "max_retries": 32,
     "initial_delay": "100ms",
     "max_delay": "2s",
 }
-"""Of TensorStore where it reads by itself, until it is no longer waited for."""
+"""TensorStore's retries in reads without attempts of ours, until our deadline."""
 
 _LASTING = re.compile(
     "PERMISSION_DENIED|UNAUTHENTICATED|NOT_FOUND|INVALID_ARGUMENT|OUT_OF_RANGE"
     "|UNIMPLEMENTED|InvalidAccessKey|SignatureDoesNotMatch"
 )
-"""In what a store says that will not change its mind."""
+"""Errors of a store that retries do not fix."""
 
 _PASSING = re.compile("ABORTED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|CURL")
-"""In what TensorStore says if it is not the value that is wrong."""
+"""Temporary errors of TensorStore, not due to a wrong value."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,11 +101,11 @@ class StoreOptions:
 
 
 _MEMORY = ts.Context({"memory_key_value_store": {}})
-"""Where `memory://` is, for all of this process."""
+"""Context with the objects of `memory://` of this process."""
 
 _shared: dict[str, JSON] = {}
-"""What specifications of buckets name: of one context, TensorStore knows them as one
-store, and can copy between the databases in it."""
+"""Resources that the specs of buckets refer to. In one context, TensorStore takes equal
+specs for one store, and can copy between databases in the store."""
 
 _numbers = itertools.count()
 
@@ -131,7 +131,7 @@ _user: int | None = None
 
 
 def use_threads() -> None:
-    """Records that this process uses TensorStore's threads.
+    """Records the use of TensorStore's threads by this process.
 
     Call it before TensorStore opens, reads or writes anything except memory.
 
@@ -231,7 +231,7 @@ class Connection:
     def kv(self) -> ts.KvStore:
         """Returns the open bucket; reopens the bucket after a late answer."""
         opened = self._opened
-        if opened is None:  # several threads may open it: each has one that works
+        if opened is None:  # concurrent threads may each open the bucket; all work
             spec = self._spec("", self._resources)
             future = ts.KvStore.open(spec, context=context())
             opened = self._opened = self.wait(f"open {self.url}", future)
@@ -240,7 +240,7 @@ class Connection:
     # ---- waiting ------------------------------------------------------------------
 
     def ask(self, what: str, begin: Callable[[], ts.Future[_T]], size: int = 0) -> _T:
-        """Makes a request with retries until its deadline.
+        """Makes a request with retries until a deadline.
 
         Args:
             what: Description of the request.
@@ -279,7 +279,7 @@ class Connection:
         return bool(is_away) or tries <= _FIRST_RETRIES
 
     def wait(self, what: str, future: ts.Future[_T], size: int = 0) -> _T:
-        """Waits for a single attempt until its deadline.
+        """Waits for a single attempt until a deadline.
 
         Raises:
             StoreError: The attempt exceeded its deadline, or the store was unreachable
@@ -309,7 +309,7 @@ class Connection:
             pause = min(2 * pause, _LONGEST_PAUSE_SECS)
 
     def _late(self, what: str, size: int) -> errors.StoreError:
-        # What is under way still may hold up all that comes after it, for long.
+        # The late request may delay later requests of this connection for long.
         self._opened = None
         return errors.StoreError(
             f"cannot {what}{self._where()}: wanted an answer within"

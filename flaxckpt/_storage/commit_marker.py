@@ -29,12 +29,12 @@ _making: dict[RemotePath, locks.Lock] = {}
 
 
 def is_committed(path: RemotePath) -> bool:
-    """Returns True if the checkpoint has a commit marker."""
+    """Returns True if the commit marker exists."""
     return (path / MARKER).is_file()
 
 
 def is_unfinished(path: RemotePath) -> bool:
-    """Returns True for an uncommitted checkpoint, still locked by its writer.
+    """Returns True for an uncommitted checkpoint, still locked by a writer.
 
     Also for a commit marker without other objects, a late write of an abandoned save.
     """
@@ -50,7 +50,7 @@ def _is_late(there: Sequence[str]) -> bool:
 def made(
     final: RemotePath, *, overwrite: bool, keep: Callable[[str], bool]
 ) -> Iterator[RemotePath]:
-    """Locks a checkpoint for writing in the `with` block; `commit` commits it.
+    """Locks a checkpoint for writing in the `with` block; see `commit`.
 
     Removes the objects at the end if there is no commit marker.
 
@@ -70,7 +70,7 @@ def made(
                 yield final
         except BaseException as error:
             _clear(lock)
-            # What was given up may still arrive: then it is somebody's who swept.
+            # Abandoned writes may still arrive: the lock stays for a later sweep.
             lock.is_left = lock.is_left or isinstance(error, errors.StoreError)
             raise
         finally:
@@ -94,7 +94,7 @@ def _make_room(
             f"{final} exists and is no checkpoint, so it is not overwritten:"
             " remove it yourself, or choose another path"
         )
-    lock.is_left = True  # until it is empty: a sweep goes on where this is cut off
+    lock.is_left = True  # until removal is complete: a sweep continues after a failure
     (final / MARKER).unlink(missing_ok=True)
     final.store.delete_all(final.prefix + key for key in there if not keep(key))
     lock.is_left = False
@@ -157,7 +157,7 @@ _LATE_TRIES = 8
 
 
 def withdraw(path: RemotePath) -> bytes | None:
-    """Removes the commit marker and returns its contents for `put_back`."""
+    """Removes the commit marker and returns the content for `put_back`."""
     found = path.store.read((path / MARKER).key)
     if found is None:
         return None
@@ -180,7 +180,7 @@ def remove(lock: locks.Lock) -> None:
         _log.warning("%s is left for now: %s", lock.path, error)
 
 
-# ---- what crashes have left -------------------------------------------------------
+# ---- leftovers of crashes ---------------------------------------------------------
 
 
 def sweep(root: RemotePath, is_ours: Callable[[str], bool]) -> None:

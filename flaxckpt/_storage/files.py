@@ -1,11 +1,10 @@
-"""Files and directories of a file system: opened safely, written durably.
+"""Files and directories of a file system: safe opening, durable writing.
 
-A file counts as written when it, its directory, and every directory that was made
-for it have been synced. Nothing here follows a symbolic link to delete or replace.
+A write is complete when the file, its directory, and all new parent directories are
+synced. Deletion and replacement never follow symbolic links.
 
-Every file that is read as part of a checkpoint is opened by `open_regular_file`:
-opening a pipe never waits for its writer, and a symbolic link may be kept from leading
-out of the checkpoint.
+Checkpoint files are opened for reading by `open_regular_file`: opening a pipe never
+waits for its writer, and symbolic links may be restricted to the checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _STREAM_BYTES = 2**20
 _SYNCED_AT_ONCE = 2**20
 _CALL_BYTES = 2**30
-"""Bytes that a single system call reads or writes at most."""
+"""Maximal number of bytes that a single system call reads or writes."""
 
 _SYNCING_THREADS = 8
 _REMOVALS = 100
@@ -44,11 +43,11 @@ def open_regular_file(path: Path | str, *, within: Path | None = None) -> int:
 
     Args:
         path: The file.
-        within: A directory that the file must be in, if `path` is a symbolic link.
+        within: Directory that must contain the target if `path` is a symbolic link.
 
     Raises:
-        ValueError: It is not a regular file, or is a link out of `within`.
-        OSError: It cannot be opened.
+        ValueError: The file is not regular, or is a link out of `within`.
+        OSError: The file cannot be opened.
     """
     try:
         descriptor = os.open(
@@ -69,18 +68,18 @@ def open_regular_file(path: Path | str, *, within: Path | None = None) -> int:
 
 
 def read(path: Path, *, max_bytes: int) -> bytes:
-    """The content of the file `path`.
+    """Returns the content of the file `path`.
 
     Raises:
-        FileNotFoundError: There is none.
-        DamagedCheckpointError: It is larger than `max_bytes`, or no plain file.
+        FileNotFoundError: The file is missing.
+        DamagedCheckpointError: The file is larger than `max_bytes`, or not regular.
     """
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= max_bytes:
             content = file.read(max_bytes + 1)
             size = len(content)
-        if size > max_bytes:  # perhaps only since it was opened
+        if size > max_bytes:  # the file may have grown since it was opened
             raise errors.DamagedCheckpointError(
                 f"{path}: wanted a file of at most {max_bytes} bytes, found {size}"
             )
@@ -92,8 +91,8 @@ def opened(path: Path, *, buffer_bytes: int = 2**13) -> Iterator[io.BufferedRead
     """Opens a regular file for reading, `buffer_bytes` at a time.
 
     Raises:
-        FileNotFoundError: There is none.
-        DamagedCheckpointError: It is not a regular file.
+        FileNotFoundError: The file is missing.
+        DamagedCheckpointError: The file is not regular.
     """
     try:
         descriptor = open_regular_file(path)
@@ -107,11 +106,11 @@ def opened(path: Path, *, buffer_bytes: int = 2**13) -> Iterator[io.BufferedRead
 
 
 def digest_file(path: Path, *, max_bytes: int) -> str | None:
-    """The checksum of a file's content; None if it is larger than `max_bytes`.
+    """Returns the checksum of a file; None for a file larger than `max_bytes`.
 
     Raises:
-        FileNotFoundError: There is none.
-        DamagedCheckpointError: It is no plain file.
+        FileNotFoundError: The file is missing.
+        DamagedCheckpointError: The file is not regular.
     """
     with opened(path) as file:
         if os.fstat(file.fileno()).st_size > max_bytes:
@@ -120,11 +119,11 @@ def digest_file(path: Path, *, max_bytes: int) -> str | None:
 
 
 def stream(path: Path, within: Path) -> Iterator[memoryview]:
-    """Yields the content of a file in `within`, in parts that are valid until the next.
+    """Yields the content of a file in parts, each valid until the next.
 
     Raises:
-        ValueError: It is not a regular file, or is a link out of `within`.
-        OSError: It cannot be read.
+        ValueError: The file is not regular, or is a link out of `within`.
+        OSError: The file cannot be read.
     """
     buffer = memoryview(bytearray(_STREAM_BYTES))
     descriptor = open_regular_file(path, within=within)
@@ -141,8 +140,8 @@ def read_range(
     """Returns `size` bytes of a file from `offset`, or fewer where the file ends.
 
     Raises:
-        ValueError: It is not a regular file, or is a link out of `within`.
-        OSError: It cannot be read.
+        ValueError: The file is not regular, or is a link out of `within`.
+        OSError: The file cannot be read.
     """
     descriptor = open_regular_file(path, within=within)
     try:
@@ -152,11 +151,11 @@ def read_range(
 
 
 def read_into(path: Path, views: Sequence[memoryview], *, within: Path) -> None:
-    """Fills `views` with the content of a file, which must have exactly their size.
+    """Fills `views` with the content of a file; the sizes must be equal.
 
     Raises:
-        ValueError: It has another size, or is a link out of `within`.
-        OSError: It is missing, or cannot be read.
+        ValueError: The sizes differ, or the file is a link out of `within`.
+        OSError: The file is missing, or cannot be read.
     """
     size = sum(view.nbytes for view in views)
     descriptor = open_regular_file(path, within=within)
@@ -177,7 +176,7 @@ def read_into(path: Path, views: Sequence[memoryview], *, within: Path) -> None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Writes a new file and syncs it; its directory is the caller's to sync."""
+    """Writes and syncs a new file; the caller syncs the directory."""
     with path.open("xb") as file:
         file.write(content)
         file.flush()
@@ -185,9 +184,9 @@ def write(path: Path, content: bytes) -> None:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Writes `path` anew in one step: readers see the old content or the new.
+    """Writes `path` atomically: readers see the old content or the new.
 
-    Several may do so at a time: one of them is the last.
+    If several processes write at a time, the last write counts.
     """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_REPLACING}")
     try:
@@ -200,21 +199,21 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def is_replacing(name: str) -> bool:
-    """Whether `replace` calls a file so until it has its name."""
+    """Returns True for the names of temporary files of `replace`."""
     return _REPLACING_NAME.fullmatch(name) is not None
 
 
 @contextlib.contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """Has whoever locks that file, too, wait until the `with` block ends.
+    """Locks a file against concurrent callers during the `with` block.
 
-    Where the file system has no such locks, nobody waits.
+    Does nothing on a file system without file locks.
 
     Raises:
         OSError: The file cannot be opened.
     """
     try:
-        descriptor = os.open(file, os.O_RDWR | os.O_NONBLOCK)  # or NFS would not lock
+        descriptor = os.open(file, os.O_RDWR | os.O_NONBLOCK)  # NFS locks need O_RDWR
     except (PermissionError, IsADirectoryError):
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -226,10 +225,10 @@ def locked(file: Path) -> Iterator[None]:
 
 
 def make_directory(path: Path) -> None:
-    """Makes `path` and its parents, each of them durable.
+    """Makes `path` and the missing parents durably.
 
     Raises:
-        OSError: One cannot be made, or is no directory.
+        OSError: A directory cannot be made, or its path is a file.
     """
     missing = []
     while not path.is_dir():
@@ -250,12 +249,12 @@ def sync_directory(path: Path) -> None:
 
 
 def sync_tree(root: Path) -> int:
-    """Syncs every file and directory under `root`, whoever wrote them.
+    """Syncs every file and directory under `root`, by any writer.
 
-    Several at a time: the disk then settles them together.
+    Syncs several at a time, so that the disk writes them together.
 
     Returns:
-        The size of all files that have no other name elsewhere, in bytes.
+        The size in bytes of all files without other hard links.
     """
     sizes: list[int] = []
 
@@ -279,10 +278,10 @@ def sync_tree(root: Path) -> int:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a directory and all in it, if it is there.
+    """Removes an existing directory and everything inside.
 
     Raises:
-        OSError: It is a symbolic link or a file, which are never followed or removed.
+        OSError: The path is a link or a file, which are never followed or removed.
     """
     try:
         mode = path.lstat().st_mode
@@ -298,14 +297,14 @@ def remove_tree(path: Path) -> None:
                 return
         else:
             return
-    shutil.rmtree(path)  # raises: it is not that somebody else removes it, too
+    shutil.rmtree(path)  # raises the error, if no concurrent removal was the cause
 
 
 def write_parts(path: Path, parts: Sequence[memoryview]) -> None:
-    """Writes a new file of `parts`. A large one is durable, a small one not yet.
+    """Writes a new file from `parts`; syncs large files only.
 
-    Syncing a large file here lets the disk work while others are written. Its name is
-    made durable with its directory, by the caller.
+    Syncing a large file here lets the disk work while other files are written. The
+    caller makes the name durable, by syncing the directory.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
@@ -323,10 +322,10 @@ def write_parts(path: Path, parts: Sequence[memoryview]) -> None:
 
 
 def append_lines(path: Path, lines: bytes) -> None:
-    """Appends whole lines in a single write: other writers' lines do not mix with them.
+    """Appends whole lines in a single write; concurrent lines do not mix.
 
     Raises:
-        OSError: `path` is no regular file, or the lines cannot be written.
+        OSError: `path` is not a regular file, or the lines cannot be written.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
     descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o666)
@@ -335,7 +334,7 @@ def append_lines(path: Path, lines: bytes) -> None:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a plain file", str(path))
         end = os.pread(descriptor, 1, status.st_size - 1) if status.st_size else b"\n"
-        # A crash, or a full disk, may have cut the last line off.
+        # A crash or a full disk may have cut off the last line.
         content = lines if end == b"\n" else b"\n" + lines
         if os.write(descriptor, content) < len(content):
             raise OSError(errno.ENOSPC, "no space left", str(path))
@@ -344,7 +343,7 @@ def append_lines(path: Path, lines: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Syncs a file or a directory that this process has written."""
+    """Syncs a file or a directory written by this process."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -353,7 +352,7 @@ def sync(path: Path) -> None:
 
 
 def forget_cached(path: Path) -> None:
-    """Asks the system to drop a file from its page cache, where the system can."""
+    """Drops a file from the page cache, where the system supports this."""
     if not hasattr(os, "posix_fadvise"):
         return
     try:
@@ -369,12 +368,12 @@ def forget_cached(path: Path) -> None:
 
 
 def identity(found: os.stat_result) -> tuple[int, ...]:
-    """Of a file and its content, as far as the file system tells."""
+    """Returns device, inode, size and mtime, to identify a file and the content."""
     return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def directories(path: Path) -> Iterator[str]:
-    """Names of the directories in `path`; those behind symbolic links are not."""
+    """Yields the names of the directories in `path`, except links to directories."""
     with os.scandir(path) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -382,10 +381,12 @@ def directories(path: Path) -> Iterator[str]:
 
 
 def entries_below(directory: str, before: str) -> Iterator[tuple[str, bool]]:
-    """Yields `before` and the path of all below `directory`, and whether it is a file.
+    """Yields the path of each entry below `directory`, and True for files.
+
+    Paths are relative, with `before` in front.
 
     Raises:
-        ValueError: A link to a directory is there, which may lead round and round.
+        ValueError: An entry is a link to a directory, which may lead in circles.
         OSError: A directory cannot be listed.
     """
     with os.scandir(directory) as entries:
@@ -412,7 +413,7 @@ def files_and_links(root: str) -> dict[str, bool]:
 
 
 def all_files(path: Path) -> Iterator[Path]:
-    """Yields `path`, if it is a file, and each file below it.
+    """Yields each file at or below `path`.
 
     Raises:
         OSError: A directory cannot be listed.
@@ -429,9 +430,9 @@ def _raise(error: OSError) -> NoReturn:
 
 
 def disk_files(root: str) -> dict[tuple[int, int], int]:
-    """Maps device and inode of each regular file at or below `root` to its size.
+    """Maps device and inode of each regular file at or below `root` to the size.
 
-    Links are not followed; files that cannot be seen are left out.
+    Does not follow links; leaves out inaccessible files.
     """
     found: dict[tuple[int, int], int] = {}
     waiting = [root]
@@ -449,5 +450,5 @@ def disk_files(root: str) -> dict[tuple[int, int], int]:
 
 
 def digest(content: bytes) -> str:
-    """The checksum that is written down for `content`."""
+    """Returns the checksum of `content`, as recorded in checkpoints."""
     return "sha256:" + hashlib.sha256(content).hexdigest()

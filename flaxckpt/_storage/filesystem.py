@@ -1,4 +1,4 @@
-"""Which file system holds a path, and whether it is of this machine."""
+"""The file system of a path: kind, and location on this machine or elsewhere."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from flaxckpt._types import PathLike
 
-# File systems of this machine. Elsewhere another machine may cut a file short, which
-# kills whoever has it mapped, and pages may be old.
+# File systems of this machine. On other file systems, another machine may truncate a
+# file, which kills processes that have it mapped, and cached pages may be stale.
 _LOCAL = frozenset(
     (
         "bcachefs",
@@ -26,12 +26,12 @@ _LOCAL = frozenset(
 
 
 def is_local(path: PathLike) -> bool:
-    """Whether `path` is on a file system of this machine, where mapping is safe."""
+    """Returns True for a file system of this machine, where files can be mapped."""
     return kind(os.fspath(path)) in _LOCAL
 
 
 def kind(path: str) -> str:
-    """The kind of file system that holds `path`; empty if that is not known."""
+    """Returns the kind of file system at `path`; empty if unknown."""
     path = os.path.realpath(path) + "/"
     try:
         mounts = Path("/proc/self/mountinfo").read_bytes().split(b"\n")
@@ -46,12 +46,12 @@ def kind(path: str) -> str:
             if "\\" in mount:
                 mount = _unescaped(mount)
             if path.startswith(mount):
-                holding[mount] = kind.split(" ")[0]  # the last one hides the others
+                holding[mount] = kind.split(" ")[0]  # the last mount hides earlier ones
     return holding[max(holding, key=len)] if holding else ""
 
 
 def _unescaped(mount: str) -> str:
-    """A mount point, in which mountinfo writes blanks as octal numbers."""
+    """Returns a mount point without mountinfo's octal escapes of white space."""
     for char in " \t\n\\":
         mount = mount.replace(f"\\{ord(char):03o}", char)
     return mount

@@ -1,12 +1,13 @@
-"""Who reads a checkpoint, across processes and machines: a file in it for each reader.
+"""Leases of readers: files in a checkpoint to prevent deletion during a read.
 
-A reader's file is touched again and again while it reads; one that has not been for a
-minute, by the clock of the file system, is of a reader that is gone.
+A reader touches its file again and again while it reads. A file that has not been
+touched for a minute, by the clock of the file system, belongs to a dead reader.
 
-Whoever deletes says so by a file, too, and then looks for readers; a reader says so and
-then looks for that file. Whichever comes first, one of them sees the other, and nobody
-begins to read what is about to go. Both make a file before they list the directory, so
-that clients of a network file system do not list what they remember of it.
+A process that deletes a checkpoint makes a file, too, and then looks for readers; a
+reader makes its file and then looks for a deletion. In either order, at least one of
+them sees the other, so no read begins while the checkpoint is being deleted. Both make
+a file before they list the directory, so that clients of a network file system do not
+list from an outdated cache.
 """
 
 from __future__ import annotations
@@ -29,34 +30,34 @@ from flaxckpt._storage import paths, permissions
 from flaxckpt._storage.paths import RemotePath
 
 READING = "READING-"
-"""How the name of a reader's file begins: `READING-<host>-<pid>-<random>`."""
+"""Prefix of the name of a reader's file: `READING-<host>-<pid>-<random>`."""
 
 _READER = re.compile(rf"{READING}[A-Za-z0-9_.]{{0,64}}-[0-9]+-[0-9a-f]{{8}}")
 
 DELETING = "DELETING"
-"""The file by which a checkpoint is about to be deleted."""
+"""Name of the file that announces the deletion of a checkpoint."""
 
 _EXPIRES_SECS = 60.0
-"""Readers, and deletions, that have not been heard of for so long are gone."""
+"""Seconds without a touch after which a reader or a deletion counts as dead."""
 
 _CLOCKS_DIFFER_SECS = 3600.0
-"""By more than that, no machine's clock is off from the file system's."""
+"""Maximal difference between the clocks of a machine and of a file system."""
 
 _MACHINES_DIFFER_SECS = 300.0
-"""By more than that, clocks of machines that share a store do not differ."""
+"""Maximal difference between the clocks of machines that share a store."""
 
 _TOUCHES = 4
-"""How often a file is touched before it would expire."""
+"""Number of touches in the time in which a file would expire."""
 
 
 class Lease:
-    """Keeps a checkpoint from being deleted until it is released.
+    """A reader's lease: prevents the deletion of a checkpoint until released.
 
     Args:
         path: The checkpoint.
 
     Raises:
-        OSError: No file can be made there; FileNotFoundError if there is no checkpoint.
+        OSError: The file cannot be made; FileNotFoundError for a missing checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,8 +79,8 @@ class Lease:
         _held.add(self)
 
     def _make_file(self, path: Path) -> int:
-        """Makes the reader's file; returns the descriptor of its directory."""
-        # By its directory, not its path: whoever deletes may give it another name.
+        """Makes the reader's file; returns the descriptor of the directory."""
+        # By the descriptor, not the path: a deletion may rename the directory.
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -90,7 +91,7 @@ class Lease:
         return directory
 
     def _refresh(self) -> None:
-        # Without times: the file system's clock counts, not this machine's.
+        # Without times: the file system sets the time by its own clock.
         with contextlib.suppress(OSError):
             if self._remote is not None:
                 _say_now(self._remote)
@@ -98,14 +99,14 @@ class Lease:
                 os.utime(self._name, dir_fd=self._directory)
 
     def release(self) -> None:
-        """Lets the checkpoint go, once."""
+        """Releases the lease; further calls do nothing."""
         if self._is_released:
             return
         self._is_released = True
         _held.discard(self)
-        if os.getpid() == self._pid:  # and not a child that was forked meanwhile
+        if os.getpid() == self._pid:  # not in a forked child
             self._heartbeat.stop()
-            with contextlib.suppress(OSError):  # it may have been deleted all the same
+            with contextlib.suppress(OSError):  # the checkpoint may have been deleted
                 if self._remote is not None:
                     self._remote.unlink(missing_ok=True)
                 else:
@@ -115,7 +116,7 @@ class Lease:
 
 
 _held: set[Lease] = set()
-"""Those not released yet: a loop that is left alone ends when Python is half gone."""
+"""Leases to release at exit, where abandoned generators are closed too late."""
 
 
 @atexit.register
@@ -125,20 +126,20 @@ def _release_all() -> None:
 
 
 def is_lease(name: str) -> bool:
-    """Whether a reader, or who deletes, calls a file so: exactly so, not just alike."""
+    """Returns True for exactly the names of files of readers and deletions."""
     return name == DELETING or _READER.fullmatch(name) is not None
 
 
 def reader(name: str) -> str:
-    """Whose file is called `name`: `host:pid`."""
+    """Returns the reader with the file `name`, as `host:pid`."""
     host, _, rest = name.removeprefix(READING).rpartition("-")[0].rpartition("-")
     return errors.printable(f"{host}:{rest}" if host else name)
 
 
 def living(path: Path, names: Iterable[str]) -> list[str]:
-    """Which of the files `names` in the checkpoint `path` are not too old.
+    """Returns the unexpired files among `names` in the checkpoint `path`.
 
-    Nor may they be of the future: nobody touches those.
+    Files with a time in the future, beyond the limit, are expired, too.
     """
     names = list(names)
     if not names:
@@ -146,15 +147,15 @@ def living(path: Path, names: Iterable[str]) -> list[str]:
     if paths.is_remote(path):
         return [name for name in names if _is_said_lately(path / name)]
     now, limit = _now(path), _EXPIRES_SECS
-    if now is None:  # the clocks of machines differ
+    if now is None:  # use this machine's clock, with a margin
         now, limit = time.time(), limit + _CLOCKS_DIFFER_SECS
     return [name for name in names if _is_living(path / name, now, limit)]
 
 
 def is_older(path: Path, secs: float) -> bool:
-    """Whether what is at `path` was last changed, or touched, before `secs` seconds.
+    """Returns True if `path` was last changed or touched over `secs` seconds ago.
 
-    By the clock of the file system; no if that cannot be asked, or nothing is there.
+    By the clock of the file system; False if unknown, or for a missing path.
     """
     now = _now(path.parent)
     try:
@@ -164,7 +165,7 @@ def is_older(path: Path, secs: float) -> bool:
 
 
 def _say_now(file: RemotePath) -> None:
-    """Writes down what time it is: objects have no time that could be relied on."""
+    """Writes the present time; modification times of objects cannot be relied on."""
     file.write_bytes(json.dumps({"time": time.time()}).encode())
 
 
@@ -174,15 +175,15 @@ def _is_said_lately(file: RemotePath) -> bool:
     except FileNotFoundError:
         return False
     except (ValueError, KeyError, TypeError, RecursionError):
-        return True  # nobody knows
+        return True  # unknown time: assume the file is current
     return abs(time.time() - said) <= _EXPIRES_SECS + _MACHINES_DIFFER_SECS
 
 
 def sweep(directory: RemotePath) -> None:
-    """Removes the marks of readers, and of deletions, that are gone.
+    """Removes the expired files of readers and deletions.
 
     Raises:
-        StoreError: The store cannot be reached.
+        StoreError: The store is unreachable.
     """
     for name, is_directory in directory.names().items():
         is_mark = name == DELETING or name.startswith(READING)
@@ -198,7 +199,7 @@ def _is_living(file: Path, now: float, limit: float) -> bool:
 
 
 def _now(directory: Path) -> float | None:
-    """What time it is for the file system; None if no file can be made there."""
+    """Returns the file system's time; None if no file can be made in `directory`."""
     try:
         with tempfile.TemporaryFile(dir=directory) as probe:
             return os.fstat(probe.fileno()).st_mtime
@@ -207,7 +208,7 @@ def _now(directory: Path) -> float | None:
 
 
 def readers(path: Path) -> list[str]:
-    """Who reads the checkpoint `path`: `host:pid`; empty if it is not there."""
+    """Returns the readers of the checkpoint `path`, as `host:pid`; empty if missing."""
     return [reader(name) for name in living(path, _files(path, READING))]
 
 
@@ -220,10 +221,10 @@ def _files(path: Path, prefix: str) -> list[str]:
 
 
 def is_going(path: Path) -> bool:
-    """Whether the checkpoint `path` is about to be deleted, or was already.
+    """Returns True if the checkpoint `path` was, or will soon be, deleted.
 
     Raises:
-        DamagedCheckpointError: It cannot be looked at.
+        DamagedCheckpointError: The checkpoint is inaccessible.
     """
     with permissions.explained(path):
         return not path.is_dir() or bool(living(path, _files(path, DELETING)))
@@ -231,11 +232,11 @@ def is_going(path: Path) -> bool:
 
 @contextlib.contextmanager
 def deletion(path: Path) -> Iterator[None]:
-    """Announces that a checkpoint, or a part of it, is deleted in the `with` block.
+    """Announces the deletion of a checkpoint, or of a part, in the `with` block.
 
     Raises:
-        SaveFailedError: Somebody reads it.
-        OSError: It cannot be announced.
+        SaveFailedError: The checkpoint is being read.
+        OSError: The deletion cannot be announced.
     """
     mark = path / DELETING
     try:
@@ -244,7 +245,7 @@ def deletion(path: Path) -> Iterator[None]:
         else:
             mark.touch()
     except OSError as error:
-        # On a full disk it goes without: readers cannot say that they come, either.
+        # On a full disk, delete without announcing: readers cannot make files, either.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
     try:
@@ -252,12 +253,12 @@ def deletion(path: Path) -> Iterator[None]:
             raise in_use(path, found)
         yield
     finally:
-        with contextlib.suppress(OSError):  # it has gone with the rest
+        with contextlib.suppress(OSError):  # deleted along with the checkpoint
             mark.unlink(missing_ok=True)
 
 
 def in_use(path: Path, found: Iterable[str]) -> errors.SaveFailedError:
-    """The error for a checkpoint that cannot be deleted because it is read."""
+    """Returns the error for the deletion of a checkpoint with readers."""
     return errors.SaveFailedError(
         f"{path} is not deleted: it is being read by {', '.join(sorted(found))};"
         " delete it when they are done (a reader that is gone is forgotten after"

@@ -1,4 +1,4 @@
-"""Files and directories under paths, in whatever storage these are."""
+"""Functions on files and directories in any storage, chosen by the path."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _COPYING_THREADS = 8
 
 
 class LocalStorage:
-    """Files and directories: a checkpoint counts when it gets its name."""
+    """Files and directories; a checkpoint counts when renamed to the final name."""
 
     has_directories = True
     has_hard_links = True
@@ -43,7 +43,7 @@ class LocalStorage:
     costs_requests = False
     commits_by_marker = False
 
-    # ---- what is there ------------------------------------------------------------
+    # ---- listing ------------------------------------------------------------------
 
     def exists(self, path: Path, /) -> bool:
         return os.path.lexists(path)
@@ -231,7 +231,7 @@ class LocalStorage:
         return os.path.exists(path)  # noqa: PTH110
 
     def is_unfinished(self, path: Path, /) -> bool:
-        return False  # it has no name of its own yet
+        return False  # an unfinished save has a temporary name
 
     def lists_committed(
         self, names: Collection[str], unmarked: Collection[str], /
@@ -315,7 +315,7 @@ class LocalStorage:
                 check(path)
                 rename.withdraw(path, aside)
                 try:
-                    # Only what has lost its name is sure not to be read or pinned.
+                    # A reader or a pin may have come before the rename.
                     if late := leases.readers(aside):
                         raise leases.in_use(path, late)
                     check(aside)

@@ -1,8 +1,8 @@
-"""Locks in object stores: who writes or deletes a checkpoint.
+"""Locks in object stores, for writers and deleters of checkpoints.
 
-A lock is an object beside the checkpoint, made and changed only if it is as expected.
-It says who holds it, and changes again and again while they do. One that has stood
-still for a while, or whose process is gone, is taken over.
+A lock is an object beside the checkpoint, made and changed by conditional writes. It
+names its holder, who changes it again and again. A lock that has not changed for a
+while, or whose process is dead, is taken over.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from flaxckpt._storage.paths import RemotePath
 _log = logging.getLogger(__name__)
 
 LOCK = ".orbax-checkpoint-tmp-writing"
-"""How the key of a lock ends; before that, it is the checkpoint's."""
+"""Suffix of the key of a lock, after the key of the checkpoint."""
 
 _BEAT_SECS = 10.0
 _ABANDONED_SECS = 45.0
-"""A lock that stands still for so long is of somebody who is gone."""
+"""Seconds without a change after which a lock counts as abandoned."""
 
 _PATIENCE_SECS = 60.0
 _LOOK_SECS = 0.5
 
 
 class _Holder(NamedTuple):
-    """Who holds a lock."""
+    """The holder of a lock."""
 
     id: str
     machine: str
@@ -50,12 +50,12 @@ class _Holder(NamedTuple):
 
 
 class Lock:
-    """A lock that is held, until it is released or taken over.
+    """A held lock, until released or taken over.
 
     Attributes:
         path: The checkpoint.
-        is_inherited: Whether somebody who is gone held it before.
-        is_left: Whether it stays when it is released, for whoever sweeps.
+        is_inherited: Whether it was taken over from a dead holder.
+        is_left: Whether `release` leaves the object for a later sweep.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class Lock:
         self._is_lost = False
         _living.add(holder.id)
         self._heartbeat: _util.threads.Heartbeat | None = None
-        with contextlib.suppress(RuntimeError):  # no thread: it is young for a while
+        with contextlib.suppress(RuntimeError):  # no new threads: stays young a while
             self._heartbeat = _util.threads.Heartbeat(
                 self._beat, _BEAT_SECS, "flaxckpt store lock"
             )
 
     def _beat(self) -> bool:
-        """Renews the lock; returns whether to go on."""
+        """Renews the lock; returns False to stop the heartbeat."""
         try:
             return self._renew()
         except errors.StoreError:
@@ -95,10 +95,10 @@ class Lock:
             return True
 
     def confirm(self) -> None:
-        """Sees that it is still held.
+        """Renews the lock, or raises if lost.
 
         Raises:
-            CheckpointExistsError: Somebody took it over.
+            CheckpointExistsError: Another process has taken over the lock.
         """
         if self._is_lost or not self._renew():
             raise errors.CheckpointExistsError(
@@ -107,9 +107,9 @@ class Lock:
             )
 
     def release(self) -> None:
-        """Lets it go, once; if that fails, it is swept another time."""
+        """Releases the lock; after a failure, a later sweep removes the object."""
         if os.getpid() != self._holder.pid:
-            return  # a fork leaves it to the process that holds it
+            return  # in a forked child: the parent holds the lock
         if self._heartbeat is not None:
             self._heartbeat.stop()
         _living.discard(self._holder.id)
@@ -122,7 +122,7 @@ class Lock:
 
 
 _living: set[str] = set()
-"""The locks that this process holds."""
+"""IDs of the locks that this process holds."""
 
 os.register_at_fork(after_in_child=_living.clear)
 
@@ -136,12 +136,12 @@ def held(path: RemotePath, *, patient: bool = False) -> Iterator[Lock]:
     """Holds the lock of a checkpoint in the `with` block.
 
     Args:
-        path: The checkpoint; it need not be there.
-        patient: Whether to wait for who holds it, for a minute.
+        path: The checkpoint, which need not exist.
+        patient: Whether to wait up to a minute for another holder.
 
     Raises:
-        CheckpointExistsError: Somebody holds it.
-        StoreError: The store cannot be reached.
+        CheckpointExistsError: Another process holds the lock.
+        StoreError: The store is unreachable.
     """
     lock = _acquire(path, patient=patient)
     try:
@@ -160,8 +160,8 @@ def _acquire(path: RemotePath, *, patient: bool) -> Lock:
         asked = time.monotonic()
         found = store.read(key)
         if time.monotonic() - asked > _BEAT_SECS:
-            since = time.monotonic()  # whoever holds it could not beat, either
-        if found is None:  # let go this moment, or there is no bucket to make it in
+            since = time.monotonic()  # the holder could not renew, either
+        if found is None:  # released just now, or the bucket is missing
             if time.monotonic() - last_there > store.options.deadline_secs:
                 raise errors.StoreError(
                     f"cannot lock {path}: for {store.options.deadline_secs:g} s"
@@ -196,7 +196,7 @@ def _self() -> _Holder:
 
 
 def _machine() -> str:
-    """This machine, until it starts anew; processes in containers see others' not."""
+    """Returns an ID of this machine, boot and PID namespace (container)."""
     found = [socket.gethostname()]
     with contextlib.suppress(OSError):
         found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -205,7 +205,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process began; empty if it is gone, or that cannot be told."""
+    """Returns the start time of a process; empty if dead or unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -230,7 +230,7 @@ def _name(found: object_store.StoredValue) -> str:
 
 
 def _is_gone(found: object_store.StoredValue) -> bool | None:
-    """Whether who holds a lock is gone; None if that cannot be told from here."""
+    """Returns True if the holder of a lock died; None if unknown on this machine."""
     holder = _parsed(found.value)
     if holder is None or holder.machine != _machine():
         return None
@@ -239,18 +239,18 @@ def _is_gone(found: object_store.StoredValue) -> bool | None:
     return _started(holder.pid) != holder.started
 
 
-# ---- those of the dead ------------------------------------------------------------
+# ---- locks of dead holders --------------------------------------------------------
 
 
 _seen: dict[tuple[str, bytes], float] = {}
-"""Locks of other machines, and since when they have not changed."""
+"""Locks of other machines -> the time since which they have not changed."""
 
 
 def inherited(path: RemotePath) -> Lock | None:
-    """The lock of a checkpoint, if who held it is gone; None if not, or without one.
+    """Takes over the lock of a checkpoint from a dead holder; None if not possible.
 
     Raises:
-        StoreError: The store cannot be reached.
+        StoreError: The store is unreachable.
     """
     store, key = path.store, _key(path)
     asked = time.monotonic()
@@ -260,7 +260,7 @@ def inherited(path: RemotePath) -> Lock | None:
     is_gone = _is_gone(found)
     if is_gone is None:
         if time.monotonic() - asked > _BEAT_SECS:
-            _seen.clear()  # whoever holds it could not beat, either
+            _seen.clear()  # the holders could not renew, either
         seen = _seen.setdefault((f"{path}", found.generation), time.monotonic())
         is_gone = time.monotonic() - seen > _ABANDONED_SECS
     if not is_gone:
@@ -274,5 +274,5 @@ def inherited(path: RemotePath) -> Lock | None:
 
 
 def is_locked(path: RemotePath) -> bool:
-    """Whether there is a lock of a checkpoint, whoever holds it."""
+    """Returns True if a lock of the checkpoint exists, of any holder."""
     return path.store.has(_key(path))

@@ -36,7 +36,7 @@ _UNKNOWN_BYTES = 2**62
 
 
 class ObjectStorage:
-    """Objects under keys: a checkpoint counts when its commit marker is written."""
+    """Objects under keys; a checkpoint counts once the commit marker exists."""
 
     has_directories = False
     has_hard_links = False
@@ -45,7 +45,7 @@ class ObjectStorage:
     costs_requests = True
     commits_by_marker = True
 
-    # ---- what is there ------------------------------------------------------------
+    # ---- listing ------------------------------------------------------------------
 
     def exists(self, path: RemotePath, /) -> bool:
         return path.exists()
@@ -110,7 +110,7 @@ class ObjectStorage:
     def free_bytes(self, path: RemotePath, /) -> int | None:
         return None
 
-    # Stores have no links, and are not asked for the sizes of objects.
+    # Stores have no links; the sizes of objects would cost requests.
 
     def check_root(self, root: RemotePath, checkpoint: RemotePath, /) -> int:
         return _UNKNOWN_BYTES
@@ -140,7 +140,7 @@ class ObjectStorage:
     def opened(
         self, file: RemotePath, /, *, buffer_bytes: int = 2**13
     ) -> Iterator[io.BufferedReader]:
-        # Which has all the methods that are used.
+        # BytesIO has all methods of a BufferedReader that callers use.
         yield cast("io.BufferedReader", io.BytesIO(file.read_bytes()))
 
     def digest_file(self, file: RemotePath, /, *, max_bytes: int) -> str | None:
@@ -194,7 +194,7 @@ class ObjectStorage:
             yield
 
     def make_directory(self, path: RemotePath, /) -> None:
-        # There is nothing to make, but no object may have the name of one.
+        # Stores have no directories, but no object may have the path of a directory.
         for above in (path, *path.parents):
             if len(above.parts) > 1 and above.is_file():
                 raise NotADirectoryError(errno.ENOTDIR, "it is an object", str(above))
@@ -248,7 +248,7 @@ class ObjectStorage:
         self, names: Collection[str], unmarked: Collection[str], /
     ) -> bool:
         if commit_marker.MARKER in names:
-            return len(names) > 1  # it came late, and alone
+            return len(names) > 1  # a marker alone is a late write
         return not any(name in names for name in unmarked)
 
     def temporary_directory(
@@ -261,7 +261,7 @@ class ObjectStorage:
 
     def sweep(self, directory: RemotePath, is_ours: Callable[[str], bool], /) -> None:
         commit_marker.sweep(directory, is_ours)
-        # Copied there: a store has no temporary directories of its own.
+        # From a copied run: an object store makes no temporary directories itself.
         for name in temporary.leftovers(self.directories(directory), is_ours):
             self.remove_tree(directory / name)
 
@@ -279,7 +279,7 @@ class ObjectStorage:
         check: Callable[[Path], object],
     ) -> Iterator[Path]:
         if overwrite and commit_marker.is_committed(final):
-            check(final)  # which is removed at once
+            check(final)  # `made` removes it at once
         with commit_marker.made(final, overwrite=overwrite, keep=keep) as made:
             yield made
 
@@ -314,7 +314,7 @@ class ObjectStorage:
             check(path)
             marker = commit_marker.withdraw(path)
             try:
-                # Whoever came before it lost its marker is seen now.
+                # A reader may have come before the marker was removed.
                 if late := leases.readers(path):
                     raise leases.in_use(path, late)
                 check(path)

@@ -16,7 +16,7 @@ from flaxckpt import _util, errors
 from flaxckpt._storage.client import Connection, PassingError, StoreOptions
 
 _PART_BYTES = 8 * 2**20
-"""Of what is read part by part, one part."""
+"""Size of a part of a value read part by part."""
 
 
 class StoredValue(NamedTuple):
@@ -40,7 +40,7 @@ def _nothing() -> bytes:
 
 
 class _Look:
-    """The keys under a prefix, as they were when they were listed."""
+    """A cached listing of the keys under a prefix."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
@@ -48,7 +48,7 @@ class _Look:
         self.changes = 0
 
     def has(self, key: str) -> bool:
-        """Whether it was there."""
+        """Returns True if the listing contains the key."""
         keys = self.keys or []
         at = bisect.bisect_left(keys, key)
         return at < len(keys) and keys[at] == key
@@ -98,7 +98,7 @@ class Store:
         stop: int | None = None,
         size: int = 0,
     ) -> StoredValue | None:
-        """The value of `key`, or its bytes from `start` to `stop`; None without one.
+        """Returns the value of `key`, or a range of the bytes; None for a missing key.
 
         A range beyond the end raises an error, except an empty range, which gets only
         the generation. `size` is the expected size, for the deadline.
@@ -152,7 +152,7 @@ class Store:
                 return
 
     def _span(self, key: str, start: int, stop: int | None) -> StoredValue | None:
-        """What there is of a value from `start` to `stop`, or to its end."""
+        """Returns a value from `start` to `stop`, or to the end of the value."""
         for end in (stop, None):
             try:
                 size = (stop or start + _PART_BYTES) - start
@@ -160,7 +160,7 @@ class Store:
             except errors.StoreError as error:
                 if _BEYOND not in str(error):
                     raise
-        # Of a value that ends before, the generation alone.
+        # The value ends before `start`: return only the generation.
         found = self.read(key, start=0, stop=0)
         return found and StoredValue(b"", found.generation)
 
@@ -188,14 +188,14 @@ class Store:
         if found.generation:
             self._count(key, len(value))
             return bytes(found.generation)
-        # A try whose answer was lost makes the next one find its own value.
+        # After a lost answer, the retry finds the value of the first attempt.
         there = self.read(key)
         if there is not None and there.value == value:
             self._count(key, len(value))
             return there.generation
         return None
 
-    # ---- what was written ---------------------------------------------------------
+    # ---- counting written bytes ---------------------------------------------------
 
     @contextlib.contextmanager
     def counted(self, prefix: str) -> Iterator[None]:
@@ -207,7 +207,7 @@ class Store:
             self._counts.pop(prefix, None)
 
     def counted_bytes(self, prefix: str) -> int:
-        """How many there were; 0 if nobody counts."""
+        """Returns the bytes written under `prefix`; 0 outside of `counted`."""
         return self._counts.get(prefix, 0)
 
     def _count(self, key: str, size: int) -> None:
@@ -227,7 +227,7 @@ class Store:
             )
 
     def remove(self, key: str, generation: bytes) -> None:
-        """Removes a key unless its generation has changed."""
+        """Removes the value of `generation`, but no newer value."""
         with self._changing():
             self.connection.ask(
                 f"delete {self.url}/{key}",
@@ -271,7 +271,7 @@ class Store:
             return look.has(key)
         return self.read(key, start=0, stop=0) is not None
 
-    # ---- looking once -------------------------------------------------------------
+    # ---- cached listings ----------------------------------------------------------
 
     @contextlib.contextmanager
     def looking(self, prefix: str) -> Iterator[None]:
@@ -288,7 +288,7 @@ class Store:
             looks.pop()
 
     def _look(self, prefix: str) -> _Look | None:
-        """Returns the outermost valid cached listing that contains `prefix`."""
+        """Returns the outermost valid cached listing around `prefix`."""
         looks: list[_Look] = self._looks.__dict__.get("all", [])
         for look in looks:
             if prefix.startswith(look.prefix):
@@ -302,13 +302,13 @@ class Store:
     def _changing(self) -> Iterator[None]:
         try:
             yield
-        finally:  # also if nobody knows whether it was done
+        finally:  # after an error, the change may have happened, too
             with self._lock.get():
                 self._changes += 1
 
 
 _BEYOND = "OUT_OF_RANGE"
-"""What TensorStore says if a value ends before what was asked for."""
+"""TensorStore's error code for a range beyond the end of a value."""
 
 _DELETED_AT_ONCE = 256
 

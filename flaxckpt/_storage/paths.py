@@ -1,6 +1,7 @@
-"""Paths in object stores, which have the few methods of `pathlib.Path` that are used.
+"""Paths in object stores, with a subset of the methods of `pathlib.Path`.
 
-There are no directories: what others' keys begin with is one, and an empty one is none.
+Stores have no directories: each prefix of keys counts as a directory, so an empty
+directory does not exist.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from flaxckpt._types import PathLike
 if TYPE_CHECKING:
     import tensorstore as ts
 
-    _Base = Path  # what everybody takes it for
+    _Base = Path  # the type of paths in all signatures
 else:
     _Base = PurePosixPath
 
@@ -34,7 +35,7 @@ _URL_IN_A_PATH = re.compile(r"(s3|gs|memory|file):/", re.IGNORECASE)
 
 
 class Status(NamedTuple):
-    """What `stat` says of an object; by `pathlib`'s names."""
+    """Result of `RemotePath.stat`, with the field names of `os.stat_result`."""
 
     st_mode: int
     st_size: int
@@ -43,10 +44,10 @@ class Status(NamedTuple):
 
 
 class RemotePath(_Base):
-    """A key in an object store, or what keys begin with.
+    """A key in an object store, or a prefix of keys.
 
-    Its first part says which store, `s3:bucket`. Nothing of the operating system takes
-    it for a path: `os.fspath` raises.
+    The first part of the path names the store, `s3:bucket`. `os.fspath` raises
+    TypeError, so that no system call takes it for a local path.
     """
 
     __slots__ = ()
@@ -64,45 +65,45 @@ class RemotePath(_Base):
 
     @property
     def store(self) -> object_store.Store:
-        """The bucket."""
+        """The bucket of the path."""
         scheme, _, bucket = self.parts[0].partition(":")
         return store_settings.of(scheme, bucket)
 
     @property
     def key(self) -> str:
-        """The key of what is there."""
+        """The key of the object at this path."""
         return "/".join(self.parts[1:])
 
     @property
     def prefix(self) -> str:
-        """What the keys below it begin with."""
+        """The prefix of the keys below this path."""
         return f"{self.key}/" if self.parts[1:] else ""
 
     def keys(self) -> list[str]:
-        """The keys below it, without their common beginning, ascending."""
+        """Returns the keys below this path, without the prefix, in ascending order."""
         size = len(self.prefix)
         return [key[size:] for key in self.store.keys(self.prefix)]
 
-    # ---- what is there ------------------------------------------------------------
+    # ---- listing ------------------------------------------------------------------
 
     def is_file(self) -> bool:
-        """Whether there is an object of exactly this key."""
+        """Returns True if an object with exactly this key exists."""
         return bool(self.key) and self.store.has(self.key)
 
     def is_dir(self) -> bool:
-        """Whether there are keys below it."""
+        """Returns True if keys exist below this path."""
         return bool(self.store.keys(self.prefix))
 
     def exists(self) -> bool:
-        """Whether it is a key, or there are keys below it."""
+        """Returns True if this key, or any key below, exists."""
         return self.is_dir() or self.is_file()
 
     def is_symlink(self) -> bool:
-        """No: there are none."""
+        """Returns False: object stores contain no links."""
         return False
 
     def names(self) -> dict[str, bool]:
-        """What is directly in it -> whether it is a directory."""
+        """Maps each name in this directory to True for a directory."""
         found: dict[str, bool] = {}
         for key in self.keys():
             name, inside, _ = key.partition("/")
@@ -111,7 +112,7 @@ class RemotePath(_Base):
         return found
 
     def tree(self) -> dict[str, set[str]]:
-        """Each directory in it -> what is directly in that, by one listing."""
+        """Maps each subdirectory to the names inside, from a single listing."""
         found: dict[str, set[str]] = {}
         for key in self.keys():
             name, inside, rest = key.partition("/")
@@ -120,12 +121,15 @@ class RemotePath(_Base):
         return found
 
     def iterdir(self) -> Iterator[RemotePath]:  # type: ignore[override]
-        """What is directly in it."""
+        """Yields the paths of the entries in this directory."""
         for name in self.names():
             yield self / name
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:  # type: ignore[override]
-        """What is in it and called like `pattern`, such as `d/*`, part by part."""
+        """Yields the entries with relative paths like `pattern`, for example `d/*`.
+
+        Compares part by part: `*` does not match `/`.
+        """
         wanted = PurePosixPath(pattern).parts
         found = {tuple(key.split("/")[: len(wanted)]): None for key in self.keys()}
         for parts in found:
@@ -135,16 +139,16 @@ class RemotePath(_Base):
                 yield self.joinpath(*parts)
 
     def rglob(self, pattern: str) -> Iterator[RemotePath]:  # type: ignore[override]
-        """The objects below it whose names are like `pattern`."""
+        """Yields the objects below this path with names like `pattern`."""
         for key in self.keys():
             if (child := self / key).match(pattern):
                 yield child
 
     def stat(self) -> Status:  # type: ignore[override]
-        """Its size, for which all of it is read.
+        """Returns type and size; reads the whole object for the size.
 
         Raises:
-            FileNotFoundError: There is neither an object nor anything below it.
+            FileNotFoundError: Neither an object nor keys below exist.
         """
         found = self.store.read(self.key)
         if found is not None:
@@ -158,10 +162,10 @@ class RemotePath(_Base):
     # ---- reading and writing ------------------------------------------------------
 
     def read_bytes(self) -> bytes:
-        """All of an object.
+        """Returns the content of the object.
 
         Raises:
-            FileNotFoundError: There is none.
+            FileNotFoundError: The object is missing.
         """
         found = self.store.read(self.key)
         if found is None:
@@ -169,11 +173,11 @@ class RemotePath(_Base):
         return found.value
 
     def pieces(self, size: int) -> Iterator[bytes]:
-        """All of an object, part after part; see `Store.pieces`.
+        """Yields the content of the object part by part; see `Store.pieces`.
 
         Raises:
-            FileNotFoundError: There is none.
-            StoreError: It was replaced meanwhile, or the store is out of reach.
+            FileNotFoundError: The object is missing.
+            StoreError: The object was replaced meanwhile, or the store is unreachable.
         """
         found = None
         for found in self.store.pieces(self.key, size):
@@ -182,34 +186,34 @@ class RemotePath(_Base):
             raise _missing(self)
 
     def read_text(self, encoding: str = "utf-8") -> str:  # type: ignore[override]
-        """All of an object, as text."""
+        """Returns the content of the object as text."""
         return self.read_bytes().decode(encoding)
 
     def open(self, mode: str = "r", **given: Any) -> IO[Any]:  # type: ignore[override]
-        """An object, to be read from memory."""
+        """Reads the object into memory and returns a file for reading."""
         if mode not in ("r", "rb"):
             raise OSError(errno.EINVAL, "objects are not written in parts", str(self))
         content = io.BytesIO(self.read_bytes())
         return content if mode == "rb" else io.TextIOWrapper(content, "utf-8")
 
     def write_bytes(self, content: bytes | bytearray) -> int:  # type: ignore[override]
-        """Writes an object in one step, whatever was there."""
+        """Writes or replaces the object atomically."""
         self.store.write(self.key, bytes(content))
         return len(content)
 
     def write_text(self, content: str, encoding: str = "utf-8") -> int:  # type: ignore[override]
-        """The same, for text."""
+        """Writes the object as text."""
         return self.write_bytes(content.encode(encoding))
 
     def touch(self) -> None:  # type: ignore[override]
-        """Makes an empty object, if none is there."""
+        """Creates an empty object, unless the object exists."""
         self.store.create(self.key, b"")
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Removes an object.
+        """Removes the object.
 
         Raises:
-            FileNotFoundError: There is none.
+            FileNotFoundError: The object is missing.
         """
         if not missing_ok and not self.is_file():
             raise _missing(self)
@@ -218,7 +222,7 @@ class RemotePath(_Base):
     def mkdir(
         self, mode: int = 0, parents: bool = False, exist_ok: bool = False
     ) -> None:
-        """Nothing: a directory is there when something is in it."""
+        """Does nothing: a directory exists with the first object inside."""
 
 
 def _missing(path: RemotePath) -> FileNotFoundError:
@@ -226,22 +230,22 @@ def _missing(path: RemotePath) -> FileNotFoundError:
 
 
 def is_remote(path: object) -> TypeGuard[RemotePath]:
-    """Whether a path is one in an object store."""
+    """Returns True for a path in an object store."""
     return isinstance(path, RemotePath)
 
 
 def looking(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Has what is under a path in a store be listed once; see `Store.looking`."""
+    """Caches the listing of a path in an object store; see `Store.looking`."""
     if is_remote(path):
         return path.store.looking(path.prefix)
     return contextlib.nullcontext()
 
 
 def result(future: ts.Future[_T], path: Path, size: int = 0) -> _T:
-    """What TensorStore has read under `path`; from stores, in time.
+    """Returns the result of a TensorStore read; in stores, before a deadline.
 
     Raises:
-        StoreError: The store took too long.
+        StoreError: The store exceeded the deadline.
     """
     if is_remote(path):
         return path.store.connection.wait(f"read {path}", future, size)
@@ -249,19 +253,19 @@ def result(future: ts.Future[_T], path: Path, size: int = 0) -> _T:
 
 
 def from_text(text: str) -> Path:
-    """The path that was written down as `text`, by `str`."""
+    """Converts the result of `str(path)` back to the path."""
     if text.partition("://")[0] in store_settings.SCHEMES and "://" in text:
         return parse(text)
     return Path(text)
 
 
 def parse(url: str) -> Path:
-    """The path that the URL of an object store means.
+    """Converts the URL of an object store to a path.
 
-    Typed as a local one: it has the methods that are used here.
+    Typed as a local path, because it has the methods that are used here.
 
     Raises:
-        OptionError: It names no bucket, or leads elsewhere.
+        OptionError: The URL is invalid or names no bucket.
     """
     try:
         url.encode()
@@ -278,10 +282,10 @@ def parse(url: str) -> Path:
 
 
 def resolve(path: PathLike) -> Path:
-    """The absolute path that `path` means, local or in an object store.
+    """Returns the absolute form of `path`, local or in an object store.
 
     Raises:
-        OptionError: It is a URL of a kind that is not supported, or has a backslash.
+        OptionError: `path` is empty, has a backslash, or is a URL of another scheme.
     """
     if isinstance(path, RemotePath):
         return path

@@ -73,7 +73,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def is_unread(error: BaseException) -> bool:
-    """Returns True for a system error while reading, which proves no damage."""
+    """Returns True for a system error while reading, not proof of damage."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, OSError) and not isinstance(found, errors.CheckpointError):

@@ -1,4 +1,4 @@
-"""Finished directories get their names, lose them or exchange them, durably."""
+"""Durable renames of finished directories: publish, withdraw, exchange."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _AT_FDCWD = -100
 
 
 class NotDurableError(OSError):
-    """A directory has got its name, and nobody knows whether that is durable."""
+    """A directory was renamed, but a crash may undo the rename."""
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Renames a finished directory to its name, durably.
+    """Renames a finished directory to the final name, durably.
 
     Raises:
-        CheckpointExistsError: Something that is no empty directory is there.
+        CheckpointExistsError: `final` exists and is not an empty directory.
     """
     try:
         temporary.rename(final)
@@ -37,18 +37,18 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def exchange(temporary: Path, final: Path, aside: Path | None = None) -> None:
-    """Puts a finished directory in the place of another, which gets its old name.
+    """Exchanges the names of a finished directory and an existing directory.
 
-    One step where the system has `renameat2`. Elsewhere three, and a crash between
+    A single step where the system has `renameat2`; elsewhere three, and a crash between
     them may leave `final` without its name.
 
     Args:
-        temporary: The finished one.
-        final: The other.
-        aside: What the other is called meanwhile, if it takes more than one step.
+        temporary: The finished directory.
+        final: The existing directory.
+        aside: Intermediate name of the existing directory, if there are three steps.
 
     Raises:
-        NotDurableError: It was done, or half of it, and may not last.
+        NotDurableError: The exchange was done, or half of it, and may not last.
     """
     aside = aside or temporary.with_name(temporary.name + "-replaced")
 
@@ -60,21 +60,21 @@ def exchange(temporary: Path, final: Path, aside: Path | None = None) -> None:
 
 
 def withdraw(final: Path, aside: Path) -> None:
-    """Takes a directory's name away, durably, so that nothing lists it any more.
+    """Renames a directory durably; listings no longer contain the old name.
 
     Raises:
-        OSError: It has its name still.
-        NotDurableError: It has not, perhaps, and that may not last.
+        OSError: The directory still has its name.
+        NotDurableError: The directory may have lost its name, or regain it in a crash.
     """
     final.rename(aside)
     _settle(final, lambda: aside.rename(final))
 
 
 def exchanged_at_once(one: Path, other: Path) -> bool:
-    """Has two directories get each other's names in one step, where that is possible.
+    """Exchanges the names of two directories atomically; False if unsupported.
 
     Raises:
-        OSError: It is possible, and has failed.
+        OSError: The exchange is supported, but failed.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
@@ -89,11 +89,11 @@ def exchanged_at_once(one: Path, other: Path) -> bool:
 
 
 def _settle(final: Path, undo: Callable[[], object]) -> None:
-    """Makes the names beside `final` durable, or as they were before.
+    """Makes the names beside `final` durable, or calls `undo`.
 
     Raises:
-        OSError: They are as they were before, and that is durable.
-        NotDurableError: They are not, or that is not.
+        OSError: The names are as before, durably.
+        NotDurableError: The names are not as before, or a crash may change them.
     """
     try:
         files.sync_directory(final.parent)

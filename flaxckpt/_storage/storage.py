@@ -1,12 +1,12 @@
-"""What the package asks of storage: one protocol, and an implementation for each kind.
+"""Protocol for storage, with an implementation for each kind.
 
-`of(path)` returns the storage that holds `path`. An implementation has no state: every
-method takes the path, as zarr's stores take the key. So `of` costs one `isinstance`,
-and a caller may use the storage of a directory for all that is below it.
+`of(path)` returns the storage of `path`. An implementation has no state: every method
+takes the path, as zarr's stores take the key. So `of` costs one `isinstance`, and a
+caller may use the storage of a directory for everything below it.
 
-Callers do not ask which kind of storage they have. Where behaviour differs, a method
-does the thing in both ways; the few attributes say what a storage can do, for callers
-that choose between two ways of their own.
+Callers do not ask for the kind of storage. Where behaviour differs, a method handles
+both cases; the few attributes describe capabilities, for callers that choose between
+two ways of their own.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _Path = TypeVar("_Path", bound=Path, contravariant=True)
 
 
 class Storage(Protocol[_Path]):
-    """Reads, writes, lists, commits and deletes what is under paths.
+    """Reads, writes, lists, commits and deletes files and checkpoints.
 
     Attributes:
-        has_directories: A directory exists by itself, not because files are in it.
+        has_directories: A directory can exist without files in it.
         has_hard_links: A file may have several names.
-        can_rename: A file or directory can get another name.
+        can_rename: Files and directories can be renamed.
         can_map: Files can be mapped into memory.
-        costs_requests: Each look at a file takes a request to another machine.
-        commits_by_marker: A checkpoint counts when its marker is written, not when it
-            gets its name.
+        costs_requests: Each access to a file takes a request to another machine.
+        commits_by_marker: A checkpoint counts once its commit marker is written, not
+            once it has its final name.
     """
 
     has_directories: bool
@@ -54,150 +54,150 @@ class Storage(Protocol[_Path]):
     costs_requests: bool
     commits_by_marker: bool
 
-    # ---- what is there ------------------------------------------------------------
+    # ---- listing ------------------------------------------------------------------
 
     def exists(self, path: _Path, /) -> bool:
-        """Whether there is a file or directory `path`, or a link, even to nothing."""
+        """Returns True if `path` exists, even as a dangling link."""
 
     def names(self, directory: _Path, /) -> list[str]:
-        """The names in a directory.
+        """Returns the names in a directory.
 
         Raises:
-            FileNotFoundError: There is none.
+            FileNotFoundError: The directory is missing.
         """
 
     def directories(self, directory: _Path, /) -> Iterator[str]:
-        """Yields the names of the directories in one, but not of links to any."""
+        """Yields the names of the subdirectories, except links to directories."""
 
     def identity(self, path: _Path, /) -> tuple[int, ...] | None:
-        """Numbers of a file and its content; None if there is none.
+        """Returns numbers to identify a file and the content; None for a missing file.
 
-        Of a checkpoint in an object store, those of its commit marker.
+        For a checkpoint in an object store, the numbers of its commit marker.
         """
 
     def is_taken(self, path: _Path, /) -> bool:
-        """Whether a file written to `path` would replace something."""
+        """Returns True if a file written to `path` would replace an existing entry."""
 
     def contents(
         self, directory: _Path, wanted: Callable[[str], bool], /
     ) -> dict[str, Collection[str]]:
-        """Maps each directory in `directory` with a `wanted` name to the names in it.
+        """Maps each subdirectory with a `wanted` name to the names inside.
 
         Raises:
-            FileNotFoundError: There is no such directory.
+            FileNotFoundError: `directory` is missing.
         """
 
     def files_below(self, directory: _Path, /) -> Iterator[str]:
-        """Yields the path of each file below `directory`, relative to it, with `/`.
+        """Yields the relative path of each file below `directory`, with `/`.
 
-        Links to files are files; links to directories are left out.
+        Includes links to files, but no links to directories.
         """
 
     def entries_below(self, directory: _Path, /) -> Iterator[tuple[str, bool]]:
-        """Yields the path of all that is below `directory`, and whether it is a file.
+        """Yields the relative path of each entry below `directory`, and True for files.
 
         Raises:
-            ValueError: A link to a directory is there.
-            OSError: It cannot be listed.
+            ValueError: An entry is a link to a directory.
+            OSError: A directory cannot be listed.
         """
 
     def files_and_links(self, directory: _Path, /) -> dict[str, bool]:
         """Maps the path of each file or link below `directory` to True for a link."""
 
     def all_files(self, path: _Path, /) -> Iterator[Path]:
-        """Yields `path`, if it is a file, and each file below it.
+        """Yields each file at or below `path`.
 
         Raises:
             OSError: A directory cannot be listed.
         """
 
     def known_size(self, file: _Path, within: _Path | None, /) -> int | None:
-        """The size of a file; None if only reading the file shows it.
+        """Returns the size of a file; None if unknown without reading the file.
 
         Args:
             file: The file.
-            within: A directory that a link must not lead out of; None: it may.
+            within: Directory that must contain the target of a link; None for no check.
 
         Raises:
-            ValueError: It is no regular file, or is a link out of `within`.
-            OSError: It cannot be opened.
+            ValueError: The file is not regular, or is a link out of `within`.
+            OSError: The file cannot be opened.
         """
 
     def known_size_below(self, directory: _Path, /) -> int:
-        """The size of all files below `directory`; 0 if only reading them shows it."""
+        """Returns the size of all files below `directory`; 0 for unknown sizes."""
 
     def disk_files(self, path: _Path, /) -> dict[tuple[int, int], int] | None:
-        """Maps device and inode of each file at or below `path` to its size.
+        """Maps device and inode of each file at or below `path` to the size.
 
-        None where storage does not say. Links are not followed.
+        Returns None for storage without inodes. Does not follow links.
         """
 
     def fingerprint(self, file: _Path, /) -> tuple[tuple[int, ...], int]:
-        """Numbers that change with the content of a file, and its size.
+        """Returns numbers to detect changes of a file's content, and the size.
 
         Raises:
-            OSError: It cannot be looked at.
+            OSError: The file is inaccessible.
         """
 
     def real_path(self, path: _Path, /) -> str:
-        """`path` with all symbolic links resolved."""
+        """Returns `path` with all symbolic links resolved."""
 
     def kind(self, path: _Path, /) -> str:
-        """The kind of file system, or `object store`; empty if it is not known."""
+        """Returns the kind of file system, or `object store`; empty if unknown."""
 
     def is_local(self, path: _Path, /) -> bool:
-        """Whether `path` is in a file system of this machine, where mapping is safe."""
+        """Returns True for a file system of this machine, where files can be mapped."""
 
     def free_bytes(self, path: _Path, /) -> int | None:
-        """Bytes that may be written where `path` is; None where there is no end."""
+        """Returns the free bytes at `path`; None for no limit."""
 
     def check_root(self, root: _Path, checkpoint: _Path, /) -> int:
-        """Refuses links out of a checkpoint right in the directory of its arrays.
+        """Checks the directory of the arrays for links out of a checkpoint.
 
-        What is in the directories of arrays is left to `check_array`. It costs one
-        listing for all arrays that are read before the directory changes.
+        Does not check the directories of single arrays: see `check_array`. One listing
+        serves all arrays that are read before the directory changes.
 
         Args:
-            root: The directory that holds the arrays, or the database of them.
-            checkpoint: What no link may lead out of.
+            root: The directory of the arrays, or of the database of arrays.
+            checkpoint: The directory that must contain the target of every link.
 
         Returns:
-            The size of the database, if it is one; of other files, there are few.
+            The size of the database, or of the few files directly in `root`.
 
         Raises:
             ValueError: A link leads out of `checkpoint`.
-            OSError: There is no such directory.
+            OSError: The directory is missing.
         """
 
     def check_array(self, root: _Path, name: str, checkpoint: _Path, /) -> int:
-        """Refuses links out of a checkpoint in the directory of an array.
+        """Checks the directory of an array for links out of a checkpoint.
 
         Returns:
-            The size of all files there.
+            The size of all files in the directory.
 
         Raises:
             ValueError: A link leads out of `checkpoint`.
-            OSError: There is no such directory.
+            OSError: The directory is missing.
         """
 
     def check_file(self, path: _Path, checkpoint: _Path, /) -> None:
-        """Refuses a file that is behind a link out of a checkpoint, or not regular.
+        """Raises ValueError for a non-regular file, or a link out of the checkpoint.
 
         Raises:
-            ValueError: It is refused.
+            ValueError: The file is not regular, or a link leads out of `checkpoint`.
         """
 
     def kvstore(self, directory: _Path, below: str, /) -> dict[str, JSON]:
-        """TensorStore's spec of the key-value store at `below` in `directory`."""
+        """Returns TensorStore's spec of the key-value store `below` in `directory`."""
 
     # ---- reading ------------------------------------------------------------------
 
     def read(self, file: _Path, /, *, max_bytes: int) -> bytes:
-        """The content of a file.
+        """Returns the content of a file.
 
         Raises:
-            FileNotFoundError: There is none.
-            DamagedCheckpointError: It is larger than `max_bytes`, or not regular.
+            FileNotFoundError: The file is missing.
+            DamagedCheckpointError: The file is larger than `max_bytes`, or not regular.
         """
 
     def opened(
@@ -206,193 +206,195 @@ class Storage(Protocol[_Path]):
         """Opens a regular file for reading, `buffer_bytes` at a time.
 
         Raises:
-            FileNotFoundError: There is none.
-            DamagedCheckpointError: It is not regular.
+            FileNotFoundError: The file is missing.
+            DamagedCheckpointError: The file is not regular.
         """
 
     def digest_file(self, file: _Path, /, *, max_bytes: int) -> str | None:
-        """The checksum of a file's content; None if it is larger than `max_bytes`.
+        """Returns the checksum of a file; None for a file larger than `max_bytes`.
 
         Raises:
-            FileNotFoundError: There is none.
-            DamagedCheckpointError: It is not regular.
+            FileNotFoundError: The file is missing.
+            DamagedCheckpointError: The file is not regular.
         """
 
     def stream(self, file: _Path, within: _Path, size: int, /) -> Iterator[memoryview]:
-        """Yields the content of a file in `within`, in parts that last until the next.
+        """Yields the content of a file in parts, each valid until the next.
 
         Args:
             file: The file.
-            within: A directory that a link must not lead out of.
-            size: The expected size, which saves a request; 0 if it may be small.
+            within: Directory that must contain the target of a link.
+            size: The expected size, which saves a request; 0 for a file of unknown,
+                perhaps small, size.
 
         Raises:
-            ValueError: It is no regular file, or is a link out of `within`.
-            OSError: It cannot be read.
+            ValueError: The file is not regular, or is a link out of `within`.
+            OSError: The file cannot be read.
         """
 
     def read_small(self, file: _Path, max_bytes: int, within: _Path, /) -> bytes:
-        """Returns the content of a small file in `within`, or its beginning.
+        """Returns the content of a small file, at least the first `max_bytes`.
 
         Raises:
-            ValueError: It is no regular file, or is a link out of `within`.
-            OSError: It cannot be read.
+            ValueError: The file is not regular, or is a link out of `within`.
+            OSError: The file cannot be read.
         """
 
     def read_range(self, file: _Path, offset: int, size: int, /) -> bytes:
         """Returns `size` bytes of a file from `offset`, or fewer where the file ends.
 
         Raises:
-            ValueError: It is no regular file.
-            OSError: It cannot be read.
+            ValueError: The file is not regular.
+            OSError: The file cannot be read.
         """
 
     def read_into(self, file: _Path, views: Sequence[memoryview], /) -> None:
-        """Fills `views` with an array's file, which must have exactly their size.
+        """Fills `views` with the file of an array; the sizes must be equal.
 
         Raises:
-            ValueError: It has another size, or is a link out of the array's parent.
-            OSError: It is missing, or cannot be read.
+            ValueError: The sizes differ, or a link leads out of the array's parent.
+            OSError: The file is missing, or cannot be read.
         """
 
     def last_lines(self, file: _Path, max_bytes: int, /) -> list[bytes]:
-        """The last lines of a file, as many as fit into `max_bytes`.
+        """Returns the last lines of a file, as many as fit into `max_bytes`.
 
         Raises:
-            OSError: It cannot be read; FileNotFoundError if it is not there.
+            OSError: The file cannot be read; FileNotFoundError for a missing file.
         """
 
     def forget_cached(self, file: _Path, /) -> None:
-        """Drops a file from the page cache of this machine, if it is in one."""
+        """Drops a file from the page cache of this machine, if cached."""
 
     # ---- writing ------------------------------------------------------------------
 
     def write(self, file: _Path, content: bytes, /) -> None:
-        """Writes a new file and syncs it; its directory is the caller's to sync."""
+        """Writes and syncs a new file; the caller syncs the directory."""
 
     def replace(self, file: _Path, content: bytes, /) -> None:
-        """Writes a file anew in one step: readers see the old content or the new.
+        """Writes a file atomically: readers see the old content or the new.
 
-        Several may do so at a time: one of them is the last.
+        If several processes write at a time, the last write counts.
         """
 
     def locked(self, file: _Path, /) -> AbstractContextManager[None]:
-        """Has whoever locks the file, too, wait until the `with` block ends.
+        """Locks a file against concurrent callers during the `with` block.
 
-        Where the file system has no such locks, nobody waits. In an object store, the
-        file's checkpoint is locked.
+        Does nothing on a file system without file locks. In an object store, locks the
+        checkpoint of the file.
 
         Raises:
             OSError: The file cannot be opened.
         """
 
     def make_directory(self, path: _Path, /) -> None:
-        """Makes a directory and its parents, each of them durable.
+        """Makes a directory and the missing parents durably.
 
         Raises:
-            OSError: One cannot be made, or is a file.
+            OSError: A directory cannot be made, or its path is a file.
         """
 
     def sync_directory(self, path: _Path, /) -> None:
         """Makes the names in a directory durable."""
 
     def sync_tree(self, root: _Path, /) -> int:
-        """Syncs every file and directory under `root`, whoever wrote them.
+        """Syncs every file and directory under `root`, by any writer.
 
         Returns:
-            The size of all files that have no other name elsewhere, in bytes. In an
-            object store, what was written there since the checkpoint was begun.
+            The size in bytes of all files without other hard links. In an object store,
+            the bytes written since the checkpoint was begun.
         """
 
     def remove_tree(self, path: _Path, /) -> None:
-        """Removes a directory and all in it, if it is there.
+        """Removes an existing directory and everything inside.
 
         Raises:
-            OSError: It is a link or a file, which are never followed or removed.
+            OSError: The path is a link or a file, which are never followed or removed.
         """
 
     def write_parts(self, file: _Path, parts: Sequence[memoryview], /) -> None:
-        """Writes a new file of `parts`; a small one is durable after a later sync.
+        """Writes a new file from `parts`; a small file becomes durable by a later sync.
 
         Raises:
-            OSError: It exists, or cannot be written.
+            OSError: The file exists, or cannot be written.
         """
 
     def append_lines(self, file: _Path, lines: bytes, max_bytes: int, /) -> None:
-        """Appends whole lines, whoever else appends to the file.
+        """Appends whole lines; concurrent writers may append to the same file.
 
-        Where appending means writing all anew, the oldest lines go from `max_bytes` on.
+        Storage that has to rewrite the file drops the oldest lines beyond `max_bytes`.
 
         Raises:
-            OSError: They cannot be written.
+            OSError: The lines cannot be written.
         """
 
     def sync_files(self, paths: Iterable[_Path], threads: int, /) -> None:
         """Makes files and directories durable, `threads` at a time."""
 
     def add_directory(self, path: _Path, files: Mapping[str, bytes], /) -> bool:
-        """Makes a directory with `files` in it, durably, in a single step if possible.
+        """Makes a directory with `files` durably, in a single step if possible.
 
-        Where it takes several steps, the files appear in their order.
+        With several steps, the files appear in their order.
 
         Returns:
-            False if another process was first; nothing was changed then.
+            False, without any change, if another process was first.
         """
 
     def withdraw_name(self, directory: _Path, aside: _Path, /) -> Path:
-        """Renames a directory to `aside`, durably, where that is how deletion begins.
+        """Renames a directory to `aside` durably, in storage with renames.
 
         Returns:
-            Where the directory is now.
+            The present path of the directory.
         """
 
     # ---- checkpoints --------------------------------------------------------------
 
     def is_committed(self, path: _Path, /) -> bool:
-        """Whether the checkpoint `path` is there and counts."""
+        """Returns True for an existing, committed checkpoint."""
 
     def is_unfinished(self, path: _Path, /) -> bool:
-        """Whether what is at `path` is left of a save that did not commit it."""
+        """Returns True for the objects of an uncommitted save."""
 
     def lists_committed(
         self, names: Collection[str], unmarked: Collection[str], /
     ) -> bool:
-        """Whether a checkpoint that holds `names` counts.
+        """Returns True if a checkpoint with `names` counts as committed.
 
         Args:
-            names: Of the files and directories in it.
-            unmarked: Names that no checkpoint has without its commit marker.
+            names: The names of the files and directories in the checkpoint.
+            unmarked: Names that only occur with a commit marker.
         """
 
     def temporary_directory(self, final: _Path, /) -> AbstractContextManager[Path]:
-        """A new directory that is to be called `final`; what is left of it is removed.
+        """Yields a new directory for `final`; removes the directory unless renamed.
 
-        In an object store, it is `final` itself.
+        In an object store, the directory is `final` itself.
 
         Raises:
-            CheckpointExistsError: In a store, it is there, or is being written.
-            OSError: It cannot be made.
+            CheckpointExistsError: Only in an object store: `final` exists, or another
+                process writes it.
+            OSError: The directory cannot be made.
         """
 
     def discard(self, directory: _Path, /) -> None:
-        """Removes a directory; what cannot be removed is swept another time."""
+        """Removes a directory; a later sweep removes any rest."""
 
     def sweep(self, directory: _Path, is_ours: Callable[[str], bool], /) -> None:
-        """Removes what crashes have left in `directory`, and nothing that is in use.
+        """Removes leftovers of crashes in `directory`, but nothing in use.
 
         Args:
             directory: The directory.
-            is_ours: Whether a name is a checkpoint's.
+            is_ours: Returns True for names of checkpoints.
 
         Raises:
-            OSError: Something could not be removed.
+            OSError: A leftover could not be removed.
         """
 
     def sweep_files(self, directory: _Path, /) -> None:
-        """Removes files that crashes have left: of replaced files, and of readers.
+        """Removes temporary files and reader leases left by crashes.
 
         Raises:
-            OSError: Something could not be removed.
+            OSError: A file could not be removed.
         """
 
     def new_checkpoint(
@@ -404,15 +406,15 @@ class Storage(Protocol[_Path]):
         keep: Callable[[str], bool],
         check: Callable[[Path], object],
     ) -> AbstractContextManager[Path]:
-        """A new directory for the checkpoint `final`; removed if it is not committed.
+        """Yields a new directory for the checkpoint `final`, removed unless committed.
 
-        What crashes have left of earlier saves of `final` is removed.
+        Removes leftovers of crashed saves of `final`.
 
         Args:
             final: The checkpoint.
-            overwrite: Whether to replace one that is there.
-            keep: Which of its files stay, by name.
-            check: Called with one that is about to be removed; raises to keep it.
+            overwrite: Whether to replace an existing checkpoint.
+            keep: Selects files of the replaced checkpoint to keep, by name.
+            check: Called with a checkpoint before its removal; raises to keep it.
         """
 
     def commit(
@@ -423,18 +425,18 @@ class Storage(Protocol[_Path]):
         publish: Callable[[Path, Path], object],
         /,
     ) -> int:
-        """Commits the checkpoint written in `made`, durably; returns its bytes.
+        """Commits the checkpoint written in `made` durably; returns the size in bytes.
 
         Args:
-            made: The directory that `new_checkpoint` made.
+            made: The directory from `new_checkpoint`.
             final: The checkpoint.
             marker: The content of the commit marker, the last file.
-            publish: Called with `made` and `final` to give the directory its name,
-                where that is how a checkpoint is committed.
+            publish: Renames the directory `made` to `final`, in storage that commits by
+                renaming.
 
         Raises:
             CheckpointExistsError: Another process has written `final`.
-            OSError: It could not be committed.
+            OSError: The commit failed.
         """
 
     def copy_checkpoint(
@@ -449,39 +451,39 @@ class Storage(Protocol[_Path]):
         keep: Callable[[str], bool] = lambda name: False,
         publish: Callable[[Path, Path], object] = rename.publish,
     ) -> int:
-        """Copies a checkpoint of this machine to `final` and commits it there.
+        """Copies a checkpoint of this machine to `final` and commits the copy.
 
         Args:
             source: The checkpoint.
-            final: Where the copy shall be.
+            final: The path of the copy.
             files: The files to copy; by default all.
-            marks: More files, by name.
-            overwrite: Whether to replace a checkpoint that is there.
-            keep: Which of its files stay, by name.
-            publish: Called with a copied directory and `final` to give the directory
-                its name, where that is how a checkpoint is committed.
+            marks: Additional files, by name.
+            overwrite: Whether to replace an existing checkpoint.
+            keep: Selects files of the replaced checkpoint to keep, by name.
+            publish: Renames a copied directory to `final`, in storage that commits by
+                renaming.
 
         Returns:
-            Bytes that were written.
+            Number of bytes written.
 
         Raises:
-            CheckpointExistsError: One is there, or another process writes it.
-            OSError: It could not be written.
+            CheckpointExistsError: `final` exists, or another process writes it.
+            OSError: The copy could not be written.
         """
 
     def delete(self, path: _Path, check: Callable[[Path], object], /) -> None:
-        """Deletes a checkpoint: it first stops to count, durably, then its files go.
+        """Deletes a checkpoint: first the name or marker, durably, then the files.
 
-        Files that cannot be removed are swept another time.
+        Files that cannot be removed are left to a later sweep.
 
         Args:
             path: The checkpoint.
-            check: Called with its present path before and after it stops to count;
-                raises SaveFailedError to keep the checkpoint.
+            check: Called with the present path before and after the name or marker is
+                gone; raises SaveFailedError to keep the checkpoint.
 
         Raises:
-            SaveFailedError: It is being read, or `check` keeps it.
-            OSError: It has its name still, or the loss of its name may not last.
+            SaveFailedError: The checkpoint is being read, or `check` keeps it.
+            OSError: The checkpoint still has its name, or may regain it in a crash.
         """
 
     def delete_part(
@@ -491,36 +493,36 @@ class Storage(Protocol[_Path]):
 
         Raises:
             SaveFailedError: The checkpoint is being read.
-            OSError: It could not be deleted.
+            OSError: The directory could not be deleted.
         """
 
 
 _LOCAL: Storage[Path] = LocalStorage()
-# Typed for all paths: `of` returns it for its own only.
+# Typed for all paths, but `of` returns it for a `RemotePath` only.
 _OBJECTS = cast("Storage[Path]", ObjectStorage())
 
 
 def of(path: Path) -> Storage[Path]:
-    """The storage that holds `path`: a file system, or an object store."""
+    """Returns the storage of `path`: a file system, or an object store."""
     return _OBJECTS if isinstance(path, RemotePath) else _LOCAL
 
 
 class Stamp(NamedTuple):
-    """Which file was found under a name, and as of when.
+    """Identity of the file at a path, to detect later changes.
 
     Attributes:
-        path: The name.
-        identity: Of the file and its content; None if there was none.
+        path: The path.
+        identity: Identity of the file and its content; None for a missing file.
     """
 
     path: Path
     identity: tuple[int, ...] | None
 
     def is_current(self) -> bool:
-        """Whether it is still that file, as it was."""
+        """Returns True if the file remains unchanged."""
         return stamp(self.path) == self
 
 
 def stamp(path: Path) -> Stamp:
-    """Notes which file `path` is now; of a checkpoint in a store, its marker."""
+    """Returns the stamp of a file, or of the marker of a checkpoint in a store."""
     return Stamp(path, of(path).identity(path))

@@ -51,12 +51,12 @@ def set_store_options(url: str, options: StoreOptions | None) -> None:
 
 
 def forget(store: Store) -> None:
-    """Forgets an open store, so that the next use opens a new connection."""
+    """Forgets an open store: the next use opens a new connection."""
     _stores.pop((store.url, store.options), None)
 
 
 def of(scheme: str, bucket: str) -> Store:
-    """Returns the store of a URL, with its present options."""
+    """Returns the store of a URL, with the present options."""
     given = _options.get(f"{scheme}://{bucket}") or _options.get(f"{scheme}://")
     options = _completed(scheme, given or StoreOptions())
     key = (f"{scheme}://{bucket}", options)
@@ -75,7 +75,7 @@ def _completed(scheme: str, options: StoreOptions) -> StoreOptions:
     return dataclasses.replace(
         options,
         endpoint=endpoint and endpoint.rstrip("/"),
-        # Other servers than Amazon's do not care, and cannot be asked.
+        # Servers other than Amazon's ignore the region, and do not report any.
         region=region or ("us-east-1" if endpoint else None),
         profile=options.profile or (None if has_keys else _variable("AWS_PROFILE")),
     )

@@ -1,7 +1,6 @@
-"""What lies in a checkpoint, and whether symbolic links lead out of it.
+"""Checks of a checkpoint for symbolic links to the outside.
 
-Links within a checkpoint are followed, and so are hard links, which nobody can tell
-from the file itself.
+Links within a checkpoint are followed. So are hard links, which look like any file.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ _BEST_RATIO = 64
 
 
 def check_root(root: Path, checkpoint: Path) -> int:
-    """Refuses links out of a checkpoint right in the directory of its arrays.
+    """Checks the directory of the arrays for links out of a checkpoint.
 
-    What is in the directories of arrays is left to `check_array`. It costs one listing
-    for all arrays that are read before the directory changes.
+    Does not check the directories of single arrays: see `check_array`. One listing
+    serves all arrays that are read before the directory changes.
 
     Args:
-        root: The directory that holds the arrays, or the database of them.
-        checkpoint: What no link may lead out of.
+        root: The directory of the arrays, or of the database of arrays.
+        checkpoint: The directory that must contain the target of every link.
 
     Returns:
-        The size of the database, if it is one; of other files, there are few.
+        The size of the database, or of the few files directly in `root`.
 
     Raises:
         ValueError: A link leads out of `checkpoint`.
-        OSError: There is no such directory.
+        OSError: The directory is missing.
     """
     status = root.stat()
     return _checked(root, checkpoint, status.st_ino, status.st_mtime_ns)
@@ -38,37 +37,37 @@ def check_root(root: Path, checkpoint: Path) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _checked(root: Path, checkpoint: Path, inode: int, modified: int) -> int:
-    del inode, modified  # keys only
+    del inode, modified  # only keys of the cache
     if root.is_symlink():
         _check(str(root), checkpoint)
-    # The tree of a database may say that its values are anywhere below it.
+    # A database may store its values anywhere below its directory.
     is_database = os.path.lexists(root / "manifest.ocdbt")
     return _size(str(root), checkpoint, deep=is_database)
 
 
 def check_array(root: Path, name: str, checkpoint: Path) -> int:
-    """Refuses links out of a checkpoint in the directory of an array.
+    """Checks the directory of an array for links out of a checkpoint.
 
     Returns:
-        The size of all files there.
+        The size of all files in the directory.
 
     Raises:
         ValueError: A link leads out of `checkpoint`.
-        OSError: There is no such directory.
+        OSError: The directory is missing.
     """
     directory = f"{root}/{name}"
     if "/" in name:
-        _check(directory, checkpoint)  # the listing of `root` has only the first part
+        _check(directory, checkpoint)  # `check_root` saw only the first part of `name`
     return _size(directory, checkpoint, deep=bool(name))
 
 
 def check_file(path: Path, checkpoint: Path) -> None:
-    """Refuses a file that is behind a link out of a checkpoint, or is no plain one.
+    """Raises ValueError for a non-regular file, or a link out of the checkpoint.
 
-    To open a pipe would wait for whoever writes into it.
+    Call this before opening: opening a pipe would wait for its writer.
 
     Raises:
-        ValueError: It is refused.
+        ValueError: The file is not regular, or a link leads out of `checkpoint`.
     """
     at = path
     while at != checkpoint and at != at.parent:
@@ -81,13 +80,12 @@ def check_file(path: Path, checkpoint: Path) -> None:
 
 
 def _size(directory: str, checkpoint: Path, *, deep: bool) -> int:
-    """The size of all files in a directory, and in those below it.
+    """Returns the size of the files in a directory, or also below if `deep`.
 
-    Directories behind links are looked through, too: what is in them may be a link that
-    leads out.
+    Follows links to directories, too: these may contain links that lead out.
 
     Raises:
-        ValueError: A link leads out, or something is neither file nor directory.
+        ValueError: A link leads out, or an entry is neither file nor directory.
     """
     size = 0
     seen: set[tuple[int, int]] = set()
@@ -114,9 +112,9 @@ def _size(directory: str, checkpoint: Path, *, deep: bool) -> int:
 
 
 def _check_holes(path: str, status: os.stat_result) -> None:
-    """Refuses a long file of which next to nothing is there.
+    """Raises ValueError for a long file of almost nothing but holes.
 
-    TensorStore takes memory for all of it; no file system compresses that much.
+    TensorStore would allocate memory for all of it; no file system compresses so well.
     """
     if status.st_size > max(_LONG_BYTES, status.st_blocks * 512 * _BEST_RATIO):
         raise ValueError(f"{path} has {status.st_size} bytes, most of which are holes")
@@ -128,9 +126,9 @@ def _check(path: str, checkpoint: Path) -> None:
 
 
 def is_inside(path: str, directory: Path) -> bool:
-    """Whether `path` is in `directory` when links are followed.
+    """Returns True if `path`, with links resolved, exists in `directory`.
 
-    A link to itself, or to nothing, is nowhere.
+    False for a link to itself, or to a missing target.
     """
     found = Path(os.path.realpath(path))
     return found.exists() and f"{found}/".startswith(f"{os.path.realpath(directory)}/")

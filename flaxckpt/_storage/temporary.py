@@ -1,11 +1,11 @@
-"""Directories that are being written or deleted, and what crashes have left of them.
+"""Temporary directories of writes and deletions, and their removal after crashes.
 
-They are called `<name>.orbax-checkpoint-tmp-<what>-<random>`: nobody takes them for
-steps, two writers of one name do not meet, and those of other programs are told apart.
+Their names, `<name>.orbax-checkpoint-tmp-<what>-<random>`, are no names of steps, are
+unique to a writer, and differ from the names that other programs use.
 
-Whoever works with one holds a lock on it, which ends with the process. Where other
-machines may see the directory, such locks are not relied on: it is touched again and
-again there, and what has not been for a while is of somebody who is gone.
+A process locks its directory; the lock ends with the process. Where other machines may
+see the directory, locks are not relied on: the process touches the directory again and
+again, and a directory that has not been touched for a while is abandoned.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _Path = TypeVar("_Path", bound=Path)
 
 TEMPORARY = ".orbax-checkpoint-tmp"
-"""In the name of a directory: not committed, for Orbax as for us."""
+"""Part of the name of an uncommitted directory, as in Orbax."""
 
 WRITING = "writing"
 DELETED = "deleted"
@@ -42,10 +42,10 @@ PREFLIGHT = "preflight"
 RESUME = "resume"
 
 _TRIALS = frozenset((PREFLIGHT, RESUME))
-"""What is there while a run begins, under names that are no checkpoint's."""
+"""Names of temporary directories at the start of a run, not of checkpoints."""
 
 _TEXTS = re.compile(rf"together{re.escape(TEMPORARY)}-.+", re.DOTALL)
-"""What processes tell each other in files, which none of them has locked."""
+"""Directories of messages between processes, which no process locks."""
 
 _TOUCHED_EVERY_SECS = 15.0
 _ABANDONED_SECS = 600.0
@@ -56,14 +56,14 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def beside(path: Path, what: str) -> Path:
-    """A new name beside `path` for what is not, or no longer, to be found there."""
+    """Returns a new temporary name beside `path`, for unfinished or old content."""
     return path.with_name(f"{path.name}{TEMPORARY}-{what}-{secrets.token_hex(4)}")
 
 
 def being_written(root: Path) -> list[str]:
-    """The names that unfinished saves under `root` will have, in any of our ways.
+    """Returns the final names of unfinished saves under `root`, in any storage.
 
-    Those of saves that were cut off are among them.
+    Includes interrupted saves.
 
     Source: Orbax ends the names of its temporary directories in this way, too.
     """
@@ -79,28 +79,29 @@ def being_written(root: Path) -> list[str]:
 _IS_WRITING = re.compile(rf"|-[0-9]+|-{WRITING}(?:-[0-9a-f]{{8}})?")
 
 
-# ---- those of ours ---------------------------------------------------------------
+# ---- directories in use ----------------------------------------------------------
 
 
 @contextlib.contextmanager
 def made(final: Path) -> Iterator[Path]:
-    """A new directory, to be filled and to be called `final`, in the `with` block.
+    """Yields a new directory, to be renamed to `final` in the `with` block.
 
-    Whatever has its name at the end is removed: it was not finished, or was replaced.
+    At the end, removes any directory with the temporary name: the unfinished directory,
+    or the directory that it replaced.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: The directory cannot be made.
     """
     while True:
         path = beside(final, WRITING)
         path.mkdir()
         with claimed(path) as is_ours:
-            if not is_ours:  # somebody swept it at once
+            if not is_ours:  # another process swept it at once
                 continue
             try:
                 yield path
             except rename.NotDurableError:
-                raise  # it may be all that there is after a power cut
+                raise  # after a power cut, this may be the only copy
             except BaseException:
                 discard(path)
                 raise
@@ -110,13 +111,13 @@ def made(final: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def claimed(path: Path) -> Iterator[bool]:
-    """Lets nobody sweep a directory in the `with` block, whatever it is called then.
+    """Protects a directory from sweeps in the `with` block, even if renamed.
 
     Yields:
-        Whether it is ours: nobody else has claimed or removed it.
+        True unless another process has claimed or removed the directory.
 
     Raises:
-        OSError: It is no directory, or cannot be opened.
+        OSError: `path` is not a directory, or cannot be opened.
     """
     try:
         descriptor = os.open(path, _FLAGS)
@@ -128,13 +129,16 @@ def claimed(path: Path) -> Iterator[bool]:
             yield _lock(descriptor) and _is_at(path, descriptor)
     finally:
         with contextlib.suppress(OSError):
-            # Closing alone would not, if this process was forked meanwhile.
+            # Closing alone does not unlock if a fork has inherited the descriptor.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
 def _lock(descriptor: int) -> bool:
-    """Locks a directory; false if somebody has. There may be no locks here."""
+    """Locks a directory; False if another process holds the lock.
+
+    True without a lock if the file system has no locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -153,18 +157,18 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def _touching(path: Path, descriptor: int) -> Iterator[None]:
-    """Keeps a directory young, where age counts."""
+    """Touches a directory regularly where sweeps depend on age."""
     if filesystem.is_local(path):
         yield
         return
 
     def touch() -> None:
-        # Without times: the file system's clock counts, not this machine's.
+        # Without times: the file system sets the time by its own clock.
         with contextlib.suppress(OSError):
             os.utime(descriptor)
 
     heartbeat = None
-    with contextlib.suppress(RuntimeError):  # no thread: it is young for a while
+    with contextlib.suppress(RuntimeError):  # no new threads: stays young for a while
         heartbeat = _util.threads.Heartbeat(
             touch, _TOUCHED_EVERY_SECS, "flaxckpt touch"
         )
@@ -176,30 +180,30 @@ def _touching(path: Path, descriptor: int) -> Iterator[None]:
 
 
 def discard(path: _Path, remove_tree: Callable[[_Path], object] | None = None) -> None:
-    """Removes what nobody needs; what cannot be removed is swept another time."""
+    """Removes a directory; a later sweep removes any rest."""
     try:
         (remove_tree or files.remove_tree)(path)
     except OSError as error:
         _log.warning("%s is left for now: %s", path, error)
 
 
-# ---- those of the dead -----------------------------------------------------------
+# ---- leftovers of crashes --------------------------------------------------------
 
 
 def sweep(root: Path, is_ours: Callable[[str], bool]) -> None:
-    """Removes what crashes have left under `root`, and nothing that is worked with.
+    """Removes abandoned temporary directories under `root`.
 
     Args:
         root: A directory.
-        is_ours: Whether checkpoints are called so.
+        is_ours: Returns True for names of checkpoints.
 
     Raises:
-        OSError: Something could not be removed.
+        OSError: A directory could not be removed.
     """
     found = leftovers(files.directories(root), is_ours)
     if not found:
         return
-    # What they were replaced by, or a deletion, may not be durable yet.
+    # Their replacements, or deletions, may not be durable yet.
     files.sync_directory(root)
     for path in (root / name for name in found):
         with claimed(path) as is_free:
@@ -208,7 +212,7 @@ def sweep(root: Path, is_ours: Callable[[str], bool]) -> None:
 
 
 def leftovers(names: Iterable[str], is_ours: Callable[[str], bool]) -> list[str]:
-    """Which of `names` are of temporary directories; `is_ours` knows checkpoints."""
+    """Returns the `names` of temporary directories; `is_ours` knows checkpoints."""
     return [
         name
         for name in names
@@ -221,7 +225,7 @@ def leftovers(names: Iterable[str], is_ours: Callable[[str], bool]) -> list[str]
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether nobody works with a directory that nobody has locked."""
+    """Returns True if no process uses this unlocked directory."""
     match = _NAME.fullmatch(path.name)
     if match and match["what"]:
         if filesystem.is_local(path):
@@ -236,7 +240,7 @@ def _end(path: Path) -> None:
     match = _NAME.fullmatch(path.name)
     if match and match["what"] == REPLACED:
         final = path.with_name(match["stem"])
-        if not os.path.lexists(final):  # cut off before the new one had its name
+        if not os.path.lexists(final):  # interrupted before the new one got its name
             path.rename(final)
             files.sync_directory(final.parent)
             _log.warning("%s has its name again: replacing it was cut off", final)
@@ -246,10 +250,10 @@ def _end(path: Path) -> None:
 
 
 def sweep_files(directory: Path) -> None:
-    """Removes what crashes have left: of files that were to be replaced, of readers.
+    """Removes temporary files and reader leases left by crashes.
 
     Raises:
-        OSError: Something could not be removed.
+        OSError: A file could not be removed.
     """
     try:
         names = os.listdir(directory)  # noqa: PTH208

@@ -19,11 +19,14 @@ from flaxckpt._storage import commit_marker, paths, store_settings
 
 _BUCKET = "flaxckpt-staging-"
 _THREADS = 32
-_THREADS_OF_FILES = 8  # each holds a whole one
+_THREADS_OF_FILES = 8  # each holds a whole file
 
 
 def is_needed(root: Path) -> bool:
-    """Returns True if `root` is in a store to which TensorStore must not write."""
+    """Returns True for a path in a store, except in the store for `staged`.
+
+    TensorStore must not write to such a path directly.
+    """
     return paths.is_remote(root) and not root.store.url.startswith(
         f"memory://{_BUCKET}"
     )
@@ -57,7 +60,7 @@ def upload(
     marks: Mapping[str, bytes] = MappingProxyType({}),
     keep: Callable[[str], bool] = lambda name: False,
 ) -> int:
-    """Uploads a local checkpoint to an object store, and commits it.
+    """Uploads a local checkpoint to an object store and commits the upload.
 
     Args:
         directory: The local checkpoint.
