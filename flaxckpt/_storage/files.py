@@ -49,17 +49,19 @@ def open_regular_file(path: Path | str, *, within: Path | None = None) -> int:
         ValueError: The file is not regular, or is a link out of `within`.
         OSError: The file cannot be opened.
     """
+    flags = _READ_FLAGS if within is None else _READ_FLAGS | os.O_NOFOLLOW
     try:
-        descriptor = os.open(
-            path, _READ_FLAGS if within is None else _READ_FLAGS | os.O_NOFOLLOW
-        )
+        descriptor = os.open(path, flags)
     except OSError as error:
         if error.errno != errno.ELOOP or within is None:
             raise
+        descriptor = -1
+    if descriptor < 0 and within is not None:
+        # Not in the handler: `is_unread` would take the error for one of the system.
         if not symlinks.is_inside(str(path), within):
             raise ValueError(
                 f"{path} is a symbolic link that leads out of the checkpoint"
-            ) from None
+            )
         descriptor = os.open(path, _READ_FLAGS)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

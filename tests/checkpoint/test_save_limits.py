@@ -468,7 +468,7 @@ def test_what_a_conversion_makes_is_read_before_it_gets_its_name(
         "read_stored",
         lambda path, step: read_stored(path, step) if path.name == "c" else refuse(),
     )
-    with pytest.raises(errors.SaveFailedError, match="not kept: more than 64 MiB"):
+    with pytest.raises(errors.SaveFailedError, match="removed: more than 64 MiB"):
         flaxckpt.convert(tmp_path / "c", tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 

@@ -15,6 +15,7 @@ from flax import serialization
 
 import flaxckpt
 from flaxckpt import errors, formats
+from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt._storage import files as storage_files
 from flaxckpt._storage import local as storage_local
 from flaxckpt.formats._native import checkpoint as native_checkpoint
@@ -257,7 +258,14 @@ def slow_saves(monkeypatch):
         go.wait(60)
         return size
 
+    write_marker = storage_commit_marker.commit
+
+    def commit(*args):
+        go.wait(60)
+        return write_marker(*args)
+
     monkeypatch.setattr(storage_files, "sync_tree", sync_tree)
+    monkeypatch.setattr(storage_commit_marker, "commit", commit)
     yield go
     go.set()
 

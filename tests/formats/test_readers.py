@@ -336,7 +336,7 @@ def told(output: str, outcomes: dict[str, Any]) -> bool:
 
 
 def hostile_names(format_name: str) -> list[str]:
-    module = __import__(f"hostile.{format_name}", fromlist=["CASES"])
+    module = __import__(f"tests.hostile.{format_name}", fromlist=["CASES"])
     return list(module.CASES)
 
 
