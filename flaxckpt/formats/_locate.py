@@ -157,7 +157,12 @@ def _advice(path: Path, index: _Index) -> str:
 
 
 def _newest(root: Path, index: _Index) -> Located:
-    """Returns the newest readable step; logs newer steps that are damaged."""
+    """Returns the newest recognised, unmarked step; logs damaged newer steps.
+
+    Raises:
+        DamagedCheckpointError, CheckpointNotFoundError, CheckpointFormatError: No such
+            step exists.
+    """
     marked: list[Path] = []
     unknown: list[int] = []
     newest = None

@@ -29,7 +29,7 @@ _UNSAFE_CHARACTERS = re.compile(r"[/\\\n\0]")
 
 
 def check(infos: Sequence[LeafInfo], names: Sequence[str], *, ocdbt: bool) -> None:
-    """Raises LeafNameError for names that collide on disk or stop readers.
+    """Raises LeafNameError for names that collide on disk or that readers refuse.
 
     Args:
         infos: The leaves.
