@@ -94,7 +94,7 @@ Value: TypeAlias = Any
 
 @contextlib.contextmanager
 def scanner(path: Path, *, buffer_bytes: int = 2**16) -> Iterator[Scanner]:
-    """Opens a file and returns a scanner.
+    """Opens a file in a context, and returns a scanner of the file.
 
     Args:
         path: The file.

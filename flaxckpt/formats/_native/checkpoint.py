@@ -36,7 +36,7 @@ UNDIGESTED = frozenset(
         native_items.METRICS_DIGESTS,
     )
 )
-"""Files of a checkpoint other than arrays without digests in the manifest."""
+"""Files without digests in the manifest, apart from arrays."""
 
 _DATABASE = re.compile(
     rf"{STATE}/(?:manifest\.ocdbt|(?:{re.escape(_arrays.zarr.ocdbt.PART)}\d+/)?d/.+)",
@@ -317,7 +317,7 @@ are_digests_of_metrics = native_metrics.are_digests
 
 
 def file_to_lock(path: Path) -> Path:
-    """Returns a file of the checkpoint `path` that always exists, never replaced."""
+    """Returns a file to lock for the checkpoint `path`: never missing or replaced."""
     names = (orbax_json.MANIFEST, native_items.CHECKPOINT)
     return next((path / name for name in names if (path / name).is_file()), path)
 

@@ -296,7 +296,7 @@ def _has_had_metrics(path: Path) -> str | None:
     """Returns the file that records metrics of a native checkpoint, or None."""
     if _steps.markers.is_measured(path):
         return _steps.markers.MEASURED
-    if not (path / orbax_json.MANIFEST).is_file():  # Orbax's has no digest
+    if not (path / orbax_json.MANIFEST).is_file():  # Orbax records no digests
         return None
     items = json_file(path / CHECKPOINT, path).get("item_handlers")
     return CHECKPOINT if isinstance(items, dict) and METRICS in items else None

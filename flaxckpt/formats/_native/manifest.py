@@ -287,7 +287,7 @@ def _names(structure: _state.tree.Node | LeafPath) -> list[LeafPath | None]:
     return [name for child in structure.children for name in _names(child)]
 
 
-# ---- all the rest -------------------------------------------------------------------
+# ---- other fields -------------------------------------------------------------------
 
 
 def encoding(manifest: Mapping[str, Any]) -> _arrays.zarr.metadata.Encoding | None:

@@ -238,7 +238,7 @@ class _Sparing:
         return self._file.read(_MAX_DIRECTORY_BYTES if size < 0 else size)
 
 
-# ---- one array --------------------------------------------------------------------
+# ---- headers ----------------------------------------------------------------------
 
 
 def header(file: IO[bytes], member: Member) -> Header:
@@ -348,7 +348,7 @@ def _dtype_name(dtype: np.dtype[Any]) -> str:
     return dtype.name
 
 
-# ---- its values -------------------------------------------------------------------
+# ---- values -----------------------------------------------------------------------
 
 
 def expanded(member: Member, start: int, stop: int) -> Array:
