@@ -157,12 +157,7 @@ def _advice(path: Path, index: _Index) -> str:
 
 
 def _newest(root: Path, index: _Index) -> Located:
-    """Returns the newest recognised, unmarked step; logs damaged newer steps.
-
-    Raises:
-        DamagedCheckpointError, CheckpointNotFoundError, CheckpointFormatError: No such
-            step exists.
-    """
+    """Returns the newest recognised, unmarked step; logs damaged newer steps."""
     marked: list[Path] = []
     unknown: list[int] = []
     newest = None

@@ -240,9 +240,6 @@ def _array_specs(
     Returns:
         Array name -> shape, dtype and chunk shape; and the names of the arrays
         compressed by blosc.
-
-    Raises:
-        DamagedCheckpointError: Lists all arrays at fault.
     """
     native_arrays.check_names(item, names, ocdbt=ocdbt)
     file = "zarr.json" if version == 3 else ".zarray"
@@ -269,12 +266,10 @@ def _array_specs(
 def _checked(
     shape: tuple[int, ...], dtype: str, chunk_shape: tuple[int, ...]
 ) -> tuple[tuple[int, ...], str, tuple[int, ...]]:
-    """Returns the arguments, after a check for chunks too large for TensorStore.
-
-    TensorStore aborts the process over a chunk larger than the memory.
+    """Returns the arguments unless TensorStore would abort over too large chunks.
 
     Raises:
-        ValueError: The chunk shape is too large or does not fit the shape.
+        ValueError: The chunk shape is too large, or does not fit the shape.
     """
     itemsize = _state.dtypes.to_numpy(dtype).itemsize
     chunk_bytes = math.prod(chunk_shape) * itemsize

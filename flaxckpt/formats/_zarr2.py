@@ -106,11 +106,7 @@ def _metadata(root: Path, name: str) -> Mapping[str, Any]:
 
 
 def inside(root: Path, path: Path) -> Path:
-    """Returns `path` unless a symlink on the way leads out of `root`.
-
-    Raises:
-        ValueError: A symlink leads out.
-    """
+    """Returns `path`; raises ValueError if a symlink on the way leads out of `root`."""
     if not path.resolve().is_relative_to(root.resolve()):
         raise ValueError(f"{path} is a symbolic link that leads out of the checkpoint")
     return path

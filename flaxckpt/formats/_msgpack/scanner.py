@@ -177,11 +177,7 @@ class Scanner:
             raise self.fault("a string that is no UTF-8", back=size) from None
 
     def key(self) -> str:
-        """Returns the next value, a string valid as a part of a leaf path.
-
-        Raises:
-            DamagedCheckpointError: Not a string, too long, empty, or with a NUL.
-        """
+        """Returns the next value, a string valid as a part of a leaf path."""
         self._count(1)
         kind, size = self.head()
         if kind == "str" and size > _MAX_KEY_BYTES:
@@ -199,25 +195,16 @@ class Scanner:
         self._end = run.offset + run.size
 
     def leave(self, *, end: int | None = None) -> None:
-        """Ends the scan of a run, and continues after the run.
+        """Ends the scan of a run; raises an error unless at the end of the run.
 
-        Args:
-            end: End of the enclosing run; by default the end of the file.
-
-        Raises:
-            DamagedCheckpointError: The scan has not reached the end of the run.
+        The scan may continue up to `end`, by default the end of the file.
         """
         if self.position != self._end:
             raise self.fault(f"{self._end - self.position} bytes more than belong here")
         self._end = self.size if end is None else end
 
     def fault(self, found: str, *, back: int = 0) -> errors.DamagedCheckpointError:
-        """Returns the error for invalid content.
-
-        Args:
-            found: Description of the content.
-            back: Distance from the content to the current position, in bytes.
-        """
+        """Returns the error for the content `found`, `back` bytes before here."""
         return errors.DamagedCheckpointError(
             f"{self._path} is damaged or was written by something else: at byte"
             f" {self.position - back} found {found}; restore another step"

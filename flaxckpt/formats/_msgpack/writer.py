@@ -76,11 +76,7 @@ _SURROGATES = re.compile(r"[\ud800-\udfff]")
 
 
 def _check(contents: Contents) -> None:
-    """Raises an error for names or values that readers would refuse or misread.
-
-    Raises:
-        LeafNameError, UnsupportedLeafError: As for `layout`.
-    """
+    """Raises an error for names or values that readers would refuse or misread."""
     root = contents.structure
     if isinstance(root, str) or root.type == "None" or not root.children:
         what = (

@@ -40,18 +40,10 @@ class ArrayForm(NamedTuple):
 
 
 def check_size(form: ArrayForm, stored_bytes: int) -> None:
-    """Raises ValueError for an implausibly large array or too large chunks.
+    """Raises ValueError for an impossibly large array, or chunks beyond free memory.
 
     Chunks of zeros need not be stored, so only an array above 1 TiB is compared with
     the stored bytes.
-
-    Args:
-        form: Form of the array.
-        stored_bytes: Size of the files of the array, or of the database.
-
-    Raises:
-        ValueError: The array cannot be stored in so few bytes, or the memory for a
-            chunk is not free.
     """
     itemsize = _state.dtypes.to_numpy(form.dtype).itemsize
     size = math.prod(form.shape) * itemsize

@@ -161,15 +161,9 @@ def seal(
     """Returns the manifest and the commit marker: relative path -> content.
 
     The manifest has the digests of all files in `made` except the metrics, which may
-    be replaced later, and of the files of a small database, which is faster to verify
+    be replaced later, and of a small database under `root`, which is faster to verify
     as a whole than by its values. For zarr 2, whose chunks have no checksums, it has
-    the digests of all array files.
-
-    Args:
-        contents: The contents of the checkpoint.
-        made: The files returned by `files`.
-        root: The directory of the checkpoint.
-        others: Relative path -> digest of files of other processes.
+    the digests of all array files. `others` are digests of files of other processes.
 
     Raises:
         SaveFailedError: `read` would not accept the manifest.

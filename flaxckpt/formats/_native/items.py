@@ -42,12 +42,8 @@ NOT_ITEMS = frozenset((DATASET, METRICS))
 def item(path: Path) -> Path | None:
     """Returns the directory with the arrays of the checkpoint `path`; None without it.
 
-    On an object store, only with a commit marker in `path` or in its parent, the
-    checkpoint of an item.
-
-    Raises:
-        CheckpointFormatError: The checkpoint has several items with arrays, or only
-            items of other kinds.
+    On an object store, only with a commit marker in `path` or, for an item, in its
+    parent.
     """
     storage = _storage.of(path)
     if not (storage.is_committed(path) or storage.is_committed(path.parent)):

@@ -261,12 +261,7 @@ def check_leaves(
     keys: Mapping[LeafPath, object],
     structure: _state.tree.Node | LeafPath,
 ) -> None:
-    """Raises ValueError unless the structure contains exactly these leaves, once each.
-
-    Args:
-        infos: The leaves.
-        keys: Leaf path -> keys, of the leaves and empty containers of `structure`.
-        structure: The containers.
+    """Raises ValueError unless `structure` contains exactly the leaves, once each.
 
     Raises:
         ValueError: The leaves and the structure differ.

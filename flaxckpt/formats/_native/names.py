@@ -83,12 +83,7 @@ def _nested_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def are_file_safe(infos: Sequence[LeafInfo], names: Sequence[str]) -> bool:
-    """Returns True if each array can have a directory of its own.
-
-    Args:
-        infos: The leaves.
-        names: The name of each leaf on disk.
-    """
+    """Returns True if each name on disk can be the directory of an array."""
     return all(
         # An array without a name would share the parent directory of other arrays.
         _is_file_safe(name) and (name or len(infos) == 1)

@@ -79,10 +79,7 @@ class Split(NamedTuple):
     parts: tuple[int, ...]
 
     def shard_shape(self, shape: Sequence[int]) -> tuple[int, ...] | None:
-        """Returns the shard shape of an array of this shape.
-
-        None if not sharded, or if the parts do not divide the shape.
-        """
+        """Returns the shard shape of an array; None if whole or not divisible."""
         parts = [*self.parts, *[1] * (len(shape) - len(self.parts))]
         if len(parts) != len(shape) or any(
             n % k for n, k in zip(shape, parts, strict=True)

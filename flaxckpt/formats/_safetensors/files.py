@@ -23,8 +23,7 @@ def read_header(path: Path) -> Header:
 
     Raises:
         DamagedCheckpointError: The file is missing, malformed or truncated.
-        CheckpointFormatError: The file is a Git LFS pointer, or has tensors of
-            unsupported types.
+        CheckpointFormatError: A Git LFS pointer, or tensors of unsupported types.
     """
     try:
         text, size = _header_text(path)
@@ -75,19 +74,9 @@ def _header_text(path: Path) -> tuple[bytes, int]:
 def read_shards(
     index_file: Path, tensors: dict[str, Tensor], files: dict[str, Stamp]
 ) -> Mapping[str, JSON]:
-    """Reads an index and the headers of its shards.
+    """Reads an index and its shards' headers into `tensors` and `files`, by tensor.
 
-    Args:
-        index_file: The index.
-        tensors: Tensor name -> tensor; filled in.
-        files: Tensor name -> stamp of its shard; filled in.
-
-    Returns:
-        The metadata of the index.
-
-    Raises:
-        DamagedCheckpointError: The index or a shard is malformed, or they disagree.
-        CheckpointFormatError: As for `read_header`.
+    Returns the metadata of the index.
     """
     index = _read_index(index_file)
     faults = []

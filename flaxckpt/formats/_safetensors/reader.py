@@ -132,7 +132,6 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
 
     Raises:
         DamagedCheckpointError: A file is missing or malformed.
-        CheckpointFormatError: The file is not supported, or the directory has changed.
     """
     main = path
     if path.is_dir():

@@ -44,7 +44,6 @@ def layouts(
     Raises:
         LeafNameError: Tensor names collide or are not valid.
         UnsupportedLeafError: safetensors lacks the types of some leaves.
-        OptionError: A header or an index is too large for readers.
     """
     arrays = [info for info in infos if info.dtype is not None]
     names = {info.path: orbax_json.param_name(info.keys) for info in arrays}
