@@ -1,4 +1,4 @@
-"""The formats that are read; `detect` tells them apart."""
+"""Supported checkpoint formats; `detect` returns the format of a path."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from flaxckpt.formats._safetensors import reader as safetensors_reader
 __all__ = ["Detected", "detect", "recognises"]
 
 READERS: dict[str, Reader] = {
-    # Old ones of Orbax have a file of the same name as T5X's, with other keys in it.
+    # Old Orbax checkpoints have a file with the same name as T5X's, but other keys.
     "t5x": _t5x,
     "orbax": checkpoint,
     "safetensors": safetensors_reader,
     "npz": npz_reader,
     "streaming": stream,
-    # After T5X, whose single files are such maps, too.
+    # After T5X, whose single files are msgpack maps, too.
     "msgpack": msgpack_reader,
 }
-"""Name of a format -> its reader, in the order in which they are asked."""
+"""Format name -> reader, in the order in which `identify` tries them."""
 
 _READ_HERE = (
     "flaxckpt or Orbax (a directory with a _METADATA file in it or in its state/),"
@@ -39,17 +39,20 @@ _READ_HERE = (
 
 
 def _readers(path: Path) -> dict[str, Reader]:
-    """Those that are asked; the others map files, or look behind links."""
+    """Returns the readers for the storage of `path`.
+
+    On an object store only Orbax: the other readers map files, or follow links.
+    """
     return READERS if _storage.of(path).can_map else {"orbax": checkpoint}
 
 
 class Detected(NamedTuple):
-    """What a path was found to be.
+    """A recognised checkpoint format.
 
     Attributes:
-        format: Its name, such as `orbax`.
-        why: What it was recognised by.
-        reader: Reads it.
+        format: Name of the format, such as `orbax`.
+        why: The evidence, such as a file name.
+        reader: The reader of the format.
     """
 
     format: str
@@ -61,7 +64,7 @@ class Detected(NamedTuple):
 
 
 def identify(path: Path) -> Detected | None:
-    """The format of the checkpoint `path`; None if it is none that is read here."""
+    """Returns the format of the checkpoint `path`; None if not recognised."""
     with _storage.permissions.reading(path), _storage.paths.looking(path):
         for name, reader in _readers(path).items():
             if why := reader.recognises(path):
@@ -70,20 +73,20 @@ def identify(path: Path) -> Detected | None:
 
 
 def recognises(path: Path) -> bool:
-    """Whether `path` is a checkpoint in a format that is read here."""
+    """Returns True if `path` is a checkpoint in a supported format."""
     return identify(path) is not None
 
 
 def detect(path: PathLike) -> Detected:
-    """Says what a path is, and why.
+    """Returns the format of the checkpoint `path`, and the evidence for it.
 
     Args:
         path: A checkpoint, as a directory or a file.
 
     Raises:
-        CheckpointNotFoundError: There is nothing.
-        CheckpointFormatError: What is there is no checkpoint that is read here.
-        DamagedCheckpointError: It is the rest of one, or may not be read.
+        CheckpointNotFoundError: The path does not exist, or is not committed yet.
+        CheckpointFormatError: The path is not a checkpoint in a supported format.
+        DamagedCheckpointError: The checkpoint is incomplete, or may not be read.
     """
     path = _storage.local.resolve(path)
     with _storage.permissions.reading(path), _storage.paths.looking(path):
@@ -104,7 +107,7 @@ def _detect(path: Path) -> Detected:
 
 
 def _explain_unrecognised(path: Path) -> NoReturn:
-    """Raises the error for a path that is there and is no checkpoint."""
+    """Raises the error for an existing path without a recognised checkpoint."""
     if path.is_dir() and (steps := _steps.index.StepIndex(path, identify).steps):
         raise errors.CheckpointFormatError(
             f"{path} is no checkpoint but a directory of {len(steps)} steps: pass one"
@@ -158,7 +161,7 @@ def _explain_unrecognised(path: Path) -> NoReturn:
 
 
 def _refused(path: Path) -> str | None:
-    """What a path is, and where to go with it, if it is known and not read."""
+    """Describes content in a known but unsupported form, with advice; else None."""
     if path.is_dir():
         if flax := _of_clu(path):
             return flax
@@ -210,7 +213,7 @@ def _of_clu(directory: Path) -> str | None:
 
 
 def _with_points(directory: Path) -> str | None:
-    """What a directory is whose only steps are called by numbers with a point."""
+    """Describes a directory of steps with a decimal point in their numbers."""
     found = sorted(p for p in directory.glob("*[0-9].[0-9]*") if p.name[-1].isdigit())
     if step := next(filter(recognises, found[-_MAX_TRIED:]), None):
         return (
@@ -221,7 +224,7 @@ def _with_points(directory: Path) -> str | None:
 
 
 def _above(directory: Path) -> str | None:
-    """What a directory is that has checkpoints in it which are no steps."""
+    """Describes a directory of checkpoints without step names, or of runs."""
     if (found := _below(directory)) is None:
         return _of_runs(directory)
     return (
@@ -231,7 +234,7 @@ def _above(directory: Path) -> str | None:
 
 
 def _of_runs(directory: Path) -> str | None:
-    """Describes a directory of run directories; None if it has none."""
+    """Describes a directory of run directories; None if no run is found."""
     children = sorted(child for child in directory.iterdir() if child.is_dir())
     for child in children[:_MAX_TRIED]:
         with contextlib.suppress(errors.CheckpointError, OSError):
@@ -241,9 +244,9 @@ def _of_runs(directory: Path) -> str | None:
 
 
 def advice_on_names(directory: Path) -> str:
-    """What to do if the checkpoints in a directory are steps with names of their own.
+    """Returns advice for a directory of steps with unusual names.
 
-    Empty if none may be a step.
+    Empty if no checkpoint in the directory may be a step.
     """
     found = _steps.index.with_any_name(directory, identify)
     names = [path.name for paths in found.values() for path in paths]
@@ -261,14 +264,14 @@ def advice_on_names(directory: Path) -> str:
 
 
 def is_being_written(path: Path) -> bool:
-    """Whether a save to `path` is under way, or was cut off, and nothing is there."""
+    """Returns True if `path` has an unfinished save and no committed checkpoint."""
     if _storage.of(path).is_committed(path):
         return False
     return path.name in _storage.temporary.being_written(path.parent)
 
 
 def advice_on_saves(directory: Path) -> str:
-    """What is said of unfinished saves under a directory; empty if there is none."""
+    """Describes the unfinished saves under a directory; empty without any."""
     names = _storage.temporary.being_written(directory)
     if not names:
         return ""
@@ -279,7 +282,7 @@ def advice_on_saves(directory: Path) -> str:
 
 
 def _below(directory: Path) -> Path | None:
-    """A checkpoint in a directory; None if there is none among the first."""
+    """Returns a checkpoint among the first entries of a directory, or None."""
     children = sorted(
         (c for c in directory.iterdir() if _storage.temporary.TEMPORARY not in c.name),
         key=lambda path: (not path.is_dir(), path.name),

@@ -1,7 +1,7 @@
-"""Files put together of given bytes and of the bytes of arrays.
+"""Layout of a file that consists of literal bytes and the bytes of arrays.
 
-The counterpart of `_arrays.byte_ranges`: formats that keep many arrays in one file say
-here where in it everything goes, and it can then be written in any order.
+The counterpart of `_arrays.byte_ranges`, for formats with many arrays in a file. With
+the layout known, the parts of the file can be written in any order.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 from flaxckpt._types import LeafPath
 
-_AT_MOST = 2**30  # what one system call writes
+_AT_MOST = 2**30  # bytes per system call
 
 
 class Run(NamedTuple):
-    """Where a run of an array's bytes goes.
+    """A run of an array's bytes, and its place in a file.
 
     Attributes:
-        start: The first of them, counted from the array's first.
-        stop: The first that is no longer of it.
-        offset: Where in the file the first is written.
+        start: First byte of the run, counted from the start of the array.
+        stop: End of the run, exclusive.
+        offset: Offset of the first byte in the file.
     """
 
     start: int
@@ -30,13 +30,13 @@ class Run(NamedTuple):
 
 
 class FileLayout:
-    """What a file is made of, in its order.
+    """The contents of a file, in order.
 
     Attributes:
-        name: Of the file.
-        size: Of all of it so far, in bytes.
-        literals: Where given bytes begin, and these.
-        runs: Leaf path -> where its bytes go.
+        name: Name of the file.
+        size: Size of the file so far, in bytes.
+        literals: Offsets and literal bytes.
+        runs: Leaf path -> runs of its bytes.
     """
 
     def __init__(self, name: str) -> None:
@@ -46,7 +46,7 @@ class FileLayout:
         self.runs: dict[LeafPath, list[Run]] = {}
 
     def add(self, content: bytes) -> None:
-        """Appends given bytes."""
+        """Appends literal bytes."""
         self.literals.append((self.size, content))
         self.size += len(content)
 
@@ -57,7 +57,7 @@ class FileLayout:
 
 
 def write_literals(descriptor: int, layout: FileLayout) -> None:
-    """Writes all given bytes of a file."""
+    """Writes all literal bytes of a file."""
     for offset, content in layout.literals:
         _write_at(descriptor, memoryview(content), offset)
 
@@ -65,13 +65,13 @@ def write_literals(descriptor: int, layout: FileLayout) -> None:
 def write_values(
     descriptor: int, runs: Sequence[Run], start: int, content: memoryview
 ) -> None:
-    """Writes some of the bytes of an array to where they go.
+    """Writes bytes of an array to their places in a file.
 
     Args:
-        descriptor: Of the file.
-        runs: Where the bytes of this array go in it.
-        start: Which byte of the array is the first of `content`.
-        content: Bytes.
+        descriptor: File descriptor.
+        runs: The runs of the array.
+        start: Position of `content` in the array, in bytes.
+        content: Consecutive bytes of the array.
     """
     for run in runs:
         first = max(run.start, start)

@@ -1,4 +1,4 @@
-"""Locates the checkpoint that a path means, and reads all of it but its arrays."""
+"""Locates the checkpoint of a path and a step, and opens it without its arrays."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _Index: TypeAlias = "_steps.index.StepIndex[formats.Detected]"
 
 
 class Located(NamedTuple):
-    """A checkpoint that was recognised.
+    """A recognised checkpoint.
 
     Attributes:
-        path: Where it is.
-        step: Its number if it is a step of a directory.
-        detected: Its format, by which it is read.
+        path: Path of the checkpoint.
+        step: Step number in a run directory; None for a single checkpoint.
+        detected: Format of the checkpoint.
     """
 
     path: Path
@@ -31,15 +31,15 @@ class Located(NamedTuple):
     detected: formats.Detected
 
     def open(self, types: Sequence[type] = ()) -> Stored:
-        """Reads everything of the checkpoint but its arrays.
+        """Reads everything but the arrays of the checkpoint.
 
         Args:
             types: Classes of the caller that the checkpoint may name.
 
         Raises:
-            CheckpointNotFoundError: It was deleted since.
-            CheckpointFormatError: It is of a kind that is not read.
-            DamagedCheckpointError: It is not intact, or may not be read.
+            CheckpointNotFoundError: The checkpoint was deleted since.
+            CheckpointFormatError: The checkpoint is of an unsupported kind.
+            DamagedCheckpointError: The checkpoint is not intact, or may not be read.
         """
         with _storage.permissions.reading(self.path), _storage.paths.looking(self.path):
             return self._read(types)
@@ -57,7 +57,7 @@ def open_checkpoint(
     step_format: str | None = None,
     types: Sequence[type] = (),
 ) -> Stored:
-    """Locates a checkpoint, recognises it and reads all of it but its arrays.
+    """Locates a checkpoint and reads everything but the arrays.
 
     See `locate` and `Located.open`.
     """
@@ -68,7 +68,7 @@ def open_checkpoint(
             return located._read(types)
         except OSError as error:
             unread = error
-    # Not before the look is over, which does not see what was deleted meanwhile.
+    # Only outside `looking`, whose listing still has a file deleted meanwhile.
     with _storage.permissions.reading(located.path):
         raise unread
 
@@ -76,19 +76,19 @@ def open_checkpoint(
 def locate(
     path: PathLike, step: int | None = None, *, step_format: str | None = None
 ) -> Located:
-    """Returns the checkpoint that `path` and `step` mean.
+    """Returns the checkpoint at `path`, or a step of the run directory `path`.
 
     Args:
         path: A checkpoint, or a directory of steps.
-        step: Which step of a directory; None is the newest.
-        step_format: How its steps are called; by default as steps usually are, or as
-            the run says.
+        step: Step number in a directory; None is the newest.
+        step_format: Names of the steps; by default the usual names, or the format
+            recorded in the run.
 
     Raises:
-        CheckpointNotFoundError: There is none.
+        CheckpointNotFoundError: No such checkpoint exists.
         CheckpointFormatError: The path holds something else, or several checkpoints.
         DamagedCheckpointError: The checkpoint is not intact, or may not be read.
-        OptionError: `step` is no step, or `path` is one checkpoint.
+        OptionError: `step` is not a step number, or `path` is a single checkpoint.
     """
     root = _storage.local.resolve(path)
     with _storage.permissions.reading(root), _storage.paths.looking(root):
@@ -96,7 +96,7 @@ def locate(
 
 
 def number_of(step_format: str | None) -> _steps.names.Number | None:
-    """Returns the function from names to steps of a format; None if there is none."""
+    """Returns the function from names to step numbers; None without `step_format`."""
     return None if step_format is None else _steps.names.StepFormat(step_format).step
 
 
@@ -139,10 +139,10 @@ def _is_one(path: Path) -> errors.OptionError:
 
 
 def _located(entry: _Entry) -> Located:
-    """The checkpoint of a step.
+    """Returns the checkpoint of a step.
 
     Raises:
-        CheckpointFormatError: It is of a kind that is not read.
+        CheckpointFormatError: The checkpoint is of an unsupported kind.
     """
     if entry.checkpoint is None:
         assert entry.error is not None, entry
@@ -157,7 +157,7 @@ def _advice(path: Path, index: _Index) -> str:
 
 
 def _newest(root: Path, index: _Index) -> Located:
-    """The newest good step; newer steps that are not good are logged."""
+    """Returns the newest recognised, unmarked step; logs damaged newer steps."""
     marked: list[Path] = []
     unknown: list[int] = []
     newest = None
@@ -191,7 +191,7 @@ def _newest(root: Path, index: _Index) -> Located:
 
 
 def _marked(path: Path) -> errors.DamagedCheckpointError:
-    """The error for a step that was found damaged before."""
+    """Returns the error for a step already marked as damaged."""
     return errors.DamagedCheckpointError(
         f"{path} is marked as damaged: {_steps.markers.why_damaged(path)}; pass its"
         " number as"
@@ -200,12 +200,12 @@ def _marked(path: Path) -> errors.DamagedCheckpointError:
 
 
 def _is_empty(path: Path) -> bool:
-    # Nothing is ever committed empty.
+    # A commit is never empty.
     return not any(path.iterdir())
 
 
 def _damaged(path: Path, why: str) -> errors.DamagedCheckpointError:
-    """The error for what is called like a step and is not recognised."""
+    """Returns the error for an unreadable path with the name of a step."""
     if not why:
         try:
             formats.detect(path)
@@ -217,7 +217,7 @@ def _damaged(path: Path, why: str) -> errors.DamagedCheckpointError:
 
 
 def summary(steps: list[int]) -> str:
-    """A few words on which steps there are."""
+    """Returns a short list of steps, for messages."""
     if not steps:
         return "no steps"
     shown = ", ".join(str(step) for step in steps[-5:])
@@ -227,16 +227,16 @@ def summary(steps: list[int]) -> str:
 
 
 def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Stored:
-    """Reads everything but the arrays of the checkpoint at exactly this path."""
+    """Reads everything but the arrays of the checkpoint at exactly `path`."""
     with _storage.permissions.reading(path), _storage.paths.looking(path):
         return Located(path, step, formats.detect(path)).open(types)
 
 
 def read_step(path: Path, step: int, types: Sequence[type] = ()) -> Stored:
-    """The same, of a step of a run.
+    """Reads everything but the arrays of a step of a run.
 
     Raises:
-        DamagedCheckpointError: It is another step, under the name of this one.
+        DamagedCheckpointError: The checkpoint was saved as another step.
     """
     stored = read_stored(path, step, types)
     check_step(path, step, stored)
@@ -244,10 +244,10 @@ def read_step(path: Path, step: int, types: Sequence[type] = ()) -> Stored:
 
 
 def check_step(path: Path, step: int, stored: Stored) -> None:
-    """Asserts that a step of a run is the one that it is called.
+    """Raises DamagedCheckpointError if `stored` was saved as another step.
 
     Raises:
-        DamagedCheckpointError: It is not.
+        DamagedCheckpointError: Names both steps.
     """
     if stored.recorded_step not in (step, None):
         raise errors.DamagedCheckpointError(

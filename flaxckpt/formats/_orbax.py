@@ -1,4 +1,4 @@
-"""Checkpoints that Orbax wrote: their tree, and what else is only told there."""
+"""Reader of checkpoints written by Orbax: the tree, and the forms of arrays."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ class _Row:
 
 _MAX_CHUNK_BYTES = 64 * 2**20  # if the array is smaller; old releases never cut arrays
 _STANDS_FOR = ("PLACEHOLDER://", "AGGREGATED://")
-"""How a string in the aggregate file begins that names an array beside it."""
+"""Prefixes of strings in the aggregate file that name a zarr array."""
 
 
 def read(path: Path, step: int | None) -> Stored:
     """Reads everything but arrays.
 
     Raises:
-        DamagedCheckpointError: A file is missing or not what it should be, or all of
-            them went since the format was recognised.
+        DamagedCheckpointError: A file is missing or malformed.
+        FileNotFoundError: The checkpoint was deleted after its format was recognised.
     """
     item = items.item(path)
-    if item is None:  # recognised as a checkpoint a moment ago
+    if item is None:  # deleted since it was recognised
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     items.warn_of_others(path, item)
     if not (item / items.TREE).is_file():
@@ -108,7 +108,7 @@ def read(path: Path, step: int | None) -> Stored:
 
 
 def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
-    """Reads a checkpoint without `_METADATA`, which tells no types of its arrays."""
+    """Reads a checkpoint without `_METADATA`, with only the aggregate file."""
     file = item / items.AGGREGATE
     stamp = _storage.local.stamp(file)
     tree = _aggregate(file)
@@ -116,7 +116,7 @@ def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
     ocdbt = (item / _arrays.zarr.ocdbt.MANIFEST).is_file()
     opened: dict[str, leaves.Opened] = {}
     if ocdbt:
-        # Without the flag that `_METADATA` has, but all chunks were written then.
+        # Without `_METADATA` the flag is unknown, but these releases wrote all chunks.
         arrays, blosc = _array_specs(item, path, names, version=2, ocdbt=True)
         kept = native_arrays.Arrays(item, 2, ocdbt=True, is_checked=True, blosc=blosc)
         for name, found in arrays.items():
@@ -143,7 +143,7 @@ def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
 
 
 def _inline(path: Path, item: Path) -> dict[LeafPath, StoredLeaf]:
-    """The leaves whose values are in the aggregate file, beside a `_METADATA`."""
+    """Returns the leaves with values in the aggregate file, beside `_METADATA`."""
     file = item / items.AGGREGATE
     if not file.is_file():
         return {}
@@ -175,7 +175,7 @@ def _names(value: scanner.Value) -> Iterator[str]:
 
 
 def _filled(value: scanner.Value, arrays: Mapping[str, leaves.Opened]) -> scanner.Value:
-    """`value` with the arrays in their places; with None for those not in `arrays`."""
+    """Returns `value` with arrays in place of their names; None if not in `arrays`."""
     if isinstance(value, dict):
         return {key: _filled(child, arrays) for key, child in value.items()}
     if isinstance(value, list):
@@ -209,10 +209,10 @@ def _rows(item: Path, metadata: Mapping[str, Any]) -> list[_Row]:
 
 
 def _check_places(item: Path, rows: Sequence[_Row]) -> None:
-    """Refuses leaves that share a path, or the array that they are kept in.
+    """Raises DamagedCheckpointError for leaves that share a path or an array.
 
     Raises:
-        DamagedCheckpointError: All of them.
+        DamagedCheckpointError: Lists all leaves at fault.
     """
     faults: dict[LeafPath, str] = {}
     seen: dict[str, LeafPath] = {}
@@ -235,10 +235,11 @@ def _rank(key: _state.tree.Key) -> tuple[str, int]:
 def _array_specs(
     item: Path, checkpoint: Path, names: Sequence[str], *, version: int, ocdbt: bool
 ) -> tuple[dict[str, tuple[tuple[int, ...], str, tuple[int, ...]]], set[str]]:
-    """Shape, dtype and chunk shape of every array, from its own zarr metadata.
+    """Reads the forms of arrays from their zarr metadata.
 
     Returns:
-        These by name, and the names of those that are compressed by blosc.
+        Array name -> shape, dtype and chunk shape; and the names of the arrays
+        compressed by blosc.
     """
     native_arrays.check_names(item, names, ocdbt=ocdbt)
     file = "zarr.json" if version == 3 else ".zarray"
@@ -265,10 +266,10 @@ def _array_specs(
 def _checked(
     shape: tuple[int, ...], dtype: str, chunk_shape: tuple[int, ...]
 ) -> tuple[tuple[int, ...], str, tuple[int, ...]]:
-    """The same, if TensorStore can take it: too large a chunk ends the process.
+    """Returns the arguments unless TensorStore would abort over too large chunks.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: The chunk shape is too large, or does not fit the shape.
     """
     itemsize = _state.dtypes.to_numpy(dtype).itemsize
     chunk_bytes = math.prod(chunk_shape) * itemsize
@@ -302,7 +303,7 @@ def _prng_impls(item: Path) -> dict[str, str]:
 
 
 def _splits(item: Path, checkpoint: Path) -> dict[str, orbax_rows.Split]:
-    """Param name -> how its array was split, if that can be told."""
+    """Returns the splits of arrays, as far as recorded: param name -> split."""
     file = item / items.SHARDING
     if not file.is_file():
         return {}

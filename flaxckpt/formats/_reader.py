@@ -1,4 +1,4 @@
-"""What a reader finds, and the protocol of readers."""
+"""The protocol of readers, and the classes of their results."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from flaxckpt._types import JSON, LeafPath
 
 
 class Lineage(NamedTuple):
-    """A checkpoint from which a run began.
+    """The checkpoint at the start of a run.
 
     Attributes:
-        path: Where it was.
-        step: Which step of a run directory; None if it stood alone.
-        digest: Checksum of the file that describes it, or of all of it; None if that
-            is too large to read.
-        transforms: What was changed in it, as text.
+        path: Path of the checkpoint at that time.
+        step: Step number in a run directory; None for a single checkpoint.
+        digest: Digest of the file that describes the checkpoint, or of the whole
+            checkpoint; None if too large to read.
+        transforms: The transforms applied to the checkpoint, as text.
     """
 
     path: str
@@ -31,22 +31,23 @@ class Lineage(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointMetadata:
-    """All that is known of a checkpoint without reading an array.
+    """Metadata of a checkpoint, read without its arrays.
 
     Attributes:
         path: The checkpoint, a directory or a file.
-        format: `flaxckpt`, or whose it is else: `orbax`, `t5x`, `msgpack`, `streaming`,
-            `safetensors` or `npz`.
-        step: Its number under a run directory; None if it stands alone.
-        leaves: Leaf path -> what is known of it, in the order of the state.
-        metrics: What was measured at this step.
-        created: When the save began, in seconds since 1970; None if not recorded.
-        committed: When it was committed, likewise.
+        format: `flaxckpt`, `orbax`, `t5x`, `msgpack`, `streaming`, `safetensors` or
+            `npz`.
+        step: Step number in a run directory; None for a single checkpoint.
+        leaves: Leaf path -> leaf info, in the order of the state.
+        metrics: Metrics of the step.
+        created: Time of the start of the save, in seconds since 1970; None if not
+            recorded.
+        committed: Time of the commit, likewise.
         custom: The user's own `metadata=`.
-        has_dataset: Whether it has the state of a dataset iterator.
+        has_dataset: True if the state of a dataset iterator was saved.
         total_bytes: Size of all arrays, uncompressed.
-        lineage: What the run began from, the nearest first.
-        transforms: What was changed when it was saved, as text.
+        lineage: Checkpoints that the run started from, the nearest first.
+        transforms: The transforms applied on saving, as text.
     """
 
     path: str
@@ -65,16 +66,17 @@ class CheckpointMetadata:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stored:
-    """A checkpoint as a reader found it, arrays unread.
+    """A checkpoint opened by a reader, its arrays unread.
 
     Attributes:
-        metadata: All but the values.
+        metadata: The metadata of the checkpoint.
         table: Leaf path -> leaf that can be opened.
-        structure: Its containers, with their exact types if the format records them.
+        structure: The containers, with their exact types if the format records them.
         unknown_types: Classes in `structure` that become plain dicts or lists.
-        digests: Relative path -> digest that was written down for a file.
-        stamp: The file that describes it; another one means another checkpoint.
-        recorded_step: The step that it was saved as; None if that is not recorded.
+        digests: Relative path -> recorded digest of the file.
+        stamp: Stamp of the file that describes the checkpoint, to notice a
+            replacement.
+        recorded_step: Step number at the save; None if not recorded.
     """
 
     metadata: CheckpointMetadata
@@ -87,12 +89,12 @@ class Stored:
 
 
 class Reader(Protocol):
-    """Knows one format."""
+    """Recognises and reads a format."""
 
     def recognises(self, path: Path) -> str | None:
-        """Why `path` is a checkpoint in this format; None if it is none.
+        """Returns the evidence for a checkpoint of this format; None if not one.
 
-        Judged by names of files and the first bytes of one.
+        Looks at file names and the first bytes of a file.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What files begin with: enough to tell whose they are."""
+"""The first bytes of files, by which formats are recognised."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from flaxckpt import _storage, errors
 from flaxckpt.formats._msgpack import scanner
 
 LFS = b"version https://git-lfs"
-"""What stands in the place of a file that Git LFS has not brought."""
+"""Beginning of a Git LFS pointer, which takes the place of a file not downloaded."""
 
 OF_LFS = "a pointer of Git LFS, not the file itself: run git lfs pull there"
 
 ARRAY = b"\x93NUMPY"
-"""What a file of one numpy array begins with."""
+"""Beginning of a `.npy` file."""
 
 ARCHIVE = b"PK\x03\x04"
-"""What a zip archive begins with, numpy's and torch's among them."""
+"""Beginning of a zip archive, such as numpy's and torch's."""
 
 _FIRST_BYTES = 512
-"""What is read of a file to see what it is."""
+"""Buffer size for recognising a file."""
 
 
 def first_bytes(path: Path, count: int = 64) -> bytes:
-    """The first bytes of a plain file, at most `count`; none of anything else."""
+    """Returns at most `count` first bytes of a regular file; else empty."""
     try:
         with _storage.local.opened(path) as file:
             return file.read(count)
@@ -35,7 +35,7 @@ def first_bytes(path: Path, count: int = 64) -> bytes:
 
 
 def is_archive_of_arrays(path: Path) -> bool:
-    """Whether the file `path` is a zip archive whose first member is a numpy array."""
+    """Returns True for a zip archive with a `.npy` file as its first member."""
     head = first_bytes(path, _NAME_OFFSET + _LONGEST_NAME)
     if not head.startswith(ARCHIVE):
         return False
@@ -51,16 +51,16 @@ _LONGEST_NAME = 8192
 
 
 def is_msgpack(path: Path) -> bool:
-    """Whether a file begins as those in msgpack that are read here."""
+    """Returns True if a file begins like a supported msgpack file."""
     return first_keys(path) is not None or begins_with_record(path)
 
 
 def first_keys(path: Path) -> Sequence[str] | None:
-    """The keys of the map that the file `path` begins with, as far as they are cheap.
+    """Returns up to two first keys of the msgpack map at the start of a file.
 
-    None: it is no plain file, or begins with no map of strings. Only numbers and
-    strings are passed over on the way to the next key. Keys that are refused when the
-    file is read are told all the same. An empty map has none, and nothing behind it.
+    The second key only if the first value is a number or a string. Keys that the
+    reader refuses are included. Empty for a file that is only an empty map; None if
+    `path` is not a regular file, or does not begin with a map with string keys.
     """
     found: list[str] = []
     try:
@@ -83,7 +83,7 @@ def first_keys(path: Path) -> Sequence[str] | None:
 
 
 def begins_with_array(path: Path) -> bool:
-    """Whether the file `path` begins with an array, as Flax has it in msgpack."""
+    """Returns True if the file `path` begins with an array in Flax's msgpack."""
     try:
         with scanner.scanner(path, buffer_bytes=_FIRST_BYTES) as scan:
             kind, _ = scan.head()
@@ -93,9 +93,9 @@ def begins_with_array(path: Path) -> bool:
 
 
 def begins_with_record(path: Path) -> bool:
-    """Whether the file `path` begins with a list of two, the first a list of strings.
+    """Returns True if the file `path` begins with a record of keys and a value.
 
-    So do streams of records `[key, value]`.
+    A record is a list of two items, the first a list of strings.
     """
     try:
         with scanner.scanner(path, buffer_bytes=_FIRST_BYTES) as scan:
@@ -104,7 +104,7 @@ def begins_with_record(path: Path) -> bool:
             kind, size = scan.head()
             if kind != "array" or size == 0:
                 return False
-            scan.text(*scan.head())  # one that is refused is refused when it is read
+            scan.text(*scan.head())  # the reader checks the rest of the key
             return True
     except errors.DamagedCheckpointError:
         return False

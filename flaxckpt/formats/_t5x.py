@@ -1,8 +1,8 @@
-"""Checkpoints of T5X: a msgpack file, and beside it a zarr 2 directory an array.
+"""Reader of T5X checkpoints: a msgpack file, and a zarr 2 directory for each array.
 
-A leaf with a directory is described in the file by a specification for TensorStore.
-None of that is opened: it is compared with what T5X writes, and only its shape, its
-type and the name of its directory are used.
+The file describes such an array by a TensorStore spec. The spec is never opened: it is
+compared with the specs that T5X writes, and only the shape, the dtype and the name of
+the directory are used.
 
 Source: `t5x/checkpoints.py`.
 """
@@ -43,7 +43,7 @@ _STORES = ("file", "gfile", "gcs")
 
 
 def recognises(path: Path) -> str | None:
-    """Why `path` is a step of T5X, or the msgpack file of one."""
+    """Returns the evidence for a step of T5X or its msgpack file; else None."""
     file = path / _FILE if path.is_dir() else path
     if (path / "_METADATA").exists() or not _is_ours(file):
         return None
@@ -60,7 +60,7 @@ def _is_ours(file: Path) -> bool:
         return True
     if keys[0] == "version":
         return False
-    # The other order, with all of the state before the version.
+    # In the other order, the whole state precedes the version.
     try:
         with scanner.scanner(file) as scan:
             tree = scan.value()
@@ -73,8 +73,8 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     """Reads everything but arrays.
 
     Raises:
-        CheckpointFormatError: It has a version that is not read.
-        DamagedCheckpointError: Leaves are missing, or not what T5X writes.
+        CheckpointFormatError: The version is not supported.
+        DamagedCheckpointError: Leaves are missing, or differ from T5X's.
     """
     file = path / _FILE if path.is_dir() else path.resolve()
     stamp = _storage.local.stamp(file)
@@ -100,10 +100,10 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
 
 
 class _Finder:
-    """Finds the directories of a checkpoint.
+    """Finds the array directories of a checkpoint.
 
     Attributes:
-        faults: Leaf path -> why its directory is not read.
+        faults: Leaf path -> reason why its directory cannot be read.
     """
 
     def __init__(self, root: Path, version: int) -> None:
@@ -113,7 +113,7 @@ class _Finder:
         self._leaves: dict[str, LeafPath] = {}
 
     def replaced(self, value: Any, keys: tuple[str, ...]) -> Any:
-        """`value`, each specification in it replaced by its array."""
+        """Returns `value` with each TensorStore spec replaced by the array."""
         if not isinstance(value, dict):
             return value
         if not _is_spec(value):
@@ -152,7 +152,7 @@ class _Finder:
 
 
 def _is_spec(value: dict[str, Any]) -> bool:
-    """Whether a map describes an array; a module may have parameters of these names."""
+    """Returns True if a map is a TensorStore spec, not parameters of the same names."""
     return (
         isinstance(value.get("driver"), str)
         and isinstance(value.get("kvstore"), dict | str)
@@ -161,10 +161,10 @@ def _is_spec(value: dict[str, Any]) -> bool:
 
 
 def _directory(spec: dict[str, Any]) -> str:
-    """The name of the directory that a specification is about.
+    """Returns the name of the array directory in a TensorStore spec.
 
     Raises:
-        ValueError: It is not what T5X writes.
+        ValueError: The spec differs from T5X's.
     """
     kvstore, metadata = spec["kvstore"], spec["metadata"]
     if not isinstance(kvstore, dict):
@@ -190,10 +190,10 @@ def _directory(spec: dict[str, Any]) -> str:
 
 
 def _check_transform(transform: Any, shape: tuple[int, ...]) -> None:
-    """Asserts that a specification means all of the array and nothing else.
+    """Raises ValueError unless the transform of a spec is the identity.
 
     Raises:
-        ValueError: It does not.
+        ValueError: The transform changes or cuts the array.
     """
     if transform is None:
         return
@@ -211,7 +211,7 @@ def _check_transform(transform: Any, shape: tuple[int, ...]) -> None:
 
 
 def _bounds(bounds: Any) -> Any:
-    """`[8]`, which TensorStore writes for a bound that may be resized, is 8."""
+    """Replaces TensorStore's notation for a resizable bound, `[8]`, by 8."""
     if not isinstance(bounds, list):
         return bounds
     return [b[0] if isinstance(b, list) and len(b) == 1 else b for b in bounds]

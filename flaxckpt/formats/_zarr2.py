@@ -1,9 +1,9 @@
-"""Arrays of zarr 2 in directories, checked before anything is made of what they say.
+"""Reads arrays of zarr 2 in directories, and checks their metadata and files first.
 
-TensorStore ends the process when a `.zarray` asks for more memory than there is, reads
-zeros for a chunk that is missing, and does not notice that a gzip stream lacks its
-checksum. So chunks that are not compressed, or by what Python has, are decoded here;
-only zstd and blosc, which fail by themselves when they are cut short, are left to it.
+TensorStore aborts the process if a `.zarray` asks for more memory than the machine has,
+reads zeros for a missing chunk, and accepts a gzip stream without its checksum. So this
+module decodes chunks without compression or with codecs of Python's standard library.
+TensorStore decodes only zstd and blosc, which fail on chunks cut short.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_METADATA_BYTES = 2**16
 _MAX_CHUNK_BYTES = 2 * 2**30
 _NUMBER = re.compile(r"[<>|][biufc][0-9]{1,2}")
 _BEST_RATIO = {None: 1, "zlib": 1032, "gzip": 1032}
-"""Codec -> how many times its size a chunk may hold; that of deflate is exact."""
+"""Codec -> upper bound on the compression ratio of a chunk; exact for deflate."""
 
 _ANY_RATIO = 2**16
 
@@ -42,16 +42,16 @@ _LEFT_TO_TENSORSTORE = ("zstd", "blosc")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Zarr2:
-    """An array as its `.zarray` describes it.
+    """An array described by a `.zarray`.
 
     Attributes:
-        root: The checkpoint.
-        name: Of its directory in there.
+        root: The directory of the checkpoint.
+        name: Name of the array's directory under `root`.
         shape: In elements.
-        dtype: Of an element as it is stored, with its byte order.
-        chunk_shape: Extent of a chunk.
+        dtype: Stored element type, with its byte order.
+        chunk_shape: Shape of a chunk.
         order: `C` or `F`, within a chunk.
-        codec: How chunks are compressed; None: not at all.
+        codec: Compression of the chunks; None if not compressed.
     """
 
     root: Path
@@ -64,15 +64,15 @@ class _Zarr2:
 
     @property
     def chunk_bytes(self) -> int:
-        """The size of a chunk, decoded."""
+        """Size of a decoded chunk."""
         return math.prod(self.chunk_shape) * self.dtype.itemsize
 
 
 def find(root: Path, name: str) -> leaves.Opened:
-    """The array in the directory `name` of a checkpoint, its values unread.
+    """Returns the array in the directory `name` of a checkpoint, values unread.
 
     Raises:
-        ValueError: There is none, or none that is read.
+        ValueError: The array is missing or unsupported.
     """
     array = _parse(root, name, _metadata(root, name))
     return leaves.Opened(
@@ -84,10 +84,10 @@ def find(root: Path, name: str) -> leaves.Opened:
 
 
 def check_name(name: str) -> str:
-    """`name`, if it is one of a directory right in the checkpoint.
+    """Returns `name` if valid as the name of a directory directly in a checkpoint.
 
     Raises:
-        ValueError: It is not.
+        ValueError: The name is empty, too long, hidden, or has a separator.
     """
     if not name or len(name) > 1024 or name[0] == "." or set(name) & set("/\\\0"):
         raise ValueError(f"its directory {name[:80]!r} is not one in the checkpoint")
@@ -106,17 +106,17 @@ def _metadata(root: Path, name: str) -> Mapping[str, Any]:
 
 
 def inside(root: Path, path: Path) -> Path:
-    """`path`, if no symbolic link on the way leads out of `root`."""
+    """Returns `path`; raises ValueError if a symlink on the way leads out of `root`."""
     if not path.resolve().is_relative_to(root.resolve()):
         raise ValueError(f"{path} is a symbolic link that leads out of the checkpoint")
     return path
 
 
 def _parse(root: Path, name: str, data: Mapping[str, Any]) -> _Zarr2:
-    """Reads a `.zarray`.
+    """Parses a `.zarray`.
 
     Raises:
-        ValueError: It is none, or asks for what is not read.
+        ValueError: The metadata are malformed or unsupported.
     """
     for key, allowed in (
         ("zarr_format", (2,)),
@@ -225,12 +225,13 @@ def _key(index: Shape) -> str:
 
 
 def _check_files(array: _Zarr2) -> None:
-    """Asserts that every chunk is a plain file in the checkpoint, of sensible size.
+    """Raises ValueError unless every chunk has a regular file of plausible size.
 
-    Before anything is allocated for what the chunks are said to hold.
+    Called before any memory is allocated for the chunks.
 
     Raises:
-        ValueError: One is not.
+        ValueError: A chunk is missing, has an implausible size, or a symlink leads out
+            of the checkpoint.
     """
     wanted = _arrays.zarr.chunk_shape.chunk_count(array.shape, array.chunk_shape)
     there: dict[str, int] = {}
@@ -257,10 +258,10 @@ def _check_files(array: _Zarr2) -> None:
 
 
 def _chunk(array: _Zarr2, key: str) -> Array:
-    """The values of a chunk.
+    """Returns the values of a chunk.
 
     Raises:
-        ValueError, OSError: They are not there, or are not whole.
+        ValueError, OSError: The chunk is missing, incomplete or damaged.
     """
     path = array.root / array.name / key
     content = path.read_bytes()
@@ -278,8 +279,8 @@ def _chunk(array: _Zarr2, key: str) -> Array:
 
 
 def _decoded(array: _Zarr2, key: str, content: bytes) -> bytes:
-    # 32: zlib and gzip, by their headers. The checksum is that of the whole stream,
-    # so its end must have been seen.
+    # 47 = 32 + 15: zlib or gzip, by the header. The checksum covers the whole stream,
+    # so decoding must reach its end.
     codec = bz2.BZ2Decompressor() if array.codec == "bz2" else zlib.decompressobj(47)
     try:
         decoded = codec.decompress(content, array.chunk_bytes + 1)

@@ -1,4 +1,4 @@
-"""Flax's msgpack files, and streams of msgpack records."""
+"""Reads and writes Flax's msgpack files, and reads streams of msgpack records."""
 
 from __future__ import annotations
 

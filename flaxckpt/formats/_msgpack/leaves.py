@@ -1,4 +1,4 @@
-"""The leaves of what was scanned: arrays in a file, numbers, and arrays elsewhere."""
+"""Converts a scanned tree to leaves: numbers, strings and unread arrays."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from flaxckpt.formats._msgpack.scanner import Array, Run, Value
 from flaxckpt.formats._reader import CheckpointMetadata, Stored
 
 _MAX_LEAVES = 5 * 10**5
-_MAX_PATH_BYTES = 256 * 2**20  # of all leaf paths together: keys high up recur in them
+_MAX_PATH_BYTES = 256 * 2**20  # for all leaf paths together, which share outer keys
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opened:
-    """An array that is not simply some runs of bytes in the scanned file.
+    """An array with a function to open it, unlike the plain bytes of `Array`.
 
     Attributes:
         shape: In elements.
         dtype: Name of the element type.
-        chunk_shape: What is read at once.
-        open: Opens it; see `StoredLeaf`.
-        check: Compares it with its checksum, if it has one; see `StoredLeaf`.
+        chunk_shape: Shape of the smallest part that can be read.
+        open: Opens the array; see `StoredLeaf`.
+        check: Compares the array with its checksum, if any; see `StoredLeaf`.
     """
 
     shape: Shape
@@ -41,16 +41,16 @@ class Opened:
 
 
 def _is_sequence(names: Mapping[str, object]) -> bool:
-    """Whether the keys of a map are 0, 1, …, as Flax writes lists and tuples."""
+    """Returns True for a map with keys 0, 1, …, Flax's form of lists and tuples."""
     # Sorted as text, 10 comes before 2.
     return bool(names) and all(str(i) in names for i in range(len(names)))
 
 
 def walk(tree: Value) -> Iterator[tuple[tuple[_state.tree.Key, ...], Value]]:
-    """The leaves and empty containers of what was scanned, each with its keys.
+    """Yields the leaves and empty containers of a scanned tree, with their keys.
 
-    Maps whose keys are 0, 1, … are lists, in that order; so are Flax's old named
-    tuples maps.
+    Maps with keys 0, 1, … become lists, in that order; Flax's old named tuples become
+    maps.
     """
     return _walk(tree, ())
 
@@ -72,7 +72,7 @@ def _walk(
 
 
 def _without_name(value: Value) -> Value:
-    """What is in a named tuple as Flax wrote it before 0.3; all else unchanged."""
+    """Returns a named tuple of Flax before 0.3 as a map, and other values unchanged."""
     if not isinstance(value, dict) or set(value) != {"name", "fields", "values"}:
         return value
     fields, values = value["fields"], value["values"]
@@ -96,18 +96,19 @@ def stored(
     step: int | None,
     stamp: _storage.local.Stamp,
 ) -> Stored:
-    """A checkpoint whose leaves were scanned.
+    """Returns the checkpoint of a scanned tree.
 
     Args:
         path: The checkpoint.
-        file: The file that was scanned.
-        tree: What was found in it.
-        format_name: What `CheckpointMetadata.format` says.
-        step: Its number, if it is known.
-        stamp: Of the file, from before it was scanned.
+        file: The scanned file.
+        tree: The scanned tree.
+        format_name: Value of `CheckpointMetadata.format`.
+        step: Step number, or None.
+        stamp: Stamp of the file, from before the scan.
 
     Raises:
-        DamagedCheckpointError: Leaves are nothing that Flax writes; they are named.
+        DamagedCheckpointError: Some leaves are not of Flax, or too many; lists the
+            leaves.
     """
     leaves: dict[LeafPath, StoredLeaf] = {}
     faults: dict[LeafPath, str] = {}
@@ -154,7 +155,7 @@ def stored(
 def unreadable(
     path: Path, faults: Mapping[LeafPath, str]
 ) -> errors.DamagedCheckpointError:
-    """The error that says why leaves of a checkpoint cannot be read."""
+    """Returns the error for leaves that cannot be read, with their faults."""
     count = f"{len(faults)} leaves" if len(faults) > 1 else "1 leaf"
     return errors.DamagedCheckpointError(
         f"{count} of {path} cannot be read:\n"
@@ -190,7 +191,7 @@ def _leaf(
                 "numpy.generic" if value.is_scalar else "numpy.ndarray",
                 value.shape,
                 value.dtype,
-                # Rows can be read one by one.
+                # Single rows can be read.
                 chunk_shape=tuple(
                     1 if axis == 0 else max(size, 1)
                     for axis, size in enumerate(value.shape)

@@ -1,4 +1,4 @@
-"""Flax's old checkpoints: one file that holds a whole state in msgpack.
+"""Reader of Flax's old checkpoints, a file with the whole state in msgpack.
 
 Source: `flax.training.checkpoints` and `flax.serialization.to_bytes`.
 """
@@ -13,11 +13,11 @@ from flaxckpt.formats._msgpack import leaves, scanner
 from flaxckpt.formats._reader import Stored
 
 _ELSEWHERE = "//GDAPlaceholder:"
-"""How a string begins that stands for an array of several processes."""
+"""Prefix of a string that stands for an array of several processes."""
 
 
 def recognises(path: Path) -> str | None:
-    """Why `path` is a file that holds a map in msgpack."""
+    """Returns the evidence for a file with a msgpack map; else None."""
     keys = _signatures.first_keys(path)
     if keys is None or keys == ["version", "optimizer"]:
         return None
@@ -30,8 +30,8 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     """Reads everything but arrays.
 
     Raises:
-        DamagedCheckpointError: The file is not what Flax writes.
-        CheckpointFormatError: Parts of it are elsewhere, in a way that is not read.
+        DamagedCheckpointError: The file differs from Flax's.
+        CheckpointFormatError: Some arrays are in other files, which is not supported.
     """
     stamp = _storage.local.stamp(path)
     with scanner.scanner(path) as scan:

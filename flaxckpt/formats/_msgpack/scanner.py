@@ -1,8 +1,8 @@
-"""Msgpack as Flax writes it: small things are read, arrays are found where they lie.
+"""Scanner of Flax's msgpack: reads names and small values, and locates the arrays.
 
-Nothing in a file is trusted: sizes are compared with what is left of the file, and
-counts with fixed limits, before anything is made of them. What an array holds is never
-read here, so that a file of any size is scanned in the time its names take.
+No file is trusted: before use, sizes are compared with the rest of the file, and counts
+with fixed limits. The values of arrays are never read here, so the time of a scan
+depends on the number of names, not on the size of the file.
 
 Source: `flax.serialization` (the extension types and the arrays in parts).
 """
@@ -20,17 +20,17 @@ from flaxckpt import _state, _storage, errors
 from flaxckpt._types import Shape
 
 MAX_NODES = 2 * 10**6
-"""Values in one file, those in containers included."""
+"""The most values in a file, including values in containers."""
 
 _MAX_TEXT_BYTES = 64 * 2**20
 _MAX_KEY_BYTES = 4096
 _MAX_RANK = 32
 _PARTS = "__msgpack_chunked_array__"
 
-# Extension types: those of Flax, tuples of Orbax, and one of msgpack itself.
+# Extension types of Flax, of Orbax (tuples) and of msgpack itself (timestamps).
 NDARRAY, _COMPLEX, _NUMPY_SCALAR, _TUPLE, _TIMESTAMP = 1, 2, 3, 4, -1
 
-# First byte -> what it begins, and how its size or its value follows.
+# First byte -> kind of value, and the struct format of the size or the number after it.
 _HEADS: dict[int, tuple[str, str]] = {
     0xC4: ("bin", ">B"),
     0xC5: ("bin", ">H"),
@@ -61,11 +61,11 @@ _FIXED_EXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 
 
 class Run(NamedTuple):
-    """Some bytes of a file.
+    """A run of bytes in a file.
 
     Attributes:
-        offset: Where they begin.
-        size: How many they are.
+        offset: Offset of the first byte.
+        size: Number of bytes.
     """
 
     offset: int
@@ -76,10 +76,10 @@ class Array(NamedTuple):
     """An array in a file.
 
     Attributes:
-        pieces: The runs of bytes that hold its elements, one after another.
+        pieces: The runs of bytes of its elements, in order.
         shape: In elements.
         dtype: Name of the element type.
-        is_scalar: Whether it stands for a numpy scalar.
+        is_scalar: True for a numpy scalar.
     """
 
     pieces: tuple[Run, ...]
@@ -94,14 +94,14 @@ Value: TypeAlias = Any
 
 @contextlib.contextmanager
 def scanner(path: Path, *, buffer_bytes: int = 2**16) -> Iterator[Scanner]:
-    """Opens a file to be scanned.
+    """Opens a file in a context, and returns a scanner of the file.
 
     Args:
-        path: Which file.
-        buffer_bytes: What is read at once.
+        path: The file.
+        buffer_bytes: Size of the read buffer.
 
     Raises:
-        DamagedCheckpointError: It is not there, or is no plain file.
+        DamagedCheckpointError: The path is missing, or not a regular file.
     """
     if not path.is_file():
         raise errors.DamagedCheckpointError(
@@ -112,11 +112,11 @@ def scanner(path: Path, *, buffer_bytes: int = 2**16) -> Iterator[Scanner]:
 
 
 class Scanner:
-    """Goes through a file value by value.
+    """Scans a file value by value.
 
     Attributes:
-        position: Where the next value begins, in bytes.
-        size: The size of the file.
+        position: Offset of the next value, in bytes.
+        size: Size of the file, in bytes.
     """
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
@@ -130,15 +130,15 @@ class Scanner:
         self._text_bytes = 0
 
     def value(self) -> Value:
-        """The next value, with all that is in it.
+        """Returns the next value, including nested values.
 
         Raises:
-            DamagedCheckpointError: There is none, or none that Flax writes.
+            DamagedCheckpointError: The value is missing, or not of Flax.
         """
         return self._value(0)
 
     def head(self) -> tuple[str, Any]:
-        """What the next value is, and its size or its value."""
+        """Returns the kind of the next value, and its size; of a number, the number."""
         byte = self._bytes(1)[0]
         if byte < 0x80:
             return "number", byte
@@ -161,11 +161,11 @@ class Scanner:
         return kind, size
 
     def value_type(self) -> int:
-        """The type of an extension, whose head was read."""
+        """Returns the type of an extension; called right after `head`."""
         return struct.unpack(">b", self._bytes(1))[0]  # type: ignore[no-any-return]
 
     def text(self, kind: str, size: int) -> str:
-        """What follows the head of a string."""
+        """Returns a string; called with the result of `head`."""
         if kind != "str":
             raise self.fault(f"{_a(kind)} where a string belongs")
         self._text_bytes += self._left(size)
@@ -177,7 +177,7 @@ class Scanner:
             raise self.fault("a string that is no UTF-8", back=size) from None
 
     def key(self) -> str:
-        """The next value, which must be a string that can be part of a leaf path."""
+        """Returns the next value, a string valid as a part of a leaf path."""
         self._count(1)
         kind, size = self.head()
         if kind == "str" and size > _MAX_KEY_BYTES:
@@ -190,18 +190,21 @@ class Scanner:
         return key
 
     def enter(self, run: Run) -> None:
-        """Goes to a run of bytes: what is scanned next lies within."""
+        """Moves to a run of bytes, and confines the scan to the run."""
         self._seek(run.offset)
         self._end = run.offset + run.size
 
     def leave(self, *, end: int | None = None) -> None:
-        """Asserts that the run has been scanned to its end, and goes on behind it."""
+        """Ends the scan of a run; raises an error unless at the end of the run.
+
+        The scan may continue up to `end`, by default the end of the file.
+        """
         if self.position != self._end:
             raise self.fault(f"{self._end - self.position} bytes more than belong here")
         self._end = self.size if end is None else end
 
     def fault(self, found: str, *, back: int = 0) -> errors.DamagedCheckpointError:
-        """The error that says what was found where it should not be."""
+        """Returns the error for the content `found`, `back` bytes before here."""
         return errors.DamagedCheckpointError(
             f"{self._path} is damaged or was written by something else: at byte"
             f" {self.position - back} found {found}; restore another step"
@@ -299,7 +302,7 @@ class Scanner:
         return complex(*parts)
 
     def _joined(self, found: Mapping[str, Value]) -> Array:
-        """The array that `found` has in parts."""
+        """Returns the array of a map with the parts of a large array."""
         parts = found.get("chunks")
         if set(found) != {_PARTS, "shape", "chunks"} or not isinstance(parts, dict):
             raise self.fault("an array in parts that lacks some of them")
@@ -335,7 +338,7 @@ class Scanner:
             self._nodes += nodes
 
     def _left(self, size: int) -> int:
-        """`size`, if as many bytes are left."""
+        """Returns `size`, or raises the error if fewer bytes remain."""
         if size > self._end - self.position:
             raise self.fault(
                 f"the beginning of {size} bytes or more, but only"

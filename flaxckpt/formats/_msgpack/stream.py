@@ -1,8 +1,8 @@
-"""Streams of EasyLM and fjformer: one msgpack record a leaf, one after another.
+"""Reader of streams of EasyLM and fjformer, with a msgpack record for each leaf.
 
-A record is a list of two: the leaf's keys, and Flax's msgpack of its value as bytes.
-There is no header, no count and no checksum, so a file that was cut between two records
-cannot be told from a whole one.
+A record is a list of the leaf's keys and the Flax msgpack of its value, as bytes. A
+stream has no header, count or checksum, so a file cut between two records looks
+complete.
 
 Source: `StreamingCheckpointer` of EasyLM and fjformer.
 """
@@ -19,7 +19,7 @@ from flaxckpt.formats._reader import Stored
 
 
 def recognises(path: Path) -> str | None:
-    """Why `path` is a stream of records."""
+    """Returns the evidence for a stream of records; else None."""
     if not _signatures.begins_with_record(path):
         return None
     return "it begins with a msgpack record of keys and a value"
@@ -29,7 +29,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     """Reads everything but arrays.
 
     Raises:
-        DamagedCheckpointError: The file is no such stream, or ends within a record.
+        DamagedCheckpointError: The file is malformed, or ends within a record.
     """
     stamp = _storage.local.stamp(path)
     tree: dict[str, Value] = {}
@@ -42,7 +42,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
 
 
 def _enter(scan: Scanner, tree: dict[str, Value]) -> None:
-    """Puts the next record in its place."""
+    """Scans the next record into `tree`."""
     start = scan.position
     keys = _keys(scan)
     run = scan.value()

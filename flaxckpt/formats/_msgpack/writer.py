@@ -1,7 +1,7 @@
-"""Flax's msgpack as we write it: what `flax.serialization.to_bytes` makes of a state.
+"""Writer of Flax's msgpack, with the same bytes as `flax.serialization.to_bytes`.
 
-Pure: a structure and infos in, the layout of a file out. The bytes are equal to those
-of Flax, but arrays need not be in memory.
+Pure functions from a structure and leaf infos to the layout of a file, so arrays need
+not be in memory.
 
 Source: `flax/serialization.py`.
 """
@@ -23,18 +23,18 @@ from flaxckpt._types import LeafPath, Shape
 from flaxckpt.formats import _file_layout
 
 MAX_CHUNK_BYTES = 2**30
-"""Arrays of more bytes are written in pieces of this size; Flax's `MAX_CHUNK_SIZE`."""
+"""Larger arrays are written in pieces of this size; Flax's `MAX_CHUNK_SIZE`."""
 
 _NDARRAY, _COMPLEX, _NUMPY_SCALAR = 1, 2, 3
-"""Flax's types of msgpack extensions."""
+"""Flax's extension types."""
 
 
 class Contents(NamedTuple):
-    """A state to be written.
+    """A state for the writer.
 
     Attributes:
-        structure: Its containers.
-        infos: Leaf path -> what is known of it.
+        structure: The containers.
+        infos: Leaf path -> leaf info.
         numbers: Leaf path -> value of the Python numbers.
         strings: Leaf path -> value of the string leaves.
     """
@@ -46,11 +46,11 @@ class Contents(NamedTuple):
 
 
 def layout(name: str, contents: Contents) -> _file_layout.FileLayout:
-    """The file `name` that holds the state.
+    """Returns the layout of the file `name` for a state.
 
     Raises:
-        LeafNameError: Names that readers refuse, or take for something else.
-        UnsupportedLeafError: Values of which that is so.
+        LeafNameError: Readers would refuse or misread some names.
+        UnsupportedLeafError: Readers would refuse or misread some values.
     """
     _check(contents)
     file = _file_layout.FileLayout(name)
@@ -59,12 +59,12 @@ def layout(name: str, contents: Contents) -> _file_layout.FileLayout:
 
 
 def _parts(node: _state.tree.Node) -> list[tuple[str, _state.tree.Node | LeafPath]]:
-    """The map that a container becomes."""
+    """Returns the items of a container's map."""
     names = ["value"] if node.is_box else [str(key.name) for key in node.keys]
     return list(zip(names, node.children, strict=True))
 
 
-# ---- what would not come back -----------------------------------------------------
+# ---- checks -------------------------------------------------------------------------
 
 
 _MAX_KEY_BYTES = 4096
@@ -76,7 +76,7 @@ _SURROGATES = re.compile(r"[\ud800-\udfff]")
 
 
 def _check(contents: Contents) -> None:
-    """Refuses what readers refuse or take for something else."""
+    """Raises an error for names or values that readers would refuse or misread."""
     root = contents.structure
     if isinstance(root, str) or root.type == "None" or not root.children:
         what = (
@@ -120,14 +120,14 @@ def _check_names(
     depth: int,
     faults: dict[LeafPath, str],
 ) -> None:
-    """Adds the leaves of which a name would not come back.
+    """Adds leaves with names that readers would refuse or misread to `faults`.
 
     Args:
-        contents: What is written.
-        node: A leaf or a container of it.
-        path: The way to it.
-        depth: How many containers it is in.
-        faults: Leaf path -> what is wrong with it; is added to.
+        contents: The state.
+        node: A leaf or a container of the state.
+        path: The keys of the node.
+        depth: Number of containers around the node.
+        faults: Leaf path -> fault; updated in place.
     """
     if isinstance(node, str) or node.type == "None":
         return
@@ -179,7 +179,7 @@ def _fault_of_text(text: str) -> str | None:
 def _leaves(
     node: _state.tree.Node | LeafPath, path: tuple[_state.tree.Key, ...]
 ) -> list[LeafPath]:
-    """A leaf or an empty container, or all of them in a container."""
+    """Returns the paths of all leaves and empty containers in a node."""
     return [leaf for leaf, _ in _state.tree.key_paths(node, path)]
 
 
@@ -262,7 +262,7 @@ def _add_elements(
     stop: int,
     kind: int = _NDARRAY,
 ) -> None:
-    """Appends the elements in the bytes from `start` to `stop`, as an array."""
+    """Appends the bytes from `start` to `stop` of a leaf, as an array."""
     name = _state.dtypes.to_numpy(info.dtype or "").name
     size = stop - start
     inner = b"\x93" + _pack(shape) + _pack(name) + _bin_header(size)

@@ -1,4 +1,4 @@
-"""The format that flaxckpt writes, which Orbax reads."""
+"""The native format of flaxckpt, readable by Orbax."""
 
 from __future__ import annotations
 

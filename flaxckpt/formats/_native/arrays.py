@@ -1,7 +1,7 @@
-"""The arrays of a checkpoint of Orbax's layout, checked before they are opened.
+"""Checks and opens the arrays of a checkpoint in Orbax's layout.
 
-TensorStore follows links, and ends the process over metadata that is nested too deep or
-asks for more memory than there is.
+The checks come first: TensorStore follows symlinks, and aborts the process if metadata
+are nested too deep or ask for more memory than the machine has.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from flaxckpt.formats._native import orbax_json
 
 
 class ArrayForm(NamedTuple):
-    """What was recorded of an array.
+    """The stored form of an array.
 
     Attributes:
-        shape: As it is stored.
-        dtype: Name of the stored type.
-        chunk_shape: Extent of a chunk.
+        shape: Stored shape, in elements.
+        dtype: Name of the stored element type.
+        chunk_shape: Shape of a chunk.
     """
 
     shape: Shape
@@ -40,13 +40,10 @@ class ArrayForm(NamedTuple):
 
 
 def check_size(form: ArrayForm, stored_bytes: int) -> None:
-    """Refuses an array that cannot be there, and chunks that take all memory.
+    """Raises ValueError for an impossibly large array, or chunks beyond free memory.
 
-    Chunks of zeros need not be stored, so that little is stored proves nothing of
-    an array that is not huge.
-
-    Raises:
-        ValueError: It is refused.
+    Chunks of zeros need not be stored, so only an array above 1 TiB is compared with
+    the stored bytes.
     """
     itemsize = _state.dtypes.to_numpy(form.dtype).itemsize
     size = math.prod(form.shape) * itemsize
@@ -56,10 +53,10 @@ def check_size(form: ArrayForm, stored_bytes: int) -> None:
 
 
 def _check_form(text: bytes, form: ArrayForm) -> None:
-    """Compares the metadata of an array with what was recorded of it.
+    """Compares the metadata of an array with the recorded form.
 
     Raises:
-        ValueError: It says something else, or nothing that is read.
+        ValueError: The forms differ, or the metadata are unsupported.
     """
     found = form_in(text)
     if found != form:
@@ -71,20 +68,20 @@ def _check_form(text: bytes, form: ArrayForm) -> None:
 
 
 MAX_METADATA_BYTES = 2**16
-"""Of one array; attributes and names of axes are in it, too."""
+"""Limit on the metadata of an array, including attributes and names of axes."""
 
 
-@functools.lru_cache(maxsize=256)  # most arrays are like others
+@functools.lru_cache(maxsize=256)  # many arrays have equal metadata
 def form_in(text: bytes) -> ArrayForm:
-    """What the metadata of an array says, if TensorStore can take it.
+    """Parses the metadata of an array, within the limits of TensorStore.
 
     Raises:
-        ValueError: It says nothing that is read.
+        ValueError: The metadata are malformed or unsupported.
     """
     if len(text) > MAX_METADATA_BYTES:
         raise ValueError("its metadata is too large")
     try:
-        # TensorStore parses it again, and may take another one of two equal keys.
+        # TensorStore parses it again, and may pick the other of two equal keys.
         data = json.loads(text.decode(), object_pairs_hook=_util.json_limits.unique)
         return ArrayForm(*_arrays.zarr.metadata.array(data))
     except (errors.CheckpointError, KeyError, TypeError, RecursionError) as error:
@@ -94,15 +91,15 @@ def form_in(text: bytes) -> ArrayForm:
 def texts(
     root: Path, checkpoint: Path, names: Iterable[str], file: str, *, ocdbt: bool
 ) -> dict[str, Callable[[], bytes]]:
-    """Name of each array -> what gives the text of its metadata.
+    """Returns functions that read the metadata of arrays: array name -> function.
 
-    That raises ValueError or OSError if there is none.
+    A function returns the text, or raises ValueError or OSError if missing.
 
     Args:
-        root: The directory that holds the arrays, or the database of them.
-        checkpoint: What no link may lead out of.
-        names: Of the arrays.
-        file: What their metadata is called.
+        root: The directory or database with the arrays.
+        checkpoint: The directory that no symlink may lead out of.
+        names: Names of the arrays.
+        file: Name of the metadata file.
         ocdbt: Whether `root` is a database.
     """
     if not ocdbt:
@@ -140,10 +137,11 @@ def _text_of_value(
 
 
 def _check_database(root: Path, checkpoint: Path) -> None:
-    """Refuses a database that leads elsewhere, or would block.
+    """Raises DamagedCheckpointError for a missing or unsafe database.
 
     Raises:
-        DamagedCheckpointError: It is refused.
+        DamagedCheckpointError: A file is missing, leads out of the checkpoint, or would
+            block.
     """
     try:
         _storage.of(root).check_root(root, checkpoint)
@@ -159,7 +157,7 @@ def _check_database(root: Path, checkpoint: Path) -> None:
 _DATABASES: weakref.WeakKeyDictionary[ts.Context, dict[Path, ts.KvStore]] = (
     weakref.WeakKeyDictionary()
 )
-"""What is opened for the arrays that are read together."""
+"""The open databases of each context, shared by arrays that are read together."""
 
 
 def _database(root: Path, context: ts.Context) -> ts.KvStore:
@@ -174,10 +172,10 @@ def _database(root: Path, context: ts.Context) -> ts.KvStore:
 
 
 def check_names(path: Path, names: Iterable[str], *, ocdbt: bool) -> None:
-    """Refuses names of arrays that would lead out of their directory.
+    """Raises DamagedCheckpointError for array names that lead out of the directory.
 
     Raises:
-        DamagedCheckpointError: All such names.
+        DamagedCheckpointError: Lists the names.
     """
     faults = [n for n in names if orbax_json.UNSAFE.search(n)] if not ocdbt else []
     if faults:
@@ -189,22 +187,22 @@ def check_names(path: Path, names: Iterable[str], *, ocdbt: bool) -> None:
 
 _MAX_ZEROS_BYTES = 2**40
 _BEST_RATIO = 2**16
-"""How many times its size a file may hold, however it is compressed."""
+"""Upper bound on the compression ratio of a file."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arrays:
-    """Where the arrays of a checkpoint are.
+    """The location and the encoding of the arrays of a checkpoint.
 
     Attributes:
-        root: The directory that holds them, or the database of them.
-        version: Of the zarr format.
+        root: The directory or database with the arrays.
+        version: Version of the zarr format.
         ocdbt: Whether `root` is a database.
-        strict: Whether a missing chunk is damage; else it is zeros.
-        encoding: Of their chunks; None if only each array's metadata tells.
-        digests: File of the database -> its digest, if they are recorded.
-        is_checked: Whether each array is known by its own metadata.
-        blosc: Names of those in a database that are known to be compressed by blosc.
+        strict: True if a missing chunk is damage; False if it stands for zeros.
+        encoding: Encoding of the chunks; None if only in the metadata of each array.
+        digests: File of an array or the database -> recorded digest.
+        is_checked: True if the forms come from the arrays' own metadata.
+        blosc: Names of arrays in a database compressed by blosc, as far as known.
     """
 
     root: Path
@@ -219,7 +217,7 @@ class Arrays:
     def opener(
         self, name: str, form: ArrayForm, checkpoint: Path
     ) -> Callable[[ts.Context], ts.Future[ts.TensorStore]]:
-        """What opens the array `name` of a checkpoint, if it is what was recorded."""
+        """Returns a function that opens the array `name` after a check of its form."""
         return functools.partial(self._open, name, form, checkpoint)
 
     def _open(
@@ -240,7 +238,7 @@ class Arrays:
             ocdbt=self.ocdbt,
             strict=self.strict,
         )
-        # Before TensorStore sees it, which ends the process over some.
+        # Before TensorStore reads the metadata, some of which abort the process.
         file = "zarr.json" if self.version == 3 else ".zarray"
         if not self.ocdbt:
             text = _arrays.zarr.chunk_file.small(self.root / name / file)
@@ -290,7 +288,7 @@ class Arrays:
     def _check_values(
         self, name: str, file: str, form: ArrayForm, context: ts.Context
     ) -> None:
-        """Asserts that chunks of blosc in a database are as long as they should be."""
+        """Raises ValueError for blosc chunks of the wrong size in a database."""
         store = _database(self.root, context)
         read = store.read(_arrays.zarr.metadata.database_key(name, file))
         text = _text_of_value(read, self.root, file)
@@ -300,13 +298,13 @@ class Arrays:
             _arrays.zarr.chunk_headers.check_values(store, name, chunks)
 
     def checks(self) -> _Checks | None:
-        """What compares the files of arrays with their digests, if they need that."""
+        """Returns the comparison of files with digests, for zarr 2; else None."""
         if self.version != 2 or not self.digests:
             return None
         return _Checks(self.root, self.ocdbt, self.digests)
 
     def raw(self, name: str, info: LeafInfo) -> RawArray | None:
-        """Where the chunks of an array are, if they are not compressed."""
+        """Returns the location of the chunks of an uncompressed array, else None."""
         if self.encoding is None:
             return None
         if not _arrays.zarr.metadata.is_raw(
@@ -317,13 +315,13 @@ class Arrays:
 
 
 class _Checks:
-    """Compares files of arrays with their digests, each once."""
+    """Compares files of arrays with their digests, once each."""
 
     def __init__(self, root: Path, ocdbt: bool, digests: Mapping[str, str]) -> None:
         self._root = root
         self._of_array: dict[str, dict[str, str]] = {}
         for file, digest in digests.items():
-            # The files of a database are those of every array.
+            # Every array depends on all files of a database.
             name = "" if ocdbt else file.rpartition("/")[0]
             self._of_array.setdefault(name, {})[file] = digest
         self._ocdbt = ocdbt
@@ -331,10 +329,10 @@ class _Checks:
         self._lock = threading.Lock()
 
     def __call__(self, name: str) -> None:
-        """Compares those of the array `name`.
+        """Compares the files of the array `name`.
 
         Raises:
-            ValueError, OSError: One has changed since it was written, or is missing.
+            ValueError, OSError: A file has changed since the save, or is missing.
         """
         name = "" if self._ocdbt else name
         with self._lock:
@@ -350,10 +348,11 @@ def table(
     arrays: Arrays,
     strings: Mapping[LeafPath, str],
 ) -> LeafTable:
-    """The leaves of a checkpoint.
+    """Returns the leaf table of a checkpoint.
 
     Raises:
-        DamagedCheckpointError: Names lead out of it; all of them are told.
+        DamagedCheckpointError: Names of arrays lead out of the checkpoint; all are
+            listed.
     """
     table = {}
     check_names(

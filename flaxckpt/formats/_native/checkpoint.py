@@ -1,4 +1,4 @@
-"""The native format: what stock Orbax reads and writes, plus our manifest."""
+"""Reads and writes the native format: Orbax's own layout, plus our manifest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flaxckpt.formats._reader import Lineage, Stored
 COMMITTED = _storage.commit_marker.MARKER
 _ROOT_METADATA = "metadata/_ROOT_METADATA"
 _OLD_ROOT_METADATA = "metadata/metadata"
-"""The user's metadata of a run, and nothing else, as Orbax wrote it before 0.11."""
+"""File of Orbax before 0.11 that contains only the user's metadata of a run."""
 
 STATE, DATASET, METRICS = native_items.STATE, native_items.DATASET, native_items.METRICS
 UNDIGESTED = frozenset(
@@ -36,13 +36,13 @@ UNDIGESTED = frozenset(
         native_items.METRICS_DIGESTS,
     )
 )
-"""Files of a checkpoint that are no arrays, and whose digests are not in it."""
+"""Files without digests in the manifest, apart from arrays."""
 
 _DATABASE = re.compile(
     rf"{STATE}/(?:manifest\.ocdbt|(?:{re.escape(_arrays.zarr.ocdbt.PART)}\d+/)?d/.+)",
     re.DOTALL,
 )
-"""A file of the database, or of one that a single process has written."""
+"""A file of the database, or of the database of a single process."""
 
 _SMALL_DATABASE_BYTES = 64 * 2**20
 
@@ -52,21 +52,22 @@ _SMALL_DATABASE_BYTES = 64 * 2**20
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """Everything of a checkpoint but its arrays.
+    """Contents of a checkpoint except the arrays.
 
     Attributes:
-        infos: Its leaves, in order.
-        structure: Its containers.
-        ocdbt: Whether the arrays are in one database.
-        encoding: The encoding of their chunks.
+        infos: The leaves, in order.
+        structure: The containers.
+        ocdbt: Whether the arrays are in an OCDBT database.
+        encoding: Encoding of the chunks.
         step: Step number, or None.
         strings: Param name -> value of the string leaves.
-        metrics: What was measured.
+        metrics: Metrics of the step.
         custom: The user's metadata.
-        dataset: File name -> content, of the iterator's state; empty if none is saved.
-        created: When the save began, in seconds since 1970.
-        lineage: What the run began from.
-        transforms: What was changed on the way, as text.
+        dataset: File name -> content of the dataset iterator's state; empty if not
+            saved.
+        created: Time of the start of the save, in seconds since 1970.
+        lineage: Checkpoints that the run started from.
+        transforms: The transforms applied to the state, as text.
     """
 
     infos: Sequence[LeafInfo]
@@ -84,12 +85,12 @@ class Contents:
 
 
 def files(contents: Contents) -> dict[str, bytes]:
-    """The files of a checkpoint: relative path -> content.
+    """Returns the files of a checkpoint: relative path -> content.
 
-    All but its arrays, and but those that `seal` makes when everything else is there.
+    Without the arrays, and without the files that `seal` makes once all others exist.
 
     Raises:
-        SaveFailedError: One is nothing that `read` would take.
+        SaveFailedError: `read` would not accept a file.
     """
     made = {
         native_items.CHECKPOINT: _checkpoint_metadata(contents),
@@ -127,15 +128,15 @@ _PARSED = frozenset(
         f"{METRICS}/{METRICS}",
     )
 )
-"""Files that readers parse, beside the manifest."""
+"""Files besides the manifest that readers parse."""
 
 
 @contextlib.contextmanager
 def _readable(name: str) -> Iterator[None]:
-    """Explains why a file that was made cannot be read, before it is committed.
+    """Context of a trial parse of the file `name`, before the commit.
 
     Raises:
-        SaveFailedError: What happened within, if it is an error of a parser.
+        SaveFailedError: The parse failed; explains why readers cannot read the file.
     """
     try:
         yield
@@ -157,16 +158,15 @@ def seal(
     root: Path,
     others: Mapping[str, str] | None = None,
 ) -> dict[str, bytes]:
-    """The manifest and its own digest: relative path -> content.
+    """Returns the manifest and the commit marker: relative path -> content.
 
-    The manifest has the digest of every file in `made` but the metrics, which may be
-    written anew later, and of a small database under `root`, which is verified as a
-    whole: that is faster than each of its values. Of zarr 2, whose chunks have no
-    checksums, it has the digests of all files. `others` are the digests of files that
-    other processes have written.
+    The manifest has the digests of all files in `made` except the metrics, which may
+    be replaced later, and of a small database under `root`, which is faster to verify
+    as a whole than by its values. For zarr 2, whose chunks have no checksums, it has
+    the digests of all array files. `others` are digests of files of other processes.
 
     Raises:
-        SaveFailedError: The manifest is nothing that `read` would take.
+        SaveFailedError: `read` would not accept the manifest.
     """
     digests = {
         name: _storage.local.digest(text)
@@ -183,7 +183,10 @@ def seal(
 
 
 def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
-    """Path of a file of arrays -> its digest, where each chunk's own are not enough."""
+    """Returns the digests of array files of zarr 2, or of a small database.
+
+    Other arrays rely on the checksums of their chunks.
+    """
     is_bare = contents.encoding.version == 2
     if contents.ocdbt:
         state = root / STATE
@@ -194,7 +197,7 @@ def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
         found = [file for name in names for file in (root / STATE / name).glob("*")]
     else:
         return {}
-    found = [file for file in found if file.is_file()]  # none without arrays
+    found = [file for file in found if file.is_file()]  # empty without arrays
     size = sum(file.stat().st_size for file in found)
     if not is_bare and size > _SMALL_DATABASE_BYTES:
         return {}
@@ -206,7 +209,7 @@ def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
 
 
 def seal_of(manifest: bytes) -> bytes:
-    """The content of `commit_success.txt`."""
+    """Returns the content of `commit_success.txt`."""
     return orbax_json.dumps({orbax_json.MANIFEST: _storage.local.digest(manifest)})
 
 
@@ -229,7 +232,7 @@ def _checkpoint_metadata(contents: Contents) -> bytes:
 
 
 def _manifest_text(contents: Contents, digests: Mapping[str, str]) -> bytes:
-    origin: dict[str, JSON] = {}  # and what else is not always there
+    origin: dict[str, JSON] = {}  # and other optional fields
     if contents.lineage:
         origin["lineage"] = [
             native_manifest.lineage_row(each) for each in contents.lineage
@@ -258,7 +261,7 @@ def _manifest_text(contents: Contents, digests: Mapping[str, str]) -> bytes:
 
 
 def recognises(path: Path) -> str | None:
-    """Why `path` is a checkpoint of ours or Orbax's, or one item of it."""
+    """Returns the evidence for a native or Orbax checkpoint, or an item; else None."""
     item = native_items.item(path)
     if item is None:
         return None
@@ -271,7 +274,7 @@ def recognises(path: Path) -> str | None:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether `path` itself is a checkpoint, and not just something around one."""
+    """Returns True if `path` itself is a checkpoint, not just a parent directory."""
     names = (orbax_json.MANIFEST, native_items.CHECKPOINT, native_items.TREE)
     return native_items.item(path) is not None and any(
         (path / name).is_file() for name in names
@@ -282,8 +285,8 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     """Reads everything but arrays.
 
     Raises:
-        DamagedCheckpointError: A file is missing, not what it should be, or does not
-            have the digest that was written down for it.
+        DamagedCheckpointError: A file is missing, malformed, or differs from its
+            recorded digest.
     """
     if _storage.local.lexists(path / orbax_json.MANIFEST):
         return _read_own(path, step, resolve)
@@ -308,17 +311,16 @@ are_digests_of_metrics = native_metrics.are_digests
 
 
 def file_to_lock(path: Path) -> Path:
-    """A file of the checkpoint `path` that is always there and never replaced."""
+    """Returns a file to lock for the checkpoint `path`: never missing or replaced."""
     names = (orbax_json.MANIFEST, native_items.CHECKPOINT)
     return next((path / name for name in names if (path / name).is_file()), path)
 
 
 def read_dataset(path: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
-    """The files of the dataset iterator saved in `path`; empty if there are none.
+    """Returns the files of the dataset iterator saved in `path`; empty without any.
 
-    So they are if they were let go.
-
-    Orbax lets its users name the item, so any that has grain's files is taken.
+    Also empty after they were deleted on purpose. Orbax lets its users name the item,
+    so any item with grain's files counts.
     """
     if native_items.has_let_go_dataset(path):
         return {}
@@ -344,7 +346,7 @@ def read_dataset(path: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
 
 
 def read_run_metadata(root: Path) -> dict[str, JSON]:
-    """The user's metadata of a whole run, where Orbax keeps it."""
+    """Returns the user's metadata of a whole run, from Orbax's file."""
     if (path := root / _ROOT_METADATA).is_file():
         return native_items.custom_in(native_items.json_file(path, root))
     if (path := root / _OLD_ROOT_METADATA).is_file():
@@ -353,10 +355,10 @@ def read_run_metadata(root: Path) -> dict[str, JSON]:
 
 
 def write_run_metadata(root: Path, custom: Mapping[str, JSON]) -> None:
-    """Writes the user's metadata of a whole run, in one step.
+    """Writes the user's metadata of a whole run atomically.
 
     Raises:
-        ValueError: It would be written behind a link out of the run.
+        ValueError: The path of the file leads out of the run through a symlink.
     """
     path = root / _ROOT_METADATA
     _storage.of(path).check_file(path, root)
@@ -418,14 +420,14 @@ def _read_own(path: Path, step: int | None, resolve: _state.treedef.Resolve) -> 
 
 
 def _committed(path: Path) -> Mapping[str, Any]:
-    """What was committed: our manifest -> its digest; empty if we did not write it."""
+    """Returns our commit marker's content, manifest -> digest; empty for Orbax's."""
     try:
         return native_items.json_file(path / COMMITTED, path)
     except errors.DamagedCheckpointError:
-        return {}  # Orbax writes a sentence there, where it writes it
+        return {}  # Orbax writes a sentence, or no such file
 
 
 def is_of_arrays(name: str) -> bool:
-    """Whether the file `name` of a checkpoint has nothing but values of arrays."""
+    """Returns True if the file `name` of a checkpoint contains only array data."""
     root, _, rest = name.partition("/")
     return root == STATE and rest not in native_items.DESCRIPTIONS

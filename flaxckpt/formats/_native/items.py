@@ -1,4 +1,4 @@
-"""Where the parts of a checkpoint of Orbax's layout are: items and files."""
+"""Finds and reads the items and files of a checkpoint in Orbax's layout."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ STATE, DATASET, METRICS = "state", "dataset", "metrics"
 CHECKPOINT = "_CHECKPOINT_METADATA"
 TREE = "_METADATA"
 AGGREGATE = "checkpoint"
-"""The tree in msgpack, in Orbax until 0.6: values, and names of arrays beside it."""
+"""The tree in msgpack, of Orbax until 0.6: values, and names of zarr arrays."""
 
 STRINGS = "_strings.json"
 SHARDING = "_sharding"
 ARRAYS = "array_metadatas/process_0"
 DESCRIPTIONS = frozenset((TREE, SHARDING, STRINGS, ARRAYS))
-"""Files of the state that are no arrays."""
+"""Files of the state other than arrays."""
 
 METRICS_DIGESTS = f"{METRICS}/digests"
-"""Of the metrics, which are written anew when the rest of a checkpoint stays."""
+"""Digests of the metrics, which can be replaced in a committed checkpoint."""
 
 PREFERRED_ITEMS = (STATE, "default", "pytree")
 NOT_ITEMS = frozenset((DATASET, METRICS))
 
 
 def item(path: Path) -> Path | None:
-    """The directory that holds the arrays of the checkpoint `path`.
+    """Returns the directory with the arrays of the checkpoint `path`; None without it.
 
-    In a store, it must have Orbax's marker; one item has its own, or that above it.
+    On an object store, only with a commit marker in `path` or, for an item, in its
+    parent.
     """
     storage = _storage.of(path)
     if not (storage.is_committed(path) or storage.is_committed(path.parent)):
@@ -72,14 +73,14 @@ _TREE_HANDLERS = (
     "PyTreeCheckpointHandler",
     "PyTreeHandler",
 )
-"""How the names of Orbax's classes end that write what is read here."""
+"""Suffixes of Orbax's handler classes for trees of arrays."""
 
 JSON_ITEM = "metadata"
-"""The file of an item of JSON."""
+"""The file of a JSON item."""
 
 
 def is_json_item(path: Path) -> bool:
-    """Whether Orbax's `JsonSave` has written the item `path`."""
+    """Returns True if `path` looks like an item of Orbax's `JsonSave`."""
     try:
         names = set(_storage.local.names(path))
     except NotADirectoryError:
@@ -89,15 +90,15 @@ def is_json_item(path: Path) -> bool:
 
 
 def json_advice(path: Path) -> str:
-    """How an item of JSON is read."""
+    """Returns advice on reading a JSON item."""
     file = errors.printable(str(path / JSON_ITEM))
     return f"read it with json.loads(pathlib.Path({file!r}).read_text())"
 
 
 def item_handlers(path: Path) -> dict[str, Any] | str | None:
-    """Item -> the class that wrote it, if a checkpoint says so.
+    """Returns the recorded Orbax handlers, item -> class, or None.
 
-    A single class is of a checkpoint that is one item.
+    A single class for a checkpoint that consists of a single item.
     """
     try:
         handlers = json_file(path / CHECKPOINT, path).get("item_handlers")
@@ -107,10 +108,10 @@ def item_handlers(path: Path) -> dict[str, Any] | str | None:
 
 
 def _check_tree(path: Path) -> None:
-    """Refuses a checkpoint of Orbax that was saved without a tree.
+    """Raises CheckpointFormatError for an Orbax checkpoint without a tree of arrays.
 
     Raises:
-        CheckpointFormatError: All its items are of other kinds.
+        CheckpointFormatError: Lists the items and their handlers.
     """
     if _storage.local.lexists(path / orbax_json.MANIFEST):
         return
@@ -118,7 +119,7 @@ def _check_tree(path: Path) -> None:
         handlers = json_file(path / CHECKPOINT, path).get("item_handlers")
     except errors.DamagedCheckpointError:
         return
-    if isinstance(handlers, str):  # of a checkpoint that is one item
+    if isinstance(handlers, str):  # a checkpoint of a single item
         handlers = {"": handlers}
     if not isinstance(handlers, dict) or not handlers:  # as before Orbax 0.11
         names = [n for n in _storage.local.directories(path) if is_json_item(path / n)]
@@ -144,7 +145,7 @@ def _check_tree(path: Path) -> None:
 
 
 def warn_of_others(path: Path, taken: Path) -> None:
-    """Logs the trees of a checkpoint that are not loaded with it."""
+    """Logs a warning about trees of the checkpoint other than the item `taken`."""
     if taken == path:
         return
     others = [
@@ -162,17 +163,18 @@ def warn_of_others(path: Path, taken: Path) -> None:
 
 
 def is_tree(path: Path) -> bool:
-    """Whether `path` is an item that is a tree of arrays."""
+    """Returns True if `path` holds a tree of arrays."""
     return (path / TREE).is_file() or bool(_signatures.first_keys(path / AGGREGATE))
 
 
 def read_file(
     path: Path, checkpoint: Path, *, max_bytes: int = orbax_json.MAX_BYTES
 ) -> bytes:
-    """The content of a file of a checkpoint that must be there.
+    """Returns the content of a required file of a checkpoint.
 
     Raises:
-        DamagedCheckpointError: It is not, or is too large, or lies elsewhere.
+        DamagedCheckpointError: The file is missing, too large, or outside of the
+            checkpoint.
     """
     try:
         _storage.of(path).check_file(path, checkpoint)
@@ -186,24 +188,24 @@ def read_file(
 
 
 def json_file(path: Path, checkpoint: Path) -> dict[str, Any]:
-    """The object in a JSON file of a checkpoint that must be there.
+    """Returns the object in a required JSON file of a checkpoint.
 
     Raises:
-        DamagedCheckpointError: It is not, or holds something else.
+        DamagedCheckpointError: The file is missing, or does not hold a JSON object.
     """
     return orbax_json.loads(read_file(path, checkpoint), path)
 
 
 def check_digest(path: Path, recorded: object, content: bytes | None = None) -> None:
-    """Compares a file with its recorded digest, if it has one.
+    """Compares a file with its recorded digest, if any.
 
     Args:
         path: The file.
         recorded: The digest, or None.
-        content: What was read of the file; None to read it, however large it is.
+        content: Content of the file, if already read; a file of any size is read.
 
     Raises:
-        DamagedCheckpointError: They differ, or there is no such file.
+        DamagedCheckpointError: The digests differ, or the file is missing.
     """
     if recorded is None:
         return
@@ -226,7 +228,7 @@ def read_strings(
     infos: Sequence[LeafInfo],
     digests: Mapping[str, str],
 ) -> dict[LeafPath, str]:
-    """Leaf path -> value of the string leaves."""
+    """Returns the values of the string leaves: leaf path -> string."""
     wanted = [info for info in infos if info.kind == "string"]
     if not wanted:
         return {}
@@ -246,9 +248,10 @@ def read_strings(
 
 
 def read_metrics(path: Path) -> dict[str, float]:
-    """The metrics of the checkpoint `path`; those that are no numbers are left out.
+    """Returns the numeric metrics of the checkpoint `path`.
 
-    A damaged file means no metrics: it is no reason to lose the state beside it.
+    A damaged file of metrics is logged and counts as empty, so that the state remains
+    readable.
     """
     try:
         return numbers_in(metrics_in(path))
@@ -258,10 +261,13 @@ def read_metrics(path: Path) -> dict[str, float]:
 
 
 def metrics_in(path: Path) -> dict[str, Any]:
-    """What is in the metrics' file of the checkpoint `path`; empty if it has none.
+    """Returns the content of the metrics file of the checkpoint `path`.
+
+    Empty for a checkpoint without metrics.
 
     Raises:
-        DamagedCheckpointError: The file is not what it should be, or is missing.
+        DamagedCheckpointError: The file is missing, malformed, or differs from its
+            recorded digests.
     """
     file = path / METRICS / METRICS
     if not _storage.local.lexists(file):
@@ -273,7 +279,7 @@ def metrics_in(path: Path) -> dict[str, Any]:
         return {}
     content = read_file(file, path)
     if not _is_known(path, content):
-        again = read_file(file, path)  # others may write it just now
+        again = read_file(file, path)  # a writer may replace the file at this moment
         if again == content or not _is_known(path, again):
             raise errors.DamagedCheckpointError(
                 f"{file} has changed since it was written, or {METRICS_DIGESTS} has"
@@ -283,17 +289,17 @@ def metrics_in(path: Path) -> dict[str, Any]:
 
 
 def _has_had_metrics(path: Path) -> str | None:
-    """The file that says of a checkpoint of ours that metrics were saved, or added."""
+    """Returns the file that records metrics of a native checkpoint, or None."""
     if _steps.markers.is_measured(path):
         return _steps.markers.MEASURED
-    if not (path / orbax_json.MANIFEST).is_file():  # no digest tells if this is so
+    if not (path / orbax_json.MANIFEST).is_file():  # Orbax records no digests
         return None
     items = json_file(path / CHECKPOINT, path).get("item_handlers")
     return CHECKPOINT if isinstance(items, dict) and METRICS in items else None
 
 
 def _is_known(path: Path, metrics: bytes) -> bool:
-    """Whether `metrics` have one of the digests that were written down of them."""
+    """Returns True if `metrics` match a recorded digest, or none was recorded."""
     if not _storage.local.lexists(path / METRICS_DIGESTS):
         return True
     known = json_file(path / METRICS_DIGESTS, path).get(METRICS)
@@ -301,10 +307,10 @@ def _is_known(path: Path, metrics: bytes) -> bool:
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among `metrics`, except numbers too large for a float.
+    """Returns the numbers among `metrics`, except numbers too large for a float.
 
-    Nested names are joined by `/`, as in `eval/loss`; an item of a list has its index
-    as name. If two metrics get one name, the less nested one counts.
+    Nested names are joined by `/`, as in `eval/loss`; the name of a list item is its
+    index. If two metrics get the same name, the less nested metric counts.
     """
     found: dict[str, float] = {}
     waiting: collections.deque[tuple[str, Any]] = collections.deque(metrics.items())
@@ -322,9 +328,10 @@ def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
 def with_metrics(
     metrics: Mapping[str, Any], added: Mapping[str, float]
 ) -> dict[str, Any]:
-    """`metrics` as they are in a file, changed so that `numbers_in` gives `added`.
+    """Returns a copy of a file's `metrics` with the numbers `added`.
 
-    A number that is nested there is replaced in its place, where Orbax looks for it.
+    A nested number is replaced in its place, where Orbax looks for it. `numbers_in`
+    returns the added numbers under the same names.
     """
     changed = {key: _copy(value) for key, value in metrics.items()}
     for name, number in added.items():
@@ -334,14 +341,14 @@ def with_metrics(
 
 
 def _copy(value: Any) -> Any:
-    """A copy of nested dicts and lists."""
+    """Returns a copy of nested dicts and lists."""
     if isinstance(value, dict):
         return {key: _copy(inner) for key, inner in value.items()}
     return [_copy(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _replace_nested(metrics: dict[str, Any], name: str, number: float) -> bool:
-    """Replaces the number called `name` if it is nested; returns whether it is."""
+    """Replaces the nested number `name`; returns False if not found."""
     for key, value in metrics.items():
         if not name.startswith(f"{key}/") or not isinstance(value, dict):
             continue
@@ -355,7 +362,7 @@ def _replace_nested(metrics: dict[str, Any], name: str, number: float) -> bool:
 
 
 def _is_float(value: float) -> bool:
-    """Whether a number from JSON is not an integer that no float can be."""
+    """Returns False for an integer too large for a float."""
     return not isinstance(value, int) or abs(value) < 2**1023
 
 
@@ -373,7 +380,7 @@ def checkpoint_info(
             check_digest(path / CHECKPOINT, digests[CHECKPOINT], raw)
             found = orbax_json.loads(raw, path / CHECKPOINT)
         else:
-            # Orbax tolerates rubbish here, and nothing of the state depends on it.
+            # Orbax tolerates invalid content here, and the state does not need it.
             try:
                 found = orbax_json.loads(raw, path / CHECKPOINT)
             except errors.DamagedCheckpointError:
@@ -393,7 +400,7 @@ def checkpoint_info(
 
 
 def custom_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's own metadata in that of a step or of a run.
+    """Returns the user's own metadata from the metadata of a step or a run.
 
     Source: `custom` was the field's name in Orbax 0.11.0 to 0.11.5.
     """
@@ -402,14 +409,14 @@ def custom_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_let_go_dataset(path: Path) -> bool:
-    """Whether the dataset's state of the checkpoint `path` was deleted on purpose."""
+    """Returns True if the dataset state of `path` was deleted on purpose."""
     return (path / _steps.markers.WITHOUT_DATASET).is_file()
 
 
 def read_created(path: Path) -> float:
-    """When the save of the checkpoint `path` began, in seconds since 1970.
+    """Returns the time of the start of the save of `path`, in seconds since 1970.
 
-    What does not record it is as old as its oldest file.
+    If not recorded, the modification time of the oldest file.
     """
     try:
         found = json_file(path / CHECKPOINT, path).get("init_timestamp_nsecs")

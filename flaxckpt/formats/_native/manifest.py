@@ -1,4 +1,4 @@
-"""Our manifest, pure: what is known of a checkpoint as JSON, and back."""
+"""Pure functions that convert the metadata of a checkpoint to our manifest and back."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from flaxckpt.formats._native.orbax_json import EMPTIES
 from flaxckpt.formats._reader import Lineage
 
 VERSION = 1
-_PARSED_LEAVES = 20_000  # of which all rows are parsed anew before a commit
+_PARSED_LEAVES = 20_000  # up to which `check_readable` parses all rows
 _SCALARS = frozenset((*orbax_json.PYTHON_OF_KIND.values(), "numpy.generic"))
 
 
 class Manifest(NamedTuple):
-    """What a manifest says.
+    """The contents of a manifest.
 
     Attributes:
         infos: The leaves, in order.
-        structure: Their containers.
+        structure: The containers.
         unknown_types: Classes in `structure` that become plain dicts or lists.
         digests: File name -> digest.
-        ocdbt: Whether the arrays are in one database.
-        encoding: How their chunks are encoded; None if it does not say.
-        lineage: What the run began from.
-        transforms: What was changed on the way, as text.
-        step: The number of the step; None of a checkpoint that was none.
+        ocdbt: Whether the arrays are in an OCDBT database.
+        encoding: Encoding of the chunks; None if not recorded.
+        lineage: Checkpoints that the run started from.
+        transforms: The transforms applied to the state, as text.
+        step: Step number; None for a checkpoint saved on its own.
     """
 
     infos: Sequence[LeafInfo]
@@ -51,10 +51,10 @@ class Manifest(NamedTuple):
 
 
 def parse(data: Mapping[str, Any], resolve: _state.treedef.Resolve) -> Manifest:
-    """Reads a manifest of this version.
+    """Parses a manifest of this version.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: It is none.
+        ValueError, KeyError, TypeError, AttributeError: The manifest is malformed.
     """
     unknown: set[str] = set()
     structure = _state.treedef.from_json(data["structure"], resolve, unknown)
@@ -78,10 +78,10 @@ def parse(data: Mapping[str, Any], resolve: _state.treedef.Resolve) -> Manifest:
 
 
 def check_arrays(infos: Sequence[LeafInfo]) -> None:
-    """Refuses leaves whose arrays `parse` would refuse.
+    """Raises UnsupportedLeafError for arrays that `parse` would not accept.
 
     Raises:
-        UnsupportedLeafError: All leaves at fault.
+        UnsupportedLeafError: Lists all leaves at fault.
     """
     faults = {
         info.path: f"{_shortened(info)} with {fault}"
@@ -97,22 +97,23 @@ def check_arrays(infos: Sequence[LeafInfo]) -> None:
 
 
 def _shortened(info: LeafInfo) -> str:
-    """The type and the shape of a leaf; of many axes, the first."""
+    """Returns the type and the shape of a leaf; of many axes, the first."""
     text = str(info)
     return text if len(text) <= 60 else f"{text[:50].rpartition(',')[0]}, …]"
 
 
 def check_readable(data: Mapping[str, Any], infos: Sequence[LeafInfo]) -> None:
-    """Parses a manifest that was made, before it is committed.
+    """Parses a new manifest before the commit.
 
-    Of very many leaves, one of each kind is parsed, and their containers are not.
+    Of more than 20,000 leaves, only a leaf of each kind is parsed, and no containers.
 
     Args:
-        data: The manifest, as JSON has it.
-        infos: Its leaves.
+        data: The manifest, parsed from JSON.
+        infos: The leaves of the checkpoint.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: Readers would refuse it.
+        ValueError, KeyError, TypeError, AttributeError: Readers would not accept the
+            manifest.
     """
     if len(infos) <= _PARSED_LEAVES:
         parse(data, lambda name: None)
@@ -134,7 +135,7 @@ def check_readable(data: Mapping[str, Any], infos: Sequence[LeafInfo]) -> None:
 
 
 def leaf_row(info: LeafInfo) -> JSON:
-    """A leaf in the manifest; `leaf_info` is the inverse."""
+    """Returns the row of a leaf in the manifest; the inverse of `leaf_info`."""
     row: dict[str, JSON] = {"path": info.path, "type": info.python_type}
     if info.kind in ("array", "prng_key", "scalar"):
         row |= {"dtype": info.dtype, "shape": info.shape, "chunks": info.chunk_shape}
@@ -156,10 +157,10 @@ def leaf_row(info: LeafInfo) -> JSON:
 def leaf_info(
     row: Any, keys: Mapping[LeafPath, tuple[_state.tree.Key, ...]]
 ) -> LeafInfo:
-    """Reads what `leaf_row` wrote.
+    """Parses a row of `leaf_row`.
 
     Raises:
-        ValueError, KeyError: The row is not one.
+        ValueError, KeyError: The row is malformed.
     """
     path, python_type = row["path"], row["type"]
     impl = row.get("prng_impl")
@@ -199,7 +200,7 @@ def leaf_info(
 def with_trusted_roles(
     infos: Sequence[LeafInfo], structure: _state.tree.Node | LeafPath
 ) -> list[LeafInfo]:
-    """The leaves of a structure, with wrong roles of older releases corrected."""
+    """Returns the leaves with wrong roles from older releases corrected."""
     recorded = {info.path: info.role for info in infos if info.role is not None}
     corrected = (
         _state.optimizer_roles.trusted_roles(structure, recorded) if recorded else {}
@@ -240,10 +241,10 @@ def _role(row: Any) -> Role:
 def key_paths(
     structure: _state.tree.Node | LeafPath,
 ) -> dict[LeafPath, tuple[_state.tree.Key, ...]]:
-    """The leaves of a structure that was read, each with its keys.
+    """Returns the keys of each leaf of a parsed structure: leaf path -> keys.
 
     Raises:
-        ValueError: One is there twice, or not where its name says.
+        ValueError: A leaf appears twice, or its name differs from its place.
     """
     places = list(_state.tree.key_paths(structure))
     keys = dict(places)
@@ -260,10 +261,10 @@ def check_leaves(
     keys: Mapping[LeafPath, object],
     structure: _state.tree.Node | LeafPath,
 ) -> None:
-    """Asserts that leaves are those of a structure, each of them once.
+    """Raises ValueError unless `structure` contains exactly the leaves, once each.
 
     Raises:
-        ValueError: They are not.
+        ValueError: The leaves and the structure differ.
     """
     paths = {info.path for info in infos}
     leaves = {name for name in _names(structure) if name is not None}
@@ -273,7 +274,7 @@ def check_leaves(
 
 
 def _names(structure: _state.tree.Node | LeafPath) -> list[LeafPath | None]:
-    """The names of the leaves in a structure; None for each empty container."""
+    """Returns the names of the leaves in a structure; None for an empty container."""
     if isinstance(structure, str):
         return [structure]
     if not structure.children:
@@ -281,14 +282,14 @@ def _names(structure: _state.tree.Node | LeafPath) -> list[LeafPath | None]:
     return [name for child in structure.children for name in _names(child)]
 
 
-# ---- all the rest -------------------------------------------------------------------
+# ---- other fields -------------------------------------------------------------------
 
 
 def encoding(manifest: Mapping[str, Any]) -> _arrays.zarr.metadata.Encoding | None:
-    """How the chunks of all arrays are encoded; None in manifests that do not say.
+    """Returns the encoding of the chunks of all arrays; None if not recorded.
 
     Raises:
-        ValueError, KeyError, TypeError: They say it wrongly.
+        ValueError, KeyError, TypeError: The encoding is malformed.
     """
     if "encoding" not in manifest:
         return None
@@ -305,16 +306,16 @@ def encoding(manifest: Mapping[str, Any]) -> _arrays.zarr.metadata.Encoding | No
 
 
 def encoding_row(encoding: _arrays.zarr.metadata.Encoding) -> JSON:
-    """What `encoding` reads."""
+    """Returns the encoding for the manifest; the inverse of `encoding`."""
     row: dict[str, JSON] = {"codec": encoding.codec, "checksum": encoding.checksum}
     return row if encoding.version == 3 else {**row, "zarr_version": encoding.version}
 
 
 def digests(found: Any) -> dict[str, str]:
-    """File name -> digest, from the manifest.
+    """Returns the digests in the manifest: file name -> digest.
 
     Raises:
-        ValueError: They are something else, or of files elsewhere.
+        ValueError: The digests are malformed, or of files outside of the checkpoint.
     """
     if not isinstance(found, dict):
         raise ValueError(f"{str(found)[:80]} are no digests")
@@ -325,15 +326,15 @@ def digests(found: Any) -> dict[str, str]:
 
 
 def lineage_row(lineage: Lineage) -> JSON:
-    """One origin in the manifest; `lineage` is the inverse."""
+    """Returns the row of an origin in the manifest; the inverse of `lineage`."""
     return lineage._asdict()
 
 
 def lineage(manifest: Mapping[str, Any]) -> tuple[Lineage, ...]:
-    """What the run began from.
+    """Returns the checkpoints that the run started from.
 
     Raises:
-        ValueError, KeyError, TypeError: The manifest says it wrongly.
+        ValueError, KeyError, TypeError: The lineage is malformed.
     """
     found = []
     for row in manifest.get("lineage", []):
@@ -345,10 +346,10 @@ def lineage(manifest: Mapping[str, Any]) -> tuple[Lineage, ...]:
 
 
 def _step(manifest: Mapping[str, Any]) -> int | None:
-    """The number of the step; None of a checkpoint that was none.
+    """Returns the step number; None for a checkpoint saved on its own.
 
     Raises:
-        ValueError: The manifest says something else.
+        ValueError: The step is neither an integer nor null.
     """
     found = manifest.get("step")
     if type(found) not in (int, type(None)):
@@ -357,10 +358,10 @@ def _step(manifest: Mapping[str, Any]) -> int | None:
 
 
 def texts(value: Any) -> tuple[str, ...]:
-    """A list of strings.
+    """Converts a list of strings to a tuple.
 
     Raises:
-        ValueError: It is none.
+        ValueError: `value` is not a list of strings.
     """
     if not isinstance(value, list) or not all(type(text) is str for text in value):
         raise ValueError(f"{str(value)[:80]} is no list of texts")
@@ -369,7 +370,7 @@ def texts(value: Any) -> tuple[str, ...]:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Returns the versions of the packages that take part in a save."""
+    """Returns the versions of the packages used in a save."""
     found = {"jax": jax.__version__}
     for name in ("flaxckpt", "flax", "optax", "tensorstore"):
         try:

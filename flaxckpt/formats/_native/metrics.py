@@ -1,4 +1,4 @@
-"""The metrics of a checkpoint, which are written anew when the rest of it stays."""
+"""Metrics of a committed checkpoint, replaced without a change to other files."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from flaxckpt.formats._native.items import METRICS, METRICS_DIGESTS
 
 
 def digests_of(*texts: bytes) -> bytes:
-    """The content of `metrics/digests`, if one of `texts` is that of the metrics."""
+    """Returns the content of `metrics/digests` that accepts any of `texts`."""
     digests = [_storage.local.digest(text) for text in texts]
     return orbax_json.dumps({METRICS: digests})
 
 
 def are_digests(text: bytes, file: Path) -> bool:
-    """Whether the content of `metrics/digests` is such as is written there.
+    """Returns True if `text` is valid content of `metrics/digests`.
 
     Raises:
-        DamagedCheckpointError: It is no JSON.
+        DamagedCheckpointError: `text` is not a JSON object.
     """
     found = orbax_json.loads(text, file).get(METRICS)
     return isinstance(found, list) and text == orbax_json.dumps({METRICS: found})
 
 
 def write(path: Path, metrics: Mapping[str, JSON]) -> None:
-    """Writes the metrics of the committed checkpoint `path` anew, in one step.
+    """Replaces the metrics of the committed checkpoint `path` atomically.
 
     Raises:
-        ValueError: They would be written behind a link out of the checkpoint, or are
-            more than readers take.
+        ValueError: The path of the metrics leads out of the checkpoint through a
+            symlink, or the metrics are too large for readers.
     """
     _storage.of(path).check_file(path / METRICS / METRICS, path)
     _write(path, metrics)
@@ -45,7 +45,7 @@ def _write(path: Path, metrics: Mapping[str, JSON]) -> None:
     orbax_json.check_size(content)
     digests = METRICS_DIGESTS.removeprefix(f"{METRICS}/")
     files = {METRICS: content, digests: digests_of(content)}
-    # In a single step: Orbax takes a directory without its file for damage.
+    # Atomically: Orbax reports a directory without the file as damage.
     is_there = (path / METRICS).is_dir()
     if is_there or not _storage.of(path).add_directory(path / METRICS, files):
         _replace(path, content)
@@ -55,7 +55,7 @@ def _replace(path: Path, content: bytes) -> None:
     right = [content]
     with contextlib.suppress(errors.DamagedCheckpointError):
         right.append(items.read_file(path / METRICS / METRICS, path))
-    # Both are right until the new ones are there, whenever that is cut off.
+    # Both digests count until the new metrics are written, even after an interruption.
     _storage.local.replace(path / METRICS_DIGESTS, digests_of(*right))
     _storage.local.replace(path / METRICS / METRICS, content)
     _storage.local.replace(path / METRICS_DIGESTS, digests_of(content))

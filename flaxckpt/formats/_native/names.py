@@ -1,4 +1,4 @@
-"""What leaves are called on disk: which of these names a file system and Orbax take."""
+"""Checks of the names of leaves on disk, for the file system and for Orbax."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _RESERVED = frozenset(
 )
 _MAX_NAME_BYTES = 240
 _MAX_DATABASE_NAME_BYTES = 2**15
-"""Half of what the keys of a database may have, which name chunks, too."""
+"""Half of the limit on database keys; a key includes the name of the chunk."""
 
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
 _UNSAFE_CHARACTERS = re.compile(r"[/\\\n\0]")
 
 
 def check(infos: Sequence[LeafInfo], names: Sequence[str], *, ocdbt: bool) -> None:
-    """Refuses leaf names that would collide on disk or that readers cannot take.
+    """Raises LeafNameError for names that collide on disk or that readers refuse.
 
     Args:
         infos: The leaves.
-        names: What each is called on disk.
-        ocdbt: Whether the arrays are in one database.
+        names: The name of each leaf on disk.
+        ocdbt: Whether the arrays are in an OCDBT database.
 
     Raises:
-        LeafNameError: All names at fault.
+        LeafNameError: Lists all names at fault.
     """
     faults: dict[str, str] = {}
     seen: dict[str, LeafPath] = {}
@@ -72,7 +72,7 @@ def check(infos: Sequence[LeafInfo], names: Sequence[str], *, ocdbt: bool) -> No
 
 
 def _nested_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Names that continue another one after a `/`, with that one."""
+    """Yields each name that continues another name after a `/`, and the other name."""
     known = set(names)
     for name in known:
         end = name.find("/")
@@ -83,9 +83,9 @@ def _nested_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def are_file_safe(infos: Sequence[LeafInfo], names: Sequence[str]) -> bool:
-    """Whether each array can be a directory of its own; `names` are those on disk."""
+    """Returns True if each name on disk can be the directory of an array."""
     return all(
-        # Without a name, an array lies where the directories of others do.
+        # An array without a name would share the parent directory of other arrays.
         _is_file_safe(name) and (name or len(infos) == 1)
         for info, name in zip(infos, names, strict=True)
         if info.chunk_shape is not None

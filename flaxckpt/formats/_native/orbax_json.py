@@ -1,4 +1,4 @@
-"""The JSON files of Orbax, pure: leaf infos in, text out; `_orbax` writes them."""
+"""Pure functions that convert leaf infos to the JSON files of Orbax."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_BYTES = 64 * 2**20
 """Largest metadata file that is read; 100,000 leaves take about 20 MB."""
 
 UNSAFE = re.compile(r"\0|\\|^/|//|(?:^|/)\.{1,2}(?:/|$)")
-"""In the name of a file or an array: what could lead out of a directory."""
+"""Parts of the name of a file or an array that could lead out of a directory."""
 
 _HANDLERS = "orbax.checkpoint._src.handlers."
 STATE_HANDLER = f"{_HANDLERS}standard_checkpoint_handler.StandardCheckpointHandler"
@@ -30,7 +30,7 @@ JSON_HANDLER = f"{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler"
 
 _VALUE_TYPES = {
     "numpy.ndarray": "np.ndarray",
-    # Orbax has no complex scalars, and forgets the type of numpy's.
+    # Orbax has no complex scalars, and loses the types of numpy scalars.
     "numpy.generic": "np.ndarray",
     "complex": "np.ndarray",
     "int": "scalar",
@@ -51,13 +51,13 @@ PYTHON_OF_KIND = {
 _text = json.JSONEncoder(separators=(",", ":")).encode
 """Compact JSON; NaN and infinities as Python and Orbax write them.
 
-What is written for every leaf is put together from texts, most of which recur: a dict
-for each leaf would take three times as long.
+The rows of leaves are joined from cached texts, as most texts recur: a dict for each
+leaf would take three times as long.
 """
 
 
 def dumps(data: JSON) -> bytes:
-    """Compact JSON; NaN and infinities as Python and Orbax write them."""
+    """Returns compact JSON, with NaN and infinities as in Python and Orbax."""
     return _text(data).encode()
 
 
@@ -65,7 +65,7 @@ def loads(content: bytes, path: object) -> dict[str, Any]:
     """Parses a JSON object.
 
     Raises:
-        DamagedCheckpointError: `content` is something else.
+        DamagedCheckpointError: `content` is not a JSON object.
     """
     try:
         _util.json_limits.check(content)
@@ -82,10 +82,10 @@ def loads(content: bytes, path: object) -> dict[str, Any]:
 
 
 def check_size(content: bytes) -> None:
-    """Raises ValueError if JSON is too large for our readers.
+    """Raises ValueError if JSON exceeds the limits of our readers.
 
     Raises:
-        ValueError: It is.
+        ValueError: Names the limit.
     """
     if len(content) > MAX_BYTES:
         raise ValueError(f"it takes {len(content)} bytes, and readers take {MAX_BYTES}")
@@ -96,14 +96,14 @@ def check_size(content: bytes) -> None:
 
 
 def param_name(keys: Iterable[_state.tree.Key]) -> str:
-    """What Orbax calls a leaf: its keys joined by dots."""
+    """Returns Orbax's name of a leaf, the keys joined by dots."""
     return ".".join([str(key.name) for key in keys])
 
 
 def tree_metadata(
     infos: Iterable[LeafInfo], *, ocdbt: bool, zarr_version: int = 3
 ) -> bytes:
-    """The content of `_METADATA`."""
+    """Returns the content of `_METADATA`."""
     key_text = functools.cache(_key_text)
     shape_text = functools.cache(_text)
     rows = []
@@ -140,7 +140,7 @@ def _value_text(info: LeafInfo, shape_text: Callable[[Shape], str]) -> str:
 
 
 def shardings(infos: Iterable[LeafInfo]) -> bytes:
-    """The content of `_sharding`, which Orbax uses when it is given none."""
+    """Returns the content of `_sharding`, Orbax's default shardings on a restore."""
     sharding_text = functools.cache(lambda sharding: _text(_text(_sharding(sharding))))
     rows = []
     for info in infos:
@@ -166,8 +166,8 @@ def _sharding(sharding: jax.sharding.Sharding | None) -> JSON:
             ],
             "device_mesh": {"mesh": _device_ids(mesh.devices)},
         }
-    # One device, found again by its number: unlike a SingleDeviceSharding, which
-    # names its platform, this loads on any kind of device. 0 is always there.
+    # A mesh of device 0, which always exists. Unlike a SingleDeviceSharding, which
+    # names its platform, it loads on any kind of device.
     return {
         "sharding_type": "NamedSharding",
         "shape": [1],
@@ -178,14 +178,14 @@ def _sharding(sharding: jax.sharding.Sharding | None) -> JSON:
 
 
 def _device_ids(devices: Any) -> JSON:
-    """The ids in a nested array of devices."""
+    """Returns the ids in a nested array of devices."""
     if isinstance(devices, np.ndarray):
         return [_device_ids(part) for part in devices]
     return {"id": int(devices.id)}
 
 
 def array_metadatas(infos: Iterable[LeafInfo]) -> bytes:
-    """The content of `array_metadatas/process_0`."""
+    """Returns the content of `array_metadatas/process_0`."""
     shape_text = functools.cache(_text)
     rows = []
     for info in infos:
@@ -204,7 +204,7 @@ def array_metadatas(infos: Iterable[LeafInfo]) -> bytes:
 
 
 def strings(values: Mapping[str, str]) -> bytes:
-    """The content of `_strings.json`, from param name -> string."""
+    """Returns the content of `_strings.json` for a map of param name -> string."""
     nested: dict[str, Any] = {}
     for name, value in values.items():
         *parents, last = name.split("/")
@@ -216,10 +216,10 @@ def strings(values: Mapping[str, str]) -> bytes:
 
 
 def string_at(data: Mapping[str, Any], name: str) -> str:
-    """Finds the string of the leaf `name` in the content of `_strings.json`.
+    """Returns the string of the leaf `name` from the content of `_strings.json`.
 
     Raises:
-        KeyError: There is none.
+        KeyError: No such string exists.
     """
     found: Any = data
     for part in name.split("/"):

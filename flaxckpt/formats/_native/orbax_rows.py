@@ -1,6 +1,6 @@
-"""What Orbax says of a leaf: rows of `_METADATA`, and the metadata of its array.
+"""Parses Orbax's metadata of leaves: rows of `_METADATA`, and `_sharding`.
 
-Pure, and never trusted.
+Pure functions, which do not trust their input.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _MAX_AXES = 64
 
 
 def keys(row: Any) -> tuple[_state.tree.Key, ...]:
-    """The keys of one entry of `_METADATA`.
+    """Returns the keys of an entry of `_METADATA`.
 
     Raises:
-        ValueError, KeyError, TypeError: The entry is not one.
+        ValueError, KeyError, TypeError: The entry is malformed.
     """
     keys = []
     for key in row["key_metadata"]:
@@ -41,10 +41,10 @@ def keys(row: Any) -> tuple[_state.tree.Key, ...]:
 
 
 def python_type(value_type: str, dtype: str) -> str:
-    """What a leaf that Orbax wrote comes back as when no state is given.
+    """Returns the Python type of a leaf restored without a target state.
 
     Raises:
-        ValueError: Orbax has no such value type.
+        ValueError: The value type is unknown.
     """
     match value_type:
         case "jax.Array":
@@ -58,7 +58,7 @@ def python_type(value_type: str, dtype: str) -> str:
 
 
 def empty(value_type: str) -> str | None:
-    """Our name of an empty container in `_METADATA`; None if it is a leaf."""
+    """Returns our name of an empty container's value type; None for a leaf."""
     return {"Dict": "dict", "List": "list", "Tuple": "tuple"}.get(
         value_type, "None" if value_type in ("None", "NamedTuple") else None
     )
@@ -68,18 +68,18 @@ def empty(value_type: str) -> str | None:
 
 
 class Split(NamedTuple):
-    """How an array was split over a mesh when it was saved.
+    """The sharding of an array over a mesh at the save.
 
     Attributes:
-        spec: Its partition spec.
-        parts: Into how many parts each of the first axes was cut.
+        spec: The partition spec.
+        parts: Number of parts along each of the first axes.
     """
 
     spec: PartitionSpec
     parts: tuple[int, ...]
 
     def shard_shape(self, shape: Sequence[int]) -> tuple[int, ...] | None:
-        """The part of an array that one device held; None if it was all of it."""
+        """Returns the shard shape of an array; None if whole or not divisible."""
         parts = [*self.parts, *[1] * (len(shape) - len(self.parts))]
         if len(parts) != len(shape) or any(
             n % k for n, k in zip(shape, parts, strict=True)
@@ -90,10 +90,10 @@ class Split(NamedTuple):
 
 
 def splits(data: Mapping[str, Any]) -> dict[str, Split]:
-    """Param name -> how the array was split, from the content of `_sharding`.
+    """Parses `_sharding`: param name -> split of the array.
 
-    Arrays on one device are left out, and so is what does not say how it was split:
-    nothing that is read depends on it.
+    Arrays on a single device are left out, and so are malformed entries, because
+    reading the values does not depend on them.
     """
     found = {}
     split_of = functools.cache(_split)  # many arrays are split alike

@@ -1,1 +1,1 @@
-"""numpy's archives of arrays, and their members."""
+"""Reader of numpy's archives of arrays (`.npz`)."""

@@ -1,8 +1,8 @@
-"""The members of numpy's archives (`.npz`): where each array lies, and what it is.
+"""Finds, checks and reads the members of numpy's archives (`.npz`).
 
 The standard library reads the directory of the archive, which is not trusted: names,
-places and sizes are compared with the file. Headers of arrays are parsed here, as numpy
-fails over some in many ways. Nothing that is pickled is ever opened.
+offsets and sizes are compared with the file. This module parses the headers of arrays
+itself, because numpy fails on malformed headers in many ways. Pickles are never opened.
 
 Source: the ZIP specification (APPNOTE), and `numpy.lib.format`.
 """
@@ -30,7 +30,7 @@ from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._types import Shape
 
 SUFFIX = ".npy"
-"""In which the names of all members end."""
+"""Suffix of the names of all members."""
 
 _MAX_DIRECTORY_BYTES = 8 * 2**20
 _MAX_HEADER_BYTES = 10_000
@@ -38,22 +38,22 @@ _MAX_NAME_BYTES = 4096
 _MAX_RANK = 32
 _MAX_SIZE = 2**48
 _BEST_RATIO = 1032
-"""How much deflate can make of a byte, at most."""
+"""The highest compression ratio of deflate."""
 
 _LOCAL = struct.Struct("<4s2xHH16xHH")
-"""Of a member's own header: the signature, the flags, the method, and how long its name
-and its extra fields are. Its sizes are those of the directory, or are left out."""
+"""A member's own header: signature, flags, method, and the lengths of its name and its
+extra fields. It repeats the sizes in the directory, or leaves them out."""
 
 _LOCAL_SIGNATURE = b"PK\x03\x04"
 _ENCRYPTED = 0x1
 _UTF_8 = 0x800
-_AT_FIRST = 256  # holds most headers
+_AT_FIRST = 256  # enough for most headers
 _MAGIC = b"\x93NUMPY"
 _KEYS = ("shape", "fortran_order", "descr")
 _LONG = re.compile(r"([0-9])L\b")
 _NUMBER = re.compile(r"[<>|=][A-Za-z][0-9]{0,6}")
 _OVERHEAD_BYTES = 1024
-"""By which what deflate makes of a header may be larger than the header."""
+"""The most bytes by which a deflated header may exceed the header itself."""
 
 _PART_BYTES = 2**20
 
@@ -62,13 +62,13 @@ class Member(NamedTuple):
     """A file in an archive.
 
     Attributes:
-        name: Of the array, without the suffix.
-        archive: The archive, as it was when it was looked at.
-        offset: Where the content begins in the archive, in bytes.
+        name: Name of the array, without the suffix.
+        archive: Stamp of the archive when its directory was read.
+        offset: Start of the content in the archive, in bytes.
         stored_bytes: Size of the content in the archive.
-        nbytes: Size of the content.
+        nbytes: Size of the content, expanded.
         crc: CRC-32 of the content.
-        is_deflated: Whether it is compressed.
+        is_deflated: True if compressed.
     """
 
     name: str
@@ -81,14 +81,14 @@ class Member(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a member says of its array.
+    """The numpy header of a member.
 
     Attributes:
         nbytes: Size of the header itself.
         shape: In elements.
         dtype: Name of the element type.
-        is_fortran: Whether the first axis varies fastest.
-        is_big_endian: Whether the bytes of an element are swapped.
+        is_fortran: True for Fortran order.
+        is_big_endian: True if the bytes of each element must be swapped.
     """
 
     nbytes: int
@@ -99,7 +99,7 @@ class Header(NamedTuple):
 
 
 class UnsupportedError(ValueError):
-    """What is no damage, and is not read all the same."""
+    """An intact array of an unsupported type."""
 
 
 # ---- the archive ------------------------------------------------------------------
@@ -108,15 +108,18 @@ class UnsupportedError(ValueError):
 def members(
     file: IO[bytes], stamp: _storage.local.Stamp, size: int
 ) -> tuple[list[Member], dict[str, str]]:
-    """The members of an archive, and the name of each that is not sound -> why.
+    """Returns the intact members of an archive, and the reasons against the rest.
 
     Args:
         file: The archive.
-        stamp: What it is.
-        size: Of the file, in bytes.
+        stamp: Stamp of the archive.
+        size: Size of the archive, in bytes.
+
+    Returns:
+        The members, and member name -> fault.
 
     Raises:
-        ValueError: It is no archive, or members overlap.
+        ValueError: The file is not an archive, or members overlap.
     """
     try:
         with zipfile.ZipFile(cast("IO[bytes]", _Sparing(file))) as archive:
@@ -149,7 +152,7 @@ def members(
         if end > start:
             raise ValueError(f"its member {name!r} does not end before the directory")
         if info.is_dir() and not info.file_size:
-            continue  # other programs note directories, too
+            continue  # other programs write entries for directories
         why = "is there twice" if info.filename in known else _fault(info, member)
         known.add(info.filename)
         if why:
@@ -162,10 +165,10 @@ def members(
 def _member(
     file: IO[bytes], stamp: _storage.local.Stamp, info: zipfile.ZipInfo
 ) -> Member:
-    """Where the content of a member is.
+    """Locates the content of a member.
 
     Raises:
-        ValueError: Its own header is not there, or says something else.
+        ValueError: The member's own header is missing, or contradicts the directory.
     """
     file.seek(info.header_offset)
     content = file.read(_LOCAL.size)
@@ -193,7 +196,7 @@ def _member(
 
 
 def _fault(info: zipfile.ZipInfo, member: Member) -> str | None:
-    """The reason why an archive member is not an array; None if it may be."""
+    """Returns the reason why an archive member cannot be an array, or None."""
     parts = member.name.split("/")
     if not info.filename.endswith(SUFFIX):
         return f"is no array: its name does not end in {SUFFIX}"
@@ -218,7 +221,7 @@ def _fault(info: zipfile.ZipInfo, member: Member) -> str | None:
 
 
 class _Sparing:
-    """A file of which no more than a directory is read at once, whatever it says."""
+    """A file that limits each read to the largest size of an archive directory."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -235,15 +238,15 @@ class _Sparing:
         return self._file.read(_MAX_DIRECTORY_BYTES if size < 0 else size)
 
 
-# ---- one array --------------------------------------------------------------------
+# ---- headers ----------------------------------------------------------------------
 
 
 def header(file: IO[bytes], member: Member) -> Header:
-    """What a member says of its array.
+    """Reads the numpy header of a member.
 
     Raises:
-        UnsupportedError: It is an array of objects, texts, dates or structures.
-        ValueError: It is no array, or not all of one.
+        UnsupportedError: An array of objects, texts, dates or structures.
+        ValueError: The member is not an array, or is incomplete.
     """
     head = _beginning(file, member, _AT_FIRST)
     start, size = header_place(head)
@@ -270,10 +273,13 @@ def _beginning(file: IO[bytes], member: Member, count: int) -> bytes:
 
 
 def header_place(head: bytes) -> tuple[int, int]:
-    """Where the text of the header begins and ends, in an array that begins so.
+    """Returns the start and the end of the header's text.
+
+    Args:
+        head: The first bytes of a `.npy` file.
 
     Raises:
-        ValueError: It is no array of numpy, or its header is longer than any.
+        ValueError: Not a numpy array, or the header is too long.
     """
     if not head.startswith(_MAGIC) or len(head) < 12 or head[6] not in (1, 2, 3):
         raise ValueError("is no array of numpy")
@@ -285,15 +291,15 @@ def header_place(head: bytes) -> tuple[int, int]:
 
 
 def parse(text: bytes) -> tuple[Shape, bool, np.dtype[Any]]:
-    """Shape, whether the order is Fortran's, and type that a header says.
+    """Parses the text of a header to shape, Fortran order and dtype.
 
     Raises:
-        UnsupportedError: The type is none that is read.
-        ValueError: It is no such header.
+        UnsupportedError: The type is not supported.
+        ValueError: The header is malformed.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Python's parser
+            warnings.simplefilter("ignore")  # from Python's parser
             # Python 2 wrote sizes as 3L.
             found = ast.literal_eval(_LONG.sub(r"\1", text.decode("latin-1")))
         shape, is_fortran, descr = (found[key] for key in _KEYS)
@@ -325,13 +331,13 @@ def parse(text: bytes) -> tuple[Shape, bool, np.dtype[Any]]:
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:
-    """The element type of a numpy header.
+    """Returns the name of the element type of a numpy header.
 
     Raises:
-        UnsupportedError: None that is read.
+        UnsupportedError: The type is not supported.
     """
     if dtype.kind == "V" and dtype.itemsize == 2:
-        return "bfloat16"  # the only type of two bytes that numpy writes so
+        return "bfloat16"  # the only type of two bytes that numpy writes as `V2`
     if dtype.kind == "V":
         raise UnsupportedError(
             f"has elements of {dtype.itemsize} bytes whose type numpy has not written"
@@ -342,14 +348,14 @@ def _dtype_name(dtype: np.dtype[Any]) -> str:
     return dtype.name
 
 
-# ---- its values -------------------------------------------------------------------
+# ---- values -----------------------------------------------------------------------
 
 
 def expanded(member: Member, start: int, stop: int) -> Array:
-    """The bytes from `start` to `stop` of a compressed member, all of which is checked.
+    """Expands and checks a whole member; returns the bytes from `start` to `stop`.
 
     Raises:
-        ValueError, OSError: It is not what was written.
+        ValueError, OSError: The member is damaged, or the archive was replaced.
     """
     _util.memory.check(stop - start)
     wanted = np.empty(stop - start, np.uint8)
@@ -364,17 +370,17 @@ def expanded(member: Member, start: int, stop: int) -> Array:
 
 
 def check(member: Member) -> None:
-    """Compares a member with its CRC-32.
+    """Compares a member with the recorded CRC-32.
 
     Raises:
-        ValueError, OSError: It is not what was written.
+        ValueError, OSError: The member is damaged, or the archive was replaced.
     """
     for _ in _parts(member):
         pass
 
 
 def _parts(member: Member) -> Iterator[bytes]:
-    """The content of a member, part by part, compared with its CRC-32 at the end."""
+    """Yields the content of a member in parts; compares the CRC-32 at the end."""
     with _storage.local.opened(member.archive.path) as file:
         check_unchanged(file.fileno(), member.archive)
         file.seek(member.offset)
@@ -416,10 +422,10 @@ def _parts(member: Member) -> Iterator[bytes]:
 
 
 def check_unchanged(descriptor: int, stamp: _storage.local.Stamp) -> None:
-    """Asserts that an open file is the one that was looked at.
+    """Raises OSError if an open file differs from the stamped file.
 
     Raises:
-        OSError: It is not.
+        OSError: The file was replaced or changed.
     """
     if _storage.local.identity(os.fstat(descriptor)) != stamp.identity:
         raise OSError(
@@ -428,7 +434,7 @@ def check_unchanged(descriptor: int, stamp: _storage.local.Stamp) -> None:
 
 
 def damaged(path: Path, error: object) -> errors.DamagedCheckpointError:
-    """The error that says what is wrong with an archive."""
+    """Returns the error for a damaged archive."""
     return errors.DamagedCheckpointError(
         f"{path} is no intact archive of numpy: {str(error)[:300]}; get it again from"
         " where it came"

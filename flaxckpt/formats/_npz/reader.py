@@ -1,8 +1,8 @@
-"""numpy's archives of arrays (`.npz`), as big_vision and many programs write them.
+"""Reader of numpy's archives of arrays (`.npz`), as written by big_vision and others.
 
-An archive has nothing but names and arrays: names are divided at `/`, as big_vision
-joins them. An array that is not compressed is read from where it lies in the archive,
-as far as it is wanted; any other is expanded as a whole.
+An archive has only names and arrays; names are split at `/`, as big_vision joins them.
+Of an uncompressed array, only the requested rows are read from the archive; a
+compressed array is expanded as a whole.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def recognises(path: Path) -> str | None:
-    """Why `path` is an archive of arrays."""
+    """Returns the evidence for an archive of arrays; else None."""
     if not path.is_file():
         return None
     if _signatures.is_archive_of_arrays(path):
@@ -42,8 +42,8 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     """Reads the names, shapes and types of all arrays.
 
     Raises:
-        DamagedCheckpointError: The archive is not whole, or contradicts itself.
-        CheckpointFormatError: It has members that are not read; they are named.
+        DamagedCheckpointError: The archive is incomplete, or contradicts itself.
+        CheckpointFormatError: The archive has unsupported members; lists them.
     """
     stamp = _storage.local.stamp(path)
     headers: dict[Member, Header] = {}
@@ -66,7 +66,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         raise _unreadable(path, faults)
     if unsupported:
         raise _refused(path, unsupported)
-    # Each is compared with its checksum once, in however many parts it is read.
+    # A member is compared with its checksum once, even if read in several parts.
     check = functools.lru_cache(maxsize=None)(npz_members.check)
     arrays = {m.name: _opened(m, h, check) for m, h in headers.items()}
     return leaves.stored(
@@ -97,9 +97,9 @@ def _refused(path: Path, unsupported: Mapping[str, str]) -> errors.CheckpointErr
 def _tree_of(
     path: Path, arrays: Mapping[str, leaves.Opened]
 ) -> dict[str, leaves.Opened | dict[str, Any]]:
-    """The arrays in maps, as their names are divided at `/`.
+    """Returns the arrays in nested dicts, by their names split at `/`.
 
-    Names stay whole if one of them continues another, or has too many parts.
+    Names stay whole if a name continues another name, or has too many parts.
     """
     split = {name: name.split("/") for name in arrays}
     inner = {
@@ -129,7 +129,7 @@ def _opened(
     shape = header.shape
     if member.is_deflated:
         chunk_shape = tuple([max(size, 1) for size in shape])
-        # Expanding it compares it with its checksum.
+        # Expansion includes the comparison with the checksum.
         return leaves.Opened(
             shape,
             header.dtype,
@@ -137,7 +137,7 @@ def _opened(
             functools.partial(_open_deflated, member, header),
             _checks_itself,
         )
-    # Rows can be read one by one, along the axis that varies most slowly.
+    # Single rows can be read along the slowest axis.
     slowest = len(shape) - 1 if header.is_fortran else 0
     chunk_shape = tuple(
         [1 if axis == slowest else max(size, 1) for axis, size in enumerate(shape)]
@@ -152,11 +152,11 @@ def _opened(
 
 
 def _checks_itself() -> None:
-    """Stands for the comparison that is made whenever the array is read."""
+    """Does nothing: every read of the array includes the comparison."""
 
 
 def _c_shape(header: Header) -> Shape:
-    """The shape of the array that has the same bytes in C order."""
+    """Returns the shape of the stored bytes in C order; reversed for Fortran order."""
     return header.shape[::-1] if header.is_fortran else header.shape
 
 

@@ -1,4 +1,4 @@
-"""safetensors: one file, or several with an index."""
+"""Reads and writes safetensors: a single file, or shards with an index."""
 
 from __future__ import annotations
 

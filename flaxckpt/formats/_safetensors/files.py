@@ -1,4 +1,4 @@
-"""Files of safetensors, of which only what describes the tensors is read."""
+"""Reads the headers and indices of safetensors files, not the tensors."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _log = logging.getLogger(__name__)
 
 
 def read_header(path: Path) -> Header:
-    """Reads the header of one file, limits first.
+    """Reads the header of a file, after a check of its limits.
 
     Raises:
-        DamagedCheckpointError: It is missing, malformed, or the file is cut short.
+        DamagedCheckpointError: The file is missing, malformed or truncated.
+        CheckpointFormatError: A Git LFS pointer, or tensors of unsupported types.
     """
     try:
         text, size = _header_text(path)
@@ -45,8 +46,8 @@ def read_header(path: Path) -> Header:
 
 
 def _header_text(path: Path) -> tuple[bytes, int]:
-    """The header of a file, and the size of the file in bytes."""
-    if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe would block
+    """Returns the header of a file, and the size of the file in bytes."""
+    if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
         raise ValueError("it is no plain file")
     with _storage.local.opened(path) as file:
         status = os.fstat(file.fileno())
@@ -73,7 +74,10 @@ def _header_text(path: Path) -> tuple[bytes, int]:
 def read_shards(
     index_file: Path, tensors: dict[str, Tensor], files: dict[str, Stamp]
 ) -> Mapping[str, JSON]:
-    """Reads an index and the headers of its files, and tells the index's metadata."""
+    """Reads an index and its shards' headers into `tensors` and `files`, by tensor.
+
+    Returns the metadata of the index.
+    """
     index = _read_index(index_file)
     faults = []
     unlisted = 0
@@ -120,11 +124,11 @@ def _read_index(index_file: Path) -> Index:
 
 
 def inside(directory: Path, name: str) -> Path:
-    """The file `name` in `directory`.
+    """Returns the path of the file `name` in `directory`.
 
     Raises:
-        DamagedCheckpointError: It is a link to what lies outside, unless that is where
-            the cache of Hugging Face's hub has the files of the directory.
+        DamagedCheckpointError: The file is missing, or a symlink out of the directory.
+            Symlinks into the blobs of Hugging Face's hub cache are allowed.
     """
     path = directory / name
     try:
@@ -144,7 +148,7 @@ def inside(directory: Path, name: str) -> Path:
 
 
 def damaged(path: Path, error: object) -> errors.DamagedCheckpointError:
-    """The error that says of a file, or of all of them, what is wrong."""
+    """Returns the error for a damaged file or checkpoint."""
     return errors.DamagedCheckpointError(
         f"{path} is no intact safetensors checkpoint: {str(error)[:300]};"
         " get it again from where it came"

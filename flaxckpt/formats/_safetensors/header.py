@@ -1,6 +1,6 @@
-"""The JSON in safetensors files: headers and indices.
+"""Headers and indices of safetensors files, in JSON.
 
-Pure: text in, tensors out, and back. `_safetensors` finds and opens the files.
+Pure functions that convert text to tensors and back; `files` opens the files.
 
 Source: the format section of the safetensors README, and its `tensor.rs`.
 """
@@ -29,15 +29,15 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = f"{SUFFIX}.index.json"
 
 _ALIGNMENT = 64
-"""Of the first tensor in what we write, in bytes."""
+"""Alignment of the first tensor in files that we write, in bytes."""
 
 _MAX_CONTAINERS = 2**23
-"""In one JSON text: tensors take three each."""
+"""The most containers in a JSON text; a tensor takes three."""
 
 _MAX_TENSORS = 5 * 10**5
 _MAX_RANK = 32
 _LONG_SHAPE = re.compile(rb'"shape"\s*:\s*\[[-+.\deE,\s]{4096}')
-"""What is not worth parsing: 32 sizes take less, however they are indented."""
+"""A shape too long to parse: 32 sizes take less, even if indented."""
 
 _MAX_SIZE = 2**48
 MAX_SHARDS = 100_000
@@ -79,8 +79,8 @@ class Tensor(NamedTuple):
 
     Attributes:
         shape: In elements.
-        dtype: Name of the element type, as we call it.
-        offset: Where its first byte is, from the beginning of the file.
+        dtype: Our name of the element type.
+        offset: Offset of the first byte from the start of the file.
     """
 
     shape: Shape
@@ -89,10 +89,10 @@ class Tensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says of itself.
+    """The header of a file.
 
     Attributes:
-        tensors: Name -> where it is, in the order of the file.
+        tensors: Tensor name -> tensor, in the order of the file.
         metadata: Free text of the writer.
     """
 
@@ -101,10 +101,10 @@ class Header(NamedTuple):
 
 
 class Index(NamedTuple):
-    """What an index says of the files beside it.
+    """The index of a set of files.
 
     Attributes:
-        files: Name of a tensor -> name of its file.
+        files: Tensor name -> name of its file.
         metadata: Free JSON of the writer.
     """
 
@@ -113,10 +113,10 @@ class Index(NamedTuple):
 
 
 class NotReadError(ValueError):
-    """A file is intact, but has tensors of types that are not read here.
+    """An intact file has tensors of unsupported types.
 
     Attributes:
-        tensors: Name -> element type, as the file has it.
+        tensors: Tensor name -> element type in the file.
     """
 
     def __init__(self, tensors: Mapping[str, str]) -> None:
@@ -124,21 +124,22 @@ class NotReadError(ValueError):
         super().__init__(f"{len(tensors)} tensors have types of less than a byte")
 
 
-# ---- read -----------------------------------------------------------------------
+# ---- parsing --------------------------------------------------------------------
 
 
 def parse_header(text: bytes, *, file_size: int) -> Header:
-    """Reads the header of a file, and holds it against the file's size.
+    """Parses the header of a file, and compares it with the size of the file.
 
     Args:
-        text: The header, without the 8 bytes that tell its length.
-        file_size: Of the whole file, in bytes.
+        text: The header, without the 8 bytes of its length.
+        file_size: Size of the whole file, in bytes.
 
     Raises:
-        NotReadError: It has tensors of known types that are not read.
-        ValueError: It is no header, or its tensors are not exactly what follows it.
+        NotReadError: Some tensors have known but unsupported types.
+        ValueError: The header is malformed, or its tensors do not fill the rest of the
+            file exactly.
     """
-    check_count(text.count(b'"data_offsets"'))  # before memory is taken
+    check_count(text.count(b'"data_offsets"'))  # before parsing takes memory
     if _LONG_SHAPE.search(text):
         raise ValueError(f"it has a shape of more than {_MAX_RANK} axes")
     data = load(text)
@@ -175,26 +176,26 @@ def _is_small(dtype: object) -> bool:
 
 
 def _check_names(text: bytes, names: Collection[str]) -> None:
-    """Refuses too many names, and halves of characters in them."""
+    """Raises ValueError for too many names, or lone surrogates in names."""
     check_count(len(names))
-    if b"\\u" in text:  # only an escape can be half a character
+    if b"\\u" in text:  # only an escape can be a lone surrogate
         for name in names:
             if not name.isascii() and _SURROGATE.search(name):
                 raise ValueError(f"the name {short(name)} is no valid Unicode")
 
 
 def check_count(count: int) -> None:
-    """Refuses too many tensors.
+    """Raises ValueError for too many tensors.
 
     Raises:
-        ValueError: There are.
+        ValueError: Names the limit.
     """
     if count > _MAX_TENSORS:
         raise ValueError(f"it has more than {_MAX_TENSORS} tensors")
 
 
 def _tensor(name: str, row: Any, begin: int) -> tuple[str, Tensor, int]:
-    """Name, place and end of a tensor."""
+    """Parses a row of a header; returns name, tensor and end offset."""
     if not isinstance(row, dict) or row.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{short(name)} is described by {reprlib.repr(row)}")
     dtype = row["dtype"]
@@ -218,10 +219,10 @@ def _tensor(name: str, row: Any, begin: int) -> tuple[str, Tensor, int]:
 
 
 def parse_index(text: bytes) -> Index:
-    """Reads an index.
+    """Parses an index.
 
     Raises:
-        ValueError: It is none, or names files that are not simply beside it.
+        ValueError: The index is malformed, or names files in other directories.
     """
     data = load(text)
     files, metadata = data.get("weight_map"), data.get("metadata")
@@ -243,7 +244,7 @@ def parse_index(text: bytes) -> Index:
 
 
 def _is_plain_name(name: str) -> bool:
-    """Whether `name` is that of a file in the same directory, not a hidden one."""
+    """Returns True for the name of a visible safetensors file without a directory."""
     return (
         len(name) <= 255
         and name.isprintable()
@@ -256,7 +257,7 @@ def load(text: bytes) -> dict[str, Any]:
     """Parses a JSON object within limits.
 
     Raises:
-        ValueError: It is none, or is too large or too deep.
+        ValueError: The text is not a JSON object, too large or nested too deep.
     """
     if not _OBJECT.match(text):
         raise ValueError("wanted a JSON object")
@@ -280,15 +281,15 @@ def _are_sizes(value: Any) -> bool:
 
 
 def short(name: str) -> str:
-    """A name for a message."""
+    """Returns a name, shortened for a message."""
     return repr(name if len(name) <= 80 else f"{name[:80]}…")
 
 
-# ---- written --------------------------------------------------------------------
+# ---- writing --------------------------------------------------------------------
 
 
 def dtype_name(info: LeafInfo) -> str | None:
-    """What safetensors calls the element type of a leaf; None if it has no such."""
+    """Returns the safetensors name of a leaf's element type, or None if lacking."""
     return _NAMES.get(_arrays.layout.stored_form(info)[1]) if _is_exact(info) else None
 
 
@@ -299,10 +300,10 @@ def _is_exact(info: LeafInfo) -> bool:
 def header(
     tensors: Iterable[tuple[str, LeafInfo]], metadata: Mapping[str, str]
 ) -> bytes:
-    """The beginning of a file: the header's length, and the header.
+    """Returns the beginning of a file: the length of the header, and the header.
 
     Args:
-        tensors: Name and leaf of all tensors, in the order in which they follow.
+        tensors: Name and leaf info of each tensor, in the order of the file.
         metadata: Free text.
     """
     rows: dict[str, JSON] = {METADATA: dict(metadata)} if metadata else {}
@@ -321,7 +322,7 @@ def header(
 
 
 def index(files: Mapping[str, str], metadata: Mapping[str, JSON]) -> bytes:
-    """An index, as Hugging Face's libraries write it."""
+    """Returns an index in the style of Hugging Face's libraries."""
     data = {"metadata": dict(metadata), "weight_map": dict(files)}
     text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False)
     return f"{text}\n".encode()

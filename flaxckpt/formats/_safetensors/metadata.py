@@ -1,7 +1,7 @@
-"""The leaves that the tensors of a safetensors file are.
+"""Converts the tensors and the metadata of a safetensors file to leaves, and back.
 
-Others' tensors have nothing but names. We add text that says the rest: exact types,
-containers, strings. Pure: text in, infos out, and back.
+Files of other programs have only tensor names. Our files also have text with exact
+types, containers and strings. Pure functions.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _VERSION = 1
 
 
 class Described(NamedTuple):
-    """The leaves that a checkpoint's tensors are.
+    """The leaves and the metadata of a checkpoint.
 
     Attributes:
         infos: The leaves, in the order of the state.
-        names: Leaf path -> name of the tensor.
-        structure: Their containers.
+        names: Leaf path -> tensor name.
+        structure: The containers.
         strings: Leaf path -> value of the string leaves.
-        metrics: What was measured.
+        metrics: Metrics of the step.
         custom: The user's metadata.
-        lineage: What the run began from.
-        transforms: What was changed on the way, as text.
+        lineage: Checkpoints that the run started from.
+        transforms: The transforms applied to the state, as text.
     """
 
     infos: tuple[LeafInfo, ...]
@@ -50,11 +50,11 @@ class Described(NamedTuple):
 def describe_foreign(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, JSON]
 ) -> tuple[Described, bool]:
-    """The leaves of a checkpoint that others wrote: names are split at the dots.
+    """Returns the leaves of another program's checkpoint, with names split at dots.
 
     Returns:
-        The leaves, and whether names were split. They stay whole if one of them
-        continues another, or is nested too deep.
+        The leaves, and True if names were split. Names stay whole if a name continues
+        another name, or is nested too deep.
     """
     split = {name: name.split(".") for name in tensors}
     inner = {
@@ -80,7 +80,7 @@ def describe_foreign(
 def _foreign_info(
     path: LeafPath, keys: tuple[_state.tree.Key, ...], tensor: Tensor
 ) -> LeafInfo:
-    # jax cuts elements of 64 bits down to 32, unless it is told not to.
+    # By default, jax truncates elements of 64 bits to 32.
     is_wide = tensor.dtype in ("int64", "uint64", "float64")
     python_type = "numpy.ndarray" if is_wide else "jax.Array"
     shape = tensor.shape
@@ -90,7 +90,7 @@ def _foreign_info(
 
 
 class LaterVersionError(ValueError):
-    """A later flaxckpt has written it."""
+    """The metadata have a version of a later flaxckpt."""
 
 
 def describe_own(
@@ -99,17 +99,17 @@ def describe_own(
     resolve: _state.treedef.Resolve,
     unknown: set[str],
 ) -> Described:
-    """The leaves of a checkpoint that we wrote.
+    """Returns the leaves of a checkpoint written by flaxckpt.
 
     Args:
-        text: What `own_metadata` made; nothing in it is trusted.
-        tensors: What is there.
+        text: The text of `own_metadata`, not trusted.
+        tensors: The tensors in the files.
         resolve: Finds the builder of a class.
-        unknown: Gets the names of classes that `resolve` does not know.
+        unknown: Gets the names of classes unknown to `resolve`.
 
     Raises:
-        LaterVersionError: It has a version that is not known yet.
-        ValueError: The text is something else, or does not fit the tensors.
+        LaterVersionError: The version is later than this flaxckpt's.
+        ValueError: The text is malformed, or does not fit the tensors.
     """
     try:
         data = header.load(text.encode(errors="surrogatepass"))
@@ -197,7 +197,7 @@ def _check_tensors(
 
 
 def _each(shape: Shape) -> Shape:
-    """The chunk shape of an array in which each element is found by itself."""
+    """Returns the chunk shape of an array with each element readable on its own."""
     return (1,) * len(shape)
 
 
@@ -207,7 +207,7 @@ def own_metadata(
     strings: Mapping[LeafPath, str],
     metadata: CheckpointMetadata,
 ) -> str:
-    """What `describe_own` reads."""
+    """Returns our metadata as text, for `describe_own`."""
     data: dict[str, JSON] = {
         "version": _VERSION,
         "leaves": [manifest.leaf_row(_whole(info)) for info in infos],
@@ -225,7 +225,7 @@ def own_metadata(
 
 
 def _whole(info: LeafInfo) -> LeafInfo:
-    """`info` as one chunk: how it was stored elsewhere is nothing to keep."""
+    """Returns `info` with a single chunk; chunks of its source do not matter."""
     if info.dtype is None:
         return info
     shape = tuple([size or 1 for size in _arrays.layout.stored_form(info)[0]])

@@ -1,4 +1,4 @@
-"""safetensors: one file, or several with an index; lazily read, never trusted."""
+"""Reader of safetensors checkpoints: a single file, or shards with an index."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _log = logging.getLogger(__name__)
 
 
 _IN_STEPS = ("_CHECKPOINT_METADATA", "_METADATA", "checkpoint")
-"""Files of which one is in every step that Orbax, T5X or we wrote."""
+"""Every step of Orbax, T5X or flaxckpt has at least one of these files."""
 
 
 _BEGINNING = re.compile(rb'\s*\{\s*["}]')
 _SHARD = re.compile(r"(.+)-(\d{5,6})-of-(\d{5,6})\.safetensors", re.DOTALL)
 _MANY = 20
-"""Files that are named in a message, at most."""
+"""The most files listed in a message."""
 
 
 def recognises(path: Path) -> str | None:
-    """Why `path` is safetensors: a file, an index, or a directory with one of them."""
+    """Returns the evidence for safetensors (file, index, directory); else None."""
     if path.is_dir():
         main = _main_file(path)
         return None if main is None else f"it holds {main.name}"
@@ -52,7 +52,7 @@ def recognises(path: Path) -> str | None:
 
 
 def refusal(directory: Path) -> str | None:
-    """Why a directory is not read, though there are safetensors files in it."""
+    """Describes a directory with several safetensors files or indices; else None."""
     names = _candidates(directory)
     if len(names) < 2:
         return None
@@ -64,13 +64,13 @@ def refusal(directory: Path) -> str | None:
 
 
 def _is_something_else(path: Path, start: bytes) -> bool:
-    """Whether what is in a file speaks against its name."""
+    """Returns True if a file begins like a file of another format."""
     others = (_signatures.LFS, b"PK\x03\x04", b"\x80\x02", b"\x80\x04")
     return start.startswith(others) or _signatures.is_msgpack(path)
 
 
 def _candidates(directory: Path) -> list[str]:
-    """The indices in a directory, else its safetensors files."""
+    """Returns the names of the indices in a directory, else of safetensors files."""
     names = sorted(
         path.name for path in directory.iterdir() if not path.name.startswith(".")
     )
@@ -79,10 +79,10 @@ def _candidates(directory: Path) -> list[str]:
 
 
 def _main_file(directory: Path) -> Path | None:
-    """The index in a directory, else its only safetensors file; None if unclear.
+    """Returns the only index or safetensors file in a directory, or None.
 
-    None, too, if there are steps beside it: then it is a run directory. Of shards
-    without their index it is the first; `read` refuses them.
+    Without an index, the first of an incomplete set of shards, for which `read` raises
+    an error. None in a run directory, which has steps beside the file.
     """
     names = _candidates(directory)
     if not names or (len(names) > 1 and not _are_shards(names)):
@@ -93,14 +93,14 @@ def _main_file(directory: Path) -> Path | None:
 
 
 def _are_shards(names: list[str]) -> bool:
-    """Whether files are parts of one checkpoint, some of which are not there."""
+    """Returns True for an incomplete set of shards of the same checkpoint."""
     found = [_SHARD.fullmatch(name) for name in names]
     wholes = {(match[1], match[3]) if match else None for match in found}
     return len(wholes) == 1 and None not in wholes and bool(_missing(names))
 
 
 def _missing(names: list[str]) -> list[str]:
-    """The shards that are not there, of those that `names` speak of."""
+    """Returns the missing shards of the set of `names[0]`; empty if not a shard."""
     match = _SHARD.fullmatch(names[0])
     if match is None or int(match[3]) > safetensors_header.MAX_SHARDS:
         return []
@@ -114,7 +114,7 @@ def _missing(names: list[str]) -> list[str]:
 
 
 def _is_beside(path: Path) -> bool:
-    """Whether `path` is a step of a run: then a file beside it is an export."""
+    """Returns True for a step of a run; a safetensors file beside it is an export."""
     try:
         if any((path / name).exists() for name in _IN_STEPS):
             return True
@@ -183,7 +183,11 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
 
 
 def _check_shards(path: Path, names: list[str]) -> None:
-    """Refuses shards that are not all there and that have no index."""
+    """Raises DamagedCheckpointError for missing shards without an index.
+
+    Raises:
+        DamagedCheckpointError: Lists the missing shards.
+    """
     if names[0].endswith(INDEX_SUFFIX):
         return
     if missing := _missing(names):

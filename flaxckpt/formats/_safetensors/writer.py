@@ -1,6 +1,6 @@
-"""safetensors as we write it: which tensor goes where in which file.
+"""Writer of safetensors: the layouts of the files of a checkpoint.
 
-Pure: infos in, layouts of files out. The same infos make the same bytes.
+Pure functions from leaf infos to file layouts; equal infos give equal bytes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from flaxckpt.formats._safetensors import header
 from flaxckpt.formats._safetensors import metadata as safetensors_metadata
 
 NAME = "model"
-"""What files are called, as Hugging Face's libraries have it."""
+"""Stem of the file names, as in Hugging Face's libraries."""
 
 _FORMAT = {"format": "flax"}
-"""What transformers and others look for in the metadata of every file."""
+"""Metadata of every file, required by transformers and others."""
 
 
 def layouts(
@@ -31,19 +31,19 @@ def layouts(
     *,
     max_shard_bytes: int | None,
 ) -> list[_file_layout.FileLayout]:
-    """The files of a checkpoint; with an index, if they are several.
+    """Returns the layouts of the files of a checkpoint; several files have an index.
 
     Args:
-        infos: Its leaves, in order.
-        structure: Its containers.
+        infos: The leaves, in order.
+        structure: The containers.
         strings: Leaf path -> value of the string leaves.
-        metadata: What else is known of it.
-        max_shard_bytes: Upper bound on the arrays in one file, but for a file with one
-            array; None is one file.
+        metadata: Metadata of the checkpoint.
+        max_shard_bytes: Upper bound on the arrays in a file; a larger array has a file
+            of its own. None means a single file.
 
     Raises:
-        LeafNameError: Leaf names that cannot be told apart.
-        UnsupportedLeafError: Leaves of types that safetensors lacks.
+        LeafNameError: Tensor names collide or are not valid.
+        UnsupportedLeafError: safetensors lacks the types of some leaves.
     """
     arrays = [info for info in infos if info.dtype is not None]
     names = {info.path: orbax_json.param_name(info.keys) for info in arrays}
@@ -104,7 +104,7 @@ def _advice(info: LeafInfo) -> str:
     dtype = info.dtype or ""
     if info.kind != "scalar":
         return f"cast it to {_nearest(dtype)}"
-    # Casts leave the types of numbers as they are.
+    # Casts do not change the types of Python numbers.
     if _state.dtypes.kind(dtype) == "complex":
         function = "lambda x: jnp.stack([x.real, x.imag])"
     else:
@@ -113,7 +113,7 @@ def _advice(info: LeafInfo) -> str:
 
 
 def _nearest(dtype: str) -> str:
-    """The smallest type of safetensors that holds such values."""
+    """Returns the safetensors type to suggest for a cast of `dtype`."""
     match _state.dtypes.kind(dtype):
         case "float":
             return "float16"
@@ -128,7 +128,7 @@ def _nearest(dtype: str) -> str:
 def _shards(
     arrays: Sequence[LeafInfo], max_bytes: int | None
 ) -> Iterator[list[LeafInfo]]:
-    """Arrays that go into one file; at least one file, in the order of the state."""
+    """Yields the arrays of each file, in order; at least a single file."""
     shard: list[LeafInfo] = []
     total = 0
     for info in arrays:
@@ -147,7 +147,7 @@ def _file(
     names: Mapping[LeafPath, str],
     metadata: Mapping[str, str],
 ) -> _file_layout.FileLayout:
-    # Large elements first: so all of them are where their size divides their place.
+    # Large elements first, so the offset of each array is a multiple of its item size.
     ordered = sorted(
         infos, key=lambda i: (-_state.dtypes.item_bits(i.dtype or ""), names[i.path])
     )
