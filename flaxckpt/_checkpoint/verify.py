@@ -156,7 +156,7 @@ def damage(path: Path, step: int | None) -> str | None:
 def _description(
     path: Path, read: Callable[[], Stored], found: verify_report.Findings
 ) -> Stored | None:
-    """Reads the metadata of a checkpoint; records a fault and returns None if it fails."""
+    """Reads the metadata of a checkpoint; on failure, records it and returns None."""
     try:
         return read()
     except (OSError, errors.DamagedCheckpointError) as error:
