@@ -27,7 +27,7 @@ def check_keys(
     leaves: Mapping[LeafPath, Leaf],
     found: verify_report.Findings,
 ) -> None:
-    """Records arrays whose metadata or chunks are missing in the OCDBT database.
+    """Records arrays without metadata or with missing chunks in the OCDBT database.
 
     The database itself may be valid without them.
     """
@@ -103,7 +103,7 @@ def check_digest(
 
 
 class _Chunk(NamedTuple):
-    """A chunk file and its expected size.
+    """A chunk file and the expected size.
 
     Attributes:
         file: Path of the chunk file.

@@ -47,7 +47,7 @@ def _lock(final: Path) -> threading.Lock:
 
 
 def _forget_locks() -> None:
-    """Drops all locks in a forked child, where the threads that hold them are gone."""
+    """Drops all locks in a forked child: the threads with the locks do not exist."""
     _locks.clear()
 
 
@@ -70,7 +70,7 @@ def beginning(final: Path) -> Iterator[None]:
 def _of_store(
     final: Path, error: errors.StoreError, left: str
 ) -> errors.SaveFailedError:
-    """Returns the error of a save to a store; `left` says what remains of the save."""
+    """Returns the error of a save to a store; `left` describes the rest of the save."""
     told = f"{final} could not be saved: {error}"
     if isinstance(error, _storage.client.ForkedError):
         return errors.SaveFailedError(told)
@@ -128,7 +128,7 @@ def execute(
 
 @contextlib.contextmanager
 def made(snapshot: Snapshot) -> Iterator[Path]:
-    """Creates a temporary directory for the checkpoint; removes any rest at the end."""
+    """Creates a temporary directory for a checkpoint; removes leftovers at the end."""
     final = snapshot.request.path
     _storage.local.make_directory(final.parent)
     with _storage.of(final).new_checkpoint(

@@ -1,4 +1,4 @@
-"""Quick check that a checkpoint is complete, before older checkpoints are deleted.
+"""Quick check for missing files of a checkpoint, before deleting older checkpoints.
 
 The check compares the names and sizes of array files without reading them. Only a
 small OCDBT database is read, because the manifest has its digest.

@@ -1,4 +1,4 @@
-"""Saves in progress: their threads, and their errors at the end of the program."""
+"""Saves in progress: threads, and errors at the end of the program."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _HYPERPARAMETERS = "hyperparams_states"
 
 
 class _Kind(NamedTuple):
-    """Common properties of transforms that may match each other.
+    """Common properties of transforms: equal kinds may match.
 
     Attributes:
         optimizer: Path of the optimizer.
@@ -205,7 +205,7 @@ class Finder:
 
     @_util.forks.lazy
     def _seats(self) -> set[LeafPath]:
-        """Elements of tuples that are either chains or several optimizers.
+        """Paths of elements of tuples that may be a chain or several optimizers.
 
         If the stored tuple is certainly a chain, the wanted tuple is a chain, too.
         """
@@ -358,7 +358,7 @@ class Finder:
         matches: dict[LeafPath, _Match],
         wanted: Collection[_Kind],
     ) -> None:
-        """Marks a transform as ambiguous if it may have moved within a chain.
+        """Marks a transform as ambiguous after a possible move within a chain.
 
         The stored transform may also belong to another optimizer.
         """

@@ -62,7 +62,7 @@ def too_wide(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
 
 
 def _widest(wanted: LeafInfo) -> str:
-    """Returns the type that jax uses for the wanted type in its configuration."""
+    """Returns jax's type for the wanted type, as configured by `jax_enable_x64`."""
     return _state.dtypes.name(jax.dtypes.canonicalize_dtype(wanted.dtype))
 
 
@@ -152,7 +152,7 @@ class Moved(NamedTuple):
 def moved(
     lacking: Mapping[LeafPath, LeafInfo], used: Container[LeafPath], table: LeafTable
 ) -> list[Moved]:
-    """Returns groups of missing leaves that the checkpoint has in other containers.
+    """Returns groups of missing leaves stored in another container.
 
     Args:
         lacking: The missing leaves: wanted path -> leaf.
@@ -301,7 +301,7 @@ def _advice_on_width(wide: Sequence[LeafInfo], *, is_alone: bool) -> str:
 def _move(
     found: Sequence[Moved], renames: Sequence[str | None], *, are_all: bool
 ) -> str:
-    """Returns advice on leaves that the checkpoint has in other containers."""
+    """Returns advice on leaves stored in another container."""
     ways = []
     if all(renames):
         ways.append(f"pass transforms=[{', '.join(map(str, renames))}]")

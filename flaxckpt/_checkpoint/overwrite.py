@@ -352,7 +352,7 @@ def _of_orbax(directory: Path, files: Collection[str]) -> set[str]:
 
 
 def _kind(handler: str) -> Literal["tree", "json", "unknown"]:
-    """Returns the kind of files that a handler class of Orbax or its users writes."""
+    """Returns the kind of files written by an Orbax or user handler class."""
     module, _, name = handler.rpartition(".")
     if not module.startswith("orbax."):
         return "unknown"

@@ -1,4 +1,4 @@
-"""The records of a save: the request, which every stage holds, and the snapshot."""
+"""Records of a save: the options, the request, and the snapshot of the state."""
 
 from __future__ import annotations
 

@@ -328,7 +328,7 @@ def _placed_numbers(
 
 
 def _elsewhere(planned: RestorePlan, table: LeafTable) -> list[mismatch.Moved]:
-    """Returns the missing leaves that the checkpoint has in another container."""
+    """Returns groups of missing leaves stored in another container."""
     lacking = {
         path: leaf.wanted
         for path, leaf in planned.leaves.items()

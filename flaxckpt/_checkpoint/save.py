@@ -23,8 +23,8 @@ from flaxckpt.transforms import _base as _transforms
 
 _log = logging.getLogger(__name__)
 
-# With more and smaller leaves, a database is faster to write and to read; see
-# docs/benchmarks.md.
+# A database is faster to write and to read with more leaves than this and a smaller
+# mean size; see docs/benchmarks.md.
 _MANY_LEAVES = 64
 _SMALL_LEAF_BYTES = 128 * 2**10
 
@@ -256,7 +256,7 @@ def has_optimizer(state: PyTree) -> bool:
 
 @_util.gc_pause.paused()
 def trouble_undoing(state: PyTree, transforms: Sequence[Transform]) -> str | None:
-    """Describes the leaves that a run with these transforms cannot restore, or None.
+    """Describes the leaves lost in a restore by a run with `transforms`, or None.
 
     Leaves that a transform drops on purpose do not count.
     """

@@ -34,7 +34,7 @@ _SYNCING_THREADS = 8
 def own(
     together: Operation, infos: Sequence[LeafInfo], arrays: Sequence[Named]
 ) -> list[Named]:
-    """Returns the arrays of which this process may write some chunks.
+    """Returns the arrays with chunks for this process to write.
 
     Process 0 writes the values that each process holds completely: numpy arrays,
     numbers, and jax arrays on devices of a single process. Process 0 also broadcasts

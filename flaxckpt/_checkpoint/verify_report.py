@@ -128,7 +128,7 @@ class Findings:
 
     @property
     def is_enough(self) -> bool:
-        """True if further checks are unnecessary."""
+        """True after the first problem, unless `thorough`."""
         return bool(self.problems) and not self.thorough
 
     def attempt(self, name: str, check: Callable[[], object]) -> None:

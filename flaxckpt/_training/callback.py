@@ -167,9 +167,9 @@ class CheckpointCallback:
         metrics: Callable[[], Any] | None = None,
         each_step: bool = True,
     ) -> None:
-        """Sets functions that return the values to save, for loops without arguments.
+        """Sets functions that return the values to save.
 
-        For loops that only call `hook(step)`.
+        For loops that pass only the step, as `hook(step)`.
 
         Args:
             state: A function without arguments that returns the state, such as
@@ -414,7 +414,7 @@ class CheckpointCallback:
         """Saves after a signal, waits until the save is durable, and ends the program.
 
         Returns:
-            True if the step was saved.
+            True if this call saved the whole step.
 
         Raises:
             SystemExit, KeyboardInterrupt: The save is durable, and the program ends.
@@ -437,7 +437,8 @@ class CheckpointCallback:
         """Saves the step, or only its parameters if the time is short.
 
         Returns:
-            The end of the sentence "step 3 …", and True if the whole step was saved.
+            The end of the sentence "step 3 …", and True if this call saved the whole
+            step.
         """
         if self._session.saves.has_saved(seen.step):
             return "was saved already", False

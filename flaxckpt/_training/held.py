@@ -180,7 +180,7 @@ class Trace:
         arrays = [leaf for leaf in leaves if _is_array(leaf)]
         compared = _compared(arrays)
         self._contents = {_content(array) for array in compared}
-        # Compare all arrays of a kind or none: they cannot be told from each other.
+        # Compare all arrays of a kind or none: a new array may replace any of them.
         chosen = {id(array) for array in compared}
         self._kinds = {_kind(array) for array in compared} - {
             _kind(array) for array in arrays if id(array) not in chosen

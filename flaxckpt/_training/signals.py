@@ -175,8 +175,8 @@ def _install() -> None:
 
 def _uninstall() -> None:
     for number in tuple(_previous):
-        # A handler installed after ours may still call ours, which then only calls the
-        # previous handler; also if this is not the main thread.
+        # Our handler stays if a later handler may call it, and outside of the main
+        # thread; it then only calls the previous handler.
         if signal.getsignal(number) is _handle:
             with contextlib.suppress(ValueError):
                 signal.signal(number, _previous[number])
