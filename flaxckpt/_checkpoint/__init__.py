@@ -1,4 +1,4 @@
-"""One checkpoint: save, commit, plan, restore and verify."""
+"""Save, commit, restore plan, restore and verification of a single checkpoint."""
 
 from __future__ import annotations
 

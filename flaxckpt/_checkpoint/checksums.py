@@ -1,6 +1,6 @@
-"""What is compared of each file of our own format with what must be in it.
+"""Checks of the files of flaxckpt's own format against checksums and sizes.
 
-Checks are functions that raise what is wrong; files are read in small parts.
+A check is a function that raises an error for a fault. Files are read in small parts.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ def check_keys(
     leaves: Mapping[LeafPath, Leaf],
     found: verify_report.Findings,
 ) -> None:
-    """Looks for all that arrays must have in a database, which is sound without."""
+    """Records arrays without metadata or with missing chunks in the OCDBT database.
+
+    The database itself may be valid without them.
+    """
     if any(_native.checkpoint.is_of_arrays(name) for name in found.problems):
-        return  # it has changed, and may not be readable
+        return  # the database has changed and may not be readable
     there: set[str] = set()
     manifest = f"{_native.checkpoint.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
     found.attempt(
@@ -59,7 +62,7 @@ def of_array(
     digests: Mapping[str, str],
     found: verify_report.Findings,
 ) -> tuple[set[str], list[Callable[[], object]]]:
-    """The files of an array, and what is to be done with those without a digest."""
+    """Returns the files of an array, and checks of the files without a digest."""
     directory = file_sizes.array_directory(info)
     shape, dtype = _arrays.layout.stored_form(info)
     chunk_shape = info.chunk_shape or ()
@@ -91,7 +94,7 @@ def of_array(
 def check_digest(
     path: Path, name: str, recorded: str, count: Callable[[int], object]
 ) -> None:
-    """Compares a file with its SHA-256."""
+    """Raises ValueError if the SHA-256 of a file differs from `recorded`."""
     digest = hashlib.sha256()
     most = verify_report.LARGE if _native.checkpoint.is_of_arrays(name) else 0
     verify_report.stream(path / name, path, count, digest.update, most)
@@ -100,13 +103,13 @@ def check_digest(
 
 
 class _Chunk(NamedTuple):
-    """What is known of a chunk's file.
+    """A chunk file and the expected size.
 
     Attributes:
-        file: Where it is.
+        file: Path of the chunk file.
         root: The checkpoint.
-        size: What it must have, in bytes; 0 if that varies.
-        most: What it has without compression.
+        size: Expected size in bytes; 0 if the size varies.
+        most: Size in bytes without compression.
     """
 
     file: Path
@@ -121,7 +124,7 @@ class _Chunk(NamedTuple):
 
 
 def _check_size(chunk: _Chunk, count: Callable[[int], object]) -> None:
-    """Compares the size of a chunk with what it must be."""
+    """Raises ValueError if a chunk file has the wrong size."""
     found = _storage.of(chunk.file).known_size(chunk.file, chunk.root)
     if found is not None:
         chunk.check_size(found)
@@ -134,10 +137,10 @@ def _check_size(chunk: _Chunk, count: Callable[[int], object]) -> None:
 
 
 def _check_chunk(chunk: _Chunk, count: Callable[[int], object]) -> None:
-    """Compares a chunk with the checksum at its end."""
+    """Raises ValueError if a chunk file does not match the checksum at the end."""
     size = _storage.of(chunk.file).known_size(chunk.file, chunk.root)
     if size is not None:
-        chunk.check_size(size)  # before all of it is read
+        chunk.check_size(size)  # before reading the whole file
     value, found, tail = 0, 0, b""
 
     def take(part: memoryview) -> None:
@@ -149,7 +152,7 @@ def _check_chunk(chunk: _Chunk, count: Callable[[int], object]) -> None:
         value = crc32c.crc32c(part[: -_arrays.zarr.chunk_file.CHECKSUM_BYTES], value)
         tail = bytes(
             part[-_arrays.zarr.chunk_file.CHECKSUM_BYTES :]
-        )  # of the file, for all we know
+        )  # the checksum, unless another part follows
 
     verify_report.stream(chunk.file, chunk.root, count, take, chunk.most)
     chunk.check_size(found)
@@ -161,7 +164,7 @@ def _check_chunk(chunk: _Chunk, count: Callable[[int], object]) -> None:
 
 
 def check_committed(path: Path) -> None:
-    """Compares the seal with the manifest."""
+    """Raises ValueError if the commit marker does not match the manifest."""
     manifest = _native.items.read_file(path / _native.orbax_json.MANIFEST, path)
     found = _native.items.read_file(path / _native.checkpoint.COMMITTED, path)
     if found != _native.checkpoint.seal_of(manifest):
@@ -171,13 +174,19 @@ def check_committed(path: Path) -> None:
 def of_metrics(
     path: Path, found: verify_report.Findings, *, is_digested: bool
 ) -> list[tuple[str, Callable[[], object]]]:
-    """What is to be done with metrics, if there are or were some."""
+    """Returns the checks of the metrics, as pairs of file name and check.
+
+    Args:
+        path: The checkpoint.
+        found: Receives metrics that have no digest.
+        is_digested: Whether the digests of the metrics must exist.
+    """
     name = f"{_native.checkpoint.METRICS}/{_native.checkpoint.METRICS}"
     digests = path / _native.items.METRICS_DIGESTS
 
     def check() -> None:
         if (path / _native.checkpoint.METRICS).exists():
-            (path / name).stat()  # or there would be none
+            (path / name).stat()  # raises if the directory has no metrics file
         _native.checkpoint.metrics_in(path)
 
     def check_digests() -> None:

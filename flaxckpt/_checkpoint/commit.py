@@ -1,4 +1,4 @@
-"""A snapshot, written into a directory of its own that then gets its name."""
+"""Writes a snapshot to a temporary directory, then renames the directory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from flaxckpt.formats import _native
 
 
 class Written(NamedTuple):
-    """What a finished save has left.
+    """Result of writing a snapshot.
 
     Attributes:
-        size: Bytes of all files that were written; those that were linked do not count.
-        arrays: Its arrays, for the save after it.
+        size: Bytes of all written files, without hard-linked files.
+        arrays: The written arrays, which the next save may link.
     """
 
     size: int
@@ -32,19 +32,22 @@ class Written(NamedTuple):
 _locks: weakref.WeakValueDictionary[Path, threading.Lock] = (
     weakref.WeakValueDictionary()
 )
-"""One writer at a time of a path, within this process; gone when nobody writes it."""
+"""Path -> lock that admits one writer at a time within this process.
+
+Locks disappear when no thread uses them.
+"""
 
 _guard = _util.forks.PerProcess(threading.Lock)
 
 
 def _lock(final: Path) -> threading.Lock:
-    """The lock of all threads that write `final` at this time."""
+    """Returns the lock that all threads share while they write `final`."""
     with _guard.get():
         return _locks.setdefault(final, threading.Lock())
 
 
 def _forget_locks() -> None:
-    """Drops the locks in a forked child: the threads that hold them are not there."""
+    """Drops all locks in a forked child: the threads with the locks do not exist."""
     _locks.clear()
 
 
@@ -53,10 +56,10 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 @contextlib.contextmanager
 def beginning(final: Path) -> Iterator[None]:
-    """Tells of a store that fails before a save has begun to write.
+    """Converts errors of an object store before the first write to SaveFailedError.
 
     Raises:
-        SaveFailedError: The store is out of reach.
+        SaveFailedError: The store is not reachable.
     """
     try:
         yield
@@ -67,7 +70,7 @@ def beginning(final: Path) -> Iterator[None]:
 def _of_store(
     final: Path, error: errors.StoreError, left: str
 ) -> errors.SaveFailedError:
-    """The error of a save to a store, with what is `left` of the save."""
+    """Returns the error of a save to a store; `left` describes the rest of the save."""
     told = f"{final} could not be saved: {error}"
     if isinstance(error, _storage.client.ForkedError):
         return errors.SaveFailedError(told)
@@ -78,10 +81,10 @@ def _of_store(
 
 @contextlib.contextmanager
 def alone(final: Path) -> Iterator[None]:
-    """Lets one thread at a time write `final`, and tells what fails in our words.
+    """Locks `final` for one thread at a time, and converts errors to SaveFailedError.
 
     Raises:
-        SaveFailedError: An error of the disk, or another that is not ours.
+        SaveFailedError: The disk, a store, or a library raised an error.
     """
     try:
         with _lock(final):
@@ -108,15 +111,15 @@ def alone(final: Path) -> Iterator[None]:
 def execute(
     snapshot: Snapshot, previous: _arrays.write.Previous | None = None
 ) -> Written:
-    """Writes a snapshot and commits it, durably, as the only process.
+    """Writes a snapshot from a single process, and commits the checkpoint durably.
 
     Args:
-        snapshot: What to write.
-        previous: Arrays of an earlier step; those that are equal are linked.
+        snapshot: The snapshot to write.
+        previous: Arrays of an earlier step; equal arrays are hard-linked.
 
     Raises:
-        SaveFailedError: It could not be written. What was written is removed, or,
-            after the disk did not confirm its name, told of.
+        SaveFailedError: The write failed. Written files are removed; if the disk did
+            not confirm the rename, the message says so.
     """
     with alone(snapshot.request.path), made(snapshot) as temporary:
         files = fill(snapshot, temporary, previous)
@@ -125,7 +128,7 @@ def execute(
 
 @contextlib.contextmanager
 def made(snapshot: Snapshot) -> Iterator[Path]:
-    """The directory to write to; what is left of it at the end is removed."""
+    """Creates a temporary directory for a checkpoint; removes leftovers at the end."""
     final = snapshot.request.path
     _storage.local.make_directory(final.parent)
     with _storage.of(final).new_checkpoint(
@@ -141,10 +144,10 @@ def made(snapshot: Snapshot) -> Iterator[Path]:
 def fill(
     snapshot: Snapshot, temporary: Path, previous: _arrays.write.Previous | None
 ) -> dict[str, bytes]:
-    """Writes everything of this process except the manifest.
+    """Writes the arrays and metadata files of this process, without the manifest.
 
     Returns:
-        The files beside the arrays: name -> content.
+        The files other than arrays: name -> content.
     """
     files: dict[str, bytes] = {}
 
@@ -165,7 +168,7 @@ def write_arrays(
     previous: _arrays.write.Previous | None,
     check: Callable[[], object],
 ) -> None:
-    """Writes the arrays of this process; `check` may end that."""
+    """Writes the arrays of this process; an error from `check` stops the write."""
     together = snapshot.request.together
 
     def count(size: int) -> None:
@@ -193,10 +196,10 @@ def finish(
     """Writes the manifest and commits the checkpoint.
 
     Args:
-        snapshot: The state that was written.
-        temporary: The directory that holds it.
-        files: Files beside the arrays: name -> content.
-        digests: Digests of files that other processes have written.
+        snapshot: The written snapshot.
+        temporary: The directory with its files.
+        files: Files other than arrays: name -> content.
+        digests: Digests of files written by other processes: name -> digest.
     """
     contents, request = snapshot.contents, snapshot.request
     sealed = _native.checkpoint.seal(contents, files, temporary, digests or {})
@@ -212,9 +215,9 @@ def finish(
 
 
 def name(temporary: Path, final: Path, *, overwrite: bool) -> None:
-    """Gives a finished directory its name, durably."""
+    """Renames the finished directory `temporary` to `final`, durably."""
     if overwrite and final.exists():
-        # Somebody may have put files there since the save began.
+        # Other files may have appeared there since the save began.
         checkpoint_overwrite.check_replaceable(final)
         aside = _storage.temporary.beside(final, _storage.temporary.REPLACED)
         with _storage.temporary.claimed(final):
@@ -224,7 +227,7 @@ def name(temporary: Path, final: Path, *, overwrite: bool) -> None:
 
 
 def for_next(snapshot: Snapshot, stamp: _storage.local.Stamp) -> _arrays.write.Previous:
-    """What the save after this one may link."""
+    """Returns the arrays that the next save may hard-link."""
     sources = {
         array.name: (array.source, array.dtype)
         for array in snapshot.arrays
@@ -238,13 +241,13 @@ def for_next(snapshot: Snapshot, stamp: _storage.local.Stamp) -> _arrays.write.P
 def metadata_files(
     contents: _native.checkpoint.Contents, path: Path
 ) -> dict[str, bytes]:
-    """Returns all files of the checkpoint `path` except its arrays, for their sizes."""
+    """Returns the files of the checkpoint `path` without arrays, for size checks."""
     made = _native.checkpoint.files(contents)
     return made | _native.checkpoint.seal(contents, made, path)
 
 
 def write_new(root: Path, files: Mapping[str, bytes]) -> None:
-    """Writes new files, each synced; their directories are not yet."""
+    """Writes new files and syncs each file, but not their directories."""
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Whether a checkpoint is all there, before others are deleted.
+"""Quick check for missing files of a checkpoint, before deleting older checkpoints.
 
-Of its arrays, the files are looked at and not read; but a small database of them is, as
-its digest is recorded.
+The check compares the names and sizes of array files without reading them. Only a
+small OCDBT database is read, because the manifest has its digest.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from flaxckpt.formats._reader import Stored
 _CRC_BYTES = 4
 
 _OUTSIDE_NODES_BYTES = 4096
-"""Values of a database from this size on are stored as they are; OCDBT puts those of
-up to 100 bytes into its nodes, which it compresses."""
+"""OCDBT stores values of at least this size outside of its nodes, uncompressed.
+
+Values of up to 100 bytes are in the nodes, which are compressed.
+"""
 
 
 @_util.gc_pause.paused()
 def check(path: Path) -> None:
-    """Reads what describes a checkpoint of ours, and looks for its arrays' files.
+    """Checks the metadata of a flaxckpt checkpoint, and the sizes of array files.
 
     Raises:
-        DamagedCheckpointError: A metadata file is missing or has changed, or an array
-            has a chunk that is missing, or that has not the size that it must have.
+        DamagedCheckpointError: A metadata file is missing or has changed, or a chunk
+            is missing or has the wrong size.
     """
     with _storage.paths.looking(path):
         _check(path)
@@ -46,7 +48,7 @@ def _check(path: Path) -> None:
         manifest = _native.items.json_file(path / _native.orbax_json.MANIFEST, path)
         encoding = _native.manifest.encoding(manifest)
         for name, digest in digests(path, stored).items():
-            # Zarr 2 has one for every file, which would be as much to read as all.
+            # Zarr 2 has a digest for each chunk: checking them would read everything.
             is_much = encoding and (
                 encoding.version == 2 or _storage.of(path).costs_requests
             )
@@ -71,7 +73,10 @@ def _check_names(
     manifest: Mapping[str, Any],
     encoding: _arrays.zarr.metadata.Encoding | None,
 ) -> None:
-    """Looks for the objects of arrays; each is there whole, or not at all."""
+    """Raises DamagedCheckpointError if objects of arrays are missing in a store.
+
+    Sizes need no check, because a store has an object completely or not at all.
+    """
     wanted = {
         name for name in digests(path, stored) if _native.checkpoint.is_of_arrays(name)
     }
@@ -94,7 +99,7 @@ def _check_names(
 
 
 def digests(path: Path, stored: Stored) -> dict[str, str]:
-    """The files of a checkpoint that must be there -> the digest recorded of each."""
+    """Returns the required files of a checkpoint: name -> recorded digest."""
     let_go = _native.checkpoint.has_let_go_dataset(path)
     return {
         name: digest
@@ -106,7 +111,7 @@ def digests(path: Path, stored: Stored) -> dict[str, str]:
 def _check_database(
     root: Path, encoding: _arrays.zarr.metadata.Encoding, arrays: list[LeafInfo]
 ) -> None:
-    """Compares the size of a database with that of its larger arrays."""
+    """Raises DamagedCheckpointError if a database cannot hold the larger arrays."""
     least = sum(
         _arrays.layout.stored_bytes(info)
         for info in arrays
@@ -122,7 +127,7 @@ def _check_database(
 
 
 def chunk_bytes(encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo) -> int:
-    """The size of each chunk of an array, with its checksum; 0 if that varies."""
+    """Returns the bytes of each chunk file, with checksum; 0 if the size varies."""
     shape, dtype = _arrays.layout.stored_form(info)
     if (
         not _arrays.zarr.metadata.is_raw(encoding, shape, dtype)
@@ -136,7 +141,7 @@ def chunk_bytes(encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo) -> int
 def _check_array(
     root: Path, encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo
 ) -> None:
-    """Looks at the size of each file of an array."""
+    """Raises DamagedCheckpointError for missing array files or wrong sizes."""
     directory = root / _native.orbax_json.param_name(info.keys)
     found = _sizes(directory)
     size = chunk_bytes(encoding, info)
@@ -156,12 +161,12 @@ def _check_array(
 
 
 def metadata_name(encoding: _arrays.zarr.metadata.Encoding) -> str:
-    """What the file beside an array's chunks is called."""
+    """Returns the name of the metadata file of an array."""
     return _arrays.zarr.metadata.METADATA if encoding.version == 3 else ".zarray"
 
 
 def array_directory(info: LeafInfo) -> str:
-    """The path of an array's directory in its checkpoint."""
+    """Returns the directory of an array, relative to the checkpoint."""
     name = _native.orbax_json.param_name(info.keys)
     return f"{_native.checkpoint.STATE}/{name}".rstrip("/")
 
@@ -169,7 +174,7 @@ def array_directory(info: LeafInfo) -> str:
 def chunk_names(
     encoding: _arrays.zarr.metadata.Encoding, info: LeafInfo
 ) -> Iterator[str]:
-    """The names of the files of an array's chunks, in its directory."""
+    """Yields the names of an array's chunk files, relative to the array's directory."""
     shape, _ = _arrays.layout.stored_form(info)
     for chunk in _arrays.zarr.metadata.chunks(
         _arrays.zarr.metadata.whole(shape), info.chunk_shape or ()
@@ -181,7 +186,7 @@ def chunk_names(
 
 
 def _sizes(directory: Path) -> dict[str, int]:
-    """Name -> size of the files in a directory; empty if there is none."""
+    """Returns name -> size of the files in a directory; empty without a directory."""
     try:
         with os.scandir(directory) as entries:
             return {e.name: e.stat().st_size for e in entries if e.is_file()}

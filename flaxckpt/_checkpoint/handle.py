@@ -1,4 +1,4 @@
-"""Saves in progress: their threads, and their errors at the end of the program."""
+"""Saves in progress: threads, and errors at the end of the program."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ class SaveHandle:
         self._is_awaited = False
         self._ended = (
             threading.Event()
-        )  # a join that Ctrl-C cuts off forgets the thread
+        )  # Ctrl-C in Thread.join marks a running thread as ended
         _under_way.add(self)
         _tell_when_a_child_ends()
-        # No daemon: a script that just ends still finishes its last save.
+        # No daemon thread: a script that ends still finishes the last save.
         self._thread = threading.Thread(
             target=self._run, args=(work,), name=name, daemon=False
         )
         try:
-            if not _is_ending.is_set():  # nobody would join it any more
+            if not _is_ending.is_set():  # else no exit handler joins the thread
                 self._thread.start()
                 return
-        except RuntimeError:  # no more threads
+        except RuntimeError:  # no thread can be started
             pass
-        self._run(work)  # the caller does it
+        self._run(work)  # in the caller's thread
         if _is_ending.is_set():
             _exit_if_failed()
 
@@ -67,12 +67,12 @@ class SaveHandle:
             _under_way.discard(self)
 
     def _is_of_another_process(self) -> None:
-        """Marks the save as ended in a fork, where its thread does not exist."""
+        """Marks the save as ended in a fork, where the saving thread does not exist."""
         self._error = errors.SaveFailedError(
             f"the {self._name} was begun by the process of which this is a fork: that"
             " one finishes it; ask there whether it has"
         )
-        self._ended = threading.Event()  # the lock of the old one may be held
+        self._ended = threading.Event()  # the lock of the old event may be held
         self._ended.set()
 
     def done(self) -> bool:
@@ -80,11 +80,11 @@ class SaveHandle:
         return self._ended.is_set()
 
     def is_awaited(self) -> bool:
-        """Whether any caller has started to wait for the save."""
+        """Returns True if any caller has started to wait for the save."""
         return self._is_awaited
 
     def has_untold_error(self) -> bool:
-        """Whether the save has failed and `wait` has not yet raised the error."""
+        """Returns True if the save failed and `wait` has not yet raised the error."""
         return self in _untold
 
     def wait(self, timeout_secs: float | None = None) -> SaveResult:
@@ -121,10 +121,10 @@ _untold: set[SaveHandle] = set()
 
 
 _is_ending = threading.Event()
-"""Whether the exit handler has started: later saves block their callers."""
+"""Set when the exit handler has started; later saves block their callers."""
 
 if not threading.main_thread().is_alive():
-    # First used by an exit handler: one of ours would not be called any more.
+    # Imported by an exit handler: a handler registered now would not be called.
     _is_ending.set()
 
 
@@ -134,7 +134,7 @@ def _exit_with_failure() -> None:
     try:
         for handle in list(_under_way):  # on daemon threads, and in children
             handle._ended.wait()
-    except BaseException:  # Ctrl-C, which nobody would hear of from here
+    except BaseException:  # Ctrl-C; an exception here would not change the exit code
         _exit(f"the {each._name} is cut off" for each in list(_under_way))
     _exit_if_failed()
 
@@ -148,7 +148,7 @@ def _exit(told: Iterable[str]) -> NoReturn:
     """Prints the errors if possible, and ends the program as failed."""
     try:
         for stream, lines in ((sys.stdout, ()), (sys.stderr, told)):
-            # It may be closed, on a full disk, or not there at all.
+            # The stream may be closed, on a full disk, or None.
             with contextlib.suppress(Exception):
                 stream.writelines(f"flaxckpt: {line}\n" for line in lines)
                 stream.flush()
@@ -167,7 +167,7 @@ def _tell_when_a_child_ends() -> None:
     if multiprocessing.parent_process() is None or os.getpid() in _told_in:
         return
     _told_in.add(os.getpid())
-    # After all that multiprocessing itself does at the end, such as emptying queues.
+    # Run after multiprocessing's own finalizers, which empty queues.
     multiprocessing.util.Finalize(None, _exit_with_failure, exitpriority=-1000)
 
 

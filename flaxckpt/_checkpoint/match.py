@@ -1,9 +1,9 @@
-"""Finding optimizer leaves of a checkpoint by what they are.
+"""Matches optimizer leaves of a checkpoint with wanted leaves by their roles.
 
-Transforms are matched first, and leaves only between transforms that match: a transform
-of the wanted state, such as the second of two `trace`s, is the only one of its class in
-its optimizer, or has the same place among all of its class. Then a leaf is that of the
-same field and parameter.
+Transforms are matched first, by class: a wanted transform, such as the second of two
+`trace`s, matches the only stored transform of the class in the same optimizer, or the
+transform at the same place among all of the class. Within matched transforms, leaves
+match by field and parameter.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from flaxckpt._state.leaf import LeafInfo, LeafTable, Role, StoredLeaf
 from flaxckpt._types import LeafPath
 
 _BRANCHES = "inner_states"
-"""Field of optax's states in which each branch has parameters of its own."""
+"""Field of optax states with branches, where each branch has its own parameters."""
 
 _HYPERPARAMETERS = "hyperparams_states"
-"""Field of optax's states in which each hyperparameter has a state of its own."""
+"""Field of optax states with a separate state for each hyperparameter."""
 
 
 class _Kind(NamedTuple):
-    """What transforms have in common that may be taken for each other.
+    """Common properties of transforms: equal kinds may match.
 
     Attributes:
         optimizer: Path of the optimizer.
-        state_class: Class of their states; empty where that is not recorded.
-        hyperparameter: Whose schedules they are; mostly empty.
-        fields: Where the class is not recorded, the names of their fields.
-        leaf_fields: Likewise, those that are leaves.
-        is_unnamed: Whether the class of the wanted states is not known.
+        state_class: Class of the states; empty if the class is not recorded.
+        hyperparameter: The hyperparameter that the transforms schedule; mostly empty.
+        fields: Field names of the states, if the class is not recorded.
+        leaf_fields: Names of fields that are leaves, if the class is not recorded.
+        is_unnamed: Whether the class of the wanted states is unknown.
     """
 
     optimizer: LeafPath
@@ -45,12 +45,12 @@ class _Kind(NamedTuple):
 
 
 class _Transform:
-    """A transform's state in the wanted state.
+    """State of a transform in the wanted state.
 
     Attributes:
-        known: What is known of its leaves.
+        known: Known facts about the leaves.
         leaf_fields: Fields that are leaves.
-        moments: Paths, below its own, of leaves that may mirror parameters.
+        moments: Paths of leaves that may mirror parameters, relative to the state.
     """
 
     def __init__(self, known: _state.optimizer_roles.Known) -> None:
@@ -63,10 +63,10 @@ class _Match(NamedTuple):
     """The stored transforms that a wanted transform may match.
 
     Attributes:
-        same: Path of the one that has its place; None if that is not certain.
-        others: Paths of those that may have leaves of it besides.
-        is_ambiguous: Whether nobody knows which of `others` it is, if any.
-        counters: Paths of those that may have its leaves that mirror no parameter.
+        same: Path of the transform at the same place; None if uncertain.
+        others: Paths of other transforms that may hold its leaves.
+        is_ambiguous: Whether it is unknown which of `others` matches, if any.
+        counters: Paths of transforms that may hold its leaves without a parameter.
     """
 
     same: LeafPath | None
@@ -76,18 +76,18 @@ class _Match(NamedTuple):
 
 
 class Finder:
-    """Finds optimizer leaves of a checkpoint by their role.
+    """Finds optimizer leaves of a checkpoint by role.
 
-    Only leaves of the same optimizer are considered: those of a generator are never
-    taken for a discriminator's. Where the checkpoint has no roles, as Orbax writes it,
-    a transform is a container whose keys are the fields of the wanted transform.
+    Leaves match within the same optimizer only: a generator's leaves never match a
+    discriminator's. In a checkpoint without roles, such as Orbax's, a transform is a
+    container whose keys are the fields of the wanted transform.
 
     Args:
         table: The leaves of the checkpoint.
-        structure: Its containers.
-        known: What is known of the wanted leaves.
-        at: Returns the path of the stored leaf at a path, or in a box there; None if
-            there is none.
+        structure: The containers of the checkpoint.
+        known: Known facts about the wanted leaves: leaf path -> facts.
+        at: Returns the path of the stored leaf at a path, or of the leaf in a box at
+            that path; None if there is no leaf.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class Finder:
         self._known = known
 
     def find(self, path: LeafPath) -> list[LeafPath]:
-        """The stored leaves that the wanted optimizer leaf at `path` may be.
+        """Returns the stored leaves that may match the wanted optimizer leaf at `path`.
 
-        Several if nobody knows which, the same one twice if several wanted leaves may
-        be that one.
+        Returns several leaves if the match is ambiguous, and the same leaf twice if
+        several wanted leaves may match it.
         """
         known = self._known[path]
         if not known.fields:
@@ -127,7 +127,7 @@ class Finder:
         return all_found
 
     def _outside_of_transforms(self, path: LeafPath) -> list[LeafPath]:
-        """The stored leaf at a path outside of all transforms' states."""
+        """Returns the stored leaf at a path outside of all transforms."""
         if (found := self._at(path)) is None:
             return []
         role = self._table[found].info.role
@@ -140,7 +140,7 @@ class Finder:
         return [path for path in found if path is not None]
 
     def _leaf(self, place: LeafPath, tail: LeafPath, field: str) -> LeafPath | None:
-        """The leaf `tail` of the stored transform at `place`, if it has one."""
+        """Returns the leaf `tail` of the stored transform at `place`, or None."""
         found = self._at(f"{place}/{tail}" if place else tail)
         if found is None:
             return None
@@ -156,19 +156,19 @@ class Finder:
 
     @_util.forks.lazy
     def _places(self) -> dict[tuple[LeafPath, str, LeafPath], None]:
-        """Optimizer, class and path of each state that leaves have roles in."""
+        """Optimizer, class and path of each stored state with roles, in order."""
         return self._survey[0]
 
     @_util.forks.lazy
     def _assigned(self) -> set[LeafPath]:
-        """Leaves that were assigned to a wanted leaf's path, without their states."""
+        """Leaves that transforms moved to a wanted leaf's path without their states."""
         return self._survey[1]
 
     @_util.forks.lazy
     def _survey(
         self,
     ) -> tuple[dict[tuple[LeafPath, str, LeafPath], None], set[LeafPath]]:
-        """See `_places` and `_assigned`."""
+        """Returns `_places` and `_assigned`."""
         places: dict[tuple[LeafPath, str, LeafPath], None] = {}
         moved = []
         for path, leaf in self._table.items():
@@ -194,7 +194,7 @@ class Finder:
 
     @_util.forks.lazy
     def _stored(self) -> dict[_Kind, list[LeafPath]]:
-        """The states that leaves have roles in, by their kind."""
+        """Kind -> paths of the stored states with roles."""
         stored: dict[_Kind, list[LeafPath]] = {}
         for optimizer, state_class, place in self._places:
             kind = _Kind(
@@ -205,9 +205,9 @@ class Finder:
 
     @_util.forks.lazy
     def _seats(self) -> set[LeafPath]:
-        """Elements of tuples of which nobody knows whether each is an optimizer.
+        """Paths of elements of tuples that may be a chain or several optimizers.
 
-        If the tuple of the checkpoint is a chain beyond doubt, so is the wanted one.
+        If the stored tuple is certainly a chain, the wanted tuple is a chain, too.
         """
         seats = {
             (known.optimizer, known.seat)
@@ -230,10 +230,10 @@ class Finder:
         return stored | wanted | self._seats
 
     def _optimizer(self, place: LeafPath, optimizer: LeafPath) -> LeafPath:
-        """The path of the optimizer that the state at `place` is in.
+        """Returns the path of the optimizer that contains the state at `place`.
 
-        Where one side knows of several optimizers in a container, and the other side
-        takes it for one, there are several.
+        A container counts as several optimizers if the checkpoint or the wanted state
+        says so.
         """
         for path in (place, *_above(place)):
             if path in self._optimizers:
@@ -242,10 +242,10 @@ class Finder:
 
     @_util.forks.lazy
     def _unnamed(self) -> dict[frozenset[str], list[LeafPath]]:
-        """States whose classes nobody knows, by the names of their fields; sorted.
+        """Field names -> sorted paths of the states of unknown class.
 
-        Those are containers of leaves without roles, and states of classes that optax
-        has no longer: it renames them now and then.
+        The states are containers of leaves without roles, and states of classes that
+        optax has removed or renamed.
         """
         known = {place for _, _, place in self._places}
         children = self._children()
@@ -263,14 +263,14 @@ class Finder:
 
     @_util.forks.lazy
     def _all_by_fields(self) -> dict[frozenset[str], list[LeafPath]]:
-        """All containers, by the names of what is in them; sorted."""
+        """Names of children -> sorted paths of all containers with these children."""
         by_fields: dict[frozenset[str], list[LeafPath]] = {}
         for path, names in sorted(self._children().items()):
             by_fields.setdefault(frozenset(names), []).append(path)
         return by_fields
 
     def _children(self) -> dict[LeafPath, set[str]]:
-        """The names right below each container, by its path."""
+        """Returns the path of each container -> names of the direct children."""
         children: dict[LeafPath, set[str]] = {}
         for path in self._table:
             inner = path
@@ -278,15 +278,15 @@ class Finder:
                 container, _, name = inner.rpartition("/")
                 names = children.setdefault(container, set())
                 if name in names:
-                    break  # and so are the containers around it
+                    break  # the containers around this container are done, too
                 names.add(name)
                 inner = container
         return children
 
     def _alike(self, kind: _Kind) -> list[LeafPath]:
-        """The states that have the fields of this kind, and of unknown class.
+        """Returns the stored states of unknown class with the fields of `kind`.
 
-        Of any class if that of the wanted states is not known.
+        Returns stored states of any class if the class of the wanted states is unknown.
         """
         by_fields = self._all_by_fields if kind.is_unnamed else self._unnamed
         places = by_fields.get(kind.fields, [])
@@ -300,7 +300,7 @@ class Finder:
             alike.insert(0, kind.optimizer)
         found: list[LeafPath] = []
         for place in alike:
-            # Parameters may be called like the fields of the state that they are in.
+            # Parameters may have the names of the fields of their state.
             is_within = bool(found) and place.startswith(f"{found[-1]}/")
             if (
                 not is_within
@@ -315,7 +315,7 @@ class Finder:
         return found
 
     def _is_leaf(self, place: LeafPath, field: str) -> bool | None:
-        """Whether a field of a stored container is a leaf; None if it is empty."""
+        """Returns True if a field of a stored container is a leaf; None if empty."""
         path = f"{place}/{field}" if place else field
         leaf = self._table.get(path)
         if leaf is not None and leaf.info.kind == "empty":
@@ -326,7 +326,7 @@ class Finder:
 
     @_util.forks.lazy
     def _matches(self) -> dict[LeafPath, _Match]:
-        """Path of each wanted transform -> the stored transforms that it matches."""
+        """Path of each wanted transform -> the matching stored transforms."""
         kinds: dict[_Kind, list[_Transform]] = {}
         for place, transform in self._wanted().items():
             known = transform.known
@@ -358,9 +358,9 @@ class Finder:
         matches: dict[LeafPath, _Match],
         wanted: Collection[_Kind],
     ) -> None:
-        """Makes a transform ambiguous that may have moved within a chain.
+        """Marks a transform as ambiguous after a possible move within a chain.
 
-        Or it is another optimizer's, and nothing tells which.
+        The stored transform may also belong to another optimizer.
         """
         known = transform.known
         inside = f"{known.optimizer}/" if known.optimizer else ""
@@ -377,7 +377,7 @@ class Finder:
             matches[known.place] = _Match(None, moved, True, counters * 2)
 
     def _wanted(self) -> dict[LeafPath, _Transform]:
-        """The transforms of the wanted state, by their paths."""
+        """Returns path -> transform of the wanted state."""
         wanted: dict[LeafPath, _Transform] = {}
         for path, known in self._known.items():
             if not known.fields:
@@ -399,11 +399,11 @@ class Finder:
         stored: Sequence[LeafPath],
         matches: dict[LeafPath, _Match],
     ) -> None:
-        """Adds the matches of all wanted transforms of one kind.
+        """Adds the matches of all wanted transforms of the same kind to `matches`.
 
-        As many, in the same order and with the same names are the same transforms.
-        Branches have other parameters each, so that it does not matter which of them
-        a parameter was in. All else is ambiguous.
+        Transforms match in order if both sides have the same number and names. In
+        branches, each parameter occurs once, so a leaf may come from any branch. All
+        other cases are ambiguous.
         """
         ours = sorted(
             (_parts(optimizer, t.known.place), n) for n, t in enumerate(wanted)
@@ -430,7 +430,7 @@ class Finder:
                 else:
                     counters = by_labels.get(_labels(parts), places)
             else:
-                # A counter says how many gradients the moments beside it are of.
+                # A counter is the number of gradients in the moments beside it.
                 likely = [same] if same is not None else []
                 counters = self._with_moments(transform, likely) or self._with_moments(
                     transform, others
@@ -444,16 +444,16 @@ class Finder:
     def _with_moments(
         self, transform: _Transform, places: Sequence[LeafPath]
     ) -> list[LeafPath]:
-        """Those of the stored states that have a moment of a wanted transform, if any.
+        """Returns the stored states with a moment of a wanted transform.
 
-        All of them if it has no moments.
+        Returns all states if the transform has no moments.
         """
         if not transform.moments:
             return list(places)
         return [place for place in places if self._has_moment(transform, place)]
 
     def _has_moment(self, transform: _Transform, place: LeafPath) -> bool:
-        """Whether the stored state at `place` has a moment of a wanted transform."""
+        """Returns True if the stored state at `place` has a moment of `transform`."""
         return any(
             self._leaf(place, tail, tail.partition("/")[0])
             for tail in transform.moments
@@ -461,11 +461,11 @@ class Finder:
 
 
 _Part: TypeAlias = tuple[int, str]
-"""Index and name of a part of a path; -1 with a name, no name with an index."""
+"""Index and name of a part of a path: `(-1, name)` or `(index, "")`."""
 
 
 def _parts(optimizer: LeafPath, place: LeafPath) -> tuple[_Part, ...]:
-    """The parts of a place in an optimizer, as they are sorted."""
+    """Returns the parts of a path relative to the optimizer, as a sort key."""
     inner = place[len(optimizer) + 1 :] if optimizer else place
     parts: list[_Part] = []
     for name in inner.split("/") if inner else ():
@@ -476,7 +476,7 @@ def _parts(optimizer: LeafPath, place: LeafPath) -> tuple[_Part, ...]:
 
 
 def _names(places: Sequence[Sequence[_Part]]) -> list[tuple[str, ...]]:
-    """The names in the parts of each place, without the common prefix."""
+    """Returns the names in the parts of each place, without the common prefix."""
     names = [tuple(name for _, name in parts if name) for parts in places]
     if not names:
         return []
@@ -488,7 +488,7 @@ def _names(places: Sequence[Sequence[_Part]]) -> list[tuple[str, ...]]:
 
 
 def _are_branches(places: Sequence[Sequence[_Part]]) -> bool:
-    """Whether sorted places are in different branches, and none is after another."""
+    """Returns True if sorted places are in different branches of the same states."""
     for one, other in itertools.pairwise(places):
         same = 0
         while same < min(len(one), len(other)) and one[same] == other[same]:
@@ -499,7 +499,7 @@ def _are_branches(places: Sequence[Sequence[_Part]]) -> bool:
 
 
 def _labels(parts: Sequence[_Part]) -> tuple[str, ...]:
-    """The names of the branches that a place is in."""
+    """Returns the names of the branches around a place."""
     return tuple(
         label
         for (_, name), (_, label) in itertools.pairwise(parts)
@@ -508,7 +508,7 @@ def _labels(parts: Sequence[_Part]) -> tuple[str, ...]:
 
 
 def _hyperparameter(place: LeafPath) -> str:
-    """The hyperparameter that the state at `place` schedules; empty if none."""
+    """Returns the hyperparameter scheduled by the state at `place`; else empty."""
     _, found, name = f"/{place}".rpartition(f"/{_HYPERPARAMETERS}/")
     return name.partition("/")[0] if found else ""
 
@@ -518,12 +518,12 @@ def _below(place: LeafPath, path: LeafPath) -> LeafPath:
 
 
 def _is_moment(tail: LeafPath, known: _state.optimizer_roles.Known) -> bool:
-    """Whether a leaf of a transform's state may mirror a parameter."""
+    """Returns True if a leaf of a transform may mirror a parameter."""
     return "/" in tail and known.field not in _state.optimizer_roles.NAMED_VALUES
 
 
 def _place(info: LeafInfo) -> LeafPath | None:
-    """Path of the state that contains a leaf; None if the leaf has no role."""
+    """Returns the path of the state around a leaf; None for a leaf without a role."""
     role = info.role
     if role is None or not role.state_class or info.kind == "empty":
         return None
@@ -535,12 +535,12 @@ def _place(info: LeafInfo) -> LeafPath | None:
 
 
 def _tail(role: Role) -> LeafPath:
-    """Path of a leaf below the transform state that contains it."""
+    """Returns the path of a leaf relative to the transform's state."""
     return f"{role.field}/{role.param}" if role.param else role.field
 
 
 def _above(path: LeafPath) -> Iterator[LeafPath]:
-    """The containers around a path."""
+    """Yields the paths of the containers around a path, innermost first."""
     while path:
         path = path.rpartition("/")[0]
         yield path
@@ -549,7 +549,7 @@ def _above(path: LeafPath) -> Iterator[LeafPath]:
 def _node_at(
     node: _state.tree.Node | LeafPath, path: LeafPath
 ) -> _state.tree.Node | None:
-    """The container at a path of a structure, if there is one."""
+    """Returns the container at a path of a structure, or None."""
     for part in path.split("/") if path else ():
         while not isinstance(node, str) and node.is_box and node.children:
             node = node.children[0]

@@ -1,4 +1,4 @@
-"""Whether a stored leaf can be had as a wanted one, and what to do if not."""
+"""Comparison of stored with wanted leaves, and advice on mismatches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TOPS_SHOWN = 6
 
 
 def missing(wanted: LeafInfo, table: LeafTable, *, nearest: bool = True) -> Mismatch:
-    """Says that `table` lacks a leaf, and which is called most alike."""
+    """Returns the problem of a leaf missing in `table`, with the most similar name."""
     if wanted.path in table:
         return Mismatch(wanted.path, str(wanted), str(table[wanted.path].info))
     found = "nothing"
@@ -36,20 +36,20 @@ def missing(wanted: LeafInfo, table: LeafTable, *, nearest: bool = True) -> Mism
 
 
 def misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
-    """Says how `found` does not fit `wanted`; None if it does."""
+    """Returns the problem of restoring `found` as `wanted`, or None."""
     if _fits(wanted, found):
         return _sharding_misfit(wanted, found)
     return Mismatch(wanted.path, str(wanted), str(found))
 
 
 def too_wide(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
-    """The problem of a wanted jax array of 64 bits while x64 is off, or None.
+    """Returns the problem of a wanted 64-bit jax array while x64 is off, or None.
 
     Without `jax_enable_x64`, jax cuts 64-bit values to 32 bits without an error.
 
     Args:
         wanted: The leaf that the caller asks for.
-        found: The leaf that would fill it; None if it is to be made anew.
+        found: The stored leaf to restore; None to initialize the leaf.
     """
     if wanted.python_type != "jax.Array" or not _arrays.lazy.needs_64_bits(wanted):
         return None
@@ -62,7 +62,7 @@ def too_wide(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
 
 
 def _widest(wanted: LeafInfo) -> str:
-    """The type that jax, as it is configured, makes of the wanted one."""
+    """Returns jax's type for the wanted type, as configured by `jax_enable_x64`."""
     return _state.dtypes.name(jax.dtypes.canonicalize_dtype(wanted.dtype))
 
 
@@ -72,7 +72,7 @@ def _fits(wanted: LeafInfo, found: LeafInfo) -> bool:
     if wanted.kind == "prng_key":
         if found.kind == "prng_key":
             return wanted.shape == found.shape and wanted.prng_impl == found.prng_impl
-        # Raw key data, as Orbax has it without its array_metadatas.
+        # Raw key data, as in Orbax checkpoints without array_metadatas.
         shape, dtype = _arrays.layout.stored_form(wanted)
         return found.shape == shape and found.dtype == dtype
     if found.kind == "prng_key" or wanted.shape != found.shape:
@@ -80,7 +80,7 @@ def _fits(wanted: LeafInfo, found: LeafInfo) -> bool:
     assert wanted.dtype is not None
     assert found.dtype is not None
     if wanted.is_python_number or found.is_python_number:
-        # It has no width; whether it fits is seen when it is read.
+        # A Python number has no width; reading it checks the range.
         return _number_kind(wanted.dtype) == _number_kind(found.dtype)
     return _state.dtypes.restores_as(found.dtype, wanted.dtype)
 
@@ -90,7 +90,7 @@ def _number_kind(dtype: str) -> str:
 
 
 def _sharding_misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
-    """Says why the wanted sharding cannot be had; None if it can."""
+    """Returns the problem of the wanted sharding, or None."""
     sharding = wanted.sharding
     if sharding is None:
         return None
@@ -105,16 +105,16 @@ def _sharding_misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
     return None
 
 
-# ---- what to do about it ----------------------------------------------------------
+# ---- advice ------------------------------------------------------------------------
 
 
 class Moved(NamedTuple):
-    """Leaves that a checkpoint has below another container than they are wanted in.
+    """Leaves stored in another container than the wanted container.
 
     Attributes:
-        wanted: The container that they are wanted in; empty for the outermost.
-        found: The one that the checkpoint has them in.
-        names: What they are called below both.
+        wanted: The container in the wanted state; empty for the root.
+        found: The container in the checkpoint; empty for the root.
+        names: Paths of the leaves relative to both containers.
     """
 
     wanted: LeafPath
@@ -129,7 +129,7 @@ class Moved(NamedTuple):
         return f"{them}: the checkpoint has them {where}"
 
     def rename(self, table: LeafTable) -> str | None:
-        """The `rename` call that moves the leaves, as text; None if it is long."""
+        """Returns code of the `rename` call that moves the leaves; None if too long."""
         pattern = f"{re.escape(self.found)}/(.*)"
         if not self.found:
             own = {name.split("/")[0] for name in self.names}
@@ -152,12 +152,12 @@ class Moved(NamedTuple):
 def moved(
     lacking: Mapping[LeafPath, LeafInfo], used: Container[LeafPath], table: LeafTable
 ) -> list[Moved]:
-    """Finds out which missing leaves the checkpoint has in other containers.
+    """Returns groups of missing leaves stored in another container.
 
     Args:
-        lacking: The leaves that are not where they are wanted.
-        used: The stored leaves that others are filled with.
-        table: The checkpoint's leaves.
+        lacking: The missing leaves: wanted path -> leaf.
+        used: The stored leaves that are restored to other leaves.
+        table: The leaves of the checkpoint.
     """
     if not lacking:
         return []
@@ -178,7 +178,7 @@ def moved(
 def _moved(
     lacking: Mapping[LeafPath, LeafInfo], free: Mapping[LeafPath, LeafInfo]
 ) -> Moved | None:
-    """The container among the `free` leaves that has all `lacking` leaves."""
+    """Finds a container of `free` leaves with all `lacking` leaves; None without."""
     first = next(iter(lacking)).split("/")
     candidates: dict[tuple[LeafPath, LeafPath], int] = {}
     for path in free:
@@ -193,7 +193,7 @@ def _moved(
         candidates[ends] = len(parts) + len(first) - 2 * same
     for wanted, found in sorted(candidates, key=candidates.__getitem__):
         if len(lacking) == 1 and wanted and found:
-            continue  # two leaves may be called alike by chance
+            continue  # two leaves may have the same name by chance
         if all(
             (name := _below(wanted, path)) is not None
             and (there := free.get(f"{found}/{name}" if found else name)) is not None
@@ -207,7 +207,7 @@ def _moved(
 
 
 def _below(container: LeafPath, path: LeafPath) -> LeafPath | None:
-    """The path of a leaf relative to a container; None if the leaf is elsewhere."""
+    """Returns the path of a leaf relative to a container; None for leaves elsewhere."""
     if not container:
         return path
     inside = path.startswith(f"{container}/")
@@ -215,9 +215,9 @@ def _below(container: LeafPath, path: LeafPath) -> LeafPath | None:
 
 
 def rows(problems: Sequence[Mismatch], found: Sequence[Moved]) -> list[str] | None:
-    """The lines that show `problems`, with one line for all leaves that moved together.
+    """Returns lines that show `problems`, with a single line for leaves moved together.
 
-    None if there are no such leaves.
+    None if no leaves moved.
     """
     if not found:
         return None
@@ -237,7 +237,7 @@ def advice(
     table: LeafTable,
     found_elsewhere: Sequence[Moved] = (),
 ) -> str:
-    """Says what to do about the problems of a plan with the leaves of `table`."""
+    """Returns advice on the problems of a plan with the leaves of `table`."""
     found = planned.problems
     kinds = {problem.kind for problem in found}
     if "too_wide" in kinds:
@@ -275,7 +275,7 @@ def advice(
 
 
 def _advice_on_width(wide: Sequence[LeafInfo], *, is_alone: bool) -> str:
-    """Says how to get the 64-bit values of the leaves, or fewer bits of them."""
+    """Returns advice on 64-bit leaves: how to keep all bits, or how to load 32 bits."""
     first: dict[str, LeafPath] = {}
     for wanted in wide:
         first.setdefault(_widest(wanted), wanted.path)
@@ -301,7 +301,7 @@ def _advice_on_width(wide: Sequence[LeafInfo], *, is_alone: bool) -> str:
 def _move(
     found: Sequence[Moved], renames: Sequence[str | None], *, are_all: bool
 ) -> str:
-    """How to have leaves that the checkpoint has in other containers."""
+    """Returns advice on leaves stored in another container."""
     ways = []
     if all(renames):
         ways.append(f"pass transforms=[{', '.join(map(str, renames))}]")
@@ -315,7 +315,7 @@ def _move(
 
 
 def _within(above: LeafPath) -> str:
-    """How to write a state that stands below `above`, where that is short."""
+    """Returns text that shows how to nest a state below `above`; empty if long."""
     if above == "0":
         return ", as (state,)"
     return f', as {{"{above}": state}}' if above.isidentifier() else ""

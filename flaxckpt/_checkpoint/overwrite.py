@@ -1,4 +1,4 @@
-"""Which files belong to a checkpoint: those of one that is replaced or read."""
+"""Checks before overwriting: recognises the files that belong to a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flaxckpt.formats import _native, _safetensors, _t5x
 
 _log = logging.getLogger(__name__)
 
-# ---- what is replaced ------------------------------------------------------------
+# ---- files of a checkpoint -------------------------------------------------------
 
 
 _FILES = frozenset(
     (_native.orbax_json.MANIFEST, _native.items.CHECKPOINT, "commit_success.txt")
 )
 _CONTROL = rf"{_native.items.CHECKPOINT}|commit_success\.txt|orbax\.checkpoint"
-"""Files of Orbax that may be in a checkpoint and in each of its items."""
+"""Orbax files that may be in a checkpoint and in each item."""
 
 _OF_A_TREE = re.compile(
     rf"{_CONTROL}|{_native.items.TREE}|{_native.items.SHARDING}|{_native.items.AGGREGATE}"
@@ -29,7 +29,7 @@ _OF_A_TREE = re.compile(
     r"|(?:ocdbt\.process_[^/]+/)?"
     r"(?:manifest\.(?:ocdbt|[0-9a-f]+)|(?:d|ocdbt_data|ocdbt_meta)/[0-9a-f]{16,})"
 )
-"""Paths in an item of arrays, but for those of arrays with directories of their own."""
+"""Paths in an item of arrays, except paths in the directory of a single array."""
 
 _OF_JSON = re.compile(
     rf"{_CONTROL}|{_native.items.JSON_ITEM}|{_native.checkpoint.METRICS}"
@@ -46,11 +46,11 @@ _OTHER_DIRECTORIES = {
     "descriptor": _OF_A_DESCRIPTOR,
     "metadata": _OF_RUN_METADATA,
 }
-"""What is in directories of these names, whatever the checkpoint says of them."""
+"""Directory name -> its files, independent of the handlers in the metadata."""
 
 _ARRAY_METADATA = frozenset(("zarr.json", ".zarray"))
 _CHUNK = re.compile(r"c|(?:c[./])?\d+(?:[./]\d+)*")
-"""The path of a chunk in the directory of its array."""
+"""Path of a chunk in the directory of an array."""
 
 _TREE_HANDLERS = frozenset(
     (
@@ -61,20 +61,20 @@ _TREE_HANDLERS = frozenset(
     )
 )
 _JSON_HANDLERS = frozenset(("JsonCheckpointHandler", "JsonHandler", "MetricsHandler"))
-"""Classes of Orbax of which it is known which files they write."""
+"""Orbax handler classes whose files are known."""
 
 _OF_NFS = re.compile(r"\.nfs[0-9a-f]{16,}")
-"""How a client of NFS calls a file that is deleted, and open still."""
+"""NFS client's name for a file that is deleted but still open."""
 
 _LITTER = re.compile(
     r"\.DS_Store|Thumbs\.db|desktop\.ini|\._.*|\.ipynb_checkpoints", re.DOTALL
 )
-"""Files, and empty directories, that programs leave anywhere; nobody misses them."""
+"""Files and empty directories that programs create anywhere and users do not need."""
 
 _OWN_DIRECTORIES = frozenset(
     (_native.checkpoint.STATE, "array_metadatas", *_OTHER_DIRECTORIES)
 )
-"""Directories that checkpoints have, sometimes empty."""
+"""Directories of checkpoints, sometimes empty."""
 
 
 _CONVERTED = frozenset((".safetensors", ".msgpack"))
@@ -84,16 +84,16 @@ _FILE_SUFFIXES = _CONVERTED | frozenset(
         *(".keras", ".onnx", ".gguf", ".json", ".zip", ".tar", ".gz"),
     )
 )
-"""How names of files end."""
+"""Suffixes of file names."""
 
 
 def check_name(final: Path, maker: Literal["save", "convert", "a run"]) -> None:
-    """Raises OptionError if a path ends like a file of a format that is not written.
+    """Raises OptionError if a path has a file suffix that `maker` does not write.
 
     `save` and a run make directories. `convert` makes files of two formats.
 
     Raises:
-        OptionError: It does.
+        OptionError: The path has such a suffix.
     """
     suffix = final.suffix.lower()
     if suffix not in _FILE_SUFFIXES:
@@ -114,15 +114,15 @@ def check_name(final: Path, maker: Literal["save", "convert", "a run"]) -> None:
 
 
 def check_free(final: Path, *, overwrite: bool) -> None:
-    """Raises an error if a save may not make `final`: only a checkpoint is replaced.
+    """Raises an error if a save may not write `final`; saves replace only checkpoints.
 
     Raises:
-        CheckpointExistsError: Something is there that may not be replaced.
+        CheckpointExistsError: `final` exists and may not be replaced.
     """
     if not _storage.local.lexists(final):
         return
     if _storage.of(final).is_unfinished(final):
-        return  # it is removed, if nobody works with it
+        return  # the save removes it unless another process works with it
     if _is_empty(final):
         return
     if not overwrite:
@@ -134,16 +134,16 @@ def check_free(final: Path, *, overwrite: bool) -> None:
 
 
 def check_target_free(final: Path, *, overwrite: bool) -> None:
-    """Raises an error if a conversion may not make `final`, a directory or a file.
+    """Raises an error if a conversion may not write `final`, a directory or a file.
 
-    A checkpoint of any format is replaced.
+    A conversion may replace a checkpoint of any format.
 
     Raises:
-        OptionError: It lies below a file.
-        CheckpointExistsError: Something is there that may not be replaced.
+        OptionError: A parent of `final` is a file.
+        CheckpointExistsError: `final` exists and may not be replaced.
     """
     there = (path for path in final.parents if _storage.of(path).is_taken(path))
-    above = next(there, None)  # in a store, there may be nothing
+    above = next(there, None)  # None in a store without objects above
     if above is not None and not above.is_dir():
         raise errors.OptionError(
             f"{final} cannot be made: {above} is a file, not a directory"
@@ -162,15 +162,15 @@ def _is_empty(path: Path) -> bool:
 
 
 def check_replaceable(final: Path, *, of_any_format: bool = False) -> None:
-    """Raises an error unless `final` is a checkpoint without other files in it.
+    """Raises an error unless `final` is a checkpoint without foreign files.
 
     Args:
-        final: What is there.
-        of_any_format: Whether to replace checkpoints of other formats than our own and
-            Orbax's, too.
+        final: Path of the existing file or directory.
+        of_any_format: Whether to replace checkpoints of any format; by default only
+            flaxckpt's and Orbax's.
 
     Raises:
-        CheckpointExistsError: It may not be replaced.
+        CheckpointExistsError: `final` may not be replaced.
     """
     foreign = None
     if final.is_dir() and not final.is_symlink():
@@ -191,13 +191,13 @@ def check_replaceable(final: Path, *, of_any_format: bool = False) -> None:
 
 
 def set_aside(final: Path) -> None:
-    """Renames a damaged step that has other files in it and may not be replaced.
+    """Renames a damaged step with foreign files, which may not be replaced.
 
-    Its new name is no step's. In a store, nothing can be renamed.
+    The new name is not the name of a step. Steps in a store cannot be renamed.
 
     Raises:
-        CheckpointExistsError: It may not be replaced, and is in a store.
-        OSError: It cannot be renamed.
+        CheckpointExistsError: The step may not be replaced, and is in a store.
+        OSError: The step cannot be renamed.
     """
     try:
         check_replaceable(final)
@@ -223,13 +223,13 @@ _NUMBERS = tuple(f"{number}." for number in range(2, 1000))
 
 
 def _foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
-    """The files in a directory that are not of the checkpoint there.
+    """Returns the files in a directory that do not belong to the checkpoint.
 
-    A directory that has such files only stands for them, and so does an empty one
-    beside the checkpoint's own. Those of file browsers are left out.
+    A directory with foreign files only, or an empty foreign directory, is listed
+    instead of its files. Files that file browsers create are left out.
 
     Returns:
-        Their paths in the directory; None if there is no checkpoint.
+        Paths relative to the directory; None if there is no checkpoint.
     """
     if _is_orbax(directory):
         files = _storage.of(directory).files_and_links(directory)
@@ -256,7 +256,7 @@ def _foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
 
 
 def _empty_directories(directory: Path) -> list[str]:
-    """The empty directories right in a directory that somebody else has made."""
+    """Returns the empty foreign directories directly in a checkpoint."""
     if not _storage.of(directory).has_directories:
         return []
     handlers = _native.items.item_handlers(directory)
@@ -271,7 +271,7 @@ def _empty_directories(directory: Path) -> list[str]:
 
 
 def _rows(files: Iterable[str], own: Collection[str]) -> list[str]:
-    """The files that are not among `own`, or the directories that hold no other."""
+    """Returns files not in `own`; for a directory without own files, the directory."""
     shared = {name[:i] for name in own for i in _slashes(name)}
     rows: dict[str, None] = {}
     for name in files:
@@ -286,7 +286,7 @@ def _slashes(name: str) -> Iterator[int]:
 
 
 def _is_orbax(directory: Path) -> bool:
-    """Whether a checkpoint of ours or Orbax's is there, or was, if it is damaged."""
+    """Returns True for a flaxckpt or Orbax checkpoint, even if damaged."""
     names = (
         _steps.markers.DAMAGED,
         _native.orbax_json.MANIFEST,
@@ -301,7 +301,7 @@ def _is_orbax(directory: Path) -> bool:
 
 
 def _own(files: Collection[str]) -> set[str]:
-    """The files of a checkpoint of ours that has its manifest."""
+    """Returns the files of a flaxckpt checkpoint with a manifest."""
     found = set(files) & _FILES
     for name, inside in _by_directory(files).items():
         if name == _native.checkpoint.STATE:
@@ -315,15 +315,16 @@ def _own(files: Collection[str]) -> set[str]:
 
 
 def _of_orbax(directory: Path, files: Collection[str]) -> set[str]:
-    """Which files are of a checkpoint of Orbax, or of ours without its manifest.
+    """Returns the files of an Orbax checkpoint, or of ours without the manifest.
 
-    The checkpoint says which of its directories are items. Those of handlers that are
-    not known here hold whatever these have written.
+    The checkpoint's metadata names the items and their handlers. All files in the item
+    of an unknown handler belong to the checkpoint.
     """
     handlers = _native.items.item_handlers(directory)
     is_damaged = _steps.markers.DAMAGED in files
     own: set[str] = set()
-    if not isinstance(handlers, dict) or _native.items.TREE in files:  # or one item
+    # The checkpoint may consist of a single item.
+    if not isinstance(handlers, dict) or _native.items.TREE in files:
         own |= _in_tree(files, is_damaged=False)
         if isinstance(handlers, str) and _kind(handlers) == "json":
             own |= _in_json(files)
@@ -351,7 +352,7 @@ def _of_orbax(directory: Path, files: Collection[str]) -> set[str]:
 
 
 def _kind(handler: str) -> Literal["tree", "json", "unknown"]:
-    """Which files a class of Orbax, or of its users, writes."""
+    """Returns the kind of files written by an Orbax or user handler class."""
     module, _, name = handler.rpartition(".")
     if not module.startswith("orbax."):
         return "unknown"
@@ -361,7 +362,7 @@ def _kind(handler: str) -> Literal["tree", "json", "unknown"]:
 
 
 def _is_item(directory: Path) -> bool:
-    """Whether Orbax has written a directory that no metadata names."""
+    """Returns True if a directory not named by metadata is an Orbax item."""
     names = ("manifest.ocdbt", *_ARRAY_METADATA)
     return (
         _native.items.is_tree(directory)
@@ -371,7 +372,7 @@ def _is_item(directory: Path) -> bool:
 
 
 def _by_directory(files: Iterable[str]) -> dict[str, list[str]]:
-    """Name of a directory -> the paths of files in it."""
+    """Returns the name of each directory -> relative paths of its files."""
     found: dict[str, list[str]] = {}
     for file in files:
         name, is_inside, rest = file.partition("/")
@@ -381,13 +382,13 @@ def _by_directory(files: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _in_tree(files: Collection[str], *, is_damaged: bool) -> set[str]:
-    """The files of an item that hold arrays, or metadata of arrays."""
+    """Returns the files of an item with arrays or metadata of arrays."""
     found = {name for name in files if _OF_A_TREE.fullmatch(name)}
     return found | _in_arrays(files, is_damaged=is_damaged)
 
 
 def _in_json(files: Collection[str]) -> set[str]:
-    """Which files of an item are of JSON; its only file is, whatever its name."""
+    """Returns the JSON files of an item; a single file counts under any name."""
     others = [name for name in files if not re.fullmatch(_CONTROL, name)]
     if len(others) == 1 and "/" not in others[0]:
         return set(files)
@@ -395,11 +396,11 @@ def _in_json(files: Collection[str]) -> set[str]:
 
 
 def _in_arrays(files: Collection[str], *, is_damaged: bool = False) -> set[str]:
-    """Which files are metadata of zarr, and chunks beside these.
+    """Returns the zarr metadata files, and the chunk files of their arrays.
 
     Args:
-        files: Their paths.
-        is_damaged: Whether metadata may be missing.
+        files: Paths of all files.
+        is_damaged: Whether metadata files may be missing.
     """
     metadata = {f for f in files if f.rpartition("/")[2] in _ARRAY_METADATA}
     arrays = {file.rpartition("/")[0] for file in metadata}
@@ -417,10 +418,10 @@ def _in_arrays(files: Collection[str], *, is_damaged: bool = False) -> set[str]:
 
 
 def _is_passing(name: str) -> bool:
-    """Whether a file may be deleted with any checkpoint.
+    """Returns True if a file may be deleted with any checkpoint.
 
-    Such are marks, files of whoever reads or changes the checkpoint, and what a crash
-    or a browser of files has left.
+    These files are step markers, files of processes that read or change the
+    checkpoint, and files left by a crash or a file browser.
     """
     directory, _, file = name.rpartition("/")
     return (
@@ -433,7 +434,7 @@ def _is_passing(name: str) -> bool:
 
 
 def _of_safetensors(directory: Path, names: Iterable[str]) -> set[str]:
-    """The files of the checkpoint in a directory; empty if there is no single one."""
+    """Returns the files of the only safetensors checkpoint in a directory, or none."""
     names = list(names)
     suffix = _safetensors.header.INDEX_SUFFIX
     indices = [name for name in names if name.endswith(suffix)]
@@ -446,7 +447,7 @@ def _of_safetensors(directory: Path, names: Iterable[str]) -> set[str]:
 
 
 def shards(index: Path) -> set[str]:
-    """Names of the files that an index is of; none if it cannot be read."""
+    """Returns the file names in a safetensors index; empty for an unreadable index."""
     try:
         text = _storage.local.read(
             index, max_bytes=_safetensors.header.MAX_HEADER_BYTES

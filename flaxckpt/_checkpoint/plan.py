@@ -1,4 +1,4 @@
-"""The plan of a restore, as data: made by `planner`, carried out by `restore`."""
+"""Data classes of a restore plan: `planner` makes the plan, `restore` executes it."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class RestorePlan:
         return "\n".join([self._summary(), *lines])
 
     def __rich__(self) -> rich.table.Table:
-        from rich.table import Table  # only whoever prints with rich has it loaded
+        from rich.table import Table  # imported only when rich prints the plan
 
         table = Table(title=self._summary())
         for name in ("leaf", "action", "wanted", "found"):
@@ -226,7 +226,7 @@ def actions(
 ) -> tuple[Action, ...]:
     """Returns the actions that restore `leaf`, stored at `source_path`, to `path`."""
     if not source_paths(leaf):
-        return ("init",)  # made by a transform, of nothing that is stored
+        return ("init",)  # a transform made the leaf without stored sources
     done: tuple[Action, ...] = ("loaded",)
     stored = stored_info(leaf)
     if wanted.kind == "array" and wanted.dtype != stored.dtype:

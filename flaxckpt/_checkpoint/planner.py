@@ -1,4 +1,4 @@
-"""Planning a restore: which stored leaf fills which wanted one, and how."""
+"""Planner of a restore: assigns stored leaves to wanted leaves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flaxckpt.transforms import _base as _transforms
 _log = logging.getLogger(__name__)
 
 _OURS = "flaxckpt"
-"""What metadata call our own format."""
+"""Name of our own format in metadata."""
 
 
 # ---- planning ---------------------------------------------------------------------
@@ -34,14 +34,14 @@ _OURS = "flaxckpt"
 def make(
     stored: Stored, abstract_state: PyTree | None, options: RestoreOptions
 ) -> tuple[RestorePlan, Recipe]:
-    """Plans the restore of what `abstract_state` asks for, or of everything."""
+    """Plans the restore of the leaves of `abstract_state`, or of all leaves."""
     if abstract_state is None:
         return _plan_all(stored, _transforms.apply(options.transforms, stored.table))
     if not options.transforms:
         _check_template(stored, abstract_state)
     flat = _state.flax_state.flatten(abstract_state)
     wanted = None
-    if options.transforms:  # with roles, so that moments go with their parameters
+    if options.transforms:  # roles let moments follow their parameters
         roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
         wanted = _state.optimizer_roles.with_roles(flat.table, roles)
     table = _transforms.apply(options.transforms, stored.table, wanted)
@@ -49,10 +49,11 @@ def make(
 
 
 def _check_template(stored: Stored, abstract_state: PyTree) -> None:
-    """Refuses a step or a path in the place of the state.
+    """Raises OptionError for a step or a path passed as the state.
 
     Raises:
-        OptionError: It is one, and the checkpoint is no single value.
+        OptionError: `abstract_state` is an int, str or path, but the checkpoint is not
+            a single value.
     """
     if not isinstance(abstract_state, int | str | os.PathLike) or "" in stored.table:
         return
@@ -67,7 +68,7 @@ def _check_template(stored: Stored, abstract_state: PyTree) -> None:
 
 
 def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
-    """Everything, as the checkpoint describes it."""
+    """Plans the restore of all leaves with the structure of the checkpoint."""
     if stored.unknown_types:
         _log.warning(
             "%s holds classes that are not known here and become dicts: %s;"
@@ -101,27 +102,27 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
 
 
 class _Reading:
-    """What is to be read and computed."""
+    """Collects the leaves to read and to compute."""
 
     def __init__(self) -> None:
         self.given: dict[LeafPath, Any] = {}
         self._jobs: list[_arrays.read.ReadJob] = []
         self._derived: list[Leaf] = []
         self._numbers: list[checkpoint_plan.ComputedNumber] = []
-        self._seen: set[int] = set()  # read for one of them
+        self._seen: set[int] = set()  # sources of computed leaves, already counted
 
     def add(self, leaf: Leaf, wanted: LeafInfo) -> int:
-        """Has a leaf of the table become what is wanted of it.
+        """Adds the restore of a leaf of the table as `wanted`.
 
         Returns:
-            The bytes that this process reads for it.
+            Bytes that this process reads for the leaf.
         """
         path = wanted.path
         stored = [s for s in leaf.sources if isinstance(s, StoredLeaf)]
         if leaf.fn is not None:
             computed = wanted
             if leaf.info.is_python_number and not wanted.is_python_number:
-                # Whether it fits the wanted type is seen once it is computed.
+                # The range of the wanted type is checked after the computation.
                 computed = dataclasses.replace(leaf.info, path=path, keys=wanted.keys)
                 self._numbers.append(checkpoint_plan.ComputedNumber(computed, wanted))
             self._derived.append(Leaf(computed, leaf.sources, leaf.fn))
@@ -143,7 +144,7 @@ class _Reading:
 
     @property
     def bytes_to_read(self) -> int:
-        """By all processes together; what is read for several leaves counts once."""
+        """Bytes read by all processes together; shared sources count once."""
         once = {
             id(source): source
             for leaf in self._derived
@@ -161,7 +162,7 @@ class _Reading:
         structure: _state.tree.Node | LeafPath,
         as_asked: Iterable[LeafPath] = (),
     ) -> Recipe:
-        """How all of it is done."""
+        """Returns the recipe of the collected leaves."""
         return Recipe(
             tuple(self._jobs),
             tuple(self._derived),
@@ -175,7 +176,7 @@ class _Reading:
 
 
 class _Planner:
-    """Fits a checkpoint's leaf table to a wanted state."""
+    """Plans the restore of a checkpoint's leaf table to a wanted state."""
 
     def __init__(
         self,
@@ -203,14 +204,14 @@ class _Planner:
 
     @_util.forks.lazy
     def _can_init(self) -> tuple[str, ...]:
-        """How paths in optimizer states begin that `tx.init` can make anew."""
+        """Prefixes of optimizer leaf paths that `tx.init` can initialize."""
         return tuple(
             _state.tree.join(part.state_keys) + "/"
             for part in _state.flax_state.optimizers(self._abstract_state)
         )
 
     def plan(self) -> tuple[RestorePlan, Recipe]:
-        """Decides every leaf."""
+        """Returns the plan and the recipe for all leaves."""
         chosen = self._choose()
         for path, leaf in self._flat.table.items():
             if leaf.info.kind != "empty":
@@ -229,10 +230,10 @@ class _Planner:
         return plan, recipe
 
     def _choose(self) -> dict[LeafPath, list[LeafPath]]:
-        """The stored leaves that may be meant by each wanted one.
+        """Returns each wanted leaf -> the stored leaves that may match.
 
-        A moment belongs to one parameter: several leaves that ask for it cannot be told
-        apart. Counters may be shared.
+        Each stored moment belongs to a single parameter, so a moment that matches
+        several wanted leaves is ambiguous. Counters may be shared.
         """
         chosen = {
             path: self._candidates(path)
@@ -251,7 +252,7 @@ class _Planner:
 
     @_util.forks.lazy
     def _kept(self) -> set[LeafPath]:
-        """Step counters that keep their values."""
+        """Step counters that keep the values of the state."""
         if not self._options.keeps_steps:
             return set()
         return step_counters(self._roles) & self._flat.table.keys()
@@ -290,9 +291,10 @@ class _Planner:
             self._start_afresh(leaf, known)
 
     def _candidates(self, path: LeafPath) -> list[LeafPath]:
-        """The stored leaves that may be meant: by path, or by role in the optimizer.
+        """Returns stored leaves that may match, by path or by role in the optimizer.
 
-        In another chain, another transform may stand at the same path.
+        Optimizer leaves are matched by role, because another chain may have another
+        transform at the same path.
         """
         if path in self._roles and self._options.optimizer != "exact":
             return self._finder.find(path)
@@ -300,7 +302,10 @@ class _Planner:
         return [] if exact is None else [exact]
 
     def _at(self, path: LeafPath) -> LeafPath | None:
-        """The stored leaf at `path`; Orbax adds the field of a box or of NNX."""
+        """Returns the path of the stored leaf at `path`, or in a box there, or None.
+
+        Orbax adds the field of a box or an NNX variable to paths.
+        """
         leaf = self._table.get(path)
         if leaf is not None and leaf.info.kind != "empty":
             return path
@@ -314,17 +319,17 @@ class _Planner:
         return None
 
     def _may_be_box(self, path: LeafPath) -> bool:
-        """Whether a stored container may be the box of a leaf, by what it holds.
+        """Returns True if the contents of a stored container may be a boxed leaf.
 
-        Other formats write boxes as dicts of one leaf. Ours has none, unless a
-        conversion took them over: there the wanted leaf must be in a box, too.
+        Other formats write boxes as dicts of a single leaf. Our format has such dicts
+        only after a conversion; the wanted leaf must be in a box, too, then.
         """
         is_ours = self._stored.metadata.format == _OURS
         return path in self._single and (not is_ours or path in self._boxed)
 
     @_util.forks.lazy
     def _single(self) -> set[LeafPath]:
-        """The containers of the checkpoint that hold one leaf, named as in a box."""
+        """Stored containers with a single leaf, named like the field of a box."""
         others: set[LeafPath] = set()
         seen: set[LeafPath] = set()
         for path in self._table:
@@ -335,14 +340,14 @@ class _Planner:
                 if not is_in_box or container in seen:
                     others.add(container)
                 if container in seen:
-                    break  # and so are the containers around it
+                    break  # the containers around this container are done, too
                 seen.add(container)
                 inner = container
         return seen - others
 
     @_util.forks.lazy
     def _boxed(self) -> frozenset[LeafPath]:
-        """The wanted leaves that are in boxes."""
+        """The wanted leaves in boxes."""
         return frozenset(_state.tree.boxed(self._flat.structure))
 
     def _take(self, path: LeafPath, leaf: Leaf, source_path: LeafPath) -> None:
@@ -353,7 +358,7 @@ class _Planner:
             self._conflict(problem, wanted, found.info, (source_path,))
             return
         if problem and found.fn is not None and path in self._roles:
-            # What a transform made of an optimizer's leaf, such as a placeholder.
+            # A transform replaced the optimizer leaf, such as by a placeholder.
             self._start_afresh(leaf, self._roles[path])
             return
         if problem:
@@ -370,7 +375,7 @@ class _Planner:
     def _start_afresh(
         self, leaf: Leaf, known: _state.optimizer_roles.Known | None
     ) -> None:
-        """A leaf that is not to be had: its value in the state, or a new moment."""
+        """Plans a leaf without a stored leaf: the state's value, or `tx.init`."""
         info = leaf.info
         is_optimizer = known is not None and self._options.optimizer != "exact"
         has_value = not isinstance(leaf.source, jax.ShapeDtypeStruct)
@@ -382,7 +387,7 @@ class _Planner:
         elif (is_optimizer or self._options.missing == "init") and has_value:
             self._reading.given[info.path] = leaf.source
         else:
-            # Finding the nearest name is slow, and only a few are shown.
+            # Finding the nearest name is slow, and messages show only a few leaves.
             lacking = missing(
                 info, self._table, nearest=len(self._problems) < errors.ROWS_SHOWN
             )
@@ -426,6 +431,6 @@ class _Planner:
 def step_counters(
     roles: Mapping[LeafPath, _state.optimizer_roles.Known],
 ) -> set[LeafPath]:
-    """Where step counters are, if there are any: beside the optimizers."""
+    """Returns the paths of possible step counters: `step` beside each optimizer."""
     optimizers = {known.group for known in roles.values()}
     return {"/".join((*path.split("/")[:-1], "step")) for path in optimizers}

@@ -1,4 +1,4 @@
-"""The records of a save: the request, which every stage holds, and the snapshot."""
+"""Records of a save: the options, the request, and the snapshot of the state."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from flaxckpt.transforms import Transform
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """How states are written: the options that all saves of a run share.
+    """Options for writing states, shared by all saves of a run.
 
     Attributes:
-        layout: How arrays are cut and encoded.
-        transforms: Changes on the way to the checkpoint.
+        layout: Chunks and encoding of arrays.
+        transforms: Changes to apply to the state before writing.
         max_concurrent_bytes: Memory budget of the writing thread.
     """
 
@@ -33,23 +33,23 @@ class SaveOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """Everything that a caller asks of one save, except the state.
+    """Arguments of a save, without the state.
 
-    The state is not in it: requests live until the save is durable, and a state
-    should be freed as soon as its values are taken.
+    A request lives until the save is durable, but the state is freed as soon as its
+    values are copied.
 
     Attributes:
-        path: The checkpoint to make.
-        options: Options that other saves share.
-        step: Step number, or None for a checkpoint of its own.
+        path: Path of the new checkpoint.
+        options: Options shared with other saves.
+        step: Step number, or None for a single checkpoint.
         metrics: Measured numbers by name.
-        metadata: JSON of the user.
+        metadata: The user's JSON.
         dataset: A dataset iterator, or None.
         on_exists: The action if the step exists; only a run skips steps.
-        temporary: Whether the step goes once there is a newer step.
+        temporary: Whether to delete the step once there is a newer step.
         lineage: Origins of the run, the nearest first.
         started: Monotonic time of the call.
-        planned: Called with facts of the plan, before any value is taken.
+        planned: Called with the size of the planned save, before copying any values.
         count: Called with the size of values after they are written.
         together: The operation of all processes; None for a single process.
         marks: Step markers to write: file name -> content.
@@ -72,27 +72,27 @@ class SaveRequest:
 
     @property
     def overwrite(self) -> bool:
-        """Whether the save replaces an existing checkpoint."""
+        """True if the save replaces an existing checkpoint."""
         return self.on_exists == "overwrite"
 
     @property
     def number(self) -> int:
-        """The step number of a save by a run."""
+        """Step number of a save by a run."""
         assert self.step is not None
         return self.step
 
     def elapsed(self) -> float:
-        """Seconds since the call."""
+        """Returns the seconds since the call."""
         return time.monotonic() - self.started
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A state as it was at the call of `save`, ready to be written.
+    """The values of a state at the call of `save`, ready to be written.
 
     Attributes:
-        request: The save.
-        contents: Everything of the checkpoint except its arrays.
+        request: Arguments of the save.
+        contents: All parts of the checkpoint except the arrays.
         arrays: The values that this process writes.
     """
 
@@ -102,12 +102,12 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory of the values that this process writes."""
+        """Bytes in memory of the values written by this process."""
         return sum([array.nbytes for array in self.arrays])
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all arrays of all processes as stored, without compression."""
+        """Uncompressed bytes of all arrays of all processes in their storage type."""
         return sum(
             _arrays.layout.stored_bytes(info)
             for info in self.contents.infos

@@ -1,4 +1,4 @@
-"""Restoring: plan against the wanted state, then read exactly what was planned."""
+"""Restore of a checkpoint: plans against the wanted state, then reads the plan."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _MAX_LINEAGE = 64
-"""Origins that are recorded, the nearest first."""
+"""Maximal number of recorded origins, the nearest first."""
 
 _DIGESTED_BYTES = 2**30
-"""Size up to which a file is read for its digest alone."""
+"""Limit on the size of a file to be read only for a digest."""
 
 # ---- public functions -----------------------------------------------------------
 
@@ -51,51 +51,52 @@ def load(
     memory_map: Literal["auto"] | bool = "auto",
     read_once: bool = False,
 ) -> PyTree:
-    """Loads a state from a checkpoint, whoever wrote it.
+    """Loads a state from a checkpoint in any supported format.
 
-    Read are flaxckpt's own format, Orbax's (new and old), T5X's, safetensors, numpy's
-    `.npz`, Flax's msgpack and the streams of EasyLM and fjformer; which it is, is found
-    out (`formats.detect`). Nothing in a file is ever executed.
+    Reads flaxckpt's own format, Orbax (new and old), T5X, safetensors, numpy's `.npz`,
+    Flax's msgpack, and the streams of EasyLM and fjformer, and detects the format by
+    itself (`formats.detect`). Code in a file is never executed.
 
     Args:
-        path: A checkpoint, as a directory or a file, or a run directory of steps.
-        abstract_state: What to load, as a state whose leaves are arrays or
-            `jax.ShapeDtypeStruct`s: its classes, shapes, dtypes and shardings are
-            what you get. A smaller state loads less: `{"params": ...}` reads the
-            parameters only. Without it, a checkpoint of flaxckpt gives back the
-            classes that were saved, one of others dicts and lists.
-        step: Which step of a run directory; by default the newest.
-        transforms: What to change in the checkpoint first, as `transforms.cast`.
-        missing: What to do about leaves that the checkpoint lacks: raise, or keep
-            those of `abstract_state`, which must then hold values.
-        unused: What to do about leaves of the checkpoint that are not asked for:
-            log a warning (if others beside them are), raise, or nothing.
-        optimizer: How leaves of the optimizer are found: by `match`, those that are
-            not in their old place are found by their role (transform, field and
-            parameter), and new ones start afresh; `exact`, by their path only;
-            `reinit`, not at all: the optimizer starts afresh.
-        types: Classes of yours that the checkpoint may name, if there is no
-            `abstract_state`; those of optax and Flax are known.
-        verify: Whether all values are compared with their checksums. Without, only
-            what comes through TensorStore is: compressed and very large databases.
-        memory_map: Whether files of uncompressed arrays become the memory of the
-            arrays: nothing is copied, and pages that are never used are never read
-            (if `verify` is off). What is done with the arrays never changes the
-            files, and they may be deleted meanwhile; but nobody may write into them,
-            which flaxckpt and Orbax never do. `auto` maps local file systems only.
-        read_once: Where several processes run: whether large arrays that several of
-            them need are read in parts, and sent by the devices from one to another.
-            All processes must then load at the same place of the program.
+        path: A checkpoint directory or file, or a run directory.
+        abstract_state: The state to load, with arrays or `jax.ShapeDtypeStruct`s as
+            leaves: the result has its classes, shapes, dtypes and shardings. A smaller
+            state loads less: `{"params": ...}` reads the parameters only. Without an
+            abstract state, a flaxckpt checkpoint returns the saved classes; other
+            formats return dicts and lists.
+        step: Step of a run directory; by default the newest.
+        transforms: Changes to apply to the checkpoint first, such as `transforms.cast`.
+        missing: Treatment of leaves that the checkpoint lacks: raise an error, or keep
+            the values of `abstract_state`, which must have them.
+        unused: Treatment of leaves that only the checkpoint has: log a warning (if
+            the state has leaves in the same branch), raise an error, or ignore.
+        optimizer: How to find optimizer leaves: `match` finds leaves by their role
+            (transform, field and parameter) if their path has changed, and initializes
+            new leaves; `exact` finds leaves by path only; `reinit` initializes the
+            whole optimizer.
+        types: Your classes that the checkpoint may name, if there is no
+            `abstract_state`; classes of optax and Flax are known.
+        verify: Whether to compare all values with their checksums. Without, only data
+            read by TensorStore is compared: compressed and very large databases.
+        memory_map: Whether to map the files of uncompressed arrays into memory instead
+            of copying: pages that are never used are never read (if `verify` is off).
+            Changes of the arrays never change the files, and the files may be deleted
+            meanwhile; but no program may write into the files, which flaxckpt and
+            Orbax never do. `auto` maps files of local file systems only.
+        read_once: With several processes: whether to read large arrays that several
+            processes need in parts, and exchange the parts between devices. All
+            processes must then load at the same place of the program.
 
     Returns:
-        A state like `abstract_state`, every leaf filled. Arrays without a sharding
-        are on the default device, free to move.
+        A state like `abstract_state`, with values for all leaves. Arrays without a
+        sharding are on the default device, uncommitted.
 
     Raises:
-        CheckpointNotFoundError: Nothing is there.
-        CheckpointFormatError: What is there is no checkpoint.
-        DamagedCheckpointError: Parts of it are missing or fail their checksum.
-        RestoreMismatchError: It does not fit `abstract_state`; all leaves are named.
+        CheckpointNotFoundError: `path` does not exist.
+        CheckpointFormatError: `path` is not a checkpoint.
+        DamagedCheckpointError: Parts are missing or do not match their checksums.
+        RestoreMismatchError: The checkpoint does not fit `abstract_state`; all leaves
+            are named.
     """
     options = checkpoint_plan.RestoreOptions(
         missing=missing,
@@ -121,7 +122,7 @@ def load_source(
     options: checkpoint_plan.RestoreOptions,
     counter: _util.progress.Counter,
 ) -> tuple[PyTree, tuple[Lineage, ...]]:
-    """Loads a checkpoint for a run to begin from, and says where it came from."""
+    """Returns a state for a run to begin with, and the lineage of the checkpoint."""
     stored = _locate.open_checkpoint(path, step)
     digest = _digest(stored)
     state = restore(stored, abstract_state, options, counter)
@@ -131,10 +132,10 @@ def load_source(
 
 
 def step_of(state: PyTree) -> int:
-    """What the step counters beside the optimizers of a state say; 0 without any.
+    """Returns the step from the counters beside the optimizers; 0 without counters.
 
     Raises:
-        OptionError: They disagree.
+        OptionError: The step counters disagree.
     """
     flat = _state.flax_state.flatten(state)
     roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
@@ -174,14 +175,14 @@ def plan(
     unused: Literal["warn", "error", "ignore"] = "warn",
     optimizer: Literal["match", "exact", "reinit"] = "match",
 ) -> RestorePlan:
-    """Says what `load` with the same arguments would do, without reading an array.
+    """Returns the plan of `load` with the same arguments, without reading arrays.
 
-    What `load` would refuse is in the plan's `problems`.
+    The plan's `problems` are the reasons why `load` would fail.
 
     Raises:
-        CheckpointNotFoundError: Nothing is there.
-        CheckpointFormatError: What is there is no checkpoint.
-        DamagedCheckpointError: Its description is missing or has changed.
+        CheckpointNotFoundError: `path` does not exist.
+        CheckpointFormatError: `path` is not a checkpoint.
+        DamagedCheckpointError: The metadata is missing or has changed.
     """
     options = checkpoint_plan.RestoreOptions(
         missing=missing, unused=unused, optimizer=optimizer, transforms=transforms
@@ -192,16 +193,16 @@ def plan(
 
 @_util.gc_pause.paused()
 def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
-    """Describes a checkpoint without reading any array.
+    """Returns the metadata of a checkpoint, without reading arrays.
 
     Args:
-        path: A checkpoint, or a run directory of steps.
-        step: Which step of a run directory; by default the newest.
+        path: A checkpoint, or a run directory.
+        step: Step of a run directory; by default the newest.
 
     Raises:
-        CheckpointNotFoundError: Nothing is there.
-        CheckpointFormatError: What is there is no checkpoint.
-        DamagedCheckpointError: Its description is missing or has changed.
+        CheckpointNotFoundError: `path` does not exist.
+        CheckpointFormatError: `path` is not a checkpoint.
+        DamagedCheckpointError: The metadata is missing or has changed.
     """
     return _locate.open_checkpoint(path, step).metadata
 
@@ -209,7 +210,7 @@ def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
 def open_leaf(
     path: PathLike, leaf_path: LeafPath, *, step: int | None = None
 ) -> ts.TensorStore:
-    """Opens one array of a checkpoint, read-only, without reading its values.
+    """Opens an array of a checkpoint, read-only, without reading the values.
 
     ```python
     kernel = open_leaf("run", "params/dense/kernel")
@@ -217,12 +218,12 @@ def open_leaf(
     ```
 
     Args:
-        path: A checkpoint, or a run directory of steps.
-        leaf_path: Which leaf.
-        step: Which step of a run directory; by default the newest.
+        path: A checkpoint, or a run directory.
+        leaf_path: Path of the leaf.
+        step: Step of a run directory; by default the newest.
 
     Raises:
-        RestoreMismatchError: There is no such leaf, or it is no array.
+        RestoreMismatchError: The leaf does not exist, or is not an array.
         CheckpointError: As for `load`.
     """
     if not isinstance(leaf_path, str):
@@ -244,7 +245,7 @@ def open_leaf(
     return _arrays.read.open_one(source)
 
 
-# ---- doing ------------------------------------------------------------------------
+# ---- restoring --------------------------------------------------------------------
 
 
 def restore(
@@ -254,9 +255,9 @@ def restore(
     counter: _util.progress.Counter,
     has_read: Callable[[], object] = lambda: None,
 ) -> PyTree:
-    """Loads what `abstract_state` asks for, or everything.
+    """Loads the leaves of `abstract_state`, or all leaves without an abstract state.
 
-    Calls `has_read` before anything is computed of what was read.
+    Calls `has_read` after reading, before computing leaves from the read arrays.
     """
     start = time.monotonic()
     planned, recipe = planner.make(stored, abstract_state, options)
@@ -305,7 +306,7 @@ def _placed_numbers(
     numbers: Sequence[checkpoint_plan.ComputedNumber],
     values: Mapping[LeafPath, Any],
 ) -> dict[LeafPath, Any]:
-    """Python numbers that were computed, as the leaves that the state asks for.
+    """Returns computed Python numbers, converted to the leaves of the state.
 
     Raises:
         RestoreMismatchError: Numbers are too large for the wanted types.
@@ -327,7 +328,7 @@ def _placed_numbers(
 
 
 def _elsewhere(planned: RestorePlan, table: LeafTable) -> list[mismatch.Moved]:
-    """Leaves that are wanted in one container, and stored in another."""
+    """Returns groups of missing leaves stored in another container."""
     lacking = {
         path: leaf.wanted
         for path, leaf in planned.leaves.items()
@@ -345,7 +346,7 @@ def _elsewhere(planned: RestorePlan, table: LeafTable) -> list[mismatch.Moved]:
 
 
 def _check_current(stored: Stored) -> None:
-    """Refuses what was read of a checkpoint and of another one in its place."""
+    """Raises DamagedCheckpointError if the checkpoint was replaced while being read."""
     if stored.stamp is not None and not stored.stamp.is_current():
         raise errors.DamagedCheckpointError(
             f"{stored.metadata.path} was replaced or deleted while it was read;"
@@ -354,11 +355,11 @@ def _check_current(stored: Stored) -> None:
 
 
 def restore_dataset(stored: Stored, iterator: Any) -> None:
-    """Puts a dataset iterator where the one saved with the state stood.
+    """Moves a dataset iterator to the position saved with the state.
 
     Raises:
-        DatasetStateError: None was saved, it was let go, or the iterator does not take
-            it.
+        DatasetStateError: No dataset was saved, its state was deleted by
+            `keep_dataset`, or the iterator does not accept the state.
     """
     path = _storage.paths.from_text(stored.metadata.path)
     if _native.checkpoint.has_let_go_dataset(path):
@@ -428,7 +429,7 @@ def _tell(
     recipe: checkpoint_plan.Recipe,
     options: checkpoint_plan.RestoreOptions,
 ) -> None:
-    """Warns of what a caller may not expect: leaves left behind, moments made anew."""
+    """Logs warnings about unread leaves and about newly initialized leaves."""
     dropped = [p for p, leaf in planned.leaves.items() if "dropped" in leaf.actions]
     wanted = [leaf.wanted for leaf in planned.leaves.values() if leaf.wanted]
     branches = {info.path.split("/")[0] for info in wanted}

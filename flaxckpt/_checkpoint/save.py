@@ -1,4 +1,4 @@
-"""Saving: plan and snapshot on the caller's thread, write and commit behind it."""
+"""Save of a state: plan and snapshot on the caller's thread, writes on another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from flaxckpt.transforms import _base as _transforms
 
 _log = logging.getLogger(__name__)
 
-# Where a database is faster both ways; docs/benchmarks.md has the measurement.
+# A database is faster to write and to read with more leaves than this and a smaller
+# mean size; see docs/benchmarks.md.
 _MANY_LEAVES = 64
 _SMALL_LEAF_BYTES = 128 * 2**10
 
@@ -40,28 +41,29 @@ def save(
     metadata: Mapping[str, JSON] | None = None,
     overwrite: bool = False,
 ) -> SaveResult:
-    """Saves `state` as one checkpoint at `path`, and returns when it is durable.
+    """Saves `state` as a checkpoint at `path`; returns once the files are durable.
 
     Args:
-        path: Where the checkpoint shall be; missing parents are made.
+        path: Path of the new checkpoint; missing parents are created.
         state: A TrainState, NNX objects, or any pytree of arrays, numbers, strings,
             typed PRNG keys and None.
-        layout: How arrays are cut and encoded.
-        transforms: What to change on the way, as `transforms.cast`.
-        metadata: JSON of your own, kept where Orbax keeps custom metadata. It is
+        layout: Chunks and encoding of arrays.
+        transforms: Changes to apply to the state first, such as `transforms.cast`.
+        metadata: Your own JSON, stored at the place of Orbax's custom metadata, and
             copied at the call.
-        overwrite: Whether to replace a checkpoint that is there. A directory that also
-            has files of others in it is not replaced.
+        overwrite: Whether to replace an existing checkpoint. A directory that also
+            has other files is not replaced.
 
     Raises:
-        OptionError: `path` is called like a file, `model.safetensors`.
-        CheckpointExistsError: `path` is taken.
-        OptionError: The metadata is no JSON, or more than readers take.
-        UnsupportedLeafError: Leaves that no checkpoint can hold, or no reader takes.
-        LeafNameError: Leaf names that collide on disk, or containers that are nested
-            too deep, or in themselves.
+        OptionError: `path` has the name of a file, such as `model.safetensors`.
+        CheckpointExistsError: `path` exists.
+        OptionError: The metadata is not JSON, or is larger than readers accept.
+        UnsupportedLeafError: No checkpoint can hold some leaves, or no reader accepts
+            them.
+        LeafNameError: Leaf names collide on disk, containers are nested too deep, or a
+            container contains itself.
         SaveFailedError: The bytes could not be written, or all leaves together are
-            more than readers take.
+            larger than readers accept.
     """
     return save_async(
         path,
@@ -82,10 +84,10 @@ def save_async(
     metadata: Mapping[str, JSON] | None = None,
     overwrite: bool = False,
 ) -> SaveHandle:
-    """Like `save`, but returns once `state` is safe from changes.
+    """Starts a save like `save`, and returns once the values of `state` are copied.
 
-    The state may be donated, trained on or changed in place as soon as this returns:
-    what is saved is what it was at the call.
+    The state may then be donated, trained on or changed in place: the checkpoint has
+    the values at the call.
     """
     started = time.monotonic()
     final = _storage.local.resolve(path)
@@ -127,12 +129,12 @@ def save_async(
 
 @_util.gc_pause.paused()
 def take(request: SaveRequest, state: PyTree) -> Snapshot:
-    """Plans the save and takes the state's values.
+    """Plans the save and copies the values of the state.
 
     Raises:
-        CheckpointExistsError: The path is taken and may not be replaced.
-        OptionError: The metadata is no JSON, or too large.
-        UnsupportedLeafError, LeafNameError, DatasetStateError: As `save` says.
+        CheckpointExistsError: The path exists and may not be replaced.
+        OptionError: The metadata is not JSON, or is too large.
+        UnsupportedLeafError, LeafNameError, DatasetStateError: As for `save`.
     """
     created = time.time()
     path, options, together = request.path, request.options, request.together
@@ -185,20 +187,20 @@ def take(request: SaveRequest, state: PyTree) -> Snapshot:
         transforms=_transforms.describe(transforms),
     )
     if _may_be_too_large(infos):
-        commit.metadata_files(contents, path)  # raises, before anything is written
+        commit.metadata_files(contents, path)  # raises before the first write
     values = tuple(_arrays.to_host.to_host(arrays, places))
     return Snapshot(request=request, contents=contents, arrays=values)
 
 
 _STRINGS_OF_A_LEAF = 24
-"""More than the manifest has for one, keys included."""
+"""Upper bound on the strings in the manifest for a leaf, keys included."""
 
 _BYTES_OF_A_LEAF = 400
-"""The same, without the names in them."""
+"""Upper bound on the bytes in the manifest for a leaf, without its names."""
 
 
 def _may_be_too_large(infos: Sequence[LeafInfo]) -> bool:
-    """Whether a manifest of these leaves may be more than readers take."""
+    """Returns True if a manifest of these leaves may exceed the limits of readers."""
     names = sum([len(info.path) for info in infos])
     return (
         _STRINGS_OF_A_LEAF * len(infos) > _util.json_limits.MAX_STRINGS
@@ -207,14 +209,14 @@ def _may_be_too_large(infos: Sequence[LeafInfo]) -> bool:
 
 
 _FEW_CHARACTERS = 2**18
-"""Even if each takes 12 bytes as JSON, so many are within every limit."""
+"""This number of characters is within every limit, even with 12 bytes each as JSON."""
 
 
 def _check_strings(infos: Sequence[LeafInfo], strings: Mapping[str, str]) -> None:
-    """Refuses string leaves that readers refuse.
+    """Raises UnsupportedLeafError if string leaves exceed the limits of readers.
 
     Raises:
-        UnsupportedLeafError: The largest of them.
+        UnsupportedLeafError: Names the largest string leaves.
     """
     if sum(map(len, strings.values())) <= _FEW_CHARACTERS:
         return
@@ -236,7 +238,7 @@ def _check_strings(infos: Sequence[LeafInfo], strings: Mapping[str, str]) -> Non
 
 
 def without_optimizer(table: LeafTable) -> LeafTable:
-    """The transform that leaves out whatever belongs to an optimizer."""
+    """Returns `table` without optimizer leaves; used as a transform."""
     roles = (leaf.info.role for leaf in table.values())
     optimizers = tuple({f"{role.optimizer}/" for role in roles if role is not None})
     return {
@@ -247,16 +249,16 @@ def without_optimizer(table: LeafTable) -> LeafTable:
 
 
 def has_optimizer(state: PyTree) -> bool:
-    """Whether anything of a state belongs to an optimizer."""
+    """Returns True if the state has optimizer leaves."""
     flat = _state.flax_state.flatten(state)
     return bool(_state.optimizer_roles.roles(flat.structure, flat.optimizer_states))
 
 
 @_util.gc_pause.paused()
 def trouble_undoing(state: PyTree, transforms: Sequence[Transform]) -> str | None:
-    """Describes the leaves that a run's transforms would lose; None if there are none.
+    """Describes the leaves lost in a restore by a run with `transforms`, or None.
 
-    None if it gets back all but what it drops.
+    Leaves that a transform drops on purpose do not count.
     """
     flat = _state.flax_state.flatten(state)
     table = _state.optimizer_roles.with_roles(
@@ -293,13 +295,13 @@ def trouble_undoing(state: PyTree, transforms: Sequence[Transform]) -> str | Non
 def planned(
     flat: _state.flax_state.FlatState, options: SaveOptions
 ) -> tuple[LeafTable, _state.tree.Node | LeafPath]:
-    """What to save: leaves with their roles and chunk shapes, and the containers."""
+    """Returns the leaves to save, with roles and chunk shapes, and the containers."""
     roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
     table, structure = flat.table, flat.structure
     if options.transforms:
         table = _state.optimizer_roles.with_roles(
             table, roles
-        )  # so that moments go with their parameters
+        )  # roles let moments follow their parameters
         table = _arrays.evaluate.of_state(_transforms.apply(options.transforms, table))
         structure = _state.containers.of(structure, flat.table, table)
         table = _with_keys(table, dict(_state.tree.key_paths(structure)))
@@ -334,10 +336,11 @@ def uses_ocdbt(
 
 
 def json_of(metadata: Mapping[str, JSON]) -> dict[str, JSON]:
-    """A deep copy of a user's metadata, as it is now and as it will come back.
+    """Returns a deep copy of a user's metadata, equal to the value after a restore.
 
     Raises:
-        OptionError: It is no dict of JSON values, or is larger than readers take.
+        OptionError: The metadata is not a dict of JSON values, or is larger than
+            readers accept.
     """
     try:
         if not isinstance(metadata, Mapping):
@@ -351,21 +354,21 @@ def json_of(metadata: Mapping[str, JSON]) -> dict[str, JSON]:
     return copy
 
 
-# ---- behind it ------------------------------------------------------------------
+# ---- on the saving thread ---------------------------------------------------------
 
 
 def execute(
     snapshot: Snapshot, previous: _arrays.write.Previous | None = None
 ) -> Written:
-    """Writes a snapshot and commits it, durably; together, if there are others.
+    """Writes a snapshot and commits the checkpoint durably, from all processes.
 
     Args:
-        snapshot: What to write.
-        previous: Arrays of an earlier step; those that are equal are linked.
+        snapshot: The snapshot to write.
+        previous: Arrays of an earlier step; equal arrays are hard-linked.
 
     Raises:
-        SaveFailedError: It could not be written. What was written is removed, or,
-            after the disk did not confirm its name, told of.
+        SaveFailedError: The write failed. Written files are removed; if the disk did
+            not confirm the rename, the message says so.
     """
     if snapshot.request.together is None:
         return commit.execute(snapshot, previous)

@@ -1,7 +1,7 @@
-"""A checkpoint that several processes of a job save together.
+"""Save of a checkpoint by several processes of a job.
 
-Each writes the chunks that its devices hold; process 0 makes the directory, describes
-the whole, and commits it when all have told that theirs is durable.
+Each process writes the chunks on its devices. Process 0 makes the directory, writes
+the metadata, and commits the checkpoint when all processes report durable chunks.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _SYNCING_THREADS = 8
 def own(
     together: Operation, infos: Sequence[LeafInfo], arrays: Sequence[Named]
 ) -> list[Named]:
-    """The arrays of which this process may write something.
+    """Returns the arrays with chunks for this process to write.
 
-    Process 0 writes what every process has for itself: numpy arrays, numbers, and jax
-    arrays on each one's own devices. So it tells which arrays it has nothing of. It
-    also tells what it saves, which must be what the others save.
+    Process 0 writes the values that each process holds completely: numpy arrays,
+    numbers, and jax arrays on devices of a single process. Process 0 also broadcasts
+    the names of arrays not on its devices, the step, and a digest of the tree.
 
     Raises:
-        SaveFailedError: This process saves another step, or another tree.
+        SaveFailedError: This process saves another step or another tree than process 0.
     """
     mine = [leaf for leaf in arrays if together.is_first or _is_on_devices(leaf)]
     marks = [_mark(info) for info in infos]
@@ -70,11 +70,11 @@ def own(
 
 
 _MARKS_TOLD = 10_000
-"""Leaves up to which each is told of, so that those that differ can be named."""
+"""Up to this number of leaves, checksums of each leaf are sent, to name differences."""
 
 
 def _mark(info: LeafInfo) -> int:
-    """What must be the same of a leaf in all processes, in a number."""
+    """Returns a checksum of the leaf properties that must agree in all processes."""
     is_shared = info.sharding is not None and _arrays.to_host.is_of_several(
         info.sharding
     )
@@ -115,7 +115,7 @@ def _is_on_devices(leaf: Named) -> bool:
 
 
 def _is_here(leaf: Named) -> bool:
-    """Whether this process has some of a leaf."""
+    """Returns True if this process has at least a part of a leaf."""
     value = leaf[2].source
     return not isinstance(value, jax.Array) or bool(value.sharding.addressable_devices)
 
@@ -128,13 +128,14 @@ def _is_of_several(leaf: Named) -> bool:
 def execute(
     snapshot: Snapshot, previous: _arrays.write.Previous | None, together: Operation
 ) -> Written:
-    """Writes this process's part of a snapshot; process 0 commits it.
+    """Writes this process's part of a snapshot; process 0 commits the checkpoint.
 
     Returns:
-        What all have written, the same in all processes.
+        Size of the whole checkpoint, equal in all processes, and the arrays for the
+        next save.
 
     Raises:
-        SaveFailedError: Somebody could not write, or is gone; nothing is kept.
+        SaveFailedError: A process could not write, or is gone; nothing is kept.
     """
     try:
         with commit.alone(snapshot.request.path):
@@ -154,7 +155,7 @@ def _lead(
             files = commit.fill(snapshot, temporary, previous)
             told = together.gather("written")
         except BaseException as error:
-            # The others write there: it is removed when they have stopped.
+            # Remove the directory only after the other processes stop writing to it.
             together.fail(error, stage="written")
             if isinstance(error, Exception):
                 raise together.outcome() from error
@@ -192,10 +193,10 @@ def _write_part(
     previous: _arrays.write.Previous | None,
     together: Operation,
 ) -> dict[str, str]:
-    """Writes what this process has, durably.
+    """Writes the chunks and the dataset state of this process, durably.
 
     Returns:
-        File -> digest, of the state of its dataset iterators.
+        Files of the dataset iterators: name -> digest.
     """
     root = temporary / _native.checkpoint.STATE
     commit.write_arrays(snapshot, root, previous, together.check)
@@ -216,7 +217,7 @@ def _write_part(
 
 
 def _sync(root: Path, snapshot: Snapshot) -> None:
-    """Syncs the files of arrays that this process has written; objects are durable."""
+    """Syncs the array files written by this process; objects need no sync."""
     paths = [root / array.name for array in snapshot.arrays if array.shards]
     for array in snapshot.arrays:
         if _arrays.chunks_to_write.is_raw(array, snapshot.contents.encoding):

@@ -1,6 +1,6 @@
-"""Whether every byte of a checkpoint is what was written.
+"""Verification of every byte of a checkpoint.
 
-Files are read in small parts, several at a time, and nothing is kept.
+Files are read in small parts, several at a time, and not kept in memory.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from flaxckpt.formats._reader import Stored
 
 _DECODED_AT_ONCE = 128 * 2**20
 _PIECE_BYTES = 64 * 2**20
-"""No less than a chunk of ours, which would be read for each piece of it."""
+"""At least a chunk of our format: smaller pieces would read chunks repeatedly."""
 
 
 def verify(path: PathLike, *, step: int | None = None) -> verify_report.VerifyReport:
-    """Reads all of a checkpoint, in any format, and compares it with its checksums.
+    """Reads a whole checkpoint in any format, and compares the data with checksums.
 
-    What flaxckpt wrote is compared byte by byte: arrays with the CRC-32C of their
-    chunks, all other files with the digests in the manifest. Of other formats,
-    everything is read and decoded, and `unchecked` names the leaves that have no
-    checksums. Little memory is taken, however large the checkpoint is.
+    Every byte of a flaxckpt checkpoint is compared: arrays with the CRC-32C of their
+    chunks, all other files with the digests in the manifest. In other formats, all
+    leaves are read and decoded, and `unchecked` names the leaves without checksums.
+    The memory use is small and independent of the size of the checkpoint.
 
     ```python
     report = verify("run", step=1000)
@@ -38,12 +38,12 @@ def verify(path: PathLike, *, step: int | None = None) -> verify_report.VerifyRe
     ```
 
     Args:
-        path: A checkpoint, or a run directory of steps.
-        step: Which step of a run directory; by default the newest.
+        path: A checkpoint, or a run directory.
+        step: Step of a run directory; by default the newest.
 
     Raises:
-        CheckpointNotFoundError: Nothing is there.
-        CheckpointFormatError: What is there is no checkpoint.
+        CheckpointNotFoundError: `path` does not exist.
+        CheckpointFormatError: `path` is not a checkpoint.
     """
     root = _storage.local.resolve(path)
     try:
@@ -56,15 +56,15 @@ def verify(path: PathLike, *, step: int | None = None) -> verify_report.VerifyRe
 def verify_checkpoint(
     path: Path, step: int | None, *, thorough: bool = True
 ) -> verify_report.VerifyReport:
-    """Reads all of the checkpoint `path`, whose number is `step`.
+    """Reads and verifies the whole checkpoint `path`.
 
     Args:
         path: A checkpoint.
-        step: Its number, for the report.
+        step: Step number of the checkpoint, or None.
         thorough: Whether to go on after the first problem.
 
     Raises:
-        CheckpointNotFoundError, CheckpointFormatError: There is none.
+        CheckpointNotFoundError, CheckpointFormatError: There is no checkpoint.
     """
     read = functools.partial(_locate.read_stored, path, step)
     return _verify(path, step, read, thorough=thorough)
@@ -110,11 +110,11 @@ def _verify(
 
 
 def check(path: Path) -> None:
-    """Reads all of the checkpoint `path`; its metrics alone may be lost.
+    """Raises an error unless the checkpoint `path` can be read; metrics may be damaged.
 
     Raises:
-        DamagedCheckpointError: It is damaged, or cannot be read.
-        CheckpointNotFoundError, CheckpointFormatError: There is none.
+        DamagedCheckpointError: The checkpoint is damaged, or cannot be read.
+        CheckpointNotFoundError, CheckpointFormatError: There is no checkpoint.
     """
     report = verify_checkpoint(path, None)
     for name, why in {**report.problems, **report.unread}.items():
@@ -124,7 +124,7 @@ def check(path: Path) -> None:
 
 
 def lost(path: Path, step: int | None, error: Exception) -> verify_report.VerifyReport:
-    """The report on what is not recognised as the checkpoint that it was."""
+    """Returns the report on a path no longer recognised as a checkpoint."""
     found = verify_report.Findings(_util.progress.Counter(""), thorough=True)
     is_unread = _storage.permissions.is_unread(error)
     found.add(
@@ -134,16 +134,16 @@ def lost(path: Path, step: int | None, error: Exception) -> verify_report.Verify
 
 
 def damage(path: Path, step: int | None) -> str | None:
-    """What is proved to be wrong with the checkpoint `path`, in a few words.
+    """Returns a short description of proved damage to the checkpoint `path`, or None.
 
-    None if nothing is: it may be good, or it may be out of reach for now.
+    None also if the checkpoint cannot be read at present.
     """
     try:
         report = verify_checkpoint(path, step, thorough=False)
     except (errors.CheckpointError, OSError) as error:
         if _storage.permissions.is_unread(error):
             return None
-        # It was a checkpoint, and is none any more.
+        # The path was a checkpoint before the damage.
         is_ours = _steps.index.sign(path) or (path / _native.checkpoint.STATE).is_dir()
         if is_ours and verify_report.unreadable(path) is None:
             return str(error).splitlines()[0]
@@ -156,7 +156,7 @@ def damage(path: Path, step: int | None) -> str | None:
 def _description(
     path: Path, read: Callable[[], Stored], found: verify_report.Findings
 ) -> Stored | None:
-    """Everything of a checkpoint but its arrays; None if it cannot be had."""
+    """Reads the metadata of a checkpoint; on failure, records it and returns None."""
     try:
         return read()
     except (OSError, errors.DamagedCheckpointError) as error:
@@ -172,7 +172,7 @@ def _description(
 
 
 def _unreadable(stored: Stored, found: verify_report.Findings) -> dict[LeafPath, str]:
-    """Leaf path -> the reason why a restore cannot read the leaf."""
+    """Returns leaf path -> the reason why a restore cannot read the leaf."""
     unreadable: dict[LeafPath, str] = {}
     for faults, default in (
         (found.problems, "damaged"),
@@ -189,10 +189,10 @@ def _unreadable(stored: Stored, found: verify_report.Findings) -> dict[LeafPath,
 
 
 def _leaves_in(name: str, stored: Stored) -> list[LeafPath]:
-    """The leaves that are lost with a file of the arrays."""
+    """Returns the leaves that a restore cannot read without the array file `name`."""
     arrays = {path: leaf for path, leaf in stored.table.items() if _is_array(leaf)}
     is_index = name == f"{_native.checkpoint.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
-    if is_index or _has_database(stored.digests):  # read as a whole, or not at all
+    if is_index or _has_database(stored.digests):  # a database is read as a whole
         return list(arrays)
     directory = name.removeprefix(f"{_native.checkpoint.STATE}/").rpartition("/")[0]
     return [
@@ -206,7 +206,7 @@ def _leaves_in(name: str, stored: Stored) -> list[LeafPath]:
 
 
 def _verify_own(path: Path, stored: Stored, found: verify_report.Findings) -> list[str]:
-    """Compares every file with its checksum; returns those that are no part of it."""
+    """Compares every file with a checksum; returns files not in the checkpoint."""
     manifest = _native.items.json_file(path / _native.orbax_json.MANIFEST, path)
     encoding = _native.manifest.encoding(manifest)
     digests = file_sizes.digests(path, stored)
@@ -264,7 +264,7 @@ def _has_database(digests: Mapping[str, str]) -> bool:
 
 
 def _verify_foreign(path: Path, stored: Stored, found: verify_report.Findings) -> None:
-    """Reads and decodes every array; that is all that can be done."""
+    """Reads and decodes every array of a checkpoint in another format."""
     leaves = {p: leaf for p, leaf in stored.table.items() if _is_array(leaf)}
     found.counter.total = sum(
         _arrays.layout.stored_bytes(i.info) for i in leaves.values()
@@ -276,7 +276,7 @@ def _verify_foreign(path: Path, stored: Stored, found: verify_report.Findings) -
 
 
 def _has_checksums(leaf: Leaf) -> bool:
-    """Whether an array is compared with checksums when it is read."""
+    """Returns True if reading an array compares the data with checksums."""
     source = leaf.source
     assert isinstance(source, StoredLeaf), leaf.info.path
     if source.check is not None:
@@ -291,7 +291,7 @@ def _has_checksums(leaf: Leaf) -> bool:
 def _decode(
     path: Path, leaves: Mapping[LeafPath, Leaf], found: verify_report.Findings
 ) -> None:
-    """Reads arrays, in pieces, and lets them go."""
+    """Reads and decodes arrays in pieces, and records errors."""
     pieces = [
         piece
         for leaf in leaves.values()
@@ -306,13 +306,13 @@ def _decode(
         try:
             _arrays.blockwise.read(batch, max_bytes=_DECODED_AT_ONCE)
         except (OSError, ValueError, MemoryError):
-            for piece in batch:  # whose fault it is
+            for piece in batch:  # find the damaged pieces
                 read = functools.partial(
                     _arrays.blockwise.read, [piece], max_bytes=_DECODED_AT_ONCE
                 )
                 faults.attempt(piece.path, read)
         found.counter.add(sum(piece.nbytes for piece in batch))
-    # What reads and decodes does not say which of the two has failed.
+    # The error does not tell a failed read from a failed decoding.
     proved = not faults.problems or verify_report.unreadable(path) is None
     for name, why in faults.problems.items():
         found.add(found.problems if proved else found.unread, name, why)

@@ -1,6 +1,6 @@
-"""What was found of the files of a checkpoint, by several threads.
+"""Results of verifying a checkpoint, collected by several threads.
 
-What is wrong is told apart from what could not be looked at, which proves nothing.
+Proved damage and unreadable files are kept apart: an unreadable file proves nothing.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from flaxckpt._types import LeafPath
 _THREADS = 8
 
 LARGE = 2**62
-"""For what may have any size."""
+"""Size limit that admits any file."""
 
 HERE = "."
-"""What stands for the checkpoint itself where files and leaves are named."""
+"""Name of the checkpoint itself among names of files and leaves."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was found of a checkpoint when all of it was read.
+    """Report on reading and verifying a whole checkpoint.
 
     Attributes:
         path: The checkpoint.
-        format: Whose it is, as `CheckpointMetadata.format`; `unknown` if that cannot
-            be told any more.
-        step: Its number under a run directory; None if it stands alone.
-        problems: Leaf path, or file in the checkpoint -> what is wrong with it.
-        unread: The same -> why it could not be looked at, such as a permission. That
-            proves no damage.
-        unchecked: The same -> why nothing tells whether its values are the ones that
-            were written: it has no checksum.
-        leaves: How many leaves the checkpoint has, without empty containers; None if
-            nothing tells.
-        unreadable: Leaf path -> why a restore cannot read that leaf: what `problems` or
-            `unread` say of it, or the file that holds it. One file may hold many.
-        extra: Files that are no part of the checkpoint. They do no harm.
-        bytes_checked: How many bytes were read and compared.
-        secs: How long that took.
+        format: The format, as in `CheckpointMetadata.format`; `unknown` if the format
+            cannot be recognised any more.
+        step: Step number in a run directory; None for a single checkpoint.
+        problems: Leaf path, or file in the checkpoint -> the fault.
+        unread: Leaf path or file -> the reason why it could not be read, such as a
+            missing permission. This proves no damage.
+        unchecked: Leaf path or file -> the reason why its values could not be compared
+            with checksums.
+        leaves: Number of leaves, without empty containers; None if unknown.
+        unreadable: Leaf path -> the reason why a restore cannot read the leaf: the text
+            in `problems` or `unread`, or the file of the leaf. A file may hold many
+            leaves.
+        extra: Files that do not belong to the checkpoint. They are harmless.
+        bytes_checked: Bytes read and compared.
+        secs: Duration in seconds.
     """
 
     path: str
@@ -61,12 +61,12 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether all of it was read and nothing is wrong."""
+        """True if everything was read without a fault."""
         return not self.problems and not self.unread
 
     @property
     def summary(self) -> str:
-        """How many leaves cannot be read, and which files are the cause, in one line.
+        """A line with the number of unreadable leaves and the files that cause this.
 
         Empty if all leaves can be read.
         """
@@ -110,16 +110,16 @@ class VerifyReport:
 
 
 class Findings:
-    """What is found by several threads.
+    """Collects the findings of several threads.
 
     Args:
-        counter: Of the bytes that are read.
+        counter: Counter of the bytes read.
         thorough: Whether to go on after the first problem.
     """
 
     def __init__(self, counter: _util.progress.Counter, *, thorough: bool) -> None:
         self.problems: dict[str, str] = {}
-        self.missing: set[str] = set()  # those problems that are missing files
+        self.missing: set[str] = set()  # names of problems with a missing file
         self.unread: dict[str, str] = {}
         self.unchecked: dict[str, str] = {}
         self.counter = counter
@@ -128,11 +128,11 @@ class Findings:
 
     @property
     def is_enough(self) -> bool:
-        """Whether nothing more needs to be known."""
+        """True after the first problem, unless `thorough`."""
         return bool(self.problems) and not self.thorough
 
     def attempt(self, name: str, check: Callable[[], object]) -> None:
-        """Calls `check`, and takes down what it raises."""
+        """Calls `check` and records any error under `name`."""
         if self.is_enough:
             return
         try:
@@ -141,7 +141,7 @@ class Findings:
             self.missing.add(name)
             self.add(self.problems, name, f"{_file_of(error)} is missing")
         except (ValueError, errors.DamagedCheckpointError) as error:
-            # How much memory is free depends on this machine.
+            # Too little memory is a fault of this machine, not of the checkpoint.
             is_unread = _util.memory.is_too_large(
                 error
             ) or _storage.permissions.is_unread(error)
@@ -150,7 +150,7 @@ class Findings:
             self.add(self.unread, name, str(error) or "larger than the memory")
 
     def add(self, found: dict[str, str], name: str, why: str) -> None:
-        """Takes down what was found of the leaf or file `name`, the first time."""
+        """Records the first finding `why` about the leaf or file `name` in `found`."""
         with self._lock:
             found.setdefault(name, errors.printable(" ".join(why.split())[:300]))
 
@@ -165,7 +165,7 @@ class Findings:
         leaves: int | None = None,
         unreadable: Mapping[LeafPath, str] = MappingProxyType({}),
     ) -> VerifyReport:
-        """All that was found of the checkpoint `path`."""
+        """Returns the report on the checkpoint `path`."""
         return VerifyReport(
             str(path),
             format_name,
@@ -181,7 +181,7 @@ class Findings:
         )
 
     def run(self, checks: Sequence[tuple[str, Callable[[], object]]]) -> None:
-        """Does all `checks`, several at a time."""
+        """Runs all `checks` in several threads."""
         _util.threads.each(lambda check: self.attempt(*check), checks, threads=_THREADS)
 
 
@@ -203,15 +203,15 @@ def stream(
     take: Callable[[memoryview], object],
     size: int = 0,
 ) -> None:
-    """Reads a file from its beginning to its end, part by part.
+    """Reads a file from beginning to end, part by part.
 
     Args:
-        file: Which.
-        root: Where it has to be.
+        file: The file.
+        root: Directory that must contain the file.
         count: Called with the size of each part.
         take: Called with each part.
-        size: How long it should be, which saves a request to a store; 0 if it may be
-            small.
+        size: Expected size in bytes, which saves a request to a store; 0 if the file
+            may be small.
     """
     for part in _storage.of(file).stream(file, root, size):
         take(part)
@@ -219,13 +219,13 @@ def stream(
 
 
 def names(root: Path, directory: Path) -> set[str]:
-    """The paths below `root` of all that is in a directory and is no directory."""
+    """Returns the paths of all files below `directory`, relative to `root`."""
     below = _storage.of(directory).files_below(directory)
     return {f"{(directory / name).relative_to(root)}" for name in below}
 
 
 def unreadable(path: Path) -> str | None:
-    """Why a file or directory of a checkpoint cannot be read; None if all can be."""
+    """Returns the reason why files of a checkpoint cannot be read, or None."""
     storage = _storage.of(path)
     try:
         for file in storage.all_files(path):

@@ -1,4 +1,4 @@
-"""Checks of the arguments that a loop passes to its `CheckpointCallback`."""
+"""Checks of the arguments passed by a loop to a `CheckpointCallback`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flaxckpt import errors
 
 
 def is_number(state: Any) -> bool:
-    """Whether a state is an array of one number, without axes."""
+    """Returns True if `state` is an array of a single number, without axes."""
     is_array = isinstance(state, jax.Array | np.ndarray) and state.ndim == 0
     return is_array and (
         jnp.issubdtype(state.dtype, np.floating)
@@ -24,11 +24,11 @@ def is_number(state: Any) -> bool:
 
 _ARGUMENTS = ("step", "state", "metrics", "dataset", "force")
 _CLEARLY_ALIKE = 0.85
-"""How alike a name must be to a parameter to be taken for a misspelling of it."""
+"""Similarity from which a name counts as a misspelling of a parameter."""
 
 
 def check_extra(others: Mapping[str, Any]) -> None:
-    """Refuses unknown keywords, unless a training loop of clu passes them.
+    """Raises OptionError for unknown keywords, unless passed by a loop of clu.
 
     Raises:
         OptionError: There are unknown keywords.

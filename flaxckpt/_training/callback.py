@@ -1,4 +1,4 @@
-"""`CheckpointCallback`: when a loop saves, where it begins, and how it ends."""
+"""`CheckpointCallback`: saves in a training loop, resumes, and stops on signals."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from flaxckpt.transforms import Transform
 _log = logging.getLogger(__name__)
 
 REQUEUE_EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: a failure that goes away if it is tried again."""
+"""EX_TEMPFAIL of sysexits.h: a temporary failure; the program may be started again."""
 
 
 class CheckpointCallback:
-    """Saves at the right steps of a training loop, and restores at its beginning.
+    """Saves at chosen steps of a training loop, and restores at the beginning.
 
-    It is called after every step, as CLU's periodic actions are. Triggers combine by
-    "or". Leaving the `with` block of the checkpointer, or of the callback, saves the
-    last step too.
+    The loop calls the callback after every step, as with CLU's periodic actions. A step
+    is saved if any trigger fires. Leaving the `with` block of the checkpointer, or of
+    the callback, also saves the last step.
 
     ```python
     on_step = CheckpointCallback(checkpointer, every_steps=1000, dataset=batches)
@@ -47,43 +47,44 @@ class CheckpointCallback:
         on_step(step, state, metrics=metrics)
     ```
 
-    From `restore_or_init`, or else the first call, until it is closed, SIGTERM, SIGUSR1
-    and Ctrl-C do not end the program at once: the next call saves, waits until the
-    checkpoint is durable, and then leaves by `SystemExit(exit_code)`, or by
-    `KeyboardInterrupt` after Ctrl-C. Started again, the run goes on from there.
+    From `restore_or_init` or the first call until `close`, SIGTERM, SIGUSR1 and Ctrl-C
+    do not end the program at once: the next call saves, waits until the checkpoint is
+    durable, and then raises `SystemExit(exit_code)`, or `KeyboardInterrupt` after
+    Ctrl-C. When the program is started again, the run continues from this step.
 
     Args:
-        checkpointer: Where to save.
-        every_steps: Saves whenever a multiple of this is reached or passed.
-        every_secs: Saves when so much time has gone by since the last save.
-        temporary: Whether saves that only the time called for are deleted as soon as
-            there is a newer permanent one.
-        on_steps: Saves when one of these steps is reached or passed.
-        on_preemption: Whether signals, and jax's preemption service where it is
-            enabled, are watched for.
-        grace_secs: How long the process lives after a signal. If the whole state will
-            not be saved by then, the optimizer is left out: see `params_only`.
-        exit_code: What the program leaves with when it was told to stop, so that the
-            one who started it can tell that it wants to go on. None: it does not
-            leave, and the loop asks `should_stop()`.
-        save_first: Whether the first step of a new run is saved.
-        save_last: Whether closing saves the last step, if it is not saved yet.
-        dataset: The iterator that is saved and restored along with the state.
-        step_is: Whether the loop counts `completed` steps or passes the `index` of
-            the step just done, which is one less. Checkpoints count completed steps.
-        check_step: Whether a save is refused if the state counts its steps, as a
-            `TrainState` does, and has another number of them.
-        preflight: Whether the first call tries a save without arrays and tests
-            the directory and its free space; `warn` only tells what it finds.
-        sinks: Who is told of saves, beside those of the checkpointer.
-        clock: Seconds, for `every_secs` and `grace_secs`.
+        checkpointer: Checkpointer of the run.
+        every_steps: Saves when the loop reaches or passes a multiple of this number.
+        every_secs: Saves when this time has passed since the last save.
+        temporary: Whether to delete saves that only `every_secs` asked for as soon as
+            there is a newer permanent save.
+        on_steps: Saves when the loop reaches or passes any of these steps.
+        on_preemption: Whether to watch for signals, and for jax's preemption service if
+            enabled.
+        grace_secs: Seconds between a signal and the end of the process. If they do not
+            suffice for the whole state, the optimizer is not saved: see `params_only`.
+        exit_code: Exit code after a signal, which tells the launcher to start the
+            program again. None to continue running: the loop must then call
+            `should_stop()`.
+        save_first: Whether to save the first step of a new run.
+        save_last: Whether closing saves the last step, if not yet saved.
+        dataset: The iterator to save and restore with the state.
+        step_is: `completed` if the loop passes the number of completed steps; `index`
+            if it passes the index of the last step, smaller by 1. Checkpoints count
+            completed steps.
+        check_step: Whether to refuse a save if the state has its own step counter, as
+            in a `TrainState`, with another value.
+        preflight: Whether the first call rehearses a save without arrays and tests
+            the directory and its free space; `warn` only logs problems.
+        sinks: Receivers of events, in addition to the checkpointer's.
+        clock: Returns seconds, for `every_secs` and `grace_secs`.
 
     Attributes:
-        checkpointer: The same.
-        last_save: The last save of this callback; None if there was none.
+        checkpointer: Checkpointer of the run.
+        last_save: The last save of this callback, or None.
     """
 
-    __name__ = "checkpoint"  # clu's PeriodicCallback asks its function for a name
+    __name__ = "checkpoint"  # clu's PeriodicCallback reads the name of its function
 
     def __init__(
         self,
@@ -145,9 +146,10 @@ class CheckpointCallback:
         for sink in self._sinks:
             _run.events.sinks.check(sink)
         self._subscribed: list[Any] = []
-        # Name -> function that returns the value that the loop does not pass.
+        # Name -> function that returns a value not passed by the loop.
         self._getters: dict[str, Callable[[], Any]] = {"dataset": lambda: dataset}
-        self._asks: bool | None = None  # for the bound state, at each report
+        # Whether each report calls the bound function for the state; None until known.
+        self._asks: bool | None = None
         self._asks_metrics = True
         self._seen = 0
         self._began_at: int | None = None
@@ -165,20 +167,22 @@ class CheckpointCallback:
         metrics: Callable[[], Any] | None = None,
         each_step: bool = True,
     ) -> None:
-        """Tells where to get what to save, for loops that call `h(step)` only.
+        """Sets functions that return the values to save.
+
+        For loops that pass only the step, as `hook(step)`.
 
         Args:
-            state: A function without arguments, such as `lambda: state`. It is called
-                when a save needs it, and, with `save_last`, at each step: so the end
-                saves the last step that was reported, whatever came after it. A
+            state: A function without arguments that returns the state, such as
+                `lambda: state`. Each save calls it and, with `save_last`, each step, so
+                that the end saves the last reported step in spite of later changes. A
                 `TrainState`, or another frozen dataclass or named tuple with its own
-                `step`, is only asked for at the end, and saved if its `step` agrees.
-            dataset: The same of the iterator.
-            metrics: The same of the metrics; with `save_last`, called each step, too.
-                Their values are computed only when a save needs them.
-            each_step: Whether `state` and `metrics` may be called at each step. False
-                if that takes long: then the end saves only a state whose own step
-                counter agrees, and its metrics if nothing came after.
+                `step`, is read only at the end, and saved if its `step` agrees.
+            dataset: A function that returns the iterator.
+            metrics: A function that returns the metrics; with `save_last`, also called
+                each step. A metric collection is computed only for a save.
+            each_step: Whether `state` and `metrics` may be called at each step. Pass
+                False for slow functions: the end then saves only a state whose own step
+                counter agrees, and its metrics if no later step was reported.
         """
         given = {"state": state, "dataset": dataset, "metrics": metrics}
         for name, get in given.items():
@@ -201,31 +205,29 @@ class CheckpointCallback:
         force: bool = False,
         **others: Any,
     ) -> bool:
-        """Saves if it is time.
+        """Saves the step if a trigger fires.
 
-        Call it after every step, so that the last one can be saved at the end.
+        Call this after every step, so that the end can save the last step.
 
         Args:
-            step: The step that was just completed (or its index, see `step_is`). A
-                Python number: one on a device is waited for.
-            state: What to save; taken from `bind` if it is not given. A number in its
-                place is the time, which clu passes to its hooks: `hook(step, t)`. Where
-                a state is bound, so is an array of one number without axes.
-            metrics: Numbers by name, or a clu metric collection. Looked at only when
-                a save happens.
-            dataset: Instead of the iterator given at the beginning.
-            force: Save, whatever the triggers say.
-            **others: With `t`, the time, as clu's `PeriodicCallback` passes it: what
-                else the loop passes to its hooks, which is ignored. Without, there are
-                none.
+            step: The step just completed (or its index, see `step_is`), as a Python
+                number: a number on a device would block until computed.
+            state: The state to save; by default from `bind`. A number is taken for the
+                time in clu's call `hook(step, t)` and ignored; if a state is bound, so
+                is an array of a single number without axes.
+            metrics: Numbers by name, or a clu metric collection. Read only for a save.
+            dataset: Replaces the iterator passed to the constructor.
+            force: Whether to save without a trigger.
+            **others: Other keywords, accepted and ignored only together with the time
+                `t`, as passed by clu's `PeriodicCallback`.
 
         Returns:
-            Whether it saved.
+            True if this call has saved.
 
         Raises:
-            OptionError: There is no such argument.
-            CheckpointError: This save cannot begin, or the one before it failed.
-            SystemExit, KeyboardInterrupt: A signal has told the program to stop, and
+            OptionError: An argument is unknown.
+            CheckpointError: This save cannot begin, or the previous save failed.
+            SystemExit, KeyboardInterrupt: A signal has asked the program to stop, and
                 the step is saved.
         """
         if others:
@@ -243,12 +245,12 @@ class CheckpointCallback:
         return self._after(completed, state, metrics, dataset, force)
 
     def on_step(self, info: Any, force: bool = False) -> bool:
-        """Like a call, for loops that describe a step by an object.
+        """Saves the step if a trigger fires, for loops that pass an object per step.
 
         Args:
-            info: Has `state`, and either `next_step` (completed steps) or `step` (the
-                index of the step just done); perhaps `loss`, `metrics`, too.
-            force: Save, whatever the triggers say.
+            info: Object with the attributes `state`, and `next_step` (completed steps)
+                or `step` (index of the last step); optional: `metrics` or `loss`.
+            force: Whether to save without a trigger.
         """
         completed = getattr(info, "next_step", None)
         if completed is None:
@@ -262,18 +264,18 @@ class CheckpointCallback:
         )
 
     def should_stop(self) -> bool:
-        """Whether the program was told to stop, by a signal.
+        """Returns True if a signal has asked the program to stop.
 
-        For what takes long between two calls, such as an evaluation: end it, and call
-        with the step at hand. Where several processes train, all of them call this at
-        the same places.
+        For long work between two steps, such as an evaluation: end the work, and call
+        the callback with the present step. With several processes, all processes must
+        call this at the same places.
         """
         return self._stopping.is_told()
 
     def _after(
         self, completed: int, state: PyTree, metrics: Any, dataset: Any, force: bool
     ) -> bool:
-        """Saves the completed step if it is time; returns whether it did."""
+        """Saves the completed step if due; returns True after a save."""
         given = {"state": state, "metrics": metrics, "dataset": dataset}
         self.checkpointer.events.deliver(completed - self._offset)
         seen = Completed(completed, given, self._getters)
@@ -293,7 +295,7 @@ class CheckpointCallback:
         return self._save(seen, temporary=due.temporary and self._temporary)
 
     def _hold(self, seen: Completed) -> None:
-        """Keeps the parts of a step that the end of the loop may save."""
+        """Keeps the values of a step for a save at the end of the loop."""
         if not self._save_last:
             return
         seen.hold(
@@ -307,11 +309,11 @@ class CheckpointCallback:
                 seen.let_state_go()
 
     def _check_beginning(self, seen: Completed, *, is_forced: bool) -> None:
-        """Checks at the first call that the first save will succeed and do no harm.
+        """Checks at the first call that saves will succeed and do no harm.
 
         Raises:
             CheckpointExistsError: The directory has steps of another run.
-            OptionError: The steps are counted from the beginning again.
+            OptionError: The loop counts steps from the beginning again.
             CheckpointError: As for `save`.
         """
         self._start()
@@ -324,7 +326,7 @@ class CheckpointCallback:
         state, dataset = seen.get("state"), seen.get("dataset")
         if self._check_step:
             _state.step_counter.check(state, seen.step, offset=self._offset)
-            if not is_forced:  # else it may be meant, after the state was moved
+            if not is_forced:  # a forced save of a converted state is intended
                 self._check_counted(state, seen.step)
         if seen.fault:
             _log.warning(
@@ -344,7 +346,7 @@ class CheckpointCallback:
     def _check_counted(self, state: PyTree, step: int) -> None:
         """Raises OptionError if the restored step is reported again with another state.
 
-        States that count their steps are compared by that.
+        Does not check states with their own step counter.
 
         Raises:
             OptionError: The loop counts from 0.
@@ -363,7 +365,7 @@ class CheckpointCallback:
             )
 
     def _start(self) -> None:
-        """Watches for signals and for the end of the checkpointer from here on."""
+        """Starts watching for signals and for the end of the checkpointer."""
         self._session.attach(self)
         subscribe = self.checkpointer.events.subscribe
         self._subscribed += [sink for sink in self._sinks if subscribe(sink)]
@@ -394,25 +396,28 @@ class CheckpointCallback:
 
     @property
     def _on_exists(self) -> Literal["error", "overwrite"]:
-        # What `restore_or_init` went back behind is damaged.
+        # Steps newer than the step restored by `restore_or_init` are damaged.
         return "error" if self._began_at is None else "overwrite"
 
     def _skip(self, step: int, reason: str) -> None:
         self.checkpointer.events.emit("skipped", step, reason=reason)
 
     def _note_duration(self) -> None:
-        """Remembers how long the last save took, for when there is little time."""
+        """Records the duration of the last save, to plan a save after a signal."""
         if self.last_save is not None and self.last_save.done():
-            with contextlib.suppress(errors.CheckpointError):  # that was told already
+            with contextlib.suppress(errors.CheckpointError):  # already reported
                 self._grace.save_secs = self.last_save.wait().total_secs
 
     # ---- stopping --------------------------------------------------------------------
 
     def _stop(self, seen: Completed, notice: Notice) -> bool:
-        """Saves as much as there is time for, waits for it, and leaves.
+        """Saves after a signal, waits until the save is durable, and ends the program.
+
+        Returns:
+            True if this call saved the whole step.
 
         Raises:
-            SystemExit, KeyboardInterrupt: When all that could be saved is durable.
+            SystemExit, KeyboardInterrupt: The save is durable, and the program ends.
         """
         self._stopping.is_heeded = True
         try:
@@ -429,15 +434,16 @@ class CheckpointCallback:
         return has_saved
 
     def _save_in_time(self, seen: Completed, notice: Notice) -> tuple[str, bool]:
-        """Begins the save that there is time for.
+        """Saves the step, or only its parameters if the time is short.
 
         Returns:
-            The end of the sentence "step 3 …", and whether a step was saved.
+            The end of the sentence "step 3 …", and True if this call saved the whole
+            step.
         """
         if self._session.saves.has_saved(seen.step):
             return "was saved already", False
         self._note_duration()
-        # By the first process's clock: all of them save the same.
+        # Use the clock of process 0, so that all processes save the same.
         if not _util.processes.gather_flags([self._grace.is_enough(notice)])[0][0]:
             path = self.checkpointer.save_params_only(seen.step, seen.get("state"))
             if path is not None:
@@ -445,7 +451,7 @@ class CheckpointCallback:
         try:
             return "is saved", self._save(seen)
         except errors.OptionError as error:
-            # A wrong step or metric must not cost what there is no more time to mend.
+            # A wrong step or metric must not prevent the last save before the exit.
             _log.error("saved all the same, without metrics: %s", error)
             self.last_save = self.checkpointer.save(
                 seen.step,
@@ -473,33 +479,34 @@ class CheckpointCallback:
         unused: Literal["warn", "error", "ignore"] = "warn",
         optimizer: Literal["match", "exact", "reinit"] = "reinit",
     ) -> tuple[PyTree, int]:
-        """The run's newest checkpoint; else `source`, transformed; else `state`.
+        """Returns the newest checkpoint; else `source`, transformed; else `state`.
 
-        A run that is started again goes on from its own newest checkpoint, which is
-        never transformed: what `source_transforms` change is changed once.
+        A restarted run continues from its own newest checkpoint without transforms, so
+        `source_transforms` apply only once.
 
         Args:
-            state: The state that training would begin with. Abstract leaves will do
-                if there is a checkpoint.
-            source: What a new run begins from: a checkpoint in any format, or a run
-                directory. It must be there if this run has no checkpoint yet.
-            source_step: Which step of a run directory; by default the newest.
-            source_transforms: What to change in it first; see `flaxckpt.transforms`.
-            dataset: Instead of the iterator given at the beginning. It is put where
-                the saved one stood; do so before anything prefetches from it. That of
-                a source is not taken.
-            missing: What to do about leaves that the source lacks; see `load`.
-            unused: What to do about leaves of the source that are not asked for.
-            optimizer: How those of the optimizer are found in the source. By default it
-                starts afresh with the new parameters, and so does the step counter
-                beside it; `match` goes on where the source stood.
+            state: Initial state of the training. Abstract leaves suffice if there is a
+                checkpoint.
+            source: Starting point of a new run: a checkpoint in any format, or a run
+                directory. It must exist if this run has no checkpoint yet.
+            source_step: Step of a run directory; by default the newest.
+            source_transforms: Changes to apply to the source; see
+                `flaxckpt.transforms`.
+            dataset: Replaces the iterator passed to the constructor. It is moved to the
+                saved position; wrap it in prefetchers only after this call. A source's
+                dataset is not restored.
+            missing: Treatment of leaves that the source lacks; see `load`.
+            unused: Treatment of leaves that only the source has; see `load`.
+            optimizer: How to find optimizer leaves in the source; see `load`. By
+                default, the optimizer and the step counter beside it are initialized
+                anew; `match` continues the optimizer of the source.
 
         Returns:
-            The state, and how many steps it has completed: 0 for a fresh one, and for
-            one from a source, unless its step counter was taken from there.
+            The state, and the number of completed steps: 0 for `state`, and for a
+            source, unless its step counter was restored.
 
         Raises:
-            CheckpointError: There are checkpoints, but none that fits.
+            CheckpointError: There are checkpoints, but none fits.
         """
         _state.flax_state.check_state(state)
         if isinstance(state, str | os.PathLike):
@@ -534,8 +541,8 @@ class CheckpointCallback:
         return restored, step
 
     def _note_restored(self, state: PyTree, step: int) -> None:
-        """Remembers the first state of the loop, and compares its step counter."""
-        with contextlib.suppress(TypeError, ValueError):  # a save will say more of it
+        """Records the first state of the loop, and warns of a wrong step counter."""
+        with contextlib.suppress(TypeError, ValueError):  # the save reports the error
             self._restored = step, held.Trace(state)
         if self._began_at is not None and (
             counters := _state.step_counter.mismatch(state, step)
@@ -550,10 +557,10 @@ class CheckpointCallback:
             )
 
     def add_metrics(self, step: int, metrics: Any) -> None:
-        """Adds metrics to a committed step, as of an evaluation after its save.
+        """Adds metrics to a committed step, such as from an evaluation after the save.
 
         Args:
-            step: As the loop counts; see `step_is`.
+            step: The step in the count of the loop; see `step_is`.
             metrics: Numbers by name, or a clu metric collection.
         """
         named = completed_step.values(metrics) or {}
@@ -569,24 +576,25 @@ class CheckpointCallback:
         dataset: Any = None,
         fresh: PyTree | None = None,
     ) -> None:
-        """Tries out whether a restored run would go on as this one does, bit for bit.
+        """Checks that a restored run takes the same step as this run, bit for bit.
 
-        Saves `state` beside the steps, restores it into `fresh`, takes one step from
+        Saves `state` beside the steps, restores it into `fresh`, takes a step from
         both, and compares all leaves: parameters, optimizer, random keys, and the
-        batch. The state given is not touched, and the dataset ends where it stood. For
-        once before a long run; it takes two saves' time and three states' memory.
+        batch. `state` is not changed, and the dataset returns to its position. Call
+        this once before a long run; it takes the time of two saves and the memory of
+        three states.
 
         Args:
-            state: As training has it.
-            step_fn: `step_fn(state, batch)` returns the new state (with anything else
-                that shall be compared), or changes the state in place and returns None.
-                Without a dataset it is called without a batch.
-            dataset: Instead of the iterator given at the beginning.
-            fresh: What to restore into, as a new process would make it; by default
-                `state` as a template.
+            state: A state of the training.
+            step_fn: `step_fn(state, batch)` returns the new state (and other values to
+                compare), or changes the state in place and returns None. Without a
+                dataset, it is called without a batch.
+            dataset: Replaces the iterator passed to the constructor.
+            fresh: Abstract or initialized state to restore into, as made by a new
+                process; by default `state`.
 
         Raises:
-            ResumeMismatchError: Something differs; all leaves that do are named.
+            ResumeMismatchError: Some leaves differ; all are named.
         """
         self._session.check_writable("try out a resume")
         dataset = self._getters["dataset"]() if dataset is None else dataset
@@ -595,24 +603,24 @@ class CheckpointCallback:
         )
 
     def wait(self) -> None:
-        """Waits for the save under way."""
+        """Waits for the save in progress."""
         self.checkpointer.wait()
 
     def close(self) -> None:
-        """Saves the last step, if asked to, and waits for it.
+        """Saves the last step if `save_last` is set, and waits for all saves.
 
         Raises:
             CheckpointError: A save has failed.
-            SystemExit, KeyboardInterrupt: A signal came that no call has heeded.
+            SystemExit, KeyboardInterrupt: A signal arrived after the last call.
         """
-        with contextlib.ExitStack() as last:  # each is done, whatever the others raise
+        with contextlib.ExitStack() as last:  # runs all, even if some raise errors
             last.callback(self._session.settle)
             last.callback(self.after_close)
             last.callback(self.checkpointer.wait)
             last.callback(self.before_close)
 
     def before_close(self) -> None:
-        """Saves the last step; the checkpointer calls this first when it is closed."""
+        """Saves the last step; called first when the checkpointer closes."""
         last, self._last = self._to_be_saved(), None
         if last is None:
             return
@@ -638,7 +646,7 @@ class CheckpointCallback:
         return last if is_due else None
 
     def after_close(self) -> None:
-        """Puts signals back; the checkpointer calls this when all saves are durable."""
+        """Restores signal handlers; called by the checkpointer after all saves."""
         stopping, notice = self._stopping, self._stopping.notice
         self._end()
         if notice is not None and not stopping.is_heeded and stopping.leaves:
@@ -647,14 +655,14 @@ class CheckpointCallback:
             stopping.leave(notice)
 
     def abandon(self, error: BaseException) -> None:
-        """Saves no more; the checkpointer calls this after an error in its block."""
+        """Stops saving; called by the checkpointer after an error in a `with` block."""
         last, saves = self._last, self._session.saves
         if last is not None and not saves.has_saved(last.step):
             self._skip(last.step, f"the block ended by {type(error).__name__}")
         self.give_way()
 
     def give_way(self) -> None:
-        """Saves no more, because another callback goes on, or none."""
+        """Stops saving without a last save, such as for a callback that takes over."""
         self._last = None
         self._end()
 
@@ -666,7 +674,7 @@ class CheckpointCallback:
         _begun.discard(self)
 
     def _warn_if_lost(self) -> None:
-        """Warns at the end of the program if the last step is not saved."""
+        """Logs a warning at the end of the program about an unsaved last step."""
         last = self._to_be_saved()
         if last is not None and not self._session.saves.has_saved(last.step):
             _log.warning(
@@ -691,7 +699,7 @@ class CheckpointCallback:
 
 
 _begun: weakref.WeakSet[CheckpointCallback] = weakref.WeakSet()
-"""The callbacks that have begun and were not closed."""
+"""Callbacks that have started and are not closed."""
 
 
 @atexit.register

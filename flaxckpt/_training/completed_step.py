@@ -90,7 +90,7 @@ class Completed:
         self._given["dataset"] = datasets.held(self.get("dataset"))
 
     def says_itself(self) -> bool:
-        """Whether the state need not be kept, because of its own step counter.
+        """Returns True if the state's own step counter makes keeping it unnecessary.
 
         True for a bound state that the loop replaces whole, such as a `TrainState`.
         """
@@ -121,7 +121,7 @@ class Completed:
             return _UNKNOWN
         if self.step in counts.values():
             return ""
-        # The loop may be right: this is not the state that it has reported.
+        # The step may be right, but the bound state has changed since the report.
         mismatch = _state.step_counter.mismatch(self.get("state"), self.step)
         return f"its state is bound, and was changed after the report: {mismatch} now"
 
@@ -161,9 +161,9 @@ class Completed:
                 self._given["metrics"] = metrics
 
     def _is_last(self) -> bool:
-        """Whether the state is certainly unchanged since the report."""
+        """Returns True if the state certainly did not change since the report."""
         if self._state is None:
-            return True  # its counter said so
+            return True  # `why_gone` has compared the state's step counter
         if self.is_bound:
             return self._state.is_of(self._getters["state"]())
         return self._state.has_objects and self._state.is_of(self._given["state"])
@@ -185,10 +185,10 @@ _UNKNOWN = "it is bound, and nothing in it says of which step it is"
 
 
 def values(metrics: Any) -> Mapping[str, Any] | None:
-    """Metrics as numbers by name; clu's collections are computed now.
+    """Returns metrics as numbers by name; computes clu's metric collections.
 
     Raises:
-        OptionError: They are something else.
+        OptionError: The metrics are not numbers by name.
     """
     compute = getattr(metrics, "compute", None)
     found = compute() if compute else metrics

@@ -1,8 +1,8 @@
-"""A state as it was when a step was reported, though training goes on.
+"""Keeps the values of a reported state while training continues.
 
-Nothing is copied but small numpy arrays: a jax array never changes, so it is enough to
-know which arrays the state had. That takes less time than a call of a jitted function
-with the same state. Of larger numpy arrays, checksums tell whether they have changed.
+Only small numpy arrays are copied. A jax array never changes, so a reference to the
+array is enough: this takes less time than a call of a jitted function with the same
+state. Checksums detect changes of larger numpy arrays.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from flaxckpt import _state
 from flaxckpt._types import PyTree
 
 _COPIED_BYTES = 4 * 2**20
-"""Writable numpy arrays up to this size, all of a state together, are copied."""
+"""Limit on the total bytes of writable numpy arrays to copy, the smallest first."""
 
 _SUMMED_BYTES = 256 * 2**20
-"""Of further ones up to this size, the checksums are computed: at each report."""
+"""Limit on the bytes of further arrays, whose checksums each report computes."""
 
 _IMMUTABLE: set[type] = {type(None), bool, int, float, complex, str, bytes}
-"""Types of leaves that cannot change; those of jax's arrays are added when seen."""
+"""Types of immutable leaves; types of jax arrays are added at their first use."""
 
 
 class Held:
-    """The leaves of a state as they were when it was reported.
+    """The leaves of a state at the time of the report.
 
     Args:
         state: Any pytree, or NNX objects.
-        before: What was held of the step before: of the same objects, the variables
-            need not be looked for again.
+        before: The kept values of the step before, to reuse the variables found in the
+            same objects.
 
     Attributes:
-        state: The same.
-        fault: Why the state cannot be kept; empty if it can.
+        state: The state as passed.
+        fault: The reason why the state cannot be kept, or an empty string.
     """
 
     def __init__(self, state: PyTree, before: Held | None = None) -> None:
@@ -52,7 +52,7 @@ class Held:
         self._prints: list[tuple[np.ndarray, Any]] = []
         try:
             self._leaves, self._tree = _flatten(state, before)
-        except (TypeError, ValueError) as error:  # the save says more of it
+        except (TypeError, ValueError) as error:  # the save reports the details
             self.fault = f"jax cannot flatten it ({error})"
             return
         objects: list[Any] = []
@@ -73,7 +73,7 @@ class Held:
         self._keep_numpy()
 
     def _keep_numpy(self) -> None:
-        """Copies numpy arrays that may be changed in place; large ones are summed."""
+        """Copies small writable numpy arrays; computes checksums of large arrays."""
         kept = (self._leaves, self._values)
         places = [
             (leaves, i)
@@ -99,11 +99,11 @@ class Held:
         self._prints = [(array, _print(array)) for array in large]
 
     def _changed_numpy(self) -> int:
-        """How many of the large numpy arrays have changed."""
+        """Returns the number of changed large numpy arrays."""
         return sum(_print(array) != before for array, before in self._prints)
 
     def why_gone(self) -> str:
-        """The reason why the reported state is lost; empty if it is not."""
+        """Returns the reason why the reported state is lost, or an empty string."""
         if self.fault:
             return f"it has {self.fault}"
         if any(map(_is_deleted, (*self._leaves, *self._values))):
@@ -119,11 +119,11 @@ class Held:
 
     @property
     def has_objects(self) -> bool:
-        """Whether there are NNX objects, which are changed in place."""
+        """True for a state with NNX objects, which change in place."""
         return self._graph is not None
 
     def is_of(self, state: PyTree) -> bool:
-        """Whether a state has the same values still."""
+        """Returns True if `state` still has the reported values."""
         if self.fault:
             return False
         now = Held(state, self)
@@ -141,9 +141,9 @@ class Held:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[PyTree]:
-        """The state as it was, in the `with` block; NNX objects have those values."""
+        """Yields the reported state; NNX objects have the reported values meanwhile."""
         if self.is_of(self.state):
-            yield self.state  # made anew, its dictionaries would have sorted keys
+            yield self.state  # unflattened dictionaries would have sorted keys
             return
         state = self._tree.unflatten(self._leaves)
         if self._graph is None:
@@ -158,7 +158,7 @@ class Held:
 
 
 def _flatten(state: PyTree, before: Held | None) -> tuple[list[Any], Any]:
-    """The leaves and the tree of a state; quicker if it is as the one before."""
+    """Returns leaves and tree of a state; faster for the same tree as before."""
     if before is not None and before._graph is None and not before.fault:
         leaves, tree = jax.tree.flatten(state)
         if _are_equal(tree, before._tree):
@@ -169,8 +169,8 @@ def _flatten(state: PyTree, before: Held | None) -> tuple[list[Any], Any]:
 class Trace:
     """Detects changes of a state without keeping the state in memory.
 
-    Arrays may be put elsewhere, or copied, without a change: values are compared then,
-    of numpy arrays and of the smallest of jax's.
+    An array moved to other devices or copied is not a change: the values are compared
+    for numpy arrays and for the smallest jax arrays.
     """
 
     def __init__(self, state: PyTree) -> None:
@@ -180,21 +180,21 @@ class Trace:
         arrays = [leaf for leaf in leaves if _is_array(leaf)]
         compared = _compared(arrays)
         self._contents = {_content(array) for array in compared}
-        # Of a kind, all or none: another array of the same kind may be any of them.
+        # Compare all arrays of a kind or none: a new array may replace any of them.
         chosen = {id(array) for array in compared}
         self._kinds = {_kind(array) for array in compared} - {
             _kind(array) for array in arrays if id(array) not in chosen
         }
 
     def has_changed(self, state: PyTree) -> bool:
-        """Whether `state` is known to have other values than the first one."""
+        """Returns True if `state` certainly differs from the first state."""
         leaves = _all_leaves(state)
         known = {id(array) for ref in self._arrays if (array := ref()) is not None}
         others = [x for x in leaves if _is_array(x) and id(x) not in known]
         compared = [x for x in others if _kind(x) in self._kinds and _is_readable(x)]
         if any(_content(array) not in self._contents for array in compared):
             return True
-        if len(leaves) != len(self._plain):  # a part of it, or in other containers
+        if len(leaves) != len(self._plain):  # a part of the state, or other containers
             return False
         return any(
             before is not None and not _is_array(leaf) and _print(leaf) != before
@@ -207,7 +207,7 @@ _COMPARED_ARRAYS = 1000
 
 
 def _compared(arrays: Iterable[Any]) -> list[Any]:
-    """The arrays of which a trace keeps checksums: reading all would take too long."""
+    """Returns the arrays to compare by checksum: reading all would take too long."""
     chosen: list[Any] = [
         x for x in arrays if isinstance(x, np.ndarray) and not x.dtype.hasobject
     ]
@@ -226,7 +226,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _is_readable(array: Any) -> bool:
-    """Whether this process can read the values of an array."""
+    """Returns True if this process can read the values of an array."""
     if not isinstance(array, jax.Array):
         return not array.dtype.hasobject
     if array.is_deleted() or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -239,14 +239,14 @@ def _kind(array: Any) -> tuple[Any, tuple[int, ...]]:
 
 
 def _content(array: Any) -> Any:
-    """What is equal for two arrays only if their values are, too."""
+    """Returns a fingerprint of the values of an array."""
     return _print(np.asarray(array))
 
 
 def is_replaced_whole(state: PyTree) -> bool:
-    """Whether a state is immutable and has a step counter of its own.
+    """Returns True for an immutable state with a step counter.
 
-    That is so for a `TrainState` and other frozen dataclasses and named tuples with a
+    For example a `TrainState`, and other frozen dataclasses and named tuples with a
     `step`.
     """
     parameters = getattr(type(state), "__dataclass_params__", None)
@@ -264,7 +264,7 @@ def _all_leaves(state: PyTree) -> list[Any]:
 
 
 def _print(leaf: Any) -> Any:
-    """A fingerprint of a leaf that differs if the leaf has changed."""
+    """Returns a fingerprint of a leaf; a change of the leaf changes the fingerprint."""
     if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
         content = np.ascontiguousarray(leaf).view(np.uint8).data if leaf.size else b""
         return leaf.dtype, leaf.shape, crc32c.crc32c(content)
@@ -272,7 +272,7 @@ def _print(leaf: Any) -> Any:
 
 
 def _may_change(leaf: Any) -> bool:
-    """Whether a leaf is numpy memory that somebody may write to; notes other types."""
+    """Returns True for a writable numpy array; records types of immutable arrays."""
     if isinstance(leaf, np.ndarray):
         return _is_writable(leaf)
     if isinstance(leaf, jax.Array | np.generic):
@@ -281,7 +281,7 @@ def _may_change(leaf: Any) -> bool:
 
 
 def _is_writable(array: np.ndarray) -> bool:
-    """Whether an array, or what it is a view of, can be written to."""
+    """Returns True if an array, or the memory below the view, can be written to."""
     memory: Any = array
     while isinstance(memory, np.ndarray):
         if memory.flags.writeable:
@@ -291,7 +291,7 @@ def _is_writable(array: np.ndarray) -> bool:
 
 
 def _are_equal(tree: Any, other: Any) -> bool:
-    """Whether two trees are equal; those that jax cannot compare are not."""
+    """Returns True for equal trees; False if jax cannot compare the trees."""
     try:
         return bool(tree == other)
     except Exception:

@@ -48,11 +48,11 @@ class Stopping:
 
     @property
     def leaves(self) -> bool:
-        """Whether the program exits after a request to stop."""
+        """True if the program exits after a request to stop."""
         return self._exit_code is not None
 
     def begin(self) -> None:
-        """Watches from here on."""
+        """Starts watching for signals."""
         if self._watch is not None and self._watch.begin():
             self.is_heeded = False
 
@@ -69,10 +69,10 @@ class Stopping:
         return any(row[0] for row in _util.processes.gather_flags([told]))
 
     def agreed(self, triggers: Triggers) -> tuple[bool, Notice | None]:
-        """Returns whether `every_secs` have passed, and the request to stop.
+        """Returns True if `every_secs` passed, and the request to stop or None.
 
-        All processes get the same result: the clock of process 0 counts, and the
-        signals of all processes.
+        All processes get the same result, from the clock of process 0 and the signals
+        of all processes.
         """
         notice = None if self._watch is None else self._watch.poll()
         if self._watch is None and not triggers.has_clock:

@@ -1,4 +1,4 @@
-"""What would fail at the first save, or at a later one, found before training."""
+"""Checks before training for faults that would make a later save fail."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ _FEW_SAVES = 5
 
 
 class Preflight(NamedTuple):
-    """What to expect of the saves of a run.
+    """Expected size and duration of the saves of a run.
 
     Attributes:
-        bytes: Of one save.
-        free_bytes: Of the file system.
-        needed_bytes: Beyond what is used now, until old steps go for new ones. With
-            policies that keep more and more steps, for the next save only.
-        saves_kept: How many steps the policies keep at most; None if that grows.
-        blocking_secs: How long `save` will hold up the loop, as measured.
-        total_secs: Until a save is durable, as estimated from a small file.
+        bytes: Size of a save.
+        free_bytes: Free space of the file system.
+        needed_bytes: Space needed in addition to the used space, until new steps
+            replace old steps; with policies without a maximal number of steps, for the
+            next save only.
+        saves_kept: Maximal number of steps that the policies keep; None if unlimited.
+        blocking_secs: Measured time that `save` blocks the loop.
+        total_secs: Time until a save is durable, estimated from a small file.
     """
 
     bytes: int
@@ -47,17 +48,17 @@ def check(
     """Rehearses a save without writing arrays, and tests the directory.
 
     Args:
-        checkpointer: Of the run.
-        state: What will be saved.
-        dataset: Its iterator, or None.
-        only_warn: Whether what is raised otherwise is only logged.
+        checkpointer: Checkpointer of the run.
+        state: The state to save.
+        dataset: The dataset iterator, or None.
+        only_warn: Whether to log errors instead of raising them.
 
     Returns:
-        What was found; None if something is wrong.
+        Expected size and duration of saves; None after a logged error.
 
     Raises:
         SaveFailedError: The directory cannot be written to, or has not enough space.
-        CheckpointError: As `Checkpointer.save` says.
+        CheckpointError: As for `Checkpointer.save`.
     """
     try:
         return _check(checkpointer, state, dataset)
@@ -87,7 +88,7 @@ def _check(checkpointer: Checkpointer, state: PyTree, dataset: Any) -> Preflight
     more = 1 if kept is None else max(1, kept + 1 - there)
     found = Preflight(
         size,
-        sys.maxsize if free is None else free,  # buckets have no end
+        sys.maxsize if free is None else free,  # a bucket has no limit
         more * size,
         kept,
         blocking_secs,
@@ -99,7 +100,7 @@ def _check(checkpointer: Checkpointer, state: PyTree, dataset: Any) -> Preflight
 
 
 def most_kept(keep: Sequence[PreservationPolicy]) -> int | None:
-    """How many steps policies keep at most; None if that grows with the run."""
+    """Returns the maximal number of steps that policies keep; None if unlimited."""
     total = 0
     for policy in keep:
         if isinstance(policy, policies.LatestN | policies.BestN):
@@ -140,13 +141,13 @@ def _tell(directory: Path, found: Preflight) -> None:
 
 
 def _probe(directory: Path) -> float:
-    """Does all that a save does, with one small file.
+    """Performs the file operations of a save with a small file.
 
     Returns:
-        Bytes per second.
+        Bytes written per second.
 
     Raises:
-        SaveFailedError: Some of it cannot be done.
+        SaveFailedError: An operation failed.
     """
     final = directory / _storage.temporary.PREFLIGHT
     renamed = _storage.temporary.beside(final, _storage.temporary.WRITING)

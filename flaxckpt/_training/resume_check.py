@@ -1,4 +1,4 @@
-"""Whether a run goes on from a checkpoint as if nothing had happened: tried out."""
+"""Check that a run resumed from a checkpoint repeats a training step exactly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Values: TypeAlias = dict[LeafPath, Any]
 
 _STEP = 0
 _GIVEN = "given"
-"""Where the state is that `step_fn` was given, as it is afterwards."""
+"""Key of the state passed to `step_fn`, with its values after the call."""
 
 
 def check(
@@ -31,10 +31,10 @@ def check(
     dataset: Any,
     fresh: PyTree | None,
 ) -> None:
-    """Takes one step from a state, and from the same state restored; compares.
+    """Compares a training step from `state` with a step from the restored state.
 
     Raises:
-        ResumeMismatchError: They differ; all leaves that do are named.
+        ResumeMismatchError: The results differ; all differing leaves are named.
     """
     if not callable(step_fn):
         raise errors.OptionError(
@@ -48,7 +48,7 @@ def check(
         def step(begin: PyTree) -> Values:
             batch = () if dataset is None else (_next(dataset),)
             made = step_fn(begin, *batch)
-            # What is changed in place, as NNX objects are, need not be returned.
+            # A function that changes NNX objects in place may return None.
             result = begin if made is None else made
             return _state.flax_state.values(
                 {"state": result, _GIVEN: begin, "batch": batch}
@@ -81,10 +81,10 @@ def check(
 
 @contextlib.contextmanager
 def _directory(checkpointer: Checkpointer) -> Iterator[Path]:
-    """A directory beside the steps, removed at the end.
+    """Creates a directory beside the steps; removes the directory at the end.
 
     Raises:
-        SaveFailedError: It cannot be made.
+        SaveFailedError: The directory cannot be created.
     """
     place = session_of(checkpointer).run.saves_in
     with contextlib.ExitStack() as stack:
@@ -106,7 +106,7 @@ def _rewind(trial: Checkpointer, state: PyTree, dataset: Any) -> None:
 
 
 def _copied(state: PyTree) -> PyTree:
-    """A state of its own, which may be donated or changed in place."""
+    """Returns a copy of a state, to be donated or changed in place."""
     flat = _state.flax_state.flatten(state)
     return flat.rebuild({path: _copy(leaf.source) for path, leaf in flat.table.items()})
 
@@ -135,7 +135,7 @@ def _compare(wanted: Values, found: Values, how: str, advice: str) -> None:
         and not _is_donated(found, path)
         and _bits(wanted, path) != _bits(found, path)
     ]
-    # What was changed in place counts, but is not told twice if it is returned, too.
+    # Do not report a leaf twice if it was changed in place and returned.
     returned = [m for m in mismatches if not m.leaf.startswith(f"{_GIVEN}/")]
     if mismatches:
         raise errors.ResumeMismatchError(how, returned or mismatches, advice)
@@ -147,12 +147,12 @@ def _is_donated(values: Values, path: LeafPath) -> bool:
 
 
 def _bits(values: Values, path: LeafPath) -> object:
-    """What is equal if, and only if, a leaf is."""
+    """Returns a value for comparison: equal exactly for bitwise equal leaves."""
     value = values.get(path)
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         array = np.asarray(_data(value))
         return str(value.dtype), array.shape, array.tobytes()
-    # Of objects that are no data, only the class can be compared.
+    # For other objects, compare only the class.
     is_plain = isinstance(value, str | bytes | int | float | complex)
     return path in values, type(value), repr(value) if is_plain else None
 
@@ -170,7 +170,7 @@ def _text(values: Values, path: LeafPath) -> str:
 
 
 def _data(value: Any) -> Any:
-    """What can be shown and compared of a value: of random keys, their numbers."""
+    """Returns the key data of random keys; other values unchanged."""
     is_key = isinstance(value, jax.Array) and _is_key(value)
     return jax.random.key_data(value) if is_key else value
 

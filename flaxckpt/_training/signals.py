@@ -21,8 +21,8 @@ SIGNALS = tuple(
     for name in ("SIGTERM", "SIGUSR1", "SIGINT")
     if hasattr(signal, name)
 )
-"""SIGTERM: clusters that take a machine away. SIGUSR1: Slurm, some time before it does.
-SIGINT: Ctrl-C."""
+"""SIGTERM: a cluster takes the machine away. SIGUSR1: Slurm's early warning. SIGINT:
+Ctrl-C."""
 
 _INTERRUPTED = b"\nflaxckpt: saving, then stopping; Ctrl-C again stops at once\n"
 
@@ -40,7 +40,7 @@ class Notice(NamedTuple):
 
     @property
     def is_interrupt(self) -> bool:
-        """Whether the request is a Ctrl-C."""
+        """True for a request by Ctrl-C."""
         return self.name == "SIGINT"
 
 
@@ -71,7 +71,7 @@ class Watch:
         SIGTERM.
 
         Returns:
-            Whether watching has started now.
+            True if watching has started with this call.
         """
         self._program = _running_program()
         if self in _watches:
@@ -152,7 +152,7 @@ def _running_program() -> _Program | None:
 
 _watches: list[Watch] = []
 _previous: dict[int, Any] = {}
-"""What had handled each signal that is taken over."""
+"""Signal number -> the previous handler."""
 _handling = threading.local()
 
 
@@ -167,7 +167,7 @@ def _install() -> None:
     is_jaxs = _util.processes.has_preemption_service()
     for number in SIGNALS:
         if number == signal.SIGTERM and is_jaxs:
-            continue  # its handler is not Python's, and would be lost
+            continue  # jax's handler is not a Python handler, and would be lost
         current = signal.getsignal(number)
         if current not in (None, signal.SIG_IGN, _handle):
             _previous[number] = signal.signal(number, _handle)
@@ -175,8 +175,8 @@ def _install() -> None:
 
 def _uninstall() -> None:
     for number in tuple(_previous):
-        # Whoever came after us may still call us: then we only pass on. And so do we
-        # where this is not the main thread.
+        # Our handler stays if a later handler may call it, and outside of the main
+        # thread; it then only calls the previous handler.
         if signal.getsignal(number) is _handle:
             with contextlib.suppress(ValueError):
                 signal.signal(number, _previous[number])
@@ -185,7 +185,7 @@ def _uninstall() -> None:
 
 def _handle(number: int, frame: FrameType | None) -> None:
     if getattr(_handling, "is_on", False):
-        return  # a handler that we call calls us
+        return  # the previous handler calls this handler
     _handling.is_on = True
     try:
         _note(number, frame)

@@ -1,4 +1,4 @@
-"""Where a run begins: at its own newest step, from another checkpoint, or anew."""
+"""Start of a run: from the run's newest step, another checkpoint, or a new state."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ def restore_or_init(
     source_step: int | None,
     **options: Unpack[_run.restoring.RestoreKeywords],
 ) -> tuple[PyTree, int]:
-    """Returns the state to begin with, and how many steps it has completed.
+    """Returns the initial state of a loop, and the number of completed steps.
 
     Args:
-        checkpointer: Of the run.
+        checkpointer: Checkpointer of the run.
         state: The state of a run that has no steps and no source.
         dataset: The iterator to restore with a step of the run.
-        source: The checkpoint that a run without steps begins from; None for none.
-        source_step: The step of it, if it is a run directory.
-        **options: How the source is loaded.
+        source: The checkpoint that a run without steps begins from, or None.
+        source_step: Step of the source, if the source is a run directory.
+        **options: Options for loading the source.
 
     Raises:
-        CheckpointError: There are checkpoints, but none that fits.
+        CheckpointError: There are checkpoints, but none fits.
     """
     session = session_of(checkpointer)
     checkpointer.wait()
     _warn_of_params_only(checkpointer.latest_step(), session.saves.params_only.latest())
-    # Damaged steps are no reason to begin anew: restoring says what is to be done.
+    # With damaged steps, do not begin anew: restoring raises an error with advice.
     if session.has_steps():
         restored, step = checkpointer.restore_latest(state, dataset=dataset)
         if dataset is None and checkpointer.has_dataset(step):
@@ -67,12 +67,12 @@ def restore_or_init(
 
 
 def _check_other_names(session: Session) -> None:
-    """Refuses to begin a run in a directory where all steps have names of another kind.
+    """Raises CheckpointFormatError if all steps have names of another step format.
 
-    A new run there would hide them, and be mixed up with them.
+    A new run in the directory would hide these steps, or be mixed up with them.
 
     Raises:
-        CheckpointFormatError: No step is named as `step_format` says.
+        CheckpointFormatError: There are steps, but no name matches `step_format`.
     """
     run = session.run
     if run.listed() or not run.directory.is_dir():
@@ -96,7 +96,7 @@ def _step_format(name: str, step: int) -> str:
 
 
 def _warn_of_params_only(latest: int | None, left: tuple[int, Path] | None) -> None:
-    """Warns of a newer step that was saved without its optimizer.
+    """Logs a warning about a newer step saved without the optimizer.
 
     Args:
         latest: The newest step of the run.
@@ -114,21 +114,21 @@ def _warn_of_params_only(latest: int | None, left: tuple[int, Path] | None) -> N
 def check(
     checkpointer: Checkpointer, step: int, began_at: int | None, *, again: bool
 ) -> int:
-    """Sees that a run does not mix its steps with those that are there.
+    """Raises an error if the steps of a run would mix with existing steps.
 
     Args:
-        checkpointer: Of the run.
-        step: The first that it completes.
-        began_at: Where `restore_or_init` has found it; None if nothing was restored
-            so. Steps beyond are damaged.
-        again: Whether the loop has begun before, so that they may be its own.
+        checkpointer: Checkpointer of the run.
+        step: The first step that the loop completes.
+        began_at: The step restored by `restore_or_init`, or None. Newer steps in the
+            directory are damaged.
+        again: Whether the loop has begun before: newer steps may then be its own.
 
     Returns:
-        The step that it goes on from, as far as can be told; 0 if it is new.
+        The step from which the run continues, if known; 0 for a new run.
 
     Raises:
         CheckpointExistsError: The directory has steps of another run.
-        OptionError: The steps are counted from the beginning again.
+        OptionError: The loop counts steps from the beginning again.
     """
     checkpointer.wait()
     directory, latest = checkpointer.directory, checkpointer.latest_step()

@@ -1,4 +1,4 @@
-"""When a trainer saves: pure rules on steps, and a clock."""
+"""Triggers of saves: rules on step numbers and on time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Due(NamedTuple):
 
 
 class Triggers:
-    """Decides after each step whether to save: a save is due if any trigger fires.
+    """Decides after each step about a save: any trigger makes a save due.
 
     Args:
         every_steps: Fires when the loop reaches or passes a multiple.
@@ -67,7 +67,7 @@ class Triggers:
 
     @property
     def has_clock(self) -> bool:
-        """Whether `every_secs` is set."""
+        """True if a trigger depends on the time."""
         return self._every_secs is not None
 
     def restart_clock(self) -> None:
