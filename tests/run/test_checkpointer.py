@@ -19,6 +19,8 @@ from flaxckpt import errors
 from flaxckpt._checkpoint import commit as checkpoint_commit
 from flaxckpt._checkpoint import save as checkpoint_save
 from flaxckpt._steps import delete as steps_delete
+from flaxckpt._storage import commit_marker as storage_commit_marker
+from flaxckpt._storage import files as storage_files
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
 from tests.helpers import store_servers, strategies
 
@@ -202,10 +204,11 @@ def test_one_line_is_logged_per_save_and_delete(run_dir, caplog):
 
 @pytest.fixture
 def broken_disk(monkeypatch):
-    def fail(path):
+    def fail(*args):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(checkpoint_save._storage.files, "sync_tree", fail)
+    monkeypatch.setattr(storage_files, "sync_tree", fail)
+    monkeypatch.setattr(storage_commit_marker, "commit", fail)  # in object stores
     return monkeypatch
 
 
