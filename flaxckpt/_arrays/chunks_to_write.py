@@ -46,7 +46,7 @@ def _stored_name(array: HostArray) -> str:
     return name
 
 
-# ---- chunks -------------------------------------------------------------------------
+# ---- chunks ----------------------------------------------------------------------
 
 
 class ChunkToWrite(NamedTuple):

@@ -24,7 +24,7 @@ _AT_ONCE = 256 * 2**20
 """Bytes that are computed at one time; what they are made of is in memory as well."""
 
 
-# ---- before a save ------------------------------------------------------------------
+# ---- before a save ---------------------------------------------------------------
 
 
 def of_state(table: LeafTable) -> LeafTable:
@@ -100,7 +100,7 @@ def _together(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
     ]
 
 
-# ---- while a checkpoint is read -----------------------------------------------------
+# ---- while a checkpoint is read --------------------------------------------------
 
 
 def read(

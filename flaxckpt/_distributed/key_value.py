@@ -1,6 +1,6 @@
 """Key-value store of short texts for all processes of a job, kept in files.
 
-`_multihost.Service` has the same by jax's coordination service.
+`_util.processes` has the same interface on jax's coordination service.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Files:
         made.replace(path)
 
     def get(self, key: str, timeout_secs: float) -> str:
-        """Looks for a text again and again, or raises TimeoutError."""
+        """Polls for a text until the timeout, then raises TimeoutError."""
         deadline = time.monotonic() + timeout_secs
         pause = 0.002
         while True:

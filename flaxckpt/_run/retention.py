@@ -92,7 +92,7 @@ class Retention:
         self.steps = index.RunIndex(directory, step_format, rules.metrics_from)
         self._told: set[PreservationPolicy] = set()
 
-    # ---- what stays -----------------------------------------------------------------
+    # ---- what stays ----------------------------------------------------------
 
     def would_keep(self, step: int, coming: Retention) -> bool:
         """Whether a step of another directory would stay here.
@@ -133,7 +133,7 @@ class Retention:
                 why.append("dataset let go")
         return reasons
 
-    # ---- what goes ------------------------------------------------------------------
+    # ---- what goes -----------------------------------------------------------
 
     def apply(
         self,
