@@ -220,7 +220,7 @@ class RunSteps:
         return contextlib.nullcontext()
 
     def open_uploads(self) -> bool:
-        """Starts pending uploads; returns False if the run directory is out of reach."""
+        """Starts pending uploads; returns False without access to the run directory."""
         return True
 
     def upload(self) -> None:
@@ -257,7 +257,7 @@ class RunSteps:
         just_saved: int | None = None,
         is_awaited: Callable[[], bool] = lambda: False,
     ) -> tuple[int, ...]:
-        """Deletes the steps in `saves_in` that no policy keeps; see `Retention.apply`."""
+        """Deletes steps in `saves_in` that no policy keeps; see `Retention.apply`."""
         deleted = self.retention.apply(just_saved=just_saved, is_awaited=is_awaited)
         for step in deleted:
             path = self.saves_in / self.format.name(step)
@@ -265,7 +265,7 @@ class RunSteps:
         return deleted
 
     def explain(self) -> dict[int, list[str]]:
-        """Returns the reasons for keeping each step, oldest first; steps without go."""
+        """Returns the reasons for keeping each step, oldest first; empty: deleted."""
         return self.retention.explain()
 
     def prune(self) -> tuple[int, ...]:

@@ -243,7 +243,7 @@ class StagedSteps(run_steps.RunSteps):
         return super().path(step) if path is None else path
 
     def copies(self, step: int, path: Path) -> list[tuple[int, Path]]:
-        """Returns the step at `path`, and its copy in the run directory if it exists."""
+        """Returns the step at `path`, and its copy in the run directory, if any."""
         if self.tier(path) == "directory":
             return [(step, path)]
         found = [(step, path)]
@@ -293,7 +293,7 @@ class StagedSteps(run_steps.RunSteps):
         return policy.preserved([ranked[step] for step in sorted(ranked)])
 
     def explain(self) -> dict[int, list[str]]:
-        """Returns the reasons why each step stays in the run directory and in staging."""
+        """Returns the reasons for keeping steps in the run directory and in staging."""
         found = self._far.explain()
         for step, why in self.retention.explain().items():
             found.setdefault(step, []).extend(f"staging: {reason}" for reason in why)
@@ -334,7 +334,7 @@ class StagedSteps(run_steps.RunSteps):
         }
 
     def open_uploads(self) -> bool:
-        """Starts pending uploads; returns False if the run directory is out of reach."""
+        """Starts pending uploads; returns False without access to the run directory."""
         return self.uploads.open()
 
     def upload(self) -> None:

@@ -100,7 +100,7 @@ class Uploads:
         return found
 
     def retire(self, just_saved: int | None = None) -> tuple[int, ...]:
-        """Deletes steps that no policy keeps in the run directory; needs lock `busy`."""
+        """Deletes steps that no policy keeps in the run directory; hold `busy`."""
         deleted = self._far.apply(just_saved=just_saved)
         for step in deleted:
             self.known.pop(step, None)
