@@ -391,7 +391,7 @@ class Checkpointer:
         return max(self._run.listed(), default=None)
 
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
-        """Returns the step with the best finite `metric`, the newer of equals."""
+        """Returns the newest step with the best finite `metric`; None without any."""
         best = self._run.best(policies.BestN(1, metric, mode))
         return next(iter(best), None)
 

@@ -1,4 +1,4 @@
-"""An array whose chunks are its values, followed by their checksum."""
+"""Location of a raw array: chunks of plain values and a checksum."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from flaxckpt._arrays.zarr import metadata
 
 
 class RawArray(NamedTuple):
-    """An array whose chunks are its values, followed by their checksum.
+    """A raw array: each chunk consists of plain values and their checksum.
 
     Attributes:
         root: The directory or database with the arrays.
         name: Name of the array.
-        ocdbt: Whether `root` is a database.
+        ocdbt: True if `root` is a database.
         encoding: Encoding of the chunks.
         digests: File of the database -> digest; empty if not recorded.
     """
