@@ -77,7 +77,7 @@ def open_one(stored: StoredLeaf) -> ts.TensorStore:
         )
         _check_form(stored.info, store)
     except errors.StoreError:
-        raise  # nothing is wrong with the leaf
+        raise  # the leaf itself may be intact
     except (ValueError, OSError) as error:
         faults = read_faults.Faults()
         faults.add(stored.info.path, error)
@@ -158,7 +158,7 @@ def _read_batch(
                 _state.dtypes.check_bools(array)
             blocks.append((work.job, shards.cut(work.reads, arrays)))
         except errors.StoreError:
-            raise  # nothing is wrong with the leaf
+            raise  # the leaf itself may be intact
         except (ValueError, OSError, MemoryError) as error:
             faults.add(work.job.wanted.path, error)
     return blocks
@@ -237,7 +237,7 @@ def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> 
             stored.raw, stored.info, regions, databases, verify=options.verify
         )
     except errors.StoreError:
-        raise  # nothing is wrong with the leaf
+        raise  # the leaf itself may be intact
     except (ValueError, OSError) as error:
         return read_raw.failed(error)
     except MemoryError:
@@ -276,7 +276,7 @@ def _from_store(
 
 
 def _is_cast_by_tensorstore(job: ReadJob) -> bool:
-    """Returns True for floats; other casts in memory detect overflow."""
+    """Returns True for floats but not numbers: casts in memory detect overflow."""
     if job.wanted.is_python_number or job.found.is_python_number:
         return False
     wanted, found = job.wanted.dtype or "", job.found.dtype or ""

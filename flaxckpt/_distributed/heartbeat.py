@@ -1,6 +1,6 @@
 """Heartbeats of the processes of a job.
 
-Each process sends heartbeats on a thread of its own, from the time a run is opened or
+Each process sends heartbeats on a separate thread, from the time a run is opened or
 the first joint operation begins.
 """
 
@@ -29,7 +29,7 @@ _KEY = "flaxckpt/beat"
 class Beats:
     """Sends the heartbeats of this process, and monitors other processes.
 
-    Process 0 monitors all processes; the others monitor process 0.
+    Process 0 monitors all processes; other processes monitor process 0.
 
     Args:
         texts: Key-value store for the heartbeats.

@@ -19,7 +19,7 @@ class Texts(Protocol):
     """Key-value store of short texts, shared by all processes."""
 
     def set(self, key: str, text: str) -> None:
-        """Sets a text, or replaces it."""
+        """Sets or replaces a text."""
         ...
 
     def get(self, key: str, timeout_secs: float) -> str:

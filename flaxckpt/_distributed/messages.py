@@ -44,7 +44,7 @@ class Failure(NamedTuple):
 
 
 class ApartError(Exception):
-    """Some processes have not reached a stage.
+    """Processes have failed to reach a stage.
 
     Attributes:
         failures: Known failures of these processes.

@@ -1,4 +1,4 @@
-"""Operations of several processes that succeed or fail for all of them.
+"""Operations of several processes, which succeed or fail in all processes.
 
 Each process reports to process 0, and process 0 announces the result to all processes.
 Messages are short texts in jax's coordination service or in files of a shared
@@ -380,7 +380,7 @@ def group(directory: Path) -> ProcessGroup | None:
 
 
 def attend(directory: Path) -> None:
-    """Starts heartbeats, so that the loss of a process is noticed from now on.
+    """Starts heartbeats, to notice the loss of a process from now on.
 
     Waits for no process. Without the coordination service, heartbeats start with the
     first operation.

@@ -260,7 +260,7 @@ class Checkpointer:
             self.wait()
 
     def wait_for_uploads(self, timeout_secs: float | None = None) -> None:
-        """Waits until all steps in `staging` are uploaded.
+        """Waits until no uploads from `staging` are pending.
 
         Retries failed uploads once. `close` does the same.
 

@@ -269,7 +269,7 @@ class RunSteps:
         return self.retention.explain()
 
     def prune(self) -> tuple[int, ...]:
-        """Deletes the steps that no policy keeps, and returns them.
+        """Deletes the steps that no policy keeps; returns the deleted steps.
 
         Raises:
             SaveFailedError: The newest step is damaged.

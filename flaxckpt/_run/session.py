@@ -17,7 +17,7 @@ _MOST_SAVES_BY_SINKS = 8
 
 
 class Trainer(Protocol):
-    """A training loop that a `Checkpointer` calls when it is closed."""
+    """A training loop, called when its `Checkpointer` closes."""
 
     def before_close(self) -> None:
         """Saves the last step, if not yet saved."""
@@ -49,7 +49,7 @@ class Session:
     Attributes:
         run: The steps of the run.
         saves: The saves of the run.
-        trainers: The loops called when the checkpointer is closed.
+        trainers: The loops called when the checkpointer closes.
     """
 
     def __init__(

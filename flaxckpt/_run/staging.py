@@ -231,7 +231,7 @@ class StagedSteps(run_steps.RunSteps):
         ]
 
     def path(self, step: int) -> Path:
-        """Returns the path of a step, in staging if the step there is current.
+        """Returns the path of a step, preferring a current step in staging.
 
         With the run directory out of reach, the step in staging counts as current.
         """
@@ -262,7 +262,7 @@ class StagedSteps(run_steps.RunSteps):
         return found
 
     def tier(self, path: Path) -> run_steps.Tier:
-        """Returns the directory that a step is in."""
+        """Returns the tier of a step: staging or the run directory."""
         return "staging" if path.parent == self.saves_in else "directory"
 
     def metrics(self, path: Path) -> dict[str, float]:

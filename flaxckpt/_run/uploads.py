@@ -205,7 +205,7 @@ class Uploads:
         return errors.SaveFailedError("\n".join([*told[:4], *more, stay, *helps]))
 
     def _begin(self) -> _Turn:
-        """Starts the upload thread unless it is running; returns its run."""
+        """Starts the upload thread unless running; returns the current run."""
         with self._guard.get():
             if self._turn is not None and not self._turn.is_over:
                 return self._turn
@@ -374,7 +374,7 @@ class Uploads:
     def _unmark(
         self, path: Path, mark: _steps.markers.Waiting
     ) -> _steps.markers.Waiting | None:
-        """Removes the upload marker unless it has changed since it was read.
+        """Removes the upload marker unless changed since its last read.
 
         Returns:
             None, or the current marker.

@@ -21,7 +21,7 @@ _MAX_PARTS = 2**20
 
 
 def check(metadata: Mapping[str, Any], chunk_shape: Sequence[int]) -> None:
-    """Checks that the codecs of an array are supported.
+    """Raises an error for unsupported codecs of an array.
 
     Args:
         metadata: A `zarr.json` or a `.zarray`.

@@ -28,7 +28,7 @@ METADATA = "zarr.json"
 CODECS = ("none", "compact", "zstd")
 
 COMPRESSED_FROM = 4096
-"""Smallest size in bytes of compressed arrays; less would gain nothing."""
+"""Size in bytes below which arrays are not compressed."""
 
 _NEVER_RAW = frozenset(("int2", "int4", "float4_e2m1fn"))
 """Types of less than a byte, with different bits in memory and on disk."""

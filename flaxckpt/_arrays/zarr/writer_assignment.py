@@ -160,7 +160,7 @@ def _choices(task: Task, place: Place) -> _Choices:
 
 
 def _shape_that_counts(task: Task) -> Shape:
-    """Returns () if the shape does not matter, so that caches are shared."""
+    """Returns the shape as a cache key, or () for named shardings."""
     return () if isinstance(task.sharding, NamedSharding) else task.shape
 
 
