@@ -64,7 +64,7 @@ class Beats:
             self._thread = threading.Thread(
                 target=self._run, name="flaxckpt beat", daemon=True
             )
-        with contextlib.suppress(RuntimeError):  # losses go unnoticed
+        with contextlib.suppress(RuntimeError):  # no thread: losses go unnoticed
             self._thread.start()
 
     def _run(self) -> None:

@@ -1,6 +1,6 @@
 """Key-value store of short texts for all processes of a job, kept in files.
 
-`_util.processes` has the same interface on jax's coordination service.
+`_util.processes.Service` has the same interface on jax's coordination service.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ class Checkpointer:
             step and pinned steps always stay. Without policies, only temporary steps
             are deleted.
         keep_dataset: Policies for the states of dataset iterators. A step that stays
-            loses its dataset state if no policy keeps it. Without policies, dataset
-            states stay as long as their steps.
+            loses its dataset state if none of these policies keeps the step. Without
+            policies, dataset states stay as long as their steps.
         metrics_from: Returns metrics measured elsewhere, step -> name -> number; called
             whenever steps are ranked. Metrics stored with a step take precedence.
         layout: Chunks and encoding of arrays.
@@ -489,13 +489,14 @@ class Checkpointer:
                 edit.add_metrics(path, metrics)
 
     def explain(self) -> dict[int, list[str]]:
-        """Returns the reasons for keeping each step, oldest first; empty: deleted.
+        """Returns the reasons for keeping each step, oldest first.
 
-        The reasons come from `policies.decide`. Further reasons are "metrics damaged",
-        for a step that may be the best but has unreadable metrics; "dataset let go",
-        for a step without its dataset state; and "damaged: …", see `damaged`. With a
-        staging directory, "staging: …" is a reason for keeping the step there, and
-        "staging: not uploaded" means a pending upload.
+        `prune` deletes steps without reasons. The reasons come from `policies.decide`.
+        Further reasons are "metrics damaged", for a step that may be the best but has
+        unreadable metrics; "dataset let go", for a step without its dataset state; and
+        "damaged: …", see `damaged`. With a staging directory, "staging: …" is a reason
+        for keeping the step there, and "staging: not uploaded" means a pending
+        upload.
         """
         found = self._run.explain()
         found |= {step: [f"damaged: {why}"] for step, why in self.damaged().items()}
@@ -510,7 +511,7 @@ class Checkpointer:
             dry_run: True to only return the steps, those without reasons in `explain`.
 
         Returns:
-            The deleted steps.
+            The deleted steps, or the steps to delete with `dry_run`.
 
         Raises:
             SaveFailedError: The newest step is damaged or unreadable; older steps stay.

@@ -106,7 +106,10 @@ class Retention:
         return bool(self._decided(self.rules.keep, both).get(step))
 
     def explain(self) -> dict[int, list[str]]:
-        """Returns the reasons for keeping each step, oldest first; empty: deleted."""
+        """Returns the reasons for keeping each step, oldest first.
+
+        Steps without reasons are to be deleted.
+        """
         return self._explained(self.steps.found())
 
     def _decided(

@@ -265,7 +265,10 @@ class RunSteps:
         return deleted
 
     def explain(self) -> dict[int, list[str]]:
-        """Returns the reasons for keeping each step, oldest first; empty: deleted."""
+        """Returns the reasons for keeping each step, oldest first.
+
+        Steps without reasons are to be deleted.
+        """
         return self.retention.explain()
 
     def prune(self) -> tuple[int, ...]:

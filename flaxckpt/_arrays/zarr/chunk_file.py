@@ -1,6 +1,6 @@
 """Chunk files: a block of bytes in a file, optionally followed by a checksum.
 
-The format of an uncompressed chunk in zarr 3. Blocks are written without a copy, read
+Such a file is an uncompressed chunk of zarr 3. Blocks are written without a copy, read
 into the caller's memory, or mapped.
 """
 

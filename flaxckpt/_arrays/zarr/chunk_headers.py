@@ -20,7 +20,7 @@ from flaxckpt import _state, _storage
 from flaxckpt._arrays.zarr import metadata
 
 _LONG_BYTES = 64 * 2**20
-"""Limit up to which the size of chunks is not checked."""
+"""Decoded size up to which the ratio below is not checked."""
 
 _BEST_RATIO = {"gzip": 1100, "zlib": 1100, "zstd": 2**16, "blosc": 2**16}
 """Codec -> maximal ratio of decoded to stored size of a chunk; none for bz2."""

@@ -1,4 +1,4 @@
-"""Location of a raw array: chunks of plain values and a checksum."""
+"""Location of a raw array, with chunks of plain values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flaxckpt._arrays.zarr import metadata
 
 
 class RawArray(NamedTuple):
-    """A raw array: each chunk consists of plain values and their checksum.
+    """An array with chunks of plain values, optionally followed by a checksum.
 
     Attributes:
         root: The directory or database with the arrays.
