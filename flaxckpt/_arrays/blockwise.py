@@ -76,7 +76,7 @@ class Piece(NamedTuple):
 
 
 def cut(leaf: Leaf, *, chunk_shape: Shape | None, max_bytes: int) -> list[Piece]:
-    """Cuts a leaf into pieces of at most `max_bytes`, if its chunks allow that.
+    """Cuts a leaf into pieces of at most `max_bytes`, if chunks allow.
 
     Args:
         leaf: An array, a number or PRNG keys.

@@ -1,4 +1,4 @@
-"""Restores of the steps of a run; mark damaged steps."""
+"""Restores steps of a run, and marks damaged steps."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class Restores:
         """Raises an error if a step newer than `newest` has a damage marker.
 
         Raises:
-            DamagedCheckpointError: `marked` has steps.
+            DamagedCheckpointError: A newer step is marked as damaged.
         """
         if marked:
             raise errors.DamagedCheckpointError(

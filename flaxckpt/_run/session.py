@@ -148,8 +148,8 @@ class Session:
     def settle(self) -> None:
         """Waits for the save in progress, and for saves begun by sinks meanwhile.
 
-        A sink that begins a save at each event would never end: after 8 saves, sinks
-        are no longer called.
+        A sink that begins a save at each event would go on forever: after 8 saves,
+        sinks are no longer called.
 
         Raises:
             CheckpointError: A save failed.

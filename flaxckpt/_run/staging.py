@@ -266,7 +266,7 @@ class StagedSteps(run_steps.RunSteps):
         return "staging" if path.parent == self.saves_in else "directory"
 
     def metrics(self, path: Path) -> dict[str, float]:
-        """Returns the metrics of a step, from both directories for the same step."""
+        """Returns the metrics of a step, merged if both directories have the step."""
         found = self._near.metrics(path)
         is_near = self.tier(path) == "staging"
         if is_near and not _steps.markers.is_settled(path) and self._is_another(path):
