@@ -1,8 +1,8 @@
-"""Leaves cut into pieces that fit into memory, and the values of these.
+"""Reads leaves in pieces of bounded size.
 
-A piece is some whole rows of an array, or a part of one row, so one run of bytes in C
-order, unless chunks must stay whole. Whole arrays are read as a restore reads them;
-parts come through TensorStore. Both are verified.
+A piece is a few whole rows of an array, or a part of a row: a contiguous run of bytes
+in C order, unless chunks must stay whole. Whole arrays are read as in a restore, parts
+through TensorStore. Both are verified.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from flaxckpt._types import LeafPath, Shape
 
 
 class Piece(NamedTuple):
-    """Some of the values of a leaf.
+    """A part of the values of a leaf.
 
     Attributes:
-        leaf: Whose they are.
-        region: Where they lie in the array as it is stored.
+        leaf: The leaf.
+        region: Region in the stored array.
     """
 
     leaf: Leaf
@@ -39,12 +39,12 @@ class Piece(NamedTuple):
 
     @property
     def path(self) -> LeafPath:
-        """The leaf's path."""
+        """Leaf path."""
         return self.leaf.info.path
 
     @property
     def name(self) -> str:
-        """Tells it from all other pieces of a checkpoint; one line of text."""
+        """Unique name among the pieces of a checkpoint, a single line of text."""
         bounds = ",".join(f"{start}:{stop}" for start, stop in self.region)
         return (
             f"{self.path.encode('unicode_escape', 'surrogatepass').decode()} {bounds}"
@@ -52,22 +52,22 @@ class Piece(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the whole leaf."""
+        """True if the piece is the whole leaf."""
         return self.region == metadata.whole(layout.stored_form(self.leaf.info)[0])
 
     @property
     def nbytes(self) -> int:
-        """The size of its values, in memory."""
+        """Size of the values in memory, in bytes."""
         return math.prod(metadata.extent(self.region)) * self.itemsize
 
     @property
     def itemsize(self) -> int:
-        """The size of one of its elements in bytes, in memory."""
+        """Size of an element in memory, in bytes."""
         return _state.dtypes.to_numpy(self.leaf.info.dtype or "").itemsize
 
     @property
     def start(self) -> int:
-        """How many bytes of the array, in C order, come before it."""
+        """Bytes of the array before the piece, in C order."""
         shape = layout.stored_form(self.leaf.info)[0]
         element = 0
         for (start, _), size in zip(self.region, shape, strict=True):
@@ -76,12 +76,12 @@ class Piece(NamedTuple):
 
 
 def cut(leaf: Leaf, *, chunk_shape: Shape | None, max_bytes: int) -> list[Piece]:
-    """Cuts a leaf into pieces of at most `max_bytes`, if its chunks allow that.
+    """Cuts a leaf into pieces of at most `max_bytes`, if chunks allow.
 
     Args:
         leaf: An array, a number or PRNG keys.
-        chunk_shape: What must not be cut: the chunks it is written in. None: nothing.
-        max_bytes: Upper bound on the values of a piece, as they are read and written.
+        chunk_shape: Shape of the written chunks, which stay whole; None for no chunks.
+        max_bytes: Upper bound on the size of a piece, both as read and as written.
     """
     shape = layout.stored_form(leaf.info)[0]
     whole = Piece(leaf, metadata.whole(shape))
@@ -97,13 +97,13 @@ def cut(leaf: Leaf, *, chunk_shape: Shape | None, max_bytes: int) -> list[Piece]
 
 
 class _Cuts(NamedTuple):
-    """How an array is cut.
+    """Parameters for cutting an array.
 
     Attributes:
-        shape: Of the array.
-        chunk_shape: What must not be cut; None: nothing.
-        read_chunk: What is read at once; None: single elements.
-        size: Of the array, in bytes.
+        shape: Shape of the array.
+        chunk_shape: Shape of chunks that stay whole; None for no chunks.
+        read_chunk: Shape of chunks that are read at once; None for single elements.
+        size: Size of the array, in bytes.
         max_bytes: Upper bound on a piece.
     """
 
@@ -115,10 +115,10 @@ class _Cuts(NamedTuple):
 
 
 def _regions(cuts: _Cuts, outer: Region) -> Iterator[Region]:
-    """Regions with the bounds `outer` along the first axes, in C order.
+    """Yields regions with the bounds `outer` along the first axes, in C order.
 
-    What is cut along an axis is one row along all those before it, or one row of
-    chunks.
+    A region cut along an axis has a single row, or row of chunks, along the axes
+    before.
     """
     shape, axis = cuts.shape, len(outer)
     rest = shape[axis:]
@@ -134,7 +134,7 @@ def _regions(cuts: _Cuts, outer: Region) -> Iterator[Region]:
             yield from _regions(cuts, (*outer, (start, min(start + step, rest[0]))))
         return
     if cuts.read_chunk:
-        # Else the chunk that two pieces reach into would be read twice.
+        # Otherwise a chunk shared by two pieces would be read twice.
         both = math.lcm(step, cuts.read_chunk[axis])
         step = both if both * row_bytes <= cuts.max_bytes else step
     step *= max(1, cuts.max_bytes // (row_bytes * step))
@@ -144,9 +144,9 @@ def _regions(cuts: _Cuts, outer: Region) -> Iterator[Region]:
 
 
 def batches(pieces: Iterable[Piece], max_bytes: int) -> Iterator[list[Piece]]:
-    """Pieces that are read together: of at most `max_bytes`, or a single one.
+    """Yields batches of at most `max_bytes`, or of a single larger piece.
 
-    Leaves that are computed of the same sources stay together, so that these are read
+    Leaves computed from the same sources stay together, so that sources are read
     once.
     """
     groups: dict[object, list[Piece]] = {}
@@ -160,11 +160,11 @@ def batches(pieces: Iterable[Piece], max_bytes: int) -> Iterator[list[Piece]]:
 
 
 def read(pieces: Sequence[Piece], *, max_bytes: int) -> list[Array]:
-    """Reads the values of pieces, in the types that their leaves shall have.
+    """Reads the values of pieces, converted to the types of their leaves.
 
     Args:
-        pieces: What to read.
-        max_bytes: What may be on its way at one time.
+        pieces: The pieces to read.
+        max_bytes: Bytes in transfer at a time.
 
     Raises:
         DamagedCheckpointError: Values are missing or fail their checksum. All leaves
@@ -201,7 +201,7 @@ def _whole(pieces: Sequence[Piece], max_bytes: int) -> list[Array]:
 
 
 def _as_numpy(info: LeafInfo, path: LeafPath) -> LeafInfo:
-    """What is stored, as it is stored but for types that only stand for others."""
+    """Returns a request for a stored leaf as a plain numpy array in storage shape."""
     return dataclasses.replace(
         info,
         path=path,
@@ -242,7 +242,7 @@ def _parts(pieces: Sequence[Piece]) -> list[Array]:
 def _begun(
     pieces: Sequence[Piece], context: ts.Context, faults: read_faults.Faults
 ) -> list[Any]:
-    """For each piece its values, the future of these, or None, with a fault noted."""
+    """Returns, for each piece, values, a future, or None with a recorded fault."""
     opened: dict[LeafPath, ts.TensorStore] = {}
     begun: list[Any] = []
     for piece in pieces:
@@ -281,7 +281,7 @@ def _given_part(piece: Piece) -> Array:
 
 
 def _given(leaf: Leaf) -> Array:
-    """The value of a leaf that is stored nowhere yet."""
+    """Returns the value of a leaf held in memory."""
     return _as_array(leaf.source, leaf.info)
 
 
@@ -294,7 +294,7 @@ def _converted(array: Array, info: LeafInfo) -> Array:
 
 
 def _made(leaves: Sequence[Leaf], max_bytes: int) -> list[Array]:
-    """The values of leaves that are made of others."""
+    """Returns the values of leaves computed from other leaves."""
     if not leaves:
         return []
     wanted = [

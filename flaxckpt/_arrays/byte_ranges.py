@@ -20,7 +20,7 @@ from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._types import Shape
 
 _PART_BYTES = 8 * 2**20
-"""What is read at once: enough for a disk, and several at a time for several cores."""
+"""Bytes per read: large enough for a disk, small enough for several cores."""
 
 
 class Span(NamedTuple):
@@ -35,7 +35,7 @@ class Span(NamedTuple):
             `offset` is then unused.
         identity: Identity of the file when its header was read (see `Stamp`); a file
             changed since then is not read.
-        is_big_endian: Whether elements are big endian instead of little endian.
+        is_big_endian: True if elements are big endian instead of little endian.
     """
 
     file: Path
@@ -48,7 +48,7 @@ class Span(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size of all elements."""
+        """Size of all elements, in bytes."""
         return math.prod(self.shape) * self.itemsize
 
     @property
@@ -74,7 +74,7 @@ def opened(spans: Sequence[Span], context: ts.Context) -> ts.Future[ts.TensorSto
 
 def _opened(span: Span, context: ts.Context) -> ts.TensorStore:
     def read(domain: ts.IndexDomain, target: Array, _: Any) -> None:
-        # Some whole rows of the array, or a part of one row: always few runs of bytes.
+        # A few whole rows of the array, or a part of a row: few runs of bytes.
         outer = _outer_axes(span.shape, domain.shape)
         with _storage.local.opened(span.file) as file:
             found = _storage.local.identity(os.fstat(file.fileno()))

@@ -46,7 +46,7 @@ def _stored_name(array: HostArray) -> str:
     return name
 
 
-# ---- chunks -------------------------------------------------------------------------
+# ---- chunks ----------------------------------------------------------------------
 
 
 class ChunkToWrite(NamedTuple):
@@ -77,7 +77,7 @@ class ChunkToWrite(NamedTuple):
         return math.prod(zarr_metadata.extent(self.bounds)) * itemsize
 
     def has_to_be_copied(self) -> bool:
-        """Whether writing needs a copy of the values in storage layout."""
+        """Returns True if writing needs a copy of the values in storage layout."""
         data = self._data()
         return not (
             data.dtype.name == self.array.dtype
@@ -97,7 +97,7 @@ class ChunkToWrite(NamedTuple):
         data = _state.dtypes.to_stored(_state.dtypes.convert(self._data(), array.dtype))
         missing = self.size - data.nbytes
         if missing and data.shape[1:] != array.chunk_shape[1:]:
-            # The chunk sticks out of the array along another axis than the first.
+            # The chunk extends beyond the array along an axis after the first.
             padded = np.zeros(array.chunk_shape, data.dtype)
             padded[tuple(slice(size) for size in data.shape)] = data
             data, missing = padded, 0

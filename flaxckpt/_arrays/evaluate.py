@@ -21,17 +21,17 @@ from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath
 
 _AT_ONCE = 256 * 2**20
-"""Bytes that are computed at one time; what they are made of is in memory as well."""
+"""Bytes computed at a time, beside their sources in memory."""
 
 
-# ---- before a save ------------------------------------------------------------------
+# ---- before a save ---------------------------------------------------------------
 
 
 def of_state(table: LeafTable) -> LeafTable:
     """Returns the leaf table of a state with computed leaves evaluated.
 
-    Not under jit: a training loop saves again and again, and every table brings new
-    functions, while jax has the operations in them compiled already.
+    Runs without jit: a training loop saves repeatedly, each table has new functions,
+    and jax has compiled their operations already.
     """
     for leaf in table.values():
         _check_given(leaf)
@@ -100,7 +100,7 @@ def _together(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
     ]
 
 
-# ---- while a checkpoint is read -----------------------------------------------------
+# ---- during a read --------------------------------------------------
 
 
 def read(
@@ -124,7 +124,7 @@ def read(
     values: dict[LeafPath, Any] = {}
     for batch in _batches(leaves, min(options.max_concurrent_bytes, _AT_ONCE)):
         values |= _read_batch(batch, options)
-        # jax lets go of memory that is not its own only when garbage is collected.
+        # jax releases memory of others only at a garbage collection.
         gc.collect(0)
     return values
 
@@ -189,7 +189,7 @@ def _make(
     for key, (source, user) in users.items():
         if isinstance(source, StoredLeaf):
             name = source.info.path
-            if name in names:  # in another of several checkpoints
+            if name in names:  # also in another checkpoint
                 name = f"{name} of {source.root}"
             names.add(name)
             wanted = _wanted_of_source(source, user.info, name)
@@ -213,7 +213,7 @@ def _make(
     split: dict[str, Any] = {"out_shardings": shardings} if any(shardings) else {}
     with lazy.wide(is_wide):
         made = jax.jit(make, **split)(list(arrays.values()))
-        # Else the next sources are read while these are still in memory.
+        # Otherwise the next sources are read with these still in memory.
         jax.block_until_ready(made)
     for value, leaf in zip(made, leaves, strict=True):
         assert value.shape == leaf.info.shape, (leaf.info.path, value.shape)
@@ -264,7 +264,7 @@ def _alike(
     parts = list(sharding.spec) + [None] * (len(shape) - len(sharding.spec))
     if len(shape) != len(other):
         parts, shape = [None] * len(other), other
-    # Else whichever axis all devices can share, so that none holds it all.
+    # Otherwise any axis divisible by all devices: no device holds all values.
     if not any(a == b and part for part, a, b in zip(parts, shape, other, strict=True)):
         count = math.prod(sharding.mesh.shape.values())
         axis = next((i for i, n in enumerate(other) if n and n % count == 0), None)
@@ -282,7 +282,7 @@ def _alike(
 
 
 def _automatic(sharding: Sharding | None) -> Sharding | None:
-    """The same sharding, left to the compiler: no types of intermediate arrays."""
+    """Returns the sharding with automatic instead of explicit mesh axes."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     mesh = sharding.mesh

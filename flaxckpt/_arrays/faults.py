@@ -1,4 +1,4 @@
-"""Leaves that cannot be read, reported together in one error."""
+"""Collects unreadable leaves, and reports all in a single error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flaxckpt._types import LeafPath
 
 
 class Faults:
-    """Collects the reasons why leaves cannot be read."""
+    """Unreadable leaves with reasons."""
 
     def __init__(self) -> None:
         self._reasons: dict[LeafPath, str] = {}
@@ -32,7 +32,7 @@ class Faults:
     def error(
         self, root: Path | str, advice: str = "Restore another step"
     ) -> errors.DamagedCheckpointError:
-        """Returns the error that names all leaves of the checkpoint at `root`.
+        """Returns an error with all faults of the checkpoint at `root`.
 
         Its cause is a `TooLargeError` if memory was short.
         """
@@ -47,6 +47,6 @@ class Faults:
 
 
 def _first_words(error: Exception) -> str:
-    """The message of an error, without the specification that TensorStore appends."""
+    """Returns the message of an error, without TensorStore's spec."""
     text = str(error).split(" [tensorstore_spec", maxsplit=1)[0].split(" [source")[0]
     return " ".join(text.split())[:200]

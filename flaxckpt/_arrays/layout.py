@@ -20,14 +20,14 @@ from flaxckpt._state.leaf import LeafInfo, Role
 from flaxckpt._types import Shape
 
 _MIN_REPLICA_BYTES = 2**20
-"""A part of a shard smaller than this is not worth a writer and a chunk of its own."""
+"""Minimal size of a part of a shard with its own writer and chunk."""
 
 _MIN_GROUP_BYTES = 16 * 2**20
-"""The same, if some replicas have no part. Much less than a process has to write."""
+"""Minimal size of a part if some replicas have no part."""
 
 
 class Writing(NamedTuple):
-    """Division of a shard among the replicas that write it.
+    """Division of a shard among its writing replicas.
 
     Attributes:
         slices: Parts of the replicas; None if a single replica writes the shard.
@@ -46,7 +46,7 @@ class Writing(NamedTuple):
 
 
 def writing(info: LeafInfo, shape: Shape) -> Writing:
-    """Divides the shards of a leaf among the replicas that write them.
+    """Divides the shards of a leaf among the writing replicas.
 
     Args:
         info: The leaf.
@@ -109,7 +109,7 @@ def check_keys(impl: str, shape: Shape, dtype: str) -> None:
     """Checks the shape and dtype of PRNG key data of the implementation `impl`.
 
     Raises:
-        ValueError: They do not match, or jax has no implementation `impl`.
+        ValueError: Shape or dtype do not match, or jax has no implementation `impl`.
     """
     words = key_words(impl)
     if dtype != "uint32" or shape[-1:] != (words,):
@@ -145,7 +145,7 @@ def with_chunk_shape(
         chunk_shape = _chunk_shape(written, dtype, layout.chunk_bytes, written == shape)
     elif role is None:
         return info
-    # Every leaf passes here, and dataclasses.replace takes twice as long.
+    # Called for every leaf; dataclasses.replace would take twice as long.
     return LeafInfo(
         info.path,
         info.keys,
@@ -174,13 +174,13 @@ def _chunk_shape(written: Shape, dtype: str, max_bytes: int, ragged: bool) -> Sh
 
 
 def fault(info: LeafInfo) -> str | None:
-    """Returns the reason why readers would refuse the array of a leaf, or None."""
+    """Returns the reason for readers to reject the array of a leaf, or None."""
     return _fault(info.shape, info.chunk_shape or ())
 
 
 @functools.lru_cache(maxsize=4096)
 def _fault(shape: Shape, chunk_shape: Shape) -> str | None:
-    axes = len(chunk_shape)  # a PRNG key has one more than its shape
+    axes = len(chunk_shape)  # a PRNG key has an axis more than its shape
     if axes > limits.MAX_AXES:
         return f"{axes} axes, and readers take {limits.MAX_AXES}"
     if max(shape, default=0) >= limits.MAX_SIZE:
@@ -195,7 +195,7 @@ def _fault(shape: Shape, chunk_shape: Shape) -> str | None:
 
 
 def stored_bytes(info: LeafInfo) -> int:
-    """Uncompressed size of a leaf's values."""
+    """Returns the uncompressed size of a leaf's values, in bytes."""
     if info.dtype is None:
         return 0
     shape, dtype = stored_form(info)

@@ -21,7 +21,7 @@ from flaxckpt._state.leaf import Leaf, LeafInfo
 Fn: TypeAlias = Callable[..., jax.Array]
 
 _WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
-"""Types that jax makes narrower, unless it is told otherwise."""
+"""Types that jax truncates without 64-bit mode."""
 
 
 class Deriver:
@@ -37,7 +37,7 @@ class Deriver:
     def __init__(self, what: str) -> None:
         self._what = what
         self._shapes: dict[Any, Any] = {}
-        self._fns: list[Fn] = []  # kept, so that their ids stay theirs
+        self._fns: list[Fn] = []  # kept alive, so that their ids stay unique
 
     def __call__(
         self,
@@ -54,7 +54,7 @@ class Deriver:
             fn: Traced function from the values to the new value.
             base: Leaf with the path, the kind of value and the role of the new leaf; by
                 default the first of `leaves`.
-            is_wide: Whether jax may compute in 64 bits; by default if any of `leaves`
+            is_wide: True if jax may compute in 64 bits; by default if any of `leaves`
                 has 64 bits.
 
         Raises:
@@ -99,7 +99,7 @@ class _Computation:
     """Function from the sources of several leaves to a leaf.
 
     Attributes:
-        is_wide: Whether jax may compute in 64 bits.
+        is_wide: True if jax may compute in 64 bits.
     """
 
     def __init__(self, leaves: Sequence[Leaf], fn: Fn, is_wide: bool) -> None:

@@ -1,7 +1,7 @@
-"""Arrays from storage into memory, within a byte budget.
+"""Reads arrays from storage into memory, within a byte budget.
 
 Each part that a local device needs is read exactly once. Raw chunks (see
-`_arrays.zarr.metadata`) are mapped, or read straight into their place; all others come
+`_arrays.zarr.metadata`) are mapped, or read directly into place; other chunks come
 through TensorStore.
 """
 
@@ -24,18 +24,18 @@ from flaxckpt._state.leaf import LeafInfo, StoredLeaf
 from flaxckpt._types import JSON, LeafPath
 
 _DECODED_AT_ONCE = 128 * 2**20
-"""Bytes that TensorStore decodes at one time; it holds them encoded as well."""
+"""Bytes that TensorStore decodes at a time, beside the encoded bytes."""
 
 _DATABASE_VALUE_BYTES = 2**20
-"""Arrays of a database up to this size are read as values of it."""
+"""Maximal size of arrays in a database that are read as its values."""
 
 
 class ReadJob(NamedTuple):
-    """A leaf to read, and what to make of it.
+    """A leaf to read, with the form to return.
 
     Attributes:
         stored: The leaf in the checkpoint.
-        wanted: The type, sharding and kind of value that the caller gets.
+        wanted: The type, sharding and kind of the returned value.
     """
 
     stored: StoredLeaf
@@ -43,20 +43,20 @@ class ReadJob(NamedTuple):
 
     @property
     def found(self) -> LeafInfo:
-        """How it is stored."""
+        """Stored form of the leaf."""
         return self.stored.info
 
 
 class ReadOptions(NamedTuple):
-    """How to read.
+    """Options of a read.
 
     Attributes:
-        memory_map: Whether local files are mapped where that saves a copy.
-        verify: Whether raw chunks are compared with their checksums. TensorStore
-            always does that with those it reads.
-        max_concurrent_bytes: Bytes that are read, and not yet handed over, at one
-            time. A leaf larger than that is read alone.
-        report: Called with bytes, uncompressed, whenever some are read.
+        memory_map: True to map local files if possible without a copy.
+        verify: True to compare raw chunks with their checksums. TensorStore always
+            verifies its chunks.
+        max_concurrent_bytes: Bytes read, and not yet returned as arrays, at a time. A
+            larger leaf is read alone.
+        report: Called with the number of uncompressed bytes after each read.
     """
 
     memory_map: bool
@@ -66,10 +66,10 @@ class ReadOptions(NamedTuple):
 
 
 def open_one(stored: StoredLeaf) -> ts.TensorStore:
-    """Opens one stored array, read-only.
+    """Opens a stored array, read-only.
 
     Raises:
-        DamagedCheckpointError: It is not there, or is not what was recorded.
+        DamagedCheckpointError: The array is missing, or differs from its record.
     """
     try:
         store = _storage.paths.result(
@@ -77,7 +77,7 @@ def open_one(stored: StoredLeaf) -> ts.TensorStore:
         )
         _check_form(stored.info, store)
     except errors.StoreError:
-        raise  # nothing is wrong with the leaf
+        raise  # the leaf itself may be intact
     except (ValueError, OSError) as error:
         faults = read_faults.Faults()
         faults.add(stored.info.path, error)
@@ -86,7 +86,7 @@ def open_one(stored: StoredLeaf) -> ts.TensorStore:
 
 
 def bytes_here(job: ReadJob) -> int:
-    """Uncompressed bytes that this process reads for a leaf."""
+    """Returns the uncompressed bytes that this process reads for a leaf."""
     if job.found.dtype is None or job.wanted.sharding is None:
         return layout.stored_bytes(job.found)
     return shards.nbytes(
@@ -112,7 +112,7 @@ def read(jobs: Sequence[ReadJob], options: ReadOptions) -> dict[LeafPath, Any]:
     databases = read_raw.Databases(context)
     for batch in _batches(jobs, options.max_concurrent_bytes):
         blocks = _read_batch(batch, options, databases, faults)
-        while blocks:  # what has become an array is let go
+        while blocks:  # release the blocks of finished arrays
             job, parts = blocks.pop()
             try:
                 values[job.wanted.path] = to_device.assemble(
@@ -138,10 +138,10 @@ def _read_batch(
     databases: read_raw.Databases,
     faults: read_faults.Faults,
 ) -> list[tuple[ReadJob, dict[Region, Array]]]:
-    """Each leaf with what the devices need of it, all of it in memory.
+    """Reads the parts of each leaf that local devices need.
 
-    Only then arrays are made: threads that read, and those by which jax takes memory
-    over, slow each other down.
+    Arrays are made only afterwards: threads that read, and threads of jax that make
+    arrays, slow each other down.
     """
     reading = [_begin(work, options, databases) for work in batch]
     rest = [
@@ -158,14 +158,14 @@ def _read_batch(
                 _state.dtypes.check_bools(array)
             blocks.append((work.job, shards.cut(work.reads, arrays)))
         except errors.StoreError:
-            raise  # nothing is wrong with the leaf
+            raise  # the leaf itself may be intact
         except (ValueError, OSError, MemoryError) as error:
             faults.add(work.job.wanted.path, error)
     return blocks
 
 
 def _reporting(work: _Work, begun: Reading, report: Callable[[int], object]) -> int:
-    """Has the tasks report what they read; returns what is left to be reported."""
+    """Makes tasks report their bytes; returns the bytes left to report."""
     size = shards.nbytes(work.reads, layout.stored_form(work.job.found)[1])
     raw = work.job.stored.raw
     if raw is None or raw.ocdbt or not begun.tasks:
@@ -184,7 +184,7 @@ def _reported(
     report(size)
 
 
-# ---- what to read ---------------------------------------------------------------
+# ---- batches ---------------------------------------------------------------
 
 
 class _Work(NamedTuple):
@@ -192,7 +192,7 @@ class _Work(NamedTuple):
 
     Attributes:
         job: The leaf.
-        reads: What is read of it -> the regions that devices need of that.
+        reads: Region to read -> regions in it that devices need.
     """
 
     job: ReadJob
@@ -200,7 +200,7 @@ class _Work(NamedTuple):
 
 
 def _batches(jobs: Sequence[ReadJob], max_bytes: int) -> Iterator[list[_Work]]:
-    """What is read together: raw arrays, and then those that have to be decoded."""
+    """Yields batches of raw arrays, and then of arrays to decode."""
     for is_raw in (True, False):
         at_once = max_bytes if is_raw else min(max_bytes, _DECODED_AT_ONCE)
         sized = (
@@ -237,7 +237,7 @@ def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> 
             stored.raw, stored.info, regions, databases, verify=options.verify
         )
     except errors.StoreError:
-        raise  # nothing is wrong with the leaf
+        raise  # the leaf itself may be intact
     except (ValueError, OSError) as error:
         return read_raw.failed(error)
     except MemoryError:
@@ -261,7 +261,7 @@ def _from_store(
         dtype = store.dtype.numpy_dtype
         _util.memory.check(shards.nbytes(regions, layout.stored_form(job.found)[1]))
         for region in regions:
-            # Into memory that jax takes over as it is; TensorStore's own it copies.
+            # Into memory that jax uses without a copy, unlike TensorStore's own.
             target = read_raw.empty(metadata.extent(region), dtype)
             source = store[tuple(slice(*b) for b in region)]
             moved = ts.array(target).write(source[ts.d[:].translate_to[0]])
@@ -276,7 +276,7 @@ def _from_store(
 
 
 def _is_cast_by_tensorstore(job: ReadJob) -> bool:
-    """Floats are; a number that does not fit is noticed only in memory."""
+    """Returns True for floats but not numbers: casts in memory detect overflow."""
     if job.wanted.is_python_number or job.found.is_python_number:
         return False
     wanted, found = job.wanted.dtype or "", job.found.dtype or ""
@@ -315,12 +315,12 @@ def open_zarr(
     """Opens the zarr array `name` under `root`, read-only.
 
     Args:
-        context: Shared by all arrays that are read together.
-        root: The directory that holds the arrays, or the database of them.
-        name: Which array.
-        version: Of the zarr format, 2 or 3.
-        ocdbt: Whether `root` is a database.
-        strict: Whether a missing chunk is an error instead of zeros.
+        context: Shared by all arrays of a read.
+        root: The directory or the database with the arrays.
+        name: Name of the array.
+        version: Version of the zarr format, 2 or 3.
+        ocdbt: True if `root` is a database.
+        strict: True if a missing chunk is an error instead of zeros.
     """
     spec: dict[str, JSON] = {
         "driver": "zarr3" if version == 3 else "zarr",

@@ -50,7 +50,7 @@ def parted(info: LeafInfo) -> NamedSharding | None:
     spare = _spare_axes(sharding)
     split = _parts(info.shape, shard)
     for count in range(len(spare), 0, -1):
-        names = spare[:count]  # the first axes are those between processes
+        names = spare[:count]  # the first axes span processes
         parts = math.prod(sharding.mesh.shape[name] for name in names)
         if layout.stored_bytes(info) < _MIN_PART_BYTES * parts * split:
             continue
@@ -95,8 +95,8 @@ def gathered(
 ) -> dict[LeafPath, Any]:
     """Returns values with the caller's shardings, from values read in parts.
 
-    All processes must call it at the same place of the program, because devices
-    exchange the parts.
+    All processes must call this function at the same point of the program, because
+    devices exchange the parts.
 
     Args:
         values: Leaf path -> value read.

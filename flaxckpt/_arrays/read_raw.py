@@ -1,8 +1,8 @@
-"""Reading raw arrays, whose chunks are their values as they are in memory.
+"""Reads raw arrays, with chunks of plain values.
 
-From files, a chunk is mapped where that gives the array without a copy; else it is read
-straight to its place in the array, and by way of a buffer only if it lies there in
-pieces. From a database, chunks are read as values of it.
+Chunks in files are mapped if possible without a copy. Otherwise chunks are read
+directly into the array, or through a buffer if not contiguous there. Chunks in a
+database are read as its values.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import Shape
 
 _THREADS = 8
-"""Readers of files. More than cores: some wait for the disk."""
+"""Threads that read files. More than cores: some wait for the disk."""
 
 _MAPPED_FROM = 64 * 2**10
-"""Smaller arrays are read: a map takes whole pages, and one of the 65,530 maps that
-Linux lets a process have."""
+"""Size in bytes from which arrays are mapped: a map takes whole pages, and Linux allows
+65,530 maps per process."""
 
 _MAX_DIGESTED_BYTES = 2**30
 
 
 class Reading:
-    """The values of a leaf, on their way.
+    """A read of a leaf in progress.
 
     Args:
-        tasks: What is to be done first, in any order and by any thread.
-        arrays: Then gives what was asked for -> its values. It may raise, as the tasks
-            may: ValueError and OSError are told by `result`.
+        tasks: Tasks to run first, in any order and on any thread.
+        arrays: Returns the values after all tasks: region -> values. `result` raises
+            ValueError and OSError of `arrays` and of tasks.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Reading:
             self._error = self._error or _util.memory.TooLargeError()
 
     def result(self) -> Mapping[Region, Array]:
-        """What was read -> its values.
+        """Returns the values: region -> values.
 
         Raises:
-            ValueError, OSError: They are missing, or have changed.
+            ValueError, OSError: Values are missing or damaged.
         """
         if self._error is not None:
             raise self._error
@@ -76,7 +76,7 @@ class Reading:
 
 
 def failed(error: Exception) -> Reading:
-    """A reading that could not begin."""
+    """Returns a reading with an error as its result."""
 
     def fail() -> None:
         raise error
@@ -85,13 +85,13 @@ def failed(error: Exception) -> Reading:
 
 
 def run(readings: Sequence[Reading]) -> None:
-    """Does the tasks of all readings."""
+    """Runs the tasks of all readings."""
     tasks = [task for reading in readings for task in reading.tasks]
     _util.threads.each(lambda task: task(), tasks, threads=_THREADS)
 
 
 class _Form:
-    """How the values of an array lie in its chunks."""
+    """Form of an array's chunks."""
 
     def __init__(
         self,
@@ -108,15 +108,17 @@ class _Form:
         self.chunk_bytes = math.prod(chunk_shape) * self.dtype.itemsize
 
     def check_metadata(self, text: bytes) -> None:
-        """Compares the array's `zarr.json` with what was recorded of it."""
+        """Compares the array's `zarr.json` with the recorded form."""
         zarr_metadata.check_metadata(
             text, self.encoding, self.shape, self.stored, self.chunk_shape
         )
 
     def values(self, content: Bytes, region: Region) -> Array:
-        """What `content`, a run of chunks along the first axis, has of `region`.
+        """Returns the values of `region` in `content`.
 
-        The run begins at the chunk that the region begins in.
+        Args:
+            content: Chunks along the first axis, from the first chunk of `region` on.
+            region: Region of the array.
         """
         if not self.shape:
             return content.view(self.dtype).reshape(())
@@ -128,7 +130,7 @@ class _Form:
         return rows[tuple(inner)]
 
     def is_run(self, chunks: int) -> bool:
-        """Whether so many chunks, one after another, are one piece of the array."""
+        """Returns True if adjacent chunks form a contiguous part of the array."""
         if chunks == 1:
             return True
         return self.chunk_shape[1:] == self.shape[1:] and chunk_file.can_join(
@@ -136,7 +138,7 @@ class _Form:
         )
 
 
-@functools.lru_cache(maxsize=1024)  # most arrays are like others
+@functools.lru_cache(maxsize=1024)  # many arrays are alike
 def _form(
     encoding: zarr_metadata.Encoding, shape: Shape, stored: str, chunk_shape: Shape
 ) -> _Form:
@@ -203,7 +205,7 @@ def from_files(
 
 
 def _map(form: _Form, blocks: Sequence[Block]) -> Bytes | None:
-    """Chunks mapped as one run of bytes; None if they have to be read."""
+    """Maps chunks contiguously; returns None if not possible."""
     if form.chunk_bytes < _MAPPED_FROM or not form.is_run(len(blocks)):
         return None
     try:
@@ -212,12 +214,12 @@ def _map(form: _Form, blocks: Sequence[Block]) -> Bytes | None:
         return chunk_file.mapped_as_one(blocks)
     except OSError as error:
         if error.errno in (errno.ENOMEM, errno.ENODEV):
-            return None  # no more maps, or a file system that has none
+            return None  # no more maps, or no support by the file system
         raise
 
 
 def empty(shape: Shape, dtype: np.dtype[Any]) -> Array:
-    """A new array, in memory that jax takes over as it is."""
+    """Returns an uninitialized array, in memory that jax uses without a copy."""
     memory = chunk_file.empty(math.prod(shape) * dtype.itemsize)
     return memory.view(dtype).reshape(shape)
 
@@ -225,7 +227,7 @@ def empty(shape: Shape, dtype: np.dtype[Any]) -> Array:
 def _fill(
     form: _Form, target: Array, block: Block, bounds: Region, verify: bool
 ) -> None:
-    """Reads a chunk, and puts what it has of `bounds` into `target`."""
+    """Reads the values of `bounds` from a chunk into `target`."""
     starts_there = all(
         start % size == 0
         for (start, _), size in zip(bounds, form.chunk_shape, strict=True)
@@ -235,7 +237,7 @@ def _fill(
         and target.flags.c_contiguous
         and target.shape[1:] == form.chunk_shape[1:]
     ):
-        # The target is the beginning of the chunk; what is left is padding.
+        # The target is the start of the chunk; the rest is padding.
         memory = target.reshape(-1).view(np.uint8)
         rest = np.empty(block.size - memory.size, np.uint8)
         chunk_file.read(block, [memory.data, rest.data], verify=verify)
@@ -249,7 +251,7 @@ def _fill(
 
 
 class Databases:
-    """The databases that are read together, each opened and verified once."""
+    """Databases of a restore, each opened and verified once."""
 
     def __init__(self, context: ts.Context) -> None:
         self.context = context
@@ -257,16 +259,16 @@ class Databases:
         self._faults: dict[Path, Exception] = {}
 
     def begin(self, raw: RawArray, checkpoint: Path, *, verify: bool) -> None:
-        """Opens the database that holds an array, unless it is open already.
+        """Opens the database of an array, unless already open.
 
         Args:
             raw: The array.
-            checkpoint: What no link in the database may lead out of.
-            verify: Whether it is compared with its digests.
+            checkpoint: The directory that links in the database must not leave.
+            verify: True to compare the database with its digests.
 
         Raises:
-            ValueError, OSError: It leads elsewhere, has changed since it was written,
-                or is missing.
+            ValueError, OSError: The database has a link to the outside, has changed
+                since it was written, or is missing.
         """
         if raw.root not in self._opened and raw.root not in self._faults:
             try:
@@ -276,10 +278,11 @@ class Databases:
         self.open(raw, verify=verify)
 
     def open(self, raw: RawArray, *, verify: bool) -> ts.KvStore:
-        """The database that holds an array.
+        """Returns the opened database of an array.
 
         Raises:
-            ValueError, OSError: It has changed since it was written, or is missing.
+            ValueError, OSError: The database has changed since it was written, or is
+                missing.
         """
         _storage.client.use_threads()
         root = raw.root
@@ -325,7 +328,7 @@ def from_database(
     """Reads `regions` of an array from a database."""
     form = _form_of(raw, info)
     values = databases.open(raw, verify=verify)
-    verify = verify and not raw.digests  # or all of it is verified already
+    verify = verify and not raw.digests  # digests cover the whole database
     metadata = (
         values.read(zarr_metadata.database_key(raw.name, zarr_metadata.METADATA))
         if verify
@@ -378,7 +381,7 @@ def _value(key: str, found: ts.KvStore.ReadResult) -> bytes:
 
 
 def _content(form: _Form, key: str, value: bytes, verify: bool) -> Bytes:
-    """The values of a chunk, less its checksum."""
+    """Returns the values of a chunk, without the checksum."""
     content = np.frombuffer(value, np.uint8)
     size = form.chunk_bytes + chunk_file.CHECKSUM_BYTES * form.encoding.checksum
     if len(content) != size:

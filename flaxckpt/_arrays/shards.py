@@ -34,7 +34,7 @@ def to_read(found: LeafInfo, wanted: LeafInfo) -> dict[Region, list[Region]]:
         return {whole: [whole]}
     indices = sharding.addressable_devices_indices_map(shape).values()
     if not indices:
-        return {}  # other processes have it all
+        return {}  # other processes have all parts
     regions = list(
         dict.fromkeys(metadata.region_of(index or (), shape) for index in indices)
     )
@@ -69,6 +69,6 @@ def cut(
 
 
 def nbytes(regions: Iterable[Region], dtype: str) -> int:
-    """Uncompressed size of regions of an array, in bytes."""
+    """Returns the uncompressed size of regions of an array, in bytes."""
     elements = sum(math.prod(b - a for a, b in region) for region in regions)
     return elements * _state.dtypes.item_bits(dtype) // 8

@@ -17,7 +17,7 @@ from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import Shape
 
 _COPIED_BELOW = 2**16
-"""Bytes below which jax copies an array faster than it takes its memory over."""
+"""Bytes below which a copy is faster for jax than sharing memory."""
 
 
 def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) -> Any:
@@ -38,7 +38,7 @@ def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) 
         [data] = blocks.values()
         return _keys(data, wanted)
     dtype = wanted.dtype or ""
-    # A Python number has no width: whether it fits is seen only now.
+    # A Python number has no width: check the range now.
     is_number = wanted.is_python_number or found.is_python_number
     typed = {
         region: _as_dtype(_values(block, found.dtype or "", dtype), dtype, is_number)
@@ -124,7 +124,7 @@ def _to_devices(blocks: Mapping[Region, Array], wanted: LeafInfo) -> jax.Array:
 def place(value: Any, wanted: LeafInfo) -> Any:
     """Places a computed leaf on the caller's devices, in the caller's type."""
     if wanted.python_type != "jax.Array":
-        # A copy, because a view of jax's could not be written to.
+        # A copy: a view of jax's memory would be read-only.
         array = _state.dtypes.convert(np.array(value), wanted.dtype or "")
         if wanted.python_type == "numpy.generic":
             return array[()]
@@ -132,7 +132,7 @@ def place(value: Any, wanted: LeafInfo) -> Any:
     if wanted.sharding is not None:
         value = _put_computed(value, wanted.sharding)
     elif wanted.kind == "array" and value.committed:
-        # Tied to a device, unlike what is restored.
+        # Committed to a device, unlike restored arrays.
         value = _put(np.asarray(value), None)
     return _weak(value, wanted.sharding) if wanted.weak_type else value
 
@@ -140,7 +140,7 @@ def place(value: Any, wanted: LeafInfo) -> Any:
 def _put_computed(value: jax.Array, sharding: Sharding) -> jax.Array:
     if sharding.is_fully_addressable or not value.is_fully_addressable:
         return _put(value, sharding)
-    # All processes have computed it: to put it there, jax would compare them all.
+    # All processes have the value; device_put would compare it across processes.
     array = np.asarray(value)
     return jax.make_array_from_callback(value.shape, sharding, lambda i: array[i])
 
@@ -178,8 +178,8 @@ def _weak(array: jax.Array, sharding: Sharding | None) -> jax.Array:
 def _weakening(shape: Shape, dtype: np.dtype[Any], sharding: Sharding | None) -> Any:
     """Compiles a function that returns its argument as a weakly typed array.
 
-    A compiled function takes arguments that differ from its own in weakness only. On
-    devices of several processes, all of them call it.
+    A compiled function accepts arguments that differ only in weakness. On devices of
+    several processes, all processes must call the function.
     """
     weak = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=True)
     lowered = jax.jit(lambda array: array, out_shardings=sharding).lower(weak)

@@ -31,9 +31,9 @@ class HostShard(NamedTuple):
     """A part of an array that this process writes.
 
     Attributes:
-        region: Where it lies in the whole array.
-        data: Its values, in the type that they have in memory. Never written again; a
-            jax array is in host memory, or on its way there.
+        region: Region in the whole array.
+        data: The values, in the type in memory. Never modified; a jax array is in host
+            memory, or being transferred there.
     """
 
     region: Region
@@ -41,15 +41,15 @@ class HostShard(NamedTuple):
 
 
 class HostArray(NamedTuple):
-    """An array as it was at the call of `save`, safe from whatever happens to it.
+    """A snapshot of an array at the call of `save`, safe from later changes.
 
     Attributes:
-        name: What the checkpoint calls it.
-        shape: Of the whole array, as stored.
-        dtype: Name of the type to save, which the values get while they are written.
-        chunk_shape: Extent of the stored chunks.
+        name: Name in the checkpoint.
+        shape: Stored shape of the whole array.
+        dtype: Name of the type to save; values are converted while written.
+        chunk_shape: Shape of the stored chunks.
         shards: The parts that this process writes; none for an array of size 0.
-        source: The jax array that it was taken from, if that cannot change.
+        source: The jax array of the snapshot; None for mutable sources.
     """
 
     name: str
@@ -61,30 +61,30 @@ class HostArray(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that this process writes, in memory."""
+        """Bytes in memory of the parts that this process writes."""
         return sum([shard.data.nbytes for shard in self.shards])
 
 
 Named: TypeAlias = tuple[str, Shape, Leaf]
-"""A leaf with what it is called on disk, and its chunk shape."""
+"""Name on disk, chunk shape and leaf."""
 
 
 def to_host(
     leaves: Sequence[Named], places: Mapping[str, int] = MappingProxyType({})
 ) -> list[HostArray]:
-    """Returns snapshots of the present values of `leaves`.
+    """Returns snapshots of the current values of `leaves`.
 
-    A jax array on the CPU is viewed, not copied: while the view lives, jax gives a
-    donated array new memory instead of overwriting it. From an accelerator the
-    values are copied, all at once; see `_from_devices`. A numpy array is copied,
-    because its owner may change it in place.
+    A jax array on the CPU is viewed, not copied: while the view exists, jax gives a
+    donated array new memory instead of overwriting the old. Arrays on accelerators are
+    copied, all at once; see `_from_devices`. A numpy array is copied, because its owner
+    may change the array in place.
 
     Args:
-        leaves: The arrays of which this process may write something.
-        places: Which replicas write, if not the first ones; see `places`.
+        leaves: Arrays with parts that this process may write.
+        places: Name -> place of the writing replicas, if not 0; see `places`.
 
     Raises:
-        UnsupportedLeafError: A leaf is abstract, or was donated or deleted already.
+        UnsupportedLeafError: A leaf is abstract, donated or deleted.
     """
     faults = {
         leaf.info.path: reason for _, _, leaf in leaves if (reason := _gone(leaf))
@@ -121,14 +121,14 @@ def to_host(
 
 
 def places(leaves: Sequence[Named], processes: int) -> dict[str, int]:
-    """Assigns replicated arrays to replicas, so that all processes write equally much.
+    """Assigns replicated arrays to replicas, to balance bytes among processes.
 
     Args:
         leaves: All arrays of a state, the same in all processes.
         processes: Number of processes.
 
     Returns:
-        Name of an array -> place of those replicas in their groups, if it is not 0; see
+        Name of an array -> place of the writing replicas in their groups, if not 0; see
         `_arrays.zarr.writer_assignment`.
     """
     tasks = tuple([_task(leaf.info) for _, _, leaf in leaves])
@@ -190,11 +190,11 @@ def _is_one_cpu(sharding: Sharding) -> bool:
 
 
 def _from_devices(arrays: Sequence[jax.Array]) -> list[Array | jax.Array]:
-    """Copies arrays from accelerators to the host, all transfers side by side.
+    """Copies arrays from accelerators to the host, all transfers concurrently.
 
-    Where the backend has pinned host memory, they are copied there, which is the
-    fastest. Such a copy is an array of its own: whoever donates the first one is kept
-    waiting by jax until it is read, and nobody has to wait here.
+    Copies to pinned host memory if the backend has any, which is fastest. Such a copy
+    is a separate jax array: this function returns immediately, and jax delays a
+    donation of the original until the transfer is done.
     """
     pinned = [_pinned(array.sharding) for array in arrays]
     if all(pinned):
@@ -209,7 +209,7 @@ def _from_devices(arrays: Sequence[jax.Array]) -> list[Array | jax.Array]:
 
 @functools.lru_cache(maxsize=1024)
 def _pinned(sharding: Sharding) -> Sharding | None:
-    """The same devices' pinned host memory; None if they have none."""
+    """Returns the sharding in pinned host memory of the same devices, or None."""
     devices: set[Any] = sharding.device_set
     for device in devices:
         if _PINNED not in {memory.kind for memory in device.addressable_memories()}:
@@ -224,27 +224,27 @@ def _is_on_cpu(sharding: Sharding) -> bool:
 
 
 class _DevicePart(NamedTuple):
-    """What this process writes of an array, still on an accelerator.
+    """A part of an array that this process writes, still on an accelerator.
 
     Attributes:
-        region: Where it lies in the whole array.
-        data: Its values.
+        region: Region in the whole array.
+        data: The values.
     """
 
     region: Region
     data: jax.Array
 
     def as_copied(self, copies: Iterator[Array | jax.Array]) -> HostShard:
-        """This part with its copy, which is the next one."""
+        """Returns this part with the next of `copies` as its values."""
         return HostShard(self.region, next(copies))
 
 
 def _sources(leaf: Leaf, place: int) -> list[HostShard | _DevicePart]:
-    """What this process writes of an array; nothing if that has no elements.
+    """Returns the parts of an array that this process writes; none for size 0.
 
     Args:
         leaf: The array.
-        place: Of the replicas that write, in their groups.
+        place: Place of the writing replicas in their groups.
     """
     value = leaf.source
     if not isinstance(value, jax.Array):
@@ -275,12 +275,12 @@ def _sources(leaf: Leaf, place: int) -> list[HostShard | _DevicePart]:
 
 
 def _number(shard: jax.Shard, shape: Shape, grid: Sequence[int]) -> int:
-    """The number of a shard in its array, the last axis fastest.
+    """Returns the number of a shard in its array, in C order.
 
     Args:
         shard: The shard.
-        shape: Of the array.
-        grid: How many shards there are along each axis.
+        shape: Shape of the array.
+        grid: Number of shards along each axis.
     """
     number = 0
     for (start, _), size, count in zip(
@@ -305,7 +305,7 @@ def _part(
         origin = region[slices.axis][0]
         bounds = (origin + start, origin + stop)
         region = (*region[: slices.axis], bounds, *region[slices.axis + 1 :])
-        # On an accelerator this cuts there, so that only this part is copied from it.
+        # On an accelerator, cut there: only this part is transferred.
         data = data[(*[slice(None)] * slices.axis, slice(start, stop))]
     if isinstance(data, jax.Array):
         return _DevicePart(region, data)

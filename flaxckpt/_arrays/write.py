@@ -1,7 +1,7 @@
-"""Arrays from host memory into storage, within a byte budget.
+"""Writes arrays from host memory into storage, within a byte budget.
 
-Raw chunks are written as they lie in memory: into files by several threads at once, or
-as values of a database. All others go through TensorStore.
+Raw chunks are written as in memory: into files by several threads, or as values of a
+database. Other chunks go through TensorStore.
 """
 
 from __future__ import annotations
@@ -27,39 +27,38 @@ from flaxckpt._arrays.zarr.metadata import Encoding
 from flaxckpt._storage import Stamp
 
 DEFAULT_CONCURRENT_BYTES = 2 * 2**30
-"""Bytes that may be between memory and storage at one time."""
+"""Default of the bytes in transfer between memory and storage at a time."""
 
 _THREADS = 8
-"""Writers of files. More than cores: most of the time they wait for the disk."""
+"""Threads that write files. More than cores: threads mostly wait for the disk."""
 
 _THREADS_OF_STORES = 32
-"""Writers of objects, which wait for the network."""
+"""Threads that write objects; threads mostly wait for the network."""
 
 _COPIES_IN_REQUESTS = 3
-"""Of an object, while it is written: ours, and those of TensorStore."""
+"""Copies of an object in memory during a write: ours, and TensorStore's."""
 
 _ENCODED_AT_ONCE = 256 * 2**20
-"""Bytes that TensorStore compresses at one time; it keeps what waits for the disk."""
+"""Bytes that TensorStore compresses at a time, and holds until written."""
 
 _SHARED_BYTES = 16 * 2**20
-"""Arrays from this size on are written by several threads, if they have many chunks."""
+"""Size in bytes from which several threads share the chunks of an array."""
 
 _DATABASE_VALUE_BYTES = 2**20
-"""Arrays up to this size become values of a database by themselves. That takes a copy,
-and less time than TensorStore's own way with an array."""
+"""Size in bytes up to which raw arrays are written to a database as values, without
+TensorStore's array driver: a copy, but less time."""
 
 
 Count: TypeAlias = Callable[[int], object]
 
 
 class Previous(NamedTuple):
-    """The arrays of an earlier checkpoint, of which some may not have changed.
+    """The arrays of an earlier checkpoint, to link unchanged files.
 
     Attributes:
-        root: The directory that holds them.
-        sources: Name -> the jax array that was saved, while anybody still has it, and
-            the type it was saved as.
-        stamp: Tells whether that checkpoint is still there; None without sources.
+        root: The directory with the arrays.
+        sources: Name -> weak reference to the saved jax array, and its saved type.
+        stamp: Stamp to detect a replaced checkpoint; None without sources.
     """
 
     root: Path
@@ -67,7 +66,7 @@ class Previous(NamedTuple):
     stamp: Stamp | None = None
 
     def is_current(self) -> bool:
-        """Whether nobody has put another checkpoint in its place."""
+        """Returns True unless another checkpoint has replaced this checkpoint."""
         return self.stamp is None or self.stamp.is_current()
 
 
@@ -86,27 +85,28 @@ def write(
 
     Args:
         root: A directory without arrays of these names.
-        arrays: What to write.
-        encoding: Of their chunks.
-        ocdbt: Into one database instead of a directory for each array.
-        previous: An earlier checkpoint on the same file system. What is equal there is
-            linked instead of written again, if each array has its own directory.
-        max_concurrent_bytes: Bytes copied or handed to TensorStore and not yet
-            written. An array larger than that is written alone.
-        count: Called with bytes of values, in memory, whenever some are through.
-        writer: Which process this is, if others write other chunks of these arrays, or
-            other arrays, to the same `root`. Process 0 describes all of them. Each
-            has a database of its own, for `_arrays.zarr.ocdbt.merge`.
+        arrays: The arrays to write.
+        encoding: Encoding of the chunks.
+        ocdbt: True to write a single database instead of a directory per array.
+        previous: An earlier checkpoint on the same file system. Equal files are linked
+            instead of written, if each array has its own directory.
+        max_concurrent_bytes: Bytes copied or passed to TensorStore and not yet written.
+            A larger array is written alone.
+        count: Called with the bytes of written values, as in memory.
+        writer: Index of this process, if other processes write other chunks or arrays
+            to the same `root`; otherwise None. Process 0 writes the metadata of all
+            arrays. Each process writes its own database, for
+            `_arrays.zarr.ocdbt.merge`.
 
     Raises:
-        OSError, ValueError: Something could not be written.
+        OSError, ValueError: An array could not be written.
     """
     context = _storage.client.context()
     if ocdbt and writer is not None:
         root = root / f"{zarr_ocdbt.PART}{writer}"
         root.mkdir()
     if ocdbt and _storage.upload.is_needed(root):
-        # One database is made of all batches, which takes memory for all of it.
+        # All batches go into a single database, held in memory.
         with _storage.upload.staged(root) as memory:
             write(
                 memory,
@@ -165,7 +165,7 @@ def _write_directories(
     _write_encoded(
         root, encoded, encoding, context, at_once, may_exist=is_shared, count=count
     )
-    # What others are still writing is not to be touched.
+    # Other processes may still be writing these files.
     if previous is not None and not is_shared:
         for array in encoded:
             _link_files(previous.root / array.name, root / array.name)
@@ -179,17 +179,17 @@ def write_parts(
     ocdbt: bool,
     max_concurrent_bytes: int = DEFAULT_CONCURRENT_BYTES,
 ) -> None:
-    """Writes parts of arrays, of which other parts may be there; or writes them again.
+    """Writes or overwrites parts of arrays that may exist.
 
     Args:
-        root: The directory that holds the arrays, or the database of them.
-        arrays: Whole chunks of each; the rest of it stays as it is.
-        encoding: Of their chunks.
-        ocdbt: Whether `root` is a database.
-        max_concurrent_bytes: Bytes handed to TensorStore and not yet written.
+        root: The directory or the database with the arrays.
+        arrays: Whole chunks of each array; other chunks stay unchanged.
+        encoding: Encoding of the chunks.
+        ocdbt: True if `root` is a database.
+        max_concurrent_bytes: Bytes passed to TensorStore and not yet written.
 
     Raises:
-        OSError, ValueError: Something could not be written.
+        OSError, ValueError: An array could not be written.
     """
     transaction = ts.Transaction(atomic=True) if ocdbt else None
     at_once = min(max_concurrent_bytes, _ENCODED_AT_ONCE)
@@ -218,11 +218,11 @@ def _write_files(
     count: Count,
     writer: int | None = None,
 ) -> None:
-    """Writes each array as a directory of chunks, several at a time."""
+    """Writes each array as a directory of chunk files, on several threads."""
     costs_requests = _storage.of(root).costs_requests
 
     def begin(array: HostArray) -> bool:
-        """Makes the directory; returns whether the earlier metadata is the same."""
+        """Makes the directory; returns True if the array is unchanged."""
         directory = root / array.name
         directory.mkdir(exist_ok=not array.name or writer is not None)
         content = chunks_to_write.metadata_text(array, encoding)
@@ -239,8 +239,8 @@ def _write_files(
         name = chunk.array.name
         new = root / name / chunk.key
         old = previous and previous.root / name / chunk.key
-        # An array of jax's may have the memory of a numpy array, which its owner may
-        # have changed since. jax does not tell, so that the checksums have to.
+        # A jax array may share memory with a numpy array that its owner has changed.
+        # jax does not report this, so compare checksums.
         is_same = is_unchanged and encoding.checksum
         link = chunk_file.link_unchanged if is_same else chunk_file.link_equal
         copies = chunk.has_to_be_copied() + _COPIES_IN_REQUESTS * costs_requests
@@ -264,12 +264,12 @@ def _write_files(
     threads = _THREADS_OF_STORES if costs_requests else _THREADS
     _util.threads.each(lambda task: task(), tasks, threads=threads)
     if previous is not None and not previous.is_current():
-        # Arrays that were saved there may have been linked from what is there now.
+        # Files of another checkpoint may have been linked.
         raise OSError(f"{previous.root} was replaced by somebody else meanwhile")
 
 
 def _is_unchanged(array: HostArray, metadata: bytes, previous: Previous) -> bool:
-    """Whether the very same jax array was saved, in the same form."""
+    """Returns True if the same jax object was saved before, in the same form."""
     source = array.source and array.source()
     known, dtype = previous.sources.get(array.name, (None, ""))
     if source is None or known is None or known() is not source:
@@ -284,7 +284,7 @@ def _is_unchanged(array: HostArray, metadata: bytes, previous: Previous) -> bool
 
 
 def _link_files(old: Path, new: Path) -> None:
-    """Replaces files of an array by links to equal ones of an earlier checkpoint."""
+    """Replaces files of an array by links to equal files of an earlier checkpoint."""
     for file in [path for path in new.iterdir() if path.is_file()]:
         link = file.with_name(file.name + ".link")
         if chunk_file.link_equal(
@@ -304,7 +304,7 @@ def _write_database(
     max_concurrent_bytes: int,
     count: Count,
 ) -> None:
-    """Writes arrays into one database, in one transaction: one data file for all."""
+    """Writes arrays into a database, in a single transaction and data file."""
     transaction = ts.Transaction(atomic=True)
     values = zarr_ocdbt.opened(root, context).with_transaction(transaction)
     large = []
@@ -337,7 +337,7 @@ def _write_encoded(
     may_exist: bool = False,
     count: Count = _util.progress.ignore,
 ) -> None:
-    """Writes arrays by TensorStore; into the transaction, if there is one."""
+    """Writes arrays by TensorStore, in the transaction if given."""
     if arrays:
         _storage.client.use_threads()
     opened = [
@@ -347,7 +347,7 @@ def _write_encoded(
                 "kvstore": zarr_metadata.kvstore(
                     root, array.name, ocdbt=transaction is not None
                 ),
-                # Stock Orbax takes a missing chunk for damage: zeros are written too.
+                # Orbax treats a missing chunk as damage, so write zeros too.
                 "store_data_equal_to_fill_value": True,
                 "metadata": chunks_to_write.metadata(array, encoding),
             },
@@ -378,7 +378,7 @@ def _write_encoded(
             write.result()
             count(size)
     finally:
-        # If one fails, the others must have ended before the caller cleans up.
+        # After a failure, wait for all writes before the caller cleans up.
         for future in (*opened, *started):
             future.exception()
 

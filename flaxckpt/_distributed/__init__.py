@@ -1,4 +1,4 @@
-"""Processes of one job: their messages, heartbeats and common operations."""
+"""Processes of a job: messages, heartbeats and joint operations."""
 
 from __future__ import annotations
 

@@ -143,8 +143,8 @@ def attempt(together: Operation | None, work: Callable[[Callable[[], object]], T
 
     Args:
         together: The joint operation; None for a single process.
-        work: The work. It calls its argument after it has read everything, before
-            the first device collective.
+        work: The work. Must call its argument after reading everything, before the
+            first device collective.
 
     Raises:
         CheckpointError: The error of this process, or the errors of other processes.

@@ -1,6 +1,6 @@
 """Heartbeats of the processes of a job.
 
-Each process sends heartbeats on a thread of its own, from the time a run is opened or
+Each process sends heartbeats on a separate thread, from the time a run is opened or
 the first joint operation begins.
 """
 
@@ -21,7 +21,7 @@ SILENT_SECS = 60.0
 after which jax ends the remaining processes, so that our error comes first."""
 
 _BEATS = 6
-"""In that time."""
+"""Number of heartbeats in `SILENT_SECS`."""
 
 _KEY = "flaxckpt/beat"
 
@@ -29,7 +29,7 @@ _KEY = "flaxckpt/beat"
 class Beats:
     """Sends the heartbeats of this process, and monitors other processes.
 
-    Process 0 monitors all processes; the others monitor process 0.
+    Process 0 monitors all processes; other processes monitor process 0.
 
     Args:
         texts: Key-value store for the heartbeats.
@@ -51,7 +51,7 @@ class Beats:
 
     def silent_secs(self, process: int) -> float:
         """Returns the seconds since the last heartbeat of a process; 0 without any."""
-        # As of when it was last listened: this process may have been held up itself.
+        # Count from the last look at heartbeats: this process may have been suspended.
         known = self._heard.get(process)
         return 0.0 if known is None else self._listened - known[1]
 
@@ -64,7 +64,7 @@ class Beats:
             self._thread = threading.Thread(
                 target=self._run, name="flaxckpt beat", daemon=True
             )
-        with contextlib.suppress(RuntimeError):  # no thread: nobody is found gone
+        with contextlib.suppress(RuntimeError):  # no thread: losses go unnoticed
             self._thread.start()
 
     def _run(self) -> None:
@@ -83,7 +83,7 @@ class Beats:
             except OSError as error:  # a file system may fail for a moment
                 _log.debug("a beat is left out: %s", error)
                 is_busy = True
-            # While there is nothing to do together, only the beats go on.
+            # Without an operation in progress, only heartbeats are sent.
             self._wake.wait(max(0.0, due - time.monotonic()))
             if is_busy:
                 time.sleep(min(1.0, every))

@@ -1,6 +1,6 @@
 """Key-value store of short texts for all processes of a job, kept in files.
 
-`_multihost.Service` has the same by jax's coordination service.
+`_util.processes.Service` has the same interface on jax's coordination service.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Texts(Protocol):
     """Key-value store of short texts, shared by all processes."""
 
     def set(self, key: str, text: str) -> None:
-        """Sets a text, or replaces it."""
+        """Sets or replaces a text."""
         ...
 
     def get(self, key: str, timeout_secs: float) -> str:
@@ -50,7 +50,7 @@ class Files:
         made.replace(path)
 
     def get(self, key: str, timeout_secs: float) -> str:
-        """Looks for a text again and again, or raises TimeoutError."""
+        """Polls for a text until the timeout, then raises TimeoutError."""
         deadline = time.monotonic() + timeout_secs
         pause = 0.002
         while True:

@@ -21,7 +21,7 @@ STOPPED = "stopped"
 """Kind of failure of a process stopped by another process's failure."""
 
 _HEARD_SECS = 5.0
-"""For those that wait to hear that one has failed."""
+"""Seconds to wait until processes confirm the end of an operation."""
 
 _AT_ONCE_SECS = 0.001
 
@@ -44,7 +44,7 @@ class Failure(NamedTuple):
 
 
 class ApartError(Exception):
-    """Some processes have not reached a stage.
+    """Processes have failed to reach a stage.
 
     Attributes:
         failures: Known failures of these processes.
@@ -76,14 +76,14 @@ class Notes:
         self._index = index
 
     def say(self, stage: str, text: str) -> None:
-        """As process 0, tells all of a stage."""
+        """Sends a message about a stage to all processes, as process 0."""
         self._texts.set(f"{self._name}/{stage}", text)
 
     def said(self, stage: str, timeout_secs: float) -> str:
         """Returns the message of process 0 about a stage.
 
         Raises:
-            TimeoutError: There is no message within the timeout.
+            TimeoutError: No message within the timeout.
         """
         return self._texts.get(f"{self._name}/{stage}", timeout_secs)
 

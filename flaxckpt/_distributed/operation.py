@@ -1,11 +1,11 @@
-"""Several processes do one thing together, and know how it ended for all of them.
+"""Operations of several processes, which succeed or fail in all processes.
 
-Each tells process 0 how it is, and process 0 tells all what has come of it. That goes
-by short texts: through jax's coordination service, or by files that all processes see.
-No device takes part, so a thread may wait here while the devices train.
+Each process reports to process 0, and process 0 announces the result to all processes.
+Messages are short texts in jax's coordination service or in files of a shared
+directory, never on devices, so a thread may wait here while the devices train.
 
-Whoever is late is named. A process is late when it has not come after so many seconds,
-and gone when it has not been heard of for a while.
+Errors name late processes. A process is late if it misses the deadline of a stage, and
+dead if its heartbeats stop.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from flaxckpt._distributed.messages import (
 _log = logging.getLogger(__name__)
 
 TIMEOUT_SECS = 600.0
-"""How long processes wait for each other, if nothing else is said."""
+"""Default of the seconds that processes wait for each other."""
 
 USES_FILES = False
-"""Whether files are used though there is the service."""
+"""True to use files even if jax has a coordination service."""
 
 _SLICE_SECS = 0.25
 _GRACE_SECS = 30.0
-"""For the others to stop when one of them has failed."""
+"""Seconds for other processes to stop after a process has failed."""
 
 _MARGIN = 2
-"""Process 0 may itself wait for somebody: the others wait so many times longer."""
+"""Factor on the timeout of other processes: process 0 may itself be waiting."""
 
 
 _LONGEST_TEXT = 1000
@@ -61,9 +61,9 @@ class ProcessGroup:
     """The processes of a job.
 
     Args:
-        texts: By which they tell each other.
-        index: This process's number.
-        count: How many there are.
+        texts: Key-value store for their messages.
+        index: Index of this process.
+        count: Number of processes.
     """
 
     def __init__(self, texts: key_value.Texts, index: int, count: int) -> None:
@@ -72,7 +72,7 @@ class ProcessGroup:
         self.count = count
         self._begun: collections.Counter[str] = collections.Counter()
         self._open: set[Operation] = set()
-        # Whose texts process 0 has still to delete, by the directory they are about.
+        # Directory -> operations whose messages process 0 deletes later.
         self._over: dict[str, list[str]] = {}
         self._beats = heartbeat.Beats(texts, index, self._look)
         self._lock = threading.Lock()
@@ -81,16 +81,18 @@ class ProcessGroup:
     def begin(
         self, kind: str, directory: Path, what: str, *, timeout_secs: float
     ) -> Operation:
-        """Begins what all processes begin, in the same order.
+        """Begins a joint operation.
+
+        All processes begin the same operations in the same order.
 
         Args:
-            kind: Such as `save`.
-            directory: Of the run: several may be worked with at a time.
-            what: For messages.
-            timeout_secs: How long to wait for those that are behind.
+            kind: Kind of the operation, such as `save`.
+            directory: Directory of the run. A job may use several runs at a time.
+            what: Description for messages.
+            timeout_secs: Seconds to wait for late processes.
 
         Raises:
-            OptionError: This is a fork of one of the processes.
+            OptionError: This process is a fork of a process of the job.
         """
         if os.getpid() != self._pid:
             raise errors.OptionError(
@@ -101,7 +103,7 @@ class ProcessGroup:
         place = hashlib.sha256(
             str(directory).encode(errors="surrogateescape")
         ).hexdigest()[:12]
-        # It counts those that fail, too: whoever fails here stays in step.
+        # Count failed operations too, so that all processes use the same numbers.
         name = f"flaxckpt/{place}/{kind}"
         with self._lock:
             number = self._begun[name]
@@ -112,12 +114,12 @@ class ProcessGroup:
         return operation
 
     def attend(self) -> None:
-        """Beats from now on, whatever begins later; a fork does not."""
+        """Starts heartbeats before the first operation; does nothing in a fork."""
         if os.getpid() == self._pid:
             self._beats.go_on()
 
     def ended(self, operation: Operation, *, all_came: bool) -> None:
-        """Forgets an operation. Its texts are deleted when all have gone on."""
+        """Forgets an operation; deletes its messages when no process needs them."""
         self._open.discard(operation)
         if self.index != 0:
             return
@@ -130,7 +132,7 @@ class ProcessGroup:
                 self.texts.delete(name)
 
     def silent_secs(self, process: int) -> float:
-        """For how long a process has not been heard of; 0 if it never was."""
+        """Returns the seconds since the last heartbeat of a process; 0 without any."""
         return self._beats.silent_secs(process)
 
     def _look(self) -> bool:
@@ -141,10 +143,10 @@ class ProcessGroup:
 
 
 class Operation:
-    """One thing that all processes do together.
+    """A joint operation of all processes.
 
-    Each stage has a name. It ends well, or with the same `ApartError` for all who can
-    still be told.
+    Each stage has a name. The operation succeeds, or fails with the same `ApartError`
+    in all processes that can be reached.
     """
 
     def __init__(
@@ -163,12 +165,12 @@ class Operation:
 
     @property
     def index(self) -> int:
-        """This process's number."""
+        """Index of this process."""
         return self._group.index
 
     @property
     def count(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         return self._group.count
 
     def __enter__(self) -> Self:
@@ -185,16 +187,16 @@ class Operation:
         self.close()
 
     def close(self) -> None:
-        """Ends it for this process."""
+        """Ends the operation for this process."""
         self._group.ended(self, all_came=self._all_came)
 
     # ---- stages ------------------------------------------------------------------
 
     def first(self, stage: str, mine: Callable[[], str]) -> str:
-        """What process 0 says, and only it makes; it waits for nobody.
+        """Returns a text made by process 0, in all processes. Process 0 does not wait.
 
         Raises:
-            ApartError: It has failed, or does not come.
+            ApartError: Process 0 has failed or is late.
         """
         if self.is_first:
             text = mine()
@@ -203,15 +205,16 @@ class Operation:
         return self._await(stage)
 
     def tell(self, stage: str, mine: str = "") -> None:
-        """Tells process 0 that this one has come so far."""
+        """Reports to process 0 that this process has reached a stage."""
         if not self.is_first:
             self._notes.tell(stage, mine)
 
     def gather(self, stage: str, mine: str = "") -> list[str]:
-        """Waits, as process 0, until all have told that they have come so far.
+        """Waits, as process 0, until all processes have reached a stage.
 
         Raises:
-            ApartError: Somebody has failed, or does not come. All are told.
+            ApartError: A process has failed or is late. All processes receive the
+                error.
         """
         found = {0: mine}
         begun = time.monotonic()
@@ -242,10 +245,10 @@ class Operation:
         return [found[process] for process in range(self.count)]
 
     def exchange(self, stage: str, mine: str = "") -> list[str]:
-        """What all say, told to all.
+        """Returns the texts of all processes, in all processes.
 
         Raises:
-            ApartError: Somebody has failed, or does not come.
+            ApartError: A process has failed or is late.
         """
         self.tell(stage, mine)
         texts: list[str] = json.loads(
@@ -254,15 +257,15 @@ class Operation:
         return texts
 
     def look(self) -> None:
-        """Looks whether somebody has failed; called again and again."""
+        """Records failures of other processes; called each second by the heartbeat."""
         if not self._seen:
             self._seen = self._notes.failures()
 
     def check(self) -> None:
-        """Ends what this process is at, if another one has failed.
+        """Raises an error if another process has failed.
 
         Raises:
-            ApartError: One has.
+            ApartError: A process has failed.
         """
         if self._seen:
             raise ApartError(self._seen)
@@ -270,12 +273,13 @@ class Operation:
     # ---- its end -----------------------------------------------------------------
 
     def fail(self, error: BaseException, *, stage: str = "") -> None:
-        """Tells the others that this one has failed; waits for nobody.
+        """Reports the failure of this process to the other processes.
 
         Args:
-            error: Why.
-            stage: As process 0, wait a while until all have come so far or have
-                stopped: what they write to may then be removed.
+            error: The failure.
+            stage: As process 0, wait up to 30 s until all processes have reached this
+                stage or have stopped: the files they write may then be removed. Without
+                a stage, waits for no process.
         """
         if self._is_over:
             return
@@ -290,7 +294,7 @@ class Operation:
             _log.debug("%s: nobody could be told: %s", self.what, lost)
 
     def outcome(self) -> ApartError:
-        """What has come of it for all, as process 0 sees it; after `fail`."""
+        """Returns the failures that process 0 announced; call after `fail`."""
         if self.is_first:
             return self._apart or ApartError(self._seen)
         try:
@@ -314,7 +318,7 @@ class Operation:
                     break
 
     def _end(self, failures: Sequence[Failure]) -> ApartError:
-        """Tells all that it has ended, and how."""
+        """Announces the end of the operation and its failures to all processes."""
         self._is_over = True
         self._apart = ApartError(failures)
         self._notes.end(self._apart)
@@ -323,7 +327,7 @@ class Operation:
     def _is_late(
         self, process: int, stage: str, begun: float, deadline: float
     ) -> str | None:
-        """What is to be said of a process that will not come; None if it still may."""
+        """Returns why a process counts as late; None if it may still come."""
         silent = self._group.silent_secs(process)
         if silent > heartbeat.SILENT_SECS:
             return (
@@ -336,7 +340,7 @@ class Operation:
         return f"has not reached {stage!r} of {self.what} after {now - begun:.0f} s"
 
     def _await(self, stage: str) -> str:
-        """Waits for what process 0 says."""
+        """Waits for the message of process 0 about a stage, and returns it."""
         begun = time.monotonic()
         deadline = begun + _MARGIN * self._timeout_secs + _GRACE_SECS
         while True:
@@ -359,9 +363,9 @@ _groups: dict[Path | None, ProcessGroup] = {}
 
 
 def group(directory: Path) -> ProcessGroup | None:
-    """The processes of this job; None if there is only one.
+    """Returns the processes of this job; None for a single process.
 
-    All of them call this at the same place of the program, on the thread that trains:
+    All processes call this at the same point of the program, on the training thread:
     without the coordination service they agree on a directory by a collective.
     """
     if not _util.processes.is_together():
@@ -376,9 +380,10 @@ def group(directory: Path) -> ProcessGroup | None:
 
 
 def attend(directory: Path) -> None:
-    """Begins to beat, so that whoever is lost from now on is missed.
+    """Starts heartbeats, to notice the loss of a process from now on.
 
-    It waits for nobody: without the coordination service, the first operation begins.
+    Waits for no process. Without the coordination service, heartbeats start with the
+    first operation.
     """
     if USES_FILES or _util.processes.service() is None:
         return
@@ -392,6 +397,6 @@ def _files(directory: Path) -> key_value.Files:
             f"{directory}: this jax does not tell of its coordination service, without"
             " which several processes save to a file system only"
         )
-    # A name of its own, or what an earlier run has left there would be believed.
+    # A unique name: files left by an earlier run must not be read.
     token = _util.processes.same_bytes(secrets.token_bytes(8)).hex()
     return key_value.Files(directory / f"together.orbax-checkpoint-tmp-{token}")

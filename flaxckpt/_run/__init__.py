@@ -1,4 +1,4 @@
-"""The checkpoints of one run: `Checkpointer`, retention, staging, metrics."""
+"""The checkpoints of a run: `Checkpointer`, retention, staging, metrics."""
 
 from __future__ import annotations
 

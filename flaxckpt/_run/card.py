@@ -1,4 +1,4 @@
-"""A run as a notebook shows it: its newest steps in a small table."""
+"""HTML card of a run for notebooks: a table of its newest steps."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _RIGHT = (
 
 
 def of_run(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
-    """A card of what is in its directory now; never raises.
+    """Returns an HTML card of the current steps of a run; never raises.
 
     Args:
-        run: Whose it is.
-        path_of: Where a step is.
+        run: The run.
+        path_of: Returns the path of a step.
     """
     try:
         with _storage.paths.looking(run.directory):
             return _card(run, path_of)
-    except Exception as error:  # a notebook would show a traceback in its place
+    except Exception as error:  # a notebook would show a traceback instead
         _log.warning("%s cannot be shown: %s", run.directory, error)
         told = _util.html.element("div", f"cannot be looked at: {error}", style=_SOFT)
         return _framed(run, told)

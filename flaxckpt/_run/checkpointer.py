@@ -1,4 +1,4 @@
-"""The checkpoints of one run: a directory of steps."""
+"""The checkpoints of a run: a directory of steps."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _log = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Saves, finds, restores and retires the steps under one directory.
+    """Saves, finds, restores and deletes the steps in a run directory.
 
-    One save is under way at a time. Steps are always listed from the directory
-    itself, so that a restart, or another process, sees the same.
+    At most one save is in progress. Steps are always listed from the directory itself,
+    so a restart or another process sees the same steps.
 
     ```python
     with Checkpointer("run", keep=[LatestN(3), BestN(1, "eval/loss", "min")]) as ckpt:
@@ -58,41 +58,42 @@ class Checkpointer:
     ```
 
     Args:
-        directory: Made if it is missing, unless `read_only`.
-        keep: Preservation policies; a step stays if any keeps it. The newest and
-            pinned steps always stay, and without policies only temporary steps go.
-        keep_dataset: Policies for the states of dataset iterators: of a step that stays
-            and that none of them keeps, the state is deleted alone. Without any, states
-            stay as long as their steps.
-        metrics_from: Gives metrics that are measured elsewhere, step -> name -> number,
-            whenever steps are ranked. Those stored with a step count first.
-        layout: How arrays are cut and encoded.
-        max_concurrent_bytes: Bytes on their way to or from storage at one time.
-        transforms: What to change on the way to the checkpoint, at every save. A
-            restore into a state undoes those that can be undone.
+        directory: The run directory. Made if missing, unless `read_only`.
+        keep: Preservation policies; a step stays if any policy keeps it. The newest
+            step and pinned steps always stay. Without policies, only temporary steps
+            are deleted.
+        keep_dataset: Policies for the states of dataset iterators. A step that stays
+            loses its dataset state if none of these policies keeps the step. Without
+            policies, dataset states stay as long as their steps.
+        metrics_from: Returns metrics measured elsewhere, step -> name -> number; called
+            whenever steps are ranked. Metrics stored with a step take precedence.
+        layout: Chunks and encoding of arrays.
+        max_concurrent_bytes: Bytes in transfer to or from storage at a time.
+        transforms: Transforms of the state at every save. A restore into a state undoes
+            the invertible transforms.
         step_format: Names of steps: `{step}`, `step_{step}`, `{step:08d}`.
-        read_only: Refuses to save or delete.
-        metadata: JSON of your own about the whole run, kept where Orbax keeps its
-            root metadata. It replaces what is there.
-        sinks: Who is told of events: functions of an `Event`, or loggers of clu, W&B,
-            MLflow or TensorBoard. They are told on the thread that calls.
-        peer_timeout_secs: Where several processes train, how long one waits in a save
-            or a restore for others that are behind.
-        read_once: Where several processes train, whether large arrays that several of
-            them need are read in parts, and sent by the devices from one to another.
+        read_only: True to forbid saves and deletions.
+        metadata: Your own JSON about the whole run, stored as Orbax's root metadata.
+            Replaces existing metadata.
+        sinks: Receivers of events: functions of an `Event`, or loggers of clu, W&B,
+            MLflow or TensorBoard. Sinks are called on the thread of the caller.
+        peer_timeout_secs: With several processes, seconds to wait for late processes
+            in a save or a restore.
+        read_once: With several processes, True to read large arrays that several
+            processes need in parts, and exchange the parts between devices.
         staging: A directory on a fast disk of this machine. Steps are saved there, and
-            uploaded to `directory` behind the training; what is only in one of them is
-            found and restored all the same. For one process.
-        keep_staging: Policies for the steps in `staging`; those that are not uploaded
-            stay there, too.
+            uploaded to `directory` in the background. Steps in either directory are
+            found and restored. For a single process.
+        keep_staging: Policies for the steps in `staging`; steps with pending uploads
+            stay as well.
 
     Attributes:
-        directory: The directory of the run.
-        keep: The policies that keep steps there.
-        read_only: Whether it refuses to save or delete.
-        events: What happens to the checkpoints. Unless `read_only`, it is also kept in
+        directory: The run directory.
+        keep: The policies for the steps in the run directory.
+        read_only: True if saves and deletions are forbidden.
+        events: The events of the run. Unless `read_only`, events are also written to
             `events.jsonl` in the directory.
-        restored_step: The step that was restored last; None if none was.
+        restored_step: The last restored step; None before the first restore.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class Checkpointer:
         _distributed.operation.attend(self.directory)
 
     def _prepare_directory(self, metadata: Mapping[str, JSON] | None) -> None:
-        """Makes the directory, tidies it, and writes the metadata of the run."""
+        """Makes the directory, removes leftovers, and writes the run metadata."""
         if not self.read_only:
             self._run.make_directory()
             if _util.processes.is_first():
@@ -182,31 +183,30 @@ class Checkpointer:
         on_exists: Literal["error", "skip", "overwrite"] = "error",
         temporary: bool = False,
     ) -> SaveHandle:
-        """Saves `state` as `step`, and returns once it is safe from changes.
+        """Saves `state` as `step`; returns when a snapshot of the state is taken.
 
-        Waits for the save before it, if that is still under way.
+        Waits for the previous save if still in progress. The caller may change or
+        donate the state after the return.
 
         Args:
             step: The number of completed training steps.
             state: A TrainState, NNX objects, or any pytree.
-            metrics: Numbers by name; policies rank by them.
-            dataset: An iterator whose position is saved in the same commit.
-            metadata: JSON of your own about this step.
-            on_exists: What to do if the step is there already. One that is replaced
-                stays pinned if it was, and one that is skipped is temporary no more
-                unless this save is.
-            temporary: Whether the step goes as soon as there is a newer one that is not
-                temporary, or two newer ones. A policy such as `BestN` may keep it all
-                the same.
+            metrics: Name -> number; policies rank steps by metrics.
+            dataset: An iterator; its position is saved in the same commit.
+            metadata: Your own JSON about this step.
+            on_exists: Action for an existing step. An overwritten step keeps its pin. A
+                skipped step becomes permanent unless `temporary`.
+            temporary: True to delete the step after the next permanent step, or after
+                two newer steps. A policy such as `BestN` may still keep the step.
 
         Returns:
-            A handle; its `wait()` returns when the step is durable: in `staging`, if
-            there is one, as `SaveResult.tier` says.
+            A handle; its `wait()` returns when the step is durable, in `staging` if
+            set; see `SaveResult.tier`.
 
         Raises:
-            CheckpointExistsError: The step is there, and `on_exists` is "error"; or it
-                is not replaced, as files of others are in its directory.
-            CheckpointError: Why this save cannot begin, or why the last one failed.
+            CheckpointExistsError: The step exists and `on_exists` is "error", or its
+                directory has files of others.
+            CheckpointError: This save cannot begin, or the previous save failed.
         """
         started = time.monotonic()
         self._session.check_writable("save")
@@ -230,44 +230,44 @@ class Checkpointer:
             self.events.deliver(step)
 
     def save_params_only(self, step: int, state: PyTree) -> Path | None:
-        """Saves a state without its optimizer, beside the steps, and waits for it.
+        """Saves a state without its optimizer, beside the steps, and waits.
 
-        For when there is no time for the whole. It is no step: nothing restores it by
-        itself, and no policy counts it. It replaces the one before it.
+        For short notice, with no time to save the whole state. The result is not a
+        step: `restore` and policies ignore it. Replaces the previous such save.
 
         Returns:
-            Where it is, for `load(path, …)` or `source=path`. None if the state has no
-            optimizer, and nothing was saved.
+            The path, for `load(path, …)` or `source=path`. None without a save if the
+            state has no optimizer.
         """
         number = _steps.names.check(step)
         self._session.check_writable("save")
         return self._saves.save_params_only(number, state)
 
     def wait(self) -> SaveResult | None:
-        """Waits for the save under way.
+        """Waits for the save in progress.
 
         Returns:
-            What it did; None if there is none, or it was waited for already.
+            The result of the save; None without a save, or if already returned.
 
         Raises:
-            CheckpointError: It failed.
+            CheckpointError: The save failed.
         """
         return self._saves.wait()
 
     def raise_if_failed(self) -> None:
-        """Raises the error of a save that has failed, without waiting for one."""
+        """Raises the error of a failed save, without waiting."""
         if self._saves.has_failed():
             self.wait()
 
     def wait_for_uploads(self, timeout_secs: float | None = None) -> None:
-        """Waits until the directory has all that is to be uploaded from `staging`.
+        """Waits until no uploads from `staging` are pending.
 
-        What could not be uploaded before is tried once more. `close` does the same.
+        Retries failed uploads once. `close` does the same.
 
         Raises:
-            CheckpointTimeoutError: It is still going on after `timeout_secs`.
-            SaveFailedError: Something could not be uploaded, and is in `staging` still.
-            CheckpointError: The save under way failed.
+            CheckpointTimeoutError: Uploads are still pending after `timeout_secs`.
+            SaveFailedError: An upload failed; the step stays in `staging`.
+            CheckpointError: The save in progress failed.
         """
         with self.events.delivery():
             self._saves.end()
@@ -294,26 +294,26 @@ class Checkpointer:
         """Restores a step, by default the newest.
 
         Args:
-            abstract_state: What to restore; see `flaxckpt.load`.
-            step: Exactly this step.
-            dataset: An iterator to put where the saved one stood.
-            fallback: Whether an older step is taken, with a warning, if the newest is
-                damaged. Never if `step` is given. What is proved to be damaged is then
-                marked, unless `read_only`: see `damaged`.
-            transforms: As in `flaxckpt.load`, like those that follow.
-            missing: See there.
-            unused: See there.
-            optimizer: See there.
-            types: See there.
-            verify: See there.
-            memory_map: See there.
+            abstract_state: The state to restore; see `flaxckpt.load`.
+            step: Exactly this step; None for the newest step.
+            dataset: An iterator to move to the saved position.
+            fallback: True to restore an older step, with a warning, if the newest is
+                damaged and `step` is None. Steps that are proved to be damaged are
+                marked then, unless `read_only`: see `damaged`.
+            transforms: See `flaxckpt.load`.
+            missing: See `flaxckpt.load`.
+            unused: See `flaxckpt.load`.
+            optimizer: See `flaxckpt.load`.
+            types: See `flaxckpt.load`.
+            verify: See `flaxckpt.load`.
+            memory_map: See `flaxckpt.load`.
 
         Returns:
-            A state like `abstract_state`, every leaf filled.
+            A state like `abstract_state`, with values for all leaves.
 
         Raises:
-            CheckpointNotFoundError: There is no step, or not this one.
-            CheckpointError: As `flaxckpt.load` says.
+            CheckpointNotFoundError: The run has no steps, or not this step.
+            CheckpointError: See `flaxckpt.load`.
         """
         return self._restored(
             abstract_state,
@@ -332,7 +332,7 @@ class Checkpointer:
     def restore_latest(
         self, abstract_state: PyTree, *, dataset: Any = None
     ) -> tuple[PyTree, int]:
-        """Restores the newest step that is not damaged, and says which it is.
+        """Restores the newest undamaged step; returns the state and the step.
 
         Raises:
             CheckpointError: As for `restore`.
@@ -366,11 +366,12 @@ class Checkpointer:
         return restored.state
 
     def restore_dataset(self, dataset: Any, *, step: int | None = None) -> None:
-        """Puts an iterator where it stood at a step, by default the newest.
+        """Moves an iterator to its position at a step, by default the newest.
 
         Raises:
-            CheckpointNotFoundError: There is no step, or not this one.
-            DatasetStateError: None was saved, or the iterator does not take its state.
+            CheckpointNotFoundError: The run has no steps, or not this step.
+            DatasetStateError: The step has no dataset state, or the iterator rejects
+                the state.
         """
         self.wait()
         number = self.latest_step() if step is None else step
@@ -382,50 +383,50 @@ class Checkpointer:
     # ---- finding -------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """The committed steps that are not marked as damaged, ascending."""
+        """Returns the committed steps without damage markers, ascending."""
         return list(self._run.listed())
 
     def latest_step(self) -> int | None:
-        """The newest of `steps()`; None if there is none."""
+        """Returns the newest of `steps()`; None without steps."""
         return max(self._run.listed(), default=None)
 
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
-        """The step with the best finite `metric`, the newer of equals; None if none."""
+        """Returns the newest step with the best finite `metric`; None without any."""
         best = self._run.best(policies.BestN(1, metric, mode))
         return next(iter(best), None)
 
     def damaged(self) -> dict[int, str]:
-        """Step -> reason, of those that are marked as damaged, ascending.
+        """Returns the steps marked as damaged, ascending: step -> reason.
 
-        `restore` marks a step when it had to take an older one in its place. No policy
-        counts or deletes it. A later save of the same step replaces it, `delete`
-        deletes it, and `restore(step=…)` tries it all the same.
+        `restore` marks a damaged step after restoring an older step instead. Policies
+        neither count nor delete a marked step. A later save of the same step replaces
+        the marked step, `delete` deletes it, and `restore(step=…)` still tries it.
         """
         return self._run.reasons()
 
     def verify(self, step: int) -> VerifyReport:
-        """Reads all of a step, and compares it with its checksums.
+        """Reads a whole step, and compares the content with its checksums.
 
         See `flaxckpt.verify`.
 
         Raises:
-            CheckpointNotFoundError: There is no such step.
+            CheckpointNotFoundError: The step does not exist.
         """
         step = _steps.names.check(step)
         self.wait()
         return _checkpoint.verify.verify_checkpoint(self._run.path(step), step)
 
     def metadata(self, step: int) -> CheckpointMetadata:
-        """Describes a step without reading any array."""
+        """Returns a description of a step, without reading arrays."""
         step = _steps.names.check(step)
         return _locate.read_stored(self._run.path(step), step).metadata
 
     def has_dataset(self, step: int) -> bool:
-        """Whether the state of a dataset is there, by a look into the directory."""
+        """Returns True if the directory of a step has a dataset state."""
         return (self._run.path(step) / _native.checkpoint.DATASET).is_dir()
 
     def metrics(self, step: int) -> Mapping[str, float]:
-        """What was measured at a step and is stored with it."""
+        """Returns the metrics stored with a step."""
         return dict(self._run.metrics(self._run.path(step)))
 
     @property
@@ -439,9 +440,9 @@ class Checkpointer:
 
     @property
     def lineage(self) -> tuple[Lineage, ...]:
-        """The checkpoints that this run began from, the nearest first.
+        """The checkpoints that this run began from, nearest first.
 
-        Every step records it; restoring a step sets it to the lineage recorded there.
+        Every step records the lineage; a restore sets the lineage of the step.
         """
         return self._saves.lineage
 
@@ -450,21 +451,22 @@ class Checkpointer:
         self._saves.lineage = origins
 
     def reload(self) -> None:
-        """Forgets what was read of steps, so that changes by others are seen."""
+        """Forgets cached metrics and times of steps, to see changes by others."""
         self._run.forget()
 
     def new_steps(
         self, *, timeout_secs: float | None = None, poll_secs: float = 1.0
     ) -> Iterator[int]:
-        """Yields every step, oldest first, and then each new one as it is committed.
+        """Yields every step, oldest first, then each new step after its commit.
 
-        For a job that evaluates checkpoints while another one trains. Until the loop
-        goes on, no policy of any process deletes the step: a file in it tells of the
-        reader. Where nothing can be written, steps come unprotected, with a warning.
+        For a job that evaluates checkpoints while another job trains. A lease, a file
+        in the step, keeps all processes from deleting the step until the next
+        iteration. In a read-only directory, steps are unprotected, with a warning.
 
         Args:
-            timeout_secs: Ends after so long without a new step; None never ends.
-            poll_secs: How often the directory is looked at.
+            timeout_secs: Seconds without a new step after which the iteration ends;
+                None never ends.
+            poll_secs: Seconds between two listings of the directory.
         """
         return watch.new_steps(
             self._run.listed,
@@ -475,10 +477,10 @@ class Checkpointer:
     # ---- keeping and deleting ------------------------------------------------
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to a committed step, as of an evaluation after its save.
+        """Adds metrics to a committed step, for example from a later evaluation.
 
         Raises:
-            SaveFailedError: They could not be written.
+            SaveFailedError: The metrics could not be written.
         """
         self._session.check_writable("add metrics")
         self.wait()
@@ -487,32 +489,32 @@ class Checkpointer:
                 edit.add_metrics(path, metrics)
 
     def explain(self) -> dict[int, list[str]]:
-        """Why each step stays, oldest first; a step without a reason would go.
+        """Returns the reasons for keeping each step, oldest first.
 
-        The reasons are those of `policies.decide`; "metrics damaged", of a step that
-        may be the best for all that can be read; "dataset let go", which says that its
-        dataset state did not stay with it; and "damaged: …", of a step that no policy
-        counts, see `damaged`. With a staging directory, "staging: …" says why it stays
-        there, and "staging: not uploaded" that it is still to be uploaded.
+        `prune` deletes steps without reasons. The reasons come from `policies.decide`.
+        Further reasons are "metrics damaged", for a step that may be the best but has
+        unreadable metrics; "dataset let go", for a step without its dataset state; and
+        "damaged: …", see `damaged`. With a staging directory, "staging: …" is a reason
+        for keeping the step there, and "staging: not uploaded" means a pending
+        upload.
         """
         found = self._run.explain()
         found |= {step: [f"damaged: {why}"] for step, why in self.damaged().items()}
         return dict(sorted(found.items()))
 
     def prune(self, *, dry_run: bool = False) -> tuple[int, ...]:
-        """Deletes the steps, and the dataset states, that no policy keeps.
+        """Deletes the steps and dataset states that no policy keeps.
 
-        If there are any, the newest step is read first, all of it.
+        Before the first deletion, verifies the whole newest step.
 
         Args:
-            dry_run: Only say which steps: those to which `explain` gives no reason.
+            dry_run: True to only return the steps, those without reasons in `explain`.
 
         Returns:
-            The steps.
+            The deleted steps, or the steps to delete with `dry_run`.
 
         Raises:
-            SaveFailedError: The newest step is damaged or cannot be read, so that older
-                ones stay.
+            SaveFailedError: The newest step is damaged or unreadable; older steps stay.
         """
         self.wait()
         if dry_run:
@@ -524,8 +526,8 @@ class Checkpointer:
         """Deletes a step, even a pinned one.
 
         Raises:
-            SaveFailedError: It is being read, by a loop over `new_steps` anywhere; or
-                it could not be deleted.
+            SaveFailedError: A loop over `new_steps` in any process reads the step, or
+                the step could not be deleted.
         """
         self._session.check_writable("delete")
         self.wait()
@@ -533,19 +535,19 @@ class Checkpointer:
             self._run.delete(step)
 
     def make_permanent(self, step: int) -> None:
-        """Has a temporary step stay as long as the policies say.
+        """Makes a temporary step permanent: only policies delete it.
 
         Raises:
-            SaveFailedError: That could not be written down.
+            SaveFailedError: The marker could not be changed.
         """
         self._session.check_writable("keep a step")
         self._run.make_permanent(step)
 
     def pin(self, step: int) -> None:
-        """Keeps a step, whatever the policies say.
+        """Keeps a step regardless of the policies.
 
         Raises:
-            SaveFailedError: That could not be written down.
+            SaveFailedError: The marker could not be written.
         """
         self._session.check_writable("pin")
         if _util.processes.is_first():
@@ -553,7 +555,7 @@ class Checkpointer:
                 edit.pin(path)
 
     def unpin(self, step: int) -> None:
-        """Leaves a step to the policies again; raises as `pin` does."""
+        """Removes the pin of a step; raises the errors of `pin`."""
         self._session.check_writable("unpin")
         if _util.processes.is_first():
             with self._run.changing(step, _steps.markers.PIN) as path:
@@ -562,13 +564,10 @@ class Checkpointer:
     # ---- the end -------------------------------------------------------------
 
     def close(self) -> None:
-        """Waits for the save under way and raises its error, if it failed.
-
-        With `staging`, then for the uploads, and raises theirs.
-        """
+        """Waits for the save in progress and all uploads, and raises their errors."""
         trainers, settle = self._session.trainers, self._session.settle
-        with contextlib.ExitStack() as last:  # each is done, whatever the others raise
-            last.callback(self._saves.end)  # whatever a sink has begun at the last
+        with contextlib.ExitStack() as last:  # all run, even after an error
+            last.callback(self._saves.end)  # for a save begun by a sink
             last.callback(self.events.close)
             last.callback(settle)
             for trainer in trainers:
@@ -590,7 +589,7 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        # What the failing block leaves behind is not saved, but what was begun is.
+        # After a failed block, finish the save in progress and begin no other.
         try:
             self._session.settle()
         except errors.CheckpointError as failure:
@@ -603,19 +602,19 @@ class Checkpointer:
         return f"Checkpointer({str(self.directory)!r})"
 
     def _repr_html_(self) -> str:
-        """A card for notebooks, of what is there now; no array is read."""
+        """Returns an HTML card of the current steps, without reading arrays."""
         return card.of_run(self, self._run.path)
 
 
 def session_of(checkpointer: Checkpointer) -> Session:
-    """Returns the parts of a checkpointer that only a training loop needs."""
+    """Returns the parts of a checkpointer for a training loop."""
     return checkpointer._session
 
 
 def beside(checkpointer: Checkpointer, directory: PathLike) -> Checkpointer:
     """Returns a checkpointer of another directory, with the same options for arrays.
 
-    It writes steps as `checkpointer` does, and keeps them all.
+    The new checkpointer keeps all steps.
     """
     options = checkpointer._options
     return Checkpointer(

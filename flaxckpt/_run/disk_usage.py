@@ -1,4 +1,4 @@
-"""How large a checkpoint is: its values by subtree, its files on the disk."""
+"""Sizes of a checkpoint: values by subtree, files on the disk."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flaxckpt.formats._reader import CheckpointMetadata
 
 
 class Subtree(NamedTuple):
-    """A leaf, or a container with all that is in it.
+    """A leaf, or a container with all its contents.
 
     Attributes:
-        path: Its leaf path, or what those of its leaves begin with; empty for all.
-        depth: How many keys that are.
-        leaves: How many leaves it has.
-        bytes: The size of their values, uncompressed.
-        info: What is known of the leaf; None for a container.
+        path: The leaf path, or the common prefix of the leaf paths; empty for the root.
+        depth: Number of keys in `path`.
+        leaves: Number of leaves.
+        bytes: Size of the values of all leaves, uncompressed.
+        info: Description of the leaf; None for a container.
     """
 
     path: LeafPath
@@ -34,14 +34,14 @@ class Subtree(NamedTuple):
 def subtrees(
     leaves: Mapping[LeafPath, LeafInfo], *, below: LeafPath = ""
 ) -> list[Subtree]:
-    """A container and all that is in it, each container before what it contains.
+    """Returns a container and its descendants, parents before children.
 
     Args:
-        leaves: Those of a checkpoint. What is in one container need not stand together.
-        below: The container; by default that of all.
+        leaves: The leaves of a checkpoint, in any order.
+        below: The path of the container; by default the root.
 
     Returns:
-        Nothing, if there is no such container.
+        The subtrees; empty if the container does not exist.
     """
     inner: dict[LeafPath, list[LeafPath]] = {"": []}
     counts: dict[LeafPath, list[int]] = {"": [0, 0]}
@@ -69,13 +69,13 @@ def subtrees(
 
 
 def shown(trees: Sequence[Subtree], *, depth: int | None, rows: int) -> list[Subtree]:
-    """Those of `trees` that are to be printed.
+    """Returns the subtrees to print.
 
     Args:
-        trees: As `subtrees` gives them.
-        depth: How much deeper than the first they may be. None: as deep as `rows`
-            allow; the deepest may be cut off, lest there be next to nothing.
-        rows: How many there are then at most.
+        trees: The result of `subtrees`.
+        depth: Maximal depth below the first. None for the largest depth within `rows`;
+            if that shows too few, one level more, cut off after `rows`.
+        rows: Maximal number of subtrees for `depth=None`.
     """
     depths = [tree.depth - trees[0].depth for tree in trees]
     is_cut = depth is None
@@ -91,17 +91,17 @@ def shown(trees: Sequence[Subtree], *, depth: int | None, rows: int) -> list[Sub
 
 
 _SHARE_SHOWN = 5
-"""A tree that shows less than this part of what it could is shown one level deeper."""
+"""Inverse of the share of `rows` below which a deeper level is shown."""
 
 
 def _prefixes(path: LeafPath) -> list[LeafPath]:
-    """`a`, `a/b` and `a/b/c` of `a/b/c`; none of the path of a state that is a leaf."""
+    """Returns `a`, `a/b` and `a/b/c` for `a/b/c`; empty for the empty path."""
     parts = path.split("/") if path else []
     return ["/".join(parts[: n + 1]) for n in range(len(parts))]
 
 
 def nothing_there(found: CheckpointMetadata, path: LeafPath) -> str:
-    """What to say of a leaf or container that a checkpoint does not have."""
+    """Returns the error message for a path missing in a checkpoint."""
     near = difflib.get_close_matches(path, list(found.leaves)[:_NEAREST_AMONG], n=1)
     advice = f"did you mean {near[0]}?" if near else "show without it lists them all"
     return f"{found.path} has neither a leaf nor a container {path}: {advice}"
@@ -111,11 +111,11 @@ _NEAREST_AMONG = 5_000
 
 
 class Usage(NamedTuple):
-    """What a checkpoint takes on the disk.
+    """Disk usage of a checkpoint.
 
     Attributes:
-        bytes: The size of its files, each counted once.
-        own: That of the files that were not counted before.
+        bytes: Size of its files; hard links to a file count once.
+        own: Size of the files not counted before.
     """
 
     bytes: int
@@ -126,11 +126,11 @@ FileId = tuple[int, int]
 
 
 def on_disk(path: Path, counted: set[FileId]) -> Usage | None:
-    """The size of the files at `path`; None in object stores, which do not tell.
+    """Returns the size of the files at `path`; None in object stores.
 
     Args:
-        path: A directory or a file. Links to others are not followed.
-        counted: The files that are counted already; those found are added.
+        path: A directory or a file. Symbolic links are not followed.
+        counted: Files already counted; the files at `path` are added.
     """
     found = _storage.of(path).disk_files(path)
     if found is None:

@@ -1,4 +1,4 @@
-"""What a user changes of a step: its metrics, its marks, or whether it is there."""
+"""Changes of committed steps by users: metrics, markers and deletion."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def add_metrics(path: Path, metrics: Mapping[str, float]) -> None:
-    """Adds metrics to the step `path`, one process after another."""
+    """Adds metrics to the step `path`; locks the file against other processes."""
     added = run_metrics.as_metrics(metrics)
     with (
         _writing(path, "metrics cannot be added to it"),
@@ -39,10 +39,10 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> None:
 
 
 def write_run_metadata(directory: Path, metadata: Mapping[str, JSON]) -> None:
-    """Replaces the metadata of the whole run in `directory`.
+    """Replaces the run metadata in `directory`.
 
     Raises:
-        SaveFailedError: They cannot be written.
+        SaveFailedError: The metadata cannot be written.
     """
     try:
         _native.checkpoint.write_run_metadata(directory, metadata)
@@ -54,35 +54,35 @@ def write_run_metadata(directory: Path, metadata: Mapping[str, JSON]) -> None:
 
 
 def pin(path: Path) -> None:
-    """Keeps the step `path`, whatever the policies say."""
+    """Keeps the step `path` regardless of the policies."""
     with _writing(path, "it cannot be pinned"):
         _steps.markers.pin(path)
 
 
 def unpin(path: Path) -> None:
-    """Leaves the step `path` to the policies again."""
+    """Removes the pin of the step `path`."""
     with _writing(path, "it cannot be unpinned"):
         _steps.markers.unpin(path)
 
 
 def make_permanent(path: Path) -> None:
-    """Has the step `path` stay as long as the policies say."""
+    """Makes a temporary step permanent: only policies delete the step."""
     with _writing(path, "it cannot be made permanent"):
         _steps.markers.make_permanent(path)
 
 
 def delete(path: Path) -> None:
-    """Deletes the step `path`, unless somebody reads it."""
+    """Deletes the step `path`, even if pinned, unless a reader holds a lease."""
     with _writing(path, "it cannot be deleted"):
         _steps.delete.delete(path, even_pinned=True)
 
 
 @contextlib.contextmanager
 def _writing(path: Path, what: str) -> Iterator[None]:
-    """Explains errors of the system, and links, met while a step is changed.
+    """Converts OSError and ValueError of the block to SaveFailedError.
 
     Raises:
-        SaveFailedError: There was one.
+        SaveFailedError: The step could not be changed.
     """
     try:
         yield

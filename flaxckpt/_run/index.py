@@ -1,4 +1,4 @@
-"""The steps that are there, with what says how long they stay."""
+"""The index of existing steps, with their markers and metrics."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _Entry: TypeAlias = "_steps.index.Entry[formats.Detected]"
 
 
 class RunStep(NamedTuple):
-    """A step that is there.
+    """An existing step.
 
     Attributes:
-        path: Its directory.
-        marks: What is said there of how long it stays.
-        ranked: It, as policies see it.
+        path: The directory of the step.
+        marks: The markers of the step.
+        ranked: The step as seen by policies.
     """
 
     path: Path
@@ -29,12 +29,12 @@ class RunStep(NamedTuple):
 
 
 class RunIndex:
-    """The steps of one directory, and what is remembered of them.
+    """The steps of a directory, with cached metrics and times.
 
     Args:
-        directory: Of the run.
-        step_format: How its steps are called.
-        metrics_from: Gives metrics of steps that were measured elsewhere.
+        directory: The run directory or the staging directory.
+        step_format: Format of the names of steps.
+        metrics_from: Returns metrics of steps measured elsewhere; None for none.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RunIndex:
         self._directory = directory
         self._format = step_format
         self._metrics_from = metrics_from
-        self._known: dict[Path, _storage.local.Stamp] = {}  # steps, as of when
+        self._known: dict[Path, _storage.local.Stamp] = {}  # recognised steps
         self._metrics = run_metrics.Remembered(
             run_metrics.METRICS_FILE, run_metrics.read_metrics
         )
@@ -55,15 +55,15 @@ class RunIndex:
         )
 
     def listed(self) -> dict[int, Path]:
-        """The steps that are not marked as damaged, ascending."""
+        """Returns the steps without damage markers, ascending."""
         return {entry.step: entry.path for entry in self._entries()}
 
     def damaged(self) -> dict[int, Path]:
-        """The steps that are marked as damaged, ascending."""
+        """Returns the steps marked as damaged, ascending."""
         return _steps.index.damaged(self._directory, self._format)
 
     def _entries(self) -> list[_Entry]:
-        """The steps that are not marked as damaged, and are more than called so."""
+        """Returns undamaged entries with the content, not only the name, of a step."""
         with _storage.paths.looking(self._directory):
             entries = [
                 entry
@@ -73,7 +73,7 @@ class RunIndex:
                 if not entry.is_damaged
             ]
             if _storage.of(self._directory).costs_requests:
-                # A look costs less than a stamp there.
+                # Looking at a step costs less than a stamp there.
                 return [entry for entry in entries if entry.was_step]
         known: dict[Path, _storage.local.Stamp] = {}
         found = []
@@ -86,28 +86,28 @@ class RunIndex:
         return found
 
     def metrics(self, path: Path) -> Mapping[str, float]:
-        """What is stored of the step `path`; nothing if it cannot be read."""
+        """Returns the metrics stored with the step `path`; empty if unreadable."""
         return self._metrics(path) or {}
 
     def forget(self) -> None:
-        """Reads everything anew from here on."""
+        """Forgets all values read until now."""
         self._metrics.forget()
         self._created.forget()
 
     def best(self, policy: policies.BestN) -> set[int]:
-        """The steps that `policy` names."""
+        """Returns the steps that `policy` preserves."""
         return policy.preserved(list(self.ranked().values()))
 
     def ranked(self) -> dict[int, run_metrics.RankedStep]:
-        """The steps as policies see them."""
+        """Returns the steps as seen by policies."""
         return {step: found.ranked for step, found in self.found().items()}
 
     def has_changed(self, path: Path) -> bool:
-        """Whether the metrics of the step `path` are others than were read of it."""
+        """Returns True if the metrics of the step `path` changed since last read."""
         return self._metrics.has_changed(path)
 
     def found(self) -> dict[int, RunStep]:
-        """The steps as they are now, without those that cannot be recognised."""
+        """Returns the current steps, without unrecognised directories."""
         with (
             _storage.permissions.explained(self._directory),
             _storage.paths.looking(self._directory),

@@ -1,4 +1,4 @@
-"""What was measured at each step, and when it was saved, as policies see it."""
+"""Metrics and save times of steps, as seen by policies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MetricsByStep: TypeAlias = Mapping[int, Mapping[str, float]]
 
 
 class Remembered(Generic[T]):
-    """What was read of a small file of each step, until that file is another."""
+    """Cache of a value read from a small file of each step, until the file changes."""
 
     def __init__(self, file: str, read: Callable[[Path], T]) -> None:
         self._file = file
@@ -35,22 +35,22 @@ class Remembered(Generic[T]):
         return known[1]
 
     def has_changed(self, path: Path) -> bool:
-        """Whether the file is another than the one that was read, if one was."""
+        """Returns True if the file was read and has changed since."""
         known = self._known.get(path)
         return known is not None and not known[0].is_current()
 
     def forget(self, *, all_but: Collection[Path] = ()) -> None:
-        """Forgets all other steps."""
+        """Forgets the values of all steps except `all_but`."""
         for path in list(self._known):  # other threads may add to it
             if path not in all_but:
                 self._known.pop(path, None)
 
 
 class RankedStep:
-    """A step as policies see it; files of it are read when a policy asks.
+    """A step as seen by policies; reads files of the step only on demand.
 
     Attributes:
-        is_doubtful: Whether a policy asked for metrics that could not be read.
+        is_doubtful: True if a policy asked for metrics that could not be read.
     """
 
     def __init__(
@@ -71,19 +71,19 @@ class RankedStep:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """What was measured, wherever."""
+        """The metrics of the step, stored or measured elsewhere."""
         stored = self._metrics()
         self.is_doubtful = stored is None
         return {**self._elsewhere, **(stored or {})}
 
     @property
     def created(self) -> float:
-        """When its save began, in seconds since 1970."""
+        """Start time of the save, in seconds since 1970."""
         return self._created()
 
 
 def read_metrics(path: Path) -> dict[str, float] | None:
-    """The numbers stored with the step `path`; None if they cannot be read."""
+    """Returns the metrics stored with the step `path`; None if unreadable."""
     try:
         return _native.checkpoint.numbers_in(_native.checkpoint.metrics_in(path))
     except (errors.DamagedCheckpointError, OSError) as error:
@@ -92,10 +92,10 @@ def read_metrics(path: Path) -> dict[str, float] | None:
 
 
 def by_step(given: object) -> dict[int, dict[str, float]]:
-    """What `metrics_from` has returned; steps may be text, as JSON has them.
+    """Returns the result of `metrics_from` with int keys; accepts keys as text.
 
     Raises:
-        OptionError: It is something else.
+        OptionError: `given` is not step -> name -> number.
     """
     if not isinstance(given, Mapping):
         raise errors.OptionError(
@@ -115,11 +115,11 @@ def by_step(given: object) -> dict[int, dict[str, float]]:
 
 
 def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Numbers by name, nested names joined by `/`.
+    """Returns a flat dict of metrics, with nested names joined by `/`.
 
     Raises:
-        OptionError: They are no mapping, a metric is no single number, two have one
-            name, or they are more than readers take.
+        OptionError: `metrics` is not a mapping, a metric is not a single number, two
+            metrics have the same name, or the JSON exceeds the limit of readers.
     """
     if not isinstance(metrics, Mapping | None):
         raise errors.OptionError(
@@ -161,7 +161,7 @@ def _add_metrics(
                 f"two metrics are called {name!r:.80}, one of them nested; rename one"
             )
         try:
-            if isinstance(value, str | bytes | bytearray):  # float() reads these, too
+            if isinstance(value, str | bytes | bytearray):  # float() would accept these
                 raise TypeError
             number = float(value)
         except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""States that were saved without their optimizer, beside the steps of a run."""
+"""States saved without their optimizer, beside the steps of a run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from flaxckpt import _steps, errors
 _log = logging.getLogger(__name__)
 
 _PARAMS_ONLY = "params_only"
-"""The directory, beside the steps, of what was saved without its optimizer."""
+"""Name of the directory, beside the steps."""
 
 
 class ParamsOnly:
-    """The directory of the states that were saved without their optimizer.
+    """The directory of states saved without their optimizer.
 
-    Each is named like the step that it is a part of.
+    Each state is named like its step.
 
     Args:
-        directory: Of the run.
-        step_format: How its steps are called.
+        directory: The run directory.
+        step_format: Format of the names of steps.
     """
 
     def __init__(self, directory: Path, step_format: _steps.names.StepFormat) -> None:
@@ -29,12 +29,12 @@ class ParamsOnly:
         self._format = step_format
 
     def path(self, step: int) -> Path:
-        """Where that of a step is to be saved.
+        """Returns the path for the state of a step.
 
         Raises:
-            SaveFailedError: The directory is a link.
+            SaveFailedError: The directory is a symbolic link.
         """
-        if self._directory.is_symlink():  # what lies there is somebody else's
+        if self._directory.is_symlink():  # the target belongs to others
             raise errors.SaveFailedError(
                 f"{self._directory} is a symbolic link, and nothing is written or"
                 " deleted behind one: remove it, then save again"
@@ -42,12 +42,12 @@ class ParamsOnly:
         return self._directory / self._format.name(step)
 
     def latest(self) -> tuple[int, Path] | None:
-        """The newest step and path; None if there is nothing."""
+        """Returns the newest step and its path; None without any."""
         listed = _steps.index.listed(self._directory, self._format)
         return max(listed.items(), default=None)
 
     def keep_only(self, path: Path) -> None:
-        """Deletes all others; says which it cannot delete."""
+        """Deletes all states except `path`; logs states that cannot be deleted."""
         others = _steps.index.listed(self._directory, self._format).values()
         for other in [other for other in others if other != path]:
             try:
@@ -56,7 +56,7 @@ class ParamsOnly:
                 _log.warning("%s stays for now: %s", other, error)
 
     def tidy(self) -> None:
-        """Removes what crashes have left there."""
-        with contextlib.suppress(OSError):  # another time
+        """Removes files left by crashes."""
+        with contextlib.suppress(OSError):  # retried at the next start
             if self._directory.is_dir() and not self._directory.is_symlink():
                 _steps.delete.tidy(self._directory, self._format, ())

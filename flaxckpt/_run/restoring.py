@@ -1,4 +1,4 @@
-"""Restores of the steps of a run, which tell what is damaged from what is good."""
+"""Restores steps of a run, and marks damaged steps."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _log = logging.getLogger(__name__)
 
 
 class Restored(NamedTuple):
-    """What a restore has given.
+    """The result of a restore.
 
     Attributes:
         step: The number of the step.
-        state: What was restored of it.
-        lineage: What its run began from, as is recorded there.
+        state: The restored state.
+        lineage: The recorded lineage of the step.
     """
 
     step: int
@@ -45,7 +45,7 @@ class Restored(NamedTuple):
 
 
 class RestoreKeywords(TypedDict, total=False):
-    """The options of a restore that `flaxckpt.load` has, too, and documents."""
+    """Options shared by `restore` and `flaxckpt.load`; see `flaxckpt.load`."""
 
     missing: Literal["error", "init"]
     unused: Literal["warn", "error", "ignore"]
@@ -57,7 +57,7 @@ class RestoreKeywords(TypedDict, total=False):
 
 
 class _Wanted(NamedTuple):
-    """What is restored: a state, and the position of a dataset, or neither."""
+    """The request of a restore: an abstract state, an iterator and options."""
 
     state: PyTree | None
     dataset: Any
@@ -65,20 +65,21 @@ class _Wanted(NamedTuple):
 
 
 _Marked: TypeAlias = dict[int, str]
-"""Steps that are marked as damaged, and why."""
+"""Step marked as damaged -> reason."""
 
 
 class Restores:
-    """Restores steps of one run.
+    """Restores steps of a run.
 
     Args:
-        run: The steps that are there.
-        transforms: What this run changes at its saves.
-        processes: Who restores together.
-        wait: Waits for the save under way.
-        read_only: Whether damaged steps are not marked.
-        max_concurrent_bytes: Bytes that are read at one time.
-        read_once: Whether one process reads the parts that several of them need.
+        run: The existing steps of the run.
+        transforms: The transforms of the run at its saves.
+        processes: The processes that restore together.
+        wait: Waits for the save in progress.
+        read_only: True to leave damaged steps unmarked.
+        max_concurrent_bytes: Bytes read at a time.
+        read_once: True if a single process reads each part that several processes
+            need.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Restores:
         wanted = _Wanted(abstract_state, dataset, self._planned(options))
         with _storage.paths.looking(self._run.directory):
             candidates, marked = self._agreed(step)
-            if not fallback:  # where there are two of the same step, both are tried
+            if not fallback:  # try both copies of a step
                 candidates = self._run.copies(*candidates[0])
                 self._check_unmarked(candidates[0][0], marked)
             self._tell_of_marked(marked)
@@ -127,7 +128,7 @@ class Restores:
         abstract_state: PyTree,
         **options: Unpack[RestoreKeywords],
     ) -> tuple[PyTree, tuple[Lineage, ...]]:
-        """Returns the state of another checkpoint, and its lineage, itself the first.
+        """Returns the state of another checkpoint, and its lineage, itself first.
 
         With `optimizer="reinit"`, step counters beside optimizers keep their values.
         """
@@ -163,14 +164,14 @@ class Restores:
             "restored", step, path=path, bytes=counter.total, secs=secs
         )
 
-    # ---- which step ---------------------------------------------------------------
+    # ---- choosing a step -----------------------------------------------------
 
     def _agreed(self, step: int | None) -> tuple[list[tuple[int, Path]], _Marked]:
-        """The steps to restore, as process 0 sees them.
+        """Returns the steps to restore, as seen by process 0.
 
         Returns:
-            The steps and where they are, the best first; and the newer ones that are
-            marked as damaged, the newest first.
+            The steps and their paths, best first; and newer steps marked as damaged,
+            newest first.
         """
         what = "the newest step" if step is None else f"step {step}"
         together = self._processes.begin("find", what)
@@ -194,7 +195,7 @@ class Restores:
     def _marked_beyond(
         self, step: int | None, candidates: Sequence[tuple[int, Path]]
     ) -> _Marked:
-        """Step -> reason, of damaged steps that are newer than all `candidates`."""
+        """Returns damaged steps newer than all `candidates`: step -> reason."""
         if step is not None:
             return {}
         newest = candidates[0][0]
@@ -202,10 +203,10 @@ class Restores:
         return dict(sorted(marked.items(), reverse=True))
 
     def _check_unmarked(self, newest: int, marked: _Marked) -> None:
-        """Raises an error if a step newer than `newest` is marked as damaged.
+        """Raises an error if a step newer than `newest` has a damage marker.
 
         Raises:
-            DamagedCheckpointError: There are newer ones.
+            DamagedCheckpointError: A newer step is marked as damaged.
         """
         if marked:
             raise errors.DamagedCheckpointError(
@@ -230,12 +231,12 @@ class Restores:
         wanted: _Wanted,
         marked: Sequence[int],
     ) -> Restored:
-        """Restores the first of `candidates` that is not damaged.
+        """Restores the first undamaged step of `candidates`.
 
         Args:
-            candidates: The steps and where they are, the best first.
-            wanted: What is to be restored.
-            marked: Newer steps that are marked as damaged.
+            candidates: The steps and their paths, best first.
+            wanted: The request.
+            marked: Newer steps marked as damaged.
         """
         damage: errors.DamagedCheckpointError | None = None
         left_out: list[tuple[int, Path]] = []
@@ -254,7 +255,7 @@ class Restores:
                 _log.warning("step %d is damaged and left out: %s", number, error)
             else:
                 self._tell(number, path, counter, start)
-                # Not before there is another to go on from.
+                # Mark damaged steps only after another step was restored.
                 self._settle_marks(number, path, left_out)
                 self._tell_of_older(number, [*marked, *(n for n, _ in left_out)])
                 return Restored(number, state, stored.metadata.lineage)
@@ -262,7 +263,7 @@ class Restores:
         raise damage
 
     def _tell_of_older(self, number: int, newer: Sequence[int]) -> None:
-        """Says, last of all, that an older step was restored than the newest."""
+        """Warns, as the last message, of a restore of an older step."""
         steps = ", ".join(str(step) for step in dict.fromkeys(newer) if step != number)
         if steps:
             _log.warning(
@@ -275,7 +276,7 @@ class Restores:
                 steps,
             )
 
-    # ---- one step -----------------------------------------------------------------
+    # ---- a step -----------------------------------------------------------------
 
     def _one(
         self,
@@ -285,11 +286,11 @@ class Restores:
         counter: _util.progress.Counter,
         has_read: Callable[[], object],
     ) -> tuple[Stored, PyTree]:
-        """Restores a step; `has_read` is called when all of it is in memory.
+        """Restores a step; calls `has_read` when the whole step is in memory.
 
         Raises:
-            DamagedCheckpointError: It is damaged, or cannot be read.
-            CheckpointError: It does not fit.
+            DamagedCheckpointError: The step is damaged or unreadable.
+            CheckpointError: The step does not match the request.
         """
         try:
             detected = formats.identify(path)
@@ -318,14 +319,14 @@ class Restores:
     def _undone(
         self, metadata: CheckpointMetadata, wanted: _Wanted
     ) -> _checkpoint.plan.RestoreOptions:
-        """The options to restore a state from what was made of it at the save."""
+        """Returns the options, with transforms that undo the transforms of the save."""
         if wanted.state is None or not self._transforms:
             return wanted.options
         if metadata.transforms != _transforms.describe(self._transforms):
             return wanted.options
         undoing = _transforms.undoing(self._transforms)
         if undoing is None:
-            if not wanted.options.transforms:  # which may undo them
+            if not wanted.options.transforms:  # the caller may undo them
                 self._check_unchanged(metadata, wanted.state)
             return wanted.options
         return dataclasses.replace(
@@ -333,7 +334,7 @@ class Restores:
         )
 
     def _check_unchanged(self, metadata: CheckpointMetadata, state: PyTree) -> None:
-        """Raises OptionError if transforms that cannot be undone changed the values."""
+        """Raises OptionError if transforms without inverse changed values."""
         changed = _transforms.changed_in_place(
             self._transforms, _state.flax_state.flatten(state).table
         )
@@ -347,14 +348,14 @@ class Restores:
                 " map_leaf its inverse=. flaxckpt.load takes the values as they are."
             )
 
-    # ---- what is damaged ----------------------------------------------------------
+    # ---- damage markers ----------------------------------------------------------
 
     def _settle_marks(
         self, number: int, path: Path, left_out: Sequence[tuple[int, Path]]
     ) -> None:
-        """Marks what is proved to be damaged, and unmarks what is proved to be good.
+        """Marks steps proved to be damaged, and unmarks a step proved to be good.
 
-        Each is read once more for that: a disk or a network may fail for a moment.
+        Reads each step once more: a disk or a network may fail for a moment.
         """
         if self._read_only or not _util.processes.is_first():
             return

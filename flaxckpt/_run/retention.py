@@ -1,4 +1,4 @@
-"""Which steps of a run directory stay, and the end of those that do not."""
+"""Retention: decides which steps of a run directory stay, and deletes the rest."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from flaxckpt.policies import PreservationPolicy
 _log = logging.getLogger(__name__)
 
 _DELETING_SECS = 2.0
-"""For so long, a save may delete while somebody waits for it."""
+"""Seconds that a save may spend on deletions while a caller waits."""
 
 _LEAST_DELETED = 2
-"""What is deleted after each save, however long that takes."""
+"""Deletions after each save, regardless of their duration."""
 
 
 class Rules(NamedTuple):
-    """What is to stay.
+    """Rules of retention.
 
     Attributes:
-        keep: A step stays if any of them keeps it.
-        keep_dataset: Of the steps that stay, the state of the dataset does if any of
-            these keeps it; without any, all do.
-        metrics_from: Gives metrics of steps that were measured elsewhere.
+        keep: Policies for steps; a step stays if any policy keeps it.
+        keep_dataset: Policies for the dataset states of the steps that stay; without
+            policies, all dataset states stay.
+        metrics_from: Returns metrics of steps measured elsewhere; None for none.
     """
 
     keep: tuple[PreservationPolicy, ...] = ()
@@ -39,10 +39,10 @@ class Rules(NamedTuple):
 
     @classmethod
     def of(cls, keep: object, keep_dataset: object, metrics_from: object) -> Rules:
-        """The rules that options of these names mean.
+        """Returns the rules for the options of these names.
 
         Raises:
-            OptionError: One of them is something else.
+            OptionError: An option has the wrong type.
         """
         if metrics_from is not None and not callable(metrics_from):
             raise errors.OptionError(
@@ -57,12 +57,12 @@ class Rules(NamedTuple):
 
 
 class _Judged(NamedTuple):
-    """What is to go.
+    """A decision of retention.
 
     Attributes:
-        found: The steps that are there.
-        going: Those to delete.
-        datasets: Those of which the dataset's state is to be deleted.
+        found: All steps.
+        going: The steps to delete.
+        datasets: The steps to delete the dataset state of.
     """
 
     found: Mapping[int, index.RunStep]
@@ -71,16 +71,16 @@ class _Judged(NamedTuple):
 
 
 class Retention:
-    """Decides what stays in a run directory, and deletes the rest.
+    """Decides which steps stay in a directory, and deletes the rest.
 
     Args:
-        directory: Of the run.
-        step_format: How its steps are called.
-        rules: What is to stay.
+        directory: The run directory or the staging directory.
+        step_format: Format of the names of steps.
+        rules: Rules of retention.
 
     Attributes:
-        rules: The same.
-        steps: Those that are there.
+        rules: Rules of retention.
+        steps: The steps in the directory.
     """
 
     def __init__(
@@ -92,27 +92,30 @@ class Retention:
         self.steps = index.RunIndex(directory, step_format, rules.metrics_from)
         self._told: set[PreservationPolicy] = set()
 
-    # ---- what stays -----------------------------------------------------------------
+    # ---- decisions ----------------------------------------------------------
 
     def would_keep(self, step: int, coming: Retention) -> bool:
-        """Whether a step of another directory would stay here.
+        """Returns True if a step of another directory would stay here.
 
         Args:
-            step: It is one of those.
-            coming: The other directory, of which all that waits comes here.
+            step: A step of `coming`.
+            coming: The other directory; its pending uploads count as steps here.
         """
         others = {s: f for s, f in coming.steps.found().items() if f.marks.waiting}
         both = self.steps.found() | others
         return bool(self._decided(self.rules.keep, both).get(step))
 
     def explain(self) -> dict[int, list[str]]:
-        """Why each step stays, oldest first; a step without a reason would go."""
+        """Returns the reasons for keeping each step, oldest first.
+
+        Steps without reasons are to be deleted.
+        """
         return self._explained(self.steps.found())
 
     def _decided(
         self, keep: Sequence[PreservationPolicy], found: Mapping[int, index.RunStep]
     ) -> dict[int, list[str]]:
-        """Why each step stays that is among `found`."""
+        """Returns the reasons for keeping each step of `found`."""
         reasons = policies.decide(
             keep,
             [each.ranked for each in found.values()],
@@ -120,7 +123,7 @@ class Retention:
             readers={step: each.marks.readers for step, each in found.items()},
         )
         for step, why in reasons.items():
-            if found[step].ranked.is_doubtful:  # it may be the best
+            if found[step].ranked.is_doubtful:  # may be the best
                 why.append("metrics damaged")
         return reasons
 
@@ -133,7 +136,7 @@ class Retention:
                 why.append("dataset let go")
         return reasons
 
-    # ---- what goes ------------------------------------------------------------------
+    # ---- deletions -----------------------------------------------------------
 
     def apply(
         self,
@@ -141,23 +144,23 @@ class Retention:
         just_saved: int | None = None,
         is_awaited: Callable[[], bool] = lambda: False,
     ) -> tuple[int, ...]:
-        """Deletes what nothing keeps, one after another.
+        """Deletes the steps and dataset states that no policy keeps.
 
-        Nothing is deleted before the step just saved is found whole on the disk, or
-        else every byte of the newest is found as it was written. What cannot be deleted
-        is logged, and tried again next time.
+        Before the first deletion, checks that the files of the step just saved are
+        complete; without such a step, verifies every byte of the newest step. Failed
+        deletions are logged, and tried again next time.
 
         Args:
-            just_saved: A step that stays this time. If what is to go cannot be told
-                then, that is logged, and nothing is deleted.
-            is_awaited: Whether somebody waits for this to end. If it takes long then,
-                the rest goes next time.
+            just_saved: A step that stays this time. If retention cannot decide then,
+                logs the error and deletes nothing.
+            is_awaited: Returns True while a caller waits for the save. Deletions then
+                stop after 2 s, and the rest is left for the next time.
 
         Returns:
-            The steps that were deleted.
+            The deleted steps.
 
         Raises:
-            SaveFailedError: That step is not whole.
+            SaveFailedError: The checked step is incomplete or damaged.
         """
         with _storage.paths.looking(self._directory):
             return self._apply(just_saved, is_awaited)
@@ -190,7 +193,7 @@ class Retention:
         return deleted
 
     def _judge(self, just_saved: int | None) -> _Judged:
-        """Says what is to go, as of now."""
+        """Returns the current decision of retention."""
         found = self.steps.found() if self._anything_may_go() else {}
         reasons = self._explained(found)
         going = [s for s, why in reasons.items() if not why and s != just_saved]
@@ -200,9 +203,9 @@ class Retention:
     def _delete(
         self, judged: _Judged, just_saved: int | None, is_over: Callable[[], bool]
     ) -> Iterator[int]:
-        """Deletes steps, and then states of datasets; yields the steps."""
+        """Deletes steps, then dataset states; yields the deleted steps."""
         tried: set[int] = set()
-        is_new = False  # judged anew all the time, nothing would ever go
+        is_new = False  # decide again once per deletion, or none would happen
         while waiting := [step for step in judged.going if step not in tried]:
             step = waiting[0]
             if not is_new and self._are_measured_anew(judged, step):
@@ -229,13 +232,13 @@ class Retention:
             )
 
     def _tell_of_unmeasured(self, judged: _Judged) -> bool:
-        """Logs, once for each, of a metric to keep the best of that no step has.
+        """Warns, once per policy, if no step has the metric of a `BestN` policy.
 
-        Where no step has any metric at all, they may be added later: that is logged
-        when steps are to go.
+        If no step has any metrics, warns only when steps are to be deleted: metrics may
+        be added later.
 
         Returns:
-            Whether something was logged.
+            True if a warning was logged.
         """
         checkpoints = [found.ranked for found in judged.found.values()]
         told = len(self._told)
@@ -260,9 +263,9 @@ class Retention:
         return len(self._told) > told
 
     def _are_measured_anew(self, judged: _Judged, step: int) -> bool:
-        """Whether metrics have changed of a step that is to go, or of one that stays.
+        """Returns True if the metrics of `step`, or of a kept step, have changed.
 
-        Of others that are to go, it is asked when it is their turn.
+        Other steps to be deleted are checked before their own deletion.
         """
         going = set(judged.going)
         return any(
@@ -272,7 +275,7 @@ class Retention:
         )
 
     def _anything_may_go(self) -> bool:
-        """Whether it is worth a closer look at every step."""
+        """Returns True if rules or temporary steps make a deletion possible."""
         if self.rules.keep or self.rules.keep_dataset:
             return True
         with _storage.permissions.explained(self._directory):
@@ -292,9 +295,9 @@ class Retention:
     def _datasets(
         self, staying: Mapping[int, index.RunStep], just_saved: int | None
     ) -> list[int]:
-        """The steps whose dataset state goes."""
+        """Returns the steps to delete the dataset state of."""
         states = {s: each for s, each in staying.items() if each.marks.has_dataset}
-        # What was begun is finished.
+        # Finish deletions that were begun.
         going = {step for step, each in states.items() if each.marks.let_go}
         if self.rules.keep_dataset:
             reasons = self._decided(self.rules.keep_dataset, states)
@@ -302,10 +305,10 @@ class Retention:
         return sorted(going)
 
     def _attempt(self, what: str, delete: Callable[..., None], *args: Any) -> bool:
-        """Deletes something that nothing keeps; says so if that fails, and goes on."""
+        """Calls `delete`; logs a failure and returns False."""
         try:
             delete(*args)
-        except errors.SaveFailedError as error:  # a reader came meanwhile, or a pin
+        except errors.SaveFailedError as error:  # a new reader or pin
             _log.info("%s stays for now: %s", what, error)
             return False
         except FileNotFoundError as error:
@@ -318,9 +321,9 @@ class Retention:
 
 
 def _out_of_time(is_awaited: Callable[[], bool]) -> Callable[[], bool]:
-    """A function that says whether to stop deleting; it is asked before each deletion.
+    """Returns a function that returns True to stop; call before each deletion.
 
-    Two are always let through, as each save adds but one step.
+    Two deletions are always allowed, as each save adds a single step.
     """
     end = time.monotonic() + _DELETING_SECS
     asked = itertools.count()

@@ -1,4 +1,4 @@
-"""The steps of a run that saves them straight into its directory.
+"""The steps of a run without a staging directory.
 
 `staging.StagedSteps` has the same methods for a run with a staging directory.
 """
@@ -22,19 +22,19 @@ class RunSteps:
     """Finds, keeps and deletes the steps of a run.
 
     Args:
-        directory: Of the run.
-        rules: What is to stay.
-        step_format: Names of steps.
-        read_only: Whether no journal is written.
-        saves_in: Where steps are saved; None: in the directory.
+        directory: The run directory.
+        rules: Rules of retention.
+        step_format: Format of the names of steps.
+        read_only: True to write no journal.
+        saves_in: The directory where steps are saved; None for `directory`.
 
     Attributes:
-        directory: Of the run.
-        saves_in: Where steps are saved.
-        format: Names of steps.
-        retention: What stays where steps are saved.
-        events: What happens to the steps.
-        has_staging: Whether steps are saved to a staging directory first.
+        directory: The run directory.
+        saves_in: The directory where steps are saved.
+        format: Format of the names of steps.
+        retention: Retention in `saves_in`.
+        events: The events of the run.
+        has_staging: True if steps are saved to a staging directory first.
     """
 
     has_staging = False
@@ -56,11 +56,11 @@ class RunSteps:
         self.events = stream.Stream(directory, journal)
 
     def make_directory(self) -> None:
-        """Makes where steps are saved, if it is missing.
+        """Makes the directory where steps are saved.
 
         Raises:
-            OptionError: It, or a new step in it, would be called like a file.
-            SaveFailedError: It cannot be made.
+            OptionError: The directory, or a new step in it, is named like a file.
+            SaveFailedError: The directory cannot be made.
         """
         self._check_names()
         try:
@@ -75,7 +75,7 @@ class RunSteps:
         _storage.local.make_directory(self.directory)
 
     def _check_names(self) -> None:
-        """Raises OptionError for new directories that are named like files."""
+        """Raises OptionError for new directories with names of files."""
         new = self.saves_in / self.format.name(0)
         for path in (self.directory, self.saves_in, new):
             try:
@@ -87,45 +87,45 @@ class RunSteps:
     # ---- finding ----------------------------------------------------------------
 
     def listed(self) -> dict[int, Path]:
-        """The steps that are not marked as damaged, ascending."""
+        """Returns the steps without damage markers, ascending."""
         return self.retention.steps.listed()
 
     def seen(self) -> dict[int, Path]:
-        """The same, without a look at a directory behind staging."""
+        """Returns the known steps without listing a directory behind staging."""
         return self.listed()
 
     def damaged(self) -> dict[int, Path]:
-        """The steps that are marked as damaged, ascending."""
+        """Returns the steps marked as damaged, ascending."""
         return self.retention.steps.damaged()
 
     def metrics(self, path: Path) -> Mapping[str, float]:
-        """The metrics that are stored with the step at `path`."""
+        """Returns the metrics stored with the step at `path`."""
         return self.retention.steps.metrics(path)
 
     def best(self, policy: policies.BestN) -> set[int]:
-        """The steps that `policy` names."""
+        """Returns the steps that `policy` preserves."""
         return self.retention.steps.best(policy)
 
     def forget(self) -> None:
-        """Reads everything anew from here on."""
+        """Forgets all values read until now."""
         self.retention.steps.forget()
 
     def has_any(self) -> bool:
-        """Whether there are steps, good or damaged."""
+        """Returns True if the run has steps, good or damaged."""
         return bool(self.listed() or self.damaged())
 
     def reasons(self) -> dict[int, str]:
-        """Step -> why it is marked as damaged."""
+        """Returns the reason for each damage marker: step -> reason."""
         return {
             step: _steps.markers.why_damaged(p) for step, p in self.damaged().items()
         }
 
     def path(self, step: int) -> Path:
-        """Where a step is, good or damaged.
+        """Returns the path of a step, good or damaged.
 
         Raises:
-            CheckpointNotFoundError: It is nowhere.
-            OptionError: It is no number of a step.
+            CheckpointNotFoundError: The step does not exist.
+            OptionError: `step` is not a valid step number.
         """
         step = _steps.names.check(step)
         listed = self.listed()
@@ -139,11 +139,14 @@ class RunSteps:
         return listed[step]
 
     def candidates(self, step: int | None) -> list[tuple[int, Path]]:
-        """The steps to restore, the best first: this one, or all from the newest.
+        """Returns the steps to try in a restore, best first.
+
+        Args:
+            step: The step to restore; None for all steps, newest first.
 
         Raises:
-            CheckpointNotFoundError: There is no step, or not this one.
-            DamagedCheckpointError: There are damaged ones only.
+            CheckpointNotFoundError: The run has no steps, or not this step.
+            DamagedCheckpointError: All steps are marked as damaged.
         """
         if step is not None:
             step = _steps.names.check(step)
@@ -170,34 +173,36 @@ class RunSteps:
         return sorted(self.listed().items(), reverse=True)
 
     def copies(self, step: int, path: Path) -> list[tuple[int, Path]]:
-        """The step at `path`, and a copy of it behind staging, if there is one."""
+        """Returns the step at `path`, and its copy behind staging if it exists."""
         return [(step, path)]
 
     # ---- saving -----------------------------------------------------------------
 
     def tier(self, path: Path) -> Tier:
-        """Whether a step is in the directory of the run or in a staging directory."""
+        """Returns the tier of a step: the run directory or a staging directory."""
         return "directory"
 
     def check_free(self, step: int) -> None:
-        """Refuses a new step that a directory behind staging is known to have.
+        """Raises an error if a directory behind staging is known to have a step.
 
         Raises:
-            CheckpointExistsError: It has.
+            CheckpointExistsError: The step exists.
         """
 
     def check_replaceable(self, step: int) -> None:
-        """Raises an error if the copy of a step behind staging has other files in it.
+        """Raises an error for foreign files in the copy of a step behind staging.
 
         Raises:
-            CheckpointExistsError: It has.
+            CheckpointExistsError: The copy has files of others.
         """
 
     def check_no_checkpoint(self) -> None:
-        """Refuses a directory that is a checkpoint: who replaces that deletes the run.
+        """Raises an error if the directory itself is a checkpoint.
+
+        Overwriting that checkpoint would delete the run.
 
         Raises:
-            OptionError: It is.
+            OptionError: The directory is a checkpoint.
         """
         if formats.recognises(self.saves_in):
             raise errors.OptionError(
@@ -207,40 +212,40 @@ class RunSteps:
             )
 
     def marks_of_new(self, *, overwrite: bool) -> dict[str, bytes]:
-        """The markers of a new step: file name -> content."""
+        """Returns the markers of a new step: file name -> content."""
         return {}
 
     def replacing(self, path: Path) -> contextlib.AbstractContextManager[None]:
-        """Lets no upload read a step in the `with` block."""
+        """Keeps uploads from reading a step during the `with` block."""
         return contextlib.nullcontext()
 
     def open_uploads(self) -> bool:
-        """Uploads steps that a crash has left; returns whether it could begin."""
+        """Starts pending uploads; returns False without access to the run directory."""
         return True
 
     def upload(self) -> None:
         """Starts to upload new steps from staging, in the background."""
 
     def wait_for_uploads(self, timeout_secs: float | None) -> None:
-        """Waits until nothing is to be uploaded; see `Uploads.wait`."""
+        """Waits for all pending uploads; see `Uploads.wait`."""
 
     # ---- keeping and deleting ---------------------------------------------------
 
     @contextlib.contextmanager
     def changing(self, step: int, *removed: str) -> Iterator[Path]:
-        """Where a step is, to be changed in the `with` block.
+        """Yields the path of a step, for changes in the `with` block.
 
         Args:
-            step: It.
-            *removed: Marks that are taken from it.
+            step: The step to change.
+            *removed: Markers that the block removes.
         """
         yield self.path(step)
 
     def make_permanent(self, step: int) -> None:
-        """Has a temporary step stay as long as the policies say.
+        """Makes a temporary step permanent: only policies delete it.
 
         Raises:
-            SaveFailedError: That could not be written down.
+            SaveFailedError: The marker could not be changed.
         """
         if _util.processes.is_first():
             with self.changing(step, _steps.markers.UNTIL_NEXT) as path:
@@ -252,7 +257,7 @@ class RunSteps:
         just_saved: int | None = None,
         is_awaited: Callable[[], bool] = lambda: False,
     ) -> tuple[int, ...]:
-        """Deletes what nothing keeps where steps are saved; see `Retention.apply`."""
+        """Deletes steps in `saves_in` that no policy keeps; see `Retention.apply`."""
         deleted = self.retention.apply(just_saved=just_saved, is_awaited=is_awaited)
         for step in deleted:
             path = self.saves_in / self.format.name(step)
@@ -260,11 +265,14 @@ class RunSteps:
         return deleted
 
     def explain(self) -> dict[int, list[str]]:
-        """Why each step stays, oldest first; a step without a reason would go."""
+        """Returns the reasons for keeping each step, oldest first.
+
+        Steps without reasons are to be deleted.
+        """
         return self.retention.explain()
 
     def prune(self) -> tuple[int, ...]:
-        """Deletes what nothing keeps; returns the steps that are nowhere any more.
+        """Deletes the steps that no policy keeps; returns the deleted steps.
 
         Raises:
             SaveFailedError: The newest step is damaged.
@@ -272,10 +280,10 @@ class RunSteps:
         return self.retire() if _util.processes.is_first() else ()
 
     def delete(self, step: int) -> None:
-        """Deletes a step wherever it is.
+        """Deletes a step and its copies.
 
         Raises:
-            SaveFailedError: It could not be deleted.
+            SaveFailedError: The step could not be deleted.
         """
         step = _steps.names.check(step)
         path = self.path(step)

@@ -1,4 +1,4 @@
-"""The saves of a run, one under way at a time."""
+"""The saves of a run, at most one in progress at a time."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _log = logging.getLogger(__name__)
 
 
 class Saves:
-    """Saves steps of a run, and knows which are its own.
+    """Saves steps of a run, and remembers its own steps.
 
     Args:
-        run: The steps that are there.
-        options: What all saves have in common.
-        processes: Who saves together.
+        run: The existing steps of the run.
+        options: Options of all saves.
+        processes: The processes that save together.
 
     Attributes:
-        lineage: What the run began from.
-        params_only: The states that were saved without their optimizer.
+        lineage: The checkpoints that the run began from.
+        params_only: The states saved without their optimizer.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class Saves:
         self._shared = options
         self._processes = processes
         self.params_only = params_only.ParamsOnly(run.directory, run.format)
-        # One save at a time, whichever thread asks.
+        # One save at a time, for all threads.
         self._lock = _util.forks.PerProcess(threading.RLock)
         self._pending: SaveHandle | None = None
         self._pending_step: int | None = None
-        self._saved: _arrays.write.Previous | None = None  # by the last save of ours
+        self._saved: _arrays.write.Previous | None = None  # by our last save
         self._own: set[int] = set()
-        self._has_undone = False  # its transforms, on trial
+        self._has_undone = False  # its transforms, as a test
 
     def request(self, step: int, **given: Any) -> SaveRequest:
-        """Returns the request of a save of this run; `given` are fields of it."""
+        """Returns the request of a save; `given` are more fields of the request."""
         return SaveRequest(
             path=self._run.saves_in / self._run.format.name(step),
             options=self._shared,
@@ -66,7 +66,7 @@ class Saves:
         )
 
     def save(self, request: SaveRequest, state: PyTree) -> SaveHandle:
-        """Begins a save when the one before it has ended."""
+        """Waits for the previous save, and begins a save."""
         with self._lock.get():
             together = self._processes.begin("save", f"step {request.step}")
             with _distributed.agreement.telling(together):
@@ -146,7 +146,7 @@ class Saves:
         )
 
     def _try_undoing(self, state: PyTree) -> None:
-        """Warns, once, of leaves that the run's own restores would not bring back."""
+        """Warns, once, of leaves that a restore by this run would not bring back."""
         if self._has_undone or not self._shared.transforms:
             return
         self._has_undone = True
@@ -156,7 +156,7 @@ class Saves:
     def _execute(
         self, snapshot: _checkpoint.request.Snapshot, blocked: float
     ) -> SaveResult:
-        """Writes a snapshot, and deletes what is not kept any more."""
+        """Writes a snapshot, and deletes steps that no policy keeps."""
         request = snapshot.request
         step, final = request.number, request.path
         with self._run.replacing(final):
@@ -192,11 +192,11 @@ class Saves:
         return SaveResult(step, str(final), written, blocked, total, deleted, tier=tier)
 
     def _previous(self) -> _arrays.write.Previous | None:
-        """The arrays of the newest step, which those of the next may equal."""
+        """Returns the arrays of the newest step, for hard links to unchanged files."""
         if not _storage.of(self._run.saves_in).has_hard_links:
             return None
         try:
-            # In staging, too: links lead nowhere else.
+            # Only in `saves_in`: hard links cannot leave a file system.
             listed = self._run.retention.steps.listed()
         except OSError:
             return None
@@ -212,7 +212,7 @@ class Saves:
         return self._run.retire(just_saved=just_saved, is_awaited=self._is_awaited)
 
     def _is_awaited(self) -> bool:
-        """Whether somebody waits for the save under way."""
+        """Returns True if a caller waits for the save in progress."""
         return self._pending is not None and self._pending.is_awaited()
 
     def _skipped(self, request: SaveRequest) -> SaveHandle:
@@ -232,7 +232,7 @@ class Saves:
 
     @contextlib.contextmanager
     def _failing(self, step: int, final: Path) -> Iterator[None]:
-        """Tells what fails within."""
+        """Emits an event for a failure of the block, and raises the error."""
         try:
             yield
         except BaseException as error:
@@ -241,7 +241,7 @@ class Saves:
             raise
 
     def tidy(self) -> None:
-        """Removes the files that crashes have left."""
+        """Removes files left by crashes."""
         with _storage.paths.looking(self._run.directory):
             items = (_native.checkpoint.METRICS, "metadata")
             _steps.delete.tidy(self._run.saves_in, self._run.format, items)
@@ -251,10 +251,10 @@ class Saves:
     # ---- beside the steps -------------------------------------------------------
 
     def rehearse(self, state: PyTree, dataset: Any) -> int:
-        """Does what `save` does before it returns, and writes nothing.
+        """Does the work of `save` before its return, without writing.
 
         Returns:
-            The size of all arrays as they would be stored, in bytes.
+            The stored size of all arrays, in bytes.
 
         Raises:
             CheckpointError: As for `save`.
@@ -267,7 +267,7 @@ class Saves:
         return size
 
     def save_params_only(self, step: int, state: PyTree) -> Path | None:
-        """See `Checkpointer.save_params_only`."""
+        """Saves a state without its optimizer; see `Checkpointer.save_params_only`."""
         if not _checkpoint.save.has_optimizer(state):
             return None
         what = f"the parameters of step {step}"
@@ -291,30 +291,30 @@ class Saves:
                 self.params_only.keep_only(path)
         return path
 
-    # ---- under way --------------------------------------------------------------
+    # ---- in progress --------------------------------------------------------------
 
     def wait(self) -> SaveResult | None:
-        """Waits for the save under way, and tells the sinks what has happened."""
+        """Waits for the save in progress, and delivers events to the sinks."""
         try:
             return self.end()
         finally:
             self._run.events.deliver()
 
     def end(self) -> SaveResult | None:
-        """Waits for the save under way.
+        """Waits for the save in progress.
 
         Returns:
-            What it did; None if there is none, or it was waited for already.
+            The result of the save; None without a save, or if already returned.
 
         Raises:
-            CheckpointError: It failed.
+            CheckpointError: The save failed.
         """
         with self._lock.get():
             pending = self._pending
             if pending is None:
                 return None
             is_told = pending.done() and not pending.has_untold_error()
-            # Forgotten at the end: an interrupted wait can be taken up again.
+            # Forget the save last: a wait may be interrupted and repeated.
             try:
                 result = pending.wait()
             except Exception:
@@ -326,29 +326,29 @@ class Saves:
             return result
 
     def is_under_way(self) -> bool:
-        """Whether a save has begun that nobody has waited for."""
+        """Returns True if a save has begun and no caller has waited for the save."""
         return self._pending is not None
 
     def has_failed(self) -> bool:
-        """Whether the last save has failed, and nobody knows."""
+        """Returns True if the last save failed and the error was not yet raised."""
         return self._pending is not None and self._pending.has_untold_error()
 
-    # ---- its own ----------------------------------------------------------------
+    # ---- own steps ----------------------------------------------------------------
 
     def has_saved(self, step: int) -> bool:
-        """Whether this object has saved or restored a step, or is about to have."""
+        """Returns True if this object saved, restored or is about to save a step."""
         step = _steps.names.check(step)
         pending = self._pending
         if pending is not None and self._pending_step == step:
             return not pending.has_untold_error()
-        # Of several processes, some may see it later than others.
+        # Processes may see a new step at different times.
         is_there = _util.processes.is_together() or step in self._run.seen()
         return step in self._own and is_there
 
     def own(self, step: int) -> None:
-        """Counts a step as its own, as it was restored."""
+        """Counts a restored step as an own step."""
         self._own.add(step)
 
     def forget_beyond(self, step: int) -> None:
-        """What was saved beyond belongs to a run that is not gone on with."""
+        """Forgets own steps after `step`: the run goes on from `step`."""
         self._own = {own for own in self._own if own <= step}

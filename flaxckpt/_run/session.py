@@ -1,4 +1,4 @@
-"""What a training loop needs of a `Checkpointer` and its user does not."""
+"""Parts of a `Checkpointer` for training loops, not for users."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from flaxckpt._types import PathLike, PyTree
 _log = logging.getLogger(__name__)
 
 _MOST_SAVES_BY_SINKS = 8
-"""How many saves, each begun by a sink because of another, the end of a run awaits."""
+"""Maximal number of saves begun by sinks that the end of a run waits for."""
 
 
 class Trainer(Protocol):
-    """A training loop that saves with a `Checkpointer` and is called at its end."""
+    """A training loop, called when its `Checkpointer` closes."""
 
     def before_close(self) -> None:
-        """Saves the last step, if it is not saved yet."""
+        """Saves the last step, if not yet saved."""
         ...
 
     def after_close(self) -> None:
-        """Ends the loop's part, when all saves are durable or have failed."""
+        """Cleans up after all saves are durable or failed."""
         ...
 
     def abandon(self, error: BaseException) -> None:
-        """Ends the loop's part after an error: nothing more is saved."""
+        """Cleans up after an error, without another save."""
         ...
 
     def give_way(self) -> None:
-        """Ends the loop's part because another loop goes on."""
+        """Cleans up when another loop takes over."""
         ...
 
 
 class Session:
-    """The parts of one `Checkpointer`, for the training loop that saves with it.
+    """The parts of a `Checkpointer`, for its training loop.
 
     Args:
         run: The steps of the run.
-        saves: Saves them.
-        restores: Restores them.
+        saves: The saves of the run.
+        restores: The restores of the run.
         processes: The processes that train together.
-        read_only: Whether nothing may be written or deleted.
+        read_only: True to forbid writes and deletions.
 
     Attributes:
-        run: The same.
-        saves: The same.
-        trainers: The loops that are called at the end.
+        run: The steps of the run.
+        saves: The saves of the run.
+        trainers: The loops called when the checkpointer closes.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Session:
         self._read_only = read_only
 
     def check_writable(self, action: str) -> None:
-        """Raises ReadOnlyError if the checkpointer was opened with `read_only`."""
+        """Raises ReadOnlyError if the checkpointer is read-only."""
         if self._read_only:
             raise errors.ReadOnlyError(
                 f"cannot {action} in {self.run.directory}: it was opened with"
@@ -84,23 +84,23 @@ class Session:
         step: int | None = None,
         **options: Unpack[restoring.RestoreKeywords],
     ) -> tuple[PyTree, int]:
-        """Loads another checkpoint as the state that this run begins with.
+        """Loads another checkpoint as the initial state of this run.
 
-        Every step that is saved from here on records the source in its lineage.
+        Every later step records the source in its lineage.
 
         Args:
             source: A checkpoint in any format, or a run directory.
-            abstract_state: What to load; see `flaxckpt.load`.
-            step: The step of a run directory; by default the newest.
+            abstract_state: The state to load; see `flaxckpt.load`.
+            step: The step of a run directory; None for the newest.
             **options: See `flaxckpt.load`. With `optimizer="reinit"`, the step counter
-                beside the optimizer keeps its value in `abstract_state`, too.
+                beside the optimizer also keeps its value in `abstract_state`.
 
         Returns:
-            The state, and the step that its counters say: 0 with `reinit`, or if the
-            state has none.
+            The state and its step, by its counters: 0 with `reinit`, or without
+            counters.
 
         Raises:
-            OptionError: The counters disagree.
+            OptionError: The step counters disagree.
             CheckpointError: As for `flaxckpt.load`.
         """
         path = _storage.local.resolve(source)
@@ -116,16 +116,16 @@ class Session:
     def on_first_process(self, action: str, act: Callable[[], Any]) -> Any:
         """Calls `act` on process 0, and returns its JSON result on all processes.
 
-        All processes call this at the same place.
+        All processes call this at the same point.
         """
         together = self._processes.begin("once", action)
         with _distributed.agreement.ending(together):
             return _distributed.agreement.first_says(together, "done", act)
 
     def has_steps(self) -> bool:
-        """Whether the run has steps, good or damaged, as process 0 sees them.
+        """Returns True if process 0 sees steps of the run, good or damaged.
 
-        All processes call this at the same place.
+        All processes call this at the same point.
         """
         together = self._processes.begin("look", "the steps")
         with _distributed.agreement.ending(together, saving=False):
@@ -137,7 +137,7 @@ class Session:
     # ---- the end ----------------------------------------------------------------
 
     def attach(self, trainer: Trainer) -> None:
-        """Has the checkpointer call `trainer` at its end."""
+        """Adds a loop that the checkpointer calls when closed."""
         if trainer not in self.trainers:
             self.trainers = (*self.trainers, trainer)
 
@@ -146,13 +146,13 @@ class Session:
         self.trainers = tuple(each for each in self.trainers if each is not trainer)
 
     def settle(self) -> None:
-        """Waits for the save under way, and for the saves that sinks begin meanwhile.
+        """Waits for the save in progress, and for saves begun by sinks meanwhile.
 
-        A sink that begins a save at each event would go on for ever: after some saves,
-        sinks are not called any more.
+        A sink that begins a save at each event would go on forever: after 8 saves,
+        sinks are no longer called.
 
         Raises:
-            CheckpointError: A save has failed.
+            CheckpointError: A save failed.
         """
         for _ in range(_MOST_SAVES_BY_SINKS):
             self.saves.wait()

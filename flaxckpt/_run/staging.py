@@ -1,9 +1,8 @@
-"""A staging directory on a faster disk, before the directory of the run.
+"""A staging directory on a faster disk, in front of the run directory.
 
-Steps are committed in staging, with a mark that says that the directory has not got
-them; `_run.uploads` sees to that. What is to change in a step that staging has is
-changed there, and marks it again. So a crash forgets nothing: what is marked when the
-directory is opened again is uploaded then.
+Steps are committed in staging with a marker that an upload is pending; `_run.uploads`
+uploads them. A change of a step in staging is made there and marks the step again.
+After a crash, the next start uploads all marked steps.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from flaxckpt.policies import PreservationPolicy
 _log = logging.getLogger(__name__)
 
 KEEP = (policies.LatestN(1),)
-"""What stays in staging, beside what is still to be uploaded."""
+"""Default of `keep_staging`; steps with pending uploads stay as well."""
 
 _OWNER = "STAGING_OF"
-"""A file of this name in a staging directory says of which directory it is."""
+"""File in a staging directory that names its run directory."""
 
 
 # ---- where staging is -------------------------------------------------------------
@@ -43,15 +42,15 @@ def open_steps(
     """Returns the steps of a run.
 
     Args:
-        directory: Of the run.
-        rules: What is to stay.
-        step_format: Names of steps.
-        read_only: Whether no journal is written.
-        staging: Where steps are saved first; None: in the directory.
-        keep_staging: What stays there.
+        directory: The run directory.
+        rules: Rules of retention.
+        step_format: Template of the names of steps.
+        read_only: True to write no journal.
+        staging: Directory where steps are saved first; None for none.
+        keep_staging: Policies for the steps in `staging`.
 
     Raises:
-        OptionError: The options do not fit.
+        OptionError: The options are invalid or contradict each other.
     """
     path = _storage.local.resolve(directory)
     named = _steps.names.StepFormat(step_format)
@@ -65,10 +64,10 @@ def open_steps(
 
 
 def _resolve(staging: PathLike, directory: Path) -> Path:
-    """The staging directory of a run.
+    """Returns the resolved staging directory of a run.
 
     Raises:
-        OptionError: It cannot be that, or is another run's.
+        OptionError: The directory is unsuitable, or belongs to another run.
     """
     path = _storage.local.resolve(staging)
     if not _storage.of(path).has_directories:
@@ -102,11 +101,11 @@ def _check_owner(path: Path, directory: Path) -> None:
 
 
 def _make(path: Path, directory: Path, listed: Mapping[int, Path]) -> None:
-    """Makes the staging directory of a run, or sees that it is that.
+    """Makes the staging directory of a run, or checks an existing directory.
 
     Raises:
-        OptionError: It has steps, and nobody knows of which run.
-        OSError: It cannot be made.
+        OptionError: The directory has steps of an unknown run.
+        OSError: The directory cannot be made.
     """
     _storage.local.make_directory(path)
     if (path / _OWNER).is_file():
@@ -120,11 +119,11 @@ def _make(path: Path, directory: Path, listed: Mapping[int, Path]) -> None:
     _storage.local.replace(path / _OWNER, f"{directory}\n".encode())
 
 
-# ---- both together ----------------------------------------------------------------
+# ---- both directories ------------------------------------------------------------
 
 
 class _Measured(NamedTuple):
-    """A step that both have, as policies see it."""
+    """A step in both directories, with the metrics of both."""
 
     step: int
     metrics: Mapping[str, float]
@@ -133,18 +132,18 @@ class _Measured(NamedTuple):
 
 
 class StagedSteps(run_steps.RunSteps):
-    """The steps of a staging directory, and of the directory behind it.
+    """The steps of a staging directory and of the run directory.
 
     Args:
-        directory: Where steps are uploaded to.
-        staging: Where they are saved.
-        rules: What is to stay in the directory.
-        keep: What is to stay in staging.
-        step_format: Names of steps.
-        read_only: Whether no journal is written.
+        directory: The run directory, to which steps are uploaded.
+        staging: The directory where steps are saved.
+        rules: Rules of retention in the run directory.
+        keep: Policies for the steps in staging.
+        step_format: Format of the names of steps.
+        read_only: True to write no journal.
 
     Attributes:
-        uploads: What goes from one to the other.
+        uploads: The uploads from staging to the run directory.
     """
 
     has_staging = True
@@ -175,16 +174,17 @@ class StagedSteps(run_steps.RunSteps):
     # ---- finding ----------------------------------------------------------------
 
     def listed(self) -> dict[int, Path]:
-        """The steps of both; where both have one, it is that of staging.
+        """Returns the steps of both directories.
 
-        But it is the directory's if the step was replaced there after its upload.
+        Prefers the step in staging, unless the run directory replaced it after its
+        upload.
         """
         near, far = self._both()
         return dict(sorted((far | near).items()))
 
     def _both(self) -> tuple[dict[int, Path], dict[int, Path]]:
-        """The steps of staging that nobody has replaced, and those of the directory."""
-        near = self._near.listed()  # first: what leaves it then is in the other
+        """Returns the current steps of staging, and the steps of the run directory."""
+        near = self._near.listed()  # first: steps leave staging for `far`
         far = self.uploads.look()
         current = {
             step: path
@@ -194,34 +194,34 @@ class StagedSteps(run_steps.RunSteps):
         return current, far
 
     def _is_stale(self, path: Path) -> bool:
-        """Whether a step of staging was replaced in the directory after its upload."""
+        """Returns True if the run directory replaced a step after its upload."""
         return _steps.markers.is_settled(path) and self._is_another(path)
 
     def _is_another(self, path: Path) -> bool:
-        """Whether the directory has another step of the number of one in staging.
+        """Returns True if the run directory has another step of the same number.
 
         Raises:
-            StoreError: The directory is out of reach.
+            StoreError: The run directory is out of reach.
         """
         try:
             return upload_copies.compare(path, self.directory / path.name) == "other"
         except errors.StoreError:
             raise
-        except OSError:  # a file that cannot be read proves nothing
+        except OSError:  # an unreadable file proves nothing
             return False
 
     def seen(self) -> dict[int, Path]:
-        """The same as far as is known, without a look at the directory."""
+        """Returns the known steps without listing the run directory."""
         return dict(sorted((self.uploads.known | self._near.listed()).items()))
 
     def damaged(self) -> dict[int, Path]:
-        """The steps that are marked as damaged wherever they are, ascending."""
+        """Returns the steps marked as damaged in either directory, ascending."""
         found = self._far.steps.damaged() | self._near.damaged()
         good = self.listed().keys()
         return {step: path for step, path in sorted(found.items()) if step not in good}
 
     def _newest_first(self) -> list[tuple[int, Path]]:
-        """The steps, the newest first, and staging before the directory."""
+        """Returns the steps, newest first; for the same step, staging comes first."""
         near, far = self._both()
         return [
             (step, found[step])
@@ -231,9 +231,9 @@ class StagedSteps(run_steps.RunSteps):
         ]
 
     def path(self, step: int) -> Path:
-        """Where a step is: in staging, unless it was replaced in the directory since.
+        """Returns the path of a step, preferring a current step in staging.
 
-        If the directory is out of reach, nobody knows of a replacement.
+        With the run directory out of reach, the step in staging counts as current.
         """
         step = _steps.names.check(step)
         path = self._near.listed().get(step)
@@ -243,7 +243,7 @@ class StagedSteps(run_steps.RunSteps):
         return super().path(step) if path is None else path
 
     def copies(self, step: int, path: Path) -> list[tuple[int, Path]]:
-        """The step at `path`, and the directory's copy of it, if there is one."""
+        """Returns the step at `path`, and its copy in the run directory, if any."""
         if self.tier(path) == "directory":
             return [(step, path)]
         found = [(step, path)]
@@ -254,7 +254,7 @@ class StagedSteps(run_steps.RunSteps):
         return found
 
     def _wherever(self, step: int) -> list[Path]:
-        """A step in both, good or damaged."""
+        """Returns the paths of a step in both directories, good or damaged."""
         found = []
         for steps in (self._near, self._far.steps):
             there = steps.damaged() | steps.listed()
@@ -262,11 +262,11 @@ class StagedSteps(run_steps.RunSteps):
         return found
 
     def tier(self, path: Path) -> run_steps.Tier:
-        """In which of both a step is."""
+        """Returns the tier of a step: staging or the run directory."""
         return "staging" if path.parent == self.saves_in else "directory"
 
     def metrics(self, path: Path) -> dict[str, float]:
-        """What is stored of a step, in both if they have the same."""
+        """Returns the metrics of a step, merged if both directories have the step."""
         found = self._near.metrics(path)
         is_near = self.tier(path) == "staging"
         if is_near and not _steps.markers.is_settled(path) and self._is_another(path):
@@ -274,12 +274,12 @@ class StagedSteps(run_steps.RunSteps):
         return {**self._far.steps.metrics(self.directory / path.name), **found}
 
     def forget(self) -> None:
-        """Reads everything anew from here on."""
+        """Forgets all values read until now."""
         self._near.forget()
         self._far.steps.forget()
 
     def best(self, policy: policies.BestN) -> set[int]:
-        """The steps of both that `policy` names."""
+        """Returns the steps of both directories that `policy` preserves."""
         near, far = self._near.ranked(), self._far.steps.ranked()
         ranked: dict[int, policies.Ranked] = {**far, **near}
         for step in near.keys() & far.keys():
@@ -293,7 +293,7 @@ class StagedSteps(run_steps.RunSteps):
         return policy.preserved([ranked[step] for step in sorted(ranked)])
 
     def explain(self) -> dict[int, list[str]]:
-        """Why each step stays in the directory, and in staging."""
+        """Returns the reasons for keeping steps in the run directory and in staging."""
         found = self._far.explain()
         for step, why in self.retention.explain().items():
             found.setdefault(step, []).extend(f"staging: {reason}" for reason in why)
@@ -303,14 +303,14 @@ class StagedSteps(run_steps.RunSteps):
 
     @contextlib.contextmanager
     def changing(self, step: int, *removed: str) -> Iterator[Path]:
-        """Where a step is; the directory follows what is changed in the `with` block.
+        """Yields the path of a step; uploads changes made in the `with` block.
 
         Args:
-            step: It.
-            *removed: Marks that are taken from it.
+            step: The step to change.
+            *removed: Markers that the block removes.
 
         Raises:
-            SaveFailedError: It cannot be marked.
+            SaveFailedError: The step cannot be marked for upload.
         """
         path = self.path(step)
         if self.tier(path) == "directory":
@@ -328,13 +328,13 @@ class StagedSteps(run_steps.RunSteps):
         self.uploads.start()
 
     def marks_of_new(self, *, overwrite: bool) -> dict[str, bytes]:
-        """The marker which says that a new step is still to be uploaded."""
+        """Returns the marker for a pending upload: file name -> content."""
         return {
             _steps.markers.NOT_UPLOADED: _steps.markers.Waiting(overwrite).content()
         }
 
     def open_uploads(self) -> bool:
-        """Uploads steps that a crash has left; returns whether it could begin."""
+        """Starts pending uploads; returns False without access to the run directory."""
         return self.uploads.open()
 
     def upload(self) -> None:
@@ -342,14 +342,14 @@ class StagedSteps(run_steps.RunSteps):
         self.uploads.start()
 
     def wait_for_uploads(self, timeout_secs: float | None) -> None:
-        """Waits until nothing is to be uploaded; see `Uploads.wait`."""
+        """Waits for all pending uploads; see `Uploads.wait`."""
         self.uploads.wait(timeout_secs)
 
     def check_free(self, step: int) -> None:
-        """Refuses a new step that the directory is known to have.
+        """Raises an error if the run directory is known to have a step.
 
         Raises:
-            CheckpointExistsError: It has.
+            CheckpointExistsError: The step exists.
         """
         if step in self.uploads.known:
             raise errors.CheckpointExistsError(
@@ -358,19 +358,19 @@ class StagedSteps(run_steps.RunSteps):
             )
 
     def check_replaceable(self, step: int) -> None:
-        """Refuses to replace a step of the directory that has other files in it.
+        """Raises an error for a step with foreign files in the run directory.
 
-        A directory out of reach is looked at again when the step is uploaded.
+        With the directory out of reach, the check is repeated at the upload.
 
         Raises:
-            CheckpointExistsError: It has.
+            CheckpointExistsError: The step has files of others.
         """
         path = self.uploads.known.get(step)
         try:
             if path is None or not _storage.local.lexists(path):
                 return
             if _storage.of(path).can_rename and _steps.markers.is_damaged(path):
-                return  # it is set aside then
+                return  # a damaged step is set aside
             _checkpoint.overwrite.check_replaceable(path)
         except errors.CheckpointExistsError:
             raise
@@ -379,15 +379,15 @@ class StagedSteps(run_steps.RunSteps):
 
     @contextlib.contextmanager
     def replacing(self, path: Path) -> Iterator[None]:
-        """Lets nobody read a step in staging for an upload in the `with` block."""
+        """Keeps uploads from reading a step in staging during the `with` block."""
         with self.uploads.busy.get() if path.exists() else contextlib.nullcontext():
             yield
 
     def _delete(self, step: int, path: Path) -> None:
-        """Deletes a step wherever it is.
+        """Deletes a step from both directories.
 
         Raises:
-            SaveFailedError: It could not be deleted.
+            SaveFailedError: The step could not be deleted.
         """
         with self.uploads.busy.get():
             for found in self._wherever(step):
@@ -395,10 +395,10 @@ class StagedSteps(run_steps.RunSteps):
             self.uploads.known.pop(step, None)
 
     def prune(self) -> tuple[int, ...]:
-        """Deletes what nothing keeps; returns the steps that are nowhere any more.
+        """Deletes the steps that no policy keeps; returns the steps gone from both.
 
         Raises:
-            SaveFailedError: The newest step of one of both is damaged.
+            SaveFailedError: The newest step of either directory is damaged.
         """
         deleted = {*super().prune()}
         with self.uploads.busy.get():

@@ -1,4 +1,4 @@
-"""A step in the directory of a run that is the copy of one in its staging directory."""
+"""Copies, in the run directory, of steps in the staging directory."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ Relation: TypeAlias = Literal["none", "same", "other", "damaged"]
 
 
 def compare(path: Path, final: Path) -> Relation:
-    """Compares a step in staging with the directory's step of the same number.
+    """Compares a step in staging with the run directory's step of the same number.
 
-    Steps are the same if their commit markers are, which have the manifest's digest.
+    Steps are the same if their commit markers, with the manifest's digest, are equal.
 
     Args:
         path: The step in staging.
-        final: Where the directory has, or would have, it.
+        final: The path of the step in the run directory.
 
     Returns:
-        `none`: the directory has no checkpoint there. `same`: it has this step, whole
-        or not. `other`: it has another step, of another writer or a later save.
-        `damaged`: it has a step whose marker or manifest is not what was written.
+        `none`: `final` is not a checkpoint. `same`: `final` is this step, complete or
+        not. `other`: `final` is another step, of another writer or a later save.
+        `damaged`: `final` is a step with a changed commit marker or manifest.
 
     Raises:
-        OSError: The directory cannot be read.
+        OSError: The run directory cannot be read.
     """
     marker = _content(final / _storage.commit_marker.MARKER)
     if marker is not None and marker == _content(path / _storage.commit_marker.MARKER):
@@ -41,7 +41,7 @@ def compare(path: Path, final: Path) -> Relation:
 
 
 def _content(file: Path) -> bytes | None:
-    """The content of a small file; None if it is missing or not ours."""
+    """Returns the content of a small file; None if missing or unsuitable."""
     try:
         return _storage.local.read(file, max_bytes=_native.orbax_json.MAX_BYTES)
     except (
@@ -54,7 +54,7 @@ def _content(file: Path) -> bytes | None:
 
 
 def _is_foreign(final: Path) -> bool:
-    """Whether a checkpoint that another library wrote is there."""
+    """Returns True for a checkpoint of another library."""
     try:
         return bool(formats.recognises(final))
     except (errors.CheckpointFormatError, errors.DamagedCheckpointError):
@@ -62,7 +62,7 @@ def _is_foreign(final: Path) -> bool:
 
 
 def is_whole(final: Path) -> bool:
-    """Whether the step that the directory has is whole, and not marked as damaged."""
+    """Returns True if a step is complete and not marked as damaged."""
     try:
         _checkpoint.file_sizes.check(final)
     except (errors.DamagedCheckpointError, errors.CheckpointFormatError):
@@ -71,7 +71,7 @@ def is_whole(final: Path) -> bool:
 
 
 def make(path: Path, final: Path, *, overwrite: bool) -> int:
-    """Makes a step of the directory of one in staging; returns its size in bytes."""
+    """Copies a step from staging to the run directory; returns its size in bytes."""
     if _steps.markers.is_damaged(final):
         overwrite = True
         _checkpoint.overwrite.set_aside(final)
@@ -96,7 +96,7 @@ def make(path: Path, final: Path, *, overwrite: bool) -> int:
 
 
 def _belongs(path: Path, file: Path) -> bool:
-    """Whether a file is of the step itself, and neither a mark nor a leftover."""
+    """Returns False for a marker or a leftover in the step's directory."""
     name = file.relative_to(path).as_posix()
     where = name.rpartition("/")[0]
     is_leftover = where in (

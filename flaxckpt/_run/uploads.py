@@ -1,8 +1,8 @@
-"""Steps on their way from a staging directory to the directory of the run.
+"""Uploads of steps from a staging directory to the run directory.
 
-A step in staging has a mark as long as the directory has not got it, or not its latest
-metrics and marks. A thread behind the caller goes by these, the newest step first; what
-has changed while a step was uploaded is written anew before its mark goes.
+A step in staging has an upload marker until the run directory has the step with its
+latest metrics and markers. A background thread uploads marked steps, newest first.
+Changes made during an upload are written before the marker is removed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class _TakenError(errors.CheckpointExistsError):
-    """The directory has another step of that number."""
+    """The run directory has another step of the same number."""
 
 
 class _ElsewhereError(errors.CheckpointExistsError):
@@ -34,11 +34,11 @@ class _ElsewhereError(errors.CheckpointExistsError):
 
 
 class _Turn:
-    """One go of the thread: until nothing is left to be uploaded, or it fails.
+    """A run of the upload thread, until no uploads are pending or it fails.
 
     Attributes:
-        is_over: Whether it takes no more steps.
-        ended: Set when all is done that belongs to it.
+        is_over: True if the run takes no more steps.
+        ended: Set when the thread has finished.
         failures: Step -> error.
     """
 
@@ -49,20 +49,20 @@ class _Turn:
 
 
 class Uploads:
-    """Uploads what is marked.
+    """Uploads marked steps.
 
     Args:
-        staging: Where steps are saved.
-        directory: Where they are uploaded to.
-        step_format: How they are called.
-        near: What stays in staging.
-        far: What stays in the directory.
-        events: Who is told.
+        staging: The directory where steps are saved.
+        directory: The run directory, to which steps are uploaded.
+        step_format: Format of the names of steps.
+        near: Retention in staging.
+        far: Retention in the run directory.
+        events: Stream for the events of uploads.
 
     Attributes:
-        known: The steps of the directory, when it was last seen.
-        changing: Held by whoever changes a step in staging, or its mark.
-        busy: Held by whoever works with a step in both.
+        known: The steps of the run directory at its last listing.
+        changing: Lock for changing a step in staging, or its marker.
+        busy: Lock for working with a step in both directories.
     """
 
     def __init__(
@@ -90,17 +90,17 @@ class Uploads:
         self._is_left = False
 
     def waiting(self) -> dict[int, Path]:
-        """The steps that are still to be uploaded."""
+        """Returns the steps with pending uploads."""
         listed = self._near.steps.listed().items()
         return {step: path for step, path in listed if _steps.markers.is_waiting(path)}
 
     def look(self) -> dict[int, Path]:
-        """The steps of the directory."""
+        """Lists the steps of the run directory."""
         self.known = found = self._far.steps.listed()
         return found
 
     def retire(self, just_saved: int | None = None) -> tuple[int, ...]:
-        """Deletes what nothing keeps in the directory; only whoever is busy may."""
+        """Deletes steps that no policy keeps in the run directory; hold `busy`."""
         deleted = self._far.apply(just_saved=just_saved)
         for step in deleted:
             self.known.pop(step, None)
@@ -108,13 +108,13 @@ class Uploads:
             self._events.emit("deleted", step, path=path, reason="no policy keeps it")
         return deleted
 
-    # ---- when --------------------------------------------------------------------
+    # ---- the upload thread ---------------------------------------------------
 
     def open(self) -> bool:
-        """Looks at the directory, and begins to upload what a crash has left.
+        """Lists the run directory, and starts uploads left by a crash.
 
         Returns:
-            Whether the directory could be reached.
+            True if the run directory is in reach.
         """
         is_reached = True
         try:
@@ -131,7 +131,7 @@ class Uploads:
         return is_reached
 
     def _reach(self) -> None:
-        """Sees what is in the directory, and tidies it the first time."""
+        """Lists the run directory, and removes leftovers the first time."""
         _storage.local.make_directory(self._directory)
         self.look()
         if not self._is_tidy:
@@ -143,7 +143,7 @@ class Uploads:
     def start(self) -> None:
         """Starts the thread that uploads marked steps.
 
-        A fork leaves that to the process that opened the run, and says so once.
+        A fork only logs a warning, once: the process that opened the run uploads.
         """
         if not self.waiting():
             return
@@ -158,11 +158,11 @@ class Uploads:
             )
 
     def wait(self, timeout_secs: float | None) -> None:
-        """Waits until nothing is to be uploaded, and tries once more what has failed.
+        """Waits for all pending uploads, and retries failed uploads once.
 
         Raises:
-            CheckpointTimeoutError: It still goes on after `timeout_secs`.
-            SaveFailedError: Something could not be uploaded.
+            CheckpointTimeoutError: Uploads are still pending after `timeout_secs`.
+            SaveFailedError: A step could not be uploaded.
         """
         failures = self._waited(timeout_secs)
         if self._is_left and (waiting := self.waiting()):
@@ -182,7 +182,7 @@ class Uploads:
     def _failed_uploads(
         self, failures: Mapping[int, Exception]
     ) -> errors.SaveFailedError:
-        """The error that says what could not be uploaded, why, and what helps."""
+        """Returns an error with the failed steps, the reasons and advice."""
         told: list[str] = []
         advice: dict[str, list[int]] = {}
         for step in sorted(failures, reverse=True):
@@ -205,25 +205,25 @@ class Uploads:
         return errors.SaveFailedError("\n".join([*told[:4], *more, stay, *helps]))
 
     def _begin(self) -> _Turn:
-        """Begins, unless it is at it."""
+        """Starts the upload thread unless running; returns the current run."""
         with self._guard.get():
             if self._turn is not None and not self._turn.is_over:
                 return self._turn
             self._turn = turn = _Turn()
         run = functools.partial(self._run, turn)
-        # No daemon: a script that just ends still finishes its uploads.
+        # Not a daemon: a script that ends still finishes its uploads.
         _doors.open_all()
         thread = threading.Thread(target=run, name="flaxckpt uploads", daemon=False)
         try:
             thread.start()
-        except RuntimeError:  # no more threads: the caller does it
+        except RuntimeError:  # no more threads: upload on this thread
             run()
         return turn
 
     def _waited(self, timeout_secs: float | None) -> Mapping[int, Exception] | None:
-        """Waits until nothing is left; what has failed, or None if it goes on still."""
+        """Waits for uploads; returns the failures, or None after the timeout."""
         until = None if timeout_secs is None else time.monotonic() + timeout_secs
-        earlier = self._turn  # it may have failed before what has been changed since
+        earlier = self._turn  # its failures may be older than the latest changes
         while os.getpid() == self._pid:
             turn = self._begin() if self.waiting() else self._turn
             left = None if until is None else max(0.0, until - time.monotonic())
@@ -251,7 +251,7 @@ class Uploads:
             self._end(turn)
 
     def _next(self, turn: _Turn) -> tuple[int, Path] | None:
-        """The newest step that waits; None, and the turn is over, if there is none."""
+        """Returns the newest pending step; without any, ends the turn, returns None."""
         with self._guard.get():
             waiting = [w for w in self.waiting().items() if w[0] not in turn.failures]
             turn.is_over = not waiting
@@ -263,7 +263,7 @@ class Uploads:
         turn.ended.set()
 
     def _failed(self, step: int, path: Path, error: Exception) -> bool:
-        """Tells of a failure; says whether other steps would fail likewise."""
+        """Reports a failure; returns True if other steps would fail the same way."""
         text = _steps.event.first_lines(error)
         self._events.emit("failed", step, path=self._directory / path.name, error=text)
         _log.warning("step %d is not uploaded, and stays in staging: %s", step, text)
@@ -274,10 +274,10 @@ class Uploads:
         )
         return isinstance(error, OSError) and not isinstance(error, of_it_alone)
 
-    # ---- what ---------------------------------------------------------------------
+    # ---- an upload -----------------------------------------------------------
 
     def _upload(self, step: int, path: Path, *, is_begin: bool) -> None:
-        """Has the directory get a step, or what has changed of it."""
+        """Uploads a step, or its changes since the last upload."""
         begun, size = time.monotonic(), 0
         with self.busy.get(), _storage.temporary.claimed(path) as is_ours:
             mark = self._mark(path)
@@ -310,11 +310,11 @@ class Uploads:
             self._pass_on()
 
     def _copy(self, path: Path, final: Path, *, overwrite: bool) -> int:
-        """Makes a step of the directory; returns its size in bytes.
+        """Copies a step to the run directory; returns its size in bytes.
 
         Raises:
-            CheckpointExistsError: The directory has another step of its number, or
-                something that is no checkpoint.
+            CheckpointExistsError: The run directory has another step of the same
+                number, or files that are not a checkpoint.
         """
         if not overwrite and not _steps.markers.is_damaged(final):
             relation = upload_copies.compare(path, final)
@@ -323,7 +323,7 @@ class Uploads:
         try:
             return upload_copies.make(path, final, overwrite=overwrite)
         except FileExistsError as error:
-            # With overwrite, it says which files of others are in the way.
+            # With overwrite, the error names the files of others in the way.
             may_replace = overwrite or _steps.markers.is_damaged(final)
             if not may_replace and upload_copies.compare(path, final) in (
                 "other",
@@ -337,24 +337,24 @@ class Uploads:
     def _retire_after(self, step: int, path: Path) -> None:
         try:
             self.retire(step)
-        except errors.SaveFailedError:  # the copy is not whole: it is made anew
+        except errors.SaveFailedError:  # the copy is incomplete: upload it again
             with self.changing.get(), contextlib.suppress(FileNotFoundError):
                 _steps.markers.wait_for_upload(path)
             raise
 
     def _mark(self, path: Path) -> _steps.markers.Waiting | None:
-        with self.changing.get():  # nobody is in the middle of a change
+        with self.changing.get():  # wait for a change in progress
             return _steps.markers.waiting(path)
 
     def _skip(self, step: int, path: Path, mark: _steps.markers.Waiting) -> None:
-        """Leaves a step to staging that the directory would not keep."""
+        """Skips the upload of a step that no policy keeps in the run directory."""
         if self._unmark(path, mark) is None:
             reason = f"no policy would keep it in {self._directory}"
             self._events.emit("skipped", step, path=path, reason=reason)
             _log.info("step %d is not uploaded: %s", step, reason)
 
     def _drop(self, step: int, path: Path, mark: _steps.markers.Waiting) -> None:
-        """Leaves a step alone that was uploaded and has been replaced there since."""
+        """Skips a step that was uploaded, and replaced in the run directory since."""
         if self._unmark(path, mark) is None:
             reason = f"{self._directory} has had another step {step} since"
             self._events.emit("skipped", step, path=path, reason=reason)
@@ -363,7 +363,7 @@ class Uploads:
     def _settle(
         self, path: Path, final: Path, mark: _steps.markers.Waiting, *, is_new: bool
     ) -> None:
-        """Brings over what has changed since, until the mark can go."""
+        """Uploads changes until the upload marker can be removed."""
         now: _steps.markers.Waiting | None = mark
         if is_new:
             now = self._unmark(path, mark)
@@ -374,7 +374,11 @@ class Uploads:
     def _unmark(
         self, path: Path, mark: _steps.markers.Waiting
     ) -> _steps.markers.Waiting | None:
-        """Takes the mark away, if it is still this one; else what it is now."""
+        """Removes the upload marker unless changed since its last read.
+
+        Returns:
+            None, or the current marker.
+        """
         with self.changing.get():
             now = _steps.markers.waiting(path)
             if now != mark:
@@ -383,7 +387,7 @@ class Uploads:
             return None
 
     def _bring(self, path: Path, final: Path, mark: _steps.markers.Waiting) -> None:
-        """Writes metrics and marks that have changed."""
+        """Writes changed metrics and markers to the copy in the run directory."""
         metrics = run_metrics.read_metrics(path)
         if metrics and not metrics.items() <= self._far.steps.metrics(final).items():
             edit.add_metrics(final, metrics)
@@ -398,7 +402,7 @@ class Uploads:
             edit.make_permanent(final)
 
     def _pass_on(self) -> None:
-        """Writes the journal, and the metadata of the run, to the directory."""
+        """Writes the journal and the run metadata to the run directory."""
         try:
             there = self._directory / _steps.journal.NAME
             _steps.journal.pass_on(self._staging / _steps.journal.NAME, there)
@@ -412,7 +416,7 @@ class Uploads:
 
 
 def _advice(error: Exception) -> str:
-    """What to do about steps that could not be uploaded, to be formatted."""
+    """Returns the template of the advice for failed uploads."""
     match error:
         case _TakenError():
             return (

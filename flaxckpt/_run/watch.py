@@ -1,4 +1,4 @@
-"""Steps as they are committed, each held while somebody works with it."""
+"""Iteration over new steps, each protected by a lease."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def new_steps(
     """Yields each step once; see `Checkpointer.new_steps`.
 
     Args:
-        listed: Gives the committed steps, oldest first.
-        timeout_secs: Ends after so long without a new step; None never ends.
-        poll_secs: How often `listed` is asked.
+        listed: Returns the committed steps, oldest first.
+        timeout_secs: Seconds without a new step after which the iteration ends; None
+            never ends.
+        poll_secs: Seconds between two calls of `listed`.
     """
     _util.arguments.seconds("timeout_secs", timeout_secs)
     _util.arguments.not_negative("poll_secs", poll_secs)
@@ -49,7 +50,7 @@ def new_steps(
                 is_warned = True
             try:
                 if _storage.leases.is_going(path):
-                    continue  # it comes again, if it stays after all
+                    continue  # yielded later if not deleted
                 seen.add(step)
                 yield step
             finally:

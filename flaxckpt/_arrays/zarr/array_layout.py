@@ -20,7 +20,7 @@ class ArrayLayout:
         store: `files` is a directory per leaf and a file per chunk, `ocdbt` is a
             database for all leaves, `auto` selects `ocdbt` for many small leaves.
         codec: `none`; `compact` is blosc with lz4 and bit-shuffle; `zstd` is level 1.
-        checksum: Whether every chunk ends in its CRC-32C, verified by all readers. Not
+        checksum: True if every chunk ends in its CRC-32C, verified by all readers. Not
             available in zarr 2.
         zarr_version: 3, or 2 for readers without zarr 3: Orbax before 0.4.5, and T5X.
     """

@@ -1,7 +1,7 @@
-"""Blocks: runs of bytes in files of their own, which may end in a checksum.
+"""Chunk files: a block of bytes in a file, optionally followed by a checksum.
 
-Such a file is what zarr 3 makes of a chunk without compression. Blocks are written
-without a copy in between, read into memory of the caller's, or mapped.
+Such a file is an uncompressed chunk of zarr 3. Blocks are written without a copy, read
+into the caller's memory, or mapped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 
 CHECKSUM_BYTES = 4
 ALIGNMENT = 64
-"""Of memory that jax takes over as it is, in bytes."""
+"""Alignment in bytes of memory that jax uses without a copy."""
 
 _PAGE = mmap.PAGESIZE
 _COMPARED_AT_ONCE = 2**20
@@ -40,8 +40,8 @@ class Block(NamedTuple):
 
     Attributes:
         path: The file.
-        size: Bytes of it, less the checksum.
-        has_checksum: Whether its CRC-32C follows, little endian.
+        size: Size of the block in bytes, without the checksum.
+        has_checksum: True if the CRC-32C of the block follows, little endian.
     """
 
     path: Path
@@ -50,12 +50,12 @@ class Block(NamedTuple):
 
     @property
     def file_size(self) -> int:
-        """Bytes of the whole file."""
+        """Size of the whole file in bytes."""
         return self.size + CHECKSUM_BYTES * self.has_checksum
 
 
 def checksum(parts: Sequence[memoryview]) -> bytes:
-    """The CRC-32C of `parts`, one after another."""
+    """Returns the CRC-32C of the concatenated `parts`."""
     value = 0
     for part in parts:
         value = crc32c.crc32c(part, value)
@@ -66,30 +66,29 @@ def checksum(parts: Sequence[memoryview]) -> bytes:
 
 
 def write(path: Path, parts: Sequence[memoryview]) -> None:
-    """Writes a new file of `parts`. A large one is durable, a small one not yet.
+    """Writes `parts` to a new file, and syncs a large file.
 
-    Syncing a large file here lets the disk work while others are written. Its name is
-    made durable with its directory, by the caller.
+    The sync lets the disk work while other files are written. The caller syncs small
+    files, and the directory with the names of all files.
     """
     _storage.of(path).write_parts(path, parts)
 
 
 def link_equal(old: Path, new: Path, parts: Sequence[memoryview]) -> bool:
-    """Makes `new` another name of the file `old`, if that holds exactly `parts`.
+    """Makes `new` a hard link to the file `old` if its content equals `parts`.
 
-    The last part, which is the checksum of blocks that have one, is compared first.
+    Compares the last part first: the checksum, in blocks with a checksum.
 
     Returns:
-        Whether it did.
+        True if the link was made.
     """
     return _link_if_alike(old, new, parts, compare_all=True)
 
 
 def link_unchanged(old: Path, new: Path, parts: Sequence[memoryview]) -> bool:
-    """Like `link_equal`, but compares the checksum only, which the last part must be.
+    """Like `link_equal`, but compares only the last part, the checksum.
 
-    For values that are known to be those of the file unless somebody has changed them
-    in memory.
+    For values known to equal the file, unless changed in memory since.
     """
     return _link_if_alike(old, new, parts, compare_all=False)
 
@@ -116,24 +115,24 @@ def _link_if_alike(
 
 
 def link(old: Path, new: Path, size: int) -> bool:
-    """Makes `new` another name of the file `old`, if that has `size` bytes.
+    """Makes `new` a hard link to the file `old` if its size is `size` bytes.
 
     Returns:
-        Whether it did.
+        True if the link was made.
     """
     try:
         found = os.lstat(old)
         if not stat.S_ISREG(found.st_mode) or found.st_size != size:
             return False
         os.link(old, new, follow_symlinks=False)
-    except OSError:  # no links here, too many, or `old` is gone
+    except OSError:  # no support, too many links, or `old` is gone
         return False
     return True
 
 
 def _is_equal(stored: io.FileIO, parts: Sequence[memoryview]) -> bool:
-    """Whether a file goes on with exactly `parts`."""
-    # Read, not mapped: somebody else may cut the file short.
+    """Returns True if the rest of a file starts with `parts`."""
+    # Read, not mapped: another process may truncate the file.
     buffer = np.empty(_COMPARED_AT_ONCE, np.uint8)
     for part in parts:
         wanted = np.frombuffer(part, np.uint8)
@@ -149,18 +148,18 @@ def _is_equal(stored: io.FileIO, parts: Sequence[memoryview]) -> bool:
 
 
 def empty(size: int) -> Bytes:
-    """New memory for `size` bytes, aligned as jax wants it."""
+    """Returns uninitialized memory of `size` bytes, aligned for jax."""
     memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size]
 
 
 def read(block: Block, into: Sequence[memoryview], *, verify: bool) -> None:
-    """Fills the memory `into`, as much as the block has bytes, from its file.
+    """Reads a block into the memory `into`, of the size of the block.
 
     Raises:
         ValueError: The file has another size, or fails its checksum.
-        OSError: It is missing, or cannot be read.
+        OSError: The file is missing or unreadable.
     """
     tail = np.empty(block.file_size - block.size, np.uint8)
     path = block.path
@@ -170,25 +169,25 @@ def read(block: Block, into: Sequence[memoryview], *, verify: bool) -> None:
 
 
 def small(path: Path) -> bytes:
-    """The content of a small file, or its beginning if it is not small.
+    """Returns the content of a small file, or the first 64 KiB of a large file.
 
     Raises:
-        OSError: It is missing, or cannot be read.
+        OSError: The file is missing or unreadable.
     """
     return _storage.of(path).read_small(path, _SMALL_BYTES, path.parent.parent)
 
 
 def mapped(block: Block) -> Bytes:
-    """Maps a block into memory. What is written to it there stays in memory.
+    """Maps a block into memory, copy-on-write.
 
     Raises:
         ValueError: The file has another size.
-        OSError: It is missing, or cannot be mapped.
+        OSError: The file is missing, or cannot be mapped.
     """
     if block.size == 0:
         return np.empty(0, np.uint8)
     if _map_function() is not None:
-        return mapped_as_one([block])  # Python's own map keeps the file open
+        return mapped_as_one([block])  # Python's mmap keeps the file open
     with _open(block) as file:
         memory = mmap.mmap(
             file,
@@ -200,20 +199,20 @@ def mapped(block: Block) -> Bytes:
 
 
 def can_join(sizes: Sequence[int]) -> bool:
-    """Whether blocks of these sizes can be mapped as one run of bytes."""
+    """Returns True if blocks of these sizes can be mapped contiguously."""
     return _map_function() is not None and all(s % _PAGE == 0 for s in sizes[:-1])
 
 
 def mapped_as_one(blocks: Sequence[Block]) -> Bytes:
-    """Maps blocks side by side, as one run of bytes; see `can_join`.
+    """Maps blocks contiguously; see `can_join`.
 
     Raises:
         ValueError: A file has another size.
-        OSError: One is missing, or cannot be mapped.
+        OSError: A file is missing, or cannot be mapped.
     """
     map_at = _map_function()
     assert map_at is not None
-    # Holds the addresses; unmapping it unmaps what is put in its place.
+    # Reserves the addresses; unmapping this also unmaps the blocks.
     memory = mmap.mmap(
         -1, sum(block.size for block in blocks), flags=mmap.MAP_PRIVATE | _NO_RESERVE
     )
@@ -236,11 +235,11 @@ def mapped_as_one(blocks: Sequence[Block]) -> Bytes:
 
 
 def verify_mapped(block: Block, content: Bytes) -> None:
-    """Compares what is mapped of a block with its checksum.
+    """Compares a mapped block with its checksum.
 
     Raises:
-        ValueError: It has changed since it was written.
-        OSError: It, or its checksum, cannot be read.
+        ValueError: The block has changed since it was written.
+        OSError: The block or its checksum cannot be read.
     """
     if not block.has_checksum:
         return
@@ -255,26 +254,28 @@ def verify_mapped(block: Block, content: Bytes) -> None:
 
 
 def _populate(block: Block, content: Bytes) -> None:
-    """Has pages read here: one that cannot be would end the process when touched.
+    """Reads all pages of a mapped block.
+
+    Touching an unreadable page would kill the process by SIGBUS.
 
     Raises:
-        OSError: One cannot be: the disk fails, or the file was cut short.
+        OSError: A page is unreadable: the disk fails, or the file was truncated.
     """
     if content.nbytes == 0 or sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
     where = ctypes.c_void_p(content.ctypes.data), ctypes.c_size_t(content.nbytes)
     failed = libc.madvise(*where, _POPULATE_READ) != 0
-    # Linux before 5.14 knows no such advice, and says EINVAL.
+    # Linux before 5.14 lacks this advice, and returns EINVAL.
     if failed and ctypes.get_errno() == errno.EFAULT:
         raise OSError(errno.EIO, "a part of it cannot be read", str(block.path))
 
 
 def check(name: str, parts: Sequence[memoryview], recorded: bytes) -> None:
-    """Compares the content of the block called `name` with its checksum.
+    """Compares the content of the block `name` with its checksum.
 
     Raises:
-        ValueError: It has changed since it was written.
+        ValueError: The block has changed since it was written.
     """
     found = checksum(parts)
     if found != recorded:
@@ -286,7 +287,7 @@ def check(name: str, parts: Sequence[memoryview], recorded: bytes) -> None:
 
 @contextlib.contextmanager
 def _open(block: Block) -> Iterator[int]:
-    """The descriptor of a block's file, which has the right size."""
+    """Yields the descriptor of a block's file, after checking the size."""
     path = block.path
     descriptor = _storage.files.open_regular_file(path, within=path.parent.parent)
     try:
@@ -307,7 +308,7 @@ _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux: addresses only
 
 @functools.cache
 def _map_function() -> Any:
-    """The C library's `mmap`, which unlike Python's can be told where; or None."""
+    """Returns the C library's `mmap`, for maps at a given address; None if absent."""
     if sys.platform != "linux":
         return None
     function = ctypes.CDLL(None, use_errno=True).mmap

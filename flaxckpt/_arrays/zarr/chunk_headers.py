@@ -1,7 +1,7 @@
-"""What the chunks of an array say of themselves, before TensorStore decodes them.
+"""Checks of chunk headers and sizes, before TensorStore decodes the chunks.
 
-It reads zeros where a directory lies in the place of a chunk, and takes memory for all
-that a chunk of blosc says it has.
+TensorStore reads zeros if a chunk is a directory, and allocates any size that the
+header of a blosc chunk declares.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from flaxckpt import _state, _storage
 from flaxckpt._arrays.zarr import metadata
 
 _LONG_BYTES = 64 * 2**20
-"""Shorter chunks may have any size: not much comes of them."""
+"""Decoded size up to which the ratio below is not checked."""
 
 _BEST_RATIO = {"gzip": 1100, "zlib": 1100, "zstd": 2**16, "blosc": 2**16}
-"""Codec -> how many times its size a chunk may hold; that of bz2 has no such limit."""
+"""Codec -> maximal ratio of decoded to stored size of a chunk; none for bz2."""
 
 _HEADER_BYTES = 16
 _SPARE_BYTES = 64
-"""For checksums, which may be compressed with a chunk."""
+"""Allowance for checksums compressed with a chunk."""
 
 
 class Chunks(NamedTuple):
-    """The chunks of an array, as its metadata has them.
+    """The chunks of an array, by its metadata.
 
     Attributes:
-        pattern: What the key of a chunk looks like, below that of the array.
-        codec: How they are compressed; None: not at all, or part by part.
-        size: Of one, in bytes, decoded.
+        pattern: Pattern of the keys of chunks, relative to the array.
+        codec: Compression codec; None for no compression, or compression by parts.
+        size: Decoded size of a chunk, in bytes.
     """
 
     pattern: re.Pattern[str]
@@ -44,12 +44,12 @@ class Chunks(NamedTuple):
     size: int
 
 
-@functools.lru_cache(maxsize=256)  # most arrays are like others
+@functools.lru_cache(maxsize=256)  # many arrays are alike
 def described(text: bytes) -> Chunks:
-    """The chunks that a `zarr.json` or a `.zarray` describes, if it is one we read.
+    """Returns the chunks described by a `zarr.json` or a `.zarray`.
 
     Raises:
-        ValueError: It does not say.
+        ValueError: The metadata is invalid or unsupported.
     """
     try:
         return _described(json.loads(text))
@@ -85,15 +85,15 @@ def _name(codec: Any) -> str:
 
 
 def check_files(directory: Path, chunks: Chunks) -> None:
-    """Asserts that the chunks of an array are files, and not too short.
+    """Checks that the chunks of an array are files of plausible size.
 
     Raises:
-        ValueError: One is not.
-        OSError: One cannot be read.
+        ValueError: A chunk is a directory, too short, or declares a wrong size.
+        OSError: A chunk cannot be read.
     """
     storage = _storage.of(directory)
     if storage.costs_requests and chunks.codec != "blosc":
-        return  # sizes are not known there
+        return  # sizes would cost requests
     ratio = _BEST_RATIO.get(chunks.codec or "")
     for key, is_file in storage.entries_below(directory):
         if not chunks.pattern.fullmatch(key):
@@ -111,10 +111,10 @@ def check_files(directory: Path, chunks: Chunks) -> None:
 
 
 def check_values(store: ts.KvStore, name: str, chunks: Chunks) -> None:
-    """Asserts the same of chunks in a database, as far as they say how long they are.
+    """Checks the declared sizes of blosc chunks in a database.
 
     Raises:
-        ValueError: One says what it must not.
+        ValueError: A chunk declares a wrong size.
     """
     before = metadata.database_key(name, "")
     end = before[:-1] + "0" if before else ""  # "0" comes after "/"

@@ -1,7 +1,7 @@
-"""How arrays are cut: into chunks of a bounded size, and among replicas.
+"""Cuts arrays into chunks of bounded size, and into parts for replicas.
 
-Integers only. First `replica_slices` says which part of a shard one replica writes,
-then `choose_chunk_shape` cuts that part; so no chunk has two writers.
+`replica_slices` cuts a shard into parts for replicas, then `choose_chunk_shape` cuts a
+part into chunks; so no chunk has two writers.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Chunk counts that are never too many: this many in all, or this many times the
-# least number that `max_bytes` allows.
+# Chunk counts that are never too many: in all, and as a multiple of the minimal
+# number for `max_bytes`.
 _FEW_CHUNKS = 32
 _FEW_TIMES_IDEAL = 4
 
 _AS_GOOD = 2
-"""Chunks without padding are preferred up to so many times the least number."""
+"""Chunks without padding are preferred up to this multiple of the minimal count."""
 
 _PAGE_BYTES = (16_384, 4_096)
-"""Sizes of memory pages, the more general first."""
+"""Sizes of memory pages; multiples of the first suit more machines."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSlices:
-    """Equal parts of a shard, which the replicas that hold it divide among them.
+    """Equal parts of a shard, divided among its replicas.
 
-    There is a part for each replica, or for each of equal groups of them: of replicas
-    0 to 7, in 2 parts, those from 0 to 3 have the first.
+    Each replica has a part, or each of equal groups: of replicas 0 to 7 and 2 parts,
+    replicas 0 to 3 have the first part.
 
     Attributes:
         axis: The axis that is cut.
-        bounds: For each part, where it starts and stops along `axis`.
-        shape: Shape of each part: what one replica writes.
+        bounds: Start and stop of each part along `axis`.
+        shape: Shape of each part.
     """
 
     axis: int
@@ -50,25 +50,25 @@ def replica_slices(
     min_bytes: float = 0,
     min_group_bytes: float = math.inf,
 ) -> ReplicaSlices | None:
-    """Cuts a shard that several replicas hold, so that several write an equal part.
+    """Cuts a shard into equal parts, written by different replicas.
 
-    The first axis whose size `n_replicas` divides is cut. If there is none, or parts
-    would be too small, there are fewer parts: as many as possible, so that each is for
-    an equal number of replicas.
+    Cuts the first axis with a size divisible by `n_replicas`. Without such an axis, or
+    with too small parts, cuts into the largest possible number of parts, each for an
+    equal number of replicas.
 
     Args:
-        shape: Shape of one shard, in elements. `()` is a scalar.
-        n_replicas: How many devices hold the same shard.
+        shape: Shape of a shard, in elements. `()` is a scalar.
+        n_replicas: Number of devices with the same shard.
         itemsize: Bytes per element, as stored; may be a fraction.
-        min_bytes: A part with fewer bytes is not worth a writer of its own.
-        min_group_bytes: The same, where not every replica has a part.
+        min_bytes: Minimal size of a part if each replica has a part.
+        min_group_bytes: Minimal size of a part for groups of replicas.
 
     Returns:
-        The parts, or None if one replica writes the whole shard: there is only one, no
-        axis divides, or the parts would be empty or too small.
+        The parts; None if a single replica writes the whole shard: a single replica, no
+        divisible axis, or empty or too small parts.
 
     Raises:
-        ValueError: An argument is negative, or there is no replica.
+        ValueError: An argument is negative, or `n_replicas` is 0.
 
     Source: replica-parallel saving in Orbax.
     """
@@ -104,51 +104,50 @@ def choose_chunk_shape(
 ) -> tuple[int, ...]:
     """Cuts `write_shape` into chunks of at most `max_bytes` each.
 
-    An array that fits is one chunk. Others are cut along the first axis whose rows
-    fit, axes before it into single rows: so each chunk is one run of bytes of what the
-    writer writes. Where it can be had, a chunk is a whole number of memory pages (16
-    KiB, or else 4 KiB), so that files of chunks can be mapped side by side.
+    An array that fits is a single chunk. Other arrays are cut along the first axis with
+    rows that fit, and axes before into single rows: so each chunk is a contiguous run
+    of bytes of the writer's part. If possible, a chunk is a whole number of memory
+    pages (16 KiB, or else 4 KiB), so that files of chunks can be mapped contiguously.
 
-    If `ragged`, the first of these is taken:
+    If `ragged`, the first possible rule applies:
 
-    1. Chunks of whole pages that divide, if there are at most twice as many of them as
-       `max_bytes` asks for.
-    2. Chunks of whole pages, (nearly) equal and no more than that; the last one is cut
-       short by the edge of the array, but stored in full. That adds at most 5 % and as
-       many rows as fill whole pages, and at most a tenth. Only if rows of the first
-       axis fit: otherwise the runs would not follow one another.
-    3. 1 and 2 without pages, in up to as many chunks as below; if rows of the first
-       axis do not fit, up to a seventh is added.
+    1. Chunks of whole pages that divide the array, at most twice the minimal number for
+       `max_bytes`.
+    2. (Nearly) equal chunks of whole pages, at most the same number; the last chunk
+       extends beyond the array, and is stored in full. The padding is at most 5 % plus
+       the rows of a page, and at most a tenth. Only if rows of the first axis fit:
+       otherwise the runs would not be adjacent.
+    3. Rules 1 and 2 without pages, with at most the number of chunks below; if rows of
+       the first axis do not fit, the padding is at most a seventh.
 
-    Otherwise chunk sizes divide those of `write_shape`, so that no chunk straddles two
-    writers. Sizes with few divisors would make that cut absurdly fine (a prime number
-    of rows: one row a chunk). The number of chunks is therefore bounded: 32 in all, or
-    4 times the least number that `max_bytes` allows, whichever is more. The first of
-    these that is within the bound is taken:
+    Otherwise chunk sizes divide the sizes of `write_shape`, so that no chunk has two
+    writers. Sizes with few divisors would give tiny chunks (a prime number of rows: a
+    row per chunk). The number of chunks is therefore bounded by 32, or by 4 times the
+    minimal number for `max_bytes` if larger. The first rule within the bound applies:
 
-    1. The largest chunk of whole pages that is such a run, if there are at most 4
-       times as many as needed; else the largest that is such a run.
-    2. Cut the largest axis, the first one if several are, to its next smaller divisor
-       until a chunk fits.
-    3. The largest chunk that fits among all that divide `write_shape`.
+    1. The largest contiguous chunk of whole pages, with at most 4 times the minimal
+       number; else the largest contiguous chunk.
+    2. Cut the largest axis, the first of equals, to its next smaller divisor until a
+       chunk fits.
+    3. The largest chunk that fits and divides `write_shape`.
     4. The smallest chunk that divides `write_shape`, though larger than `max_bytes`.
 
     Args:
-        write_shape: What one writer writes of the array, in elements: one shard, or
-            one replica's part of it. `()` is a scalar. A size of 0 counts as 1.
+        write_shape: Shape of the part of a writer, in elements: a shard, or a replica's
+            part of a shard. `()` is a scalar. A size of 0 counts as 1.
         itemsize: Bytes per element, as stored; may be a fraction.
         max_bytes: Bound on a chunk, in bytes before compression.
-        ragged: Chunk sizes need not divide. Only safe where `write_shape` is the
-            whole array: there is no other writer for the last chunk to reach into.
+        ragged: True if chunk sizes need not divide. Only safe if `write_shape` is the
+            whole array, without another writer next to the last chunk.
 
     Returns:
-        A shape of the same rank, with no size below 1. A chunk is larger than
-        `max_bytes` if it is one element, or by rule 4 (never if `ragged`).
+        A shape of the same rank, with sizes of at least 1. A chunk is larger than
+        `max_bytes` only as a single element, or by rule 4 (never if `ragged`).
 
     Raises:
         ValueError: `itemsize` or `max_bytes` is not positive, or a size is negative.
 
-    Source: the second rule for what divides is the greedy search of T5X
+    Source: the second rule without `ragged` is the greedy search of T5X
         (`t5x/checkpoints.py`).
     """
     _check_shape(write_shape)
@@ -181,7 +180,7 @@ def choose_chunk_shape(
 
 
 def chunk_count(shape: Sequence[int], chunk: Sequence[int]) -> int:
-    """Counts the chunks of shape `chunk` that cover `shape`, ragged ones included."""
+    """Returns the number of chunks of shape `chunk` that cover `shape`."""
     return math.prod(-(-dim // c) for dim, c in zip(shape, chunk, strict=True))
 
 
@@ -189,10 +188,10 @@ class _Cut(NamedTuple):
     """A cut of an array into runs of bytes in C order.
 
     Attributes:
-        shape: Of the array.
-        axis: Along which it is cut; every axis before it is cut into single rows.
-        row: Elements of one row of that axis.
-        most: Rows of it that fit in a chunk: at least 1, and not all.
+        shape: Shape of the array.
+        axis: The axis that is cut; axes before are cut into single rows.
+        row: Elements of a row of the axis.
+        most: Rows that fit in a chunk: at least 1, and not all.
     """
 
     shape: tuple[int, ...]
@@ -202,26 +201,26 @@ class _Cut(NamedTuple):
 
     @property
     def runs(self) -> int:
-        """How often the axis is cut."""
+        """Number of times that the axis is cut: the product of the axes before."""
         return math.prod(self.shape[: self.axis])
 
     def chunk(self, rows: int) -> tuple[int, ...]:
-        """The chunk of `rows`."""
+        """Returns the shape of a chunk of `rows`."""
         return (*(1,) * self.axis, rows, *self.shape[self.axis + 1 :])
 
     def count(self, rows: int) -> int:
-        """How many chunks of `rows` there are."""
+        """Returns the number of chunks of `rows`."""
         return self.runs * -(-self.shape[self.axis] // rows)
 
     def unit(self, page_bytes: int, itemsize: float) -> int:
-        """The fewest rows that fill whole pages; more than fit if no number does."""
+        """Returns the fewest rows that fill whole pages; more than fit if none do."""
         row_bits, page_bits = self.row * itemsize * 8, page_bytes * 8
         if row_bits % 1:
             return self.most + 1
         return page_bits // math.gcd(page_bits, int(row_bits))
 
     def dividing(self, unit: int) -> int | None:
-        """The most rows that fit and divide, a multiple of `unit`."""
+        """Returns the most rows that fit and divide the axis, a multiple of `unit`."""
         fitting = [
             rows
             for rows in _divisors(self.shape[self.axis])
@@ -230,10 +229,10 @@ class _Cut(NamedTuple):
         return max(fitting, default=None)
 
     def nearly_equal(self, unit: int, at_most: int) -> int | None:
-        """Rows of equal parts that fit, rounded up to a multiple of `unit`.
+        """Returns the rows of equal parts that fit, rounded up to a multiple of `unit`.
 
-        Fewer where that would pad the last part too much, as long as there are no
-        more than `at_most` chunks then.
+        Returns fewer rows if the last part would have too much padding, with at most
+        `at_most` chunks.
         """
         if unit > self.most:
             return None
@@ -251,9 +250,9 @@ class _Cut(NamedTuple):
 
 
 def _cut(shape: tuple[int, ...], limit: int) -> _Cut:
-    """Cuts a `shape` of more than `limit` elements along the first axis that will do.
+    """Cuts a `shape` of more than `limit` elements along the first suitable axis.
 
-    There need be no more than three times as many chunks as `limit` asks for.
+    The cut needs at most three times the minimal number of chunks for `limit`.
     """
     row = math.prod(shape)
     for axis, dim in enumerate(shape):
@@ -264,12 +263,12 @@ def _cut(shape: tuple[int, ...], limit: int) -> _Cut:
 
 
 def _ragged_rows(cut: _Cut, units: Sequence[int], ideal: int, few: int) -> int:
-    """Rows of the chunks of a whole array; the last of `units` is 1."""
+    """Returns the rows of the chunks of a whole array; the last of `units` is 1."""
     for unit in units:
         dividing = cut.dividing(unit)
         if dividing and cut.count(dividing) <= _AS_GOOD * ideal:
             return dividing
-        # Padding within an array would keep its runs apart, whole pages or not.
+        # Padding inside an array separates its runs, even with whole pages.
         if cut.runs == 1 or unit == 1:
             rows = cut.nearly_equal(unit, few if unit == 1 else _AS_GOOD * ideal)
             if rows:
@@ -286,10 +285,11 @@ def _greedy(shape: tuple[int, ...], limit: int) -> tuple[int, ...]:
 
 
 def _dividing_chunks(shape: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
-    """Maps each size, in elements, to a chunk of that size that divides `shape`.
+    """Returns chunks that divide `shape`: size in elements -> chunk.
 
-    Of several, the one with the longest trailing axes: its bytes lie closest together.
-    There are as many as the element count of `shape` has divisors, or fewer.
+    Of chunks of the same size, prefers the longest trailing axes: its bytes are closest
+    together. The number of sizes is at most the number of divisors of the element
+    count.
     """
     chunks: dict[int, tuple[int, ...]] = {1: ()}
     for dim in reversed(shape):

@@ -17,11 +17,11 @@ _CODECS = frozenset(("bytes", "crc32c", "transpose", *_COMPRESSORS))
 _COMPRESSORS_OF_2 = frozenset(("blosc", "bz2", "gzip", "zlib", "zstd"))
 _MAX_CODECS = 8
 _MAX_PARTS = 2**20
-"""Of a chunk that is cut again; the index of them takes 16 bytes each."""
+"""Maximal number of parts of a sharded chunk; each takes 16 bytes in the index."""
 
 
 def check(metadata: Mapping[str, Any], chunk_shape: Sequence[int]) -> None:
-    """Checks that the codecs of an array are supported.
+    """Raises an error for unsupported codecs of an array.
 
     Args:
         metadata: A `zarr.json` or a `.zarray`.
@@ -64,7 +64,7 @@ def _check_cut(cut: Mapping[str, Any], chunk_shape: Sequence[int]) -> None:
     codecs = _list(cut["codecs"])
     _check_codecs(codecs)
     if "blosc" in map(_name, codecs):
-        # Each part says itself how much memory it wants, wherever it lies.
+        # Each part declares its own decoded size, and cannot be checked before.
         raise ValueError("the parts of its chunks are compressed by blosc")
     index_codecs = _list(cut["index_codecs"])
     _check_codecs(index_codecs)
@@ -76,7 +76,7 @@ def _check_codecs(codecs: Sequence[Any]) -> None:
     names = [_name(codec) for codec in codecs]
     if unknown := [name for name in names if name not in _CODECS]:
         raise ValueError(f"codec {unknown[0][:40]!r} is not read")
-    # What is small can be compressed again and again.
+    # Nested compression allows arbitrary ratios.
     if sum(name in _COMPRESSORS for name in names) > 1:
         raise ValueError("its chunks are compressed twice")
 

@@ -1,21 +1,21 @@
-"""Limits of arrays, which the writer and the reader share."""
+"""Limits of arrays, shared by writer and reader."""
 
 from __future__ import annotations
 
 from typing import Any
 
 MAX_AXES = 32
-"""Axes of an array as it is stored: TensorStore's limit."""
+"""Maximal number of axes of a stored array: TensorStore's limit."""
 
 MAX_SIZE = 2**48
-"""Elements along one axis, at least one more than any array has."""
+"""Exclusive bound on the elements along an axis."""
 
 MAX_CHUNKS = 2**20
-"""Chunks of one array; the names of more would take gigabytes."""
+"""Maximal number of chunks of an array; more names would take gigabytes."""
 
 
 def sizes(value: Any) -> tuple[int, ...]:
-    """Returns the shape that a JSON value holds.
+    """Returns the shape in a JSON value.
 
     Raises:
         ValueError: `value` is not a list of sizes within the limits.

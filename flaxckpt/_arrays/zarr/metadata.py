@@ -1,8 +1,8 @@
-"""Arrays of zarr as we write them: their metadata, their chunks, their keys.
+"""Metadata, chunks and keys of zarr arrays, as flaxckpt writes them.
 
-A chunk of zarr 3 that is not compressed is the values of its elements, little endian
-and in C order, and then their CRC-32C. Such *raw* arrays are written and read without
-TensorStore, which has them all the same.
+An uncompressed chunk of zarr 3 consists of the values, little endian and in C order,
+and their CRC-32C. Such *raw* arrays are written and read without TensorStore, but in
+TensorStore's format.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ METADATA = "zarr.json"
 CODECS = ("none", "compact", "zstd")
 
 COMPRESSED_FROM = 4096
-"""Arrays of fewer bytes than this are never compressed: nothing would be gained."""
+"""Size in bytes below which arrays are not compressed."""
 
 _NEVER_RAW = frozenset(("int2", "int4", "float4_e2m1fn"))
-"""What of a byte such types use in memory is not what they use on disk."""
+"""Types of less than a byte, with different bits in memory and on disk."""
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 Region: TypeAlias = tuple[tuple[int, int], ...]
@@ -39,12 +39,12 @@ Region: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Encoding(NamedTuple):
-    """How the chunks of a checkpoint's arrays are encoded.
+    """Encoding of the chunks of a checkpoint's arrays.
 
     Attributes:
         codec: `none`, `compact` or `zstd`; see `ArrayLayout`.
-        checksum: Whether each ends in its CRC-32C; in zarr 2, none does.
-        version: Of the zarr format, 2 or 3.
+        checksum: True if each chunk ends in its CRC-32C; False in zarr 2.
+        version: Version of the zarr format, 2 or 3.
     """
 
     codec: str
@@ -53,7 +53,7 @@ class Encoding(NamedTuple):
 
 
 def is_raw(encoding: Encoding, shape: Shape, dtype: str) -> bool:
-    """Whether the chunks of such an array are its values as they are in memory."""
+    """Returns True if chunks hold the values as in memory, without encoding."""
     return (
         encoding.version == 3
         and dtype not in _NEVER_RAW
@@ -69,13 +69,13 @@ def _codec(encoding: Encoding, shape: Shape, dtype: str) -> str:
 def metadata(
     encoding: Encoding, shape: Shape, dtype: str, chunk_shape: Shape
 ) -> dict[str, JSON]:
-    """The content of an array's `zarr.json`, or of its `.zarray`.
+    """Returns the content of an array's `zarr.json`, or `.zarray` for zarr 2.
 
     Args:
-        encoding: Of the checkpoint.
-        shape: Of the whole array.
+        encoding: Encoding of the checkpoint.
+        shape: Shape of the whole array.
         dtype: Name of the stored type.
-        chunk_shape: Extent of a chunk, at least 1 along each axis.
+        chunk_shape: Shape of a chunk, at least 1 along each axis.
     """
     if encoding.version == 2:
         return _metadata_2(encoding, shape, dtype, chunk_shape)
@@ -88,18 +88,18 @@ def metadata(
             "name": "regular",
             "configuration": {"chunk_shape": list(chunk_shape)},
         },
-        # Dots instead of slashes: one directory an array, however many axes it has.
+        # Dots instead of slashes: a single directory per array.
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "fill_value": _zero(dtype),
         "codecs": _codecs(_codec(encoding, shape, dtype), dtype, encoding.checksum),
     }
 
 
-@functools.lru_cache(maxsize=1024)  # most arrays are like others
+@functools.lru_cache(maxsize=1024)  # many arrays are alike
 def metadata_text(
     encoding: Encoding, shape: Shape, dtype: str, chunk_shape: Shape
 ) -> bytes:
-    """The same, as it is written."""
+    """Returns `metadata` as the text to write."""
     content = metadata(encoding, shape, dtype, chunk_shape)
     return json.dumps(content, separators=(",", ":")).encode()
 
@@ -107,10 +107,10 @@ def metadata_text(
 def check_metadata(
     text: bytes, encoding: Encoding, shape: Shape, dtype: str, chunk_shape: Shape
 ) -> None:
-    """Compares the `zarr.json` of a raw array with what was recorded of the array.
+    """Compares the `zarr.json` of a raw array with the recorded form.
 
     Raises:
-        ValueError: It says something else.
+        ValueError: The text describes another array.
     """
     if text == metadata_text(encoding, shape, dtype, chunk_shape):
         return
@@ -129,10 +129,10 @@ def check_metadata(
 
 
 def check_compact(text: bytes) -> None:
-    """Asserts that the text of a `zarr.json` is written as we and TensorStore do.
+    """Checks that a `zarr.json` has the exact JSON style of flaxckpt and TensorStore.
 
     Raises:
-        ValueError: Somebody has changed it, if only by a space.
+        ValueError: The text was changed, even by a single space.
     """
     if json.dumps(json.loads(text), separators=(",", ":")).encode() != text:
         raise ValueError(f"{METADATA} says what it must, but was not written so")
@@ -201,24 +201,24 @@ def _codecs(codec: str, dtype: str, checksum: bool) -> list[JSON]:
 
 
 def database_key(name: str, key: str) -> str:
-    """The key of what is called `key` below the array `name`, in a database."""
+    """Returns the key in a database for the key `key` of the array `name`."""
     return f"{name}/{key}" if name else key
 
 
 @functools.lru_cache(maxsize=1024)
 def whole(shape: Shape) -> Region:
-    """All of an array."""
+    """Returns the region of a whole array."""
     return tuple((0, size) for size in shape)
 
 
 def region_of(index: tuple[slice, ...], shape: Shape) -> Region:
-    """The region that a tuple of slices means, as jax has them."""
+    """Returns the region of a tuple of slices, as in `jax.Shard.index`."""
     bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=False)]
     return (*bounds, *((0, size) for size in shape[len(bounds) :]))
 
 
 def within(inner: Region, outer: Region) -> tuple[Any, ...]:
-    """Where `inner` lies in `outer`; what it selects is an array even if it is 0-d."""
+    """Returns the index of `inner` in an array of `outer`; keeps 0-d arrays."""
     slices = (
         slice(start - origin, stop - origin)
         for (start, stop), (origin, _) in zip(inner, outer, strict=True)
@@ -227,31 +227,31 @@ def within(inner: Region, outer: Region) -> tuple[Any, ...]:
 
 
 def extent(region: Region) -> Shape:
-    """The shape of a region."""
+    """Returns the shape of a region."""
     return tuple(stop - start for start, stop in region)
 
 
 class Chunk(NamedTuple):
-    """What a region has of a chunk.
+    """The intersection of a region and a chunk.
 
     Attributes:
-        key: Of the chunk, below that of its array.
-        bounds: In the whole array; within the region and within the chunk.
+        key: Key of the chunk, relative to its array.
+        bounds: The intersection, in coordinates of the whole array.
     """
 
     key: str
     bounds: Region
 
 
-@functools.lru_cache(maxsize=256)  # most arrays are like others
+@functools.lru_cache(maxsize=256)  # many arrays are alike
 def chunks(region: Region, chunk_shape: Shape) -> tuple[Chunk, ...]:
-    """The chunks that `region` reaches into."""
+    """Returns the intersections of `region` with chunks."""
     ranges = [
         range(start // size, -(-stop // size))
         for (start, stop), size in zip(region, chunk_shape, strict=True)
     ]
     if not all(ranges):
-        return ()  # of size 0 along one axis, and perhaps endless along another
+        return ()  # size 0 along an axis, perhaps huge along another
     return tuple(
         Chunk(
             ".".join(("c", *map(str, index))),
@@ -267,7 +267,7 @@ def chunks(region: Region, chunk_shape: Shape) -> tuple[Chunk, ...]:
 
 
 def kvstore(root: Path, name: str, *, ocdbt: bool) -> dict[str, JSON]:
-    """TensorStore's description of where the array `name` under `root` is kept."""
+    """Returns the TensorStore kvstore spec of the array `name` under `root`."""
     below = f"{name}/" if name else ""
     if ocdbt:
         base = _storage.of(root).kvstore(root, "")
@@ -281,10 +281,10 @@ ZARR_2_NUMBER = re.compile(r"[<>|][biufc][0-9]{1,2}")
 def array(
     metadata: Mapping[str, Any],
 ) -> tuple[tuple[int, ...], str, tuple[int, ...]]:
-    """Shape, dtype and chunk shape from a `zarr.json` or a `.zarray`.
+    """Returns shape, dtype and chunk shape from a `zarr.json` or a `.zarray`.
 
     Raises:
-        ValueError, KeyError, TypeError: It is neither, or holds what is not read.
+        ValueError, KeyError, TypeError: The metadata is invalid or unsupported.
     """
     if metadata["zarr_format"] == 3:
         dtype = metadata["data_type"]
@@ -302,6 +302,6 @@ def array(
 def _element_type(name: Any) -> str:
     if not isinstance(name, str):
         raise ValueError(f"element type {str(name)[:80]} is not read")
-    if ZARR_2_NUMBER.fullmatch(name):  # of any other text numpy makes what it likes
+    if ZARR_2_NUMBER.fullmatch(name):  # numpy accepts too many other texts
         return _state.dtypes.name(_state.dtypes.to_numpy(np.dtype(name).name))
     return _state.dtypes.name(_state.dtypes.to_numpy(name))

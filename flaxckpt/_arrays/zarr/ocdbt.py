@@ -1,9 +1,9 @@
-"""Databases of TensorStore: opened, merged, and looked through before they are read.
+"""OCDBT databases of TensorStore: opening, merging, and checks before reading.
 
-The manifest and the nodes of the tree are mostly compressed: some kilobytes may expand
-to gigabytes, and TensorStore takes memory for whatever comes of them. So how much that
-is at most is found first, in their frames of zstd. Paths that lead out of a database
-TensorStore refuses itself; links are left to `_storage.symlinks`.
+The manifest and the nodes of the tree are mostly compressed: a few kilobytes may expand
+to gigabytes, and TensorStore allocates the expanded size. So the maximal expanded size
+is first computed from the zstd frames. TensorStore itself rejects paths that lead out
+of a database; `_storage.symlinks` checks links.
 
 Source: TensorStore's description of the format, and RFC 8878.
 """
@@ -23,19 +23,19 @@ from flaxckpt._arrays.zarr import metadata
 
 MANIFEST = "manifest.ocdbt"
 PART = "ocdbt.process_"
-"""How the database of one process is called, for Orbax as for us."""
+"""Prefix of the database of a process, in Orbax and in flaxckpt."""
 
 _MAX_MANIFEST_BYTES = 64 * 2**20
 _MAX_NODE_BYTES = 128 * 2**20
 """Orbax makes nodes of at most 100 MB."""
 
 _MAX_INNER_BYTES = 3 * 2**19
-"""Of a node with others below it: there are some ten thousands of them at most."""
+"""Limit on a node with child nodes: at most some ten thousand children."""
 
 _FREE_BYTES = 64 * 2**20
 _BEST_RATIO = 2048
-"""How many times their size all nodes may hold; a great many leaves that are alike
-come to 1200."""
+"""Maximal ratio of decoded to stored size of all nodes; many similar leaves reach
+1200."""
 
 _MAX_HEIGHT = 16
 _MAX_NODES = 2**16
@@ -49,21 +49,21 @@ _BLOCK_BYTES = 2**17
 
 
 def check(root: Path) -> None:
-    """Asserts that the tree of a database can be read in sensible memory.
+    """Checks that the tree of a database can be read in limited memory.
 
     Args:
-        root: Its directory, whose links have been checked.
+        root: The directory of the database, with checked links.
 
     Raises:
-        ValueError: It cannot.
-        OSError: It is missing, or cannot be read.
+        ValueError: The tree is damaged or too large.
+        OSError: The database is missing or unreadable.
     """
     _checked(root, *_storage.of(root).fingerprint(root / MANIFEST))
 
 
 @functools.lru_cache(maxsize=64)
 def _checked(root: Path, fingerprint: tuple[int, ...], size: int) -> None:
-    del fingerprint  # a key only
+    del fingerprint  # only a key of the cache
     if size > _MAX_MANIFEST_BYTES:
         raise ValueError(f"{MANIFEST} has {size} bytes")
     tree = _Tree(root)
@@ -75,11 +75,11 @@ def _checked(root: Path, fingerprint: tuple[int, ...], size: int) -> None:
 
 
 def opened(root: Path, context: ts.Context) -> ts.KvStore:
-    """A database, to be read or written.
+    """Opens a database, for reading or writing.
 
     Args:
-        root: Its directory.
-        context: Shared by databases that take values over from each other.
+        root: The directory of the database.
+        context: Shared by databases that copy values from each other.
     """
     _storage.client.use_threads()
     spec = metadata.kvstore(root, "", ocdbt=True)
@@ -87,11 +87,11 @@ def opened(root: Path, context: ts.Context) -> ts.KvStore:
 
 
 def merge(root: Path, writers: int) -> None:
-    """Makes one database of those that single processes have written, in one step.
+    """Merges the databases of all processes into a single database, atomically.
 
-    Their values stay where they are, and are to be found by the whole only.
+    Values stay in their files, and can be found only by the merged database.
     """
-    context = _storage.client.context()  # the same for all, or nothing is taken over
+    context = _storage.client.context()  # must be shared, or nothing is copied
     whole = opened(root, context)
     transaction = ts.Transaction(atomic=True)
     taken = [
@@ -108,14 +108,14 @@ def merge(root: Path, writers: int) -> None:
 
 
 def keys(root: Path) -> set[str]:
-    """All keys of a database.
+    """Returns all keys of a database.
 
     Args:
-        root: Its directory, whose links have been checked.
+        root: The directory of the database, with checked links.
 
     Raises:
-        ValueError: It is damaged, or cannot be read in sensible memory.
-        OSError: It is missing, or cannot be read.
+        ValueError: The database is damaged, or too large to read.
+        OSError: The database is missing or unreadable.
     """
     check(root)
     store = opened(root, _storage.client.context())
@@ -124,13 +124,13 @@ def keys(root: Path) -> set[str]:
 
 
 class _Place(NamedTuple):
-    """Where a node is.
+    """The location of a node.
 
     Attributes:
-        text: As TensorStore says it.
-        file: Within the database.
-        offset: In the file, in bytes.
-        size: In bytes.
+        text: TensorStore's name of the location.
+        file: File in the database.
+        offset: Offset in the file, in bytes.
+        size: Size in bytes.
     """
 
     text: str
@@ -140,7 +140,7 @@ class _Place(NamedTuple):
 
 
 class _Tree:
-    """The tree of a database, and what its nodes may come to."""
+    """The tree of a database, with the maximal decoded size of its nodes."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -148,10 +148,10 @@ class _Tree:
         self._store: ts.KvStore | None = None
 
     def count(self, name: str, content: bytes) -> None:
-        """Adds what a node or the manifest may expand to.
+        """Adds the maximal decoded size of a node or the manifest.
 
         Raises:
-            ValueError: It is too much.
+            ValueError: The node or the sum is too large.
         """
         size = _decoded_bytes(name, content)
         self._nodes += 1
@@ -168,7 +168,7 @@ class _Tree:
             )
 
     def roots(self) -> Iterator[tuple[int, _Place]]:
-        """Height and root of the version that is read, if there is anything in it."""
+        """Yields height and root of the newest version; nothing for an empty tree."""
         found = self._dump(None)
         versions = found.get("versions")
         if not versions:
@@ -178,7 +178,7 @@ class _Tree:
             yield newest["root_height"], _place(newest["root"]["location"])
 
     def walk(self, place: _Place, height: int) -> None:
-        """Counts a node and all below it."""
+        """Counts a node and its descendants."""
         path = self._root / place.file
         content = _content(path, place.offset, place.size)
         self.count(place.file, content)
@@ -187,7 +187,7 @@ class _Tree:
         if (size := _decoded_bytes(place.file, content)) > _MAX_INNER_BYTES:
             raise ValueError(f"{place.file} has {size} bytes of nodes below one")
         for entry in self._dump(place.text)["entries"]:
-            # Of a node without others below it, these are values.
+            # At height 0, entries are values instead of nodes.
             self.walk(_place(str(entry.get("location"))), height - 1)
 
     def _dump(self, node: str | None) -> Any:
@@ -217,12 +217,12 @@ def _content(path: Path, offset: int, size: int) -> bytes:
 
 
 def _decoded_bytes(name: str, content: bytes) -> int:
-    """How many bytes a manifest or a node has at most, decoded.
+    """Returns the maximal decoded size of a manifest or a node, in bytes.
 
     Raises:
-        ValueError: It is none.
+        ValueError: `content` is not a manifest or a node.
     """
-    # Two numbers follow the header, a byte each: its version, and how it is compressed.
+    # Two bytes follow the header: version and compression.
     inner = content[_HEADER_BYTES:-_CHECKSUM_BYTES]
     if len(inner) < 2 or inner[0] != 0 or inner[1] > 1:
         raise ValueError(f"{name} is neither a manifest nor a node of a tree")
@@ -230,7 +230,7 @@ def _decoded_bytes(name: str, content: bytes) -> int:
 
 
 def _frame_bytes(name: str, frame: bytes) -> int:
-    """How many bytes a frame of zstd comes to at most: block by block, undecoded."""
+    """Returns the maximal decoded size of a zstd frame, without decoding."""
     if frame[:4] != _FRAME or len(frame) < 6:
         raise ValueError(f"{name} is damaged: no zstd is where it should be")
     kind = frame[4]

@@ -1,4 +1,4 @@
-"""An array whose chunks are its values, followed by their checksum."""
+"""Location of a raw array, with chunks of plain values."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from flaxckpt._arrays.zarr import metadata
 
 
 class RawArray(NamedTuple):
-    """An array whose chunks are its values, followed by their checksum.
+    """An array with chunks of plain values, optionally followed by a checksum.
 
     Attributes:
         root: The directory or database with the arrays.
         name: Name of the array.
-        ocdbt: Whether `root` is a database.
+        ocdbt: True if `root` is a database.
         encoding: Encoding of the chunks.
         digests: File of the database -> digest; empty if not recorded.
     """

@@ -1,6 +1,6 @@
-"""Which replica writes a part of an array, so that all processes write equally much.
+"""Assignment of array parts to replicas, to balance the bytes written by processes.
 
-Every process decides alike, by itself: from shardings and sizes only.
+Each process computes the same assignment from shardings and sizes only.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from flaxckpt._types import Shape
 
 Placement: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
-"""For each replica, and each shard, the process that has it."""
+"""The process of each replica and shard: an array `[replica, shard]`."""
 
 Place: TypeAlias = Callable[[Sharding, Shape], Placement]
 
 
 _FILE_BYTES = 2**15
-"""What a file of its own costs, in terms of the bytes that are written meanwhile."""
+"""Cost of making a file, in bytes that could be written in the same time."""
 
 
 class Task(NamedTuple):
     """An array to be written.
 
     Attributes:
-        sharding: Of it; None if process 0 has it, and writes it.
-        shape: Of the array.
-        parts: In how many equal parts each shard is written, by as many replicas.
+        sharding: Sharding of the array; None if process 0 holds and writes the array.
+        shape: Shape of the array.
+        parts: Number of equal parts of each shard, written by as many replicas.
         part_bytes: Size of a part.
     """
 
@@ -42,17 +42,17 @@ class Task(NamedTuple):
 
 
 class Writers(NamedTuple):
-    """Who writes the shards of an array.
+    """The replicas that write the shards of an array.
 
-    Of the replicas that hold a shard, equal groups of neighbours write a part each, and
-    of each group the one in the same place. That is another one for each shard, so that
-    an array whose shards are too small to be written in parts is divided, too.
+    The replicas of a shard form equal groups of neighbours. Each group writes a part,
+    by the replica at the same place in each group. The place changes from shard to
+    shard, to also divide arrays with shards too small for parts.
 
     Attributes:
-        replicas: How many hold each shard.
-        parts: In how many parts it is written.
-        place: Of the one that writes the first shard, in its group.
-        shards: How many shards the array has.
+        replicas: Number of replicas of each shard.
+        parts: Number of parts of each shard.
+        place: Place, in its group, of the replica that writes the first shard.
+        shards: Number of shards of the array.
     """
 
     replicas: int
@@ -61,11 +61,11 @@ class Writers(NamedTuple):
     shards: int = 1
 
     def part(self, replica: int, shard: int = 0) -> int | None:
-        """Which part of a shard a replica writes; None if it writes nothing.
+        """Returns the part of a shard that a replica writes; None for no part.
 
         Args:
-            replica: As `jax.Shard.replica_id` counts them.
-            shard: The number of the shard, the last axis of the array fastest.
+            replica: `jax.Shard.replica_id`.
+            shard: Number of the shard in C order.
         """
         group = self.replicas // self.parts
         place = (self.place + _turn(shard, self.shards, group)) % group
@@ -73,25 +73,25 @@ class Writers(NamedTuple):
 
 
 def _turn(shard: Any, shards: int, group: int) -> Any:
-    """By how many places the writer of a shard is beyond that of the first."""
+    """Returns the offset of a shard's writer from the writer of the first shard."""
     return shard * group // shards
 
 
 def assign(
     tasks: Sequence[Task], processes: int, place: Place | None = None
 ) -> tuple[list[int], list[int]]:
-    """Decides who writes what: the largest first, where least is to be done so far.
+    """Assigns arrays, largest first, to the replicas with the least work so far.
 
-    That is bytes to write and files to make.
+    Work is bytes to write plus a cost per file.
 
     Args:
-        tasks: The arrays, in an order that all processes have in common.
-        processes: How many there are.
-        place: Says where shards are; by default, jax does.
+        tasks: The arrays, in the same order in all processes.
+        processes: Number of processes.
+        place: Returns the placement of shards; by default from jax.
 
     Returns:
-        For each task, the place in its group of the replica that writes; and for each
-        process, how many bytes it writes.
+        For each task, the place of the writing replica in its group; and for each
+        process, the bytes to write.
     """
     place = place or placement
     loads = np.zeros(processes, np.int64)
@@ -116,11 +116,11 @@ def assign(
 
 
 class _Choices(NamedTuple):
-    """Who can write an array.
+    """The possible writers of an array.
 
     Attributes:
-        places: The places in a group that make a difference.
-        processes: For each of them, the process of every part of every shard.
+        places: The places in a group with distinct processes.
+        processes: For each place, the process of each part of each shard.
     """
 
     places: list[int]
@@ -131,14 +131,14 @@ _FIRST = _Choices([0], np.zeros((1, 1), np.int64))
 
 
 def chosen(task: Task, place_in_group: int, place: Place) -> Placement:
-    """The process of every part of every shard that is written."""
+    """Returns the process that writes each part of each shard."""
     rows = _choices(task, place)
     found: Placement = rows.processes[rows.places.index(place_in_group)]
     return found
 
 
 def shards(task: Task, processes: int, place: Place) -> Placement:
-    """How many different shards of an array with a sharding each process has."""
+    """Returns the number of distinct shards that each process holds."""
     assert task.sharding is not None
     return _shards(place, task.sharding, _shape_that_counts(task), processes)
 
@@ -160,7 +160,7 @@ def _choices(task: Task, place: Place) -> _Choices:
 
 
 def _shape_that_counts(task: Task) -> Shape:
-    """So that arrays of one sharding are seen to be alike."""
+    """Returns the shape as a cache key, or () for named shardings."""
     return () if isinstance(task.sharding, NamedSharding) else task.shape
 
 
@@ -178,13 +178,13 @@ def _groups(place: Place, sharding: Sharding, shape: Shape, parts: int) -> _Choi
     return _Choices(places.tolist(), distinct)
 
 
-# ---- where shards are -------------------------------------------------------------
+# ---- placement of shards ---------------------------------------------------------
 
 
 def placement(sharding: Sharding, shape: Shape) -> Placement:
-    """Which process has which shard, as `jax.Shard.replica_id` counts replicas.
+    """Returns the process of each shard, with replicas as in `jax.Shard.replica_id`.
 
-    Shards are in the order of where they are in the array, the last axis fastest.
+    Shards are ordered by their position in the array, in C order.
     """
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         devices = sharding.mesh.devices
@@ -199,7 +199,7 @@ def placement(sharding: Sharding, shape: Shape) -> Placement:
 
 
 def in_order(processes: int) -> Place:
-    """Placement on an abstract mesh whose devices belong to processes in order."""
+    """Returns a placement on an abstract mesh with devices in process order."""
 
     def place(sharding: Sharding, shape: Shape) -> Placement:
         assert isinstance(sharding, NamedSharding)
@@ -212,11 +212,11 @@ def in_order(processes: int) -> Place:
 
 
 def on_mesh(sharding: NamedSharding, processes: Placement) -> Placement:
-    """Which process has which shard.
+    """Returns the process of each shard.
 
     Args:
-        sharding: How an array is split.
-        processes: For each device of its mesh, its process.
+        sharding: Sharding of an array.
+        processes: The process of each device of the mesh.
     """
     names = list(sharding.mesh.axis_names)
     split: list[int] = []

@@ -1,4 +1,4 @@
-"""Where the events of a run go: the stream, and the sinks of users."""
+"""Delivery of the events of a run: the stream, and the sinks of users."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The events of a run, told once: to sinks and to a journal.
+"""The events of a run, delivered once to sinks and to a journal.
 
-An event is written to the journal by whichever thread it happens on. Sinks wait for the
-caller's own thread: loggers and their runs often belong to the thread that made them.
+The thread of an event writes the journal. Sinks are called on the thread of the user:
+loggers and their runs often belong to the thread that made them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _log = logging.getLogger(__name__)
 
 
 class Stream:
-    """The events of one run.
+    """The events of a run.
 
     Args:
-        path: The run directory; events that name no checkpoint are of it.
-        journal: The file to which each event is appended as a line of JSON, by process
-            0 only; None for no journal. It is made with the first event.
+        path: The run directory; the default path of events.
+        journal: The file to which process 0 appends each event as a line of JSON, made
+            with the first event; None for no journal.
     """
 
     def __init__(self, path: Path, journal: Path | None) -> None:
@@ -39,7 +39,7 @@ class Stream:
             self._journal = _steps.journal.EventJournal(journal)
         self._has_lost = False
         self._sinks: list[sinks.Teller] = []
-        # What happened before a fork is told by the parent.
+        # The parent delivers events from before a fork.
         self._queue = _util.forks.PerProcess(_new_queue)
         self._delivering = _util.forks.PerProcess(threading.Lock)
         self._caller_step: int | None = None
@@ -52,13 +52,13 @@ class Stream:
         path: Path | str | None = None,
         **details: Any,
     ) -> None:
-        """Notes an event, on any thread; never raises.
+        """Records an event, on any thread; never raises.
 
         Args:
-            kind: What happened.
-            step: The checkpoint's step.
+            kind: The kind of the event.
+            step: The step of the checkpoint.
             path: The checkpoint; by default the run directory.
-            **details: JSON. What is none becomes text.
+            **details: JSON values; other values are converted to text.
         """
         try:
             number = None if step is None else int(step)
@@ -74,13 +74,13 @@ class Stream:
             self._has_lost = True
 
     def subscribe(self, sink: Sink) -> bool:
-        """Tells a sink of all events from now on; of each once if it is added twice.
+        """Adds a sink for all later events, unless already added.
 
         Returns:
-            Whether it is new.
+            True if the sink is new.
 
         Raises:
-            OptionError: It is none.
+            OptionError: `sink` is not a sink.
         """
         teller = sinks.Teller(sink)
         is_new = not any(sinks.is_same(sink, known.sink) for known in self._sinks)
@@ -89,23 +89,23 @@ class Stream:
         return is_new
 
     def unsubscribe(self, sink: Sink) -> None:
-        """Tells a sink what has happened until now, and no more."""
+        """Delivers pending events, and removes a sink."""
         self.deliver()
         self._sinks = [s for s in self._sinks if not sinks.is_same(sink, s.sink)]
 
     def deliver(self, step: int | None = None) -> None:
-        """Tells the sinks what has happened, on the thread of the caller.
+        """Delivers pending events to the sinks, on the thread of the caller.
 
-        What a sink raises is logged, once for each sink.
+        Exceptions of sinks are logged, once per sink.
 
         Args:
-            step: Where the caller is, which is the step that scalars get: some loggers
-                drop those that go back. By default that of the event, or where the
-                caller was last if that is later.
+            step: The current step of the caller, used as the step of scalars: some
+                loggers drop scalars of earlier steps. By default the step of the event,
+                or the last step of the caller if later.
         """
         if step is not None:
             self._caller_step = step
-        # Whoever finds another at it, or is called by a sink, leaves it to the other.
+        # If another thread is delivering, or a sink calls this, leave events to it.
         queue, delivering = self._queue.get(), self._delivering.get()
         while queue and delivering.acquire(blocking=False):
             try:
@@ -131,7 +131,7 @@ class Stream:
             self.deliver()
 
     def close(self) -> None:
-        """Delivers what is left, and says which sinks have failed more than once."""
+        """Delivers pending events, and logs sinks with several failures."""
         self.deliver()
         if self._journal is not None:
             self._journal.close()
