@@ -146,8 +146,12 @@ def read_range(
         OSError: The file cannot be read.
     """
     descriptor = open_regular_file(path, within=within)
+    content = bytearray()
     try:
-        return os.pread(descriptor, size, offset)
+        # A call may read less than it was asked for.
+        while part := os.pread(descriptor, size - len(content), offset + len(content)):
+            content += part
+        return bytes(content)
     finally:
         os.close(descriptor)
 
