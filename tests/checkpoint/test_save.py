@@ -749,6 +749,14 @@ def test_an_array_without_a_name_does_not_meet_others(tmp_path, codec, other):
     strategies.assert_same(flaxckpt.load(tmp_path / "alone")[""], state[""])
 
 
+@pytest.mark.parametrize("name", ["/", "a/", "//", "/a/"])
+def test_names_of_arrays_that_orbax_cannot_read_are_refused(tmp_path, name):
+    with pytest.raises(errors.LeafNameError, match="ends in '/'"):
+        flaxckpt.save(tmp_path / "c", {name: np.ones(2)})
+    flaxckpt.save(tmp_path / "c", {name: {"b": np.ones(2)}, "/a": np.ones(2)})
+    assert list(flaxckpt.load(tmp_path / "c")) == [name, "/a"]
+
+
 def test_a_key_that_is_no_unicode_is_refused(tmp_path):
     with pytest.raises(errors.LeafNameError, match="no valid Unicode"):
         flaxckpt.save(tmp_path / "c", {"\udc80": np.ones(2)})

@@ -443,6 +443,13 @@ def test_load_strips_the_boxes_that_orbax_keeps_in_the_paths_of_nnx(tmp_path, wr
     assert_same_state(read, state)
 
 
+@pytest.mark.parametrize("inner", [{}, None, (optax.EmptyState(), ())])
+def test_a_checkpoint_of_orbax_without_arrays_is_read(tmp_path, inner):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "c", {"a": inner})
+    assert flaxckpt.load(tmp_path / "c", {"a": inner}) == {"a": inner}
+
+
 @pytest.mark.parametrize("writer", ["v0_manager_composite", "v1_training"])
 def test_checkpointer_knows_steps_and_metrics_of_orbax(theirs, writer):
     root, state = theirs(writer, 1)

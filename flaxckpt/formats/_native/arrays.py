@@ -107,6 +107,8 @@ def texts(
             name: functools.partial(_text_of_file, root / name / file, checkpoint)
             for name in names
         }
+    if not (names := list(names)):  # Orbax writes no database without arrays
+        return {}
     _check_database(root, checkpoint)
     store = _arrays.zarr.ocdbt.opened(root, _storage.client.context())
     reads = {

@@ -52,6 +52,8 @@ def check(infos: Sequence[LeafInfo], names: Sequence[str], *, ocdbt: bool) -> No
             faults[info.path] = "contains a NUL"
         elif info.kind == "string" and "~" in name:
             faults[info.path] = "is a string leaf with a '~', which Orbax cannot read"
+        elif info.chunk_shape is not None and name.endswith("/"):
+            faults[info.path] = "ends in '/', so Orbax cannot read the array"
         elif _SURROGATES.search(name):
             faults[info.path] = "is no valid Unicode"
         elif len(name.encode()) > _MAX_DATABASE_NAME_BYTES:
