@@ -37,6 +37,7 @@ RUN_ELSEWHERE = {
         "tests/repository/test_examples.py",
         "def test_the_demo_finds_equal_runs",
     ),
+    "make quick": ("Makefile", "quick: check"),
     "make test": ("Makefile", "test: check"),
     "make test-all": (".ci/run", "make test-all"),
     "make bench": (BENCHMARKS, "from benchmarks.__main__ import main"),
