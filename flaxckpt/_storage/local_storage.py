@@ -41,7 +41,6 @@ class LocalStorage:
     can_rename = True
     can_map = True
     costs_requests = False
-    commits_by_marker = False
 
     # ---- listing ------------------------------------------------------------------
 

@@ -43,7 +43,6 @@ class ObjectStorage:
     can_rename = False
     can_map = False
     costs_requests = True
-    commits_by_marker = True
 
     # ---- listing ------------------------------------------------------------------
 

@@ -43,8 +43,6 @@ class Storage(Protocol[_Path]):
         can_rename: Files and directories can be renamed.
         can_map: Files can be mapped into memory.
         costs_requests: Each access to a file takes a request to another machine.
-        commits_by_marker: A checkpoint counts once its commit marker is written, not
-            once it has its final name.
     """
 
     has_directories: bool
@@ -52,7 +50,6 @@ class Storage(Protocol[_Path]):
     can_rename: bool
     can_map: bool
     costs_requests: bool
-    commits_by_marker: bool
 
     # ---- listing ------------------------------------------------------------------
 
