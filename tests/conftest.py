@@ -55,7 +55,7 @@ def store_server(tmp_path_factory):
 @pytest.fixture
 def store_path(tmp_path_factory, store_server):
     """Gives a new path in a store of a kind: `file`, `memory`, `moto` or `seaweed`."""
-    from flaxckpt._storage import local as storage_local
+    from flaxckpt import _storage
 
     # Its own: a test may undo the other one in the middle.
     environment = pytest.MonkeyPatch()
@@ -65,11 +65,11 @@ def store_path(tmp_path_factory, store_server):
             return tmp_path_factory.mktemp("run")
         name = f"{os.getpid()}-{next(_counter)}"
         if kind == "memory":
-            return storage_local.resolve(f"memory://test/{name}")
+            return _storage.paths.resolve(f"memory://test/{name}")
         server = store_server(kind)
         for variable, value in server.environment.items():
             environment.setenv(variable, value)
-        return storage_local.resolve(f"s3://{server.bucket}/{name}")
+        return _storage.paths.resolve(f"s3://{server.bucket}/{name}")
 
     yield path
     environment.undo()

@@ -76,8 +76,8 @@ def _opened(span: Span, context: ts.Context) -> ts.TensorStore:
     def read(domain: ts.IndexDomain, target: Array, _: Any) -> None:
         # A few whole rows of the array, or a part of a row: few runs of bytes.
         outer = _outer_axes(span.shape, domain.shape)
-        with _storage.local.opened(span.file) as file:
-            found = _storage.local.identity(os.fstat(file.fileno()))
+        with _storage.of(span.file).opened(span.file) as file:
+            found = _storage.files.identity(os.fstat(file.fileno()))
             if span.identity not in (None, found):
                 raise OSError(
                     f"{span.file} was replaced or changed since it was opened; load it"

@@ -313,7 +313,7 @@ def check_digests(
         OSError: A file is missing, or cannot be read.
     """
     for name, recorded in digests.items():
-        if _storage.local.digest_file(root / name, max_bytes=max_bytes) != recorded:
+        if _storage.of(root).digest_file(root / name, max_bytes=max_bytes) != recorded:
             raise ValueError(f"{name} has changed since it was written")
 
 

@@ -130,7 +130,7 @@ def execute(
 def made(snapshot: Snapshot) -> Iterator[Path]:
     """Creates a temporary directory for a checkpoint; removes leftovers at the end."""
     final = snapshot.request.path
-    _storage.local.make_directory(final.parent)
+    _storage.of(final.parent).make_directory(final.parent)
     with _storage.of(final).new_checkpoint(
         final,
         overwrite=snapshot.request.overwrite,
@@ -207,7 +207,7 @@ def finish(
     write_new(temporary, sealed)
     marks = _steps.markers.of_new(request.path, temporary=request.temporary)
     write_new(temporary, {**marks, **request.marks})
-    manifest = _storage.local.stamp(temporary / _native.orbax_json.MANIFEST)
+    manifest = _storage.stamp(temporary / _native.orbax_json.MANIFEST)
     publish = functools.partial(name, overwrite=request.overwrite)
     size = _storage.of(temporary).commit(temporary, request.path, marker, publish)
     stamp = manifest._replace(path=request.path / _native.orbax_json.MANIFEST)
@@ -226,7 +226,7 @@ def name(temporary: Path, final: Path, *, overwrite: bool) -> None:
         _storage.rename.publish(temporary, final)
 
 
-def for_next(snapshot: Snapshot, stamp: _storage.local.Stamp) -> _arrays.write.Previous:
+def for_next(snapshot: Snapshot, stamp: _storage.Stamp) -> _arrays.write.Previous:
     """Returns the arrays that the next save may hard-link."""
     sources = {
         array.name: (array.source, array.dtype)
@@ -251,4 +251,4 @@ def write_new(root: Path, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        _storage.local.write(path, content)
+        _storage.of(path).write(path, content)

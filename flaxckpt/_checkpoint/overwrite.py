@@ -119,7 +119,7 @@ def check_free(final: Path, *, overwrite: bool) -> None:
     Raises:
         CheckpointExistsError: `final` exists and may not be replaced.
     """
-    if not _storage.local.lexists(final):
+    if not _storage.of(final).exists(final):
         return
     if _storage.of(final).is_unfinished(final):
         return  # the save removes it unless another process works with it
@@ -148,7 +148,7 @@ def check_target_free(final: Path, *, overwrite: bool) -> None:
         raise errors.OptionError(
             f"{final} cannot be made: {above} is a file, not a directory"
         )
-    if not _storage.local.lexists(final) or _is_empty(final):
+    if not _storage.of(final).exists(final) or _is_empty(final):
         return
     if not overwrite:
         raise errors.CheckpointExistsError(
@@ -292,7 +292,7 @@ def _is_orbax(directory: Path) -> bool:
         _native.orbax_json.MANIFEST,
         _native.items.CHECKPOINT,
     )
-    if any(_storage.local.lexists(directory / name) for name in names):
+    if any(_storage.of(directory).exists(directory / name) for name in names):
         return True
     try:
         return _native.checkpoint.is_whole(directory)
@@ -426,7 +426,7 @@ def _is_passing(name: str) -> bool:
     directory, _, file = name.rpartition("/")
     return (
         _steps.markers.is_mark(file)
-        or _storage.local.is_replacing(file)
+        or _storage.files.is_replacing(file)
         or _OF_NFS.fullmatch(file) is not None
         or _LITTER.fullmatch(file) is not None
         or _storage.temporary.TEMPORARY in directory
@@ -449,7 +449,7 @@ def _of_safetensors(directory: Path, names: Iterable[str]) -> set[str]:
 def shards(index: Path) -> set[str]:
     """Returns the file names in a safetensors index; empty for an unreadable index."""
     try:
-        text = _storage.local.read(
+        text = _storage.of(index).read(
             index, max_bytes=_safetensors.header.MAX_HEADER_BYTES
         )
         return set(_safetensors.header.parse_index(text).files.values())

@@ -90,7 +90,7 @@ def save_async(
     the values at the call.
     """
     started = time.monotonic()
-    final = _storage.local.resolve(path)
+    final = _storage.paths.resolve(path)
     checkpoint_overwrite.check_name(final, "save")
     counter = _util.progress.Counter(f"saving {final.name}")
     together = _distributed.agreement.begin("save", final, str(final))

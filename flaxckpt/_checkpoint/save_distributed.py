@@ -183,7 +183,7 @@ def _follow(
             raise together.outcome() from error
         raise
     size = int(together.first("committed", str))
-    manifest = _storage.local.stamp(snapshot.request.path / _native.orbax_json.MANIFEST)
+    manifest = _storage.stamp(snapshot.request.path / _native.orbax_json.MANIFEST)
     return Written(size, commit.for_next(snapshot, manifest))
 
 
@@ -207,13 +207,13 @@ def _write_part(
     }
     commit.write_new(temporary, files)
     if files:
-        _storage.local.sync_directory(temporary / _native.checkpoint.DATASET)
+        _storage.of(temporary).sync_directory(temporary / _native.checkpoint.DATASET)
     if snapshot.contents.ocdbt:
-        _storage.local.sync_tree(root / f"{_arrays.zarr.ocdbt.PART}{together.index}")
+        _storage.of(root).sync_tree(root / f"{_arrays.zarr.ocdbt.PART}{together.index}")
     else:
         _sync(root, snapshot)
-    _storage.local.sync_directory(root)
-    return {name: _storage.local.digest(content) for name, content in files.items()}
+    _storage.of(root).sync_directory(root)
+    return {name: _storage.files.digest(content) for name, content in files.items()}
 
 
 def _sync(root: Path, snapshot: Snapshot) -> None:

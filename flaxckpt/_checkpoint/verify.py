@@ -45,7 +45,7 @@ def verify(path: PathLike, *, step: int | None = None) -> verify_report.VerifyRe
         CheckpointNotFoundError: `path` does not exist.
         CheckpointFormatError: `path` is not a checkpoint.
     """
-    root = _storage.local.resolve(path)
+    root = _storage.paths.resolve(path)
     try:
         located = _locate.locate(root, step)
     except errors.DamagedCheckpointError as error:

@@ -97,7 +97,7 @@ def convert(
         LeafNameError: Leaf names collide in the format, or cannot be restored.
         SaveFailedError: The bytes could not be written.
     """
-    final = _storage.local.resolve(dst)
+    final = _storage.paths.resolve(dst)
     options = ConvertOptions(
         plan.format_of(final, format),
         transforms,
@@ -107,7 +107,7 @@ def convert(
         max_concurrent_bytes,
         progress,
     )
-    return _run(_storage.local.resolve(src), step, final, options)
+    return _run(_storage.paths.resolve(src), step, final, options)
 
 
 def _run(
@@ -142,7 +142,7 @@ def _run(
             kept = target.begin(done.output, done.done)
             _write(target, kept, done, show)
             target.finish(done.output)
-            size = _storage.local.sync_tree(done.output)
+            size = _storage.of(done.output).sync_tree(done.output)
             _check_current(stored, files)
             _check_readable(done, target, number)
             done.forget()
@@ -268,7 +268,7 @@ class _Shown:
             raise
 
 
-def _check_current(stored: Stored, files: Sequence[_storage.local.Stamp]) -> None:
+def _check_current(stored: Stored, files: Sequence[_storage.Stamp]) -> None:
     if stored.stamp is not None and not stored.stamp.is_current():
         raise errors.DamagedCheckpointError(
             f"{stored.metadata.path} was replaced or deleted during the conversion;"
@@ -312,4 +312,4 @@ def _publish(made: Path, final: Path, *, overwrite: bool) -> None:
             aside = made.with_name("replaced")
             final.rename(aside)
         made.rename(final)
-        _storage.local.sync_directory(final.parent)
+        _storage.of(final.parent).sync_directory(final.parent)

@@ -38,7 +38,7 @@ class Journal:
         """
         self._directory = directory
         self.output = directory / "out"
-        _storage.local.make_directory(directory)
+        _storage.of(directory).make_directory(directory)
         self._lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -66,13 +66,13 @@ class Journal:
             # A crash has truncated the last line if it has no line end.
             whole, _, rest = _content(done).rpartition(b"\n")
             if rest:
-                _storage.local.replace(done, whole + b"\n" if whole else b"")
+                _storage.of(done).replace(done, whole + b"\n" if whole else b"")
             return set(whole.decode(errors="replace").split("\n")) - {""}
-        _storage.local.remove_tree(self.output)
+        _storage.of(self.output).remove_tree(self.output)
         done.unlink(missing_ok=True)
-        _storage.local.replace(directory / _WORK, work)
+        _storage.of(directory).replace(directory / _WORK, work)
         self.output.mkdir()
-        _storage.local.sync_directory(directory)
+        _storage.of(directory).sync_directory(directory)
         return set()
 
     def add(self, pieces: Iterable[str]) -> None:
@@ -86,11 +86,11 @@ class Journal:
     def forget(self) -> None:
         """Ends the work: no later call continues it. Call before moving the output."""
         (self._directory / _WORK).unlink(missing_ok=True)
-        _storage.local.sync_directory(self._directory)
+        _storage.of(self._directory).sync_directory(self._directory)
 
     def remove(self) -> None:
         """Removes the directory, after the output has moved to another place."""
-        _storage.local.remove_tree(self._directory)
+        _storage.of(self._directory).remove_tree(self._directory)
 
     def __enter__(self) -> Journal:
         return self
@@ -107,6 +107,6 @@ class Journal:
 
 def _content(path: Path) -> bytes:
     try:
-        return _storage.local.read(path, max_bytes=_MAX_BYTES)
+        return _storage.of(path).read(path, max_bytes=_MAX_BYTES)
     except (FileNotFoundError, errors.DamagedCheckpointError):
         return b""

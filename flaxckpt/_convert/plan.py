@@ -182,7 +182,7 @@ def work(
     state: writers.State,
     target: writers.Target,
     options: ConvertOptions,
-    files: Sequence[_storage.local.Stamp],
+    files: Sequence[_storage.Stamp],
 ) -> dict[str, JSON]:
     """Describes the work in JSON: durable pieces of equal work can be kept."""
     rows: list[JSON] = [
@@ -203,12 +203,12 @@ def work(
         "version": 1,
         "source": stored.metadata.path,
         "stamp": list(identity or ()),
-        "source files": _storage.local.digest(
+        "source files": _storage.files.digest(
             repr(files).encode(errors="surrogatepass")
         ),
         "format": options.format,
         "files": list(target.files),
-        "leaves": _storage.local.digest(content),
+        "leaves": _storage.files.digest(content),
         "layout": dataclasses.asdict(options.layout),
         "others": [*others, os.urandom(16).hex()] if others else [],
         "bytes": [int(state.batch_bytes), int(options.max_shard_bytes)],

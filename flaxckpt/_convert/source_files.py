@@ -13,14 +13,14 @@ _MAX_FILES = 200_000
 """Maximum number of files to watch in a source."""
 
 
-def stamps(source: Path) -> tuple[_storage.local.Stamp, ...]:
+def stamps(source: Path) -> tuple[_storage.Stamp, ...]:
     """Returns the stamps of all files of a checkpoint, in order, up to a limit."""
-    found: list[_storage.local.Stamp] = []
+    found: list[_storage.Stamp] = []
     for path in _files(source):
         if len(found) == _MAX_FILES:
             break
         if not _steps.markers.is_mark(path.name):
-            found.append(_storage.local.stamp(path))
+            found.append(_storage.stamp(path))
     return tuple(found)
 
 
@@ -40,13 +40,13 @@ def _files(source: Path) -> Iterator[Path]:
                 yield from _files(path)
 
 
-def changed(found: Iterable[_storage.local.Stamp]) -> list[str]:
+def changed(found: Iterable[_storage.Stamp]) -> list[str]:
     """Returns the paths of files changed since their stamps."""
     return [str(stamp.path) for stamp in found if not stamp.is_current()]
 
 
 def check_apart(
-    final: Path, sources: Iterable[Path], files: Iterable[_storage.local.Stamp]
+    final: Path, sources: Iterable[Path], files: Iterable[_storage.Stamp]
 ) -> None:
     """Raises OptionError if the target overlaps a source, after resolving symlinks.
 

@@ -125,7 +125,7 @@ class _FlatTarget:
             with _opened(output / layout.name, os.O_CREAT) as descriptor:
                 os.ftruncate(descriptor, layout.size)
                 os.fsync(descriptor)
-        _storage.local.sync_directory(output)
+        _storage.of(output).sync_directory(output)
         return done
 
     def write(self, ready: Sequence[tuple[Piece, Array]]) -> None:
@@ -149,7 +149,7 @@ class _FlatTarget:
 
 
 def _literals_digest(layout: _file_layout.FileLayout) -> str:
-    return _storage.local.digest(
+    return _storage.files.digest(
         b"".join(b"%d %b" % (at, content) for at, content in layout.literals)
     )
 
@@ -224,9 +224,9 @@ class _OrbaxTarget:
         kept = {path for path in kept if (self._root / self._names[path]).is_dir()}
         for path, name in self._names.items():
             if path not in kept and name:
-                _storage.local.remove_tree(self._root / name)
+                _storage.of(self._root).remove_tree(self._root / name)
         if not kept:
-            _storage.local.remove_tree(self._root)
+            _storage.of(self._root).remove_tree(self._root)
             self._root.mkdir()
         return {p.name for p in self.pieces if p.name in done and p.path in kept}
 
@@ -253,7 +253,7 @@ class _OrbaxTarget:
                 max_concurrent_bytes=limit,
             )
         if self._ocdbt:
-            _storage.local.sync_tree(self._root)
+            _storage.of(self._root).sync_tree(self._root)
         else:
             names = {array.name for array in (*whole, *parts)}
             directories = [self._root / name for name in names]
@@ -302,7 +302,7 @@ def _write_anew(root: Path, files: Mapping[str, bytes]) -> None:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
-        _storage.local.write(path, content)
+        _storage.of(path).write(path, content)
 
 
 MAKERS: dict[str, Callable[[State, Path], Any]] = {

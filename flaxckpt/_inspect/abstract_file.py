@@ -60,7 +60,7 @@ def wanted(target: PathLike, *, step: int | None = None) -> Wanted:
             `metadata`.
         OptionError: The file does not describe a state.
     """
-    root = _storage.local.resolve(target)
+    root = _storage.paths.resolve(target)
     if root.suffix == ".json" and root.is_file() and not formats.recognises(root):
         return Wanted(_of_file(root), has_roles=False)
     stored = _locate.open_checkpoint(root, step)
@@ -70,7 +70,7 @@ def wanted(target: PathLike, *, step: int | None = None) -> Wanted:
 
 
 def _of_file(file: Path) -> PyTree:
-    raw = _storage.local.read(file, max_bytes=_MAX_FILE_BYTES)
+    raw = _storage.of(file).read(file, max_bytes=_MAX_FILE_BYTES)
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError) as error:

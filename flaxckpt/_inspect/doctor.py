@@ -79,7 +79,7 @@ def examine(
     Raises:
         OptionError: The directory does not exist.
     """
-    root = _storage.local.resolve(directory)
+    root = _storage.paths.resolve(directory)
     if _storage.of(root).has_directories and not root.is_dir():
         raise errors.OptionError(f"{root} is no directory: pass one that is there")
     free, problems = _storage.of(root).free_bytes(root), []
@@ -121,11 +121,11 @@ def _versions() -> dict[str, str]:
 def _scratch(root: Path) -> Iterator[Path]:
     """Creates a directory and removes it at the end."""
     path = root / f".flaxckpt-doctor-{secrets.token_hex(4)}"
-    _storage.local.make_directory(path)
+    _storage.of(path).make_directory(path)
     try:
         yield path
     finally:
-        _storage.local.remove_tree(path)
+        _storage.of(path).remove_tree(path)
 
 
 # ---- speed ------------------------------------------------------------------------
@@ -139,8 +139,8 @@ def _sync_secs(scratch: Path) -> float:
 
 
 def _write_small(file: Path) -> None:
-    _storage.local.write(file, b"x" * 4096)
-    _storage.local.sync_directory(file.parent)
+    _storage.of(file).write(file, b"x" * 4096)
+    _storage.of(file.parent).sync_directory(file.parent)
 
 
 def _rates(scratch: Path, max_bytes: int, max_secs: float) -> tuple[float, float]:
@@ -151,7 +151,7 @@ def _rates(scratch: Path, max_bytes: int, max_secs: float) -> tuple[float, float
     written: list[Path] = []
 
     def write(file: Path) -> None:
-        _storage.local.write(file, content)
+        _storage.of(file).write(file, content)
         written.append(file)
 
     write_rate = _rate(write, files, size, max_secs)

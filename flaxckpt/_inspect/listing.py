@@ -86,7 +86,7 @@ def listing(
         CheckpointNotFoundError: The path does not exist.
         CheckpointFormatError: The path is neither a run directory nor a checkpoint.
     """
-    root = _storage.local.resolve(path)
+    root = _storage.paths.resolve(path)
     if step_format is None and root.exists() and formats.recognises(root):
         usage = _run.disk_usage.on_disk(root, set())
         step = _described(None, root, usage)
@@ -171,7 +171,7 @@ def _newest_marked(steps: Sequence[Step]) -> tuple[Step, ...]:
 def _marks_of(path: Path) -> _steps.markers.Marks | None:
     """Returns the markers of a step; None without permission to read them."""
     try:
-        names = _storage.local.names(path)
+        names = _storage.of(path).names(path)
     except FileNotFoundError:  # just deleted
         names = []
     except PermissionError:
@@ -242,7 +242,7 @@ def disk_usage(
     Raises:
         CheckpointError: As for `metadata`.
     """
-    root = _storage.local.resolve(path)
+    root = _storage.paths.resolve(path)
     paths: list[tuple[int | None, Path]] = [(None, root)]
     if step_format is not None or not (root.exists() and formats.recognises(root)):
         paths = [*run_view.all_steps(run_view.survey(root, step_format)).items()]

@@ -93,7 +93,7 @@ def all_steps(found: Survey) -> dict[int, Path]:
 
 def numbers(path: PathLike, step_format: str | None = None) -> list[int]:
     """Returns the numbers of a run's steps and doubtful steps, ascending."""
-    return list(all_steps(survey(_storage.local.resolve(path), step_format)))
+    return list(all_steps(survey(_storage.paths.resolve(path), step_format)))
 
 
 def damage(path: Path, doubt: str | None) -> str | None:
@@ -228,7 +228,7 @@ def opened(
         OptionError: The path is a single checkpoint, or no `Checkpointer` supports the
             names of its steps.
     """
-    root = _storage.local.resolve(path)
+    root = _storage.paths.resolve(path)
     name = step_format(survey(root, called))
     if name is None:
         raise errors.OptionError(

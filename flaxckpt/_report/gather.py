@@ -62,7 +62,7 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
             have several formats.
         OptionError: The options are inconsistent.
     """
-    root = _storage.local.resolve(path)
+    root = _storage.paths.resolve(path)
     if options.diff is False and (options.step_a, options.step_b) != (None, None):
         raise errors.OptionError(
             "--no-diff compares nothing: leave out --step-a and --step-b, or that"

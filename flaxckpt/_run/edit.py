@@ -21,7 +21,9 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> None:
     added = run_metrics.as_metrics(metrics)
     with (
         _writing(path, "metrics cannot be added to it"),
-        _storage.local.locked(_native.checkpoint.file_to_lock(path)),
+        _storage.of(_native.checkpoint.file_to_lock(path)).locked(
+            _native.checkpoint.file_to_lock(path)
+        ),
     ):
         try:
             found = _native.checkpoint.metrics_in(path)

@@ -46,7 +46,7 @@ class RunIndex:
         self._directory = directory
         self._format = step_format
         self._metrics_from = metrics_from
-        self._known: dict[Path, _storage.local.Stamp] = {}  # recognised steps
+        self._known: dict[Path, _storage.Stamp] = {}  # recognised steps
         self._metrics = run_metrics.Remembered(
             run_metrics.METRICS_FILE, run_metrics.read_metrics
         )
@@ -75,10 +75,10 @@ class RunIndex:
             if _storage.of(self._directory).costs_requests:
                 # Looking at a step costs less than a stamp there.
                 return [entry for entry in entries if entry.was_step]
-        known: dict[Path, _storage.local.Stamp] = {}
+        known: dict[Path, _storage.Stamp] = {}
         found = []
         for entry in entries:
-            stamp = _storage.local.stamp(entry.path)
+            stamp = _storage.stamp(entry.path)
             if self._known.get(entry.path) == stamp or entry.was_step:
                 known[entry.path] = stamp
                 found.append(entry)

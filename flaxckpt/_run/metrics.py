@@ -25,10 +25,10 @@ class Remembered(Generic[T]):
     def __init__(self, file: str, read: Callable[[Path], T]) -> None:
         self._file = file
         self._read = read
-        self._known: dict[Path, tuple[_storage.local.Stamp, T]] = {}
+        self._known: dict[Path, tuple[_storage.Stamp, T]] = {}
 
     def __call__(self, path: Path) -> T:
-        stamp = _storage.local.stamp(path / self._file)
+        stamp = _storage.stamp(path / self._file)
         known = self._known.get(path)
         if known is None or known[0] != stamp:
             known = self._known[path] = (stamp, self._read(path))

@@ -72,7 +72,7 @@ class RunSteps:
             ) from error
 
     def _make_directory(self) -> None:
-        _storage.local.make_directory(self.directory)
+        _storage.of(self.directory).make_directory(self.directory)
 
     def _check_names(self) -> None:
         """Raises OptionError for new directories with names of files."""

@@ -103,7 +103,7 @@ class Session:
             OptionError: The step counters disagree.
             CheckpointError: As for `flaxckpt.load`.
         """
-        path = _storage.local.resolve(source)
+        path = _storage.paths.resolve(source)
         with self.run.events.delivery():
             state, self.saves.lineage = self._restores.load_source(
                 path, step, abstract_state, **options

@@ -52,7 +52,7 @@ def open_steps(
     Raises:
         OptionError: The options are invalid or contradict each other.
     """
-    path = _storage.local.resolve(directory)
+    path = _storage.paths.resolve(directory)
     named = _steps.names.StepFormat(step_format)
     keep = policies.checked(keep_staging, "keep_staging")
     if staging is not None:
@@ -69,7 +69,7 @@ def _resolve(staging: PathLike, directory: Path) -> Path:
     Raises:
         OptionError: The directory is unsuitable, or belongs to another run.
     """
-    path = _storage.local.resolve(staging)
+    path = _storage.paths.resolve(staging)
     if not _storage.of(path).has_directories:
         raise errors.OptionError(
             f"staging wants a directory of this machine, got {path}: pass the path of"
@@ -107,7 +107,7 @@ def _make(path: Path, directory: Path, listed: Mapping[int, Path]) -> None:
         OptionError: The directory has steps of an unknown run.
         OSError: The directory cannot be made.
     """
-    _storage.local.make_directory(path)
+    _storage.of(path).make_directory(path)
     if (path / _OWNER).is_file():
         return
     if listed:
@@ -116,7 +116,7 @@ def _make(path: Path, directory: Path, listed: Mapping[int, Path]) -> None:
             " that says whose they are: choose an empty directory, or write"
             f" {directory} into that file if they are of this run"
         )
-    _storage.local.replace(path / _OWNER, f"{directory}\n".encode())
+    _storage.of(path).replace(path / _OWNER, f"{directory}\n".encode())
 
 
 # ---- both directories ------------------------------------------------------------
@@ -367,7 +367,7 @@ class StagedSteps(run_steps.RunSteps):
         """
         path = self.uploads.known.get(step)
         try:
-            if path is None or not _storage.local.lexists(path):
+            if path is None or not _storage.of(path).exists(path):
                 return
             if _storage.of(path).can_rename and _steps.markers.is_damaged(path):
                 return  # a damaged step is set aside

@@ -34,7 +34,7 @@ def compare(path: Path, final: Path) -> Relation:
         return "same"
     manifest = _content(final / _native.orbax_json.MANIFEST)
     if marker is None and manifest is None:
-        is_there = _storage.local.lexists(final)
+        is_there = _storage.of(final).exists(final)
         return "other" if is_there and _is_foreign(final) else "none"
     is_intact = manifest is not None and marker == _native.checkpoint.seal_of(manifest)
     return "other" if is_intact else "damaged"
@@ -43,7 +43,7 @@ def compare(path: Path, final: Path) -> Relation:
 def _content(file: Path) -> bytes | None:
     """Returns the content of a small file; None if missing or unsuitable."""
     try:
-        return _storage.local.read(file, max_bytes=_native.orbax_json.MAX_BYTES)
+        return _storage.of(file).read(file, max_bytes=_native.orbax_json.MAX_BYTES)
     except (
         FileNotFoundError,
         NotADirectoryError,
@@ -75,7 +75,7 @@ def make(path: Path, final: Path, *, overwrite: bool) -> int:
     if _steps.markers.is_damaged(final):
         overwrite = True
         _checkpoint.overwrite.set_aside(final)
-    if overwrite and _storage.local.lexists(final):
+    if overwrite and _storage.of(final).exists(final):
         _checkpoint.overwrite.check_replaceable(final)
     is_temporary = _steps.markers.is_temporary(path)
     marks = _steps.markers.of_new(final, temporary=is_temporary)
@@ -102,7 +102,7 @@ def _belongs(path: Path, file: Path) -> bool:
     is_leftover = where in (
         "",
         _native.checkpoint.METRICS,
-    ) and _storage.local.is_replacing(file.name)
+    ) and _storage.files.is_replacing(file.name)
     is_mark = (
         not where
         and _steps.markers.is_mark(name)

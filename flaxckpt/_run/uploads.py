@@ -132,7 +132,7 @@ class Uploads:
 
     def _reach(self) -> None:
         """Lists the run directory, and removes leftovers the first time."""
-        _storage.local.make_directory(self._directory)
+        _storage.of(self._directory).make_directory(self._directory)
         self.look()
         if not self._is_tidy:
             _steps.delete.tidy(

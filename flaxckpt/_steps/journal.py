@@ -127,7 +127,7 @@ def read(path: Path) -> list[Event]:
     events: list[Event] = []
     if not path.is_file():
         return events
-    with _storage.local.opened(path) as file:
+    with _storage.of(path).opened(path) as file:
         is_begin = True
         while line := file.readline(_MAX_LINE_BYTES):
             if is_begin and (event := _parse(line)):

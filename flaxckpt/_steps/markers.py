@@ -119,7 +119,7 @@ def is_temporary(path: Path) -> bool:
 
 def pin(path: Path) -> None:
     """Keeps the step at `path` until unpinned."""
-    _storage.local.replace(path / PIN, _MARK)
+    _storage.of(path).replace(path / PIN, _MARK)
 
 
 def unpin(path: Path) -> None:
@@ -135,29 +135,29 @@ def make_permanent(path: Path) -> None:
 def let_dataset_go(path: Path) -> None:
     """Marks the dataset state of the step at `path` as deleted on purpose."""
     if not (path / WITHOUT_DATASET).is_file():
-        _storage.local.replace(path / WITHOUT_DATASET, _MARK)
+        _storage.of(path).replace(path / WITHOUT_DATASET, _MARK)
 
 
 def is_measured(path: Path) -> bool:
     """Returns True for a step with metrics added after the save."""
-    return _storage.local.lexists(path / MEASURED)
+    return _storage.of(path).exists(path / MEASURED)
 
 
 def mark_measured(path: Path) -> None:
     """Marks the step at `path` as a step with added metrics; add the metrics before."""
     if not is_measured(path):
-        _storage.local.replace(path / MEASURED, _MARK)
+        _storage.of(path).replace(path / MEASURED, _MARK)
 
 
 def is_damaged(path: Path) -> bool:
     """Returns True for a step marked as damaged."""
-    return _storage.local.lexists(path / DAMAGED)
+    return _storage.of(path).exists(path / DAMAGED)
 
 
 def mark_damaged(path: Path, reason: str) -> None:
     """Marks the step at `path` as damaged, durably: lists leave out the step."""
     told = {"reason": reason[:_MAX_REASON], "time": time.time()}
-    _storage.local.replace(path / DAMAGED, json.dumps(told).encode())
+    _storage.of(path).replace(path / DAMAGED, json.dumps(told).encode())
 
 
 def unmark_damaged(path: Path) -> None:
@@ -169,7 +169,7 @@ def why_damaged(path: Path) -> str:
     """Returns the reason in the marker of a damaged step, or a substitute."""
     try:
         told = json.loads(
-            _storage.local.read(path / DAMAGED, max_bytes=_MAX_MARK_BYTES)
+            _storage.of(path).read(path / DAMAGED, max_bytes=_MAX_MARK_BYTES)
         )
         return errors.printable(str(told["reason"])[:_MAX_REASON])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -202,7 +202,7 @@ def waiting(path: Path) -> Waiting | None:
     """Returns the upload marker of the step at `path`, or None."""
     try:
         found = json.loads(
-            _storage.local.read(path / NOT_UPLOADED, max_bytes=_MAX_MARK_BYTES)
+            _storage.of(path).read(path / NOT_UPLOADED, max_bytes=_MAX_MARK_BYTES)
         )
         removed = tuple(map(str, found["removed"]))
         return Waiting(
@@ -239,7 +239,7 @@ def wait_for_upload(path: Path, removed: Collection[str] = ()) -> None:
     """Marks the step at `path` as still to be uploaded, or as changed again."""
     now = waiting(path) or Waiting(settled=True)
     both = tuple(sorted({*now.removed, *removed}))
-    _storage.local.replace(path / NOT_UPLOADED, now._replace(removed=both).content())
+    _storage.of(path).replace(path / NOT_UPLOADED, now._replace(removed=both).content())
 
 
 def uploaded(path: Path) -> None:
@@ -252,4 +252,4 @@ def _remove_mark(path: Path, name: str) -> None:
         (path / name).unlink()
     except FileNotFoundError:
         return
-    _storage.local.sync_directory(path)
+    _storage.of(path).sync_directory(path)

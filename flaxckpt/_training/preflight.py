@@ -156,12 +156,12 @@ def _probe(directory: Path) -> float:
         with _storage.of(final).temporary_directory(final) as made:
             doing = "write and sync a file in"
             start = time.monotonic()
-            _storage.local.write(made / "probe", bytes(_PROBE_BYTES))
+            _storage.of(made).write(made / "probe", bytes(_PROBE_BYTES))
             secs = time.monotonic() - start
             doing = "rename a directory in"
             renamed = _storage.of(made).withdraw_name(made, renamed)
             doing = "remove a directory from"
-            _storage.local.remove_tree(renamed)
+            _storage.of(renamed).remove_tree(renamed)
     except OSError as error:
         _storage.of(renamed).discard(renamed)
         raise errors.SaveFailedError(

@@ -26,7 +26,7 @@ def explain(
     from flaxckpt import _inspect, _storage
 
     policies = _policies.policies(keep, config, group)
-    root = _storage.local.resolve(path)
+    root = _storage.paths.resolve(path)
     steps = _inspect.run_view.survey(root, step_format)
     found = _inspect.run_view.explain(root, steps, policies)
     code = _app.FOUND if _inspect.run_view.has_damage(steps) else _app.FINE

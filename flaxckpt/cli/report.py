@@ -94,8 +94,8 @@ def _destination(path: str, output: str | None) -> Path:
     from flaxckpt import _storage, formats
 
     root, file = (
-        _storage.local.resolve(path),
-        _storage.local.resolve(output or _DEFAULT),
+        _storage.paths.resolve(path),
+        _storage.paths.resolve(output or _DEFAULT),
     )
     if output is None and root == file.parent:
         raise errors.OptionError(
@@ -131,7 +131,7 @@ def _write(file: Path, page: str) -> int:
     from flaxckpt import _storage
 
     content = page.encode()
-    _storage.local.replace(file, content)
+    _storage.of(file).replace(file, content)
     return len(content)
 
 

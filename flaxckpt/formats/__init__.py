@@ -88,7 +88,7 @@ def detect(path: PathLike) -> Detected:
         CheckpointFormatError: The path is not a checkpoint in a supported format.
         DamagedCheckpointError: The checkpoint is incomplete, or may not be read.
     """
-    path = _storage.local.resolve(path)
+    path = _storage.paths.resolve(path)
     with _storage.permissions.reading(path), _storage.paths.looking(path):
         return _detect(path)
 
@@ -122,7 +122,7 @@ def _explain_unrecognised(path: Path) -> NoReturn:
         raise errors.CheckpointNotFoundError(
             f"{path} has no committed step yet: {advice}"
         )
-    if path.is_dir() and _storage.local.names(path) == [_steps.journal.NAME]:
+    if path.is_dir() and _storage.of(path).names(path) == [_steps.journal.NAME]:
         raise errors.CheckpointNotFoundError(
             f"{path} has no committed step yet: a run has only begun there"
         )

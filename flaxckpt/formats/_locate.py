@@ -61,7 +61,7 @@ def open_checkpoint(
 
     See `locate` and `Located.open`.
     """
-    root = _storage.local.resolve(path)
+    root = _storage.paths.resolve(path)
     with _storage.permissions.reading(root), _storage.paths.looking(root):
         located = _locate(root, step, step_format)
         try:
@@ -90,7 +90,7 @@ def locate(
         DamagedCheckpointError: The checkpoint is not intact, or may not be read.
         OptionError: `step` is not a step number, or `path` is a single checkpoint.
     """
-    root = _storage.local.resolve(path)
+    root = _storage.paths.resolve(path)
     with _storage.permissions.reading(root), _storage.paths.looking(root):
         return _locate(root, step, step_format)
 

@@ -59,7 +59,7 @@ def read(path: Path, step: int | None) -> Stored:
     items.warn_of_others(path, item)
     if not (item / items.TREE).is_file():
         return _read_aggregate(path, item, step)
-    stamp = _storage.local.stamp(item / items.TREE)
+    stamp = _storage.stamp(item / items.TREE)
     metadata = items.json_file(item / items.TREE, path)
     rows = _rows(item, metadata)
     inline = _inline(path, item)
@@ -110,7 +110,7 @@ def read(path: Path, step: int | None) -> Stored:
 def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
     """Reads a checkpoint without `_METADATA`, with only the aggregate file."""
     file = item / items.AGGREGATE
-    stamp = _storage.local.stamp(file)
+    stamp = _storage.stamp(file)
     tree = _aggregate(file)
     names = list(dict.fromkeys(_names(tree)))
     ocdbt = (item / _arrays.zarr.ocdbt.MANIFEST).is_file()
@@ -148,7 +148,7 @@ def _inline(path: Path, item: Path) -> dict[LeafPath, StoredLeaf]:
     if not file.is_file():
         return {}
     tree = _filled(_aggregate(file), {})
-    stamp = _storage.local.stamp(file)
+    stamp = _storage.stamp(file)
     found = leaves.stored(path, file, tree, format_name="", step=None, stamp=stamp)
     return {
         name: leaf.source

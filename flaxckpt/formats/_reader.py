@@ -84,7 +84,7 @@ class Stored:
     structure: _state.tree.Node | LeafPath
     unknown_types: frozenset[str] = frozenset()
     digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    stamp: _storage.local.Stamp | None = None
+    stamp: _storage.Stamp | None = None
     recorded_step: int | None = None
 
 

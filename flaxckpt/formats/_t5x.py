@@ -77,7 +77,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         DamagedCheckpointError: Leaves are missing, or differ from T5X's.
     """
     file = path / _FILE if path.is_dir() else path.resolve()
-    stamp = _storage.local.stamp(file)
+    stamp = _storage.stamp(file)
     try:
         _zarr2.inside(file.parent, file)
     except ValueError as error:

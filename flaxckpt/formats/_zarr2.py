@@ -99,7 +99,7 @@ def _metadata(root: Path, name: str) -> Mapping[str, Any]:
     if not file.is_file():
         raise ValueError(f"{name}/.zarray is missing")
     try:
-        content = _storage.local.read(file, max_bytes=_MAX_METADATA_BYTES)
+        content = _storage.of(file).read(file, max_bytes=_MAX_METADATA_BYTES)
         return orbax_json.loads(content, file)
     except errors.DamagedCheckpointError as error:
         raise ValueError(str(error)) from None

@@ -81,6 +81,6 @@ def merge(
         raise errors.OptionError(
             f"on_conflict must be 'error', 'first' or 'second', got {on_conflict!r}"
         )
-    resolved = str(_storage.local.resolve(path))
+    resolved = str(_storage.paths.resolve(path))
     step = None if step is None else _steps.names.check(step)
     return _Merge(resolved, step, _base.checked(transforms), on_conflict)

@@ -6,8 +6,8 @@ import tensorstore as ts
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flaxckpt import _storage
 from flaxckpt._arrays import byte_ranges as arrays_byte_ranges
-from flaxckpt._storage import local as storage_local
 
 
 def write(path, *arrays, before=b"\0" * 3):
@@ -78,7 +78,7 @@ def test_a_file_cut_short_is_an_error(tmp_path):
 def test_another_file_in_its_place_is_not_read(tmp_path):
     path = tmp_path / "file"
     [span] = write(path, np.arange(24, dtype="float32"))
-    span = span._replace(identity=storage_local.stamp(path).identity)
+    span = span._replace(identity=_storage.stamp(path).identity)
     store = arrays_byte_ranges.opened([span], ts.Context()).result()
     np.testing.assert_array_equal(store.read().result(), np.arange(24))
     other = tmp_path / "other"

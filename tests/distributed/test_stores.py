@@ -3,7 +3,7 @@
 import pytest
 
 import flaxckpt
-from flaxckpt._storage import local as storage_local
+from flaxckpt import _storage
 from tests.distributed import jobs
 from tests.helpers import slow
 
@@ -20,5 +20,5 @@ def test_two_processes_save_into_a_store_as_one(store_path, tmp_path, kind):
     for layout in LAYOUTS:
         run = flaxckpt.Checkpointer(f"{path}/{layout}", read_only=True)
         assert run.steps() == [2, 3]
-    keys = storage_local.resolve(path).keys()
+    keys = _storage.paths.resolve(path).keys()
     assert not [key for key in keys if "tmp" in key], "all locks are released"

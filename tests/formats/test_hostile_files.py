@@ -14,9 +14,8 @@ import pytest
 import tensorstore as ts
 
 import flaxckpt
-from flaxckpt import ArrayLayout, errors
+from flaxckpt import ArrayLayout, _storage, errors
 from flaxckpt._convert import journal as convert_journal
-from flaxckpt._storage import local as storage_local
 
 
 def to_pipe(path: Path) -> None:
@@ -31,17 +30,17 @@ def test_what_is_no_plain_file_is_neither_waited_for_nor_read(tmp_path, make):
     path = tmp_path / "file"
     make(path)
     with pytest.raises(errors.DamagedCheckpointError, match="no plain file"):
-        storage_local.read(path, max_bytes=10)
+        _storage.of(path).read(path, max_bytes=10)
     with pytest.raises(errors.DamagedCheckpointError, match="no plain file"):
-        storage_local.digest_file(path, max_bytes=10)
+        _storage.of(path).digest_file(path, max_bytes=10)
 
 
 def test_files_behind_links_are_read_and_long_ones_are_not(tmp_path):
     (tmp_path / "file").write_bytes(b"12345")
     (tmp_path / "link").symlink_to("file")
-    assert storage_local.read(tmp_path / "link", max_bytes=5) == b"12345"
+    assert _storage.of(tmp_path).read(tmp_path / "link", max_bytes=5) == b"12345"
     with pytest.raises(errors.DamagedCheckpointError, match="at most 4 bytes, found 5"):
-        storage_local.read(tmp_path / "link", max_bytes=4)
+        _storage.of(tmp_path).read(tmp_path / "link", max_bytes=4)
 
 
 def test_a_save_beside_a_step_with_pipes_does_not_wait(tmp_path):

@@ -14,10 +14,9 @@ import pytest
 from flax import serialization
 
 import flaxckpt
-from flaxckpt import errors, formats
+from flaxckpt import _storage, errors, formats
 from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt._storage import files as storage_files
-from flaxckpt._storage import local as storage_local
 from flaxckpt.formats._native import checkpoint as native_checkpoint
 from tests import GOLDEN
 
@@ -296,9 +295,11 @@ def test_a_first_save_under_way_is_told(store_path, slow_saves, kind, look):
 
 
 def wait_for_names(root, part):
-    root = storage_local.resolve(root)
+    root = _storage.paths.resolve(root)
     for _ in range(6000):
-        if root.is_dir() and any(part in name for name in storage_local.names(root)):
+        if root.is_dir() and any(
+            part in name for name in _storage.of(root).names(root)
+        ):
             return
         time.sleep(0.01)
     raise AssertionError(f"no {part} in {root}")

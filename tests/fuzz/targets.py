@@ -22,12 +22,11 @@ import msgpack
 import numpy as np
 
 import flaxckpt
-from flaxckpt import errors, formats
+from flaxckpt import _storage, errors, formats
 from flaxckpt._state import classes as state_classes
 from flaxckpt._steps import index as steps_index
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._steps import names as steps_names
-from flaxckpt._storage import local as storage_local
 from flaxckpt.datasets import _json_codec
 from tests import GOLDEN
 
@@ -186,7 +185,7 @@ def sound(name: str) -> Path:
             ours.change(step, lambda manifest: manifest.update(digests={}))
             return step
     step = ours.write(root, name)
-    storage_local.write(step / "commit_success.txt", b"{}")
+    _storage.of(step).write(step / "commit_success.txt", b"{}")
     return step
 
 

@@ -4,7 +4,7 @@ import contextlib
 import random
 import threading
 
-from flaxckpt._storage import local as storage_local
+from flaxckpt import _storage
 from flaxckpt._storage import locks as storage_locks
 from flaxckpt._storage import paths as storage_paths
 from flaxckpt._storage import store_settings as storage_store_settings
@@ -98,7 +98,7 @@ def new_path(name):
     """A bucket of its own in memory, whose requests are repeated at once."""
     url = f"memory://{name}"
     storage_store_settings.set_store_options(url, StoreOptions(retries=6))
-    path = storage_local.resolve(f"{url}/run")
+    path = _storage.paths.resolve(f"{url}/run")
     assert storage_paths.is_remote(path)
     path.store.delete_under("")
     return path

@@ -271,7 +271,7 @@ def is_private_jax(name: str) -> bool:
 
 def test_the_rules_hold_for_modules_that_need_not_exist():
     assert import_is_fine("_checkpoint.save", "_state.tree")
-    assert import_is_fine("formats._t5x", "_storage.local")
+    assert import_is_fine("formats._t5x", "_storage.files")
     assert import_is_fine("_state.tree", "_state.leaf")
     assert not import_is_fine("_state.tree", "_checkpoint.save")
     assert not import_is_fine("_steps.names", "_arrays.read")

@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import errors
+from flaxckpt import _storage, errors
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt._storage import client as storage_client
-from flaxckpt._storage import local as storage_local
 from flaxckpt._storage import upload as storage_upload
 from flaxckpt._util import processes as util_processes
 from flaxckpt.configs import CheckpointConfig
@@ -820,7 +819,7 @@ def test_staging_comes_from_a_config(tmp_path):
             ckpt.wait_for_uploads()
     assert steps_in(tmp_path / "run") == {0, 1, 2, 3}
     assert steps_in(tmp_path / "ssd") == {2, 3}
-    assert ckpt._session.run.saves_in == storage_local.resolve(tmp_path / "ssd")
+    assert ckpt._session.run.saves_in == _storage.paths.resolve(tmp_path / "ssd")
 
 
 def test_a_reader_uploads_nothing(tmp_path):

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import errors
+from flaxckpt import _storage, errors
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._storage import commit_marker as storage_commit_marker
-from flaxckpt._storage import local as storage_local
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
 from tests.helpers import strategies
@@ -94,7 +93,7 @@ def test_a_killed_save_is_swept_and_made_again(store_path, kind, at):
         flaxckpt.Checkpointer(url).save(2, {"n": np.arange(7)}).wait()
     os.kill(writer.pid, signal.SIGKILL)
     writer.join()
-    root = storage_local.resolve(url)
+    root = _storage.paths.resolve(url)
     with flaxckpt.Checkpointer(url) as ckpt:
         assert sorted(p.name for p in root.iterdir()) == ["1", "events.jsonl"]
         assert ckpt.steps() == [1]

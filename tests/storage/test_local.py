@@ -7,24 +7,23 @@ import jax.numpy as jnp
 import pytest
 
 import flaxckpt
-from flaxckpt import errors
+from flaxckpt import _storage, errors
 from flaxckpt._storage import files as storage_files
-from flaxckpt._storage import local as storage_local
 from flaxckpt._storage import rename as storage_rename
 
 
 def test_paths_may_be_relative_urls_or_in_the_home(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert storage_local.resolve("run") == tmp_path / "run"
-    assert storage_local.resolve(Path("a/../run")) == tmp_path / "run"
-    assert storage_local.resolve("~/run") == tmp_path / "run"
-    assert storage_local.resolve(f"file://{tmp_path}/a%20b") == tmp_path / "a b"
+    assert _storage.paths.resolve("run") == tmp_path / "run"
+    assert _storage.paths.resolve(Path("a/../run")) == tmp_path / "run"
+    assert _storage.paths.resolve("~/run") == tmp_path / "run"
+    assert _storage.paths.resolve(f"file://{tmp_path}/a%20b") == tmp_path / "a b"
 
 
 def test_other_urls_are_refused():
     with pytest.raises(errors.OptionError, match="ftp://"):
-        storage_local.resolve("ftp://host/run")
+        _storage.paths.resolve("ftp://host/run")
 
 
 def test_a_path_that_tensorstore_would_misread_is_refused(tmp_path, monkeypatch):
@@ -48,18 +47,18 @@ def test_other_names_of_directories_are_taken_as_they_are(tmp_path, name):
 
 def test_replace_leaves_the_old_content_if_it_fails(tmp_path, monkeypatch):
     path = tmp_path / "file"
-    storage_local.replace(path, b"old")
+    _storage.of(path).replace(path, b"old")
 
     def fail(descriptor):
         raise OSError("disk on fire")
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="on fire"):
-        storage_local.replace(path, b"new")
+        _storage.of(path).replace(path, b"new")
     monkeypatch.undo()
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
-    storage_local.replace(path, b"new")
+    _storage.of(path).replace(path, b"new")
     assert path.read_bytes() == b"new"
 
 
@@ -124,22 +123,22 @@ def test_remove_tree_does_not_follow_links(tmp_path):
     (inside / "link").symlink_to(target)
     (tmp_path / "link").symlink_to(target)
     with pytest.raises(NotADirectoryError):
-        storage_local.remove_tree(tmp_path / "link")
-    storage_local.remove_tree(inside)
-    storage_local.remove_tree(tmp_path / "missing")
+        _storage.of(tmp_path).remove_tree(tmp_path / "link")
+    _storage.of(inside).remove_tree(inside)
+    _storage.of(tmp_path).remove_tree(tmp_path / "missing")
     assert (target / "file").read_text() == "precious"
 
 
 def test_read_refuses_files_beyond_the_limit(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"12345")
-    assert storage_local.read(path, max_bytes=5) == b"12345"
+    assert _storage.of(path).read(path, max_bytes=5) == b"12345"
     with pytest.raises(errors.DamagedCheckpointError, match="at most 4"):
-        storage_local.read(path, max_bytes=4)
+        _storage.of(path).read(path, max_bytes=4)
 
 
 def test_sync_tree_counts_the_bytes_of_all_files(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "one").write_bytes(b"123")
     (tmp_path / "a" / "b" / "two").write_bytes(b"4567")
-    assert storage_local.sync_tree(tmp_path) == 7
+    assert _storage.of(tmp_path).sync_tree(tmp_path) == 7

@@ -7,9 +7,8 @@ import pytest
 import tensorstore as ts
 
 import flaxckpt
-from flaxckpt import errors
+from flaxckpt import _storage, errors
 from flaxckpt._storage import client as storage_client
-from flaxckpt._storage import local as storage_local
 from flaxckpt._storage import paths as storage_paths
 from flaxckpt._storage import store_settings as storage_store_settings
 from flaxckpt._storage.client import Connection
@@ -18,7 +17,7 @@ from tests.helpers import faulty_store as faulty
 
 @pytest.fixture
 def root():
-    path = storage_local.resolve("memory://paths/run")
+    path = _storage.paths.resolve("memory://paths/run")
     path.store.delete_under("")
     for key in ("1/a", "1/b/c", "1/b/d.txt", "2.txt", "10/x"):
         (path / key).write_text(key)
@@ -26,7 +25,7 @@ def root():
 
 
 def test_a_path_knows_its_store_however_it_is_made():
-    path = storage_local.resolve("s3://bucket/dir//sub/")
+    path = _storage.paths.resolve("s3://bucket/dir//sub/")
     assert str(path) == f"{path}" == "s3://bucket/dir/sub"
     assert (path.key, path.prefix) == ("dir/sub", "dir/sub/")
     made = (path / "a" / "b").parent.with_name("c.txt")
@@ -35,13 +34,13 @@ def test_a_path_knows_its_store_however_it_is_made():
     assert made.store is path.store
     assert made.relative_to(path).as_posix() == "c.txt"
     assert made.is_relative_to(path)
-    bucket = storage_local.resolve("s3://bucket")
+    bucket = _storage.paths.resolve("s3://bucket")
     assert (bucket.key, bucket.prefix) == ("", "")
     assert str(path.parents[1]) == "s3://bucket"
-    assert len({path, storage_local.resolve("s3://bucket/dir/sub"), made}) == 2
+    assert len({path, _storage.paths.resolve("s3://bucket/dir/sub"), made}) == 2
     assert sorted([made, path]) == [path, made]
     assert pickle.loads(pickle.dumps(path)) == path
-    assert storage_local.resolve(path) is path
+    assert _storage.paths.resolve(path) is path
     assert storage_paths.from_text(str(path)) == path
     assert not isinstance(
         storage_paths.from_text("/dir/s3:/x"), storage_paths.RemotePath
@@ -56,7 +55,7 @@ def test_no_call_of_the_system_takes_it(root):
 
 def test_directories_are_what_keys_begin_with(root):
     assert sorted(p.name for p in root.iterdir()) == ["1", "10", "2.txt"]
-    assert sorted(storage_local.directories(root)) == ["1", "10"]
+    assert sorted(_storage.of(root).directories(root)) == ["1", "10"]
     assert (root / "1").is_dir()
     assert not (root / "1").is_file()
     assert (root / "2.txt").is_file()
@@ -66,7 +65,7 @@ def test_directories_are_what_keys_begin_with(root):
     assert [p.name for p in root.glob("*.txt")] == ["2.txt"]
     assert [p.key for p in root.rglob("*.txt")] == ["run/1/b/d.txt", "run/2.txt"]
     assert root.tree() == {"1": {"a", "b"}, "10": {"x"}}
-    storage_local.remove_tree(root / "1")
+    _storage.of(root).remove_tree(root / "1")
     assert sorted(p.name for p in root.iterdir()) == ["10", "2.txt"]
 
 
@@ -78,7 +77,7 @@ def test_objects_are_read_and_written_whole(root):
         assert opened.read(2) == b"2."
     with pytest.raises(OSError, match="not written in parts"):
         file.open("wb")
-    before = storage_local.stamp(file)
+    before = _storage.stamp(file)
     assert before.is_current()
     file.write_text("other")
     assert not before.is_current()
@@ -88,7 +87,7 @@ def test_objects_are_read_and_written_whole(root):
         with pytest.raises(FileNotFoundError):
             act()
     with pytest.raises(errors.DamagedCheckpointError, match="at most 2 bytes"):
-        storage_local.read(root / "1/a", max_bytes=2)
+        _storage.of(root).read(root / "1/a", max_bytes=2)
 
 
 @pytest.mark.parametrize(

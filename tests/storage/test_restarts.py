@@ -13,9 +13,8 @@ import pytest
 from flax.training.train_state import TrainState
 
 import flaxckpt
-from flaxckpt import errors
+from flaxckpt import _storage, errors
 from flaxckpt._storage import client as storage_client
-from flaxckpt._storage import local as storage_local
 from flaxckpt._storage import locks as storage_locks
 from tests.helpers import faulty_store as faulty
 from tests.helpers import store_servers, strategies
@@ -199,7 +198,7 @@ def test_requests_that_are_repeated_after_they_succeeded_do_no_harm(proxy, name)
     assert ckpt.steps() == [2]
     assert ckpt.verify(2).ok
     strategies.assert_same(state(3), ckpt.restore())
-    found = storage_local.resolve(url).keys()
+    found = _storage.paths.resolve(url).keys()
     assert not [key for key in found if key.endswith(storage_locks.LOCK)]
     ckpt.close()
 

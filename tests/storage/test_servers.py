@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import errors
+from flaxckpt import _storage, errors
 from flaxckpt._storage import commit_marker as storage_commit_marker
-from flaxckpt._storage import local as storage_local
 from flaxckpt._storage import locks as storage_locks
 from tests.helpers import store_servers, strategies
 
@@ -203,7 +202,7 @@ def test_a_dead_endpoint_is_an_error_in_time(monkeypatch, reached_by, how):
 def test_a_lock_in_a_bucket_that_is_gone_is_an_error_in_time(store_path, reached_by):
     store_path("moto")
     reached_by("s3://deleted", QUICK)
-    path = storage_local.resolve("s3://deleted/run/1")
+    path = _storage.paths.resolve("s3://deleted/run/1")
     with (
         pytest.raises(errors.StoreError, match="see that the bucket exists") as told,
         storage_locks.held(path),
@@ -237,7 +236,7 @@ def test_a_bucket_that_is_not_there_is_told(store_path):
 
 
 def test_plain_input_and_output_on_google_cloud_storage(gcs):
-    path = storage_local.resolve(f"gs://{gcs}/dir")
+    path = _storage.paths.resolve(f"gs://{gcs}/dir")
     (path / "a b/ü").write_bytes(b"x")
     (path / "c").write_bytes(b"y" * 100)
     assert [p.key for p in path.rglob("*")] == ["dir/a b/ü", "dir/c"]

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import configs, integrations
+from flaxckpt import _storage, configs, integrations
 from flaxckpt._steps import event as steps_event
 from flaxckpt._steps import journal as steps_journal
-from flaxckpt._storage import local as storage_local
 from flaxckpt._util import forks as util_forks
 from tests import ROOT
 
@@ -419,7 +418,7 @@ def test_a_fork_of_a_program_that_has_used_tensorstore_is_told_so(run):
 
 
 def test_a_fork_does_not_write_what_its_parent_has_still_to_write():
-    path = storage_local.resolve("memory://forks-journal/run/events.jsonl")
+    path = _storage.paths.resolve("memory://forks-journal/run/events.jsonl")
     journal = steps_journal.EventJournal(path)
     journal.write(steps_event.Event("started", 1, "run", 1.0, {}))
 

@@ -94,7 +94,7 @@ def stored(
     *,
     format_name: str,
     step: int | None,
-    stamp: _storage.local.Stamp,
+    stamp: _storage.Stamp,
 ) -> Stored:
     """Returns the checkpoint of a scanned tree.
 
@@ -113,7 +113,7 @@ def stored(
     leaves: dict[LeafPath, StoredLeaf] = {}
     faults: dict[LeafPath, str] = {}
     path_bytes = 0
-    of_file = stamp if stamp.path == file else _storage.local.Stamp(file, None)
+    of_file = stamp if stamp.path == file else _storage.Stamp(file, None)
     for keys, value in walk(tree):
         name = _state.tree.join(keys)
         path_bytes += len(name)
@@ -166,7 +166,7 @@ def unreadable(
 
 def _leaf(
     path: Path,
-    file: _storage.local.Stamp,
+    file: _storage.Stamp,
     name: LeafPath,
     keys: tuple[_state.tree.Key, ...],
     value: Value,

@@ -33,7 +33,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         DamagedCheckpointError: The file differs from Flax's.
         CheckpointFormatError: Some arrays are in other files, which is not supported.
     """
-    stamp = _storage.local.stamp(path)
+    stamp = _storage.stamp(path)
     with scanner.scanner(path) as scan:
         tree = scan.value()
         scan.leave()

@@ -31,7 +31,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     Raises:
         DamagedCheckpointError: The file is malformed, or ends within a record.
     """
-    stamp = _storage.local.stamp(path)
+    stamp = _storage.stamp(path)
     tree: dict[str, Value] = {}
     with scanner.scanner(path) as scan:
         while scan.position < scan.size:

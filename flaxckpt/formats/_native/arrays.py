@@ -124,7 +124,7 @@ def texts(
 def _text_of_file(path: Path, checkpoint: Path) -> bytes:
     _storage.of(path).check_file(path, checkpoint)
     try:
-        return _storage.local.read(path, max_bytes=MAX_METADATA_BYTES)
+        return _storage.of(path).read(path, max_bytes=MAX_METADATA_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path.name} is missing") from None
 

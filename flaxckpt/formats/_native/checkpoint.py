@@ -169,7 +169,7 @@ def seal(
         SaveFailedError: `read` would not accept the manifest.
     """
     digests = {
-        name: _storage.local.digest(text)
+        name: _storage.files.digest(text)
         for name, text in made.items()
         if not name.startswith(METRICS)
     }
@@ -204,13 +204,13 @@ def _digests_of_arrays(contents: Contents, root: Path) -> dict[str, str]:
     return {
         file.relative_to(root).as_posix(): digest
         for file in found
-        if (digest := _storage.local.digest_file(file, max_bytes=sys.maxsize))
+        if (digest := _storage.of(file).digest_file(file, max_bytes=sys.maxsize))
     }
 
 
 def seal_of(manifest: bytes) -> bytes:
     """Returns the content of `commit_success.txt`."""
-    return orbax_json.dumps({orbax_json.MANIFEST: _storage.local.digest(manifest)})
+    return orbax_json.dumps({orbax_json.MANIFEST: _storage.files.digest(manifest)})
 
 
 def _checkpoint_metadata(contents: Contents) -> bytes:
@@ -288,7 +288,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         DamagedCheckpointError: A file is missing, malformed, or differs from its
             recorded digest.
     """
-    if _storage.local.lexists(path / orbax_json.MANIFEST):
+    if _storage.of(path).exists(path / orbax_json.MANIFEST):
         return _read_own(path, step, resolve)
     if orbax_json.MANIFEST in _committed(path):
         raise errors.DamagedCheckpointError(
@@ -329,7 +329,7 @@ def read_dataset(path: Path, digests: Mapping[str, str]) -> dict[str, bytes]:
             native_items.read_file(path / name, path)  # raises
     items = [
         path / DATASET,
-        *(path / name for name in _storage.local.directories(path)),
+        *(path / name for name in _storage.of(path).directories(path)),
     ]
     item = next((i for i in items if any(i.glob("process_*-of-*.json"))), None)
     if item is None:
@@ -362,17 +362,17 @@ def write_run_metadata(root: Path, custom: Mapping[str, JSON]) -> None:
     """
     path = root / _ROOT_METADATA
     _storage.of(path).check_file(path, root)
-    _storage.local.make_directory(path.parent)
-    _storage.local.replace(
+    _storage.of(path.parent).make_directory(path.parent)
+    _storage.of(path).replace(
         path,
         orbax_json.dumps({"internal_metadata": {}, "custom_metadata": dict(custom)}),
     )
 
 
 def _read_own(path: Path, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
-    stamp = _storage.local.stamp(path / orbax_json.MANIFEST)
+    stamp = _storage.stamp(path / orbax_json.MANIFEST)
     raw = native_items.read_file(path / orbax_json.MANIFEST, path)
-    if _storage.local.lexists(path / COMMITTED):
+    if _storage.of(path).exists(path / COMMITTED):
         recorded = _committed(path).get(orbax_json.MANIFEST, "")
         native_items.check_digest(path / orbax_json.MANIFEST, recorded, raw)
     manifest = orbax_json.loads(raw, path / orbax_json.MANIFEST)

@@ -55,7 +55,7 @@ def item(path: Path) -> Path | None:
         return None
     items = [
         name
-        for name in sorted(_storage.local.directories(path))
+        for name in sorted(_storage.of(path).directories(path))
         if is_tree(path / name) and name not in NOT_ITEMS
     ]
     if not items:
@@ -82,7 +82,7 @@ JSON_ITEM = "metadata"
 def is_json_item(path: Path) -> bool:
     """Returns True if `path` looks like an item of Orbax's `JsonSave`."""
     try:
-        names = set(_storage.local.names(path))
+        names = set(_storage.of(path).names(path))
     except NotADirectoryError:
         return False
     is_alone = names <= {JSON_ITEM, CHECKPOINT, _storage.commit_marker.MARKER}
@@ -113,7 +113,7 @@ def _check_tree(path: Path) -> None:
     Raises:
         CheckpointFormatError: Lists the items and their handlers.
     """
-    if _storage.local.lexists(path / orbax_json.MANIFEST):
+    if _storage.of(path).exists(path / orbax_json.MANIFEST):
         return
     try:
         handlers = json_file(path / CHECKPOINT, path).get("item_handlers")
@@ -122,7 +122,9 @@ def _check_tree(path: Path) -> None:
     if isinstance(handlers, str):  # a checkpoint of a single item
         handlers = {"": handlers}
     if not isinstance(handlers, dict) or not handlers:  # as before Orbax 0.11
-        names = [n for n in _storage.local.directories(path) if is_json_item(path / n)]
+        names = [
+            n for n in _storage.of(path).directories(path) if is_json_item(path / n)
+        ]
         handlers = dict.fromkeys(names, "JsonCheckpointHandler")
     kinds = {
         str(name): str(kind).rpartition(".")[2]
@@ -150,7 +152,7 @@ def warn_of_others(path: Path, taken: Path) -> None:
         return
     others = [
         errors.printable(str(path / name))
-        for name in sorted(_storage.local.directories(path))
+        for name in sorted(_storage.of(path).directories(path))
         if name not in NOT_ITEMS and name != taken.name and is_tree(path / name)
     ]
     if others:
@@ -178,7 +180,7 @@ def read_file(
     """
     try:
         _storage.of(path).check_file(path, checkpoint)
-        return _storage.local.read(path, max_bytes=max_bytes)
+        return _storage.of(path).read(path, max_bytes=max_bytes)
     except ValueError as error:
         raise errors.DamagedCheckpointError(str(error)) from None
     except (FileNotFoundError, NotADirectoryError):
@@ -211,10 +213,10 @@ def check_digest(path: Path, recorded: object, content: bytes | None = None) -> 
         return
     found: str | None = None
     if content is not None:
-        found = _storage.local.digest(content)
+        found = _storage.files.digest(content)
     else:
         with contextlib.suppress(FileNotFoundError):
-            found = _storage.local.digest_file(path, max_bytes=sys.maxsize)
+            found = _storage.of(path).digest_file(path, max_bytes=sys.maxsize)
     if found != recorded:
         raise errors.DamagedCheckpointError(
             f"{path} has changed since it was saved: wanted {recorded}, found"
@@ -270,8 +272,8 @@ def metrics_in(path: Path) -> dict[str, Any]:
             recorded digests.
     """
     file = path / METRICS / METRICS
-    if not _storage.local.lexists(file):
-        if (told := _has_had_metrics(path)) and not _storage.local.lexists(file):
+    if not _storage.of(file).exists(file):
+        if (told := _has_had_metrics(path)) and not _storage.of(file).exists(file):
             raise errors.DamagedCheckpointError(
                 f"{file} is missing, and {told} says that there were metrics; add all"
                 " metrics of the step anew"
@@ -300,10 +302,10 @@ def _has_had_metrics(path: Path) -> str | None:
 
 def _is_known(path: Path, metrics: bytes) -> bool:
     """Returns True if `metrics` match a recorded digest, or none was recorded."""
-    if not _storage.local.lexists(path / METRICS_DIGESTS):
+    if not _storage.of(path).exists(path / METRICS_DIGESTS):
         return True
     known = json_file(path / METRICS_DIGESTS, path).get(METRICS)
-    return isinstance(known, list) and _storage.local.digest(metrics) in known
+    return isinstance(known, list) and _storage.files.digest(metrics) in known
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -374,7 +376,7 @@ def checkpoint_info(
     digests: Mapping[str, str],
 ) -> CheckpointMetadata:
     found: dict[str, Any] = {}
-    if CHECKPOINT in digests or _storage.local.lexists(path / CHECKPOINT):
+    if CHECKPOINT in digests or _storage.of(path).exists(path / CHECKPOINT):
         raw = read_file(path / CHECKPOINT, path)
         if CHECKPOINT in digests:
             check_digest(path / CHECKPOINT, digests[CHECKPOINT], raw)

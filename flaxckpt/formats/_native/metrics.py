@@ -14,7 +14,7 @@ from flaxckpt.formats._native.items import METRICS, METRICS_DIGESTS
 
 def digests_of(*texts: bytes) -> bytes:
     """Returns the content of `metrics/digests` that accepts any of `texts`."""
-    digests = [_storage.local.digest(text) for text in texts]
+    digests = [_storage.files.digest(text) for text in texts]
     return orbax_json.dumps({METRICS: digests})
 
 
@@ -56,6 +56,6 @@ def _replace(path: Path, content: bytes) -> None:
     with contextlib.suppress(errors.DamagedCheckpointError):
         right.append(items.read_file(path / METRICS / METRICS, path))
     # Both digests count until the new metrics are written, even after an interruption.
-    _storage.local.replace(path / METRICS_DIGESTS, digests_of(*right))
-    _storage.local.replace(path / METRICS / METRICS, content)
-    _storage.local.replace(path / METRICS_DIGESTS, digests_of(content))
+    _storage.of(path).replace(path / METRICS_DIGESTS, digests_of(*right))
+    _storage.of(path).replace(path / METRICS / METRICS, content)
+    _storage.of(path).replace(path / METRICS_DIGESTS, digests_of(content))

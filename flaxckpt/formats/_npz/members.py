@@ -72,7 +72,7 @@ class Member(NamedTuple):
     """
 
     name: str
-    archive: _storage.local.Stamp
+    archive: _storage.Stamp
     offset: int
     stored_bytes: int
     nbytes: int
@@ -106,7 +106,7 @@ class UnsupportedError(ValueError):
 
 
 def members(
-    file: IO[bytes], stamp: _storage.local.Stamp, size: int
+    file: IO[bytes], stamp: _storage.Stamp, size: int
 ) -> tuple[list[Member], dict[str, str]]:
     """Returns the intact members of an archive, and the reasons against the rest.
 
@@ -162,9 +162,7 @@ def members(
     return found, faults
 
 
-def _member(
-    file: IO[bytes], stamp: _storage.local.Stamp, info: zipfile.ZipInfo
-) -> Member:
+def _member(file: IO[bytes], stamp: _storage.Stamp, info: zipfile.ZipInfo) -> Member:
     """Locates the content of a member.
 
     Raises:
@@ -381,7 +379,7 @@ def check(member: Member) -> None:
 
 def _parts(member: Member) -> Iterator[bytes]:
     """Yields the content of a member in parts; compares the CRC-32 at the end."""
-    with _storage.local.opened(member.archive.path) as file:
+    with _storage.of(member.archive.path).opened(member.archive.path) as file:
         check_unchanged(file.fileno(), member.archive)
         file.seek(member.offset)
         codec = zlib.decompressobj(-zlib.MAX_WBITS) if member.is_deflated else None
@@ -421,13 +419,13 @@ def _parts(member: Member) -> Iterator[bytes]:
             )
 
 
-def check_unchanged(descriptor: int, stamp: _storage.local.Stamp) -> None:
+def check_unchanged(descriptor: int, stamp: _storage.Stamp) -> None:
     """Raises OSError if an open file differs from the stamped file.
 
     Raises:
         OSError: The file was replaced or changed.
     """
-    if _storage.local.identity(os.fstat(descriptor)) != stamp.identity:
+    if _storage.files.identity(os.fstat(descriptor)) != stamp.identity:
         raise OSError(
             f"{stamp.path} was replaced or changed since it was opened; load it again"
         )

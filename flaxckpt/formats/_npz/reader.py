@@ -45,12 +45,12 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         DamagedCheckpointError: The archive is incomplete, or contradicts itself.
         CheckpointFormatError: The archive has unsupported members; lists them.
     """
-    stamp = _storage.local.stamp(path)
+    stamp = _storage.stamp(path)
     headers: dict[Member, Header] = {}
     faults: dict[str, str] = {}
     unsupported: dict[str, str] = {}
     try:
-        with _storage.local.opened(path) as file:
+        with _storage.of(path).opened(path) as file:
             size = os.fstat(file.fileno()).st_size
             members, faults = npz_members.members(file, stamp, size)
             for member in members:

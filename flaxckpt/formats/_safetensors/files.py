@@ -49,7 +49,7 @@ def _header_text(path: Path) -> tuple[bytes, int]:
     """Returns the header of a file, and the size of the file in bytes."""
     if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
         raise ValueError("it is no plain file")
-    with _storage.local.opened(path) as file:
+    with _storage.of(path).opened(path) as file:
         status = os.fstat(file.fileno())
         start = file.read(8)
         if start == LFS[:8] and start + file.read(len(LFS) - 8) == LFS:
@@ -85,7 +85,7 @@ def read_shards(
     stamps: dict[str, Stamp] = {}
     for name in sorted(set(index.files.values())):
         shard = inside(index_file.parent, name)
-        stamps[name] = _storage.local.stamp(shard)
+        stamps[name] = _storage.stamp(shard)
         headers[name] = read_header(shard)
         listed = [index.files.get(tensor) == name for tensor in headers[name].tensors]
         unlisted += listed.count(False)
@@ -113,7 +113,9 @@ def _read_index(index_file: Path) -> Index:
     try:
         if not stat.S_ISREG(index_file.stat().st_mode):
             raise ValueError("it is no plain file")
-        text = _storage.local.read(index_file, max_bytes=header.MAX_HEADER_BYTES)
+        text = _storage.of(index_file).read(
+            index_file, max_bytes=header.MAX_HEADER_BYTES
+        )
         if text.startswith(LFS):
             raise errors.CheckpointFormatError(f"{index_file} is {OF_LFS}")
         return header.parse_index(text)

@@ -142,7 +142,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
             )
         _check_shards(path, _candidates(path))
         main = safetensors_files.inside(path, found.name)
-    stamp = _storage.local.stamp(main)
+    stamp = _storage.stamp(main)
     files: dict[str, Stamp] = {}
     tensors: dict[str, Tensor] = {}
     metadata: Mapping[str, JSON]
