@@ -107,7 +107,7 @@ def write(
         root.mkdir()
     if ocdbt and _storage.upload.is_needed(root):
         # All batches go into a single database, held in memory.
-        with _storage.upload.staged(root) as memory:
+        with _storage.upload.memory_directory(root) as memory:
             write(
                 memory,
                 arrays,
@@ -158,7 +158,7 @@ def _write_directories(
         at_once = min(at_once, max_concurrent_bytes // (1 + _COPIES_IN_REQUESTS))
         sized = ((array, array.nbytes) for array in encoded)
         for batch in _util.memory.batches(sized, at_once):
-            with _storage.upload.staged(root) as memory:
+            with _storage.upload.memory_directory(root) as memory:
                 _write_encoded(memory, batch, encoding, context, at_once, count=count)
         return
     is_shared = writer is not None

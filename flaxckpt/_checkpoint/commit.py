@@ -151,7 +151,7 @@ def fill(
     """
     files: dict[str, bytes] = {}
 
-    @_util.gc_pause.paused()
+    @_util.gc_pause.pause()
     def describe() -> None:
         files.update(_native.checkpoint.files(snapshot.contents))
         write_new(temporary, files)
@@ -205,7 +205,7 @@ def finish(
     sealed = _native.checkpoint.seal(contents, files, temporary, digests or {})
     marker = sealed.pop(_native.checkpoint.COMMITTED)
     write_new(temporary, sealed)
-    marks = _steps.markers.of_new(request.path, temporary=request.temporary)
+    marks = _steps.markers.for_new_step(request.path, temporary=request.temporary)
     write_new(temporary, {**marks, **request.marks})
     manifest = _storage.stamp(temporary / _native.orbax_json.MANIFEST)
     publish = functools.partial(name, overwrite=request.overwrite)
@@ -219,8 +219,8 @@ def name(temporary: Path, final: Path, *, overwrite: bool) -> None:
     if overwrite and final.exists():
         # Other files may have appeared there since the save began.
         checkpoint_overwrite.check_replaceable(final)
-        aside = _storage.temporary.beside(final, _storage.temporary.REPLACED)
-        with _storage.temporary.claimed(final):
+        aside = _storage.temporary.new_path(final, _storage.temporary.REPLACED)
+        with _storage.temporary.claim(final):
             _storage.rename.exchange(temporary, final, aside)
     else:
         _storage.rename.publish(temporary, final)

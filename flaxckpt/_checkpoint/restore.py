@@ -36,7 +36,7 @@ _DIGESTED_BYTES = 2**30
 # ---- public functions -----------------------------------------------------------
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def load(
     path: PathLike,
     abstract_state: PyTree | None = None,
@@ -114,7 +114,7 @@ def load(
     return restore(stored, abstract_state, options, counter)
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def load_source(
     path: Path,
     step: int | None,
@@ -164,7 +164,7 @@ def _digest(stored: Stored) -> str | None:
         return None
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def plan(
     path: PathLike,
     abstract_state: PyTree,
@@ -191,7 +191,7 @@ def plan(
     return planner.make(stored, abstract_state, options)[0]
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
     """Returns the metadata of a checkpoint, without reading arrays.
 
@@ -229,7 +229,7 @@ def open_leaf(
     if not isinstance(leaf_path, str):
         raise errors.OptionError(
             "leaf_path must be a text such as 'params/dense/kernel', got"
-            f" {_util.arguments.found(leaf_path)}"
+            f" {_util.arguments.describe(leaf_path)}"
         )
     stored = _locate.open_checkpoint(path, step)
     found = stored.table.get(leaf_path)
@@ -276,7 +276,7 @@ def restore(
     if abstract_state is not None:
         _tell(planned, recipe, options)
     try:
-        with _util.progress.shown(counter):
+        with _util.progress.bar(counter):
             reading = _reading(planned.path, options, counter.add)
             found = _arrays.read.read(jobs, reading)
             has_read()

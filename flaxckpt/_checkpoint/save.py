@@ -103,13 +103,13 @@ def save_async(
         count=counter.add,
         together=together,
     )
-    with _distributed.agreement.telling(together), commit.beginning(final):
+    with _distributed.agreement.report_failure(together), commit.beginning(final):
         snapshot = take(request, state)
     counter.total = snapshot.nbytes
     blocked = request.elapsed()
 
     def work() -> SaveResult:
-        with _distributed.agreement.ending(together):
+        with _distributed.agreement.closing(together):
             written = execute(snapshot).size
         total = request.elapsed()
         _log.info(
@@ -127,7 +127,7 @@ def save_async(
 # ---- on the caller's thread -----------------------------------------------------
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def take(request: SaveRequest, state: PyTree) -> Snapshot:
     """Plans the save and copies the values of the state.
 
@@ -140,7 +140,10 @@ def take(request: SaveRequest, state: PyTree) -> Snapshot:
     path, options, together = request.path, request.options, request.together
     transforms = _transforms.checked(options.transforms)
     if together is None or together.is_first:
-        with _storage.permissions.explained(path), _storage.paths.looking(path):
+        with (
+            _storage.permissions.explain_errors(path),
+            _storage.paths.listing_cache(path),
+        ):
             checkpoint_overwrite.check_free(path, overwrite=request.overwrite)
     metadata = json_of(request.metadata)
     table, structure = planned(_state.flax_state.flatten(state), options)
@@ -254,7 +257,7 @@ def has_optimizer(state: PyTree) -> bool:
     return bool(_state.optimizer_roles.roles(flat.structure, flat.optimizer_states))
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def trouble_undoing(state: PyTree, transforms: Sequence[Transform]) -> str | None:
     """Describes the leaves lost in a restore by a run with `transforms`, or None.
 
@@ -345,7 +348,7 @@ def json_of(metadata: Mapping[str, JSON]) -> dict[str, JSON]:
     try:
         if not isinstance(metadata, Mapping):
             raise ValueError(f"metadata is a {type(metadata).__name__}")
-        copy = _util.json_limits.copied(metadata, "metadata")
+        copy = _util.json_limits.copy(metadata, "metadata")
         _native.orbax_json.check_size(_native.orbax_json.dumps(copy))
     except ValueError as error:
         raise errors.OptionError(

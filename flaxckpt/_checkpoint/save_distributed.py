@@ -143,7 +143,7 @@ def execute(
                 return _lead(snapshot, previous, together)
             return _follow(snapshot, previous, together)
     except ApartError as apart:
-        raise _distributed.agreement.not_saved(together, apart) from apart.__cause__
+        raise _distributed.agreement.save_error(together, apart) from apart.__cause__
 
 
 def _lead(

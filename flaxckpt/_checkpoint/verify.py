@@ -79,7 +79,7 @@ def _verify(
 ) -> verify_report.VerifyReport:
     start, counter = time.monotonic(), _util.progress.Counter(f"verifying {path.name}")
     found = verify_report.Findings(counter, thorough=thorough)
-    with _util.progress.shown(counter), _storage.paths.looking(path):
+    with _util.progress.bar(counter), _storage.paths.listing_cache(path):
         stored = _description(path, read, found)
         format_name = "unknown" if stored is None else stored.metadata.format
         extra: list[str] = []
@@ -253,7 +253,7 @@ def _is_array(leaf: Leaf) -> bool:
 
 
 def _is_mark(name: str) -> bool:
-    return "/" not in name and _steps.markers.is_mark(name)
+    return "/" not in name and _steps.markers.is_marker(name)
 
 
 def _has_database(digests: Mapping[str, str]) -> bool:

@@ -19,7 +19,7 @@ def stamps(source: Path) -> tuple[_storage.Stamp, ...]:
     for path in _files(source):
         if len(found) == _MAX_FILES:
             break
-        if not _steps.markers.is_mark(path.name):
+        if not _steps.markers.is_marker(path.name):
             found.append(_storage.stamp(path))
     return tuple(found)
 

@@ -129,8 +129,8 @@ class Checkpointer:
             staging=staging,
             keep_staging=keep_staging,
         )
-        _util.arguments.positive("max_concurrent_bytes", max_concurrent_bytes)
-        _util.arguments.positive("peer_timeout_secs", peer_timeout_secs)
+        _util.arguments.check_positive("max_concurrent_bytes", max_concurrent_bytes)
+        _util.arguments.check_positive("peer_timeout_secs", peer_timeout_secs)
         self.directory = self._run.directory
         self.events = self._run.events
         self.keep = rules.keep
@@ -433,7 +433,7 @@ class Checkpointer:
     def run_metadata(self) -> Mapping[str, JSON]:
         """The metadata of the whole run."""
         for directory in (self._run.saves_in, self.directory):
-            with _storage.permissions.explained(directory):
+            with _storage.permissions.explain_errors(directory):
                 if found := _native.checkpoint.read_run_metadata(directory):
                     return found
         return {}

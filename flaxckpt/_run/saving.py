@@ -69,7 +69,7 @@ class Saves:
         """Waits for the previous save, and begins a save."""
         with self._lock.get():
             together = self._processes.begin("save", f"step {request.step}")
-            with _distributed.agreement.telling(together):
+            with _distributed.agreement.report_failure(together):
                 self.end()
                 with _checkpoint.commit.beginning(request.path):
                     return self._begin(request, state, together)
@@ -81,7 +81,7 @@ class Saves:
         together: _distributed.operation.Operation | None,
     ) -> SaveHandle:
         step, path = request.number, request.path
-        if request.on_exists == "skip" and _distributed.agreement.first_says(
+        if request.on_exists == "skip" and _distributed.agreement.broadcast(
             together, "there", lambda: step in self._run.seen()
         ):
             if together is not None:
@@ -99,7 +99,7 @@ class Saves:
         self._run.events.emit("snapshot", step, path=path, blocked_secs=blocked)
 
         @self._failing(step, path)
-        @_distributed.agreement.ending(together)
+        @_distributed.agreement.closing(together)
         def work() -> SaveResult:
             return self._execute(snapshot, blocked)
 
@@ -175,7 +175,7 @@ class Saves:
             **said,
         )
         deleted = tuple(
-            _distributed.agreement.first_says(
+            _distributed.agreement.broadcast(
                 request.together, "deleted", lambda: self._retired(step)
             )
         )
@@ -242,7 +242,7 @@ class Saves:
 
     def tidy(self) -> None:
         """Removes files left by crashes."""
-        with _storage.paths.looking(self._run.directory):
+        with _storage.paths.listing_cache(self._run.directory):
             items = (_native.checkpoint.METRICS, "metadata")
             _steps.delete.tidy(self._run.saves_in, self._run.format, items)
             if self._run.open_uploads():
@@ -272,7 +272,7 @@ class Saves:
             return None
         what = f"the parameters of step {step}"
         together = self._processes.begin("params", what)
-        with self._lock.get(), _distributed.agreement.ending(together):
+        with self._lock.get(), _distributed.agreement.closing(together):
             self.wait()
             path = self.params_only.path(step)
             request = self.request(step, on_exists="overwrite", together=together)
@@ -342,7 +342,7 @@ class Saves:
         if pending is not None and self._pending_step == step:
             return not pending.has_untold_error()
         # Processes may see a new step at different times.
-        is_there = _util.processes.is_together() or step in self._run.seen()
+        is_there = _util.processes.is_distributed() or step in self._run.seen()
         return step in self._own and is_there
 
     def own(self, step: int) -> None:

@@ -208,7 +208,7 @@ def test_a_flattened_state_is_freed_without_the_garbage_collector(wrap):
 
 
 def test_the_garbage_collector_goes_on_after_a_pause():
-    with util_gc_pause.paused():
+    with util_gc_pause.pause():
         assert not gc.isenabled()
     assert gc.isenabled()
     with pytest.raises(errors.UnsupportedLeafError):

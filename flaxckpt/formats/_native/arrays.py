@@ -82,7 +82,9 @@ def form_in(text: bytes) -> ArrayForm:
         raise ValueError("its metadata is too large")
     try:
         # TensorStore parses it again, and may pick the other of two equal keys.
-        data = json.loads(text.decode(), object_pairs_hook=_util.json_limits.unique)
+        data = json.loads(
+            text.decode(), object_pairs_hook=_util.json_limits.refuse_duplicates
+        )
         return ArrayForm(*_arrays.zarr.metadata.array(data))
     except (errors.CheckpointError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"its metadata is not read: {str(error)[:150]}") from None

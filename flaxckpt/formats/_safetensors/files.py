@@ -49,7 +49,7 @@ def _header_text(path: Path) -> tuple[bytes, int]:
     """Returns the header of a file, and the size of the file in bytes."""
     if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
         raise ValueError("it is no plain file")
-    with _storage.of(path).opened(path) as file:
+    with _storage.of(path).open_file(path) as file:
         status = os.fstat(file.fileno())
         start = file.read(8)
         if start == LFS[:8] and start + file.read(len(LFS) - 8) == LFS:
