@@ -17,7 +17,7 @@ from flaxckpt._types import LeafPath, Shape
 if TYPE_CHECKING:
     import tensorstore as ts
 
-    from flaxckpt._arrays.zarr.raw_array import RawArray
+    from flaxckpt._arrays.zarr.metadata import RawArray
 
 
 class Role(NamedTuple):
