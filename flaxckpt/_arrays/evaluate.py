@@ -60,8 +60,8 @@ def _computed(leaf: Leaf) -> Leaf:
         value = np.asarray(value)
         if info.kind == "scalar":
             value = value[()] if info.python_type == "numpy.generic" else value.item()
-    described = _state.leaf_info.of(
-        info.path, _state.tree.Entry(info.keys, value, False)
+    described = _state.leaf.describe(
+        info.path, _state.tree.TreeLeaf(info.keys, value, False)
     )
     assert isinstance(described, LeafInfo), described
     return Leaf(dataclasses.replace(described, role=info.role), (value,))

@@ -146,8 +146,8 @@ def abstract(info: LeafInfo) -> jax.ShapeDtypeStruct:
 def _derived_info(base: LeafInfo, made: Any, what: str) -> LeafInfo:
     found = made
     if isinstance(made, jax.ShapeDtypeStruct):
-        found = _state.leaf_info.of(
-            base.path, _state.tree.Entry(base.keys, made, False)
+        found = _state.leaf.describe(
+            base.path, _state.tree.TreeLeaf(base.keys, made, False)
         )
     if not isinstance(found, LeafInfo):
         raise errors.OptionError(
