@@ -220,6 +220,6 @@ def _sync(root: Path, snapshot: Snapshot) -> None:
     """Syncs the array files written by this process; objects need no sync."""
     paths = [root / array.name for array in snapshot.arrays if array.shards]
     for array in snapshot.arrays:
-        if _arrays.chunks_to_write.is_raw(array, snapshot.contents.encoding):
-            paths += _arrays.chunks_to_write.files_of(root, array)
+        if _arrays.write.is_raw(array, snapshot.contents.encoding):
+            paths += _arrays.write.chunk_files(root, array)
     _storage.of(root).sync_files(paths, _SYNCING_THREADS)

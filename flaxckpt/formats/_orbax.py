@@ -251,7 +251,7 @@ def _array_specs(
         try:
             text = give()
             found[name] = _checked(*native_arrays.form_in(text))
-            if _arrays.zarr.chunk_headers.described(text).codec == "blosc":
+            if _arrays.zarr.chunk_headers.parse(text).codec == "blosc":
                 blosc.add(name)
         except PermissionError:
             raise

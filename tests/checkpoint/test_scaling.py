@@ -21,7 +21,6 @@ from flaxckpt._checkpoint import plan as checkpoint_plan
 from flaxckpt._checkpoint import planner as checkpoint_planner
 from flaxckpt._checkpoint import save as checkpoint_save
 from flaxckpt._checkpoint.request import SaveRequest
-from flaxckpt._state import classes as state_classes
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import leaf as state_leaf
 from flaxckpt._state import tree as state_tree
@@ -89,7 +88,7 @@ def manifest(make, n):
 def read(make, n, *, with_roles=True):
     """The checkpoint of a state, without a disk."""
     data = manifest(make, n)
-    structure = state_treedef.from_json(data["structure"], state_classes.resolve, set())
+    structure = state_treedef.from_json(data["structure"], state_treedef.resolve, set())
     keys = dict(state_tree.key_paths(structure))
     table = {}
     for row in data["leaves"]:
