@@ -10,7 +10,7 @@ from benchmarks import states, timing
 from benchmarks.samples import Rows, Sample, Series, Settings
 from benchmarks.states import PyTree
 from flaxckpt._checkpoint import save as checkpoint_save
-from flaxckpt._checkpoint.request import SaveRequest
+from flaxckpt._checkpoint.commit import SaveRequest
 
 CASE = "planning"
 

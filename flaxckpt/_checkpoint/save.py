@@ -11,10 +11,8 @@ from flaxckpt import _arrays, _distributed, _state, _storage, _util, datasets, e
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
 from flaxckpt._checkpoint import commit, save_distributed
 from flaxckpt._checkpoint import overwrite as checkpoint_overwrite
-from flaxckpt._checkpoint.commit import Written
-from flaxckpt._checkpoint.handle import SaveHandle
-from flaxckpt._checkpoint.request import SaveOptions, SaveRequest, Snapshot
-from flaxckpt._checkpoint.result import SaveResult
+from flaxckpt._checkpoint.commit import SaveOptions, SaveRequest, Snapshot, Written
+from flaxckpt._checkpoint.handle import SaveHandle, SaveResult
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
 from flaxckpt.formats import _native

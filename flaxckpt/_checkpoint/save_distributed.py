@@ -17,8 +17,7 @@ from jax.sharding import NamedSharding
 
 from flaxckpt import _arrays, _distributed, _storage, datasets, errors
 from flaxckpt._checkpoint import commit
-from flaxckpt._checkpoint.commit import Written
-from flaxckpt._checkpoint.request import Snapshot
+from flaxckpt._checkpoint.commit import Snapshot, Written
 from flaxckpt._distributed.messages import ApartError
 from flaxckpt._distributed.operation import Operation
 from flaxckpt._state.leaf import Leaf, LeafInfo

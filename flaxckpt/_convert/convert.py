@@ -20,7 +20,7 @@ from flaxckpt import _arrays, _checkpoint, _steps, _storage, _util, errors
 from flaxckpt._arrays.blockwise import Piece
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
 from flaxckpt._arrays.zarr.metadata import Array
-from flaxckpt._checkpoint.result import SaveResult
+from flaxckpt._checkpoint.handle import SaveResult
 from flaxckpt._convert import journal as convert_journal
 from flaxckpt._convert import plan, source_files, writers
 from flaxckpt._convert.plan import ConvertOptions

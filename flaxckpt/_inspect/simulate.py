@@ -138,7 +138,7 @@ def simulate(
             divided among the processes.
         UnsupportedLeafError, LeafNameError: As for `save`.
     """
-    options = _checkpoint.request.SaveOptions(layout=checked_layout(layout))
+    options = _checkpoint.commit.SaveOptions(layout=checked_layout(layout))
     table, structure = _checkpoint.save.planned(
         _state.flax_state.flatten(abstract_state), options
     )

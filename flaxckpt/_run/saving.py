@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from flaxckpt import _arrays, _checkpoint, _distributed, _steps, _storage, _util
-from flaxckpt._checkpoint.handle import SaveHandle
-from flaxckpt._checkpoint.request import SaveRequest
-from flaxckpt._checkpoint.result import SaveResult
+from flaxckpt._checkpoint.commit import SaveRequest
+from flaxckpt._checkpoint.handle import SaveHandle, SaveResult
 from flaxckpt._run import metrics as run_metrics
 from flaxckpt._run import params_only, run_steps
 from flaxckpt._types import PyTree
@@ -39,7 +38,7 @@ class Saves:
     def __init__(
         self,
         run: run_steps.RunSteps,
-        options: _checkpoint.request.SaveOptions,
+        options: _checkpoint.commit.SaveOptions,
         processes: _distributed.agreement.Processes,
     ) -> None:
         self.lineage: tuple[Lineage, ...] = ()
@@ -154,7 +153,7 @@ class Saves:
             _log.warning("%s", problem)
 
     def _execute(
-        self, snapshot: _checkpoint.request.Snapshot, blocked: float
+        self, snapshot: _checkpoint.commit.Snapshot, blocked: float
     ) -> SaveResult:
         """Writes a snapshot, and deletes steps that no policy keeps."""
         request = snapshot.request

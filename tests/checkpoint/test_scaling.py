@@ -17,10 +17,9 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import flaxckpt
 from flaxckpt import errors, transforms
-from flaxckpt._checkpoint import plan as checkpoint_plan
 from flaxckpt._checkpoint import planner as checkpoint_planner
 from flaxckpt._checkpoint import save as checkpoint_save
-from flaxckpt._checkpoint.request import SaveRequest
+from flaxckpt._checkpoint.commit import SaveRequest
 from flaxckpt._state import classes as state_classes
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import leaf as state_leaf
@@ -107,7 +106,7 @@ def read(make, n, *, with_roles=True):
 
 def plan(stored, state, **options):
     return checkpoint_planner.make(
-        stored, state, checkpoint_plan.RestoreOptions(**options)
+        stored, state, checkpoint_planner.RestoreOptions(**options)
     )
 
 
