@@ -32,4 +32,4 @@ def run(settings: Settings) -> Rows:
 
 
 def _plan(path: Path, state: PyTree) -> object:
-    return checkpoint_save.take(SaveRequest(path=path), state)
+    return checkpoint_save.take_snapshot(SaveRequest(path=path), state)

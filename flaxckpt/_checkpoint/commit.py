@@ -55,10 +55,10 @@ class SaveRequest:
         temporary: Whether to delete the step once there is a newer step.
         lineage: Origins of the run, the nearest first.
         started: Monotonic time of the call.
-        planned: Called with the size of the planned save, before copying any values.
+        on_planned: Called with the size of the planned save, before copying any values.
         count: Called with the size of values after they are written.
-        together: The operation of all processes; None for a single process.
-        marks: Step markers to write: file name -> content.
+        operation: The operation of all processes; None for a single process.
+        markers: Step markers to write: file name -> content.
     """
 
     path: Path
@@ -71,10 +71,10 @@ class SaveRequest:
     temporary: bool = False
     lineage: Sequence[Lineage] = ()
     started: float = dataclasses.field(default_factory=time.monotonic)
-    planned: Callable[..., object] | None = None
+    on_planned: Callable[..., object] | None = None
     count: _arrays.write.Count = _util.progress.ignore
-    together: _distributed.operation.Operation | None = None
-    marks: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    operation: _distributed.operation.Operation | None = None
+    markers: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
     @property
     def overwrite(self) -> bool:
@@ -159,7 +159,7 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 
 @contextlib.contextmanager
-def beginning(final: Path) -> Iterator[None]:
+def store_errors(final: Path) -> Iterator[None]:
     """Converts errors of an object store before the first write to SaveFailedError.
 
     Raises:
@@ -184,7 +184,7 @@ def _of_store(
 
 
 @contextlib.contextmanager
-def alone(final: Path) -> Iterator[None]:
+def write_lock(final: Path) -> Iterator[None]:
     """Locks `final` for one thread at a time, and converts errors to SaveFailedError.
 
     Raises:
@@ -212,26 +212,8 @@ def alone(final: Path) -> Iterator[None]:
         ) from error
 
 
-def execute(
-    snapshot: Snapshot, previous: _arrays.write.Previous | None = None
-) -> Written:
-    """Writes a snapshot from a single process, and commits the checkpoint durably.
-
-    Args:
-        snapshot: The snapshot to write.
-        previous: Arrays of an earlier step; equal arrays are hard-linked.
-
-    Raises:
-        SaveFailedError: The write failed. Written files are removed; if the disk did
-            not confirm the rename, the message says so.
-    """
-    with alone(snapshot.request.path), made(snapshot) as temporary:
-        files = fill(snapshot, temporary, previous)
-        return finish(snapshot, temporary, files)
-
-
 @contextlib.contextmanager
-def made(snapshot: Snapshot) -> Iterator[Path]:
+def temporary_directory(snapshot: Snapshot) -> Iterator[Path]:
     """Creates a temporary directory for a checkpoint; removes leftovers at the end."""
     final = snapshot.request.path
     _storage.of(final.parent).make_directory(final.parent)
@@ -245,7 +227,7 @@ def made(snapshot: Snapshot) -> Iterator[Path]:
         yield temporary
 
 
-def fill(
+def write_files(
     snapshot: Snapshot, temporary: Path, previous: _arrays.write.Previous | None
 ) -> dict[str, bytes]:
     """Writes the arrays and metadata files of this process, without the manifest.
@@ -273,7 +255,7 @@ def write_arrays(
     check: Callable[[], object],
 ) -> None:
     """Writes the arrays of this process; an error from `check` stops the write."""
-    together = snapshot.request.together
+    operation = snapshot.request.operation
 
     def count(size: int) -> None:
         check()
@@ -287,11 +269,11 @@ def write_arrays(
         previous=previous,
         max_concurrent_bytes=snapshot.request.options.max_concurrent_bytes,
         count=count,
-        writer=None if together is None else together.index,
+        writer=None if operation is None else operation.index,
     )
 
 
-def finish(
+def finish_checkpoint(
     snapshot: Snapshot,
     temporary: Path,
     files: Mapping[str, bytes],
@@ -309,16 +291,16 @@ def finish(
     sealed = _native.checkpoint.seal(contents, files, temporary, digests or {})
     marker = sealed.pop(_native.checkpoint.COMMITTED)
     write_new(temporary, sealed)
-    marks = _steps.markers.of_new(request.path, temporary=request.temporary)
-    write_new(temporary, {**marks, **request.marks})
+    markers = _steps.markers.of_new(request.path, temporary=request.temporary)
+    write_new(temporary, {**markers, **request.markers})
     manifest = _storage.stamp(temporary / _native.orbax_json.MANIFEST)
-    publish = functools.partial(name, overwrite=request.overwrite)
-    size = _storage.of(temporary).commit(temporary, request.path, marker, publish)
+    rename = functools.partial(publish, overwrite=request.overwrite)
+    size = _storage.of(temporary).commit(temporary, request.path, marker, rename)
     stamp = manifest._replace(path=request.path / _native.orbax_json.MANIFEST)
-    return Written(size, for_next(snapshot, stamp))
+    return Written(size, linkable_arrays(snapshot, stamp))
 
 
-def name(temporary: Path, final: Path, *, overwrite: bool) -> None:
+def publish(temporary: Path, final: Path, *, overwrite: bool) -> None:
     """Renames the finished directory `temporary` to `final`, durably."""
     if overwrite and final.exists():
         # Other files may have appeared there since the save began.
@@ -330,7 +312,9 @@ def name(temporary: Path, final: Path, *, overwrite: bool) -> None:
         _storage.rename.publish(temporary, final)
 
 
-def for_next(snapshot: Snapshot, stamp: _storage.Stamp) -> _arrays.write.Previous:
+def linkable_arrays(
+    snapshot: Snapshot, stamp: _storage.Stamp
+) -> _arrays.write.Previous:
     """Returns the arrays that the next save may hard-link."""
     sources = {
         array.name: (array.source, array.dtype)

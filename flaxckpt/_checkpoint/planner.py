@@ -113,7 +113,7 @@ class Recipe:
 # ---- planning ---------------------------------------------------------------------
 
 
-def make(
+def make_plan(
     stored: Stored, abstract_state: PyTree | None, options: RestoreOptions
 ) -> tuple[RestorePlan, Recipe]:
     """Plans the restore of the leaves of `abstract_state`, or of all leaves."""

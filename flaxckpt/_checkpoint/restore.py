@@ -187,7 +187,7 @@ def plan(
         missing=missing, unused=unused, optimizer=optimizer, transforms=transforms
     )
     stored = _locate.open_checkpoint(path, step)
-    return planner.make(stored, abstract_state, options)[0]
+    return planner.make_plan(stored, abstract_state, options)[0]
 
 
 @_util.gc_pause.paused()
@@ -259,7 +259,7 @@ def restore(
     Calls `has_read` after reading, before computing leaves from the read arrays.
     """
     start = time.monotonic()
-    planned, recipe = planner.make(stored, abstract_state, options)
+    planned, recipe = planner.make_plan(stored, abstract_state, options)
     if planned.problems:
         elsewhere = [] if options.transforms else _elsewhere(planned, stored.table)
         raise errors.RestoreMismatchError(

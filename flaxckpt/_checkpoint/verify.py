@@ -53,7 +53,7 @@ def verify(path: PathLike, *, step: int | None = None) -> verify_report.VerifyRe
     try:
         located = _locate.locate(root, step)
     except errors.DamagedCheckpointError as error:
-        return lost(root, step, error)
+        return report_lost(root, step, error)
     return _verify(located.path, located.step, located.open)
 
 
@@ -127,7 +127,9 @@ def check(path: Path) -> None:
             raise errors.DamagedCheckpointError(f"{where}: {why}")
 
 
-def lost(path: Path, step: int | None, error: Exception) -> verify_report.VerifyReport:
+def report_lost(
+    path: Path, step: int | None, error: Exception
+) -> verify_report.VerifyReport:
     """Returns the report on a path no longer recognised as a checkpoint."""
     found = verify_report.Findings(_util.progress.Counter(""), thorough=True)
     is_unread = _storage.permissions.is_unread(error)
@@ -137,7 +139,7 @@ def lost(path: Path, step: int | None, error: Exception) -> verify_report.Verify
     return found.report(path, "unknown", step, (), 0.0)
 
 
-def damage(path: Path, step: int | None) -> str | None:
+def find_damage(path: Path, step: int | None) -> str | None:
     """Returns a short description of proved damage to the checkpoint `path`, or None.
 
     None also if the checkpoint cannot be read at present.

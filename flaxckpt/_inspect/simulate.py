@@ -139,7 +139,7 @@ def simulate(
         UnsupportedLeafError, LeafNameError: As for `save`.
     """
     options = _checkpoint.commit.SaveOptions(layout=checked_layout(layout))
-    table, structure = _checkpoint.save.planned(
+    table, structure = _checkpoint.save.plan_leaves(
         _state.flax_state.flatten(abstract_state), options
     )
     infos = tuple([leaf.info for leaf in table.values()])

@@ -165,7 +165,7 @@ class Checkpointer:
                 self._saves.tidy()
         if metadata is not None:
             self._session.check_writable("keep metadata")
-            plain = _checkpoint.save.json_of(metadata)
+            plain = _checkpoint.save.copy_json(metadata)
             if _util.processes.is_first():
                 edit.write_run_metadata(self._run.saves_in, plain)
 

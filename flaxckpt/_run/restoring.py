@@ -367,7 +367,7 @@ class Restores:
                 _steps.markers.unmark_damaged(path)
                 _log.warning("step %d is good, and marked as damaged no more", number)
             for worse, there in left_out:
-                if (reason := _checkpoint.verify.damage(there, worse)) is None:
+                if (reason := _checkpoint.verify.find_damage(there, worse)) is None:
                     _log.warning("step %d may be good: it is not marked", worse)
                     continue
                 _steps.markers.mark_damaged(there, reason)

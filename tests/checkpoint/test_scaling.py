@@ -70,7 +70,7 @@ def several_optimizers(n):
 
 
 def snapshot(state):
-    return checkpoint_save.take(SaveRequest(path=NOWHERE), state)
+    return checkpoint_save.take_snapshot(SaveRequest(path=NOWHERE), state)
 
 
 @functools.cache
@@ -105,7 +105,7 @@ def read(make, n, *, with_roles=True):
 
 
 def plan(stored, state, **options):
-    return checkpoint_planner.make(
+    return checkpoint_planner.make_plan(
         stored, state, checkpoint_planner.RestoreOptions(**options)
     )
 
@@ -199,7 +199,7 @@ def test_a_flattened_state_is_freed_without_the_garbage_collector(wrap):
     try:
         state_flax_state.flatten(state)
         state_tree.flatten(state)
-        checkpoint_save.take(SaveRequest(path=NOWHERE), {"a": state})
+        checkpoint_save.take_snapshot(SaveRequest(path=NOWHERE), {"a": state})
         del state, leaf
         assert gone() is None
     finally:

@@ -244,8 +244,8 @@ def test_all_bytes_are_counted_once(tmp_path, options, verify):
     request = checkpoint_commit.SaveRequest(
         path=tmp_path / "c", options=options, count=saved.add
     )
-    snapshot = checkpoint_save.take(request, state())
-    checkpoint_save.execute(snapshot)
+    snapshot = checkpoint_save.take_snapshot(request, state())
+    checkpoint_save.write_snapshot(snapshot)
     assert saved.done == snapshot.nbytes > 0
     loaded = util_progress.Counter("loading")
     stored = _locate.read_stored(tmp_path / "c", None)
