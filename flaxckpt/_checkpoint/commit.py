@@ -206,7 +206,7 @@ def write_lock(final: Path) -> Iterator[None]:
         ) from error
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
         raise errors.SaveFailedError(
-            f"{final} could not be saved: {' '.join(str(error).split())[:300]}\n"
+            f"{final} could not be saved: {errors.one_line(error)}\n"
             "Nothing of it is kept and earlier checkpoints are untouched; see that the"
             " directory is writable and has space, then save again."
         ) from error
