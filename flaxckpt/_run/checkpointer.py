@@ -21,8 +21,7 @@ from flaxckpt import (
     policies,
 )
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
-from flaxckpt._checkpoint.handle import SaveHandle
-from flaxckpt._checkpoint.result import SaveResult
+from flaxckpt._checkpoint.handle import SaveHandle, SaveResult
 from flaxckpt._checkpoint.verify_report import VerifyReport
 from flaxckpt._run import (
     card,
@@ -115,7 +114,7 @@ class Checkpointer:
         staging: PathLike | None = None,
         keep_staging: Sequence[PreservationPolicy] = run_staging.KEEP,
     ) -> None:
-        options = _checkpoint.request.SaveOptions(
+        options = _checkpoint.commit.SaveOptions(
             layout=checked_layout(layout),
             transforms=_transforms.checked(transforms),
             max_concurrent_bytes=max_concurrent_bytes,
@@ -166,7 +165,7 @@ class Checkpointer:
                 self._saves.tidy()
         if metadata is not None:
             self._session.check_writable("keep metadata")
-            plain = _checkpoint.save.json_of(metadata)
+            plain = _checkpoint.save.copy_json(metadata)
             if _util.processes.is_first():
                 edit.write_run_metadata(self._run.saves_in, plain)
 

@@ -91,7 +91,7 @@ def make(path: Path, final: Path, *, overwrite: bool) -> int:
         marks=marks,
         overwrite=overwrite,
         keep=lambda name: name == _steps.markers.PIN,
-        publish=functools.partial(_checkpoint.commit.name, overwrite=overwrite),
+        publish=functools.partial(_checkpoint.commit.publish, overwrite=overwrite),
     )
 
 
