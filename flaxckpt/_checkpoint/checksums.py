@@ -31,13 +31,13 @@ def check_keys(
 
     The database itself may be valid without them.
     """
-    if any(_native.checkpoint.is_of_arrays(name) for name in found.problems):
+    if any(_native.items.is_of_arrays(name) for name in found.problems):
         return  # the database has changed and may not be readable
     there: set[str] = set()
-    manifest = f"{_native.checkpoint.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
+    manifest = f"{_native.items.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
     found.attempt(
         manifest,
-        lambda: there.update(_arrays.zarr.ocdbt.keys(path / _native.checkpoint.STATE)),
+        lambda: there.update(_arrays.zarr.ocdbt.keys(path / _native.items.STATE)),
     )
     if manifest in found.problems or manifest in found.unread:
         return
@@ -96,10 +96,9 @@ def check_digest(
 ) -> None:
     """Raises ValueError if the SHA-256 of a file differs from `recorded`."""
     digest = hashlib.sha256()
-    most = verify_report.LARGE if _native.checkpoint.is_of_arrays(name) else 0
+    most = verify_report.LARGE if _native.items.is_of_arrays(name) else 0
     verify_report.stream(path / name, path, count, digest.update, most)
-    if f"sha256:{digest.hexdigest()}" != recorded:
-        raise ValueError("it has changed since it was saved: its SHA-256 differs")
+    _storage.files.check_digest("it", f"sha256:{digest.hexdigest()}", recorded)
 
 
 class _Chunk(NamedTuple):
@@ -166,9 +165,9 @@ def _check_chunk(chunk: _Chunk, count: Callable[[int], object]) -> None:
 def check_committed(path: Path) -> None:
     """Raises ValueError if the commit marker does not match the manifest."""
     manifest = _native.items.read_file(path / _native.orbax_json.MANIFEST, path)
-    found = _native.items.read_file(path / _native.checkpoint.COMMITTED, path)
-    if found != _native.checkpoint.seal_of(manifest):
-        raise ValueError("it is not what was written there")
+    found = _native.items.read_file(path / _storage.commit_marker.MARKER, path)
+    if found != _native.checkpoint.commit_marker(manifest):
+        raise ValueError("its content has changed since it was written")
 
 
 def of_metrics(
@@ -181,22 +180,18 @@ def of_metrics(
         found: Receives metrics that have no digest.
         is_digested: Whether the digests of the metrics must exist.
     """
-    name = f"{_native.checkpoint.METRICS}/{_native.checkpoint.METRICS}"
-    digests = path / _native.items.METRICS_DIGESTS
+    name = f"{_native.items.METRICS}/{_native.items.METRICS}"
 
     def check() -> None:
-        if (path / _native.checkpoint.METRICS).exists():
+        if (path / _native.items.METRICS).exists():
             (path / name).stat()  # raises if the directory has no metrics file
-        _native.checkpoint.metrics_in(path)
-
-    def check_digests() -> None:
-        text = _native.items.read_file(digests, path)
-        if not _native.checkpoint.are_digests_of_metrics(text, digests):
-            raise ValueError("it is not what was written there")
+        _native.metadata.load_metrics(path)
 
     checks: list[tuple[str, Callable[[], object]]] = [(name, check)]
-    if is_digested or digests.exists():
-        checks.append((_native.items.METRICS_DIGESTS, check_digests))
+    digests = _native.items.METRICS_DIGESTS
+    if is_digested or (path / digests).exists():
+        check_digests = functools.partial(_native.metadata.check_metrics_digests, path)
+        checks.append((digests, check_digests))
     elif (path / name).exists():
         found.unchecked[name] = "they were written without a digest"
     return checks

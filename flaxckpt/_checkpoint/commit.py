@@ -137,7 +137,7 @@ def made(snapshot: Snapshot) -> Iterator[Path]:
         keep=lambda name: name == _steps.markers.PIN,
         check=checkpoint_overwrite.check_replaceable,
     ) as temporary:
-        (temporary / _native.checkpoint.STATE).mkdir()
+        (temporary / _native.items.STATE).mkdir()
         yield temporary
 
 
@@ -153,11 +153,11 @@ def fill(
 
     @_util.gc_pause.paused()
     def describe() -> None:
-        files.update(_native.checkpoint.files(snapshot.contents))
+        files.update(_native.checkpoint.make_files(snapshot.contents))
         write_new(temporary, files)
 
     with _util.threads.beside(describe) as check:
-        root = temporary / _native.checkpoint.STATE
+        root = temporary / _native.items.STATE
         write_arrays(snapshot, root, previous, check)
     return files
 
@@ -203,7 +203,7 @@ def finish(
     """
     contents, request = snapshot.contents, snapshot.request
     sealed = _native.checkpoint.seal(contents, files, temporary, digests or {})
-    marker = sealed.pop(_native.checkpoint.COMMITTED)
+    marker = sealed.pop(_storage.commit_marker.MARKER)
     write_new(temporary, sealed)
     marks = _steps.markers.of_new(request.path, temporary=request.temporary)
     write_new(temporary, {**marks, **request.marks})
@@ -234,7 +234,7 @@ def for_next(snapshot: Snapshot, stamp: _storage.Stamp) -> _arrays.write.Previou
         if array.source is not None
     }
     return _arrays.write.Previous(
-        snapshot.request.path / _native.checkpoint.STATE, sources, stamp
+        snapshot.request.path / _native.items.STATE, sources, stamp
     )
 
 
@@ -242,7 +242,7 @@ def metadata_files(
     contents: _native.checkpoint.Contents, path: Path
 ) -> dict[str, bytes]:
     """Returns the files of the checkpoint `path` without arrays, for size checks."""
-    made = _native.checkpoint.files(contents)
+    made = _native.checkpoint.make_files(contents)
     return made | _native.checkpoint.seal(contents, made, path)
 
 

@@ -118,7 +118,7 @@ def check(path: Path) -> None:
     """
     report = verify_checkpoint(path, None)
     for name, why in {**report.problems, **report.unread}.items():
-        if not name.startswith(f"{_native.checkpoint.METRICS}/"):
+        if not name.startswith(f"{_native.items.METRICS}/"):
             where = path if name == verify_report.HERE else name
             raise errors.DamagedCheckpointError(f"{where}: {why}")
 
@@ -144,7 +144,7 @@ def damage(path: Path, step: int | None) -> str | None:
         if _storage.permissions.is_unread(error):
             return None
         # The path was a checkpoint before the damage.
-        is_ours = _steps.index.sign(path) or (path / _native.checkpoint.STATE).is_dir()
+        is_ours = _steps.index.sign(path) or (path / _native.items.STATE).is_dir()
         if is_ours and verify_report.unreadable(path) is None:
             return str(error).splitlines()[0]
         return None
@@ -181,7 +181,7 @@ def _unreadable(stored: Stored, found: verify_report.Findings) -> dict[LeafPath,
         for name, why in faults.items():
             if name in stored.table:
                 unreadable.setdefault(name, why)
-            elif _native.checkpoint.is_of_arrays(name):
+            elif _native.items.is_of_arrays(name):
                 state = "missing" if name in found.missing else default
                 for leaf_path in _leaves_in(name, stored):
                     unreadable.setdefault(leaf_path, f"{name} is {state}")
@@ -191,10 +191,10 @@ def _unreadable(stored: Stored, found: verify_report.Findings) -> dict[LeafPath,
 def _leaves_in(name: str, stored: Stored) -> list[LeafPath]:
     """Returns the leaves that a restore cannot read without the array file `name`."""
     arrays = {path: leaf for path, leaf in stored.table.items() if _is_array(leaf)}
-    is_index = name == f"{_native.checkpoint.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
+    is_index = name == f"{_native.items.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
     if is_index or _has_database(stored.digests):  # a database is read as a whole
         return list(arrays)
-    directory = name.removeprefix(f"{_native.checkpoint.STATE}/").rpartition("/")[0]
+    directory = name.removeprefix(f"{_native.items.STATE}/").rpartition("/")[0]
     return [
         path
         for path, leaf in arrays.items()
@@ -217,12 +217,12 @@ def _verify_own(path: Path, stored: Stored, found: verify_report.Findings) -> li
         )
         for name, digest in digests.items()
     ]
-    known = {*digests, *_native.checkpoint.UNDIGESTED}
+    known = {*digests, *_native.items.UNDIGESTED}
     leaves = {p: leaf for p, leaf in stored.table.items() if _is_array(leaf)}
     if encoding is None or manifest["ocdbt"]:
         undigested = {} if _has_database(digests) else leaves
         if undigested:
-            known |= verify_report.names(path, path / _native.checkpoint.STATE)
+            known |= verify_report.names(path, path / _native.items.STATE)
     else:
         undigested = {}
         for leaf_path, leaf in leaves.items():
@@ -234,7 +234,7 @@ def _verify_own(path: Path, stored: Stored, found: verify_report.Findings) -> li
     is_digested = manifest.get("metrics") is True or _steps.markers.is_measured(path)
     checks += checksums.of_metrics(path, found, is_digested=is_digested)
     checks.append(
-        (_native.checkpoint.COMMITTED, functools.partial(check_committed, path))
+        (_storage.commit_marker.MARKER, functools.partial(check_committed, path))
     )
     found.counter.total = _storage.of(path).known_size_below(path)
     found.run(checks)
@@ -257,7 +257,7 @@ def _is_mark(name: str) -> bool:
 
 
 def _has_database(digests: Mapping[str, str]) -> bool:
-    return f"{_native.checkpoint.STATE}/{_arrays.zarr.ocdbt.MANIFEST}" in digests
+    return f"{_native.items.STATE}/{_arrays.zarr.ocdbt.MANIFEST}" in digests
 
 
 # ---- other formats ----------------------------------------------------------------
