@@ -223,7 +223,7 @@ def temporary_directory(snapshot: Snapshot) -> Iterator[Path]:
         keep=lambda name: name == _steps.markers.PIN,
         check=checkpoint_overwrite.check_replaceable,
     ) as temporary:
-        (temporary / _native.checkpoint.STATE).mkdir()
+        (temporary / _native.items.STATE).mkdir()
         yield temporary
 
 
@@ -239,11 +239,11 @@ def write_files(
 
     @_util.gc_pause.pause()
     def describe() -> None:
-        files.update(_native.checkpoint.files(snapshot.contents))
+        files.update(_native.checkpoint.make_files(snapshot.contents))
         write_new(temporary, files)
 
     with _util.threads.beside(describe) as check:
-        root = temporary / _native.checkpoint.STATE
+        root = temporary / _native.items.STATE
         write_arrays(snapshot, root, previous, check)
     return files
 
@@ -289,7 +289,7 @@ def finish_checkpoint(
     """
     contents, request = snapshot.contents, snapshot.request
     sealed = _native.checkpoint.seal(contents, files, temporary, digests or {})
-    marker = sealed.pop(_native.checkpoint.COMMITTED)
+    marker = sealed.pop(_storage.commit_marker.MARKER)
     write_new(temporary, sealed)
     markers = _steps.markers.for_new_step(request.path, temporary=request.temporary)
     write_new(temporary, {**markers, **request.markers})
@@ -322,7 +322,7 @@ def linkable_arrays(
         if array.source is not None
     }
     return _arrays.write.Previous(
-        snapshot.request.path / _native.checkpoint.STATE, sources, stamp
+        snapshot.request.path / _native.items.STATE, sources, stamp
     )
 
 
@@ -330,7 +330,7 @@ def metadata_files(
     contents: _native.checkpoint.Contents, path: Path
 ) -> dict[str, bytes]:
     """Returns the files of the checkpoint `path` without arrays, for size checks."""
-    made = _native.checkpoint.files(contents)
+    made = _native.checkpoint.make_files(contents)
     return made | _native.checkpoint.seal(contents, made, path)
 
 

@@ -361,7 +361,7 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
             `keep_dataset`, or the iterator does not accept the state.
     """
     path = _storage.paths.from_text(stored.metadata.path)
-    if _native.checkpoint.has_let_go_dataset(path):
+    if _native.metadata.is_dataset_deleted(path):
         if isinstance(iterator, datasets.Restarting):
             _log.warning(
                 "the data starts from the beginning: its state in %s was let go by"

@@ -122,7 +122,7 @@ def check(path: Path) -> None:
     """
     report = verify_checkpoint(path, None)
     for name, why in {**report.problems, **report.unread}.items():
-        if not name.startswith(f"{_native.checkpoint.METRICS}/"):
+        if not name.startswith(f"{_native.items.METRICS}/"):
             where = path if name == verify_report.HERE else name
             raise errors.DamagedCheckpointError(f"{where}: {why}")
 
@@ -150,7 +150,7 @@ def find_damage(path: Path, step: int | None) -> str | None:
         if _storage.permissions.is_unread(error):
             return None
         # The path was a checkpoint before the damage.
-        is_ours = _steps.index.sign(path) or (path / _native.checkpoint.STATE).is_dir()
+        is_ours = _steps.index.sign(path) or (path / _native.items.STATE).is_dir()
         if is_ours and verify_report.unreadable(path) is None:
             return str(error).splitlines()[0]
         return None
@@ -187,7 +187,7 @@ def _unreadable(stored: Stored, found: verify_report.Findings) -> dict[LeafPath,
         for name, why in faults.items():
             if name in stored.table:
                 unreadable.setdefault(name, why)
-            elif _native.checkpoint.is_of_arrays(name):
+            elif _native.items.is_of_arrays(name):
                 state = "missing" if name in found.missing else default
                 for leaf_path in _leaves_in(name, stored):
                     unreadable.setdefault(leaf_path, f"{name} is {state}")
@@ -197,10 +197,10 @@ def _unreadable(stored: Stored, found: verify_report.Findings) -> dict[LeafPath,
 def _leaves_in(name: str, stored: Stored) -> list[LeafPath]:
     """Returns the leaves that a restore cannot read without the array file `name`."""
     arrays = {path: leaf for path, leaf in stored.table.items() if _is_array(leaf)}
-    is_index = name == f"{_native.checkpoint.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
+    is_index = name == f"{_native.items.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
     if is_index or _has_database(stored.digests):  # a database is read as a whole
         return list(arrays)
-    directory = name.removeprefix(f"{_native.checkpoint.STATE}/").rpartition("/")[0]
+    directory = name.removeprefix(f"{_native.items.STATE}/").rpartition("/")[0]
     return [
         path
         for path, leaf in arrays.items()
@@ -223,12 +223,12 @@ def _verify_own(path: Path, stored: Stored, found: verify_report.Findings) -> li
         )
         for name, digest in digests.items()
     ]
-    known = {*digests, *_native.checkpoint.UNDIGESTED}
+    known = {*digests, *_native.items.UNDIGESTED}
     leaves = {p: leaf for p, leaf in stored.table.items() if _is_array(leaf)}
     if encoding is None or manifest["ocdbt"]:
         undigested = {} if _has_database(digests) else leaves
         if undigested:
-            known |= verify_report.names(path, path / _native.checkpoint.STATE)
+            known |= verify_report.names(path, path / _native.items.STATE)
     else:
         undigested = {}
         for leaf_path, leaf in leaves.items():
@@ -240,7 +240,7 @@ def _verify_own(path: Path, stored: Stored, found: verify_report.Findings) -> li
     is_digested = manifest.get("metrics") is True or _steps.markers.is_measured(path)
     checks += of_metrics(path, found, is_digested=is_digested)
     checks.append(
-        (_native.checkpoint.COMMITTED, functools.partial(check_committed, path))
+        (_storage.commit_marker.MARKER, functools.partial(check_committed, path))
     )
     found.counter.total = _storage.of(path).known_size_below(path)
     found.run(checks)
@@ -263,7 +263,7 @@ def _is_mark(name: str) -> bool:
 
 
 def _has_database(digests: Mapping[str, str]) -> bool:
-    return f"{_native.checkpoint.STATE}/{_arrays.zarr.ocdbt.MANIFEST}" in digests
+    return f"{_native.items.STATE}/{_arrays.zarr.ocdbt.MANIFEST}" in digests
 
 
 def check_keys(
@@ -276,13 +276,13 @@ def check_keys(
 
     The database itself may be valid without them.
     """
-    if any(_native.checkpoint.is_of_arrays(name) for name in found.problems):
+    if any(_native.items.is_of_arrays(name) for name in found.problems):
         return  # the database has changed and may not be readable
     there: set[str] = set()
-    manifest = f"{_native.checkpoint.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
+    manifest = f"{_native.items.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
     found.attempt(
         manifest,
-        lambda: there.update(_arrays.zarr.ocdbt.keys(path / _native.checkpoint.STATE)),
+        lambda: there.update(_arrays.zarr.ocdbt.keys(path / _native.items.STATE)),
     )
     if manifest in found.problems or manifest in found.unread:
         return
@@ -341,10 +341,9 @@ def check_digest(
 ) -> None:
     """Raises ValueError if the SHA-256 of a file differs from `recorded`."""
     digest = hashlib.sha256()
-    most = verify_report.LARGE if _native.checkpoint.is_of_arrays(name) else 0
+    most = verify_report.LARGE if _native.items.is_of_arrays(name) else 0
     verify_report.stream(path / name, path, count, digest.update, most)
-    if f"sha256:{digest.hexdigest()}" != recorded:
-        raise ValueError("it has changed since it was saved: its SHA-256 differs")
+    _storage.files.check_digest("it", f"sha256:{digest.hexdigest()}", recorded)
 
 
 class _Chunk(NamedTuple):
@@ -411,9 +410,9 @@ def _check_chunk(chunk: _Chunk, count: Callable[[int], object]) -> None:
 def check_committed(path: Path) -> None:
     """Raises ValueError if the commit marker does not match the manifest."""
     manifest = _native.items.read_file(path / _native.orbax_json.MANIFEST, path)
-    found = _native.items.read_file(path / _native.checkpoint.COMMITTED, path)
-    if found != _native.checkpoint.seal_of(manifest):
-        raise ValueError("it is not what was written there")
+    found = _native.items.read_file(path / _storage.commit_marker.MARKER, path)
+    if found != _native.checkpoint.commit_marker(manifest):
+        raise ValueError("its content has changed since it was written")
 
 
 def of_metrics(
@@ -426,22 +425,18 @@ def of_metrics(
         found: Receives metrics that have no digest.
         is_digested: Whether the digests of the metrics must exist.
     """
-    name = f"{_native.checkpoint.METRICS}/{_native.checkpoint.METRICS}"
-    digests = path / _native.items.METRICS_DIGESTS
+    name = f"{_native.items.METRICS}/{_native.items.METRICS}"
+    digests = _native.items.METRICS_DIGESTS
 
     def check() -> None:
-        if (path / _native.checkpoint.METRICS).exists():
+        if (path / _native.items.METRICS).exists():
             (path / name).stat()  # raises if the directory has no metrics file
-        _native.checkpoint.metrics_in(path)
-
-    def check_digests() -> None:
-        text = _native.items.read_file(digests, path)
-        if not _native.checkpoint.are_digests_of_metrics(text, digests):
-            raise ValueError("it is not what was written there")
+        _native.metadata.load_metrics(path)
 
     checks: list[tuple[str, Callable[[], object]]] = [(name, check)]
-    if is_digested or digests.exists():
-        checks.append((_native.items.METRICS_DIGESTS, check_digests))
+    if is_digested or (path / digests).exists():
+        check_digests = functools.partial(_native.metadata.check_metrics_digests, path)
+        checks.append((digests, check_digests))
     elif (path / name).exists():
         found.unchecked[name] = "they were written without a digest"
     return checks

@@ -422,7 +422,7 @@ class Checkpointer:
 
     def has_dataset(self, step: int) -> bool:
         """Returns True if the directory of a step has a dataset state."""
-        return (self._run.path(step) / _native.checkpoint.DATASET).is_dir()
+        return (self._run.path(step) / _native.items.DATASET).is_dir()
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """Returns the metrics stored with a step."""
@@ -433,7 +433,7 @@ class Checkpointer:
         """The metadata of the whole run."""
         for directory in (self._run.saves_in, self.directory):
             with _storage.permissions.explain_errors(directory):
-                if found := _native.checkpoint.read_run_metadata(directory):
+                if found := _native.metadata.read_run_metadata(directory):
                     return found
         return {}
 

@@ -209,7 +209,7 @@ class Saves:
         saved = self._saved
         if saved is not None and saved.root.parent == newest and saved.is_current():
             return saved
-        return _arrays.write.Previous(newest / _native.checkpoint.STATE, {})
+        return _arrays.write.Previous(newest / _native.items.STATE, {})
 
     def _retired(self, just_saved: int) -> tuple[int, ...]:
         return self._run.retire(just_saved=just_saved, is_awaited=self._is_awaited)
@@ -246,7 +246,7 @@ class Saves:
     def tidy(self) -> None:
         """Removes files left by crashes."""
         with _storage.paths.listing_cache(self._run.directory):
-            items = (_native.checkpoint.METRICS, "metadata")
+            items = (_native.items.METRICS, "metadata")
             _steps.delete.tidy(self._run.saves_in, self._run.format, items)
             if self._run.open_uploads():
                 self.params_only.tidy()

@@ -18,6 +18,7 @@ from flaxckpt.formats import _zarr2
 from flaxckpt.formats._msgpack import leaves, scanner
 from flaxckpt.formats._native import arrays as native_arrays
 from flaxckpt.formats._native import items, orbax_json, orbax_rows
+from flaxckpt.formats._native import metadata as native_metadata
 from flaxckpt.formats._reader import Stored
 
 _log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ def read(path: Path, step: int | None) -> Stored:
             source = dataclasses.replace(inline[info.path], info=info)
             table[info.path] = Leaf(info, (source,))
     return Stored(
-        items.checkpoint_info(path, "orbax", step, infos, {}),
+        native_metadata.checkpoint_metadata(path, "orbax", step, infos, {}),
         {info.path: table[info.path] for info in infos},
         _state.tree.plain_structure(
             (i.path, i.keys, i.python_type if i.kind == "empty" else None)
@@ -138,7 +139,7 @@ def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
         path, file, tree, format_name="orbax", step=step, stamp=stamp
     )
     infos = [leaf.info for leaf in found_here.table.values()]
-    metadata = items.checkpoint_info(path, "orbax", step, infos, {})
+    metadata = native_metadata.checkpoint_metadata(path, "orbax", step, infos, {})
     return dataclasses.replace(found_here, metadata=metadata)
 
 

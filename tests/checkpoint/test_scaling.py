@@ -113,7 +113,7 @@ WORK = {
     "a save": lambda n: snapshot(linen_like(n)),
     "a save of NNX": lambda n: snapshot(nnx_like(n)),
     "a save of many optimizers": lambda n: snapshot(several_optimizers(n)),
-    "metadata": lambda n: native_checkpoint.files(contents(linen_like, n)),
+    "metadata": lambda n: native_checkpoint.make_files(contents(linen_like, n)),
     "the manifest": lambda n: native_checkpoint._manifest_text(
         contents(linen_like, n), {}
     ),
