@@ -439,17 +439,6 @@ def _of_safetensors(directory: Path, names: Iterable[str]) -> set[str]:
     if len(indices) > 1:
         return set()
     if indices:
-        return {indices[0], *shards(directory / indices[0])}
+        return {indices[0], *_safetensors.reader.shard_names(directory / indices[0])}
     files = [name for name in names if name.endswith(_safetensors.header.SUFFIX)]
     return set(files) if len(files) == 1 else set()
-
-
-def shards(index: Path) -> set[str]:
-    """Returns the file names in a safetensors index; empty for an unreadable index."""
-    try:
-        text = _storage.of(index).read(
-            index, max_bytes=_safetensors.header.MAX_HEADER_BYTES
-        )
-        return set(_safetensors.header.parse_index(text).files.values())
-    except (OSError, ValueError):
-        return set()

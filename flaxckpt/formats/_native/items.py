@@ -69,8 +69,8 @@ def item(path: Path) -> Path | None:
         _check_tree(path)
     if len(items) > 1:
         raise errors.CheckpointFormatError(
-            f"{path} holds several items, {errors.printable(', '.join(items))}: load"
-            f" one of them by its own path, {errors.printable(str(path / items[0]))}"
+            f"{path} holds several items, {errors.printable(', '.join(items))}: pass"
+            f" the path of one, such as {errors.printable(str(path / items[0]))}"
         )
     return path / items[0] if items else None
 
@@ -146,7 +146,7 @@ def _check_tree(path: Path) -> None:
         f"{path} holds no tree of arrays; other handlers of Orbax wrote its items:\n"
         f"{errors.rows(rows)}\n"
         + (
-            f"What is JSON is a file: {json_advice(texts[0])}"
+            f"A JSON item is a file: {json_advice(texts[0])}"
             if texts
             else "Read it with the Orbax that wrote it."
         )
@@ -164,9 +164,9 @@ def warn_of_others(path: Path, taken: Path) -> None:
     ]
     if others:
         _log.warning(
-            "of %s only the item %s is taken; load the others by their own paths: %s",
-            path,
+            "only the item %s of %s is read; to load another, pass its path: %s",
             errors.printable(taken.name),
+            path,
             ", ".join(others[: errors.ROWS_SHOWN]),
         )
 
@@ -251,7 +251,7 @@ def read_strings(
         }
     except KeyError as error:
         raise errors.DamagedCheckpointError(
-            f"{path} lacks the string {error}; restore another step"
+            f"{path}: wanted the string {error}, found none; restore another step"
         ) from None
 
 
