@@ -9,6 +9,7 @@ import numpy as np
 import flaxckpt
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt.datasets import StepIndexed
+from tests.helpers.files import flip_bit
 
 
 def steps(path):
@@ -204,8 +205,6 @@ def test_convert_refuses_what_is_there(here, command):
 
 def test_convert_of_damaged_values_is_1(here, command):
     [file] = (here / "run" / "300" / "state" / "params.dense.kernel").glob("c*")
-    content = bytearray(file.read_bytes())
-    content[3] ^= 1
-    file.write_bytes(content)
+    flip_bit(file, 3)
     assert "params/dense/kernel" in command.refuses("convert", "run", "out", code=1)
     assert not (here / "out").exists()

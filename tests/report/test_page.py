@@ -22,6 +22,7 @@ from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._steps import event as steps_event
 from flaxckpt._util import html as util_html
 from flaxckpt.policies import BestN, LatestN
+from tests.helpers.files import flip_bit, largest_file
 from tests.helpers.report_runs import (
     KEEP,
     LASTS,
@@ -270,11 +271,7 @@ def test_all_files_are_not_all_bytes(run):
 
 
 def test_only_a_full_look_finds_a_changed_byte(run):
-    files = [f for f in (run / "20" / "state").rglob("*") if f.is_file()]
-    file = max(files, key=lambda file: file.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip_bit(largest_file(run / "20" / "state"))
     found = {e.step: e for e in gather(run, verify=True).integrity}
     assert found[20].state == "damaged"
     assert {found[step].state for step in LASTS - {20}} == {"verified"}
