@@ -60,7 +60,7 @@ def _card(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
     names = list(asked_for | there)[:_MOST_METRICS]
     sizes = {step: disk_usage.on_disk(path_of(step), set()) for step in shown}
     best = {str(policy) for policy in bests}
-    titles = ["step", *names, "size", "stays for"]
+    titles = ["step", *names, "size", "kept by"]
     rows = [_row("th", titles, len(names) + 2, None)]
     for step in reversed(shown):
         usage = sizes[step]

@@ -28,6 +28,7 @@ from flaxckpt.formats._msgpack import writer as msgpack_writer
 from tests import GOLDEN
 from tests.golden import make_flaxckpt, make_safetensors
 from tests.helpers import strategies
+from tests.helpers.files import flip_bit
 
 ocp = pytest.importorskip("orbax.checkpoint")
 
@@ -684,9 +685,7 @@ def test_two_at_once_are_refused(source, tmp_path):
 def test_a_damaged_source_is_refused(tmp_path):
     source = big_source(tmp_path)
     chunk = next((source / "state" / "w3").glob("c.*"))
-    content = bytearray(chunk.read_bytes())
-    content[100] ^= 1
-    chunk.write_bytes(content)
+    flip_bit(chunk, 100)
     for limit in (2**30, 2**17):
         with pytest.raises(errors.DamagedCheckpointError, match="w3"):
             flaxckpt.convert(

@@ -23,6 +23,7 @@ from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt._storage import files as storage_files
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
 from tests.helpers import store_servers, strategies
+from tests.helpers.files import flip_bit
 
 
 @pytest.fixture(params=store_servers.KINDS)
@@ -37,9 +38,7 @@ def state(step):
 
 def damage(path):
     chunk = path / "state/w/c.0.0"
-    content = bytearray(chunk.read_bytes())
-    content[3] ^= 1
-    chunk.write_bytes(content)
+    flip_bit(chunk, 3)
 
 
 # ---- saving and finding -----------------------------------------------------------

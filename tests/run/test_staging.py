@@ -26,6 +26,7 @@ from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
 from tests.helpers import faulty_store as faulty
 from tests.helpers import store_servers, strategies
+from tests.helpers.files import flip_bit
 
 DIRECTORIES = ("file", "memory", "moto")
 LAYOUTS = [flaxckpt.ArrayLayout(store=store) for store in ("files", "ocdbt")]
@@ -44,9 +45,7 @@ def state(step, text="a"):
 def damage(step):
     """Changes a byte of an array's value."""
     [file] = (step / "state/w").glob("c.*")
-    content = bytearray(file.read_bytes())
-    content[5] ^= 1
-    file.write_bytes(content)
+    flip_bit(file, 5)
 
 
 def steps_in(directory):
@@ -448,9 +447,7 @@ def test_a_copy_that_is_damaged_in_the_directory_replaces_nothing(tmp_path, file
     ckpt = flaxckpt.Checkpointer(path, staging=staging)
     ckpt.save(1, state(1)).wait()
     ckpt.wait_for_uploads()
-    content = bytearray((path / "1" / file).read_bytes())
-    content[-9] ^= 1
-    (path / "1" / file).write_bytes(content)
+    flip_bit(path / "1" / file, -9)
     strategies.assert_same(state(1), ckpt.restore())
     assert ckpt.metadata(1).path == str(staging / "1")
     if file == "commit_success.txt":  # the copy is known by its marker
