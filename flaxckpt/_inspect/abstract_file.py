@@ -74,7 +74,7 @@ def _of_file(file: Path) -> PyTree:
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise errors.OptionError(f"{file} is no JSON: {error}") from None
+        raise errors.OptionError(f"{file} is not valid JSON: {error}") from None
     shown = found.get("leaves") if isinstance(found, dict) else None
     if isinstance(shown, dict) and "format" in found:
         leaves = {path: _leaf(file, path, _text(leaf)) for path, leaf in shown.items()}

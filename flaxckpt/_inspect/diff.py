@@ -58,7 +58,7 @@ class LeafDiff:
             return f"{self.a} -> {self.b}"
         types = f"{self.a.dtype} -> {self.b.dtype}, " if self.kind == "dtype" else ""
         if self.a.kind == "string":
-            return "another text"
+            return "different text"
         count = math.prod(_arrays.layout.stored_form(self.a)[0])
         return (
             f"{types}{self.different} of {count} elements, by {self.max_abs:.3g} at"
@@ -105,7 +105,7 @@ class CheckpointDiff:
             return f"all {len(self.same)} leaves are equal"
         return (
             f"{len(self.changed)} leaves differ, {len(self.same)} are equal,"
-            f" {len(self.only_in_a) + len(self.only_in_b)} are in one of them only"
+            f" {len(self.only_in_a) + len(self.only_in_b)} are in only one of them"
         )
 
 

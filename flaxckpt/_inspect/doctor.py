@@ -81,7 +81,7 @@ def examine(
     """
     root = _storage.paths.resolve(directory)
     if _storage.of(root).has_directories and not root.is_dir():
-        raise errors.OptionError(f"{root} is no directory: pass one that is there")
+        raise errors.OptionError(f"{root} is not a directory: pass an existing one")
     free, problems = _storage.of(root).free_bytes(root), []
     if free is not None:
         max_bytes = min(max_bytes, free // 10)
@@ -93,7 +93,7 @@ def examine(
             write_rate, read_rate = _rates(scratch, max_bytes, max_secs)
             features = _features(scratch) if free is not None else {}
     except OSError as error:
-        problems.append(f"{root} cannot be written to: {error.strerror or error}")
+        problems.append(f"cannot write to {root}: {error.strerror or error}")
     return Diagnosis(
         _versions(),
         str(root),

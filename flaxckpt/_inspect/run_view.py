@@ -49,7 +49,7 @@ def survey(root: Path, step_format: str | None = None) -> Survey:
     if not root.is_dir() or formats.recognises(root):
         formats.detect(root)
         raise errors.OptionError(
-            f"{root} is one checkpoint, not a directory of steps: pass its parent"
+            f"{root} is a checkpoint, not a directory of steps: pass its parent"
         )
     with _storage.permissions.explained(root):
         number = _locate.number_of(step_format)
@@ -61,8 +61,8 @@ def survey(root: Path, step_format: str | None = None) -> Survey:
             if step_format is None:
                 formats.detect(root)  # raises
             raise errors.CheckpointNotFoundError(
-                f"{root} has no steps called like {step_format!r}: see that directory"
-                " and format are right"
+                f"{root} has no steps named like {step_format!r}: check the directory"
+                " and the format"
             )
     return found
 
@@ -233,8 +233,8 @@ def opened(
     if name is None:
         raise errors.OptionError(
             f"the steps of {root} are not directories with names such as 100, step_100"
-            " or 00000100, all of one format: only such are pinned and pruned. If names"
-            " are mixed, say which are meant, as in --step-format 'step_{step}'"
+            " or 00000100, all of one format: only such steps can be pinned and pruned."
+            " If names are mixed, choose one format, as in --step-format 'step_{step}'"
         )
     return Checkpointer(
         root,
@@ -316,8 +316,8 @@ def _check_metrics(run: Checkpointer, reasons: Mapping[int, Sequence[str]]) -> N
         known = sorted({name for step in run.steps() for name in run.metrics(step)})
         raise errors.OptionError(
             f"no step of {run.directory} has a finite metric {policy.metric!r}, so the"
-            f" best cannot be told and would go; there"
-            f" {'are ' + ', '.join(known) if known else 'is none'}"
+            " best step is unknown and would be deleted; the steps have"
+            f" {', '.join(known) or 'no metrics at all'}"
         )
 
 

@@ -94,7 +94,7 @@ class Simulation:
         )
         lines = [f"{name:21} {value}" for name, value in rows]
         if self.balance > _GOOD_BALANCE:
-            why = "shards under 1 MiB, or without an axis that divides, are not cut"
+            why = "shards under 1 MiB, or without a divisible axis, are not divided"
             lines.insert(6, f"{'':21} {why}")
         return "\n".join(lines)
 
@@ -187,8 +187,8 @@ def _check_meshes(infos: Sequence[LeafInfo], processes: int) -> None:
     [mesh] = meshes if len(meshes) == 1 else [None]
     if not isinstance(mesh, AbstractMesh):
         raise errors.OptionError(
-            "simulate wants all shardings to be NamedShardings over one"
-            f" jax.sharding.AbstractMesh, found {len(meshes)} meshes:"
+            "all shardings must be NamedShardings over one jax.sharding.AbstractMesh,"
+            f" found {len(meshes)} meshes:"
             f" {', '.join(sorted({_kind(mesh) for mesh in meshes})) or 'none'}"
         )
     if processes < 1 or mesh.size % processes:

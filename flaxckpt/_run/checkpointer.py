@@ -165,7 +165,7 @@ class Checkpointer:
             if _util.processes.is_first():
                 self._saves.tidy()
         if metadata is not None:
-            self._session.check_writable("keep metadata")
+            self._session.check_writable("write metadata")
             plain = _checkpoint.save.json_of(metadata)
             if _util.processes.is_first():
                 edit.write_run_metadata(self._run.saves_in, plain)
@@ -593,8 +593,8 @@ class Checkpointer:
         try:
             self._session.settle()
         except errors.CheckpointError as failure:
-            _log.error("the save under way failed, too: %s", failure)
-            error.add_note(f"The save under way failed, too: {failure}")
+            _log.error("the save in progress also failed: %s", failure)
+            error.add_note(f"The save in progress also failed: {failure}")
         for trainer in self._session.trainers:
             trainer.abandon(error)
 

@@ -126,14 +126,14 @@ def _tell(directory: Path, found: Preflight) -> None:
         raise errors.SaveFailedError(
             f"{directory} has {_text(found.free_bytes)} free, and"
             f" {_text(found.needed_bytes)} are needed: a save takes up to"
-            f" {_text(found.bytes)}{kept}, and the next is written before an old one"
-            " goes. Make room, keep fewer steps, or, if much of the state never"
-            " changes and is linked, pass preflight='warn'."
+            f" {_text(found.bytes)}{kept}, and each save is written before an old one"
+            " is deleted. Free some space, keep fewer steps, or, if much of the state"
+            " never changes and is hard-linked, pass preflight='warn'."
         )
     if found.saves_kept is None and found.free_bytes < _FEW_SAVES * found.bytes:
         _log.warning(
-            "%s has room for %d more saves of %s, and nothing limits how many are"
-            " kept: pass keep=[LatestN(3)], for example",
+            "%s has room for %d more saves of %s, and no policy limits the number of"
+            " kept steps: pass keep=[LatestN(3)], for example",
             directory,
             found.free_bytes // found.bytes,
             _text(found.bytes),
@@ -166,7 +166,7 @@ def _probe(directory: Path) -> float:
         _storage.of(renamed).discard(renamed)
         raise errors.SaveFailedError(
             f"cannot {doing} {directory}: {error}; no step could be saved there. Choose"
-            " another directory, or see that this one is writable and has space"
+            " another directory, or check that it is writable and has space"
         ) from error
     return _PROBE_BYTES / max(secs, 1e-6)
 

@@ -74,7 +74,7 @@ def test_such_names_are_steps_if_that_is_asked_for(models, command):
     command("prune", models, "-k", "latest:1", "--yes", *asked)
     assert sorted(p.name for p in models.glob("model*")) == ["model2", "model3"]
     told = command.refuses("ls", models, "--step-format", "other{step}")
-    assert "no steps called like 'other{step}'" in told
+    assert "no steps named like 'other{step}'" in told
     assert "step_format must" in command.refuses("ls", models, "--step-format", "x")
 
 

@@ -90,7 +90,7 @@ def test_a_leaf_that_says_something_else_is_named(tmp_path, leaf):
 def test_a_file_that_is_no_json_is_an_error(tmp_path):
     file = tmp_path / "wanted.json"
     file.write_text("{")
-    with pytest.raises(errors.OptionError, match="is no JSON"):
+    with pytest.raises(errors.OptionError, match="is not valid JSON"):
         inspect_abstract_file.wanted(file)
     file.write_text('{"a":' * 200 + "1" + "}" * 200)
     with pytest.raises(errors.OptionError, match="too deeply"):
