@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, Self
 
 from flaxckpt import (
     _arrays,
@@ -315,19 +315,23 @@ class Checkpointer:
             CheckpointNotFoundError: The run has no steps, or not this step.
             CheckpointError: See `flaxckpt.load`.
         """
-        return self._restored(
-            abstract_state,
-            step=step,
-            dataset=dataset,
-            fallback=fallback,
-            missing=missing,
-            unused=unused,
-            optimizer=optimizer,
-            transforms=transforms,
-            types=types,
-            verify=verify,
-            memory_map=memory_map,
-        )
+        with self.events.delivery():
+            restored = self._restores.restore(
+                abstract_state,
+                step=step,
+                dataset=dataset,
+                fallback=fallback,
+                missing=missing,
+                unused=unused,
+                optimizer=optimizer,
+                transforms=transforms,
+                types=types,
+                verify=verify,
+                memory_map=memory_map,
+            )
+            self.lineage, self.restored_step = restored.lineage, restored.step
+            self._saves.own(restored.step)
+        return restored.state
 
     def restore_latest(
         self, abstract_state: PyTree, *, dataset: Any = None
@@ -337,33 +341,10 @@ class Checkpointer:
         Raises:
             CheckpointError: As for `restore`.
         """
-        state = self._restored(
-            abstract_state, step=None, dataset=dataset, fallback=True
-        )
+        state = self.restore(abstract_state, dataset=dataset)
         assert self.restored_step is not None
         self._saves.forget_beyond(self.restored_step)
         return state, self.restored_step
-
-    def _restored(
-        self,
-        abstract_state: PyTree | None,
-        *,
-        step: int | None,
-        dataset: Any,
-        fallback: bool,
-        **options: Unpack[restoring.RestoreKeywords],
-    ) -> PyTree:
-        with self.events.delivery():
-            restored = self._restores.restore(
-                abstract_state,
-                step=step,
-                dataset=dataset,
-                fallback=fallback,
-                **options,
-            )
-            self.lineage, self.restored_step = restored.lineage, restored.step
-            self._saves.own(restored.step)
-        return restored.state
 
     def restore_dataset(self, dataset: Any, *, step: int | None = None) -> None:
         """Moves an iterator to its position at a step, by default the newest.

@@ -27,9 +27,9 @@ def explain(
 
     policies = _policies.policies(keep, config, group)
     root = _storage.paths.resolve(path)
-    steps = _inspect.run_view.survey(root, step_format)
-    found = _inspect.run_view.explain(root, steps, policies)
-    code = _app.FOUND if _inspect.run_view.has_damage(steps) else _app.FINE
+    view = _inspect.run_view.survey(root, step_format)
+    found = view.explain(policies)
+    code = _app.FOUND if view.has_damage else _app.FINE
     if json:
         _output.document(found)
         return code

@@ -57,7 +57,7 @@ def plan(
     from flaxckpt import _checkpoint, _inspect
 
     path, step = _app.checkpoint(path, step, step_format)
-    wanted = _inspect.abstract_file.wanted(target, step=target_step)
+    wanted = _inspect.abstract_file.read_target(target, step=target_step)
     found = _checkpoint.restore.plan(
         path,
         wanted.state,

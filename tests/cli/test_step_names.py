@@ -104,7 +104,7 @@ def test_a_run_says_how_its_steps_are_called(tmp_path, template):
     (tmp_path / "events.jsonl").unlink()
     with pytest.raises(errors.CheckpointNotFoundError):
         flaxckpt.load(tmp_path, step=10)
-    with inspect_run_view.opened(tmp_path, called=template) as run:
+    with inspect_run_view.open_run(tmp_path, step_format=template) as run:
         assert run.steps() == [10]
 
 
@@ -151,7 +151,7 @@ def test_files_are_steps_under_a_format_that_is_given(tmp_path):
     found = inspect_listing.listing(tmp_path, step_format="export_{step}.msgpack")
     assert [step.step for step in found.steps] == [7, 8]
     with pytest.raises(errors.OptionError, match="not directories"):
-        inspect_run_view.opened(tmp_path, called="export_{step}.msgpack")
+        inspect_run_view.open_run(tmp_path, step_format="export_{step}.msgpack")
 
 
 def test_damage_of_a_name_that_is_no_steps_is_not_told(models):
