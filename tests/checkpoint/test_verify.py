@@ -514,7 +514,7 @@ def test_a_run_with_damaged_steps_only_does_not_begin_anew(tmp_path):
     ckpt.restore()
     ckpt.delete(1)
     on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
-    with pytest.raises(errors.DamagedCheckpointError, match="damaged steps only"):
+    with pytest.raises(errors.DamagedCheckpointError, match="only damaged steps"):
         on_step.restore_or_init(state(0))
 
 

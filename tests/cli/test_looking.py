@@ -395,7 +395,7 @@ def test_doctor_finds_a_directory_that_works(here, command):
     lines = command.text("doctor", "empty", "--max-mb", 1)
     assert any(line.startswith("a small file is durable after") for line in lines)
     assert not [*(here / "empty").iterdir()]
-    assert "is no directory" in command.refuses("doctor", "nowhere")
+    assert "is not a directory" in command.refuses("doctor", "nowhere")
 
 
 def test_verify_goes_on_after_a_step_of_orbax_without_arrays(here, command):
