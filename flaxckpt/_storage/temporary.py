@@ -18,13 +18,11 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from flaxckpt import _util
 from flaxckpt._storage import files, filesystem, leases, paths, rename
 
 _log = logging.getLogger(__name__)
-_Path = TypeVar("_Path", bound=Path)
 
 TEMPORARY = ".orbax-checkpoint-tmp"
 """Part of the name of an uncommitted directory, as in Orbax."""
@@ -179,10 +177,10 @@ def _touching(path: Path, descriptor: int) -> Iterator[None]:
             heartbeat.stop()
 
 
-def discard(path: _Path, remove_tree: Callable[[_Path], object] | None = None) -> None:
+def discard(path: Path) -> None:
     """Removes a directory; a later sweep removes any rest."""
     try:
-        (remove_tree or files.remove_tree)(path)
+        files.remove_tree(path)
     except OSError as error:
         _log.warning("%s is left for now: %s", path, error)
 
