@@ -96,7 +96,7 @@ class StoreOptions:
             value = getattr(self, name)
             if not isinstance(value, str | None):
                 raise errors.OptionError(
-                    f"{name} must be a text or None, got"
+                    f"{name} must be a string or None, got"
                     f" {_util.arguments.describe(value)}"
                 )
 
@@ -146,9 +146,10 @@ def use_threads() -> None:
     if _user != os.getpid():
         raise ForkedError(
             "TensorStore, which reads and writes object stores, databases and"
-            f" compressed arrays, works in no fork: process {_user} had used it"
-            " before this one was forked. Start processes by multiprocessing's"
-            " 'spawn' or 'forkserver', or use ArrayLayout(store='files')"
+            " compressed arrays, does not work in a forked process if its parent"
+            f" (process {_user}) used TensorStore before the fork. Start processes with"
+            " multiprocessing's 'spawn' or 'forkserver', or use"
+            " ArrayLayout(store='files')"
         )
 
 
@@ -314,15 +315,15 @@ class Connection:
         self._opened = None
         return errors.StoreError(
             f"cannot {what}{self._where()}: wanted an answer within"
-            f" {self._allowed(size):g} s, found none; see that the store can be"
-            " reached, or set a longer StoreOptions.deadline_secs"
+            f" {self._allowed(size):g} s, found none; check that the store can be"
+            " reached, or increase StoreOptions.deadline_secs"
         )
 
     def _failed(self, what: str, error: Exception) -> errors.StoreError:
-        said = " ".join(str(error).split(" [")[0].split())[:200]
+        message = " ".join(str(error).split(" [")[0].split())[:200]
         return errors.StoreError(
-            f"cannot {what}{self._where()}: {said}; see that bucket, region, endpoint"
-            " and credentials are right, and that the store can be reached"
+            f"cannot {what}{self._where()}: {message}; check bucket, region, endpoint"
+            " and credentials, and that the store can be reached"
         )
 
     def _where(self) -> str:

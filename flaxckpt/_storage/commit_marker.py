@@ -87,11 +87,11 @@ def _make_room(
     is_there = MARKER in there and not _is_late(there)
     if is_there and not overwrite:
         raise errors.CheckpointExistsError(
-            f"{final} was created by another writer meanwhile"
+            f"{final} was created by another writer in the meantime"
         )
     if not (is_there or lock.is_inherited or _is_late(there)):
         raise errors.CheckpointExistsError(
-            f"{final} exists and is no checkpoint, so it is not overwritten:"
+            f"{final} exists but is not a checkpoint, so it is not overwritten:"
             " remove it yourself, or choose another path"
         )
     lock.is_left = True  # until removal is complete: a sweep continues after a failure
@@ -110,7 +110,7 @@ def _clear(lock: locks.Lock) -> None:
         return
     except errors.StoreError as error:
         lock.is_left = True
-        _log.warning("%s is left for now: %s", lock.path, error)
+        _log.warning("could not remove %s for now: %s", lock.path, error)
 
 
 def commit(final: RemotePath, marker: bytes) -> int:
@@ -147,7 +147,9 @@ def write_new(path: RemotePath, content: bytes) -> None:
             generation = path.store.exchange(path.key, content, found.generation)
         if generation is not None:
             return
-    raise errors.CheckpointExistsError(f"{path} is written by somebody else, too")
+    raise errors.CheckpointExistsError(
+        f"{path} is also being written by another process"
+    )
 
 
 _LATE_TRIES = 8
@@ -177,7 +179,7 @@ def remove(lock: locks.Lock) -> None:
         lock.path.store.delete_under(lock.path.prefix)
     except errors.StoreError as error:
         lock.is_left = True
-        _log.warning("%s is left for now: %s", lock.path, error)
+        _log.warning("could not remove %s for now: %s", lock.path, error)
 
 
 # ---- leftovers of crashes ---------------------------------------------------------
@@ -208,6 +210,6 @@ def _sweep(path: RemotePath) -> None:
     try:
         if not is_committed(path):
             remove(lock)
-            _log.info("removed %s, which a crash had left", path)
+            _log.info("removed %s, left by a crash", path)
     finally:
         lock.release()

@@ -53,7 +53,7 @@ def open_regular_file(path: Path | str, *, within: Path | None = None) -> int:
         descriptor = os.open(path, _READ_FLAGS)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise ValueError(f"{path} is no plain file")
+        raise ValueError(f"{path} is not a regular file")
     return descriptor
 
 
@@ -82,7 +82,7 @@ def remove_tree(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISDIR(mode):
-        raise NotADirectoryError(errno.ENOTDIR, "not a directory of ours", str(path))
+        raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(path))
     for _ in range(_REMOVALS):
         try:
             shutil.rmtree(path)

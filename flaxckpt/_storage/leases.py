@@ -261,6 +261,6 @@ def in_use_error(path: Path, found: Iterable[str]) -> errors.SaveFailedError:
     """Returns the error for the deletion of a checkpoint with readers."""
     return errors.SaveFailedError(
         f"{path} is not deleted: it is being read by {', '.join(sorted(found))};"
-        " delete it when they are done (a reader that is gone is forgotten after"
+        " delete it when they are done (the lease of a dead reader expires after"
         f" {_EXPIRES_SECS:g} s)"
     )

@@ -236,7 +236,7 @@ class LocalStorage:
                 while view:
                     count = os.preadv(descriptor, [view[:_CALL_BYTES]], offset)
                     if count == 0:
-                        raise ValueError(f"{file.name} was cut short meanwhile")
+                        raise ValueError(f"{file.name} was truncated during the read")
                     view = view[count:]
                     offset += count
         finally:

@@ -102,8 +102,9 @@ class Lock:
         """
         if self._is_lost or not self._renew():
             raise errors.CheckpointExistsError(
-                f"{self.path} was taken over by another writer, as this one was not"
-                f" heard of for {_ABANDONED_SECS:g} s; nothing of it is committed here"
+                f"{self.path} was taken over by another writer, because this process"
+                f" did not renew its lock for {_ABANDONED_SECS:g} s; this process"
+                " commits nothing"
             )
 
     def release(self) -> None:
@@ -118,7 +119,9 @@ class Lock:
         try:
             self.path.store.remove(_key(self.path), self._generation)
         except errors.StoreError as error:
-            _log.warning("the lock of %s is left for now: %s", self.path, error)
+            _log.warning(
+                "could not remove the lock of %s for now: %s", self.path, error
+            )
 
 
 _living: set[str] = set()
@@ -164,9 +167,9 @@ def _acquire(path: RemotePath, *, patient: bool) -> Lock:
         if found is None:  # released just now, or the bucket is missing
             if time.monotonic() - last_there > store.options.deadline_secs:
                 raise errors.StoreError(
-                    f"cannot lock {path}: for {store.options.deadline_secs:g} s"
-                    f" {store.url}/{key} could not be made, and is not there either;"
-                    " see that the bucket exists"
+                    f"cannot lock {path}: could not create {store.url}/{key} for"
+                    f" {store.options.deadline_secs:g} s, although it does not exist;"
+                    " check that the bucket exists"
                 )
             time.sleep(_LOOK_SECS)
             continue
@@ -224,7 +227,7 @@ def _parsed(content: bytes) -> _Holder | None:
 def _name(found: object_store.StoredValue) -> str:
     holder = _parsed(found.value)
     if holder is None:
-        return "somebody"
+        return "an unknown process"
     host = str(holder.machine).partition(" ")[0]
     return errors.printable(f"{host}:{holder.pid}"[:100])
 

@@ -261,7 +261,7 @@ class ObjectStorage:
         try:
             self.remove_tree(directory)
         except errors.StoreError as error:
-            _log.warning("%s is left for now: %s", directory, error)
+            _log.warning("could not remove %s for now: %s", directory, error)
 
     def sweep(self, directory: RemotePath, is_ours: Callable[[str], bool], /) -> None:
         commit_marker.sweep(directory, is_ours)

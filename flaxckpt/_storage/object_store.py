@@ -143,8 +143,8 @@ class Store:
                 return
             if found is None or (known is not None and known != found.generation):
                 raise errors.StoreError(
-                    f"cannot read {self.url}/{key}: it was replaced meanwhile; try"
-                    " again"
+                    f"cannot read {self.url}/{key}: it was replaced during the"
+                    " read; try again"
                 )
             known = found.generation
             yield found.value

@@ -59,7 +59,7 @@ class RemotePath(_Base):
         return "/".join((f"{scheme}://{bucket}", *self.parts[1:]))
 
     def __fspath__(self) -> NoReturn:
-        raise TypeError(f"{self} is no path of the file system")
+        raise TypeError(f"{self} is not a path in the file system")
 
     # ---- keys ---------------------------------------------------------------------
 
@@ -177,7 +177,8 @@ class RemotePath(_Base):
 
         Raises:
             FileNotFoundError: The object is missing.
-            StoreError: The object was replaced meanwhile, or the store is unreachable.
+            StoreError: The object was replaced during the read, or the store is
+                unreachable.
         """
         found = None
         for found in self.store.pieces(self.key, size):
@@ -192,7 +193,7 @@ class RemotePath(_Base):
     def open(self, mode: str = "r", **given: Any) -> IO[Any]:  # type: ignore[override]
         """Reads the object into memory and returns a file for reading."""
         if mode not in ("r", "rb"):
-            raise OSError(errno.EINVAL, "objects are not written in parts", str(self))
+            raise OSError(errno.EINVAL, "cannot open an object for writing", str(self))
         content = io.BytesIO(self.read_bytes())
         return content if mode == "rb" else io.TextIOWrapper(content, "utf-8")
 
@@ -270,13 +271,13 @@ def parse(url: str) -> Path:
     try:
         url.encode()
     except UnicodeEncodeError:
-        raise errors.OptionError(f"{url!a} is no valid Unicode") from None
+        raise errors.OptionError(f"{url!a} is not valid Unicode") from None
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
     parts = [part for part in key.split("/") if part]
     if not bucket or ":" in bucket or "." in parts or ".." in parts or "\0" in key:
         raise errors.OptionError(
-            f"{url}: wanted {scheme}://bucket/path, without '.' and '..' in it"
+            f"{url}: wanted {scheme}://bucket/path, without '.' or '..'"
         )
     return RemotePath(f"{scheme}:{bucket}", *parts)
 
@@ -297,7 +298,7 @@ def resolve(path: PathLike) -> Path:
     text = os.fspath(path)
     if not text:
         raise errors.OptionError(
-            "wanted a path, found an empty text: '.' is the current directory"
+            "wanted a path, found an empty string: use '.' for the current directory"
         )
     if "://" in text:
         url = urlsplit(text)
@@ -311,13 +312,13 @@ def resolve(path: PathLike) -> Path:
         text = unquote(url.path)
     elif _URL_IN_A_PATH.match(text):
         raise errors.OptionError(
-            f"{text!r} was a URL before it was a Path, which takes one '/' away: pass"
-            " it as a str"
+            f"{text!r} looks like a URL that was converted to a Path, which removes a"
+            " '/': pass the URL as a str"
         )
     found = os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
     if "\\" in found:  # TensorStore would write to another directory
         raise errors.OptionError(
-            f"{found!r}: wanted a path without backslashes, which TensorStore takes for"
-            " '/': rename that directory, or use another"
+            f"{found!r}: wanted a path without backslashes, which TensorStore reads as"
+            " '/': rename the directory, or use another"
         )
     return Path(found)

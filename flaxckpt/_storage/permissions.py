@@ -40,7 +40,7 @@ def explain_errors(path: Path) -> Iterator[None]:
             raise denied(path, error) from error
         raise errors.DamagedCheckpointError(
             f"{_where(path, error)} cannot be read: {error.strerror or error}; try"
-            " again, and see that the disk is sound"
+            " again, and check the disk"
         ) from error
 
 
@@ -63,7 +63,7 @@ def reading(path: Path) -> Iterator[None]:
                 raise
             if not path.exists():
                 raise errors.CheckpointNotFoundError(
-                    f"{path} was deleted or replaced while it was read: try again, or"
+                    f"{path} was deleted or replaced during the read: try again, or"
                     " load another step"
                 ) from error
             raise errors.DamagedCheckpointError(

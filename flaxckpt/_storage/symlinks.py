@@ -76,7 +76,7 @@ def check_file(path: Path, checkpoint: Path) -> None:
             break
         at = at.parent
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no plain file")
+        raise ValueError(f"{path} is not a regular file")
 
 
 def _size(directory: str, checkpoint: Path, *, deep: bool) -> int:
@@ -105,7 +105,7 @@ def _size(directory: str, checkpoint: Path, *, deep: bool) -> int:
                     _check_holes(entry.path, status)
                     size += status.st_size
                 elif not stat.S_ISDIR(status.st_mode):
-                    raise ValueError(f"{entry.path} is no plain file")
+                    raise ValueError(f"{entry.path} is not a regular file")
                 elif deep:
                     waiting.append(entry.path)
     return size

@@ -182,7 +182,7 @@ def discard(path: Path) -> None:
     try:
         files.remove_tree(path)
     except OSError as error:
-        _log.warning("%s is left for now: %s", path, error)
+        _log.warning("could not remove %s for now: %s", path, error)
 
 
 # ---- leftovers of crashes --------------------------------------------------------
@@ -241,10 +241,10 @@ def _end(path: Path) -> None:
         if not os.path.lexists(final):  # interrupted before the new one got its name
             path.rename(final)
             files.sync_directory(final.parent)
-            _log.warning("%s has its name again: replacing it was cut off", final)
+            _log.warning("restored %s, because its replacement was interrupted", final)
             return
     files.remove_tree(path)
-    _log.info("removed %s, which a crash had left", path)
+    _log.info("removed %s, left by a crash", path)
 
 
 def sweep_files(directory: Path) -> None:

@@ -594,7 +594,7 @@ def test_the_mark_counts_for_load_and_for_other_processes(tmp_path, caplog):
     assert "is marked as damaged" in caplog.text
     assert flaxckpt.Checkpointer(tmp_path, read_only=True).damaged().keys() == {2}
     (tmp_path / "2/DAMAGED").write_text("")
-    assert ckpt.damaged() == {2: "its mark does not say why"}
+    assert ckpt.damaged() == {2: "its marker gives no reason"}
     seen = list(ckpt.new_steps(timeout_secs=0, poll_secs=0.01))
     assert seen == [1]
 

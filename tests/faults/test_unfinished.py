@@ -88,7 +88,7 @@ def test_what_was_to_be_replaced_gets_its_name_back(tmp_path, caplog):
     (step / "flaxckpt.json").touch()
     leave(tmp_path, LEFT)
     assert flaxckpt.Checkpointer(tmp_path).steps() == [7]
-    assert "has its name again" in caplog.text
+    assert "its replacement was interrupted" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["7"]
 
 

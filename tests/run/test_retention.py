@@ -515,7 +515,11 @@ def test_a_state_is_let_go_entirely_or_not_at_all(tmp_path, monkeypatch, caplog,
     with monkeypatch.context() as patch:
         patch.setattr(files if call == "remove_tree" else LOCAL, call, fail)
         assert ckpt.prune() == ()
-    said = "is left" if call == "remove_tree" else "the dataset state of step 1 could"
+    said = (
+        "could not remove"
+        if call == "remove_tree"
+        else "the dataset state of step 1 could"
+    )
     assert said in caplog.text
     if ckpt.metadata(1).has_dataset:
         iterator = batches()

@@ -393,7 +393,7 @@ def test_a_fork_of_a_program_that_has_used_tensorstore_is_told_so(run):
             try:
                 ckpt.save(3, state(3)).wait()
             except errors.SaveFailedError as error:
-                print("works in no fork" in str(error), len(str(error).splitlines()))
+                print("in a forked process" in str(error), len(str(error).splitlines()))
             try:
                 ckpt.restore()
             except errors.StoreError as error:
