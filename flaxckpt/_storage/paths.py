@@ -53,8 +53,8 @@ class RemotePath(_Base):
     __slots__ = ()
 
     def __str__(self) -> str:
-        scheme, found, bucket = self.parts[0].partition(":") if self.parts else [""] * 3
-        if not found:
+        scheme, colon, bucket = self.parts[0].partition(":") if self.parts else [""] * 3
+        if not colon:
             return "/".join(self.parts) or "."
         return "/".join((f"{scheme}://{bucket}", *self.parts[1:]))
 
@@ -104,21 +104,21 @@ class RemotePath(_Base):
 
     def names(self) -> dict[str, bool]:
         """Maps each name in this directory to True for a directory."""
-        found: dict[str, bool] = {}
+        names: dict[str, bool] = {}
         for key in self.keys():
-            name, inside, _ = key.partition("/")
+            name, slash, _ = key.partition("/")
             if name:
-                found[name] = found.get(name, False) or bool(inside)
-        return found
+                names[name] = names.get(name, False) or bool(slash)
+        return names
 
     def tree(self) -> dict[str, set[str]]:
         """Maps each subdirectory to the names inside, from a single listing."""
-        found: dict[str, set[str]] = {}
+        directories: dict[str, set[str]] = {}
         for key in self.keys():
-            name, inside, rest = key.partition("/")
-            if name and inside:
-                found.setdefault(name, set()).add(rest.partition("/")[0])
-        return found
+            name, slash, rest = key.partition("/")
+            if name and slash:
+                directories.setdefault(name, set()).add(rest.partition("/")[0])
+        return directories
 
     def iterdir(self) -> Iterator[RemotePath]:  # type: ignore[override]
         """Yields the paths of the entries in this directory."""
@@ -130,12 +130,10 @@ class RemotePath(_Base):
 
         Compares part by part: `*` does not match `/`.
         """
-        wanted = PurePosixPath(pattern).parts
-        found = {tuple(key.split("/")[: len(wanted)]): None for key in self.keys()}
-        for parts in found:
-            if len(parts) == len(wanted) and all(
-                map(fnmatch.fnmatchcase, parts, wanted)
-            ):
+        patterns = PurePosixPath(pattern).parts
+        depth = len(patterns)
+        for parts in {tuple(key.split("/")[:depth]): None for key in self.keys()}:
+            if len(parts) == depth and all(map(fnmatch.fnmatchcase, parts, patterns)):
                 yield self.joinpath(*parts)
 
     def rglob(self, pattern: str) -> Iterator[RemotePath]:  # type: ignore[override]
@@ -150,9 +148,9 @@ class RemotePath(_Base):
         Raises:
             FileNotFoundError: Neither an object nor keys below exist.
         """
-        found = self.store.read(self.key)
-        if found is not None:
-            return Status(stat.S_IFREG, len(found.value))
+        stored = self.store.read(self.key)
+        if stored is not None:
+            return Status(stat.S_IFREG, len(stored.value))
         if self.is_dir():
             return Status(stat.S_IFDIR, 0)
         raise _missing(self)
@@ -167,10 +165,10 @@ class RemotePath(_Base):
         Raises:
             FileNotFoundError: The object is missing.
         """
-        found = self.store.read(self.key)
-        if found is None:
+        stored = self.store.read(self.key)
+        if stored is None:
             raise _missing(self)
-        return found.value
+        return stored.value
 
     def pieces(self, size: int) -> Iterator[bytes]:
         """Yields the content of the object part by part; see `Store.pieces`.
@@ -180,17 +178,17 @@ class RemotePath(_Base):
             StoreError: The object was replaced during the read, or the store is
                 unreachable.
         """
-        found = None
-        for found in self.store.pieces(self.key, size):
-            yield found
-        if found is None:
+        piece = None
+        for piece in self.store.pieces(self.key, size):
+            yield piece
+        if piece is None:
             raise _missing(self)
 
     def read_text(self, encoding: str = "utf-8") -> str:  # type: ignore[override]
         """Returns the content of the object as text."""
         return self.read_bytes().decode(encoding)
 
-    def open(self, mode: str = "r", **given: Any) -> IO[Any]:  # type: ignore[override]
+    def open(self, mode: str = "r", **options: Any) -> IO[Any]:  # type: ignore[override]
         """Reads the object into memory and returns a file for reading."""
         if mode not in ("r", "rb"):
             raise OSError(errno.EINVAL, "cannot open an object for writing", str(self))
@@ -255,9 +253,9 @@ def result(future: ts.Future[_T], path: Path, size: int = 0) -> _T:
 
 def from_text(text: str) -> Path:
     """Converts the result of `str(path)` back to the path."""
-    if text.partition("://")[0] in store_settings.SCHEMES and "://" in text:
-        return parse(text)
-    return Path(text)
+    scheme, separator, _ = text.partition("://")
+    is_remote = separator and scheme in store_settings.SCHEMES
+    return parse(text) if is_remote else Path(text)
 
 
 def parse(url: str) -> Path:
@@ -315,10 +313,10 @@ def resolve(path: PathLike) -> Path:
             f"{text!r} looks like a URL that was converted to a Path, which removes a"
             " '/': pass the URL as a str"
         )
-    found = os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
-    if "\\" in found:  # TensorStore would write to another directory
+    absolute = os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
+    if "\\" in absolute:  # TensorStore would write to another directory
         raise errors.OptionError(
-            f"{found!r}: wanted a path without backslashes, which TensorStore reads as"
-            " '/': rename the directory, or use another"
+            f"{absolute!r}: wanted a path without backslashes, which TensorStore reads"
+            " as '/': rename the directory, or use another"
         )
-    return Path(found)
+    return Path(absolute)
