@@ -353,7 +353,7 @@ def derive(
     for part in _state.flax_state.optimizers(state):
         entries = _state.tree.flatten(
             part.params, boxes=_state.flax_state.boxes()
-        ).entries
+        ).leaves
         paths = {
             path: _state.tree.join((*part.params_keys, *entry.keys))
             for path, entry in entries.items()

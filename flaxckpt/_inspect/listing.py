@@ -176,7 +176,7 @@ def _marks_of(path: Path) -> _steps.markers.Status | None:
         names = []
     except PermissionError:
         return None
-    return _steps.markers.status(path, names, dataset=_native.checkpoint.DATASET)
+    return _steps.markers.status(path, names, dataset=_native.items.DATASET)
 
 
 def _format(path: Path) -> str:

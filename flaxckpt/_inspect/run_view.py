@@ -130,7 +130,7 @@ def created(path: Path) -> float | None:
     """Returns the recorded time of a step's save; None if unknown or deleted."""
     try:
         if path.is_dir():
-            return _native.items.read_created(path)
+            return _native.metadata.read_created(path)
         return path.stat().st_mtime
     except (OSError, ValueError):  # deleted, or an empty directory
         return None

@@ -51,7 +51,7 @@ class RunIndex:
             run_metrics.METRICS_FILE, run_metrics.read_metrics
         )
         self._created = run_metrics.Remembered(
-            _native.items.CHECKPOINT, _native.checkpoint.read_created
+            _native.items.CHECKPOINT, _native.metadata.read_created
         )
 
     def listed(self) -> dict[int, Path]:
@@ -127,7 +127,7 @@ class RunIndex:
             if not entry.is_step:
                 continue
             marks = _steps.markers.status(
-                entry.path, entry.files, dataset=_native.checkpoint.DATASET
+                entry.path, entry.files, dataset=_native.items.DATASET
             )
             ranked = run_metrics.RankedStep(
                 entry.step,

@@ -61,7 +61,7 @@ class _Wanted(NamedTuple):
 
     state: PyTree | None
     dataset: Any
-    options: _checkpoint.plan.RestoreOptions
+    options: _checkpoint.planner.RestoreOptions
 
 
 _Marked: TypeAlias = dict[int, str]
@@ -144,8 +144,8 @@ class Restores:
 
     def _planned(
         self, options: RestoreKeywords, *, keeps_steps: bool = False
-    ) -> _checkpoint.plan.RestoreOptions:
-        return _checkpoint.plan.RestoreOptions(
+    ) -> _checkpoint.planner.RestoreOptions:
+        return _checkpoint.planner.RestoreOptions(
             max_concurrent_bytes=self._max_concurrent_bytes,
             read_once=self._read_once,
             keeps_steps=keeps_steps,
@@ -318,7 +318,7 @@ class Restores:
 
     def _undone(
         self, metadata: CheckpointMetadata, wanted: _Wanted
-    ) -> _checkpoint.plan.RestoreOptions:
+    ) -> _checkpoint.planner.RestoreOptions:
         """Returns the options, with transforms that undo the transforms of the save."""
         if wanted.state is None or not self._transforms:
             return wanted.options
@@ -367,7 +367,7 @@ class Restores:
                 _steps.markers.unmark_damaged(path)
                 _log.warning("step %d is good, and marked as damaged no more", number)
             for worse, there in left_out:
-                if (reason := _checkpoint.verify.damage(there, worse)) is None:
+                if (reason := _checkpoint.verify.find_damage(there, worse)) is None:
                     _log.warning("step %d may be good: it is not marked", worse)
                     continue
                 _steps.markers.mark_damaged(there, reason)

@@ -228,7 +228,7 @@ class Retention:
             what = f"the dataset state of step {step}"
             path = judged.found[step].path
             self._attempt(
-                what, _steps.delete.delete_dataset, path, _native.checkpoint.DATASET
+                what, _steps.delete.delete_dataset, path, _native.items.DATASET
             )
 
     def _tell_of_unmeasured(self, judged: _Judged) -> bool:

@@ -36,7 +36,9 @@ def compare(path: Path, final: Path) -> Relation:
     if marker is None and manifest is None:
         is_there = _storage.of(final).exists(final)
         return "other" if is_there and _is_foreign(final) else "none"
-    is_intact = manifest is not None and marker == _native.checkpoint.seal_of(manifest)
+    is_intact = manifest is not None and marker == _native.checkpoint.commit_marker(
+        manifest
+    )
     return "other" if is_intact else "damaged"
 
 
@@ -91,7 +93,7 @@ def make(path: Path, final: Path, *, overwrite: bool) -> int:
         markers=marks,
         overwrite=overwrite,
         keep=lambda name: name == _steps.markers.PIN,
-        publish=functools.partial(_checkpoint.commit.name, overwrite=overwrite),
+        publish=functools.partial(_checkpoint.commit.publish, overwrite=overwrite),
     )
 
 
@@ -101,7 +103,7 @@ def _belongs(path: Path, file: Path) -> bool:
     where = name.rpartition("/")[0]
     is_leftover = where in (
         "",
-        _native.checkpoint.METRICS,
+        _native.items.METRICS,
     ) and _storage.files.is_replacing(file.name)
     is_mark = (
         not where

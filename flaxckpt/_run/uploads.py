@@ -140,7 +140,7 @@ class Uploads:
         self.look()
         if not self._is_tidy:
             _steps.delete.tidy(
-                self._directory, self._format, (_native.checkpoint.METRICS, "metadata")
+                self._directory, self._format, (_native.items.METRICS, "metadata")
             )
             self._is_tidy = True
 
@@ -417,11 +417,9 @@ class Uploads:
         try:
             there = self._directory / _steps.journal.NAME
             _steps.journal.append_new_events(self._staging / _steps.journal.NAME, there)
-            custom = _native.checkpoint.read_run_metadata(self._staging)
-            if custom and custom != _native.checkpoint.read_run_metadata(
-                self._directory
-            ):
-                _native.checkpoint.write_run_metadata(self._directory, custom)
+            custom = _native.metadata.read_run_metadata(self._staging)
+            if custom and custom != _native.metadata.read_run_metadata(self._directory):
+                _native.metadata.write_run_metadata(self._directory, custom)
         except OSError as error:
             _log.warning("%s does not get the journal: %s", self._directory, error)
 

@@ -11,7 +11,7 @@ from flaxckpt._types import PathLike
 from flaxckpt.formats import _signatures, _t5x
 from flaxckpt.formats._msgpack import reader as msgpack_reader
 from flaxckpt.formats._msgpack import stream
-from flaxckpt.formats._native import checkpoint
+from flaxckpt.formats._native import checkpoint, items
 from flaxckpt.formats._npz import reader as npz_reader
 from flaxckpt.formats._reader import Reader
 from flaxckpt.formats._safetensors import reader as safetensors_reader
@@ -126,10 +126,10 @@ def _explain_unrecognised(path: Path) -> NoReturn:
         raise errors.CheckpointNotFoundError(
             f"{path} has no committed step yet: a run has only begun there"
         )
-    if path.is_dir() and checkpoint.is_json_item(path):
+    if path.is_dir() and items.is_json_item(path):
         raise errors.CheckpointFormatError(
             f"{path} is an item of JSON, which Orbax's JsonSave wrote, and no tree of"
-            f" arrays: {checkpoint.json_advice(path)}"
+            f" arrays: {items.json_advice(path)}"
         )
     mark = _steps.index.sign(path) if path.is_dir() else None
     if mark and not _storage.of(path).is_committed(path):

@@ -49,7 +49,7 @@ class Located(NamedTuple):
 
     def _read(self, types: Sequence[type]) -> Stored:
         return self.detected.reader.read(
-            self.path, step=self.step, resolve=_state.classes.resolver(types)
+            self.path, step=self.step, resolve=_state.treedef.resolver(types)
         )
 
 

@@ -89,7 +89,7 @@ class Mute(Exception):
 from flaxckpt._checkpoint import commit
 def fails(*ignored):
     raise Mute
-commit.fill = fails""",
+commit.write_files = fails""",
 }
 
 
