@@ -16,6 +16,7 @@ import flaxckpt
 from flaxckpt import errors
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt._storage import files as storage_files
+from flaxckpt._storage.storage import LOCAL
 from flaxckpt.formats._native import checkpoint as native_checkpoint
 from flaxckpt.policies import LatestN
 from tests.helpers import strategies
@@ -557,8 +558,8 @@ def test_a_file_that_may_not_be_read_proves_nothing(tmp_path, monkeypatch):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return read(path, max_bytes=max_bytes)
 
-    read = storage_files.read
-    monkeypatch.setattr(storage_files, "read", denied)
+    read = LOCAL.read
+    monkeypatch.setattr(LOCAL, "read", denied)
     monkeypatch.setattr(os, "open", fail)
     strategies.assert_same(state(1), ckpt.restore())
     monkeypatch.undo()
@@ -572,7 +573,7 @@ def test_a_mark_that_cannot_be_made_is_told_of(tmp_path, monkeypatch, caplog):
     def fail(path, content):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(storage_files, "replace", fail)
+    monkeypatch.setattr(LOCAL, "replace", fail)
     strategies.assert_same(state(1), ckpt.restore())
     assert "could not be marked: [Errno 30]" in caplog.text
 
@@ -588,7 +589,7 @@ def test_the_mark_counts_for_load_and_for_other_processes(tmp_path, caplog):
     assert "is marked as damaged" in caplog.text
     assert flaxckpt.Checkpointer(tmp_path, read_only=True).damaged().keys() == {2}
     (tmp_path / "2/DAMAGED").write_text("")
-    assert ckpt.damaged() == {2: "its mark does not say why"}
+    assert ckpt.damaged() == {2: "its marker gives no reason"}
     seen = list(ckpt.new_steps(timeout_secs=0, poll_secs=0.01))
     assert seen == [1]
 

@@ -23,6 +23,7 @@ import flaxckpt
 from flaxckpt import errors, transforms
 from flaxckpt._arrays import blockwise as arrays_blockwise
 from flaxckpt._convert import convert
+from flaxckpt._storage.storage import LOCAL
 from flaxckpt.formats import _locate
 from flaxckpt.formats._msgpack import writer as msgpack_writer
 from tests import GOLDEN
@@ -643,7 +644,7 @@ def test_an_error_leaves_what_is_done(tmp_path, monkeypatch, format_name, fault)
         if fault == "write":
             patch.setattr(convert.Journal, "add", fail)
         else:
-            patch.setattr(convert._storage.files, "sync_tree", fail)
+            patch.setattr(LOCAL, "sync_tree", fail)
         with pytest.raises(errors.SaveFailedError, match="no space left"):
             flaxckpt.convert(source, target, format=format_name)
     assert not target.exists()

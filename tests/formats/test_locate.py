@@ -14,7 +14,7 @@ from flax import serialization
 import flaxckpt
 from flaxckpt import _storage, errors, formats
 from flaxckpt._storage import commit_marker as storage_commit_marker
-from flaxckpt._storage import files as storage_files
+from flaxckpt._storage.storage import LOCAL
 from flaxckpt.formats._native import checkpoint as native_checkpoint
 from tests import GOLDEN
 from tests.helpers.files import without_permissions
@@ -234,7 +234,7 @@ def test_a_load_recognises_its_checkpoint_once_and_no_other_step(
 def slow_saves(monkeypatch):
     """Saves that are written, and not committed before the event is set."""
     go = threading.Event()
-    real = storage_files.sync_tree
+    real = LOCAL.sync_tree
 
     def sync_tree(path):
         size = real(path)
@@ -247,7 +247,7 @@ def slow_saves(monkeypatch):
         go.wait(60)
         return write_marker(*args)
 
-    monkeypatch.setattr(storage_files, "sync_tree", sync_tree)
+    monkeypatch.setattr(LOCAL, "sync_tree", sync_tree)
     monkeypatch.setattr(storage_commit_marker, "commit", commit)
     yield go
     go.set()

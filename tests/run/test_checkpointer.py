@@ -20,7 +20,7 @@ from flaxckpt._checkpoint import commit as checkpoint_commit
 from flaxckpt._checkpoint import save as checkpoint_save
 from flaxckpt._steps import delete as steps_delete
 from flaxckpt._storage import commit_marker as storage_commit_marker
-from flaxckpt._storage import files as storage_files
+from flaxckpt._storage.storage import LOCAL
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
 from tests.helpers import store_servers, strategies
 from tests.helpers.files import flip_bit
@@ -206,7 +206,7 @@ def broken_disk(monkeypatch):
     def fail(*args):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(storage_files, "sync_tree", fail)
+    monkeypatch.setattr(LOCAL, "sync_tree", fail)
     monkeypatch.setattr(storage_commit_marker, "commit", fail)  # in object stores
     return monkeypatch
 

@@ -19,7 +19,6 @@ from flaxckpt import _storage, errors
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt._storage import client as storage_client
-from flaxckpt._storage import upload as storage_upload
 from flaxckpt._util import processes as util_processes
 from flaxckpt.configs import CheckpointConfig
 from flaxckpt.datasets import StepIndexed
@@ -246,7 +245,9 @@ def test_a_step_is_deleted_from_both_and_replaced_on_both(store_path, tmp_path, 
 
 
 def test_what_changes_while_a_step_is_uploaded_follows(tmp_path, monkeypatch):
-    path, real = faulty.new_path("tiers-changes"), storage_upload.upload
+    path = faulty.new_path("tiers-changes")
+    store = _storage.of(_storage.paths.resolve(path))
+    real = store.copy_checkpoint
     with flaxckpt.Checkpointer(path, staging=tmp_path / "ssd") as ckpt:
 
         def upload(*given, **options):
@@ -256,7 +257,7 @@ def test_what_changes_while_a_step_is_uploaded_follows(tmp_path, monkeypatch):
             ckpt.pin(1)
             return size
 
-        monkeypatch.setattr(storage_upload, "upload", upload)
+        monkeypatch.setattr(store, "copy_checkpoint", upload)
         ckpt.save(1, state(1), metrics={"loss": 1.0}, temporary=True).wait()
         ckpt.wait_for_uploads()
         monkeypatch.undo()
