@@ -93,7 +93,7 @@ def _check_names(
         wanted.add(f"{_native.checkpoint.STATE}/{_arrays.zarr.ocdbt.MANIFEST}")
     if missing := sorted(wanted.difference(_storage.of(path).files_below(path))):
         raise errors.DamagedCheckpointError(
-            f"{path} is not all there; restore another step:\n"
+            f"{path} is incomplete; restore another step:\n"
             + errors.rows(f"{name} is missing" for name in missing)
         )
 
@@ -121,7 +121,7 @@ def _check_database(
     found = sum(sum(_sizes(directory).values()) for directory in values)
     if not _sizes(root).get(_arrays.zarr.ocdbt.MANIFEST) or found < max(1, least):
         raise errors.DamagedCheckpointError(
-            f"{root} is not all there: wanted a database of at least {least} bytes,"
+            f"{root} is incomplete: wanted a database of at least {least} bytes,"
             f" found {found}; restore another step"
         )
 
@@ -152,11 +152,10 @@ def _check_array(
     ]
     metadata = metadata_name(encoding)
     if not found.get(metadata):
-        faults.append(f"{metadata}: is missing, or empty")
+        faults.append(f"{metadata} is missing or empty")
     if faults:
         raise errors.DamagedCheckpointError(
-            f"{directory} is not all there; restore another step:\n"
-            + errors.rows(faults)
+            f"{directory} is incomplete; restore another step:\n" + errors.rows(faults)
         )
 
 

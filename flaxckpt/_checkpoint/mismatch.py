@@ -56,7 +56,7 @@ def too_wide(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
     widest = _widest(wanted)
     if widest == wanted.dtype:
         return None
-    asked = f"{wanted}, where jax without {_X64} has at most {widest}"
+    asked = f"{wanted}, but jax without {_X64} has at most {widest}"
     stored = "nothing" if found is None else str(found)
     return Mismatch(wanted.path, asked, stored, "too_wide")
 
@@ -100,7 +100,7 @@ def _sharding_misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
     try:
         sharding.shard_shape(wanted.shape)
     except ValueError:
-        asked = f"{wanted} split as {wanted.spec}, which does not divide it"
+        asked = f"{wanted} sharded as {wanted.spec}, which does not divide it"
         return Mismatch(wanted.path, asked, str(found))
     return None
 
@@ -254,21 +254,19 @@ def advice(
     ):
         return _move(found_elsewhere, renames, are_all=True)
     if "unused" in kinds:
-        return 'Ask for these leaves too, or pass unused="ignore".'
+        return 'Add these leaves to the state, or pass unused="ignore".'
     if "several" in kinds:
-        return (
-            'Load into the old optimizer first, or start it afresh: optimizer="reinit".'
-        )
+        return 'Load into the old optimizer first, or pass optimizer="reinit".'
     if kinds == {"missing"}:
         first = ""
         if found_elsewhere:
             first = _move(found_elsewhere, renames, are_all=False) + " "
         return (
-            f"{first}Ask only for leaves that the checkpoint has, or pass a state with"
-            ' values and missing="init" to keep them.'
+            f"{first}Pass a state with only the leaves of the checkpoint, or a state"
+            ' with values and missing="init" to keep them.'
         )
     return (
-        "Change the state to fit, or the checkpoint on the way: transforms=[...] can"
+        "Change the state to fit the checkpoint, or pass transforms=[...], which can"
         " rename, drop, grow, slice and map leaves. Floating types are cast; integers"
         " are only widened, unless cast(pattern, dtype, lossy=True) narrows them."
     )
@@ -284,16 +282,16 @@ def _advice_on_width(wide: Sequence[LeafInfo], *, is_alone: bool) -> str:
         for dtype, path in first.items()
     )
     if len(wide) > len(first):
-        casts += ", and so for the others"
+        casts += ", and the same for the others"
     limit = " (values above 3.4e38 become inf)" if "float32" in first else ""
     if is_alone:
         return (
-            f"To keep all bits, set {_X64}, or pass a state with numpy arrays there;"
-            f" for 32 bits, pass transforms=[{casts}]{limit}."
+            f"To keep all bits, set {_X64}, or pass a state with numpy arrays for these"
+            f" leaves; for 32 bits, pass transforms=[{casts}]{limit}."
         )
     return (
-        f"To keep all bits, set {_X64}, or put numpy arrays there in the state; for 32"
-        f" bits, ask for {' and '.join(first)} there, and pass"
+        f"To keep all bits, set {_X64}, or use numpy arrays for these leaves of the"
+        f" state; for 32 bits, use {' and '.join(first)}, and pass"
         f" transforms=[{casts}]{limit}."
     )
 
@@ -307,9 +305,9 @@ def _move(
         ways.append(f"pass transforms=[{', '.join(map(str, renames))}]")
     [only] = found if len(found) == 1 else [None]
     if are_all and only is not None and not only.wanted:
-        ways.append(f"ask for them below {only.found}/{_within(only.found)}")
+        ways.append(f"nest the state below {only.found}/{_within(only.found)}")
     elif not ways:
-        ways.append("rename them by transforms=[rename({...})]")
+        ways.append("pass transforms=[rename({...})]")
     text = ", or ".join(ways)
     return f"{text[0].upper()}{text[1:]}."
 

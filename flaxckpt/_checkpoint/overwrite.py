@@ -100,16 +100,16 @@ def check_name(final: Path, maker: Literal["save", "convert", "a run"]) -> None:
         return
     if suffix in _CONVERTED and maker == "save":
         advice = (
-            f"save to a name without {suffix}, and make the file of that:"
+            f"save to a name without {suffix}, then convert the checkpoint:"
             f" flaxckpt.convert(checkpoint, {str(final)!r}, format={suffix[1:]!r})"
         )
     else:
         advice = f"choose another path, without {suffix}"
-    made = "a directory"
+    output = "a directory"
     if maker == "convert":
-        made = "directories, and files that end in .safetensors or .msgpack"
+        output = "directories, and files that end in .safetensors or .msgpack"
     raise errors.OptionError(
-        f"{final} is called like a file, and {maker} makes {made}: {advice}"
+        f"{final} has the name of a file, but {maker} writes {output}: {advice}"
     )
 
 
@@ -146,7 +146,7 @@ def check_target_free(final: Path, *, overwrite: bool) -> None:
     above = next(there, None)  # None in a store without objects above
     if above is not None and not above.is_dir():
         raise errors.OptionError(
-            f"{final} cannot be made: {above} is a file, not a directory"
+            f"{final} cannot be created: {above} is a file, not a directory"
         )
     if not _storage.of(final).exists(final) or _is_empty(final):
         return
@@ -179,14 +179,14 @@ def check_replaceable(final: Path, *, of_any_format: bool = False) -> None:
         foreign = []
     if foreign is None:
         raise errors.CheckpointExistsError(
-            f"{final} exists and is no checkpoint, so it is not overwritten:"
+            f"{final} exists and is not a checkpoint, so it is not overwritten:"
             " remove it yourself, or choose another path"
         )
     if foreign:
         raise errors.CheckpointExistsError(
-            f"{final} is not overwritten: it holds files that are not the checkpoint's"
-            f" and would be lost:\n{errors.rows(foreign)}\nMove them elsewhere, then"
-            " try again, or choose another path."
+            f"{final} is not overwritten: it contains files that do not belong to the"
+            f" checkpoint and would be lost:\n{errors.rows(foreign)}\nMove them"
+            " elsewhere, then try again, or choose another path."
         )
 
 
@@ -212,8 +212,8 @@ def set_aside(final: Path) -> None:
     )
     _storage.rename.withdraw(final, aside)
     _log.warning(
-        "%s is damaged, and holds files that are not the checkpoint's, so it is not"
-        " replaced: it is called %s now",
+        "%s is damaged, but contains files that do not belong to the checkpoint, so it"
+        " is not replaced: it was renamed to %s",
         final,
         aside.name,
     )

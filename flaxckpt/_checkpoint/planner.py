@@ -153,8 +153,8 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
     """Plans the restore of all leaves with the structure of the checkpoint."""
     if stored.unknown_types:
         _log.warning(
-            "%s holds classes that are not known here and become dicts: %s;"
-            " pass types=[...] or an abstract state to get them back",
+            "%s contains unknown classes, which become dicts: %s; pass types=[...] or"
+            " an abstract state to restore them",
             stored.metadata.path,
             ", ".join(sorted(stored.unknown_types)),
         )
@@ -359,7 +359,7 @@ class _Planner:
         if len(candidates) > 1:
             found = "several: " + ", ".join(candidates[:3])
             if len(set(candidates)) == 1:
-                found = f"several leaves that ask for {candidates[0]}"
+                found = f"several leaves match {candidates[0]}"
             problem = Mismatch(path, str(leaf.info), found, "several")
             self._used.update(candidates)
             self._conflict(problem, leaf.info, None, tuple(candidates))
@@ -471,7 +471,7 @@ class _Planner:
                 lacking = dataclasses.replace(lacking, found=found)
             if self._options.missing == "init" or is_optimizer:
                 lacking = dataclasses.replace(
-                    lacking, found=f"{lacking.found}, and no value to start from"
+                    lacking, found=f"{lacking.found}, and no initial value"
                 )
             self._conflict(lacking, info, None, ())
             return

@@ -239,7 +239,7 @@ def open_leaf(
         raise errors.RestoreMismatchError(
             stored.metadata.path,
             [Mismatch(leaf_path, "an array", nothing.found)],
-            "metadata(path).leaves lists them all.",
+            "metadata(path).leaves lists all leaves.",
         )
     return _arrays.read.open_one(source)
 
@@ -364,16 +364,15 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
     if _native.checkpoint.has_let_go_dataset(path):
         if isinstance(iterator, datasets.Restarting):
             _log.warning(
-                "the data starts from the beginning: its state in %s was let go by"
+                "the data starts from the beginning: its state in %s was deleted by"
                 " keep_dataset",
                 path,
             )
             return
         raise errors.DatasetStateError(
-            f"the dataset state of {path} was let go by keep_dataset, so the data"
-            " cannot go on where it stood; restore a newer step, which has one if"
-            " metadata(step).has_dataset, or pass dataset=None to start the data from"
-            " the beginning"
+            f"the dataset state of {path} was deleted by keep_dataset, so the data"
+            " cannot continue; restore a newer step with metadata(step).has_dataset, or"
+            " pass dataset=None to start the data from the beginning"
         )
     files = _native.checkpoint.read_dataset(path, stored.digests)
     if not files:
@@ -383,10 +382,9 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
             )
             return
         raise errors.DatasetStateError(
-            f"{path} was saved without a dataset iterator, so the data cannot go on"
-            " where it stood; to start it from the beginning, pass"
-            " dataset=flaxckpt.datasets.Restarting(iterator), which later saves take"
-            " along, or dataset=None"
+            f"{path} was saved without a dataset iterator, so the data cannot continue;"
+            " to start from the beginning, pass dataset=None, or, for later saves to"
+            " include the data, dataset=flaxckpt.datasets.Restarting(iterator)"
         )
     datasets.set_state(iterator, files, path=path)
 
@@ -402,7 +400,7 @@ def _built(
     if recipe.fresh:
         fresh, kept = optimizer_init.values(recipe, abstract_state, values, path)
         if kept:
-            _warn(path, "are as the state has them", kept)
+            _warn(path, "keep the values of the state", kept)
         values |= fresh
     return recipe.flat.rebuild(values)
 
@@ -434,14 +432,14 @@ def _tell(
     branches = {info.path.split("/")[0] for info in wanted}
     beside = [path for path in dropped if path.split("/")[0] in branches]
     if beside and options.unused == "warn":
-        _warn(planned.path, "are not in the state and stay unread", beside)
+        _warn(planned.path, "are not in the state and are not read", beside)
     fresh = [
         path
         for path, leaf in planned.leaves.items()
         if "init" in leaf.actions and path not in recipe.as_asked
     ]
     if fresh:
-        _warn(planned.path, "are not taken from it but start afresh", fresh)
+        _warn(planned.path, "are not restored and start afresh", fresh)
 
 
 def _warn(path: str, what: str, leaves: list[LeafPath]) -> None:

@@ -248,7 +248,9 @@ def _verify_own(path: Path, stored: Stored, found: verify_report.Findings) -> li
         check_keys(path, encoding, leaves, found)
     if encoding is None or not encoding.checksum:
         for leaf_path in undigested:
-            found.unchecked[leaf_path] = "it was saved without checksums; it is there"
+            found.unchecked[leaf_path] = (
+                "it was saved without checksums; its files exist"
+            )
     _decode(path, undigested, found)
     there = {name for name in verify_report.names(path, path) if not _is_mark(name)}
     return sorted(there - known)
@@ -296,7 +298,7 @@ def check_keys(
         ]
         if missing:
             rest = f" and {len(missing) - 1} more are" if missing[1:] else " is"
-            why = f"{missing[0]}{rest} missing in the database"
+            why = f"{missing[0]}{rest} missing from the database"
             found.add(found.problems, leaf_path, why)
 
 
@@ -403,8 +405,7 @@ def _check_chunk(chunk: _Chunk, count: Callable[[int], object]) -> None:
     chunk.check_size(found)
     if tail != value.to_bytes(_arrays.zarr.chunk_file.CHECKSUM_BYTES, "little"):
         raise ValueError(
-            f"{chunk.file.name} has changed since it was written: its CRC-32C is"
-            " another"
+            f"{chunk.file.name} has changed since it was written: its CRC-32C differs"
         )
 
 
@@ -443,7 +444,7 @@ def of_metrics(
     if is_digested or digests.exists():
         checks.append((_native.items.METRICS_DIGESTS, check_digests))
     elif (path / name).exists():
-        found.unchecked[name] = "they were written without a digest"
+        found.unchecked[name] = "the metrics were saved without a digest"
     return checks
 
 

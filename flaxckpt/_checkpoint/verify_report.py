@@ -71,7 +71,7 @@ class VerifyReport:
         Empty if all leaves can be read.
         """
         if self.leaves is None:
-            return "" if self.ok else "none of its leaves can be read"
+            return "" if self.ok else "no leaf can be read"
         if not self.unreadable:
             return ""
         files = {
@@ -105,7 +105,7 @@ class VerifyReport:
                 lines.append(f"{title}: {len(found)}")
                 lines += [f"  {name}: {why}" for name, why in found.items()]
         if self.extra:
-            lines.append(f"no part of it: {', '.join(self.extra)}")
+            lines.append(f"not in the checkpoint: {', '.join(self.extra)}")
         return "\n".join(map(errors.printable, lines))
 
 

@@ -154,7 +154,7 @@ def test_modules_without_variables_come_back(tmp_path):
 
 def test_a_directory_around_a_checkpoint_is_not_overwritten(tmp_path):
     flaxckpt.save(tmp_path / "around" / "c", {"a": 1})
-    with pytest.raises(errors.CheckpointExistsError, match="no checkpoint"):
+    with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
         flaxckpt.save(tmp_path / "around", {"a": 2}, overwrite=True)
     assert flaxckpt.load(tmp_path / "around" / "c") == {"a": 1}
 
@@ -597,7 +597,7 @@ def test_an_existing_path_is_kept_unless_overwriting_a_checkpoint(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "thesis.txt").touch()
-    with pytest.raises(errors.CheckpointExistsError, match="no checkpoint"):
+    with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
         flaxckpt.save(tmp_path / "d", {"a": 2}, overwrite=True)
 
 
