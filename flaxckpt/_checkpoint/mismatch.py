@@ -37,9 +37,20 @@ def missing(wanted: LeafInfo, table: LeafTable, *, nearest: bool = True) -> Mism
 
 def misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
     """Returns the problem of restoring `found` as `wanted`, or None."""
-    if _fits(wanted, found):
-        return _sharding_misfit(wanted, found)
-    return Mismatch(wanted.path, str(wanted), str(found))
+    if not _fits(wanted, found):
+        return Mismatch(wanted.path, str(wanted), str(found))
+    sharding = wanted.sharding
+    if sharding is None:
+        return None
+    if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh):
+        text = f"{wanted} on the mesh {dict(sharding.mesh.shape)} without devices"
+        return Mismatch(wanted.path, text, str(found))
+    try:
+        sharding.shard_shape(wanted.shape)
+    except ValueError:
+        text = f"{wanted} sharded as {wanted.spec}, which does not divide it"
+        return Mismatch(wanted.path, text, str(found))
+    return None
 
 
 def too_wide(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
@@ -87,22 +98,6 @@ def _fits(wanted: LeafInfo, found: LeafInfo) -> bool:
 
 def _number_kind(dtype: str) -> str:
     return _state.dtypes.kind(dtype).removeprefix("u")
-
-
-def _sharding_misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
-    """Returns the problem of the wanted sharding, or None."""
-    sharding = wanted.sharding
-    if sharding is None:
-        return None
-    if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh):
-        asked = f"{wanted} on the mesh {dict(sharding.mesh.shape)} without devices"
-        return Mismatch(wanted.path, asked, str(found))
-    try:
-        sharding.shard_shape(wanted.shape)
-    except ValueError:
-        asked = f"{wanted} sharded as {wanted.spec}, which does not divide it"
-        return Mismatch(wanted.path, asked, str(found))
-    return None
 
 
 # ---- advice ------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flaxckpt import _steps, _storage, errors
-from flaxckpt._checkpoint.overwrite import shards
+from flaxckpt._checkpoint.overwrite import read_shard_names
 from flaxckpt.formats import _safetensors, _t5x
 
 _MAX_FILES = 200_000
@@ -28,7 +28,7 @@ def _files(source: Path) -> Iterator[Path]:
         return
     yield source
     if source.name.endswith(_safetensors.header.INDEX_SUFFIX):
-        for name in sorted(shards(source)):
+        for name in sorted(read_shard_names(source)):
             yield source.parent / name
     elif _t5x.recognises(source):
         for path in sorted(source.resolve().parent.iterdir()):

@@ -765,7 +765,7 @@ def test_a_key_that_is_no_unicode_is_refused(tmp_path):
 @pytest.mark.parametrize("suffix", ["safetensors", "msgpack", "npz", "pt", "H5", "bin"])
 def test_a_name_that_asks_for_a_file_is_refused(tmp_path, suffix):
     path = tmp_path / f"model.{suffix}"
-    with pytest.raises(errors.OptionError, match="makes a directory") as info:
+    with pytest.raises(errors.OptionError, match="writes a directory") as info:
         flaxckpt.save(path, {"w": np.ones(3)}, overwrite=True)
     assert ("flaxckpt.convert(" in str(info.value)) == (len(suffix) > 3)
     assert not path.exists()

@@ -473,7 +473,7 @@ def test_data_may_begin_in_a_run_that_was_saved_without_any(tmp_path, caplog):
         ckpt.restore(dataset=iterator)
     ckpt.restore(dataset=flaxckpt.datasets.Restarting(iterator))
     assert next(iterator) == 0
-    assert "was saved without it" in caplog.text
+    assert "was saved without a dataset iterator" in caplog.text
 
 
 def test_states_stay_with_the_newest_and_the_pinned(tmp_path):
