@@ -223,7 +223,7 @@ def temporary_directory(snapshot: Snapshot) -> Iterator[Path]:
         keep=lambda name: name == _steps.markers.PIN,
         check=checkpoint_overwrite.check_replaceable,
     ) as temporary:
-        (temporary / _native.checkpoint.STATE).mkdir()
+        (temporary / _native.items.STATE).mkdir()
         yield temporary
 
 
@@ -237,13 +237,13 @@ def write_files(
     """
     files: dict[str, bytes] = {}
 
-    @_util.gc_pause.paused()
+    @_util.gc_pause.pause()
     def describe() -> None:
-        files.update(_native.checkpoint.files(snapshot.contents))
+        files.update(_native.checkpoint.make_files(snapshot.contents))
         write_new(temporary, files)
 
     with _util.threads.beside(describe) as check:
-        root = temporary / _native.checkpoint.STATE
+        root = temporary / _native.items.STATE
         write_arrays(snapshot, root, previous, check)
     return files
 
@@ -289,9 +289,9 @@ def finish_checkpoint(
     """
     contents, request = snapshot.contents, snapshot.request
     sealed = _native.checkpoint.seal(contents, files, temporary, digests or {})
-    marker = sealed.pop(_native.checkpoint.COMMITTED)
+    marker = sealed.pop(_storage.commit_marker.MARKER)
     write_new(temporary, sealed)
-    markers = _steps.markers.of_new(request.path, temporary=request.temporary)
+    markers = _steps.markers.for_new_step(request.path, temporary=request.temporary)
     write_new(temporary, {**markers, **request.markers})
     manifest = _storage.stamp(temporary / _native.orbax_json.MANIFEST)
     rename = functools.partial(publish, overwrite=request.overwrite)
@@ -305,8 +305,8 @@ def publish(temporary: Path, final: Path, *, overwrite: bool) -> None:
     if overwrite and final.exists():
         # Other files may have appeared there since the save began.
         checkpoint_overwrite.check_replaceable(final)
-        aside = _storage.temporary.beside(final, _storage.temporary.REPLACED)
-        with _storage.temporary.claimed(final):
+        aside = _storage.temporary.new_path(final, _storage.temporary.REPLACED)
+        with _storage.temporary.claim(final):
             _storage.rename.exchange(temporary, final, aside)
     else:
         _storage.rename.publish(temporary, final)
@@ -322,7 +322,7 @@ def linkable_arrays(
         if array.source is not None
     }
     return _arrays.write.Previous(
-        snapshot.request.path / _native.checkpoint.STATE, sources, stamp
+        snapshot.request.path / _native.items.STATE, sources, stamp
     )
 
 
@@ -330,7 +330,7 @@ def metadata_files(
     contents: _native.checkpoint.Contents, path: Path
 ) -> dict[str, bytes]:
     """Returns the files of the checkpoint `path` without arrays, for size checks."""
-    made = _native.checkpoint.files(contents)
+    made = _native.checkpoint.make_files(contents)
     return made | _native.checkpoint.seal(contents, made, path)
 
 

@@ -125,10 +125,10 @@ class SaveHandle:
             CheckpointTimeoutError: The save is still running after `timeout_secs`.
             CheckpointError: The save failed and saved nothing.
         """
-        _util.arguments.seconds("timeout_secs", timeout_secs)
+        _util.arguments.check_timeout("timeout_secs", timeout_secs)
         self._is_awaited = True
         if not self.done():
-            with _util.progress.shown(self._counter):
+            with _util.progress.bar(self._counter):
                 self._ended.wait(timeout_secs)
         if not self.done():
             raise errors.CheckpointTimeoutError(

@@ -32,17 +32,17 @@ _TREE_FILE = re.compile(
 """Paths in an item of arrays, except paths in the directory of a single array."""
 
 _JSON_FILE = re.compile(
-    rf"{_CONTROL}|{_native.items.JSON_ITEM}|{_native.checkpoint.METRICS}"
+    rf"{_CONTROL}|{_native.items.JSON_ITEM}|{_native.items.METRICS}"
 )
-_METRICS_FILE = re.compile(rf"{_CONTROL}|{_native.checkpoint.METRICS}|digests")
+_METRICS_FILE = re.compile(rf"{_CONTROL}|{_native.items.METRICS}|digests")
 _DATASET_FILE = re.compile(
     rf"{_CONTROL}|metadata|process_\d+-of-\d+(?:\.\w+)?|shard_state_\d+\.json"
 )
 _DESCRIPTOR_FILE = re.compile(rf"{_CONTROL}|\w+\.pbtxt")
 _RUN_METADATA_FILE = re.compile(rf"{_CONTROL}|metadata|_ROOT_METADATA")
 _OTHER_DIRECTORIES = {
-    _native.checkpoint.METRICS: _METRICS_FILE,
-    _native.checkpoint.DATASET: _DATASET_FILE,
+    _native.items.METRICS: _METRICS_FILE,
+    _native.items.DATASET: _DATASET_FILE,
     "descriptor": _DESCRIPTOR_FILE,
     "metadata": _RUN_METADATA_FILE,
 }
@@ -72,7 +72,7 @@ _SYSTEM_FILE = re.compile(
 """Files and empty directories that programs create anywhere and users do not need."""
 
 _KNOWN_DIRECTORIES = frozenset(
-    (_native.checkpoint.STATE, "array_metadatas", *_OTHER_DIRECTORIES)
+    (_native.items.STATE, "array_metadatas", *_OTHER_DIRECTORIES)
 )
 """Directories of checkpoints, sometimes empty."""
 
@@ -295,7 +295,7 @@ def _is_orbax(directory: Path) -> bool:
     if any(_storage.of(directory).exists(directory / name) for name in names):
         return True
     try:
-        return _native.checkpoint.is_whole(directory)
+        return _native.items.is_whole(directory)
     except errors.CheckpointFormatError:  # several items, or none of arrays
         return True
 
@@ -304,9 +304,9 @@ def _flaxckpt_files(files: Collection[str]) -> set[str]:
     """Returns the files of a flaxckpt checkpoint with a manifest."""
     found = set(files) & _FILES
     for name, inside in _by_directory(files).items():
-        if name == _native.checkpoint.STATE:
+        if name == _native.items.STATE:
             expected = _tree_files(inside, is_damaged=True)
-        elif name in (_native.checkpoint.METRICS, _native.checkpoint.DATASET):
+        elif name in (_native.items.METRICS, _native.items.DATASET):
             expected = {
                 file for file in inside if _OTHER_DIRECTORIES[name].fullmatch(file)
             }
@@ -427,7 +427,7 @@ def _is_disposable(name: str) -> bool:
     """
     directory, _, file = name.rpartition("/")
     return (
-        _steps.markers.is_mark(file)
+        _steps.markers.is_marker(file)
         or _storage.files.is_replacing(file)
         or _NFS_FILE.fullmatch(file) is not None
         or _SYSTEM_FILE.fullmatch(file) is not None
@@ -443,17 +443,6 @@ def _safetensors_files(directory: Path, names: Iterable[str]) -> set[str]:
     if len(indices) > 1:
         return set()
     if indices:
-        return {indices[0], *read_shard_names(directory / indices[0])}
+        return {indices[0], *_safetensors.reader.shard_names(directory / indices[0])}
     files = [name for name in names if name.endswith(_safetensors.header.SUFFIX)]
     return set(files) if len(files) == 1 else set()
-
-
-def read_shard_names(index: Path) -> set[str]:
-    """Returns the file names in a safetensors index; empty for an unreadable index."""
-    try:
-        text = _storage.of(index).read(
-            index, max_bytes=_safetensors.header.MAX_HEADER_BYTES
-        )
-        return set(_safetensors.header.parse_index(text).files.values())
-    except (OSError, ValueError):
-        return set()

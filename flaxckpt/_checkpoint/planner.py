@@ -60,7 +60,7 @@ class RestoreOptions:
             if getattr(self, name) not in allowed:
                 raise errors.OptionError(
                     f"{name} must be one of {allowed}, got"
-                    f" {_util.arguments.found(getattr(self, name))}"
+                    f" {_util.arguments.describe(getattr(self, name))}"
                 )
 
 

@@ -35,7 +35,7 @@ _DIGESTED_BYTES = 2**30
 # ---- public functions -----------------------------------------------------------
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def load(
     path: PathLike,
     abstract_state: PyTree | None = None,
@@ -113,7 +113,7 @@ def load(
     return restore(stored, abstract_state, options, counter)
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def load_source(
     path: Path,
     step: int | None,
@@ -163,7 +163,7 @@ def _file_digest(stored: Stored) -> str | None:
         return None
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def plan(
     path: PathLike,
     abstract_state: PyTree,
@@ -190,7 +190,7 @@ def plan(
     return planner.make_plan(stored, abstract_state, options)[0]
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
     """Returns the metadata of a checkpoint, without reading arrays.
 
@@ -228,7 +228,7 @@ def open_leaf(
     if not isinstance(leaf_path, str):
         raise errors.OptionError(
             "leaf_path must be a text such as 'params/dense/kernel', got"
-            f" {_util.arguments.found(leaf_path)}"
+            f" {_util.arguments.describe(leaf_path)}"
         )
     stored = _locate.open_checkpoint(path, step)
     found = stored.table.get(leaf_path)
@@ -275,7 +275,7 @@ def restore(
     if abstract_state is not None:
         _warn_of_differences(planned, recipe, options)
     try:
-        with _util.progress.shown(counter):
+        with _util.progress.bar(counter):
             reading = _read_options(planned.path, options, counter.add)
             found = _arrays.read.read(jobs, reading)
             has_read()
@@ -361,7 +361,7 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
             `keep_dataset`, or the iterator does not accept the state.
     """
     path = _storage.paths.from_text(stored.metadata.path)
-    if _native.checkpoint.has_let_go_dataset(path):
+    if _native.metadata.is_dataset_deleted(path):
         reason = f"the dataset state of {path} was deleted by keep_dataset"
         advice = (
             "restore a newer step with metadata(step).has_dataset, or pass dataset=None"

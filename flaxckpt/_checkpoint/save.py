@@ -101,13 +101,13 @@ def save_async(
         count=counter.add,
         operation=operation,
     )
-    with _distributed.agreement.telling(operation), commit.store_errors(final):
+    with _distributed.agreement.report_failure(operation), commit.store_errors(final):
         snapshot = take_snapshot(request, state)
     counter.total = snapshot.nbytes
     blocked = request.elapsed()
 
     def work() -> SaveResult:
-        with _distributed.agreement.ending(operation):
+        with _distributed.agreement.closing(operation):
             written = write_snapshot(snapshot).size
         total = request.elapsed()
         _log.info(
@@ -125,7 +125,7 @@ def save_async(
 # ---- on the caller's thread -----------------------------------------------------
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
     """Plans the save and copies the values of the state.
 
@@ -138,7 +138,10 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
     path, options, operation = request.path, request.options, request.operation
     transforms = _transforms.checked(options.transforms)
     if operation is None or operation.is_first:
-        with _storage.permissions.explained(path), _storage.paths.looking(path):
+        with (
+            _storage.permissions.explain_errors(path),
+            _storage.paths.listing_cache(path),
+        ):
             checkpoint_overwrite.check_free(path, overwrite=request.overwrite)
     metadata = copy_json(request.metadata)
     table, structure = plan_leaves(_state.flax_state.flatten(state), options)
@@ -252,7 +255,7 @@ def has_optimizer(state: PyTree) -> bool:
     return bool(_state.optimizer_roles.roles(flat.structure, flat.optimizer_states))
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def find_undo_problem(state: PyTree, transforms: Sequence[Transform]) -> str | None:
     """Describes the leaves lost in a restore by a run with `transforms`, or None.
 
@@ -343,7 +346,7 @@ def copy_json(metadata: Mapping[str, JSON]) -> dict[str, JSON]:
     try:
         if not isinstance(metadata, Mapping):
             raise ValueError(f"metadata is a {type(metadata).__name__}")
-        copy = _util.json_limits.copied(metadata, "metadata")
+        copy = _util.json_limits.copy(metadata, "metadata")
         _native.orbax_json.check_size(_native.orbax_json.dumps(copy))
     except ValueError as error:
         raise errors.OptionError(

@@ -141,7 +141,7 @@ def write_snapshot(
                 return _lead(snapshot, previous, operation)
             return _follow(snapshot, previous, operation)
     except ApartError as apart:
-        raise _distributed.agreement.not_saved(operation, apart) from apart.__cause__
+        raise _distributed.agreement.save_error(operation, apart) from apart.__cause__
 
 
 def _lead(
@@ -159,9 +159,7 @@ def _lead(
                 raise operation.outcome() from error
             raise
         if snapshot.contents.ocdbt:
-            _arrays.zarr.ocdbt.merge(
-                temporary / _native.checkpoint.STATE, operation.count
-            )
+            _arrays.zarr.ocdbt.merge(temporary / _native.items.STATE, operation.count)
         digests: dict[str, str] = {}
         for text in written_digests[1:]:
             digests |= json.loads(text)
@@ -198,16 +196,16 @@ def _write_part(
     Returns:
         Files of the dataset iterators: name -> digest.
     """
-    root = temporary / _native.checkpoint.STATE
+    root = temporary / _native.items.STATE
     commit.write_arrays(snapshot, root, previous, operation.check)
     files = {
-        f"{_native.checkpoint.DATASET}/{name}": content
+        f"{_native.items.DATASET}/{name}": content
         for name, content in snapshot.contents.dataset.items()
         if name != datasets.DESCRIPTION
     }
     commit.write_new(temporary, files)
     if files:
-        _storage.of(temporary).sync_directory(temporary / _native.checkpoint.DATASET)
+        _storage.of(temporary).sync_directory(temporary / _native.items.DATASET)
     if snapshot.contents.ocdbt:
         _storage.of(root).sync_tree(
             root / f"{_arrays.zarr.ocdbt.PART}{operation.index}"
@@ -222,6 +220,6 @@ def _sync(root: Path, snapshot: Snapshot) -> None:
     """Syncs the array files written by this process; objects need no sync."""
     paths = [root / array.name for array in snapshot.arrays if array.shards]
     for array in snapshot.arrays:
-        if _arrays.chunks_to_write.is_raw(array, snapshot.contents.encoding):
-            paths += _arrays.chunks_to_write.files_of(root, array)
+        if _arrays.write.is_raw(array, snapshot.contents.encoding):
+            paths += _arrays.write.chunk_files(root, array)
     _storage.of(root).sync_files(paths, _SYNCING_THREADS)

@@ -90,7 +90,7 @@ def _verify(
 ) -> verify_report.VerifyReport:
     start, counter = time.monotonic(), _util.progress.Counter(f"verifying {path.name}")
     findings = verify_report.Findings(counter, thorough=thorough)
-    with _util.progress.shown(counter), _storage.paths.looking(path):
+    with _util.progress.bar(counter), _storage.paths.listing_cache(path):
         stored = _read_description(path, read, findings)
         format_name = "unknown" if stored is None else stored.metadata.format
         extra: list[str] = []
@@ -129,7 +129,7 @@ def check(path: Path) -> None:
     """
     report = verify_checkpoint(path, None)
     for name, why in {**report.problems, **report.unread}.items():
-        if not name.startswith(f"{_native.checkpoint.METRICS}/"):
+        if not name.startswith(f"{_native.items.METRICS}/"):
             where = path if name == verify_report.HERE else name
             raise errors.DamagedCheckpointError(f"{where}: {why}")
 
@@ -159,7 +159,7 @@ def find_damage(path: Path, step: int | None) -> str | None:
         if _storage.permissions.is_unread(error):
             return None
         # The path was a checkpoint before the damage.
-        is_ours = _steps.index.sign(path) or (path / _native.checkpoint.STATE).is_dir()
+        is_ours = _steps.index.sign(path) or (path / _native.items.STATE).is_dir()
         if is_ours and _find_unreadable(path) is None:
             return str(error).splitlines()[0]
         return None
@@ -198,7 +198,7 @@ def _unreadable(
         for name, why in faults.items():
             if name in stored.table:
                 unreadable.setdefault(name, why)
-            elif _native.checkpoint.is_of_arrays(name):
+            elif _native.items.is_of_arrays(name):
                 state = "missing" if name in findings.missing else default
                 for leaf_path in _leaves_in(name, stored):
                     unreadable.setdefault(leaf_path, f"{name} is {state}")
@@ -208,10 +208,10 @@ def _unreadable(
 def _leaves_in(name: str, stored: Stored) -> list[LeafPath]:
     """Returns the leaves that a restore cannot read without the array file `name`."""
     arrays = {path: leaf for path, leaf in stored.table.items() if _is_array(leaf)}
-    is_index = name == f"{_native.checkpoint.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
+    is_index = name == f"{_native.items.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
     if is_index or _has_database(stored.digests):  # a database is read as a whole
         return list(arrays)
-    directory = name.removeprefix(f"{_native.checkpoint.STATE}/").rpartition("/")[0]
+    directory = name.removeprefix(f"{_native.items.STATE}/").rpartition("/")[0]
     return [
         path
         for path, leaf in arrays.items()
@@ -236,12 +236,12 @@ def _verify_own(
         )
         for name, digest in digests.items()
     ]
-    expected = {*digests, *_native.checkpoint.UNDIGESTED}
+    expected = {*digests, *_native.items.UNDIGESTED}
     leaves = {p: leaf for p, leaf in stored.table.items() if _is_array(leaf)}
     if encoding is None or manifest["ocdbt"]:
         undigested = {} if _has_database(digests) else leaves
         if undigested:
-            expected |= _names(path, path / _native.checkpoint.STATE)
+            expected |= _names(path, path / _native.items.STATE)
     else:
         undigested = {}
         for leaf_path, leaf in leaves.items():
@@ -255,7 +255,7 @@ def _verify_own(
     is_digested = manifest.get("metrics") is True or _steps.markers.is_measured(path)
     checks += _metrics_checks(path, findings, is_digested=is_digested)
     checks.append(
-        (_native.checkpoint.COMMITTED, functools.partial(_check_marker, path))
+        (_storage.commit_marker.MARKER, functools.partial(_check_marker, path))
     )
     findings.counter.total = _storage.of(path).known_size_below(path)
     findings.run(checks)
@@ -276,11 +276,11 @@ def _is_array(leaf: Leaf) -> bool:
 
 
 def _is_marker(name: str) -> bool:
-    return "/" not in name and _steps.markers.is_mark(name)
+    return "/" not in name and _steps.markers.is_marker(name)
 
 
 def _has_database(digests: Mapping[str, str]) -> bool:
-    return f"{_native.checkpoint.STATE}/{_arrays.zarr.ocdbt.MANIFEST}" in digests
+    return f"{_native.items.STATE}/{_arrays.zarr.ocdbt.MANIFEST}" in digests
 
 
 def _check_database_keys(
@@ -293,13 +293,13 @@ def _check_database_keys(
 
     The database itself may be valid without them.
     """
-    if any(_native.checkpoint.is_of_arrays(name) for name in findings.problems):
+    if any(_native.items.is_of_arrays(name) for name in findings.problems):
         return  # the database has changed and may not be readable
     keys: set[str] = set()
-    manifest = f"{_native.checkpoint.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
+    manifest = f"{_native.items.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
     findings.attempt(
         manifest,
-        lambda: keys.update(_arrays.zarr.ocdbt.keys(path / _native.checkpoint.STATE)),
+        lambda: keys.update(_arrays.zarr.ocdbt.keys(path / _native.items.STATE)),
     )
     if manifest in findings.problems or manifest in findings.unread:
         return
@@ -363,10 +363,9 @@ def _check_digest(
 ) -> None:
     """Raises ValueError if the SHA-256 of a file differs from `recorded`."""
     digest = hashlib.sha256()
-    size = _LARGE if _native.checkpoint.is_of_arrays(name) else 0
+    size = _LARGE if _native.items.is_of_arrays(name) else 0
     _stream(path / name, path, count, digest.update, size)
-    if f"sha256:{digest.hexdigest()}" != recorded:
-        raise ValueError("it has changed since it was saved: its SHA-256 differs")
+    _storage.files.check_digest("it", f"sha256:{digest.hexdigest()}", recorded)
 
 
 def _check_chunk(
@@ -421,9 +420,9 @@ def _check_size(file: Path, size: int, wanted: int) -> None:
 def _check_marker(path: Path) -> None:
     """Raises ValueError if the commit marker does not match the manifest."""
     manifest = _native.items.read_file(path / _native.orbax_json.MANIFEST, path)
-    marker = _native.items.read_file(path / _native.checkpoint.COMMITTED, path)
-    if marker != _native.checkpoint.seal_of(manifest):
-        raise ValueError("it has changed since it was written")
+    marker = _native.items.read_file(path / _storage.commit_marker.MARKER, path)
+    if marker != _native.checkpoint.commit_marker(manifest):
+        raise ValueError("its content has changed since it was written")
 
 
 def _metrics_checks(
@@ -436,22 +435,18 @@ def _metrics_checks(
         findings: Receives metrics that have no digest.
         is_digested: Whether the digests of the metrics must exist.
     """
-    name = f"{_native.checkpoint.METRICS}/{_native.checkpoint.METRICS}"
-    digests = path / _native.items.METRICS_DIGESTS
+    name = f"{_native.items.METRICS}/{_native.items.METRICS}"
+    digests = _native.items.METRICS_DIGESTS
 
     def check() -> None:
-        if (path / _native.checkpoint.METRICS).exists():
+        if (path / _native.items.METRICS).exists():
             (path / name).stat()  # raises if the directory has no metrics file
-        _native.checkpoint.metrics_in(path)
-
-    def check_digests() -> None:
-        text = _native.items.read_file(digests, path)
-        if not _native.checkpoint.are_digests_of_metrics(text, digests):
-            raise ValueError("it has changed since it was written")
+        _native.metadata.load_metrics(path)
 
     checks: list[tuple[str, Check]] = [(name, check)]
-    if is_digested or digests.exists():
-        checks.append((_native.items.METRICS_DIGESTS, check_digests))
+    if is_digested or (path / digests).exists():
+        check_digests = functools.partial(_native.metadata.check_metrics_digests, path)
+        checks.append((digests, check_digests))
     elif (path / name).exists():
         findings.unchecked[name] = "the metrics were saved without a digest"
     return checks

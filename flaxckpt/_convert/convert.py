@@ -238,7 +238,7 @@ class _Progress:
         if callable(self._progress):
             yield self._call
         elif self._progress == "auto":
-            with _util.progress.shown(self._counter):
+            with _util.progress.bar(self._counter):
                 yield self._counter.set
         elif not self._progress:
             yield lambda done, total: None

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flaxckpt import _steps, _storage, errors
-from flaxckpt._checkpoint.overwrite import read_shard_names
 from flaxckpt.formats import _safetensors, _t5x
 
 _MAX_FILES = 200_000
@@ -16,7 +15,7 @@ _MAX_FILES = 200_000
 
 def stamps(source: Path) -> tuple[_storage.Stamp, ...]:
     """Returns the stamps of all files of a checkpoint, in order, up to a limit."""
-    files = (path for path in _files(source) if not _steps.markers.is_mark(path.name))
+    files = (path for path in _files(source) if not _steps.markers.is_marker(path.name))
     return tuple([_storage.stamp(path) for path in itertools.islice(files, _MAX_FILES)])
 
 
@@ -28,7 +27,7 @@ def _files(source: Path) -> Iterator[Path]:
         return
     yield source
     if source.name.endswith(_safetensors.header.INDEX_SUFFIX):
-        for name in sorted(read_shard_names(source)):
+        for name in sorted(_safetensors.reader.shard_names(source)):
             yield source.parent / name
     elif _t5x.recognises(source):
         for path in sorted(source.resolve().parent.iterdir()):

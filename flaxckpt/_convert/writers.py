@@ -216,7 +216,7 @@ class _OrbaxTarget:
         self.batch_bytes = state.batch_bytes
 
     def begin(self, output: Path, done: Collection[str]) -> Collection[str]:
-        self._root = output / _native.checkpoint.STATE
+        self._root = output / _native.items.STATE
         self._root.mkdir(exist_ok=True)
         if self._ocdbt:
             return done if (self._root / _arrays.zarr.ocdbt.MANIFEST).is_file() else ()
@@ -283,7 +283,7 @@ class _OrbaxTarget:
             lineage=metadata.lineage,
             transforms=metadata.transforms,
         )
-        files = _native.checkpoint.files(contents)
+        files = _native.checkpoint.make_files(contents)
         _write_anew(output, files)
         _write_anew(output, _native.checkpoint.seal(contents, files, output))
 

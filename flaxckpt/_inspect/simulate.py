@@ -99,7 +99,7 @@ class Simulation:
         return "\n".join(lines)
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def simulate(
     abstract_state: PyTree,
     *,

@@ -128,8 +128,8 @@ class Checkpointer:
             staging=staging,
             keep_staging=keep_staging,
         )
-        _util.arguments.positive("max_concurrent_bytes", max_concurrent_bytes)
-        _util.arguments.positive("peer_timeout_secs", peer_timeout_secs)
+        _util.arguments.check_positive("max_concurrent_bytes", max_concurrent_bytes)
+        _util.arguments.check_positive("peer_timeout_secs", peer_timeout_secs)
         self.directory = self._run.directory
         self.events = self._run.events
         self.keep = rules.keep
@@ -422,7 +422,7 @@ class Checkpointer:
 
     def has_dataset(self, step: int) -> bool:
         """Returns True if the directory of a step has a dataset state."""
-        return (self._run.path(step) / _native.checkpoint.DATASET).is_dir()
+        return (self._run.path(step) / _native.items.DATASET).is_dir()
 
     def metrics(self, step: int) -> Mapping[str, float]:
         """Returns the metrics stored with a step."""
@@ -432,8 +432,8 @@ class Checkpointer:
     def run_metadata(self) -> Mapping[str, JSON]:
         """The metadata of the whole run."""
         for directory in (self._run.saves_in, self.directory):
-            with _storage.permissions.explained(directory):
-                if found := _native.checkpoint.read_run_metadata(directory):
+            with _storage.permissions.explain_errors(directory):
+                if found := _native.metadata.read_run_metadata(directory):
                     return found
         return {}
 

@@ -101,7 +101,7 @@ class Restores:
         self._max_concurrent_bytes = max_concurrent_bytes
         self._read_once = read_once
 
-    @_util.gc_pause.paused()
+    @_util.gc_pause.pause()
     def restore(
         self,
         abstract_state: PyTree | None,
@@ -113,7 +113,7 @@ class Restores:
     ) -> Restored:
         """Restores a step; see `Checkpointer.restore`."""
         wanted = _Wanted(abstract_state, dataset, self._planned(options))
-        with _storage.paths.looking(self._run.directory):
+        with _storage.paths.listing_cache(self._run.directory):
             candidates, marked = self._agreed(step)
             if not fallback:  # try both copies of a step
                 candidates = self._run.copies(*candidates[0])
@@ -175,12 +175,12 @@ class Restores:
         """
         what = "the newest step" if step is None else f"step {step}"
         together = self._processes.begin("find", what)
-        with _distributed.agreement.ending(together, saving=False):
+        with _distributed.agreement.closing(together, saving=False):
             self._wait()
             if self._run.has_staging:
                 candidates = self._run.candidates(step)
                 return candidates, self._marked_beyond(step, candidates)
-            _distributed.agreement.check_asked(together, what)
+            _distributed.agreement.check_same_request(together, what)
 
             def look() -> list[list[tuple[int, str]]]:
                 candidates = self._run.candidates(step)
@@ -188,7 +188,7 @@ class Restores:
                 named = [(number, path.name) for number, path in candidates]
                 return [named, list(marked.items())]
 
-            named, marked = _distributed.agreement.first_says(together, "found", look)
+            named, marked = _distributed.agreement.broadcast(together, "found", look)
         found = [(number, self._run.directory / name) for number, name in named]
         return found, dict(marked)
 

@@ -68,7 +68,7 @@ class Saves:
         """Waits for the previous save, and begins a save."""
         with self._lock.get():
             together = self._processes.begin("save", f"step {request.step}")
-            with _distributed.agreement.telling(together):
+            with _distributed.agreement.report_failure(together):
                 self.end()
                 with _checkpoint.commit.store_errors(request.path):
                     return self._begin(request, state, together)
@@ -80,7 +80,7 @@ class Saves:
         together: _distributed.operation.Operation | None,
     ) -> SaveHandle:
         step, path = request.number, request.path
-        if request.on_exists == "skip" and _distributed.agreement.first_says(
+        if request.on_exists == "skip" and _distributed.agreement.broadcast(
             together, "there", lambda: step in self._run.seen()
         ):
             if together is not None:
@@ -98,7 +98,7 @@ class Saves:
         self._run.events.emit("snapshot", step, path=path, blocked_secs=blocked)
 
         @self._failing(step, path)
-        @_distributed.agreement.ending(together)
+        @_distributed.agreement.closing(together)
         def work() -> SaveResult:
             return self._execute(snapshot, blocked)
 
@@ -178,7 +178,7 @@ class Saves:
             **said,
         )
         deleted = tuple(
-            _distributed.agreement.first_says(
+            _distributed.agreement.broadcast(
                 request.operation, "deleted", lambda: self._retired(step)
             )
         )
@@ -209,7 +209,7 @@ class Saves:
         saved = self._saved
         if saved is not None and saved.root.parent == newest and saved.is_current():
             return saved
-        return _arrays.write.Previous(newest / _native.checkpoint.STATE, {})
+        return _arrays.write.Previous(newest / _native.items.STATE, {})
 
     def _retired(self, just_saved: int) -> tuple[int, ...]:
         return self._run.retire(just_saved=just_saved, is_awaited=self._is_awaited)
@@ -245,8 +245,8 @@ class Saves:
 
     def tidy(self) -> None:
         """Removes files left by crashes."""
-        with _storage.paths.looking(self._run.directory):
-            items = (_native.checkpoint.METRICS, "metadata")
+        with _storage.paths.listing_cache(self._run.directory):
+            items = (_native.items.METRICS, "metadata")
             _steps.delete.tidy(self._run.saves_in, self._run.format, items)
             if self._run.open_uploads():
                 self.params_only.tidy()
@@ -275,7 +275,7 @@ class Saves:
             return None
         what = f"the parameters of step {step}"
         together = self._processes.begin("params", what)
-        with self._lock.get(), _distributed.agreement.ending(together):
+        with self._lock.get(), _distributed.agreement.closing(together):
             self.wait()
             path = self.params_only.path(step)
             request = self.request(step, on_exists="overwrite", operation=together)
@@ -345,7 +345,7 @@ class Saves:
         if pending is not None and self._pending_step == step:
             return not pending.has_unreported_error()
         # Processes may see a new step at different times.
-        is_there = _util.processes.is_together() or step in self._run.seen()
+        is_there = _util.processes.is_distributed() or step in self._run.seen()
         return step in self._own and is_there
 
     def own(self, step: int) -> None:

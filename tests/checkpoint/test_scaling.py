@@ -20,7 +20,6 @@ from flaxckpt import errors, transforms
 from flaxckpt._checkpoint import planner as checkpoint_planner
 from flaxckpt._checkpoint import save as checkpoint_save
 from flaxckpt._checkpoint.commit import SaveRequest
-from flaxckpt._state import classes as state_classes
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import leaf as state_leaf
 from flaxckpt._state import tree as state_tree
@@ -88,7 +87,7 @@ def manifest(make, n):
 def read(make, n, *, with_roles=True):
     """The checkpoint of a state, without a disk."""
     data = manifest(make, n)
-    structure = state_treedef.from_json(data["structure"], state_classes.resolve, set())
+    structure = state_treedef.from_json(data["structure"], state_treedef.resolve, set())
     keys = dict(state_tree.key_paths(structure))
     table = {}
     for row in data["leaves"]:
@@ -114,7 +113,7 @@ WORK = {
     "a save": lambda n: snapshot(linen_like(n)),
     "a save of NNX": lambda n: snapshot(nnx_like(n)),
     "a save of many optimizers": lambda n: snapshot(several_optimizers(n)),
-    "metadata": lambda n: native_checkpoint.files(contents(linen_like, n)),
+    "metadata": lambda n: native_checkpoint.make_files(contents(linen_like, n)),
     "the manifest": lambda n: native_checkpoint._manifest_text(
         contents(linen_like, n), {}
     ),
@@ -207,7 +206,7 @@ def test_a_flattened_state_is_freed_without_the_garbage_collector(wrap):
 
 
 def test_the_garbage_collector_goes_on_after_a_pause():
-    with util_gc_pause.paused():
+    with util_gc_pause.pause():
         assert not gc.isenabled()
     assert gc.isenabled()
     with pytest.raises(errors.UnsupportedLeafError):

@@ -428,11 +428,11 @@ def test_advice_for_numbers_works(tmp_path):
         "w": np.ones(1),
     }
     flaxckpt.save(tmp_path / "a", tree)
-    with pytest.raises(errors.UnsupportedLeafError, match="map_leaf it") as caught:
+    with pytest.raises(errors.UnsupportedLeafError, match="use map_leaf") as caught:
         flaxckpt.convert(tmp_path / "a", tmp_path / "b", format="safetensors")
     assert caught.value.leaves.keys() == {"c", "n", "f"}
     changes = [
-        transforms.map_leaf(path, eval(text.split("map_leaf it with ")[1]))
+        transforms.map_leaf(path, eval(text.split("use map_leaf with ")[1]))
         for path, text in caught.value.leaves.items()
     ]
     flaxckpt.convert(
