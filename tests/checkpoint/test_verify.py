@@ -203,7 +203,7 @@ def test_files_that_are_no_part_of_it_are_named_and_do_no_harm(tmp_path, layout)
     report = flaxckpt.verify(tmp_path / "1")
     assert report.extra == ("notes.txt", "state/.c.0.rsync")
     assert report.ok
-    assert "no part of it: notes.txt" in str(report)
+    assert "not in the checkpoint: notes.txt" in str(report)
 
 
 def test_problems_are_named_by_leaf_and_by_file(tmp_path):
@@ -260,7 +260,7 @@ def test_a_report_without_a_description_says_that_no_leaf_can_be_read(tmp_path):
     flip_bit(tmp_path / "1/flaxckpt.json", 100)
     report = flaxckpt.verify(tmp_path, step=1)
     assert (report.leaves, report.unreadable) == (None, {})
-    assert "none of its leaves can be read" in str(report)
+    assert "no leaf can be read" in str(report)
 
 
 def test_files_beside_the_arrays_cost_no_leaf(tmp_path, layout):
@@ -385,7 +385,7 @@ def test_what_is_missing_in_a_sound_database_is_named(tmp_path, monkeypatch, cod
         problems = flaxckpt.verify(tmp_path / "1").problems
         name = chunks[2].removeprefix("table/")
         rest = " and 1 more are missing" if number else " is missing"
-        assert problems == {"table": f"{name}{rest} in the database"}
+        assert problems == {"table": f"{name}{rest} from the database"}
     values.write("w/zarr.json", None).result()
     assert flaxckpt.verify(tmp_path / "1").problems.keys() == {"table", "w"}
 
