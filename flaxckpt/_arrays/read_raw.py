@@ -23,8 +23,7 @@ from flaxckpt._arrays import layout
 from flaxckpt._arrays.zarr import chunk_file, ocdbt
 from flaxckpt._arrays.zarr import metadata as zarr_metadata
 from flaxckpt._arrays.zarr.chunk_file import Block, Bytes
-from flaxckpt._arrays.zarr.metadata import Array, Region
-from flaxckpt._arrays.zarr.raw_array import RawArray
+from flaxckpt._arrays.zarr.metadata import Array, RawArray, Region
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import Shape
 

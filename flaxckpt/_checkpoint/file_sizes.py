@@ -26,7 +26,7 @@ Values of up to 100 bytes are in the nodes, which are compressed.
 """
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def check(path: Path) -> None:
     """Checks the metadata of a flaxckpt checkpoint, and the sizes of array files.
 
@@ -34,7 +34,7 @@ def check(path: Path) -> None:
         DamagedCheckpointError: A metadata file is missing or has changed, or a chunk
             is missing or has the wrong size.
     """
-    with _storage.paths.looking(path):
+    with _storage.paths.listing_cache(path):
         _check(path)
 
 
@@ -44,7 +44,7 @@ def _check(path: Path) -> None:
         raise errors.DamagedCheckpointError(
             f"{path / _native.orbax_json.MANIFEST} is missing; restore another step"
         )
-    with _storage.permissions.explained(path):
+    with _storage.permissions.explain_errors(path):
         manifest = _native.items.json_file(path / _native.orbax_json.MANIFEST, path)
         encoding = _native.manifest.encoding(manifest)
         for name, digest in digests(path, stored).items():

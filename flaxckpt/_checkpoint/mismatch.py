@@ -51,7 +51,7 @@ def too_wide(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
         wanted: The leaf that the caller asks for.
         found: The stored leaf to restore; None to initialize the leaf.
     """
-    if wanted.python_type != "jax.Array" or not _arrays.lazy.needs_64_bits(wanted):
+    if wanted.python_type != "jax.Array" or not _state.dtypes.is_wide(wanted.dtype):
         return None
     widest = _widest(wanted)
     if widest == wanted.dtype:

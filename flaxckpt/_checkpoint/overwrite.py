@@ -423,7 +423,7 @@ def _is_passing(name: str) -> bool:
     """
     directory, _, file = name.rpartition("/")
     return (
-        _steps.markers.is_mark(file)
+        _steps.markers.is_marker(file)
         or _storage.files.is_replacing(file)
         or _OF_NFS.fullmatch(file) is not None
         or _LITTER.fullmatch(file) is not None

@@ -67,7 +67,7 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         raise errors.OptionError(
             "--no-diff compares nothing: leave out --step-a and --step-b, or that"
         )
-    with _storage.paths.looking(root):
+    with _storage.paths.listing_cache(root):
         found = _inspect.listing.listing(
             root, keep=options.keep, step_format=options.step_format
         )

@@ -73,7 +73,7 @@ def _verified(step: Step) -> Integrity:
         try:
             found = _checkpoint.verify.verify_checkpoint(path, step.step)
         except errors.DamagedCheckpointError as error:
-            found = _checkpoint.verify.lost(path, step.step, error)
+            found = _checkpoint.verify.report_lost(path, step.step, error)
     except (errors.CheckpointError, OSError) as error:
         return _of_error(step, error)
     told = {**found.problems, **found.unread}

@@ -21,7 +21,7 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> None:
     added = run_metrics.as_metrics(metrics)
     with (
         _writing(path, "metrics cannot be added to it"),
-        _storage.of(_native.items.file_to_lock(path)).locked(
+        _storage.of(_native.items.file_to_lock(path)).lock_file(
             _native.items.file_to_lock(path)
         ),
     ):

@@ -152,7 +152,7 @@ def _add_metrics(
             raise errors.OptionError(
                 f"names of metrics must be str, got {key!r:.80}: write str({key!r:.80})"
             )
-        name = f"{prefix}{_util.json_limits.text(key, 'a name')}"
+        name = f"{prefix}{_util.json_limits.check_text(key, 'a name')}"
         if isinstance(value, Mapping):
             _add_metrics(flat, value, f"{name}/", depth + 1)
             continue

@@ -80,9 +80,9 @@ def make(path: Path, final: Path, *, overwrite: bool) -> int:
     if overwrite and _storage.of(final).exists(final):
         _checkpoint.overwrite.check_replaceable(final)
     is_temporary = _steps.markers.is_temporary(path)
-    marks = _steps.markers.of_new(final, temporary=is_temporary)
+    marks = _steps.markers.for_new_step(final, temporary=is_temporary)
     if _steps.markers.is_pinned(path):
-        marks |= _steps.markers.of_new(path, temporary=is_temporary)
+        marks |= _steps.markers.for_new_step(path, temporary=is_temporary)
     files = [
         file for file in path.rglob("*") if file.is_file() and _belongs(path, file)
     ]
@@ -93,7 +93,7 @@ def make(path: Path, final: Path, *, overwrite: bool) -> int:
         marks=marks,
         overwrite=overwrite,
         keep=lambda name: name == _steps.markers.PIN,
-        publish=functools.partial(_checkpoint.commit.name, overwrite=overwrite),
+        publish=functools.partial(_checkpoint.commit.publish, overwrite=overwrite),
     )
 
 
@@ -107,7 +107,7 @@ def _belongs(path: Path, file: Path) -> bool:
     ) and _storage.files.is_replacing(file.name)
     is_mark = (
         not where
-        and _steps.markers.is_mark(name)
-        and not _steps.markers.goes_along(name)
+        and _steps.markers.is_marker(name)
+        and not _steps.markers.is_copied(name)
     )
     return not (is_leftover or is_mark)

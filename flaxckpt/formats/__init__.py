@@ -67,7 +67,7 @@ class Detected(NamedTuple):
 
 def identify(path: Path) -> Detected | None:
     """Returns the format of the checkpoint `path`; None if not recognised."""
-    with _storage.permissions.reading(path), _storage.paths.looking(path):
+    with _storage.permissions.reading(path), _storage.paths.listing_cache(path):
         for name, reader in _readers(path).items():
             if why := reader.recognises(path):
                 return Detected(name, why, reader)
@@ -91,7 +91,7 @@ def detect(path: PathLike) -> Detected:
         DamagedCheckpointError: The checkpoint is incomplete, or may not be read.
     """
     path = _storage.paths.resolve(path)
-    with _storage.permissions.reading(path), _storage.paths.looking(path):
+    with _storage.permissions.reading(path), _storage.paths.listing_cache(path):
         detected = identify(path) if path.exists() else None
         return detected or _explain_unrecognised(path)
 
@@ -290,7 +290,7 @@ def advice_on_names(directory: Path) -> str:
 
     Empty if no checkpoint in the directory may be a step.
     """
-    steps = _steps.index.with_any_name(directory, identify)
+    steps = _steps.index.checkpoints_by_number(directory, identify)
     names = [path.name for paths in steps.values() for path in paths]
     if not names:
         return ""
@@ -309,12 +309,12 @@ def is_being_written(path: Path) -> bool:
     """Returns True if `path` has an unfinished save and no committed checkpoint."""
     if _storage.of(path).is_committed(path):
         return False
-    return path.name in _storage.temporary.being_written(path.parent)
+    return path.name in _storage.temporary.unfinished_names(path.parent)
 
 
 def advice_on_saves(directory: Path) -> str:
     """Describes the unfinished saves under a directory; empty without any."""
-    names = _storage.temporary.being_written(directory)
+    names = _storage.temporary.unfinished_names(directory)
     if not names:
         return ""
     return (

@@ -252,7 +252,7 @@ def _array_forms(
             text = read_text()
             forms[name] = native_arrays.form_in(text)
             _check_chunks(forms[name])
-            if _arrays.zarr.chunk_headers.described(text).codec == "blosc":
+            if _arrays.zarr.chunk_headers.parse(text).codec == "blosc":
                 blosc.add(name)
         except PermissionError:
             raise

@@ -26,7 +26,7 @@ _FIRST_BYTES = 512
 def first_bytes(path: Path, count: int = 64) -> bytes:
     """Returns at most `count` first bytes of a regular file; else empty."""
     try:
-        with _storage.of(path).opened(path) as file:
+        with _storage.of(path).open_file(path) as file:
             return file.read(count)
     except PermissionError:
         raise

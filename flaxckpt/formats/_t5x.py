@@ -135,7 +135,7 @@ class _SpecReplacer:
             raise ValueError(f"shares the directory {name} with {other}")
         self._leaves[name] = leaf
         array = _zarr2.find(self._root, name)
-        shape = _arrays.zarr.limits.sizes(spec["metadata"].get("shape"))
+        shape = _arrays.zarr.metadata.sizes(spec["metadata"].get("shape"))
         dtype = spec.get("dtype", array.dtype)
         if array.shape != shape or array.dtype != dtype:
             raise ValueError(

@@ -133,7 +133,7 @@ def _parse(root: Path, name: str, data: Mapping[str, Any]) -> _Zarr2:
     if "shape" not in data or "chunks" not in data:
         raise ValueError(".zarray has no shape or no chunks")
     shape, chunk_shape = (
-        _arrays.zarr.limits.sizes(data[key]) for key in ("shape", "chunks")
+        _arrays.zarr.metadata.sizes(data[key]) for key in ("shape", "chunks")
     )
     array = _Zarr2(
         root,

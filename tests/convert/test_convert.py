@@ -22,7 +22,7 @@ from safetensors import numpy as safetensors
 import flaxckpt
 from flaxckpt import errors, transforms
 from flaxckpt._arrays import blockwise as arrays_blockwise
-from flaxckpt._convert import convert as convert_convert
+from flaxckpt._convert import convert
 from flaxckpt.formats import _locate
 from flaxckpt.formats._msgpack import writer as msgpack_writer
 from tests import GOLDEN
@@ -551,7 +551,7 @@ def kill_halfway(source, target, format_name, layout):
     ended = subprocess.run([sys.executable, "-c", code], check=False, timeout=300)
     assert ended.returncode == -signal.SIGKILL
     assert not target.exists()
-    return target.with_name(target.name + convert_convert.TEMPORARY)
+    return target.with_name(target.name + convert.TEMPORARY)
 
 
 @pytest.mark.parametrize(
@@ -640,14 +640,14 @@ def test_an_error_leaves_what_is_done(tmp_path, monkeypatch, format_name, fault)
 
     with monkeypatch.context() as patch:
         if fault == "write":
-            patch.setattr(convert_convert.convert_journal.Journal, "add", fail)
+            patch.setattr(convert.Journal, "add", fail)
         else:
-            patch.setattr(convert_convert._storage.files, "sync_tree", fail)
+            patch.setattr(convert._storage.files, "sync_tree", fail)
         with pytest.raises(errors.SaveFailedError, match="no space left"):
             flaxckpt.convert(source, target, format=format_name)
     assert not target.exists()
     flaxckpt.convert(source, target, format=format_name)
-    assert not target.with_name("new" + convert_convert.TEMPORARY).exists()
+    assert not target.with_name("new" + convert.TEMPORARY).exists()
     if format_name != "msgpack":
         assert_equal(source, target)
 
@@ -657,7 +657,7 @@ def test_what_was_moved_away_is_made_again(tmp_path, monkeypatch, format_name):
     """As if it was killed after the last step, and the result then removed."""
     source, target = big_source(tmp_path), tmp_path / "x"
     with monkeypatch.context() as patch:
-        journal = convert_convert.convert_journal.Journal
+        journal = convert.Journal
         patch.setattr(journal, "remove", lambda journal: None)
         flaxckpt.convert(source, target, format=format_name)
     target.rename(tmp_path / "moved")

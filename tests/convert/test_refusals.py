@@ -14,7 +14,7 @@ from safetensors import numpy as safetensors
 import flaxckpt
 from flaxckpt import errors, transforms
 from flaxckpt._arrays import blockwise as arrays_blockwise
-from flaxckpt._convert import convert as convert_convert
+from flaxckpt._convert import convert
 from tests import GOLDEN
 from tests.helpers import strategies
 
@@ -175,7 +175,7 @@ def stopped(source, target, **options):
         flaxckpt.convert(
             source, target, progress=stop, max_concurrent_bytes=100, **options
         )
-    temporary = target.with_name(target.name + convert_convert.TEMPORARY)
+    temporary = target.with_name(target.name + convert.TEMPORARY)
     assert (temporary / "done.txt").read_text()
 
 
@@ -250,7 +250,7 @@ def test_nothing_is_said_of_work_that_is_not_there(source, tmp_path, monkeypatch
     def fail(directory, work):
         raise OSError("no space left")
 
-    monkeypatch.setattr(convert_convert.convert_journal, "Journal", fail)
+    monkeypatch.setattr(convert, "Journal", fail)
     with pytest.raises(errors.SaveFailedError, match="no space left") as caught:
         flaxckpt.convert(source, tmp_path / "c")
     assert "What is done" not in str(caught.value)

@@ -1057,7 +1057,7 @@ def test_a_save_that_is_waited_for_leaves_deletions_to_the_next(tmp_path, monkey
     handle = ckpt.save(9, state(9))
     monkeypatch.setattr(
         checkpoint_save._util.progress,
-        "shown",
+        "bar",
         lambda counter: contextlib.nullcontext(waited.set()),
     )
     assert handle.wait().deleted_steps == (0, 1)

@@ -107,7 +107,7 @@ def scanner(path: Path, *, buffer_bytes: int = 2**16) -> Iterator[Scanner]:
         raise errors.DamagedCheckpointError(
             f"{path} is not a regular file; restore another step"
         )
-    with _storage.of(path).opened(path, buffer_bytes=buffer_bytes) as file:
+    with _storage.of(path).open_file(path, buffer_bytes=buffer_bytes) as file:
         yield Scanner(file, path)
 
 

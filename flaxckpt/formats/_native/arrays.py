@@ -19,7 +19,7 @@ from typing import NamedTuple
 import tensorstore as ts
 
 from flaxckpt import _arrays, _state, _storage, _util, errors
-from flaxckpt._arrays.zarr.raw_array import RawArray
+from flaxckpt._arrays.zarr.metadata import RawArray
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt.formats._native import orbax_json
@@ -82,8 +82,10 @@ def form_in(text: bytes) -> ArrayForm:
         raise ValueError("its metadata is too large")
     try:
         # TensorStore parses it again, and may pick the other of two equal keys.
-        data = json.loads(text.decode(), object_pairs_hook=_util.json_limits.unique)
-        return ArrayForm(*_arrays.zarr.metadata.array(data))
+        data = json.loads(
+            text.decode(), object_pairs_hook=_util.json_limits.refuse_duplicates
+        )
+        return ArrayForm(*_arrays.zarr.metadata.parse(data))
     except (errors.CheckpointError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"its metadata is not supported: {str(error)[:150]}") from None
 
@@ -110,7 +112,7 @@ def texts(
     if not (names := list(names)):  # Orbax writes no database without arrays
         return {}
     _check_database(root, checkpoint)
-    store = _arrays.zarr.ocdbt.opened(root, _storage.client.context())
+    store = _arrays.zarr.ocdbt.open(root, _storage.client.context())
     reads = {
         name: store.read(_arrays.zarr.metadata.database_key(name, file))
         for name in names
@@ -246,7 +248,7 @@ class Arrays:
             text = _arrays.zarr.chunk_file.small(self.root / name / file)
             _check_form(text, form)
             _arrays.zarr.chunk_headers.check_files(
-                self.root / name, _arrays.zarr.chunk_headers.described(text)
+                self.root / name, _arrays.zarr.chunk_headers.parse(text)
             )
             return opened()
         if self._is_blosc(name):
@@ -265,7 +267,7 @@ class Arrays:
                 if found.state != "value":
                     raise ValueError(f"{file} is missing")
                 _check_form(found.value, form)
-                if _arrays.zarr.chunk_headers.described(found.value).codec == "blosc":
+                if _arrays.zarr.chunk_headers.parse(found.value).codec == "blosc":
                     raise ValueError("it is compressed by blosc, unlike when saved")
                 opened().add_done_callback(handed_over)
             except BaseException as error:
@@ -295,7 +297,7 @@ class Arrays:
         read = store.read(_arrays.zarr.metadata.database_key(name, file))
         text = _text_of_value(read, self.root, file)
         _check_form(text, form)
-        chunks = _arrays.zarr.chunk_headers.described(text)
+        chunks = _arrays.zarr.chunk_headers.parse(text)
         if chunks.codec == "blosc":
             _arrays.zarr.chunk_headers.check_values(store, name, chunks)
 

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from flaxckpt import _arrays, _state, errors
-from flaxckpt._arrays.zarr.limits import sizes
+from flaxckpt._arrays.zarr.metadata import sizes
 from flaxckpt._state.leaf import LeafInfo, Role
 from flaxckpt._types import JSON, LeafPath
 from flaxckpt.formats._native import orbax_json

@@ -332,7 +332,7 @@ def _parse_split(text: str) -> Split | None:
         sizes = dict(
             zip(
                 data["axis_names"],
-                _arrays.zarr.limits.sizes(data["shape"]),
+                _arrays.zarr.metadata.sizes(data["shape"]),
                 strict=True,
             )
         )

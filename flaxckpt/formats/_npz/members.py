@@ -376,7 +376,7 @@ def check(member: Member) -> None:
 
 def _parts(member: Member) -> Iterator[bytes]:
     """Yields the content of a member in parts; compares the CRC-32 at the end."""
-    with _storage.of(member.archive.path).opened(member.archive.path) as file:
+    with _storage.of(member.archive.path).open_file(member.archive.path) as file:
         check_unchanged(file.fileno(), member.archive)
         file.seek(member.offset)
         codec = zlib.decompressobj(-zlib.MAX_WBITS) if member.is_deflated else None

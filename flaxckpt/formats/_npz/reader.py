@@ -50,7 +50,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     faults: dict[str, str] = {}
     unsupported: dict[str, str] = {}
     try:
-        with _storage.of(path).opened(path) as file:
+        with _storage.of(path).open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             members, faults = npz_members.members(file, stamp, size)
             for member in members:

@@ -261,7 +261,9 @@ def parse_object(text: bytes) -> dict[str, Any]:
         raise ValueError("wanted a JSON object")
     _util.json_limits.check(text, max_containers=_MAX_CONTAINERS)
     try:
-        data = json.loads(text.decode(), object_pairs_hook=_util.json_limits.unique)
+        data = json.loads(
+            text.decode(), object_pairs_hook=_util.json_limits.refuse_duplicates
+        )
     except RecursionError:
         raise ValueError("its JSON is nested too deep") from None
     except UnicodeDecodeError:

@@ -290,7 +290,7 @@ def _header_text(path: Path) -> tuple[bytes, int]:
     """Returns the header of a file, and the size of the file in bytes."""
     if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
         raise ValueError("it is not a regular file")
-    with _storage.of(path).opened(path) as file:
+    with _storage.of(path).open_file(path) as file:
         file_size = os.fstat(file.fileno()).st_size
         start = file.read(8)
         if (
