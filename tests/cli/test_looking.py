@@ -127,7 +127,7 @@ def test_ls_of_a_run_that_has_just_begun(here, command):
 def test_what_is_no_checkpoint_is_bad_use(here, command):
     for verb in ("ls", "show", "verify", "du", "explain"):
         assert "does not exist" in command.refuses(verb, "nowhere")
-        assert "is no checkpoint that is read here" in command.refuses(
+        assert "is not a checkpoint of a supported format" in command.refuses(
             verb, "notes.txt"
         )
     assert "did you mean" not in command.refuses("ls", "run", "--bogus")
