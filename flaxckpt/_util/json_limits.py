@@ -37,10 +37,10 @@ def copy(value: Mapping[str, Any], at: str) -> dict[str, JSON]:
     Raises:
         ValueError: JSON would not return an equal value; the message names the item.
     """
-    return _copied_dict(value, at, 0)
+    return _copy_dict(value, at, 0)
 
 
-def _copied(value: Any, at: str, depth: int) -> JSON:
+def _copy(value: Any, at: str, depth: int) -> JSON:
     if depth > MAX_DEPTH:
         raise ValueError(
             f"{at[:80]} … is nested more than {MAX_DEPTH} deep, or contains itself"
@@ -56,22 +56,22 @@ def _copied(value: Any, at: str, depth: int) -> JSON:
     if isinstance(value, str):
         return check_text(value, at)
     if isinstance(value, list | tuple):
-        return [_copied(item, f"{at}[{i}]", depth + 1) for i, item in enumerate(value)]
+        return [_copy(item, f"{at}[{i}]", depth + 1) for i, item in enumerate(value)]
     if not isinstance(value, Mapping):
         cls = type(value)
         raise ValueError(f"{at} is a {cls.__module__}.{cls.__qualname__}")
-    return _copied_dict(value, at, depth)
+    return _copy_dict(value, at, depth)
 
 
-def _copied_dict(value: Mapping[str, Any], at: str, depth: int) -> dict[str, JSON]:
-    made: dict[str, JSON] = {}
+def _copy_dict(value: Mapping[str, Any], at: str, depth: int) -> dict[str, JSON]:
+    copied: dict[str, JSON] = {}
     for key, item in value.items():
         if not isinstance(key, str):
             raise ValueError(f"{at} has the key {key!r:.80}, which is not a str")
-        made[check_text(key, at)] = _copied(item, f"{at}[{key!r:.80}]", depth + 1)
-    if len(made) < len(value):
+        copied[check_text(key, at)] = _copy(item, f"{at}[{key!r:.80}]", depth + 1)
+    if len(copied) < len(value):
         raise ValueError(f"{at} has two keys with the same text")
-    return made
+    return copied
 
 
 def check_text(value: str, at: str) -> str:
