@@ -297,7 +297,7 @@ def test_a_step_without_a_dataset_cannot_restore_one(tmp_path):
 def test_an_iterator_that_refuses_the_state_says_so(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, {"x": 1}, dataset=StepIndexed(lambda i: i)).wait()
-        with pytest.raises(errors.DatasetStateError, match="does not take the state"):
+        with pytest.raises(errors.DatasetStateError, match="does not accept the state"):
             ckpt.restore(dataset=Everything())
 
 
