@@ -30,7 +30,6 @@ from flaxckpt._storage import (
     filesystem,
     leases,
     rename,
-    symlinks,
     temporary,
 )
 from flaxckpt._types import JSON
@@ -156,9 +155,9 @@ class LocalStorage:
     def free_bytes(self, path: Path, /) -> int | None:
         return shutil.disk_usage(path).free
 
-    check_root = staticmethod(symlinks.check_root)
-    check_array = staticmethod(symlinks.check_array)
-    check_file = staticmethod(symlinks.check_file)
+    check_root = staticmethod(files.check_root)
+    check_array = staticmethod(files.check_array)
+    check_file = staticmethod(files.check_file)
 
     def kvstore(self, directory: Path, below: str, /) -> dict[str, JSON]:
         return {"driver": "file", "path": f"{directory}/{below}"}
