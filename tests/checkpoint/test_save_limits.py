@@ -362,8 +362,8 @@ def test_what_is_changed_after_the_call_is_not_saved(tmp_path):
     ("metrics", "word"),
     [
         ({1: 0.5}, "must be str"),
-        ({"a": {"b": 1}, "a/b": 2}, "two metrics are called 'a/b'"),
-        (holds_itself(), "hold themselves"),
+        ({"a": {"b": 1}, "a/b": 2}, "two metrics are named 'a/b'"),
+        (holds_itself(), "contain themselves"),
         ({"\ud83d\ude00": 1}, "surrogate pair"),
         ({"x" * MIB: 1}, "1048576"),
     ],

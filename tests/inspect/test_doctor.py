@@ -47,10 +47,10 @@ def test_a_directory_that_cannot_be_written_to_is_a_problem(tmp_path, monkeypatc
 
     monkeypatch.setattr(LOCAL, "make_directory", refuse)
     found = inspect_doctor.examine(tmp_path)
-    assert found.problems == (f"{tmp_path} cannot be written to: Permission denied",)
+    assert found.problems == (f"cannot write to {tmp_path}: Permission denied",)
     assert found.write_rate is None
 
 
 def test_what_is_no_directory_is_an_error(tmp_path):
-    with pytest.raises(errors.OptionError, match="is no directory"):
+    with pytest.raises(errors.OptionError, match="is not a directory"):
         inspect_doctor.examine(tmp_path / "nowhere")

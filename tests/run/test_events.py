@@ -118,7 +118,7 @@ def test_a_damaged_step_and_a_source_are_told(tmp_path):
     ]
     assert told(seen)[-3:] == [("fell_back", 2), ("restored", 1), ("deleted", 2)]
     [fell_back] = [event for event in seen if event.kind == "fell_back"]
-    assert "holds no checkpoint" in fell_back.details["error"]
+    assert "is not a checkpoint" in fell_back.details["error"]
     assert "\n" not in fell_back.details["error"]
 
 
