@@ -208,20 +208,20 @@ def digest(content: bytes) -> str:
     return "sha256:" + hashlib.sha256(content).hexdigest()
 
 
-def check_digest(name: object, found: str | None, recorded: object) -> None:
+def check_digest(name: object, digest: str | None, recorded: object) -> None:
     """Compares the digest of a file with the recorded digest.
 
     Args:
         name: The file, for the message.
-        found: Digest of the file; None if missing or too large.
+        digest: Digest of the file; None if missing or too large.
         recorded: The recorded digest, not trusted.
 
     Raises:
         ValueError: The digests differ.
     """
-    if found != recorded:
+    if digest != recorded:
         # Twelve hexadecimal digits are enough to tell digests apart.
-        wanted, have = (str(digest)[:19] for digest in (recorded, found or "none"))
+        wanted, found = str(recorded)[:19], str(digest or "none")[:19]
         raise ValueError(
-            f"{name} has changed since it was saved: wanted {wanted}, found {have}"
+            f"{name} has changed since it was saved: wanted {wanted}, found {found}"
         )

@@ -76,10 +76,10 @@ class LocalStorage:
         return os.path.lexists(path)
 
     def contents(
-        self, directory: Path, wanted: Callable[[str], bool], /
+        self, directory: Path, select: Callable[[str], bool], /
     ) -> dict[str, Collection[str]]:
         contents: dict[str, Collection[str]] = {}
-        for name in filter(wanted, list(self.directories(directory))):
+        for name in filter(select, list(self.directories(directory))):
             with contextlib.suppress(FileNotFoundError):  # just deleted
                 contents[name] = os.listdir(directory / name)  # noqa: PTH208
         return contents
@@ -357,12 +357,12 @@ class LocalStorage:
 
     def add_directory(self, path: Path, files: Mapping[str, bytes], /) -> bool:
         is_first = True
-        with temporary.new_directory(path.parent) as made:
+        with temporary.new_directory(path.parent) as new:
             for name, content in files.items():
-                self.write(made / name, content)
-            self.sync_directory(made)
+                self.write(new / name, content)
+            self.sync_directory(new)
             try:
-                made.rename(path)
+                new.rename(path)
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
@@ -405,8 +405,8 @@ class LocalStorage:
         check: Callable[[Path], object],
     ) -> Iterator[Path]:
         temporary.sweep(final.parent, lambda name: name == final.name)
-        with temporary.new_directory(final) as made:
-            yield made
+        with temporary.new_directory(final) as directory:
+            yield directory
 
     def commit(
         self,
@@ -435,19 +435,18 @@ class LocalStorage:
     ) -> int:
         if files is None:
             files = [path for path in source.rglob("*") if path.is_file()]
-        with temporary.new_directory(final) as made:
+        with temporary.new_directory(final) as new:
             for directory in sorted({file.parent for file in files}):
-                copied = made / directory.relative_to(source)
-                copied.mkdir(parents=True, exist_ok=True)
+                (new / directory.relative_to(source)).mkdir(parents=True, exist_ok=True)
 
             def copy(file: Path) -> None:
-                shutil.copyfile(file, made / file.relative_to(source))
+                shutil.copyfile(file, new / file.relative_to(source))
 
             _util.threads.each(copy, files, threads=_COPYING_THREADS)
             for name, content in markers.items():
-                self.write(made / name, content)
-            size = self.sync_tree(made)
-            publish(made, final)
+                self.write(new / name, content)
+            size = self.sync_tree(new)
+            publish(new, final)
             return size
 
     def delete(self, path: Path, check: Callable[[Path], object], /) -> None:
