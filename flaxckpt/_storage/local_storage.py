@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import io
 import os
@@ -304,12 +305,7 @@ class LocalStorage:
 
     def sync_tree(self, root: Path, /) -> int:
         sizes: list[int] = []
-
-        def sync(path: str) -> None:
-            status = _sync(path)
-            if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
-                sizes.append(status.st_size)
-
+        sync = functools.partial(_sync, sizes=sizes)
         paths = [
             os.path.join(directory, name)  # noqa: PTH118
             for directory, _, names in os.walk(root, topdown=False)
@@ -353,7 +349,8 @@ class LocalStorage:
             os.close(descriptor)
 
     def sync_files(self, paths: Iterable[Path], threads: int, /) -> None:
-        _util.threads.each(_sync, list(paths), threads=threads)
+        sync = functools.partial(_sync, sizes=[])
+        _util.threads.each(sync, paths, threads=threads)
 
     def add_directory(self, path: Path, files: Mapping[str, bytes], /) -> bool:
         is_first = True
@@ -489,14 +486,16 @@ def _entries_below(directory: str, prefix: str) -> Iterator[tuple[str, bool]]:
             yield from _entries_below(entry.path, path + "/")
 
 
-def _sync(path: Path | str) -> os.stat_result:
-    """Syncs a file or a directory, by any writer."""
+def _sync(path: Path | str, *, sizes: list[int]) -> None:
+    """Syncs a file or a directory; adds the size of a file without other hard links."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(descriptor)
-        return os.fstat(descriptor)
+        status = os.fstat(descriptor)
     finally:
         os.close(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+        sizes.append(status.st_size)
 
 
 def _raise(error: OSError) -> NoReturn:
