@@ -74,7 +74,7 @@ class ProcessGroup:
         self._open: set[Operation] = set()
         # Directory -> operations whose messages process 0 deletes later.
         self._ended: dict[str, list[str]] = {}
-        self._heartbeats = heartbeat.Heartbeats(store, index, self._poll_failures)
+        self.heartbeats = heartbeat.Heartbeats(store, index, self._poll_failures)
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
@@ -110,13 +110,13 @@ class ProcessGroup:
             self._counts[name] += 1
         operation = Operation(self, f"{name}/{number}", what, timeout_secs)
         self._open.add(operation)
-        self._heartbeats.resume()
+        self.heartbeats.resume()
         return operation
 
     def start_heartbeats(self) -> None:
         """Starts heartbeats before the first operation; does nothing in a fork."""
         if os.getpid() == self._pid:
-            self._heartbeats.resume()
+            self.heartbeats.resume()
 
     def end(self, operation: Operation, *, all_reported: bool) -> None:
         """Forgets an operation; deletes its messages when no process needs them."""
@@ -130,10 +130,6 @@ class ProcessGroup:
         for name in ended:
             with contextlib.suppress(OSError):
                 self.store.delete(name)
-
-    def silent_secs(self, process: int) -> float:
-        """Returns the seconds since the last heartbeat of a process; 0 without any."""
-        return self._heartbeats.silent_secs(process)
 
     def _poll_failures(self) -> bool:
         operations = list(self._open)
@@ -313,7 +309,9 @@ class Operation:
         deadline = time.monotonic() + _GRACE_SECS
         for process in range(1, self.count):
             while self._messages.get_report(stage, process, _SLICE_SECS) is None:
-                is_dead = self._group.silent_secs(process) > heartbeat.SILENT_SECS
+                is_dead = (
+                    self._group.heartbeats.silent_secs(process) > heartbeat.SILENT_SECS
+                )
                 has_stopped = process in failed_processes(self._messages.failures())
                 if is_dead or has_stopped or time.monotonic() > deadline:
                     break
@@ -329,7 +327,7 @@ class Operation:
         self, process: int, stage: str, begin: float, deadline: float
     ) -> str | None:
         """Returns why a process counts as late; None if it may still come."""
-        silent = self._group.silent_secs(process)
+        silent = self._group.heartbeats.silent_secs(process)
         if silent > heartbeat.SILENT_SECS:
             return (
                 f"has sent no heartbeat for {silent:.0f} s, and has not reached"

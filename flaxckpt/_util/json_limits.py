@@ -27,17 +27,25 @@ _PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 """A surrogate pair, which JSON cannot distinguish from the character."""
 
 
-def copy(value: Mapping[str, Any], at: str) -> dict[str, JSON]:
+def copy(value: Mapping[str, Any], at: str, depth: int = 0) -> dict[str, JSON]:
     """Returns a deep copy of a mapping in JSON types; tuples become lists.
 
     Args:
         value: A mapping that the caller may change afterwards.
         at: The name of the mapping, for messages: `metadata`.
+        depth: Number of containers around the mapping.
 
     Raises:
         ValueError: JSON would not return an equal value; the message names the item.
     """
-    return _copy_dict(value, at, 0)
+    copied: dict[str, JSON] = {}
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise ValueError(f"{at} has the key {key!r:.80}, which is not a str")
+        copied[check_text(key, at)] = _copy(item, f"{at}[{key!r:.80}]", depth + 1)
+    if len(copied) < len(value):
+        raise ValueError(f"{at} has two keys with the same text")
+    return copied
 
 
 def _copy(value: Any, at: str, depth: int) -> JSON:
@@ -60,18 +68,7 @@ def _copy(value: Any, at: str, depth: int) -> JSON:
     if not isinstance(value, Mapping):
         cls = type(value)
         raise ValueError(f"{at} is a {cls.__module__}.{cls.__qualname__}")
-    return _copy_dict(value, at, depth)
-
-
-def _copy_dict(value: Mapping[str, Any], at: str, depth: int) -> dict[str, JSON]:
-    copied: dict[str, JSON] = {}
-    for key, item in value.items():
-        if not isinstance(key, str):
-            raise ValueError(f"{at} has the key {key!r:.80}, which is not a str")
-        copied[check_text(key, at)] = _copy(item, f"{at}[{key!r:.80}]", depth + 1)
-    if len(copied) < len(value):
-        raise ValueError(f"{at} has two keys with the same text")
-    return copied
+    return copy(value, at, depth)
 
 
 def check_text(value: str, at: str) -> str:

@@ -109,7 +109,7 @@ class Buffered(Generic[Batch]):
     def set_state(self, state: Any) -> None:
         """Drops prefetched batches, and continues at a state from `get_state`."""
         self._set(lambda: self._adapter.set_state(self.iterator, copy.deepcopy(state)))
-        if _has_shards(self.iterator):
+        if _duck_types.has_shards(self.iterator):
             self._state = _state(self._adapter, self.iterator)
         else:
             self._state = _State(copy.deepcopy(state))
@@ -117,7 +117,7 @@ class Buffered(Generic[Batch]):
     @property
     def get_shard_states(self) -> Callable[[], list[Any]] | None:
         """A function that returns the states of `iterator`'s shards, or None."""
-        if not _has_shards(self.iterator):
+        if not _duck_types.has_shards(self.iterator):
             return None
         return lambda: list(
             (self._state or _state(self._adapter, self.iterator)).shards
@@ -126,7 +126,7 @@ class Buffered(Generic[Batch]):
     @property
     def set_shard_states(self) -> Callable[[list[Any]], None] | None:
         """A function that sets the states of `iterator`'s shards, or None."""
-        return self._set_shard_states if _has_shards(self.iterator) else None
+        return self._set_shard_states if _duck_types.has_shards(self.iterator) else None
 
     def _set_shard_states(self, states: list[Any]) -> None:
         self._set(lambda: self.iterator.set_shard_states(copy.deepcopy(states)))
@@ -216,12 +216,8 @@ class _State:
 
 def _state(adapter: _adapters.Adapter, iterator: Any) -> _State:
     """Returns a copy of the current state."""
-    shards = iterator.get_shard_states() if _has_shards(iterator) else ()
+    shards = iterator.get_shard_states() if _duck_types.has_shards(iterator) else ()
     return copy.deepcopy(_State(adapter.get_state(iterator), tuple(shards)))
-
-
-def _has_shards(iterator: Any) -> bool:
-    return _duck_types.has(iterator, "get_shard_states", "set_shard_states")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -34,6 +34,11 @@ def has(obj: Any, *names: str) -> bool:
     )
 
 
+def has_shards(obj: Any) -> bool:
+    """Returns True for an iterator that can get and set the state of each shard."""
+    return has(obj, "get_shard_states", "set_shard_states")
+
+
 def version(obj: Any) -> str | None:
     """Returns the version of the library of `obj`; None for flaxckpt."""
     if package(obj) == "flaxckpt":

@@ -95,9 +95,7 @@ def _process_count_error(
 
 def has_shards(iterators: Sequence[Any]) -> bool:
     """Returns True if the iterator can get and set the state of each shard."""
-    return len(iterators) == 1 and _duck_types.has(
-        iterators[0], "get_shard_states", "set_shard_states"
-    )
+    return len(iterators) == 1 and _duck_types.has_shards(iterators[0])
 
 
 def shard_name(i: int) -> str:
