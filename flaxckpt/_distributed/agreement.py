@@ -173,10 +173,9 @@ def _shared_error(
 ) -> Exception:
     """Returns this process's own error if all processes failed alike."""
     common = _restore_error(operation, apart)
-    is_damage = isinstance(error, errors.DamagedCheckpointError)
-    if is_damage is isinstance(common, errors.DamagedCheckpointError):
-        return error
-    return common
+    damage = errors.DamagedCheckpointError
+    is_alike = isinstance(error, damage) is isinstance(common, damage)
+    return error if is_alike else common
 
 
 def _restore_error(operation: Operation, apart: ApartError) -> errors.CheckpointError:
