@@ -89,13 +89,13 @@ def abstract_state(
     elif args:
         raise errors.OptionError(
             f"{_util.arguments.found(init_fn_or_state)} takes no arguments, got"
-            f" {len(args)}: pass them with a function that makes the state, or none"
+            f" {len(args)}: pass arguments only with a function that creates the state"
         )
     axis_rules = _axis_rules(rules)
     compiled = _leaf_rules(leaf_rules)
     if mesh is None and (axis_rules or compiled):
         raise errors.OptionError(
-            "rules and leaf_rules say how leaves are split over a mesh: pass mesh=..."
+            "rules and leaf_rules split leaves over a mesh: pass mesh=..."
         )
     return _abstracted(state, mesh, axis_rules, compiled)
 
@@ -171,7 +171,7 @@ def _leaf_rules(leaf_rules: LeafRules) -> list[_Rule]:
     for pattern, spec in pairs:
         if not isinstance(spec, PartitionSpec):
             raise errors.OptionError(
-                f"leaf_rules must give a jax.sharding.PartitionSpec for {pattern!r},"
+                f"leaf_rules must map {pattern!r} to a jax.sharding.PartitionSpec,"
                 f" got {spec!r:.80}"
             )
     return [_Rule(compile_pattern(pattern), spec) for pattern, spec in pairs]
@@ -190,8 +190,8 @@ def _axis_rules(rules: AxisRules) -> list[tuple[str, MeshAxes]]:
             isinstance(axis, str | None) for axis in names
         ):
             raise errors.OptionError(
-                "rules must give an axis of the mesh, a tuple of them, or None, for"
-                f" each logical axis, got {(name, axes)!r:.80}"
+                "rules must map each logical axis to a mesh axis, a tuple of mesh axes"
+                f" or None, got {(name, axes)!r:.80}"
             )
     return [
         (name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in pairs
@@ -207,8 +207,8 @@ def _pairs(rules: Any, what: str, example: str) -> list[tuple[Any, Any]]:
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise errors.OptionError(
-                f"{what} must be pairs, as [{example}], or a dict of the same, got"
-                f" {pair!r:.80}"
+                f"{what} must be pairs, such as [{example}], or a dict,"
+                f" got {pair!r:.80}"
             )
     return [(name, value) for name, value in pairs]
 
@@ -297,7 +297,7 @@ def _problem(info: LeafInfo, spec: PartitionSpec, mesh: AnyMesh) -> str | None:
     for size, part in zip(info.shape, spec, strict=False):
         ways = math.prod(sizes[axis] for axis in _part_axes(part))
         if size % ways:
-            return f"{spec} splits {size} into {ways} parts, of {info}"
+            return f"{spec} cannot split {size} into {ways} equal parts, in {info}"
     return None
 
 

@@ -233,7 +233,7 @@ def checked(policies: object, option: str) -> tuple[PreservationPolicy, ...]:
 
 def _shown(policy: object) -> str:
     if isinstance(policy, type):
-        return f"the class {policy.__name__}, not one of its objects"
+        return f"the class {policy.__name__} instead of an instance"
     return f"{policy!r:.80}"
 
 
@@ -265,7 +265,7 @@ def decide(
     listed = tuple(checkpoints) if _util.arguments.is_list(checkpoints) else None
     if listed is None or not all(hasattr(each, "step") for each in listed):
         raise errors.OptionError(
-            "checkpoints must be a list of what has a step and metrics, such as"
+            "checkpoints must be a list of objects with step and metrics, such as"
             f" flaxckpt.CheckpointMetadata, got {_util.arguments.found(checkpoints)}"
         )
     ordered = sorted(listed, key=lambda c: c.step)

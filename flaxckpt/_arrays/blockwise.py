@@ -259,8 +259,7 @@ def _begun(
                     source.open(context), source.root
                 )
             store = opened[piece.path]
-            if (store.shape, store.dtype.name) != layout.stored_form(source.info):
-                raise ValueError(f"recorded as {source.info}, stored as another")
+            arrays_read.check_form(source.info, store)
             region = tuple(slice(*bounds) for bounds in piece.region)
             begun.append(store[region].read())
         except errors.StoreError:

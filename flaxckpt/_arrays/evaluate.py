@@ -45,8 +45,8 @@ def _check_given(leaf: Leaf) -> None:
     stored = [s for s in leaf.sources if isinstance(s, StoredLeaf)]
     if stored:
         raise errors.OptionError(
-            f"{leaf.info.path} is to come from {stored[0].root}: a save has only the"
-            " state; load the other checkpoint first, or convert"
+            f"{leaf.info.path} would be read from {stored[0].root}, but a save has only"
+            " the state: load the other checkpoint first, or use convert"
         )
 
 
@@ -82,8 +82,8 @@ def _check_width(array: Array, is_wide: bool, path: LeafPath) -> None:
         return
     if int(array.max()) >= 2**31 or int(array.min()) < -(2**31):
         raise errors.OptionError(
-            f"{path} is computed of the number {array.max()}, which needs 64 bits: pass"
-            " it as a numpy array, or set jax_enable_x64"
+            f"{path} is computed from the number {array.max()}, which needs 64 bits:"
+            " pass it as a numpy array, or set jax_enable_x64"
         )
 
 

@@ -113,7 +113,7 @@ def check_keys(impl: str, shape: Shape, dtype: str) -> None:
     """
     words = key_words(impl)
     if dtype != "uint32" or shape[-1:] != (words,):
-        raise ValueError(f"{dtype}{list(shape)} is no array of {impl[:40]} keys")
+        raise ValueError(f"{dtype}{list(shape)} is not an array of {impl[:40]} keys")
 
 
 def write_shape(info: LeafInfo, shape: Shape) -> Shape:
@@ -182,15 +182,15 @@ def fault(info: LeafInfo) -> str | None:
 def _fault(shape: Shape, chunk_shape: Shape) -> str | None:
     axes = len(chunk_shape)  # a PRNG key has an axis more than its shape
     if axes > metadata.MAX_AXES:
-        return f"{axes} axes, and readers take {metadata.MAX_AXES}"
+        return f"{axes} axes; readers accept at most {metadata.MAX_AXES}"
     if max(shape, default=0) >= metadata.MAX_SIZE:
         return (
-            f"{max(shape)} elements along an axis, and readers take"
+            f"{max(shape)} elements along an axis; readers accept at most"
             f" {metadata.MAX_SIZE - 1}"
         )
     chunks = zarr_chunk_shape.chunk_count(shape, chunk_shape[: len(shape)])
     if chunks > metadata.MAX_CHUNKS:
-        return f"{chunks} chunks, and readers take {metadata.MAX_CHUNKS}"
+        return f"{chunks} chunks; readers accept at most {metadata.MAX_CHUNKS}"
     return None
 
 

@@ -75,7 +75,7 @@ class Deriver:
         except Exception as error:
             found = ", ".join(str(info) for info in infos[:3])
             raise errors.OptionError(
-                f"{self._what} does not go with {base.path}, {found}:"
+                f"{self._what} cannot be applied to {base.path}, {found}:"
                 f" {_first_line(error)}"
             ) from None
         info = _derived_info(base, made, self._what)
@@ -151,7 +151,7 @@ def _derived_info(base: LeafInfo, made: Any, what: str) -> LeafInfo:
         )
     if not isinstance(found, LeafInfo):
         raise errors.OptionError(
-            f"{what} must give one array for {base.path}, got {str(found)[:80]}"
+            f"{what} must return one array for {base.path}, got {str(found)[:80]}"
         )
     is_number = base.kind == "scalar" and not found.shape
     if found.kind == "array" and (is_number or base.python_type == "numpy.ndarray"):

@@ -31,7 +31,7 @@ def of(
     if table.keys() == old.keys():
         return structure
     if not table:
-        raise errors.OptionError("the transforms leave nothing of the checkpoint")
+        raise errors.OptionError("the transforms remove all leaves of the checkpoint")
     empties = dict(_empties(structure, ()))
     root: _Parts = {}
     for path, leaf in table.items():

@@ -87,8 +87,8 @@ def flatten(state: PyTree) -> FlatState:
         advice = ""
         if "" in faults and callable(state):
             advice = (
-                "Wanted a state, concrete or abstract: call what makes it, or pass"
-                " jax.eval_shape of it."
+                "Wanted a concrete or abstract state: call the function that creates"
+                " it, or pass jax.eval_shape of it."
             )
         raise errors.UnsupportedLeafError(faults, advice)
     # Without NNX objects, the state has no NNX optimizers.
@@ -123,13 +123,13 @@ def check_state(state: PyTree) -> None:
     elif isinstance(state, linen.Module):
         raise errors.OptionError(
             f"wanted a state, got the linen module {name}, which holds no parameters:"
-            " pass what init returns, or a TrainState made of that"
+            " pass the result of init, or a TrainState with it"
         )
     else:
         what = f"the function {name}"
     raise errors.OptionError(
-        f"wanted a state, got {what}: pass what it returns, or, where shapes are enough"
-        " to restore into, jax.eval_shape of it"
+        f"wanted a state, got {what}: pass its result, or, if shapes are enough,"
+        " jax.eval_shape of it"
     )
 
 
@@ -170,7 +170,7 @@ def _split_objects(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     except (TypeError, ValueError) as error:
         raise errors.LeafNameError(
             {"the state": f"jax cannot flatten it ({error})"},
-            "Give each dictionary keys of one sortable type.",
+            "Use keys of a single sortable type in each dictionary.",
         ) from None
     places = [i for i, node in enumerate(nodes) if is_object(node)]
     shared = _shared_variables(nodes, places)

@@ -52,9 +52,7 @@ class TableTransform(abc.ABC):
         Raises:
             OptionError: The transform has no inverse.
         """
-        raise errors.OptionError(
-            f"{self} cannot be inverted: it loses what was there before"
-        )
+        raise errors.OptionError(f"{self} cannot be inverted: it loses information")
 
 
 def apply(
@@ -123,7 +121,7 @@ def checked(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
         module = getattr(transform, "__module__", None) or ""
         if inspect.isfunction(transform) and module.startswith(_PACKAGE):
             raise errors.OptionError(
-                f"transforms has the function {transform.__name__} in it: call it, as"
+                f"transforms contains the function {transform.__name__}: call it, as in"
                 f" transforms=[{transform.__name__}(…)]"
             )
     return listed
@@ -149,8 +147,8 @@ def _with_containers(table: LeafTable) -> LeafTable:
     if faults:
         inner = {p: next(q for q in table if q.startswith(f"{p}/")) for p in faults}
         raise errors.OptionError(
-            f"{len(faults)} leaves would stand where others have a container:\n"
-            + errors.rows(f"{path}: beside {other}" for path, other in inner.items())
+            f"{len(faults)} leaf paths are also containers of other leaves:\n"
+            + errors.rows(f"{path}: contains {other}" for path, other in inner.items())
             + "\nRename or drop one of each."
         )
     filled = set(both)
@@ -375,12 +373,12 @@ def _agreed(
             root, param = next(iter(candidates.items()))
             agreed[path] = Mirror(param, param.removeprefix(root), slot)
         elif any(of_chosen) and path not in chosen:
-            faults[path] = " or of ".join(candidates.values())
+            faults[path] = " or ".join(candidates.values())
     if faults:
         raise errors.OptionError(
-            f"nobody knows whose moments {len(faults)} leaves are:\n"
-            + errors.rows(f"{path}: of {which}" for path, which in faults.items())
-            + "\nHave the pattern match them, too, or drop them first."
+            f"the parameters of {len(faults)} moments are ambiguous:\n"
+            + errors.rows(f"{path}: {which}" for path, which in faults.items())
+            + "\nLet the pattern match the moments as well, or drop them first."
         )
     return agreed
 
@@ -399,8 +397,8 @@ def _tell_of_lost(
     ]
     if left:
         _log.warning(
-            "%d leaves of an optimizer may mirror what is changed, and stay as they"
-            " are, as nobody knows of which parameters they are: %s",
+            "%d optimizer leaves may be moments of changed parameters, and stay"
+            " unchanged because their parameters are unknown: %s",
             len(left),
             errors.first_few(left),
         )
@@ -452,7 +450,7 @@ def _assembled(
             add(row.path, moved(row.leaf, row.path), path)
     if faults:
         raise errors.OptionError(
-            f"{len(faults)} leaf paths would be taken twice:\n"
+            f"{len(faults)} leaf paths would be used twice:\n"
             + errors.rows(
                 f"{path}: by {', '.join(all_)}" for path, all_ in faults.items()
             )
@@ -497,7 +495,7 @@ def keys(path: LeafPath, info: LeafInfo) -> tuple[_state.tree.Key, ...]:
         or _state.tree.join([_state.tree.Key(name, "key") for name in names]) != path
     ):
         raise errors.OptionError(
-            f"{path!r} is no leaf path: no part may be empty, and % is written as %25"
+            f"{path!r} is not a leaf path: parts may not be empty, and % is written %25"
         )
     old = info.keys
     old_names = [str(key.name) for key in old]

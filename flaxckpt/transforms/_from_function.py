@@ -40,7 +40,7 @@ class _Function(TableTransform):
         if self.style == "restore":
             if self.wanted is None:
                 raise errors.OptionError(
-                    f"{self} asks for the target's leaves: pass an abstract state"
+                    f"{self} needs the leaves of the target: pass an abstract state"
                 )
             target = self.wanted
         leaves = [*table.values(), *target.values()]
@@ -100,8 +100,8 @@ class _Function(TableTransform):
         if not isinstance(result, tuple) or len(result) != 2:
             raise errors.OptionError(
                 f"{self} must return the state and its infos, got"
-                f" {type(result).__name__}; a function of a checkpoint and a target has"
-                " a parameter is_resuming"
+                f" {type(result).__name__}; a function of a checkpoint and a target"
+                " needs a parameter is_resuming"
             )
         return result[0]
 
@@ -216,8 +216,8 @@ def _flat(tree: Any) -> list[tuple[LeafPath, Any]]:
             found.append((path, jnp.asarray(value)))
         else:
             raise errors.OptionError(
-                f"a function gave {type(value).__name__} at {path or '(root)'}: wanted"
-                " nested dicts of arrays"
+                f"the function returned {type(value).__name__} at {path or '(root)'},"
+                " wanted nested dicts of arrays"
             )
 
     visit(tree, ())

@@ -51,9 +51,13 @@ class _Fuse(TableTransform):
                 _check_axis(value, self.axis)
             found = tuple(value.shape[self.axis] for value in values)
             if self.sizes is None and len(set(found)) > 1:
-                raise ValueError(f"its parts differ: pass sizes={list(found)}")
+                raise ValueError(
+                    f"the parts have different sizes: pass sizes={list(found)}"
+                )
             if self.sizes is not None and found != self.sizes:
-                raise ValueError(f"its parts have the sizes {list(found)}")
+                raise ValueError(
+                    f"the parts have the sizes {list(found)}, wanted {list(self.sizes)}"
+                )
             return jnp.concatenate(values, self.axis)
 
         return _grouping.joined(
@@ -76,7 +80,7 @@ class _Fuse(TableTransform):
         whole = {pattern for pattern, _ in inverted}
         if len(whole) > 1:
             raise errors.OptionError(
-                f"{self} cannot be inverted: its parts are matched differently"
+                f"{self} cannot be inverted: its parts have different inverse patterns"
             )
         parts = [part for _, part in inverted]
         return split(whole.pop(), parts, axis=self.axis, sizes=self.sizes)
@@ -152,7 +156,9 @@ class _Split(TableTransform):
         if self.sizes is None and total % count == 0:
             return (total // count,) * count
         if self.sizes is None or sum(self.sizes) != total:
-            raise ValueError(f"its axis {self.axis} has {total} rows: pass their sizes")
+            raise ValueError(
+                f"axis {self.axis} has {total} rows: pass the sizes of the parts"
+            )
         return self.sizes
 
     def __str__(self) -> str:

@@ -89,7 +89,7 @@ def joined(
             types = {leaf.info.dtype for leaf in some}
             if len(types) > 1:
                 raise errors.OptionError(
-                    f"{what}: the parts of {new} are of different types,"
+                    f"{what}: the parts of {new} have different types,"
                     f" {', '.join(sorted(map(str, types)))}: cast them first"
                 )
             yield NewLeaf(present[0], new, derive(some, whole))
@@ -132,9 +132,9 @@ def _check_complete(
         missing = (str(i) for i in range(count) if i not in parts)
         some = ", ".join(itertools.islice(missing, 8))
         raise errors.OptionError(
-            f"{what}: {new} lacks part{'s' * (',' in some)} {some}; it would be made of"
-            f" {', '.join(list(parts.values())[:3])}. Choose a pattern that leaves out"
-            " what only some of the parts have"
+            f"{what}: {new} lacks part{'s' * (',' in some)} {some}; found"
+            f" {', '.join(list(parts.values())[:3])}. Choose a pattern that excludes"
+            " leaves that only some parts have"
         )
 
 

@@ -33,7 +33,7 @@ class _Merge(TableTransform):
         twice = [path for path in other if _has_leaf(table, path)]
         if twice and self.on_conflict == "error":
             raise errors.OptionError(
-                f"{len(twice)} leaves of {stored.metadata.path} are there already:\n"
+                f"{len(twice)} leaves of {stored.metadata.path} exist already:\n"
                 + errors.rows(f"{path}: {other[path].info}" for path in twice)
                 + '\nDrop or rename some, or pass on_conflict="first" or "second".'
             )

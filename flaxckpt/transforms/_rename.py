@@ -59,8 +59,8 @@ class _Rename(TableTransform):
             there = next((expand(m, r) for m, r in matches if m), None)
             if there != path:
                 raise errors.OptionError(
-                    f"{path} may have had several names before it was renamed: {old}"
-                    f" would become {there}. Write the inverse of this rename yourself."
+                    f"the rename of {path} cannot be inverted: {old} would become"
+                    f" {there}. Write the inverse of this rename yourself."
                 )
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ def _as_rules(
         return _rules(pattern.items())
     if not isinstance(pattern, str) or not isinstance(replacement, str):
         raise errors.OptionError(
-            "wanted a pattern and its replacement, or a dict of them, got"
+            "wanted a pattern and its replacement, or a dict, got"
             f" {_util.arguments.found(pattern)} and"
             f" {_util.arguments.found(replacement)}"
         )
@@ -206,8 +206,8 @@ class _Assign(TableTransform):
     def __call__(self, table: LeafTable) -> LeafTable:
         if self.wanted is None:
             raise errors.OptionError(
-                f"{self} goes by the leaves of a state to fill: pass an abstract state,"
-                " or use rename, which goes by those of the checkpoint"
+                f"{self} matches the leaves of a state: pass an abstract state, or use"
+                " rename, which matches those of the checkpoint"
             )
         assigned = self._assigned(self.wanted)
         lacking = {

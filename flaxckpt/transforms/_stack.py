@@ -44,8 +44,8 @@ class _Stack(TableTransform):
             number = matches[path]["i"]
             if not number.isascii() or not number.isdigit():
                 raise errors.OptionError(
-                    f"{self}: its group (the first, or the one called i) must match the"
-                    f" number of a part, and matched {number!r} in {path}"
+                    f"{self}: the first group, or the group i, must match the number of"
+                    f" a part; it matched {number!r} in {path}"
                 )
             new = expand(matches[path], self.replacement)
             _grouping.add(groups, new, int(number), path, str(self))

@@ -578,7 +578,7 @@ def test_a_save_under_another_step_than_the_states_own_is_refused(ckpt, state):
     assert not callback(3, state(2)), "nothing is saved, so nothing is looked at"
     with pytest.raises(errors.OptionError, match="step_is='index'"):
         callback(4, state(5))
-    with pytest.raises(errors.OptionError, match=r"called step 6, but .* is 3"):
+    with pytest.raises(errors.OptionError, match=r"for step 6, but .* is 3"):
         callback(6, state(3))
     ckpt.wait()
     assert ckpt.steps() == [2]

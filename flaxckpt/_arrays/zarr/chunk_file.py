@@ -268,7 +268,7 @@ def _populate(block: Block, content: Bytes) -> None:
     failed = libc.madvise(*where, _POPULATE_READ) != 0
     # Linux before 5.14 lacks this advice, and returns EINVAL.
     if failed and ctypes.get_errno() == errno.EFAULT:
-        raise OSError(errno.EIO, "a part of it cannot be read", str(block.path))
+        raise OSError(errno.EIO, "a part of the file cannot be read", str(block.path))
 
 
 def check(name: str, parts: Sequence[memoryview], recorded: bytes) -> None:
