@@ -312,8 +312,8 @@ def check_digests(
         OSError: A file is missing, or cannot be read.
     """
     for name, recorded in digests.items():
-        if _storage.of(root).digest_file(root / name, max_bytes=max_bytes) != recorded:
-            raise ValueError(f"{name} has changed since it was written")
+        found = _storage.of(root).digest_file(root / name, max_bytes=max_bytes)
+        _storage.files.check_digest(name, found, recorded)
 
 
 def from_database(

@@ -128,7 +128,7 @@ def write(
         target.root.mkdir()
     if _storage.upload.is_needed(root):
         # All batches go into a single database, held in memory.
-        with _storage.upload.staged(target.root) as memory:
+        with _storage.upload.memory_directory(target.root) as memory:
             _write_databases(target._replace(root=memory), arrays)
     else:
         _write_databases(target, arrays)
@@ -147,7 +147,7 @@ def _write_directories(target: _Target, arrays: Iterable[HostArray]) -> None:
         per_copy = target.max_concurrent_bytes // (1 + _COPIES_IN_REQUESTS)
         at_once = min(at_once, per_copy)
         for batch in _util.memory.batches(_sized(encoded), at_once):
-            with _storage.upload.staged(root) as memory:
+            with _storage.upload.memory_directory(root) as memory:
                 _write_encoded(target._replace(root=memory), batch, at_once)
         return
     is_shared = target.writer is not None

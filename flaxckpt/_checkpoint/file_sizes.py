@@ -26,7 +26,7 @@ Values of up to 100 bytes are in the nodes, which are compressed.
 """
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def check(path: Path) -> None:
     """Checks the metadata of a flaxckpt checkpoint, and the sizes of array files.
 
@@ -34,7 +34,7 @@ def check(path: Path) -> None:
         DamagedCheckpointError: A metadata file is missing or has changed, or a chunk
             is missing or has the wrong size.
     """
-    with _storage.paths.looking(path):
+    with _storage.paths.listing_cache(path):
         _check(path)
 
 
@@ -44,7 +44,7 @@ def _check(path: Path) -> None:
         raise errors.DamagedCheckpointError(
             f"{path / _native.orbax_json.MANIFEST} is missing; restore another step"
         )
-    with _storage.permissions.explained(path):
+    with _storage.permissions.explain_errors(path):
         manifest = _native.items.json_file(path / _native.orbax_json.MANIFEST, path)
         encoding = _native.manifest.encoding(manifest)
         for name, digest in digests(path, stored).items():
@@ -52,7 +52,7 @@ def _check(path: Path) -> None:
             is_much = encoding and (
                 encoding.version == 2 or _storage.of(path).costs_requests
             )
-            if not (is_much and _native.checkpoint.is_of_arrays(name)):
+            if not (is_much and _native.items.is_of_arrays(name)):
                 _native.items.check_digest(path / name, digest)
         if _storage.of(path).costs_requests:
             _check_names(path, stored, manifest, encoding)
@@ -61,10 +61,10 @@ def _check(path: Path) -> None:
         if encoding is None or not arrays:
             return
         if manifest["ocdbt"]:
-            _check_database(path / _native.checkpoint.STATE, encoding, arrays)
+            _check_database(path / _native.items.STATE, encoding, arrays)
             return
         for info in arrays:
-            _check_array(path / _native.checkpoint.STATE, encoding, info)
+            _check_array(path / _native.items.STATE, encoding, info)
 
 
 def _check_names(
@@ -78,7 +78,7 @@ def _check_names(
     Sizes need no check, because a store has an object completely or not at all.
     """
     wanted = {
-        name for name in digests(path, stored) if _native.checkpoint.is_of_arrays(name)
+        name for name in digests(path, stored) if _native.items.is_of_arrays(name)
     }
     if encoding is not None and not manifest["ocdbt"]:
         for info in stored.metadata.leaves.values():
@@ -90,7 +90,7 @@ def _check_names(
                 for name in (metadata_name(encoding), *chunk_names(encoding, info))
             }
     elif encoding is not None and any(i.dtype for i in stored.metadata.leaves.values()):
-        wanted.add(f"{_native.checkpoint.STATE}/{_arrays.zarr.ocdbt.MANIFEST}")
+        wanted.add(f"{_native.items.STATE}/{_arrays.zarr.ocdbt.MANIFEST}")
     if missing := sorted(wanted.difference(_storage.of(path).files_below(path))):
         raise errors.DamagedCheckpointError(
             f"{path} is not all there; restore another step:\n"
@@ -100,11 +100,11 @@ def _check_names(
 
 def digests(path: Path, stored: Stored) -> dict[str, str]:
     """Returns the required files of a checkpoint: name -> recorded digest."""
-    let_go = _native.checkpoint.has_let_go_dataset(path)
+    let_go = _native.metadata.is_dataset_deleted(path)
     return {
         name: digest
         for name, digest in stored.digests.items()
-        if not (let_go and name.startswith(f"{_native.checkpoint.DATASET}/"))
+        if not (let_go and name.startswith(f"{_native.items.DATASET}/"))
     }
 
 
@@ -168,7 +168,7 @@ def metadata_name(encoding: _arrays.zarr.metadata.Encoding) -> str:
 def array_directory(info: LeafInfo) -> str:
     """Returns the directory of an array, relative to the checkpoint."""
     name = _native.orbax_json.param_name(info.keys)
-    return f"{_native.checkpoint.STATE}/{name}".rstrip("/")
+    return f"{_native.items.STATE}/{name}".rstrip("/")
 
 
 def chunk_names(

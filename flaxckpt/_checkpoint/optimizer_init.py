@@ -12,13 +12,13 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from flaxckpt import _arrays, _state, errors
-from flaxckpt._checkpoint import plan
+from flaxckpt._checkpoint import planner
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
 
 
 def values(
-    recipe: plan.Recipe,
+    recipe: planner.Recipe,
     abstract_state: PyTree,
     restored: Mapping[LeafPath, Any],
     path: str,

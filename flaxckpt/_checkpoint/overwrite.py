@@ -31,18 +31,16 @@ _OF_A_TREE = re.compile(
 )
 """Paths in an item of arrays, except paths in the directory of a single array."""
 
-_OF_JSON = re.compile(
-    rf"{_CONTROL}|{_native.items.JSON_ITEM}|{_native.checkpoint.METRICS}"
-)
-_OF_METRICS = re.compile(rf"{_CONTROL}|{_native.checkpoint.METRICS}|digests")
+_OF_JSON = re.compile(rf"{_CONTROL}|{_native.items.JSON_ITEM}|{_native.items.METRICS}")
+_OF_METRICS = re.compile(rf"{_CONTROL}|{_native.items.METRICS}|digests")
 _OF_A_DATASET = re.compile(
     rf"{_CONTROL}|metadata|process_\d+-of-\d+(?:\.\w+)?|shard_state_\d+\.json"
 )
 _OF_A_DESCRIPTOR = re.compile(rf"{_CONTROL}|\w+\.pbtxt")
 _OF_RUN_METADATA = re.compile(rf"{_CONTROL}|metadata|_ROOT_METADATA")
 _OTHER_DIRECTORIES = {
-    _native.checkpoint.METRICS: _OF_METRICS,
-    _native.checkpoint.DATASET: _OF_A_DATASET,
+    _native.items.METRICS: _OF_METRICS,
+    _native.items.DATASET: _OF_A_DATASET,
     "descriptor": _OF_A_DESCRIPTOR,
     "metadata": _OF_RUN_METADATA,
 }
@@ -72,7 +70,7 @@ _LITTER = re.compile(
 """Files and empty directories that programs create anywhere and users do not need."""
 
 _OWN_DIRECTORIES = frozenset(
-    (_native.checkpoint.STATE, "array_metadatas", *_OTHER_DIRECTORIES)
+    (_native.items.STATE, "array_metadatas", *_OTHER_DIRECTORIES)
 )
 """Directories of checkpoints, sometimes empty."""
 
@@ -295,7 +293,7 @@ def _is_orbax(directory: Path) -> bool:
     if any(_storage.of(directory).exists(directory / name) for name in names):
         return True
     try:
-        return _native.checkpoint.is_whole(directory)
+        return _native.items.is_whole(directory)
     except errors.CheckpointFormatError:  # several items, or none of arrays
         return True
 
@@ -304,9 +302,9 @@ def _own(files: Collection[str]) -> set[str]:
     """Returns the files of a flaxckpt checkpoint with a manifest."""
     found = set(files) & _FILES
     for name, inside in _by_directory(files).items():
-        if name == _native.checkpoint.STATE:
+        if name == _native.items.STATE:
             own = _in_tree(inside, is_damaged=True)
-        elif name in (_native.checkpoint.METRICS, _native.checkpoint.DATASET):
+        elif name in (_native.items.METRICS, _native.items.DATASET):
             own = {file for file in inside if _OTHER_DIRECTORIES[name].fullmatch(file)}
         else:
             continue
@@ -425,7 +423,7 @@ def _is_passing(name: str) -> bool:
     """
     directory, _, file = name.rpartition("/")
     return (
-        _steps.markers.is_mark(file)
+        _steps.markers.is_marker(file)
         or _storage.files.is_replacing(file)
         or _OF_NFS.fullmatch(file) is not None
         or _LITTER.fullmatch(file) is not None
@@ -441,17 +439,6 @@ def _of_safetensors(directory: Path, names: Iterable[str]) -> set[str]:
     if len(indices) > 1:
         return set()
     if indices:
-        return {indices[0], *shards(directory / indices[0])}
+        return {indices[0], *_safetensors.reader.shard_names(directory / indices[0])}
     files = [name for name in names if name.endswith(_safetensors.header.SUFFIX)]
     return set(files) if len(files) == 1 else set()
-
-
-def shards(index: Path) -> set[str]:
-    """Returns the file names in a safetensors index; empty for an unreadable index."""
-    try:
-        text = _storage.of(index).read(
-            index, max_bytes=_safetensors.header.MAX_HEADER_BYTES
-        )
-        return set(_safetensors.header.parse_index(text).files.values())
-    except (OSError, ValueError):
-        return set()

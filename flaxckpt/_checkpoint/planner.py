@@ -6,20 +6,21 @@ import dataclasses
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from flaxckpt import _arrays, _state, _util, errors
-from flaxckpt._checkpoint import plan as checkpoint_plan
 from flaxckpt._checkpoint.match import Finder
 from flaxckpt._checkpoint.mismatch import misfit, missing, too_wide
-from flaxckpt._checkpoint.plan import LeafPlan, Recipe, RestoreOptions, RestorePlan
+from flaxckpt._checkpoint.plan import Action, LeafPlan, RestorePlan
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch
 from flaxckpt.formats._reader import Stored
+from flaxckpt.transforms import Transform
 from flaxckpt.transforms import _base as _transforms
 
 _log = logging.getLogger(__name__)
@@ -28,10 +29,91 @@ _OURS = "flaxckpt"
 """Name of our own format in metadata."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreOptions:
+    """Options of a restore; see `load`.
+
+    Attributes:
+        missing: Treatment of leaves that the checkpoint lacks.
+        unused: Treatment of leaves that only the checkpoint has.
+        optimizer: Matching of optimizer leaves.
+        transforms: Changes to apply to the checkpoint's leaf table.
+        types: The caller's classes that a checkpoint may name.
+        verify: Whether to verify checksums.
+        memory_map: Whether to map local files if this avoids a copy; `auto` maps them
+            where mapping is safe.
+        max_concurrent_bytes: Bytes to read at one time.
+        keeps_steps: Whether step counters beside optimizers keep their values.
+        read_once: Whether only one process reads data that several processes need.
+    """
+
+    missing: Literal["error", "init"] = "error"
+    unused: Literal["warn", "error", "ignore"] = "warn"
+    optimizer: Literal["match", "exact", "reinit"] = "match"
+    transforms: Sequence[Transform] = ()
+    types: Sequence[type] = ()
+    verify: bool = True
+    memory_map: Literal["auto"] | bool = "auto"
+    max_concurrent_bytes: int = _arrays.write.DEFAULT_CONCURRENT_BYTES
+    keeps_steps: bool = False
+    read_once: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "transforms", _transforms.checked(self.transforms))
+        for name, allowed in (
+            ("missing", ("error", "init")),
+            ("unused", ("warn", "error", "ignore")),
+            ("optimizer", ("match", "exact", "reinit")),
+            ("memory_map", ("auto", True, False)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise errors.OptionError(
+                    f"{name} must be one of {allowed}, got"
+                    f" {_util.arguments.describe(getattr(self, name))}"
+                )
+
+
+class ComputedNumber(NamedTuple):
+    """A computed Python number, to be converted to a leaf of another type.
+
+    Attributes:
+        found: The computed number.
+        wanted: The leaf of the state.
+    """
+
+    found: LeafInfo
+    wanted: LeafInfo
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recipe:
+    """Steps to execute a plan.
+
+    Attributes:
+        jobs: Arrays to read.
+        derived: Leaves to compute from arrays.
+        given: Leaf path -> value known without reading.
+        fresh: Optimizer leaves to initialize from the restored parameters.
+        flat: The abstract state; None to restore the structure of the checkpoint.
+        structure: The containers of the result if `flat` is None.
+        as_asked: Leaves initialized because of an option of the caller.
+        numbers: Leaves among `derived` to compute as Python numbers.
+    """
+
+    jobs: tuple[_arrays.read.ReadJob, ...]
+    derived: tuple[Leaf, ...]
+    given: Mapping[LeafPath, Any]
+    fresh: tuple[LeafInfo, ...]
+    flat: _state.flax_state.FlatState | None
+    structure: _state.tree.Node | LeafPath
+    as_asked: frozenset[LeafPath] = frozenset()
+    numbers: tuple[ComputedNumber, ...] = ()
+
+
 # ---- planning ---------------------------------------------------------------------
 
 
-def make(
+def make_plan(
     stored: Stored, abstract_state: PyTree | None, options: RestoreOptions
 ) -> tuple[RestorePlan, Recipe]:
     """Plans the restore of the leaves of `abstract_state`, or of all leaves."""
@@ -88,11 +170,7 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
         if problem := too_wide(leaf.info, leaf.info):
             problems.append(problem)
         size = reading.add(leaf, wanted)
-        sources = checkpoint_plan.source_paths(leaf)
-        actions = checkpoint_plan.actions(wanted, leaf, path, path)
-        leaves[path] = LeafPlan(
-            actions, sources, wanted, checkpoint_plan.stored_info(leaf), size
-        )
+        leaves[path] = _leaf_plan(wanted, leaf, path, size)
     structure = _state.containers.of(stored.structure, stored.table, table)
     total = reading.bytes_to_read
     return (
@@ -108,7 +186,7 @@ class _Reading:
         self.given: dict[LeafPath, Any] = {}
         self._jobs: list[_arrays.read.ReadJob] = []
         self._derived: list[Leaf] = []
-        self._numbers: list[checkpoint_plan.ComputedNumber] = []
+        self._numbers: list[ComputedNumber] = []
         self._seen: set[int] = set()  # sources of computed leaves, already counted
 
     def add(self, leaf: Leaf, wanted: LeafInfo) -> int:
@@ -124,7 +202,7 @@ class _Reading:
             if leaf.info.is_python_number and not wanted.is_python_number:
                 # The range of the wanted type is checked after the computation.
                 computed = dataclasses.replace(leaf.info, path=path, keys=wanted.keys)
-                self._numbers.append(checkpoint_plan.ComputedNumber(computed, wanted))
+                self._numbers.append(ComputedNumber(computed, wanted))
             self._derived.append(Leaf(computed, leaf.sources, leaf.fn))
             new = {id(source): source for source in stored}
             new = {key: new[key] for key in new.keys() - self._seen}
@@ -364,13 +442,8 @@ class _Planner:
         if problem:
             self._conflict(problem, wanted, found.info, (source_path,))
             return
-        self._leaves[path] = LeafPlan(
-            checkpoint_plan.actions(wanted, found, path, source_path),
-            checkpoint_plan.source_paths(found),
-            wanted,
-            checkpoint_plan.stored_info(found),
-            self._reading.add(found, wanted),
-        )
+        size = self._reading.add(found, wanted)
+        self._leaves[path] = _leaf_plan(wanted, found, source_path, size)
 
     def _start_afresh(
         self, leaf: Leaf, known: _state.optimizer_roles.Known | None
@@ -434,3 +507,36 @@ def step_counters(
     """Returns the paths of possible step counters: `step` beside each optimizer."""
     optimizers = {known.group for known in roles.values()}
     return {"/".join((*path.split("/")[:-1], "step")) for path in optimizers}
+
+
+def _leaf_plan(
+    wanted: LeafInfo, leaf: Leaf, source_path: LeafPath, size: int
+) -> LeafPlan:
+    """Returns the plan that restores `leaf`, found at `source_path`, as `wanted`."""
+    sources = [s.info for s in leaf.sources if isinstance(s, StoredLeaf)]
+    if not sources:  # a transform made the leaf without stored sources
+        return LeafPlan(("init",), (), wanted, leaf.info, size)
+    stored = sources[0]
+    actions: tuple[Action, ...] = ("loaded",)
+    if wanted.kind == "array" and wanted.dtype != stored.dtype:
+        actions += ("cast",)
+    if source_path != stored.path:
+        actions += ("renamed",)
+    if leaf.fn is not None:
+        actions += ("transformed",)
+    if wanted.path not in (source_path, _state.tree.without_box(source_path)):
+        actions += ("matched",)
+    if wanted.shard_shape != stored.shard_shape or (
+        wanted.spec is not None and _trim_spec(wanted.spec) != _trim_spec(stored.spec)
+    ):
+        actions += ("resharded",)
+    paths = tuple([info.path for info in sources])
+    return LeafPlan(actions, paths, wanted, stored, size)
+
+
+def _trim_spec(spec: PartitionSpec | None) -> tuple[Any, ...]:
+    """Returns a spec without trailing Nones."""
+    parts = list(spec or ())
+    while parts and parts[-1] is None:
+        parts.pop()
+    return tuple(parts)

@@ -12,7 +12,6 @@ import numpy as np
 
 from flaxckpt import _arrays, _state, _storage, _util, datasets, errors
 from flaxckpt._checkpoint import mismatch, optimizer_init, planner
-from flaxckpt._checkpoint import plan as checkpoint_plan
 from flaxckpt._checkpoint.plan import RestorePlan
 from flaxckpt._state.leaf import LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike, PyTree
@@ -36,7 +35,7 @@ _DIGESTED_BYTES = 2**30
 # ---- public functions -----------------------------------------------------------
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def load(
     path: PathLike,
     abstract_state: PyTree | None = None,
@@ -98,7 +97,7 @@ def load(
         RestoreMismatchError: The checkpoint does not fit `abstract_state`; all leaves
             are named.
     """
-    options = checkpoint_plan.RestoreOptions(
+    options = planner.RestoreOptions(
         missing=missing,
         unused=unused,
         optimizer=optimizer,
@@ -114,12 +113,12 @@ def load(
     return restore(stored, abstract_state, options, counter)
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def load_source(
     path: Path,
     step: int | None,
     abstract_state: PyTree,
-    options: checkpoint_plan.RestoreOptions,
+    options: planner.RestoreOptions,
     counter: _util.progress.Counter,
 ) -> tuple[PyTree, tuple[Lineage, ...]]:
     """Returns a state for a run to begin with, and the lineage of the checkpoint."""
@@ -164,7 +163,7 @@ def _digest(stored: Stored) -> str | None:
         return None
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def plan(
     path: PathLike,
     abstract_state: PyTree,
@@ -184,14 +183,14 @@ def plan(
         CheckpointFormatError: `path` is not a checkpoint.
         DamagedCheckpointError: The metadata is missing or has changed.
     """
-    options = checkpoint_plan.RestoreOptions(
+    options = planner.RestoreOptions(
         missing=missing, unused=unused, optimizer=optimizer, transforms=transforms
     )
     stored = _locate.open_checkpoint(path, step)
-    return planner.make(stored, abstract_state, options)[0]
+    return planner.make_plan(stored, abstract_state, options)[0]
 
 
-@_util.gc_pause.paused()
+@_util.gc_pause.pause()
 def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
     """Returns the metadata of a checkpoint, without reading arrays.
 
@@ -229,7 +228,7 @@ def open_leaf(
     if not isinstance(leaf_path, str):
         raise errors.OptionError(
             "leaf_path must be a text such as 'params/dense/kernel', got"
-            f" {_util.arguments.found(leaf_path)}"
+            f" {_util.arguments.describe(leaf_path)}"
         )
     stored = _locate.open_checkpoint(path, step)
     found = stored.table.get(leaf_path)
@@ -251,7 +250,7 @@ def open_leaf(
 def restore(
     stored: Stored,
     abstract_state: PyTree | None,
-    options: checkpoint_plan.RestoreOptions,
+    options: planner.RestoreOptions,
     counter: _util.progress.Counter,
     has_read: Callable[[], object] = lambda: None,
 ) -> PyTree:
@@ -260,7 +259,7 @@ def restore(
     Calls `has_read` after reading, before computing leaves from the read arrays.
     """
     start = time.monotonic()
-    planned, recipe = planner.make(stored, abstract_state, options)
+    planned, recipe = planner.make_plan(stored, abstract_state, options)
     if planned.problems:
         elsewhere = [] if options.transforms else _elsewhere(planned, stored.table)
         raise errors.RestoreMismatchError(
@@ -276,7 +275,7 @@ def restore(
     if abstract_state is not None:
         _tell(planned, recipe, options)
     try:
-        with _util.progress.shown(counter):
+        with _util.progress.bar(counter):
             reading = _reading(planned.path, options, counter.add)
             found = _arrays.read.read(jobs, reading)
             has_read()
@@ -303,7 +302,7 @@ def restore(
 
 def _placed_numbers(
     path: str,
-    numbers: Sequence[checkpoint_plan.ComputedNumber],
+    numbers: Sequence[planner.ComputedNumber],
     values: Mapping[LeafPath, Any],
 ) -> dict[LeafPath, Any]:
     """Returns computed Python numbers, converted to the leaves of the state.
@@ -362,7 +361,7 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
             `keep_dataset`, or the iterator does not accept the state.
     """
     path = _storage.paths.from_text(stored.metadata.path)
-    if _native.checkpoint.has_let_go_dataset(path):
+    if _native.metadata.is_dataset_deleted(path):
         if isinstance(iterator, datasets.Restarting):
             _log.warning(
                 "the data starts from the beginning: its state in %s was let go by"
@@ -393,7 +392,7 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
 
 
 def _built(
-    recipe: checkpoint_plan.Recipe,
+    recipe: planner.Recipe,
     abstract_state: PyTree | None,
     path: str,
     values: dict[LeafPath, Any],
@@ -409,7 +408,7 @@ def _built(
 
 
 def _reading(
-    path: str, options: checkpoint_plan.RestoreOptions, report: Callable[[int], object]
+    path: str, options: planner.RestoreOptions, report: Callable[[int], object]
 ) -> _arrays.read.ReadOptions:
     memory_map = options.memory_map
     if memory_map == "auto":
@@ -426,8 +425,8 @@ def _reading(
 
 def _tell(
     planned: RestorePlan,
-    recipe: checkpoint_plan.Recipe,
-    options: checkpoint_plan.RestoreOptions,
+    recipe: planner.Recipe,
+    options: planner.RestoreOptions,
 ) -> None:
     """Logs warnings about unread leaves and about newly initialized leaves."""
     dropped = [p for p, leaf in planned.leaves.items() if "dropped" in leaf.actions]

@@ -152,7 +152,7 @@ class Findings:
     def add(self, found: dict[str, str], name: str, why: str) -> None:
         """Records the first finding `why` about the leaf or file `name` in `found`."""
         with self._lock:
-            found.setdefault(name, errors.printable(" ".join(why.split())[:300]))
+            found.setdefault(name, errors.printable(errors.one_line(why)))
 
     def report(
         self,

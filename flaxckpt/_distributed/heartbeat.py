@@ -26,7 +26,7 @@ _BEATS = 6
 _KEY = "flaxckpt/beat"
 
 
-class Beats:
+class Heartbeats:
     """Sends the heartbeats of this process, and monitors other processes.
 
     Process 0 monitors all processes; other processes monitor process 0.
@@ -38,7 +38,7 @@ class Beats:
     """
 
     def __init__(
-        self, texts: key_value.Texts, index: int, look: Callable[[], bool]
+        self, texts: key_value.KeyValueStore, index: int, look: Callable[[], bool]
     ) -> None:
         self._texts = texts
         self._index = index

@@ -66,7 +66,7 @@ class ProcessGroup:
         count: Number of processes.
     """
 
-    def __init__(self, texts: key_value.Texts, index: int, count: int) -> None:
+    def __init__(self, texts: key_value.KeyValueStore, index: int, count: int) -> None:
         self.texts = texts
         self.index = index
         self.count = count
@@ -74,7 +74,7 @@ class ProcessGroup:
         self._open: set[Operation] = set()
         # Directory -> operations whose messages process 0 deletes later.
         self._over: dict[str, list[str]] = {}
-        self._beats = heartbeat.Beats(texts, index, self._look)
+        self._beats = heartbeat.Heartbeats(texts, index, self._look)
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
@@ -362,13 +362,13 @@ class Operation:
 _groups: dict[Path | None, ProcessGroup] = {}
 
 
-def group(directory: Path) -> ProcessGroup | None:
+def find_group(directory: Path) -> ProcessGroup | None:
     """Returns the processes of this job; None for a single process.
 
     All processes call this at the same point of the program, on the training thread:
     without the coordination service they agree on a directory by a collective.
     """
-    if not _util.processes.is_together():
+    if not _util.processes.is_distributed():
         return None
     service = None if USES_FILES else _util.processes.service()
     key = directory if service is None else None
@@ -387,16 +387,16 @@ def attend(directory: Path) -> None:
     """
     if USES_FILES or _util.processes.service() is None:
         return
-    if (found := group(directory)) is not None:
+    if (found := find_group(directory)) is not None:
         found.attend()
 
 
-def _files(directory: Path) -> key_value.Files:
+def _files(directory: Path) -> key_value.FileStore:
     if not _storage.of(directory).has_directories:
         raise errors.OptionError(
             f"{directory}: this jax does not tell of its coordination service, without"
             " which several processes save to a file system only"
         )
     # A unique name: files left by an earlier run must not be read.
-    token = _util.processes.same_bytes(secrets.token_bytes(8)).hex()
-    return key_value.Files(directory / f"together.orbax-checkpoint-tmp-{token}")
+    token = _util.processes.broadcast_bytes(secrets.token_bytes(8)).hex()
+    return key_value.FileStore(directory / f"together.orbax-checkpoint-tmp-{token}")

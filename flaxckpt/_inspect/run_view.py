@@ -51,7 +51,7 @@ def survey(root: Path, step_format: str | None = None) -> Survey:
         raise errors.OptionError(
             f"{root} is one checkpoint, not a directory of steps: pass its parent"
         )
-    with _storage.permissions.explained(root):
+    with _storage.permissions.explain_errors(root):
         number = _locate.number_of(step_format)
         index = _steps.index.StepIndex(root, formats.identify, number)
         doubtful = {s: (d.path, d.why) for s, d in index.doubtful.items()}
@@ -107,7 +107,7 @@ def damage(path: Path, doubt: str | None) -> str | None:
         return doubt
     if doubt is None:
         return (
-            _steps.markers.why_damaged(path)
+            _steps.markers.damage_reason(path)
             if _steps.markers.is_damaged(path)
             else None
         )
@@ -130,7 +130,7 @@ def created(path: Path) -> float | None:
     """Returns the recorded time of a step's save; None if unknown or deleted."""
     try:
         if path.is_dir():
-            return _native.items.read_created(path)
+            return _native.metadata.read_created(path)
         return path.stat().st_mtime
     except (OSError, ValueError):  # deleted, or an empty directory
         return None
@@ -154,7 +154,7 @@ def explain(
     name = step_format(found)
     if name is not None:
         run = Checkpointer(root, keep=keep, step_format=name, read_only=True)
-        with _storage.permissions.explained(root):
+        with _storage.permissions.explain_errors(root):
             reasons = run.explain()
     else:
         reasons = policies.decide(

@@ -41,7 +41,7 @@ def of_run(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
         path_of: Returns the path of a step.
     """
     try:
-        with _storage.paths.looking(run.directory):
+        with _storage.paths.listing_cache(run.directory):
             return _card(run, path_of)
     except Exception as error:  # a notebook would show a traceback instead
         _log.warning("%s cannot be shown: %s", run.directory, error)
@@ -60,7 +60,7 @@ def _card(run: Checkpointer, path_of: Callable[[int], Path]) -> str:
     names = list(asked_for | there)[:_MOST_METRICS]
     sizes = {step: disk_usage.on_disk(path_of(step), set()) for step in shown}
     best = {str(policy) for policy in bests}
-    titles = ["step", *names, "size", "stays for"]
+    titles = ["step", *names, "size", "kept by"]
     rows = [_row("th", titles, len(names) + 2, None)]
     for step in reversed(shown):
         usage = sizes[step]

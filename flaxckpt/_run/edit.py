@@ -21,12 +21,12 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> None:
     added = run_metrics.as_metrics(metrics)
     with (
         _writing(path, "metrics cannot be added to it"),
-        _storage.of(_native.checkpoint.file_to_lock(path)).locked(
-            _native.checkpoint.file_to_lock(path)
+        _storage.of(_native.items.file_to_lock(path)).lock_file(
+            _native.items.file_to_lock(path)
         ),
     ):
         try:
-            found = _native.checkpoint.metrics_in(path)
+            found = _native.metadata.load_metrics(path)
         except errors.DamagedCheckpointError as error:
             if os.path.lexists(path / run_metrics.METRICS_FILE):
                 raise errors.SaveFailedError(
@@ -35,8 +35,8 @@ def add_metrics(path: Path, metrics: Mapping[str, float]) -> None:
                 ) from None
             _log.warning("only the metrics added now are there: %s", error)
             found = {}
-        _native.checkpoint.write_metrics(
-            path, _native.checkpoint.with_metrics(found, added)
+        _native.metadata.write_metrics(
+            path, _native.metadata.merge_metrics(found, added)
         )
 
 
@@ -47,7 +47,7 @@ def write_run_metadata(directory: Path, metadata: Mapping[str, JSON]) -> None:
         SaveFailedError: The metadata cannot be written.
     """
     try:
-        _native.checkpoint.write_run_metadata(directory, metadata)
+        _native.metadata.write_run_metadata(directory, metadata)
     except (OSError, ValueError) as error:
         raise errors.SaveFailedError(
             f"the metadata of {directory} cannot be written: {error}; see that the"

@@ -61,7 +61,7 @@ class _Wanted(NamedTuple):
 
     state: PyTree | None
     dataset: Any
-    options: _checkpoint.plan.RestoreOptions
+    options: _checkpoint.planner.RestoreOptions
 
 
 _Marked: TypeAlias = dict[int, str]
@@ -101,7 +101,7 @@ class Restores:
         self._max_concurrent_bytes = max_concurrent_bytes
         self._read_once = read_once
 
-    @_util.gc_pause.paused()
+    @_util.gc_pause.pause()
     def restore(
         self,
         abstract_state: PyTree | None,
@@ -113,7 +113,7 @@ class Restores:
     ) -> Restored:
         """Restores a step; see `Checkpointer.restore`."""
         wanted = _Wanted(abstract_state, dataset, self._planned(options))
-        with _storage.paths.looking(self._run.directory):
+        with _storage.paths.listing_cache(self._run.directory):
             candidates, marked = self._agreed(step)
             if not fallback:  # try both copies of a step
                 candidates = self._run.copies(*candidates[0])
@@ -144,8 +144,8 @@ class Restores:
 
     def _planned(
         self, options: RestoreKeywords, *, keeps_steps: bool = False
-    ) -> _checkpoint.plan.RestoreOptions:
-        return _checkpoint.plan.RestoreOptions(
+    ) -> _checkpoint.planner.RestoreOptions:
+        return _checkpoint.planner.RestoreOptions(
             max_concurrent_bytes=self._max_concurrent_bytes,
             read_once=self._read_once,
             keeps_steps=keeps_steps,
@@ -175,12 +175,12 @@ class Restores:
         """
         what = "the newest step" if step is None else f"step {step}"
         together = self._processes.begin("find", what)
-        with _distributed.agreement.ending(together, saving=False):
+        with _distributed.agreement.closing(together, saving=False):
             self._wait()
             if self._run.has_staging:
                 candidates = self._run.candidates(step)
                 return candidates, self._marked_beyond(step, candidates)
-            _distributed.agreement.check_asked(together, what)
+            _distributed.agreement.check_same_request(together, what)
 
             def look() -> list[list[tuple[int, str]]]:
                 candidates = self._run.candidates(step)
@@ -188,7 +188,7 @@ class Restores:
                 named = [(number, path.name) for number, path in candidates]
                 return [named, list(marked.items())]
 
-            named, marked = _distributed.agreement.first_says(together, "found", look)
+            named, marked = _distributed.agreement.broadcast(together, "found", look)
         found = [(number, self._run.directory / name) for number, name in named]
         return found, dict(marked)
 
@@ -318,7 +318,7 @@ class Restores:
 
     def _undone(
         self, metadata: CheckpointMetadata, wanted: _Wanted
-    ) -> _checkpoint.plan.RestoreOptions:
+    ) -> _checkpoint.planner.RestoreOptions:
         """Returns the options, with transforms that undo the transforms of the save."""
         if wanted.state is None or not self._transforms:
             return wanted.options
@@ -367,7 +367,7 @@ class Restores:
                 _steps.markers.unmark_damaged(path)
                 _log.warning("step %d is good, and marked as damaged no more", number)
             for worse, there in left_out:
-                if (reason := _checkpoint.verify.damage(there, worse)) is None:
+                if (reason := _checkpoint.verify.find_damage(there, worse)) is None:
                     _log.warning("step %d may be good: it is not marked", worse)
                     continue
                 _steps.markers.mark_damaged(there, reason)

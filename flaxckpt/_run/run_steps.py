@@ -117,7 +117,7 @@ class RunSteps:
     def reasons(self) -> dict[int, str]:
         """Returns the reason for each damage marker: step -> reason."""
         return {
-            step: _steps.markers.why_damaged(p) for step, p in self.damaged().items()
+            step: _steps.markers.damage_reason(p) for step, p in self.damaged().items()
         }
 
     def path(self, step: int) -> Path:

@@ -119,8 +119,8 @@ class Session:
         All processes call this at the same point.
         """
         together = self._processes.begin("once", action)
-        with _distributed.agreement.ending(together):
-            return _distributed.agreement.first_says(together, "done", act)
+        with _distributed.agreement.closing(together):
+            return _distributed.agreement.broadcast(together, "done", act)
 
     def has_steps(self) -> bool:
         """Returns True if process 0 sees steps of the run, good or damaged.
@@ -128,10 +128,10 @@ class Session:
         All processes call this at the same point.
         """
         together = self._processes.begin("look", "the steps")
-        with _distributed.agreement.ending(together, saving=False):
+        with _distributed.agreement.closing(together, saving=False):
             self.saves.end()
             return bool(
-                _distributed.agreement.first_says(together, "there", self.run.has_any)
+                _distributed.agreement.broadcast(together, "there", self.run.has_any)
             )
 
     # ---- the end ----------------------------------------------------------------

@@ -75,7 +75,7 @@ def _resolve(staging: PathLike, directory: Path) -> Path:
             f"staging wants a directory of this machine, got {path}: pass the path of"
             " a fast disk"
         )
-    if _util.processes.is_together():
+    if _util.processes.is_distributed():
         raise errors.OptionError(
             f"staging={path} is for one process: a machine's disk would have only its"
             " part of a step. Leave staging out, so that all save to the directory"
@@ -247,7 +247,7 @@ class StagedSteps(run_steps.RunSteps):
         if self.tier(path) == "directory":
             return [(step, path)]
         found = [(step, path)]
-        if step in self.uploads.known or not _steps.markers.is_waiting(path):
+        if step in self.uploads.known or not _steps.markers.is_marked_for_upload(path):
             with contextlib.suppress(OSError):
                 if not self._is_another(path):
                     found.append((step, self.directory / path.name))
@@ -318,7 +318,7 @@ class StagedSteps(run_steps.RunSteps):
             return
         with self.uploads.changing.get():
             try:
-                _steps.markers.wait_for_upload(path, removed)
+                _steps.markers.mark_for_upload(path, removed)
             except OSError as error:
                 raise errors.SaveFailedError(
                     f"{path} cannot be changed: {error}; see that the step is still"
@@ -330,7 +330,9 @@ class StagedSteps(run_steps.RunSteps):
     def marks_of_new(self, *, overwrite: bool) -> dict[str, bytes]:
         """Returns the marker for a pending upload: file name -> content."""
         return {
-            _steps.markers.NOT_UPLOADED: _steps.markers.Waiting(overwrite).content()
+            _steps.markers.NOT_UPLOADED: _steps.markers.UploadMarker(
+                overwrite
+            ).content()
         }
 
     def open_uploads(self) -> bool:

@@ -92,7 +92,11 @@ class Uploads:
     def waiting(self) -> dict[int, Path]:
         """Returns the steps with pending uploads."""
         listed = self._near.steps.listed().items()
-        return {step: path for step, path in listed if _steps.markers.is_waiting(path)}
+        return {
+            step: path
+            for step, path in listed
+            if _steps.markers.is_marked_for_upload(path)
+        }
 
     def look(self) -> dict[int, Path]:
         """Lists the steps of the run directory."""
@@ -136,7 +140,7 @@ class Uploads:
         self.look()
         if not self._is_tidy:
             _steps.delete.tidy(
-                self._directory, self._format, (_native.checkpoint.METRICS, "metadata")
+                self._directory, self._format, (_native.items.METRICS, "metadata")
             )
             self._is_tidy = True
 
@@ -279,7 +283,7 @@ class Uploads:
     def _upload(self, step: int, path: Path, *, is_begin: bool) -> None:
         """Uploads a step, or its changes since the last upload."""
         begun, size = time.monotonic(), 0
-        with self.busy.get(), _storage.temporary.claimed(path) as is_ours:
+        with self.busy.get(), _storage.temporary.claim(path) as is_ours:
             mark = self._mark(path)
             if mark is None:
                 return
@@ -339,21 +343,21 @@ class Uploads:
             self.retire(step)
         except errors.SaveFailedError:  # the copy is incomplete: upload it again
             with self.changing.get(), contextlib.suppress(FileNotFoundError):
-                _steps.markers.wait_for_upload(path)
+                _steps.markers.mark_for_upload(path)
             raise
 
-    def _mark(self, path: Path) -> _steps.markers.Waiting | None:
+    def _mark(self, path: Path) -> _steps.markers.UploadMarker | None:
         with self.changing.get():  # wait for a change in progress
-            return _steps.markers.waiting(path)
+            return _steps.markers.read_upload_marker(path)
 
-    def _skip(self, step: int, path: Path, mark: _steps.markers.Waiting) -> None:
+    def _skip(self, step: int, path: Path, mark: _steps.markers.UploadMarker) -> None:
         """Skips the upload of a step that no policy keeps in the run directory."""
         if self._unmark(path, mark) is None:
             reason = f"no policy would keep it in {self._directory}"
             self._events.emit("skipped", step, path=path, reason=reason)
             _log.info("step %d is not uploaded: %s", step, reason)
 
-    def _drop(self, step: int, path: Path, mark: _steps.markers.Waiting) -> None:
+    def _drop(self, step: int, path: Path, mark: _steps.markers.UploadMarker) -> None:
         """Skips a step that was uploaded, and replaced in the run directory since."""
         if self._unmark(path, mark) is None:
             reason = f"{self._directory} has had another step {step} since"
@@ -361,10 +365,15 @@ class Uploads:
             _log.warning("step %d is not uploaded again: %s", step, reason)
 
     def _settle(
-        self, path: Path, final: Path, mark: _steps.markers.Waiting, *, is_new: bool
+        self,
+        path: Path,
+        final: Path,
+        mark: _steps.markers.UploadMarker,
+        *,
+        is_new: bool,
     ) -> None:
         """Uploads changes until the upload marker can be removed."""
-        now: _steps.markers.Waiting | None = mark
+        now: _steps.markers.UploadMarker | None = mark
         if is_new:
             now = self._unmark(path, mark)
         while now is not None:
@@ -372,21 +381,23 @@ class Uploads:
             now = self._unmark(path, now)
 
     def _unmark(
-        self, path: Path, mark: _steps.markers.Waiting
-    ) -> _steps.markers.Waiting | None:
+        self, path: Path, mark: _steps.markers.UploadMarker
+    ) -> _steps.markers.UploadMarker | None:
         """Removes the upload marker unless changed since its last read.
 
         Returns:
             None, or the current marker.
         """
         with self.changing.get():
-            now = _steps.markers.waiting(path)
+            now = _steps.markers.read_upload_marker(path)
             if now != mark:
                 return now
-            _steps.markers.uploaded(path)
+            _steps.markers.unmark_upload(path)
             return None
 
-    def _bring(self, path: Path, final: Path, mark: _steps.markers.Waiting) -> None:
+    def _bring(
+        self, path: Path, final: Path, mark: _steps.markers.UploadMarker
+    ) -> None:
         """Writes changed metrics and markers to the copy in the run directory."""
         metrics = run_metrics.read_metrics(path)
         if metrics and not metrics.items() <= self._far.steps.metrics(final).items():
@@ -405,12 +416,10 @@ class Uploads:
         """Writes the journal and the run metadata to the run directory."""
         try:
             there = self._directory / _steps.journal.NAME
-            _steps.journal.pass_on(self._staging / _steps.journal.NAME, there)
-            custom = _native.checkpoint.read_run_metadata(self._staging)
-            if custom and custom != _native.checkpoint.read_run_metadata(
-                self._directory
-            ):
-                _native.checkpoint.write_run_metadata(self._directory, custom)
+            _steps.journal.append_new_events(self._staging / _steps.journal.NAME, there)
+            custom = _native.metadata.read_run_metadata(self._staging)
+            if custom and custom != _native.metadata.read_run_metadata(self._directory):
+                _native.metadata.write_run_metadata(self._directory, custom)
         except OSError as error:
             _log.warning("%s does not get the journal: %s", self._directory, error)
 

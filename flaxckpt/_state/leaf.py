@@ -207,7 +207,7 @@ def describe(path: LeafPath, leaf: tree.TreeLeaf) -> LeafInfo | str:
         )
     if type(value) is str:
         try:
-            _util.json_limits.text(value, "it")
+            _util.json_limits.check_text(value, "it")
         except ValueError:
             return _SURROGATES
         return LeafInfo(path, keys, "string", "str")
@@ -218,7 +218,7 @@ def describe(path: LeafPath, leaf: tree.TreeLeaf) -> LeafInfo | str:
             path, keys, "scalar", type(value).__name__, (), number, weak_type=True
         )
     if callable(value) and (isinstance(value, type) or hasattr(value, "__name__")):
-        return _util.arguments.found(value)
+        return _util.arguments.describe(value)
     return f"a {type(value).__module__}.{type(value).__qualname__}"
 
 

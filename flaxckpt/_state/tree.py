@@ -363,7 +363,7 @@ def _static_bytes(field: JSON) -> int:
         ValueError: JSON would return another text.
     """
     if isinstance(field, str):
-        _util.json_limits.text(field, "it")
+        _util.json_limits.check_text(field, "it")
         return len(field) if len(field) < _SHORT else len(json.dumps(field))
     if isinstance(field, list):
         return 2 + sum([1 + _static_bytes(item) for item in field])

@@ -154,13 +154,13 @@ def resolver(types: Sequence[type] = ()) -> Resolve:
     """
     if not _util.arguments.is_list(types):
         raise errors.OptionError(
-            f"types must be a list of classes, got {_util.arguments.found(types)}"
+            f"types must be a list of classes, got {_util.arguments.describe(types)}"
         )
     for cls in types:
         if not inspect.isclass(cls):
             raise errors.OptionError(
-                f"types must be a list of classes, got {_util.arguments.found(cls)} in"
-                " it"
+                f"types must be a list of classes, got"
+                f" {_util.arguments.describe(cls)} in it"
             )
     by_name = {f"{cls.__module__}:{cls.__qualname__}": cls for cls in types}
 

@@ -42,7 +42,7 @@ class StepFormat:
         if not isinstance(self.template, str):
             raise errors.OptionError(
                 "step_format must be a text such as 'step_{step}', got"
-                f" {_util.arguments.found(self.template)}"
+                f" {_util.arguments.describe(self.template)}"
             )
         fields = _FIELD.findall(self.template)
         rest = _FIELD.sub("", self.template)
@@ -81,7 +81,7 @@ def check(step: Any) -> int:
     if isinstance(step, bool) or not 0 <= number < 10**18:
         raise errors.OptionError(
             "a step is the number of completed training steps, 0 or more, as an int,"
-            f" got {_util.arguments.found(step)}"
+            f" got {_util.arguments.describe(step)}"
         )
     return number
 

@@ -88,15 +88,16 @@ class StoreOptions:
     concurrency: int = 32
 
     def __post_init__(self) -> None:
-        _util.arguments.positive("deadline_secs", self.deadline_secs)
+        _util.arguments.check_positive("deadline_secs", self.deadline_secs)
         if self.retries is not None:
-            _util.arguments.whole("retries", self.retries, least=0)
-        _util.arguments.whole("concurrency", self.concurrency, least=1)
+            _util.arguments.check_int("retries", self.retries, least=0)
+        _util.arguments.check_int("concurrency", self.concurrency, least=1)
         for name in ("endpoint", "region", "profile", "credentials_file"):
             value = getattr(self, name)
             if not isinstance(value, str | None):
                 raise errors.OptionError(
-                    f"{name} must be a text or None, got {_util.arguments.found(value)}"
+                    f"{name} must be a text or None, got"
+                    f" {_util.arguments.describe(value)}"
                 )
 
 

@@ -47,7 +47,7 @@ def _is_late(there: Sequence[str]) -> bool:
 
 
 @contextlib.contextmanager
-def made(
+def new_checkpoint(
     final: RemotePath, *, overwrite: bool, keep: Callable[[str], bool]
 ) -> Iterator[RemotePath]:
     """Locks a checkpoint for writing in the `with` block; see `commit`.
@@ -62,7 +62,7 @@ def made(
     Raises:
         CheckpointExistsError: The checkpoint exists, or another process writes it.
     """
-    with locks.held(final) as lock:
+    with locks.lock(final) as lock:
         _make_room(lock, overwrite=overwrite, keep=keep)
         _making[final] = lock
         try:
@@ -114,7 +114,7 @@ def _clear(lock: locks.Lock) -> None:
 
 
 def commit(final: RemotePath, marker: bytes) -> int:
-    """Commits the checkpoint written in `made`.
+    """Commits the checkpoint written in `new_checkpoint`.
 
     Returns:
         Number of bytes written.
@@ -157,7 +157,7 @@ _LATE_TRIES = 8
 
 
 def withdraw(path: RemotePath) -> bytes | None:
-    """Removes the commit marker and returns the content for `put_back`."""
+    """Removes the commit marker and returns the content for `restore`."""
     found = path.store.read((path / MARKER).key)
     if found is None:
         return None
@@ -165,7 +165,7 @@ def withdraw(path: RemotePath) -> bytes | None:
     return found.value
 
 
-def put_back(path: RemotePath, marker: bytes | None) -> None:
+def restore(path: RemotePath, marker: bytes | None) -> None:
     """Restores the commit marker."""
     if marker is not None:
         write_new(path / MARKER, marker)
@@ -202,7 +202,7 @@ def sweep(root: RemotePath, is_ours: Callable[[str], bool]) -> None:
 
 
 def _sweep(path: RemotePath) -> None:
-    lock = locks.inherited(path)
+    lock = locks.take_over(path)
     if lock is None:
         return
     try:

@@ -76,7 +76,7 @@ def read(path: Path, *, max_bytes: int) -> bytes:
         FileNotFoundError: The file is missing.
         DamagedCheckpointError: The file is larger than `max_bytes`, or not regular.
     """
-    with opened(path) as file:
+    with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= max_bytes:
             content = file.read(max_bytes + 1)
@@ -89,7 +89,7 @@ def read(path: Path, *, max_bytes: int) -> bytes:
 
 
 @contextlib.contextmanager
-def opened(path: Path, *, buffer_bytes: int = 2**13) -> Iterator[io.BufferedReader]:
+def open_file(path: Path, *, buffer_bytes: int = 2**13) -> Iterator[io.BufferedReader]:
     """Opens a regular file for reading, `buffer_bytes` at a time.
 
     Raises:
@@ -114,7 +114,7 @@ def digest_file(path: Path, *, max_bytes: int) -> str | None:
         FileNotFoundError: The file is missing.
         DamagedCheckpointError: The file is not regular.
     """
-    with opened(path) as file:
+    with open_file(path) as file:
         if os.fstat(file.fileno()).st_size > max_bytes:
             return None
         return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
@@ -210,7 +210,7 @@ def is_replacing(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def locked(file: Path) -> Iterator[None]:
+def lock_file(file: Path) -> Iterator[None]:
     """Locks a file against concurrent callers during the `with` block.
 
     Does nothing on a file system without file locks.
@@ -458,3 +458,22 @@ def disk_files(root: str) -> dict[tuple[int, int], int]:
 def digest(content: bytes) -> str:
     """Returns the checksum of `content`, as recorded in checkpoints."""
     return "sha256:" + hashlib.sha256(content).hexdigest()
+
+
+def check_digest(name: object, found: str | None, recorded: object) -> None:
+    """Compares the digest of a file with the recorded digest.
+
+    Args:
+        name: The file, for the message.
+        found: Digest of the file; None if missing or too large.
+        recorded: The recorded digest, not trusted.
+
+    Raises:
+        ValueError: The digests differ.
+    """
+    if found != recorded:
+        # Twelve hexadecimal digits are enough to tell digests apart.
+        wanted, have = (str(digest)[:19] for digest in (recorded, found or "none"))
+        raise ValueError(
+            f"{name} has changed since it was saved: wanted {wanted}, found {have}"
+        )

@@ -136,7 +136,7 @@ def reader(name: str) -> str:
     return errors.printable(f"{host}:{rest}" if host else name)
 
 
-def living(path: Path, names: Iterable[str]) -> list[str]:
+def unexpired(path: Path, names: Iterable[str]) -> list[str]:
     """Returns the unexpired files among `names` in the checkpoint `path`.
 
     Files with a time in the future, beyond the limit, are expired, too.
@@ -209,7 +209,7 @@ def _now(directory: Path) -> float | None:
 
 def readers(path: Path) -> list[str]:
     """Returns the readers of the checkpoint `path`, as `host:pid`; empty if missing."""
-    return [reader(name) for name in living(path, _files(path, READING))]
+    return [reader(name) for name in unexpired(path, _files(path, READING))]
 
 
 def _files(path: Path, prefix: str) -> list[str]:
@@ -220,14 +220,14 @@ def _files(path: Path, prefix: str) -> list[str]:
         return []
 
 
-def is_going(path: Path) -> bool:
+def is_being_deleted(path: Path) -> bool:
     """Returns True if the checkpoint `path` was, or will soon be, deleted.
 
     Raises:
         DamagedCheckpointError: The checkpoint is inaccessible.
     """
-    with permissions.explained(path):
-        return not path.is_dir() or bool(living(path, _files(path, DELETING)))
+    with permissions.explain_errors(path):
+        return not path.is_dir() or bool(unexpired(path, _files(path, DELETING)))
 
 
 @contextlib.contextmanager
@@ -250,14 +250,14 @@ def deletion(path: Path) -> Iterator[None]:
             raise
     try:
         if found := readers(path):
-            raise in_use(path, found)
+            raise in_use_error(path, found)
         yield
     finally:
         with contextlib.suppress(OSError):  # deleted along with the checkpoint
             mark.unlink(missing_ok=True)
 
 
-def in_use(path: Path, found: Iterable[str]) -> errors.SaveFailedError:
+def in_use_error(path: Path, found: Iterable[str]) -> errors.SaveFailedError:
     """Returns the error for the deletion of a checkpoint with readers."""
     return errors.SaveFailedError(
         f"{path} is not deleted: it is being read by {', '.join(sorted(found))};"

@@ -140,10 +140,10 @@ class LocalStorage:
     def read(self, file: Path, /, *, max_bytes: int) -> bytes:
         return storage_files.read(file, max_bytes=max_bytes)
 
-    def opened(
+    def open_file(
         self, file: Path, /, *, buffer_bytes: int = 2**13
     ) -> contextlib.AbstractContextManager[io.BufferedReader]:
-        return storage_files.opened(file, buffer_bytes=buffer_bytes)
+        return storage_files.open_file(file, buffer_bytes=buffer_bytes)
 
     def digest_file(self, file: Path, /, *, max_bytes: int) -> str | None:
         return storage_files.digest_file(file, max_bytes=max_bytes)
@@ -161,7 +161,7 @@ class LocalStorage:
         storage_files.read_into(file, views, within=file.parent.parent)
 
     def last_lines(self, file: Path, max_bytes: int, /) -> list[bytes]:
-        with storage_files.opened(file) as opened:
+        with storage_files.open_file(file) as opened:
             size = opened.seek(0, os.SEEK_END)
             opened.seek(max(0, size - max_bytes))
             found = opened.read()
@@ -180,8 +180,8 @@ class LocalStorage:
     def replace(self, file: Path, content: bytes, /) -> None:
         storage_files.replace(file, content)
 
-    def locked(self, file: Path, /) -> contextlib.AbstractContextManager[None]:
-        return storage_files.locked(file)
+    def lock_file(self, file: Path, /) -> contextlib.AbstractContextManager[None]:
+        return storage_files.lock_file(file)
 
     def make_directory(self, path: Path, /) -> None:
         storage_files.make_directory(path)
@@ -206,7 +206,7 @@ class LocalStorage:
 
     def add_directory(self, path: Path, files: Mapping[str, bytes], /) -> bool:
         is_first = True
-        with temporary.made(path.parent) as made:
+        with temporary.new_directory(path.parent) as made:
             for name, content in files.items():
                 storage_files.write(made / name, content)
             storage_files.sync_directory(made)
@@ -240,7 +240,7 @@ class LocalStorage:
     def temporary_directory(
         self, final: Path, /
     ) -> contextlib.AbstractContextManager[Path]:
-        return temporary.made(final)
+        return temporary.new_directory(final)
 
     def discard(self, directory: Path, /) -> None:
         temporary.discard(directory, self.remove_tree)
@@ -262,7 +262,7 @@ class LocalStorage:
         check: Callable[[Path], object],
     ) -> Iterator[Path]:
         temporary.sweep(final.parent, lambda name: name == final.name)
-        with temporary.made(final) as made:
+        with temporary.new_directory(final) as made:
             yield made
 
     def commit(
@@ -292,7 +292,7 @@ class LocalStorage:
     ) -> int:
         if files is None:
             files = [path for path in source.rglob("*") if path.is_file()]
-        with temporary.made(final) as made:
+        with temporary.new_directory(final) as made:
             for directory in sorted({file.parent for file in files}):
                 copied = made / directory.relative_to(source)
                 copied.mkdir(parents=True, exist_ok=True)
@@ -308,15 +308,15 @@ class LocalStorage:
             return size
 
     def delete(self, path: Path, check: Callable[[Path], object], /) -> None:
-        aside = temporary.beside(path, temporary.DELETED)
-        with temporary.claimed(path):
+        aside = temporary.new_path(path, temporary.DELETED)
+        with temporary.claim(path):
             with leases.deletion(path):
                 check(path)
                 rename.withdraw(path, aside)
                 try:
                     # A reader or a pin may have come before the rename.
                     if late := leases.readers(aside):
-                        raise leases.in_use(path, late)
+                        raise leases.in_use_error(path, late)
                     check(aside)
                 except errors.SaveFailedError:
                     aside.rename(path)
@@ -327,8 +327,8 @@ class LocalStorage:
     def delete_part(
         self, path: Path, name: str, announce: Callable[[], object], /
     ) -> None:
-        aside = temporary.beside(path, temporary.DELETED)
-        with temporary.claimed(path / name):
+        aside = temporary.new_path(path, temporary.DELETED)
+        with temporary.claim(path / name):
             with leases.deletion(path):
                 announce()
                 self.withdraw_name(path / name, aside)

@@ -132,7 +132,7 @@ def _key(path: RemotePath) -> str:
 
 
 @contextlib.contextmanager
-def held(path: RemotePath, *, patient: bool = False) -> Iterator[Lock]:
+def lock(path: RemotePath, *, patient: bool = False) -> Iterator[Lock]:
     """Holds the lock of a checkpoint in the `with` block.
 
     Args:
@@ -246,7 +246,7 @@ _seen: dict[tuple[str, bytes], float] = {}
 """Locks of other machines -> the time since which they have not changed."""
 
 
-def inherited(path: RemotePath) -> Lock | None:
+def take_over(path: RemotePath) -> Lock | None:
     """Takes over the lock of a checkpoint from a dead holder; None if not possible.
 
     Raises:

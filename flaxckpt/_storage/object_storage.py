@@ -136,7 +136,7 @@ class ObjectStorage:
         return content
 
     @contextlib.contextmanager
-    def opened(
+    def open_file(
         self, file: RemotePath, /, *, buffer_bytes: int = 2**13
     ) -> Iterator[io.BufferedReader]:
         # BytesIO has all methods of a BufferedReader that callers use.
@@ -188,8 +188,8 @@ class ObjectStorage:
         file.write_bytes(content)
 
     @contextlib.contextmanager
-    def locked(self, file: RemotePath, /) -> Iterator[None]:
-        with locks.held(file.parent, patient=True):
+    def lock_file(self, file: RemotePath, /) -> Iterator[None]:
+        with locks.lock(file.parent, patient=True):
             yield
 
     def make_directory(self, path: RemotePath, /) -> None:
@@ -253,7 +253,9 @@ class ObjectStorage:
     def temporary_directory(
         self, final: RemotePath, /
     ) -> contextlib.AbstractContextManager[Path]:
-        return commit_marker.made(final, overwrite=False, keep=lambda name: False)
+        return commit_marker.new_checkpoint(
+            final, overwrite=False, keep=lambda name: False
+        )
 
     def discard(self, directory: RemotePath, /) -> None:
         temporary.discard(directory, self.remove_tree)
@@ -278,8 +280,10 @@ class ObjectStorage:
         check: Callable[[Path], object],
     ) -> Iterator[Path]:
         if overwrite and commit_marker.is_committed(final):
-            check(final)  # `made` removes it at once
-        with commit_marker.made(final, overwrite=overwrite, keep=keep) as made:
+            check(final)  # `commit_marker.new_checkpoint` removes it at once
+        with commit_marker.new_checkpoint(
+            final, overwrite=overwrite, keep=keep
+        ) as made:
             yield made
 
     def commit(
@@ -309,16 +313,16 @@ class ObjectStorage:
         )
 
     def delete(self, path: RemotePath, check: Callable[[Path], object], /) -> None:
-        with locks.held(path) as lock, leases.deletion(path):
+        with locks.lock(path) as lock, leases.deletion(path):
             check(path)
             marker = commit_marker.withdraw(path)
             try:
                 # A reader may have come before the marker was removed.
                 if late := leases.readers(path):
-                    raise leases.in_use(path, late)
+                    raise leases.in_use_error(path, late)
                 check(path)
             except errors.SaveFailedError:
-                commit_marker.put_back(path, marker)
+                commit_marker.restore(path, marker)
                 raise
             commit_marker.remove(lock)
 

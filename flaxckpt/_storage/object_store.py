@@ -274,7 +274,7 @@ class Store:
     # ---- cached listings ----------------------------------------------------------
 
     @contextlib.contextmanager
-    def looking(self, prefix: str) -> Iterator[None]:
+    def listing_cache(self, prefix: str) -> Iterator[None]:
         """Caches a listing of `prefix` during the `with` block.
 
         `keys` and `has` use the cache on this thread, until this process writes to the

@@ -234,10 +234,10 @@ def is_remote(path: object) -> TypeGuard[RemotePath]:
     return isinstance(path, RemotePath)
 
 
-def looking(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Caches the listing of a path in an object store; see `Store.looking`."""
+def listing_cache(path: Path) -> contextlib.AbstractContextManager[None]:
+    """Caches the listing of a path in an object store; see `Store.listing_cache`."""
     if is_remote(path):
-        return path.store.looking(path.prefix)
+        return path.store.listing_cache(path.prefix)
     return contextlib.nullcontext()
 
 
@@ -292,7 +292,7 @@ def resolve(path: PathLike) -> Path:
     if not _util.arguments.is_path(path):
         raise errors.OptionError(
             "wanted a path, as a str or a pathlib.Path, found"
-            f" {_util.arguments.found(path)}; the path comes before the state"
+            f" {_util.arguments.describe(path)}; the path comes before the state"
         )
     text = os.fspath(path)
     if not text:

@@ -23,7 +23,7 @@ def denied(path: Path, error: PermissionError) -> errors.DamagedCheckpointError:
 
 
 @contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explain_errors(path: Path) -> Iterator[None]:
     """Converts system errors while reading `path` to checkpoint errors.
 
     Leaves FileNotFoundError to the caller, because its meaning depends on the file.
@@ -55,7 +55,7 @@ def reading(path: Path) -> Iterator[None]:
         CheckpointNotFoundError: The checkpoint was deleted during the read.
         DamagedCheckpointError: A file is missing or unreadable.
     """
-    with explained(path):
+    with explain_errors(path):
         try:
             yield
         except _MISSING as error:

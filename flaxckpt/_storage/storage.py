@@ -197,7 +197,7 @@ class Storage(Protocol[_Path]):
             DamagedCheckpointError: The file is larger than `max_bytes`, or not regular.
         """
 
-    def opened(
+    def open_file(
         self, file: _Path, /, *, buffer_bytes: int = 2**13
     ) -> AbstractContextManager[io.BufferedReader]:
         """Opens a regular file for reading, `buffer_bytes` at a time.
@@ -274,7 +274,7 @@ class Storage(Protocol[_Path]):
         If several processes write at a time, the last write counts.
         """
 
-    def locked(self, file: _Path, /) -> AbstractContextManager[None]:
+    def lock_file(self, file: _Path, /) -> AbstractContextManager[None]:
         """Locks a file against concurrent callers during the `with` block.
 
         Does nothing on a file system without file locks. In an object store, locks the

@@ -33,12 +33,12 @@ def set_store_options(url: str, options: StoreOptions | None) -> None:
     if not isinstance(url, str):
         raise errors.OptionError(
             "wanted the URL of a bucket, such as s3://bucket, found"
-            f" {_util.arguments.found(url)}; it comes before the options"
+            f" {_util.arguments.describe(url)}; it comes before the options"
         )
     if not isinstance(options, StoreOptions | None):
         raise errors.OptionError(
             "options must be a flaxckpt.StoreOptions or None, got"
-            f" {_util.arguments.found(options)}"
+            f" {_util.arguments.describe(options)}"
         )
     scheme, found, bucket = url.partition("://")
     if scheme not in SCHEMES or not found or "/" in bucket:

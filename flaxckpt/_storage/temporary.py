@@ -55,12 +55,12 @@ _TEXTS_SECS = 86_400.0
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def beside(path: Path, what: str) -> Path:
+def new_path(path: Path, what: str) -> Path:
     """Returns a new temporary name beside `path`, for unfinished or old content."""
     return path.with_name(f"{path.name}{TEMPORARY}-{what}-{secrets.token_hex(4)}")
 
 
-def being_written(root: Path) -> list[str]:
+def unfinished_names(root: Path) -> list[str]:
     """Returns the final names of unfinished saves under `root`, in any storage.
 
     Includes interrupted saves.
@@ -83,7 +83,7 @@ _IS_WRITING = re.compile(rf"|-[0-9]+|-{WRITING}(?:-[0-9a-f]{{8}})?")
 
 
 @contextlib.contextmanager
-def made(final: Path) -> Iterator[Path]:
+def new_directory(final: Path) -> Iterator[Path]:
     """Yields a new directory, to be renamed to `final` in the `with` block.
 
     At the end, removes any directory with the temporary name: the unfinished directory,
@@ -93,9 +93,9 @@ def made(final: Path) -> Iterator[Path]:
         OSError: The directory cannot be made.
     """
     while True:
-        path = beside(final, WRITING)
+        path = new_path(final, WRITING)
         path.mkdir()
-        with claimed(path) as is_ours:
+        with claim(path) as is_ours:
             if not is_ours:  # another process swept it at once
                 continue
             try:
@@ -110,7 +110,7 @@ def made(final: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def claimed(path: Path) -> Iterator[bool]:
+def claim(path: Path) -> Iterator[bool]:
     """Protects a directory from sweeps in the `with` block, even if renamed.
 
     Yields:
@@ -206,7 +206,7 @@ def sweep(root: Path, is_ours: Callable[[str], bool]) -> None:
     # Their replacements, or deletions, may not be durable yet.
     files.sync_directory(root)
     for path in (root / name for name in found):
-        with claimed(path) as is_free:
+        with claim(path) as is_free:
             if is_free and _is_abandoned(path):
                 _end(path)
 

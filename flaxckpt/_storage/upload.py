@@ -23,7 +23,7 @@ _THREADS_OF_FILES = 8  # each holds a whole file
 
 
 def is_needed(root: Path) -> bool:
-    """Returns True for a path in a store, except in the store for `staged`.
+    """Returns True for a path in a store, except in the store for `memory_directory`.
 
     TensorStore must not write to such a path directly.
     """
@@ -33,7 +33,7 @@ def is_needed(root: Path) -> bool:
 
 
 @contextlib.contextmanager
-def staged(root: Path) -> Iterator[Path]:
+def memory_directory(root: Path) -> Iterator[Path]:
     """Yields a directory in memory, uploaded to `root` when the `with` block ends.
 
     Raises:
@@ -84,7 +84,7 @@ def upload(
 
     if files is None:
         files = [path for path in directory.rglob("*") if path.is_file()]
-    with commit_marker.made(final, overwrite=overwrite, keep=keep):
+    with commit_marker.new_checkpoint(final, overwrite=overwrite, keep=keep):
         rest = [file for file in files if file != directory / commit_marker.MARKER]
         _util.threads.each(write, rest, threads=_THREADS_OF_FILES)
         for name, content in marks.items():

@@ -87,7 +87,7 @@ class Completed:
         if metrics is not None:
             known = None if before is None else before._metrics
             self._metrics = Held(metrics, known)
-        self._given["dataset"] = datasets.held(self.get("dataset"))
+        self._given["dataset"] = datasets.copy_position(self.get("dataset"))
 
     def says_itself(self) -> bool:
         """Returns True if the state's own step counter makes keeping it unnecessary.

@@ -27,7 +27,7 @@ _PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 """A surrogate pair, which JSON cannot distinguish from the character."""
 
 
-def copied(value: Mapping[str, Any], at: str) -> dict[str, JSON]:
+def copy(value: Mapping[str, Any], at: str) -> dict[str, JSON]:
     """Returns a deep copy of a mapping in JSON types; tuples become lists.
 
     Args:
@@ -54,7 +54,7 @@ def _copied(value: Any, at: str, depth: int) -> JSON:
             raise ValueError(f"{at} is an int of more than {_MAX_INT_BITS} bits")
         return int(value)
     if isinstance(value, str):
-        return text(value, at)
+        return check_text(value, at)
     if isinstance(value, list | tuple):
         return [_copied(item, f"{at}[{i}]", depth + 1) for i, item in enumerate(value)]
     if not isinstance(value, Mapping):
@@ -68,13 +68,13 @@ def _copied_dict(value: Mapping[str, Any], at: str, depth: int) -> dict[str, JSO
     for key, item in value.items():
         if not isinstance(key, str):
             raise ValueError(f"{at} has the key {key!r:.80}, which is no str")
-        made[text(key, at)] = _copied(item, f"{at}[{key!r:.80}]", depth + 1)
+        made[check_text(key, at)] = _copied(item, f"{at}[{key!r:.80}]", depth + 1)
     if len(made) < len(value):
         raise ValueError(f"{at} has two keys of the same text")
     return made
 
 
-def text(value: str, at: str) -> str:
+def check_text(value: str, at: str) -> str:
     """Returns a string as a plain `str`; an Enum as its value.
 
     Raises:
@@ -96,7 +96,7 @@ def check(text: bytes, *, max_containers: int = MAX_CONTAINERS) -> None:
         raise ValueError("it has too many strings")
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Builds an object for `json.loads`, rejecting duplicate keys.
 
     Raises:

@@ -11,7 +11,7 @@ from flaxckpt._types import PathLike
 from flaxckpt.formats import _signatures, _t5x
 from flaxckpt.formats._msgpack import reader as msgpack_reader
 from flaxckpt.formats._msgpack import stream
-from flaxckpt.formats._native import checkpoint
+from flaxckpt.formats._native import checkpoint, items
 from flaxckpt.formats._npz import reader as npz_reader
 from flaxckpt.formats._reader import Reader
 from flaxckpt.formats._safetensors import reader as safetensors_reader
@@ -65,7 +65,7 @@ class Detected(NamedTuple):
 
 def identify(path: Path) -> Detected | None:
     """Returns the format of the checkpoint `path`; None if not recognised."""
-    with _storage.permissions.reading(path), _storage.paths.looking(path):
+    with _storage.permissions.reading(path), _storage.paths.listing_cache(path):
         for name, reader in _readers(path).items():
             if why := reader.recognises(path):
                 return Detected(name, why, reader)
@@ -89,7 +89,7 @@ def detect(path: PathLike) -> Detected:
         DamagedCheckpointError: The checkpoint is incomplete, or may not be read.
     """
     path = _storage.paths.resolve(path)
-    with _storage.permissions.reading(path), _storage.paths.looking(path):
+    with _storage.permissions.reading(path), _storage.paths.listing_cache(path):
         return _detect(path)
 
 
@@ -126,10 +126,10 @@ def _explain_unrecognised(path: Path) -> NoReturn:
         raise errors.CheckpointNotFoundError(
             f"{path} has no committed step yet: a run has only begun there"
         )
-    if path.is_dir() and checkpoint.is_json_item(path):
+    if path.is_dir() and items.is_json_item(path):
         raise errors.CheckpointFormatError(
             f"{path} is an item of JSON, which Orbax's JsonSave wrote, and no tree of"
-            f" arrays: {checkpoint.json_advice(path)}"
+            f" arrays: {items.json_advice(path)}"
         )
     mark = _steps.index.sign(path) if path.is_dir() else None
     if mark and not _storage.of(path).is_committed(path):
@@ -248,7 +248,7 @@ def advice_on_names(directory: Path) -> str:
 
     Empty if no checkpoint in the directory may be a step.
     """
-    found = _steps.index.with_any_name(directory, identify)
+    found = _steps.index.checkpoints_by_number(directory, identify)
     names = [path.name for paths in found.values() for path in paths]
     if not names:
         return ""
@@ -267,12 +267,12 @@ def is_being_written(path: Path) -> bool:
     """Returns True if `path` has an unfinished save and no committed checkpoint."""
     if _storage.of(path).is_committed(path):
         return False
-    return path.name in _storage.temporary.being_written(path.parent)
+    return path.name in _storage.temporary.unfinished_names(path.parent)
 
 
 def advice_on_saves(directory: Path) -> str:
     """Describes the unfinished saves under a directory; empty without any."""
-    names = _storage.temporary.being_written(directory)
+    names = _storage.temporary.unfinished_names(directory)
     if not names:
         return ""
     return (

@@ -41,7 +41,10 @@ class Located(NamedTuple):
             CheckpointFormatError: The checkpoint is of an unsupported kind.
             DamagedCheckpointError: The checkpoint is not intact, or may not be read.
         """
-        with _storage.permissions.reading(self.path), _storage.paths.looking(self.path):
+        with (
+            _storage.permissions.reading(self.path),
+            _storage.paths.listing_cache(self.path),
+        ):
             return self._read(types)
 
     def _read(self, types: Sequence[type]) -> Stored:
@@ -62,7 +65,7 @@ def open_checkpoint(
     See `locate` and `Located.open`.
     """
     root = _storage.paths.resolve(path)
-    with _storage.permissions.reading(root), _storage.paths.looking(root):
+    with _storage.permissions.reading(root), _storage.paths.listing_cache(root):
         located = _locate(root, step, step_format)
         try:
             return located._read(types)
@@ -91,7 +94,7 @@ def locate(
         OptionError: `step` is not a step number, or `path` is a single checkpoint.
     """
     root = _storage.paths.resolve(path)
-    with _storage.permissions.reading(root), _storage.paths.looking(root):
+    with _storage.permissions.reading(root), _storage.paths.listing_cache(root):
         return _locate(root, step, step_format)
 
 
@@ -123,7 +126,7 @@ def _locate(path: Path, step: int | None, step_format: str | None) -> Located:
                 f"{path} has no step {wanted} yet: {formats.advice_on_saves(path)}"
             )
         raise _damaged(doubt.path, doubt.why)
-    if number is None and (other := _steps.index.usually_called(path, wanted)):
+    if number is None and (other := _steps.index.find_usual_name(path, wanted)):
         raise _damaged(other, "")
     raise errors.CheckpointNotFoundError(
         f"{path} has no step {wanted}: it has {summary(list(index.steps))}"
@@ -193,7 +196,7 @@ def _newest(root: Path, index: _Index) -> Located:
 def _marked(path: Path) -> errors.DamagedCheckpointError:
     """Returns the error for a step already marked as damaged."""
     return errors.DamagedCheckpointError(
-        f"{path} is marked as damaged: {_steps.markers.why_damaged(path)}; pass its"
+        f"{path} is marked as damaged: {_steps.markers.damage_reason(path)}; pass its"
         " number as"
         " step= to try it all the same"
     )
@@ -228,7 +231,7 @@ def summary(steps: list[int]) -> str:
 
 def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Stored:
     """Reads everything but the arrays of the checkpoint at exactly `path`."""
-    with _storage.permissions.reading(path), _storage.paths.looking(path):
+    with _storage.permissions.reading(path), _storage.paths.listing_cache(path):
         return Located(path, step, formats.detect(path)).open(types)
 
 

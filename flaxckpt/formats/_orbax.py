@@ -17,7 +17,8 @@ from flaxckpt._types import LeafPath
 from flaxckpt.formats import _zarr2
 from flaxckpt.formats._msgpack import leaves, scanner
 from flaxckpt.formats._native import arrays as native_arrays
-from flaxckpt.formats._native import items, orbax_json, orbax_rows
+from flaxckpt.formats._native import items, orbax_json
+from flaxckpt.formats._native import metadata as native_metadata
 from flaxckpt.formats._reader import Stored
 
 _log = logging.getLogger(__name__)
@@ -38,7 +39,8 @@ class _Row:
 
     @property
     def is_array(self) -> bool:
-        return self.value_type != "string" and orbax_rows.empty(self.value_type) is None
+        is_empty = orbax_json.empty_type(self.value_type) is not None
+        return self.value_type != "string" and not is_empty
 
 
 _MAX_CHUNK_BYTES = 64 * 2**20  # if the array is smaller; old releases never cut arrays
@@ -94,7 +96,7 @@ def read(path: Path, step: int | None) -> Stored:
             source = dataclasses.replace(inline[info.path], info=info)
             table[info.path] = Leaf(info, (source,))
     return Stored(
-        items.checkpoint_info(path, "orbax", step, infos, {}),
+        native_metadata.checkpoint_metadata(path, "orbax", step, infos, {}),
         {info.path: table[info.path] for info in infos},
         _state.tree.plain_structure(
             (i.path, i.keys, i.python_type if i.kind == "empty" else None)
@@ -138,7 +140,7 @@ def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
         path, file, tree, format_name="orbax", step=step, stamp=stamp
     )
     infos = [leaf.info for leaf in found_here.table.values()]
-    metadata = items.checkpoint_info(path, "orbax", step, infos, {})
+    metadata = native_metadata.checkpoint_metadata(path, "orbax", step, infos, {})
     return dataclasses.replace(found_here, metadata=metadata)
 
 
@@ -191,7 +193,7 @@ def _filled(value: scanner.Value, arrays: Mapping[str, leaves.Opened]) -> scanne
 def _rows(item: Path, metadata: Mapping[str, Any]) -> list[_Row]:
     try:
         rows = [
-            _Row(orbax_rows.keys(row), str(row["value_metadata"]["value_type"]))
+            _Row(orbax_json.parse_keys(row), str(row["value_metadata"]["value_type"]))
             for row in metadata["tree_metadata"].values()
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -220,10 +222,10 @@ def _check_places(item: Path, rows: Sequence[_Row]) -> None:
     for row in rows:
         path = row.path
         if path in paths:
-            faults[path] = "is there twice"
+            faults[path] = "appears twice"
         paths.add(path)
         if row.is_array and (other := seen.setdefault(row.name, path)) != path:
-            faults[path] = f"is kept where {other} is"
+            faults[path] = f"has the same place as {other}"
     if faults:
         raise leaves.unreadable(item, faults)
 
@@ -278,7 +280,7 @@ def _checked(
         or 0 in chunk_shape
         or chunk_bytes > max(math.prod(shape) * itemsize, _MAX_CHUNK_BYTES)
     ):
-        raise ValueError(f"chunks {list(chunk_shape)} of an array {list(shape)}")
+        raise ValueError(f"chunks {list(chunk_shape)} in an array {list(shape)}")
     return shape, dtype, chunk_shape
 
 
@@ -302,19 +304,19 @@ def _prng_impls(item: Path) -> dict[str, str]:
     return impls
 
 
-def _splits(item: Path, checkpoint: Path) -> dict[str, orbax_rows.Split]:
+def _splits(item: Path, checkpoint: Path) -> dict[str, orbax_json.Split]:
     """Returns the splits of arrays, as far as recorded: param name -> split."""
     file = item / items.SHARDING
     if not file.is_file():
         return {}
     try:
-        return orbax_rows.splits(items.json_file(file, checkpoint))
+        return orbax_json.parse_splits(items.json_file(file, checkpoint))
     except errors.DamagedCheckpointError as error:
-        _log.info("how arrays were split is not known: %s", error)
+        _log.info("the shardings of arrays are not known: %s", error)
         return {}
 
 
-def _with_split(info: LeafInfo, split: orbax_rows.Split | None) -> LeafInfo:
+def _with_split(info: LeafInfo, split: orbax_json.Split | None) -> LeafInfo:
     if split is None or len(split.parts) > len(info.shape):
         return info
     shard_shape = split.shard_shape(info.shape)
@@ -328,13 +330,13 @@ def _info(
     impls: Mapping[str, str],
 ) -> LeafInfo:
     path = _state.tree.join(row.keys)
-    if empty := orbax_rows.empty(row.value_type):
+    if empty := orbax_json.empty_type(row.value_type):
         return LeafInfo(path, row.keys, "empty", empty)
     if row.value_type == "string":
         return LeafInfo(path, row.keys, "string", "str")
     shape, dtype, chunk_shape = arrays[row.name]
     try:
-        python_type = orbax_rows.python_type(row.value_type, dtype)
+        python_type = orbax_json.python_type(row.value_type, dtype)
     except ValueError as error:
         raise errors.DamagedCheckpointError(f"{item}: {path}: {error}") from None
     impl = impls.get(row.name)

@@ -63,7 +63,7 @@ class _Function(TableTransform):
             if not isinstance(result, Mapping):
                 raise errors.OptionError(
                     f"{self} must return the state as nested dicts, got"
-                    f" {_util.arguments.found(result)}"
+                    f" {_util.arguments.describe(result)}"
                 )
             found = list(_flat(result))
             shape[:] = [

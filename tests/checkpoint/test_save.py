@@ -743,7 +743,7 @@ def test_an_array_without_a_name_does_not_meet_others(tmp_path, codec, other):
             ckpt.save(step, state).wait()
             strategies.assert_same(ckpt.restore(), state)
     files = flaxckpt.ArrayLayout(codec=codec, store="files")
-    with pytest.raises(errors.LeafNameError, match="no name of a directory"):
+    with pytest.raises(errors.LeafNameError, match="not a valid name of a directory"):
         flaxckpt.save(tmp_path / "c", state, layout=files)
     flaxckpt.save(tmp_path / "alone", {"": state[""]}, layout=files)
     strategies.assert_same(flaxckpt.load(tmp_path / "alone")[""], state[""])

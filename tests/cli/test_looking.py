@@ -11,14 +11,13 @@ import pytest
 import flaxckpt
 from flaxckpt._steps import markers as steps_markers
 from tests import GOLDEN
+from tests.helpers.files import flip_bit
 
 
 def damage(directory):
     """Changes one bit of an array in a step."""
     [file] = (directory / "state" / "params.dense.kernel").glob("c*")
-    content = bytearray(file.read_bytes())
-    content[3] ^= 1
-    file.write_bytes(content)
+    flip_bit(file, 3)
 
 
 # ---- ls -----------------------------------------------------------------------------

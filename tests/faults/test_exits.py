@@ -89,7 +89,7 @@ class Mute(Exception):
 from flaxckpt._checkpoint import commit
 def fails(*ignored):
     raise Mute
-commit.fill = fails""",
+commit.write_files = fails""",
 }
 
 
@@ -272,7 +272,7 @@ def test_a_fork_while_the_collector_is_paused_has_it_on(run):
 
         inside, leave = threading.Event(), threading.Event()
 
-        @gc_pause.paused()
+        @gc_pause.pause()
         def work():
             inside.set()
             leave.wait()

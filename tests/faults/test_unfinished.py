@@ -126,7 +126,7 @@ def test_what_nobody_locks_goes_by_its_age(tmp_path, name, secs):
 
 def test_what_is_worked_with_stays(tmp_path):
     left = leave(tmp_path, LEFT)
-    with storage_temporary.claimed(left) as is_ours:
+    with storage_temporary.claim(left) as is_ours:
         assert is_ours
         flaxckpt.Checkpointer(tmp_path)
         assert left.exists()
@@ -144,7 +144,7 @@ def test_where_others_may_write_age_counts(tmp_path, monkeypatch):
     other = left.with_name(LEFT.replace("0123", "4567"))
     left.rename(other)
     grow_old(other, 700)
-    with storage_temporary.claimed(other):
+    with storage_temporary.claim(other):
         while time.time() - other.stat().st_mtime > 60:
             time.sleep(0.01)
     grow_old(other, 700)

@@ -15,7 +15,7 @@ import tensorstore as ts
 
 import flaxckpt
 from flaxckpt import ArrayLayout, _storage, errors
-from flaxckpt._convert import journal as convert_journal
+from flaxckpt._convert.journal import Journal
 
 
 def to_pipe(path: Path) -> None:
@@ -58,13 +58,13 @@ def test_a_conversion_goes_on_beside_a_pipe_or_a_link_of_its_journal(tmp_path, n
     outside = tmp_path / "outside"
     outside.write_text("mine\n")
     for make in (to_pipe, lambda path: (path.unlink(), path.symlink_to(outside))):
-        with convert_journal.Journal(tmp_path / "work", {"a": 1}) as journal:
+        with Journal(tmp_path / "work", {"a": 1}) as journal:
             journal.add(["x"])
         make(tmp_path / "work" / name)
-        with convert_journal.Journal(tmp_path / "work", {"a": 1}) as journal:
+        with Journal(tmp_path / "work", {"a": 1}) as journal:
             assert not journal.done
             journal.add(["y"])
-        with convert_journal.Journal(tmp_path / "work", {"a": 1}) as journal:
+        with Journal(tmp_path / "work", {"a": 1}) as journal:
             assert journal.done == {"y"}
             journal.remove()
     assert outside.read_text() == "mine\n"

@@ -1,8 +1,6 @@
 """Which checkpoint a path means: damage, permissions and junk are never passed over."""
 
-import contextlib
 import logging
-import os
 import shutil
 import tempfile
 import threading
@@ -19,8 +17,7 @@ from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt._storage import files as storage_files
 from flaxckpt.formats._native import checkpoint as native_checkpoint
 from tests import GOLDEN
-
-NOBODY = 65534
+from tests.helpers.files import without_permissions
 
 
 @pytest.fixture
@@ -48,19 +45,6 @@ def t5x_steps(tmp_path):
     for name in ("checkpoint_7", "checkpoint_9"):
         shutil.copytree(GOLDEN / "t5x-3" / name, tmp_path / "t" / name)
     return tmp_path / "t"
-
-
-@contextlib.contextmanager
-def without_rights():
-    """Root may read anything, so it is nobody for a while."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(NOBODY)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 @pytest.fixture
@@ -151,7 +135,7 @@ def test_a_step_that_may_not_be_read_is_named(shared_path, closed, caplog):
         for step in (5, 6):
             ckpt.save(step, {"step": step})
     (shared_path / "o" / closed).chmod(0)
-    with without_rights():
+    with without_permissions():
         with pytest.raises(errors.DamagedCheckpointError, match=DENIED):
             flaxckpt.load(shared_path / "o", step=6)
         with pytest.raises(errors.DamagedCheckpointError, match=DENIED):
@@ -188,7 +172,7 @@ def test_whatever_may_not_be_read_says_so(shared_path, name):
         whole = closed
     try:
         with (
-            without_rights(),
+            without_permissions(),
             pytest.raises(errors.DamagedCheckpointError, match=DENIED),
         ):
             flaxckpt.load(whole)

@@ -202,7 +202,7 @@ def part(path: Path, files: tuple[str, ...], data: bytes) -> None:
         read(path)
         if file.parts[-2] == "metadata":
             with only_ours():
-                formats._native.checkpoint.read_run_metadata(path)
+                formats._native.metadata.read_run_metadata(path)
     finally:
         if is_new:
             shutil.rmtree(file.parent)

@@ -28,6 +28,7 @@ from flaxckpt._storage import rename as storage_rename
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, EveryNSecs, EveryNSteps, LatestN, OnSteps
 from tests.helpers import strategies
+from tests.helpers.files import flip_bit
 
 FILES = flaxckpt.ArrayLayout(store="files")
 ACC = "eval/accuracy"
@@ -697,12 +698,6 @@ def test_prune_deletes_nothing_if_the_newest_step_is_not_whole(tmp_path):
     assert ckpt.steps() == [1, 2]
 
 
-def flip(file):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
 FLIPPED = {
     "files": "state/w/c.0.0",
     "ocdbt": "state/d/*",
@@ -721,7 +716,7 @@ def test_prune_reads_the_newest_step_before_it_deletes(tmp_path, what):
     ckpt.wait()
     damaged = next((tmp_path / "3").glob(FLIPPED[what]))
     before = damaged.read_bytes()
-    flip(damaged)
+    flip_bit(damaged)
     pruning = flaxckpt.Checkpointer(tmp_path, layout=layout, keep=[LatestN(1)])
     with pytest.raises(errors.SaveFailedError, match="step 3 is not whole") as info:
         pruning.prune()
@@ -731,7 +726,7 @@ def test_prune_reads_the_newest_step_before_it_deletes(tmp_path, what):
     for step in (1, 2):
         assert pruning.verify(step).ok
     damaged.write_bytes(before)
-    flip(tmp_path / "3/metrics/metrics")  # lost, and the state is not
+    flip_bit(tmp_path / "3/metrics/metrics")  # lost, and the state is not
     assert pruning.prune() == (1, 2)
     assert pruning.verify(3).problems.keys() == {"metrics/metrics"}
 
@@ -1057,7 +1052,7 @@ def test_a_save_that_is_waited_for_leaves_deletions_to_the_next(tmp_path, monkey
     handle = ckpt.save(9, state(9))
     monkeypatch.setattr(
         checkpoint_save._util.progress,
-        "shown",
+        "bar",
         lambda counter: contextlib.nullcontext(waited.set()),
     )
     assert handle.wait().deleted_steps == (0, 1)

@@ -26,6 +26,7 @@ from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
 from tests.helpers import faulty_store as faulty
 from tests.helpers import store_servers, strategies
+from tests.helpers.files import flip_bit
 
 DIRECTORIES = ("file", "memory", "moto")
 LAYOUTS = [flaxckpt.ArrayLayout(store=store) for store in ("files", "ocdbt")]
@@ -44,9 +45,7 @@ def state(step, text="a"):
 def damage(step):
     """Changes a byte of an array's value."""
     [file] = (step / "state/w").glob("c.*")
-    content = bytearray(file.read_bytes())
-    content[5] ^= 1
-    file.write_bytes(content)
+    flip_bit(file, 5)
 
 
 def steps_in(directory):
@@ -448,9 +447,7 @@ def test_a_copy_that_is_damaged_in_the_directory_replaces_nothing(tmp_path, file
     ckpt = flaxckpt.Checkpointer(path, staging=staging)
     ckpt.save(1, state(1)).wait()
     ckpt.wait_for_uploads()
-    content = bytearray((path / "1" / file).read_bytes())
-    content[-9] ^= 1
-    (path / "1" / file).write_bytes(content)
+    flip_bit(path / "1" / file, -9)
     strategies.assert_same(state(1), ckpt.restore())
     assert ckpt.metadata(1).path == str(staging / "1")
     if file == "commit_success.txt":  # the copy is known by its marker
@@ -701,7 +698,7 @@ def test_a_program_ends_though_its_directory_is_dead(tmp_path, monkeypatch):
         process = run_apart(save_and_end, "s3://nowhere/run", str(staging), quick)
         process.join(60)
         assert process.exitcode == 0
-    assert steps_markers.is_waiting(staging / "1")
+    assert steps_markers.is_marked_for_upload(staging / "1")
     (staging / "STAGING_OF").write_text(f"{tmp_path / 'run'}\n")  # it has moved
     with flaxckpt.Checkpointer(tmp_path / "run", staging=staging) as ckpt:
         ckpt.wait_for_uploads()
@@ -799,7 +796,7 @@ def test_staging_that_cannot_be_is_refused(tmp_path):
 
 
 def test_staging_is_for_one_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(util_processes, "is_together", lambda: True)
+    monkeypatch.setattr(util_processes, "is_distributed", lambda: True)
     with pytest.raises(errors.OptionError, match="for one process"):
         flaxckpt.Checkpointer(tmp_path / "run", staging=tmp_path / "ssd")
 
