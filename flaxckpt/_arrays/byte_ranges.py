@@ -57,7 +57,7 @@ class Span(NamedTuple):
         return _state.dtypes.to_numpy(self.dtype).itemsize
 
 
-def opened(spans: Sequence[Span], context: ts.Context) -> ts.Future[ts.TensorStore]:
+def open(spans: Sequence[Span], context: ts.Context) -> ts.Future[ts.TensorStore]:
     """Opens an array, read-only.
 
     Args:
@@ -67,12 +67,12 @@ def opened(spans: Sequence[Span], context: ts.Context) -> ts.Future[ts.TensorSto
     promise: ts.Promise[ts.TensorStore]
     future: ts.Future[ts.TensorStore]
     promise, future = ts.Promise.new()
-    stores = [_opened(span, context) for span in spans]
+    stores = [_open_span(span, context) for span in spans]
     promise.set_result(stores[0] if len(stores) == 1 else ts.concat(stores, axis=0))
     return future
 
 
-def _opened(span: Span, context: ts.Context) -> ts.TensorStore:
+def _open_span(span: Span, context: ts.Context) -> ts.TensorStore:
     def read(domain: ts.IndexDomain, target: Array, _: Any) -> None:
         # A few whole rows of the array, or a part of a row: few runs of bytes.
         outer = _outer_axes(span.shape, domain.shape)

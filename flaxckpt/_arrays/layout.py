@@ -45,7 +45,7 @@ class Writing(NamedTuple):
         return len(self.slices.bounds) if self.slices else 1
 
 
-def writing(info: LeafInfo, shape: Shape) -> Writing:
+def divide_writing(info: LeafInfo, shape: Shape) -> Writing:
     """Divides the shards of a leaf among the writing replicas.
 
     Args:
@@ -54,11 +54,11 @@ def writing(info: LeafInfo, shape: Shape) -> Writing:
     """
     if info.sharding is None:
         return Writing(None, shape, 1)
-    return _shared_writing(info.sharding, info.shape, shape, info.dtype or "")
+    return _divide_writing(info.sharding, info.shape, shape, info.dtype or "")
 
 
 @functools.lru_cache(maxsize=4096)
-def _shared_writing(
+def _divide_writing(
     sharding: Sharding, leaf_shape: Shape, shape: Shape, dtype: str
 ) -> Writing:
     shard = sharding.shard_shape(leaf_shape)
@@ -80,7 +80,7 @@ def _shared_writing(
 def task(info: LeafInfo) -> writer_assignment.Task:
     """Returns the task of writing a leaf, for division among processes."""
     shape, dtype = stored_form(info)
-    part = writing(info, shape)
+    part = divide_writing(info, shape)
     nbytes = math.prod(part.shape) * _state.dtypes.item_bits(dtype) // 8
     return writer_assignment.Task(info.sharding, info.shape, part.parts, nbytes)
 
@@ -125,7 +125,7 @@ def write_shape(info: LeafInfo, shape: Shape) -> Shape:
         info: The leaf.
         shape: Stored shape; for PRNG keys with one more axis than the leaf.
     """
-    return tuple([size or 1 for size in writing(info, shape).shape])
+    return tuple([size or 1 for size in divide_writing(info, shape).shape])
 
 
 def with_chunk_shape(

@@ -78,7 +78,7 @@ class Deriver:
                 f"{self._what} cannot be applied to {base.path}, {found}:"
                 f" {_first_line(error)}"
             ) from None
-        info = _derived_info(base, made, self._what)
+        info = _result_info(base, made, self._what)
         sources = tuple(source for leaf in leaves for source in leaf.sources)
         return Leaf(info, sources, _Computation(tuple(leaves), fn, is_wide))
 
@@ -86,8 +86,8 @@ class Deriver:
         form = tuple((info.shape, info.dtype, info.prng_impl) for info in infos)
         if (id(fn), form, is_wide) not in self._shapes:
             self._fns.append(fn)
-            with wide(is_wide):
-                made = jax.eval_shape(fn, *map(abstract, infos))
+            with x64(is_wide):
+                made = jax.eval_shape(fn, *map(to_abstract, infos))
             self._shapes[id(fn), form, is_wide] = made
         return self._shapes[id(fn), form, is_wide]
 
@@ -134,7 +134,7 @@ def value_fn(leaf: Leaf) -> Fn:
     return value
 
 
-def abstract(info: LeafInfo) -> jax.ShapeDtypeStruct:
+def to_abstract(info: LeafInfo) -> jax.ShapeDtypeStruct:
     """Returns the abstract value of a leaf for tracing."""
     if info.kind == "prng_key":
         key = jax.eval_shape(lambda: jax.random.key(0, impl=info.prng_impl))
@@ -143,7 +143,7 @@ def abstract(info: LeafInfo) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(info.shape, dtype)
 
 
-def _derived_info(base: LeafInfo, made: Any, what: str) -> LeafInfo:
+def _result_info(base: LeafInfo, made: Any, what: str) -> LeafInfo:
     found = made
     if isinstance(made, jax.ShapeDtypeStruct):
         found = _state.leaf.describe(
@@ -162,6 +162,6 @@ def _derived_info(base: LeafInfo, made: Any, what: str) -> LeafInfo:
     return dataclasses.replace(found, weak_type=False, role=base.role)
 
 
-def wide(is_wide: bool) -> AbstractContextManager[Any]:
+def x64(is_wide: bool) -> AbstractContextManager[Any]:
     """Lets jax compute in 64 bits."""
     return jax.enable_x64(True) if is_wide else contextlib.nullcontext()

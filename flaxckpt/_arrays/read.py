@@ -338,9 +338,9 @@ def _begin(work: _Work, options: ReadOptions, databases: read_raw.Databases) -> 
     except errors.StoreError:
         raise  # the leaf itself may be intact
     except (ValueError, OSError) as error:
-        return read_raw.failed(error)
+        return read_raw.failed_reading(error)
     except MemoryError:
-        return read_raw.failed(_util.memory.TooLargeError())
+        return read_raw.failed_reading(_util.memory.TooLargeError())
 
 
 def _from_store(

@@ -74,7 +74,7 @@ class Reading:
         return self._arrays()
 
 
-def failed(error: Exception) -> Reading:
+def failed_reading(error: Exception) -> Reading:
     """Returns a reading with an error as its result."""
 
     def fail() -> None:
@@ -171,7 +171,7 @@ def from_files(
     if verify:
         tasks.append(
             lambda: form.check_metadata(
-                chunk_file.small(directory / zarr_metadata.METADATA)
+                chunk_file.read_small(directory / zarr_metadata.METADATA)
             )
         )
     arrays: dict[Region, Array] = {}
@@ -209,8 +209,8 @@ def _map(form: _Form, blocks: Sequence[Block]) -> Bytes | None:
         return None
     try:
         if len(blocks) == 1:
-            return chunk_file.mapped(blocks[0])
-        return chunk_file.mapped_as_one(blocks)
+            return chunk_file.map_block(blocks[0])
+        return chunk_file.map_blocks(blocks)
     except OSError as error:
         if error.errno in (errno.ENOMEM, errno.ENODEV):
             return None  # no more maps, or no support by the file system

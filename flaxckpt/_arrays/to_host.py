@@ -94,12 +94,15 @@ def to_host(
         UnsupportedLeafError: A leaf is abstract, donated or deleted.
     """
     faults = {
-        leaf.info.path: reason for _, _, leaf in leaves if (reason := _gone(leaf))
+        leaf.info.path: reason
+        for _, _, leaf in leaves
+        if (reason := _missing_values(leaf))
     }
     if faults:
         raise errors.UnsupportedLeafError(faults)
     parts = [
-        _view(leaf) or _sources(leaf, places.get(name, 0)) for name, _, leaf in leaves
+        _view(leaf) or _parts_to_write(leaf, places.get(name, 0))
+        for name, _, leaf in leaves
     ]
     elsewhere = [
         part.data
@@ -139,16 +142,14 @@ def places(leaves: Sequence[Named], processes: int) -> dict[str, int]:
         `_arrays.zarr.writer_assignment`.
     """
     tasks = tuple([_task(leaf.info) for _, _, leaf in leaves])
-    found = _assigned(tasks, processes)
+    found = _assign(tasks, processes)
     return {
         name: place for (name, _, _), place in zip(leaves, found, strict=True) if place
     }
 
 
 @functools.lru_cache(maxsize=4)
-def _assigned(
-    tasks: tuple[writer_assignment.Task, ...], processes: int
-) -> Sequence[int]:
+def _assign(tasks: tuple[writer_assignment.Task, ...], processes: int) -> Sequence[int]:
     return writer_assignment.assign(tasks, processes)[0]
 
 
@@ -165,7 +166,7 @@ def is_of_several(sharding: Sharding) -> bool:
     return len({device.process_index for device in devices}) > 1
 
 
-def _gone(leaf: Leaf) -> str | None:
+def _missing_values(leaf: Leaf) -> str | None:
     """Returns the reason why a leaf lacks values, or None."""
     if isinstance(leaf.source, jax.ShapeDtypeStruct):
         return "an abstract leaf, which has no values"
@@ -246,7 +247,7 @@ class _DevicePart(NamedTuple):
         return HostShard(self.region, next(copies))
 
 
-def _sources(leaf: Leaf, place: int) -> list[HostShard | _DevicePart]:
+def _parts_to_write(leaf: Leaf, place: int) -> list[HostShard | _DevicePart]:
     """Returns the parts of an array that this process writes; none for size 0.
 
     Args:
@@ -261,7 +262,7 @@ def _sources(leaf: Leaf, place: int) -> list[HostShard | _DevicePart]:
         return [HostShard(whole(array.shape), array)] if array.size else []
     if leaf.info.kind == "prng_key":
         value = jax.random.key_data(value)
-    writing = layout.writing(leaf.info, value.shape)
+    writing = layout.divide_writing(leaf.info, value.shape)
     if not value.size:
         return []
     grid = [

@@ -341,7 +341,7 @@ def _is_unchanged(array: HostArray, metadata: bytes, previous: Previous) -> bool
         return False
     try:
         path = previous.root / array.name / zarr_metadata.METADATA
-        return chunk_file.small(path) == metadata
+        return chunk_file.read_small(path) == metadata
     except (ValueError, OSError):
         return False
 

@@ -317,7 +317,7 @@ def of_array(
     if metadata not in digests:
 
         def check_metadata() -> None:
-            text = _arrays.zarr.chunk_file.small(path / metadata)
+            text = _arrays.zarr.chunk_file.read_small(path / metadata)
             _arrays.zarr.metadata.check_metadata(
                 text, encoding, shape, dtype, chunk_shape
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from flaxckpt._types import PyTree
 _log = logging.getLogger(__name__)
 
 
-def whole(step: Any) -> int:
+def to_int(step: Any) -> int:
     """Converts a step number to an int: an int, a whole float, or a 0-d array.
 
     Raises:
@@ -50,10 +50,10 @@ def check(state: PyTree, completed: int, *, offset: int = 0) -> None:
     Raises:
         OptionError: No counter agrees.
     """
-    counts = found(state)
+    counts = read_counters(state)
     if counts and completed not in counts.values():
         raise errors.OptionError(
-            f"this save is for step {completed}, but {_listed(counts)}:"
+            f"this save is for step {completed}, but {_format(counts)}:"
             f" {_hint(counts, completed, offset)}"
         )
 
@@ -80,23 +80,19 @@ def _hint(counts: Mapping[str, int], completed: int, offset: int) -> str:
     )
 
 
-def mismatch(state: PyTree, step: int) -> str:
+def describe_mismatch(state: PyTree, step: int) -> str:
     """Describes a restored state's counters if none equals `step`; else empty."""
-    counts = found(state)
-    return "" if not counts or step in counts.values() else _listed(counts)
+    counts = read_counters(state)
+    return "" if not counts or step in counts.values() else _format(counts)
 
 
-def found(state: PyTree) -> dict[str, int]:
-    """Returns the value of each step counter of a state, by path."""
-    return dict(_found(state))
-
-
-def _listed(counts: Mapping[str, int]) -> str:
+def _format(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} is {count}" for name, count in counts.items())
 
 
-def _found(state: PyTree) -> Iterator[tuple[str, int]]:
-    """Yields the path and the value of each step counter of a state."""
+def read_counters(state: PyTree) -> dict[str, int]:
+    """Returns the value of each step counter of a state, by path."""
+    counts: dict[str, int] = {}
     parts: dict[str, Any] = {"state": state}
     if isinstance(state, Mapping):
         parts |= {f"state[{name!r}]": part for name, part in state.items()}
@@ -108,7 +104,8 @@ def _found(state: PyTree) -> Iterator[tuple[str, int]]:
         else:
             count, label = _count(getattr(part, "step", None)), f"{name}.step"
         if count is not None:
-            yield label, count
+            counts[label] = count
+    return counts
 
 
 def _count(step: Any) -> int | None:

@@ -392,14 +392,16 @@ def key_paths(
         yield from key_paths(child, keys if structure.is_box else (*keys, key))
 
 
-def boxed(structure: Node | LeafPath, *, is_box: bool = False) -> Iterator[LeafPath]:
+def boxed_leaves(
+    structure: Node | LeafPath, *, is_box: bool = False
+) -> Iterator[LeafPath]:
     """Yields the leaves of `structure` that are in boxes."""
     if isinstance(structure, str):
         if is_box:
             yield structure
         return
     for child in structure.children:
-        yield from boxed(child, is_box=structure.is_box)
+        yield from boxed_leaves(child, is_box=structure.is_box)
 
 
 def plain_structure(

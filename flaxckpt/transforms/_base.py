@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 from flaxckpt import _state, _util, errors
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
-from flaxckpt.transforms._moments import Mirror, Mirrors, Slot, beginnings
-from flaxckpt.transforms._moments import mirrors as find_mirrors
+from flaxckpt.transforms._moments import Mirror, Mirrors, Slot, find_mirrors, prefixes
 from flaxckpt.transforms._patterns import no_match
 
 _log = logging.getLogger(__name__)
@@ -68,11 +67,11 @@ def apply(
         wanted: On restore, the table of the state to fill.
     """
     for transform in transforms:
-        table = _with_containers(_applied(transform, table, wanted))
+        table = _with_containers(_apply_one(transform, table, wanted))
     return table
 
 
-def _applied(
+def _apply_one(
     transform: Transform, table: LeafTable, wanted: LeafTable | None
 ) -> LeafTable:
     if isinstance(transform, TableTransform):
@@ -100,7 +99,7 @@ def _is_table(made: object) -> bool:
     )
 
 
-def checked(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
+def check(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
     """Returns the `transforms` argument of a user as a tuple.
 
     Raises:
@@ -141,7 +140,7 @@ def _with_containers(table: LeafTable) -> LeafTable:
     Raises:
         OptionError: A leaf has the path of a container.
     """
-    containers = {beginning for path in table for beginning in beginnings(path)}
+    containers = {beginning for path in table for beginning in prefixes(path)}
     both = [path for path in table if path and path in containers]
     faults = [path for path in both if table[path].info.kind != "empty"]
     if faults:
@@ -155,7 +154,7 @@ def _with_containers(table: LeafTable) -> LeafTable:
     return {path: leaf for path, leaf in table.items() if path not in filled}
 
 
-def undoing(transforms: Sequence[Transform]) -> list[Transform] | None:
+def invert_for_restore(transforms: Sequence[Transform]) -> list[Transform] | None:
     """Returns the inverses for a run that restores its own saves.
 
     None if a transform has no inverse.
@@ -183,10 +182,10 @@ def not_restored(transforms: Sequence[Transform], table: LeafTable) -> list[Leaf
     Raises:
         OptionError: The inverses cannot be applied to the transformed `table`.
     """
-    undo = undoing(transforms)
+    undo = invert_for_restore(transforms)
     if not undo:
         return []
-    made = before = _traced(table)
+    made = before = _trace(table)
     dropped: set[LeafPath] = set()
     for transform in transforms:
         new = apply([transform], made)
@@ -220,7 +219,7 @@ def changed_in_place(
         transforms: The transforms; transforms that do not apply to `table` are skipped.
         table: Of a state, or of a part of a state.
     """
-    made = before = _traced(table)
+    made = before = _trace(table)
     for transform in transforms:
         try:
             made = apply([transform], made)
@@ -236,7 +235,7 @@ def changed_in_place(
     ]
 
 
-def _traced(table: LeafTable) -> LeafTable:
+def _trace(table: LeafTable) -> LeafTable:
     """Returns the table with leaf paths in the place of values."""
     return {
         path: leaf
@@ -328,14 +327,14 @@ def replace(
     mirrored = find_mirrors(table)
     direct = {path: path for path in chosen}
     members: dict[Slot | None, dict[LeafPath, LeafPath]] = {None: direct}
-    known = {**mirrored.known, **_agreed(mirrored, direct)}
+    known = {**mirrored.known, **_resolve_ambiguous(mirrored, direct)}
     for path, mirror in known.items():
         if mirror.param in direct and (path not in direct or not moves):
             members.setdefault(mirror.slot, {})[mirror.param] = path
     for paths in list(members.values())[1:]:
         for path in paths.values():
             direct.pop(path, None)
-    _tell_of_lost(mirrored, direct, table)
+    _warn_of_lost(mirrored, direct, table)
     rows: dict[LeafPath, list[NewLeaf]] = {}
     gone: set[LeafPath] = set()
     new_paths: dict[LeafPath, list[LeafPath]] = {}
@@ -353,11 +352,11 @@ def replace(
             rows.setdefault(where, []).append(NewLeaf(where, new, leaf))
     for path in direct.keys() & known.keys():
         names = [known[path].renamed(p) for p in new_paths.get(known[path].param, ())]
-        rows[path] = [_retargeted(row, names) for row in rows.get(path, ())]
-    return _assembled(table, gone, rows)
+        rows[path] = [_retarget(row, names) for row in rows.get(path, ())]
+    return _assemble(table, gone, rows)
 
 
-def _agreed(
+def _resolve_ambiguous(
     mirrored: Mirrors, chosen: Mapping[LeafPath, LeafPath]
 ) -> dict[LeafPath, Mirror]:
     """Returns mirrors with several possible parameters, all of them chosen.
@@ -383,7 +382,7 @@ def _agreed(
     return agreed
 
 
-def _tell_of_lost(
+def _warn_of_lost(
     mirrored: Mirrors, chosen: Mapping[LeafPath, LeafPath], table: LeafTable
 ) -> None:
     """Warns of moments that resemble changed parameters' moments but do not follow."""
@@ -404,7 +403,7 @@ def _tell_of_lost(
         )
 
 
-def _retargeted(row: NewLeaf, names: Sequence[LeafPath]) -> NewLeaf:
+def _retarget(row: NewLeaf, names: Sequence[LeafPath]) -> NewLeaf:
     """Returns a mirror that was moved by itself with the role of its new parameter."""
     for name in names:
         ends = (name, *(f"{name}/{field}" for field in _state.tree.BOX_FIELDS))
@@ -430,7 +429,7 @@ def _with_role_of(leaf: Leaf, param: LeafPath, old: LeafPath | None = None) -> L
     return dataclasses.replace(leaf, info=info)
 
 
-def _assembled(
+def _assemble(
     table: LeafTable, gone: set[LeafPath], rows: Mapping[LeafPath, Sequence[NewLeaf]]
 ) -> LeafTable:
     new: LeafTable = {}
@@ -447,7 +446,7 @@ def _assembled(
         if path not in gone:
             add(path, leaf, path)
         for row in rows.get(path, ()):
-            add(row.path, moved(row.leaf, row.path), path)
+            add(row.path, move(row.leaf, row.path), path)
     if faults:
         raise errors.OptionError(
             f"{len(faults)} leaf paths would be used twice:\n"
@@ -459,14 +458,14 @@ def _assembled(
     return new
 
 
-def moved(leaf: Leaf, path: LeafPath) -> Leaf:
+def move(leaf: Leaf, path: LeafPath) -> Leaf:
     """Returns `leaf` with another path."""
     info = leaf.info
     if info.path == path:
         return leaf
     role = info.role
     if role is not None:
-        optimizer = _optimizer(role.optimizer, info.path, path)
+        optimizer = _moved_optimizer(role.optimizer, info.path, path)
         # A moment of an unknown parameter.
         is_lost = role.param and not f"{path}/".endswith(
             (f"{role.param}/", "/value/", "/raw_value/")
@@ -477,7 +476,9 @@ def moved(leaf: Leaf, path: LeafPath) -> Leaf:
     return dataclasses.replace(leaf, info=renamed)
 
 
-def _optimizer(optimizer: LeafPath, old: LeafPath, new: LeafPath) -> LeafPath | None:
+def _moved_optimizer(
+    optimizer: LeafPath, old: LeafPath, new: LeafPath
+) -> LeafPath | None:
     """Returns the path of an optimizer after a move of a leaf; None if unknown."""
     if new.startswith(f"{optimizer}/"):
         return optimizer

@@ -60,7 +60,7 @@ class _Fuse(TableTransform):
                 )
             return jnp.concatenate(values, self.axis)
 
-        return _grouping.joined(
+        return _grouping.join(
             table,
             groups,
             join,
@@ -151,7 +151,7 @@ class _Split(TableTransform):
             )
 
         part_fn = functools.cache(functools.partial(functools.partial, part))
-        return _grouping.parted(table, names, part_fn, lambda *_: None, str(self))
+        return _grouping.split(table, names, part_fn, lambda *_: None, str(self))
 
     def _sizes(self, total: int) -> tuple[int, ...]:
         count = len(self.replacements)

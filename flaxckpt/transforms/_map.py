@@ -173,7 +173,9 @@ class _Map(TableTransform):
                     of_mirror = None if is_copy else self.mirror_fn
                     yield NewLeaf(path, path, derive([leaf], of_mirror or fn))
                 elif self.order is not None and (
-                    turn := _turned(leaf, before, self.order(len(before)), table)
+                    turn := _transpose_mirror(
+                        leaf, before, self.order(len(before)), table
+                    )
                 ):
                     source, turn_fn = turn
                     yield NewLeaf(path, path, derive([source], turn_fn, base=leaf.info))
@@ -196,7 +198,7 @@ class _Map(TableTransform):
         )
 
 
-def _turned(
+def _transpose_mirror(
     mirror: Leaf, shape: Shape, order: tuple[int, ...], table: LeafTable
 ) -> tuple[Leaf, ArrayFn] | None:
     """Returns the source and function of a transposed mirror of another shape.
@@ -209,11 +211,11 @@ def _turned(
     """
     info = mirror.info
     if not info.shape or _factored.is_placeholder(info, shape, table):
-        return mirror, _same
+        return mirror, _identity
     if info.shape[1:] == shape:  # several moments of a parameter, as in L-BFGS
         return mirror, _transposition((0, *(axis + 1 for axis in order)))
     if (maxima := _factored.maxima_of_axis(info, order, table)) is not None:
-        return maxima, _same
+        return maxima, _identity
     new_shape = [shape[axis] for axis in order]
     found = _factored.source(info, shape, order, new_shape, table)
     if found is None:
@@ -223,7 +225,7 @@ def _turned(
     return found.leaf, _transposition(moved)
 
 
-def _same(x: jax.Array) -> jax.Array:
+def _identity(x: jax.Array) -> jax.Array:
     """Returns `x`: norms, maxima of an axis and placeholders are not transposed."""
     return x
 

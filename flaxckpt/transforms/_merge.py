@@ -83,4 +83,4 @@ def merge(
         )
     resolved = str(_storage.paths.resolve(path))
     step = None if step is None else _steps.names.check(step)
-    return _Merge(resolved, step, _base.checked(transforms), on_conflict)
+    return _Merge(resolved, step, _base.check(transforms), on_conflict)

@@ -11,8 +11,7 @@ from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
 from flaxckpt.transforms import _base
 from flaxckpt.transforms._base import NewLeaf, TableTransform, Transform
-from flaxckpt.transforms._moments import Mirror
-from flaxckpt.transforms._moments import mirrors as find_mirrors
+from flaxckpt.transforms._moments import Mirror, find_mirrors
 from flaxckpt.transforms._patterns import (
     check_replacement,
     compile_pattern,
@@ -240,7 +239,7 @@ class _Assign(TableTransform):
         }
         for path, source in assigned.items():
             if source is not None:
-                leaf = _base.moved(table[source], path)
+                leaf = _base.move(table[source], path)
                 if path in wanted_mirrors:
                     role = self.wanted[path].info.role
                     info = dataclasses.replace(leaf.info, role=role)

@@ -76,7 +76,7 @@ class _Stack(TableTransform):
             leaves = [source.leaf for source in found]
             return leaves, _stacked(axis - (lacking < axis))
 
-        return _grouping.joined(
+        return _grouping.join(
             table, groups, join, join_mirrors, counts=counts, what=str(self)
         )
 
@@ -158,7 +158,7 @@ class _Unstack(TableTransform):
                 return mirror, functools.partial(_part, axis)
             return None
 
-        return _grouping.parted(
+        return _grouping.split(
             table, names, functools.partial(_part, self.axis), part_mirror, str(self)
         )
 

@@ -1387,12 +1387,12 @@ def test_what_applies_is_undone_by_its_inverse(tree, changes):
         except errors.OptionError:
             continue
         applied.append(change)
-    computed = arrays_evaluate.of_state(undone)
+    computed = arrays_evaluate.evaluate_state(undone)
     try:
         computed = _base.apply(transforms.inverse(applied), computed)
     except errors.OptionError:
         return  # it was not silent
-    computed = arrays_evaluate.of_state(computed)
+    computed = arrays_evaluate.evaluate_state(computed)
     if computed.keys() != table.keys():
         return  # an inverse also takes what was under the new name before
     for path, leaf in table.items():

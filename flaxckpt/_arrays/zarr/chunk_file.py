@@ -168,7 +168,7 @@ def read(block: Block, into: Sequence[memoryview], *, verify: bool) -> None:
         check(path.name, into, tail.tobytes())
 
 
-def small(path: Path) -> bytes:
+def read_small(path: Path) -> bytes:
     """Returns the content of a small file, or the first 64 KiB of a large file.
 
     Raises:
@@ -177,7 +177,7 @@ def small(path: Path) -> bytes:
     return _storage.of(path).read_small(path, _SMALL_BYTES, path.parent.parent)
 
 
-def mapped(block: Block) -> Bytes:
+def map_block(block: Block) -> Bytes:
     """Maps a block into memory, copy-on-write.
 
     Raises:
@@ -187,7 +187,7 @@ def mapped(block: Block) -> Bytes:
     if block.size == 0:
         return np.empty(0, np.uint8)
     if _map_function() is not None:
-        return mapped_as_one([block])  # Python's mmap keeps the file open
+        return map_blocks([block])  # Python's mmap keeps the file open
     with _open(block) as file:
         memory = mmap.mmap(
             file,
@@ -203,7 +203,7 @@ def can_join(sizes: Sequence[int]) -> bool:
     return _map_function() is not None and all(s % _PAGE == 0 for s in sizes[:-1])
 
 
-def mapped_as_one(blocks: Sequence[Block]) -> Bytes:
+def map_blocks(blocks: Sequence[Block]) -> Bytes:
     """Maps blocks contiguously; see `can_join`.
 
     Raises:

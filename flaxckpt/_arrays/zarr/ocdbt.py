@@ -58,18 +58,18 @@ def check(root: Path) -> None:
         ValueError: The tree is damaged or too large.
         OSError: The database is missing or unreadable.
     """
-    _checked(root, *_storage.of(root).fingerprint(root / MANIFEST))
+    _check_tree(root, *_storage.of(root).fingerprint(root / MANIFEST))
 
 
 @functools.lru_cache(maxsize=64)
-def _checked(root: Path, fingerprint: tuple[int, ...], size: int) -> None:
+def _check_tree(root: Path, fingerprint: tuple[int, ...], size: int) -> None:
     del fingerprint  # only a key of the cache
     if size > _MAX_MANIFEST_BYTES:
         raise ValueError(
             f"{MANIFEST} has {size} bytes, wanted at most {_MAX_MANIFEST_BYTES}"
         )
     tree = _Tree(root)
-    tree.count(MANIFEST, _content(root / MANIFEST, 0, size))
+    tree.count(MANIFEST, _read_part(root / MANIFEST, 0, size))
     for height, place in tree.roots():
         if height > _MAX_HEIGHT:
             raise ValueError(
@@ -182,12 +182,12 @@ class _Tree:
             )
         newest = versions[-1]
         if "root" in newest and "location" in newest["root"]:
-            yield newest["root_height"], _place(newest["root"]["location"])
+            yield newest["root_height"], _parse_place(newest["root"]["location"])
 
     def walk(self, place: _Place, height: int) -> None:
         """Counts a node and its descendants."""
         path = self._root / place.file
-        content = _content(path, place.offset, place.size)
+        content = _read_part(path, place.offset, place.size)
         self.count(place.file, content)
         if height == 0:
             return
@@ -195,7 +195,7 @@ class _Tree:
             raise ValueError(f"{place.file} has an inner node of {size} bytes")
         for entry in self._dump(place.text)["entries"]:
             # At height 0, entries are values instead of nodes.
-            self.walk(_place(str(entry.get("location"))), height - 1)
+            self.walk(_parse_place(str(entry.get("location"))), height - 1)
 
     def _dump(self, node: str | None) -> Any:
         if self._store is None:
@@ -206,7 +206,7 @@ class _Tree:
         return _storage.paths.result(ts.ocdbt.dump(self._store, node), self._root)
 
 
-def _place(text: str) -> _Place:
+def _parse_place(text: str) -> _Place:
     match = _PLACE.fullmatch(text)
     if match is None or ".." in text:
         raise ValueError(f"{text[:80]!r} is not the location of a node")
@@ -214,7 +214,7 @@ def _place(text: str) -> _Place:
     return _Place(text, base + name, int(offset), int(size))
 
 
-def _content(path: Path, offset: int, size: int) -> bytes:
+def _read_part(path: Path, offset: int, size: int) -> bytes:
     if size > _MAX_NODE_BYTES:
         raise ValueError(
             f"{path.name} has a node of {size} bytes according to its manifest"
