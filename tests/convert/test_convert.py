@@ -23,6 +23,7 @@ import flaxckpt
 from flaxckpt import errors, transforms
 from flaxckpt._arrays import blockwise as arrays_blockwise
 from flaxckpt._convert import convert
+from flaxckpt._storage.storage import LOCAL
 from flaxckpt.formats import _locate
 from flaxckpt.formats._msgpack import writer as msgpack_writer
 from tests import GOLDEN
@@ -643,7 +644,7 @@ def test_an_error_leaves_what_is_done(tmp_path, monkeypatch, format_name, fault)
         if fault == "write":
             patch.setattr(convert.Journal, "add", fail)
         else:
-            patch.setattr(convert._storage.files, "sync_tree", fail)
+            patch.setattr(LOCAL, "sync_tree", fail)
         with pytest.raises(errors.SaveFailedError, match="no space left"):
             flaxckpt.convert(source, target, format=format_name)
     assert not target.exists()
@@ -673,7 +674,7 @@ def test_two_at_once_are_refused(source, tmp_path):
     target = tmp_path / "m.safetensors"
 
     def again(done, total):
-        with pytest.raises(errors.CheckpointExistsError, match="at work"):
+        with pytest.raises(errors.CheckpointExistsError, match="another process uses"):
             flaxckpt.convert(source, target, format="safetensors")
 
     flaxckpt.convert(source, target, format="safetensors", progress=again)
@@ -743,7 +744,7 @@ def test_what_is_there_is_replaced_only_when_asked(source, tmp_path):
         assert_equal(tmp_path / "other", target)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("")
-    with pytest.raises(errors.CheckpointExistsError, match="no checkpoint"):
+    with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
         flaxckpt.convert(source, tmp_path / "mine", overwrite=True)
     assert not list(tmp_path.glob("*tmp*"))
 
