@@ -154,8 +154,8 @@ def batches(pieces: Iterable[Piece], max_bytes: int) -> Iterator[list[Piece]]:
         alone = piece.leaf.fn is None or not sources
         groups.setdefault(n if alone else sources, []).append(piece)
     sized = ((group, sum(piece.nbytes for piece in group)) for group in groups.values())
-    for together in _util.memory.batches(sized, max_bytes):
-        yield [piece for group in together for piece in group]
+    for batch in _util.memory.batches(sized, max_bytes):
+        yield [piece for group in batch for piece in group]
 
 
 def read(pieces: Sequence[Piece], *, max_bytes: int) -> list[Array]:
@@ -171,14 +171,14 @@ def read(pieces: Sequence[Piece], *, max_bytes: int) -> list[Array]:
     """
     whole = [p for p in pieces if p.leaf.fn is None and p.is_whole]
     parts = [p for p in pieces if p.leaf.fn is None and not p.is_whole]
-    found = {
+    values_of = {
         p.name: v for p, v in zip(whole, _read_whole(whole, max_bytes), strict=True)
     }
-    found |= {p.name: v for p, v in zip(parts, _read_parts(parts), strict=True)}
+    values_of |= {p.name: v for p, v in zip(parts, _read_parts(parts), strict=True)}
     computed = [p for p in pieces if p.leaf.fn is not None]
     values = _compute([piece.leaf for piece in computed], max_bytes)
-    found |= {p.name: v for p, v in zip(computed, values, strict=True)}
-    return [found[piece.name] for piece in pieces]
+    values_of |= {p.name: v for p, v in zip(computed, values, strict=True)}
+    return [values_of[piece.name] for piece in pieces]
 
 
 def _read_whole(pieces: Sequence[Piece], max_bytes: int) -> list[Array]:

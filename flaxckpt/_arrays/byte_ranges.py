@@ -77,8 +77,8 @@ def _open_span(span: Span, context: ts.Context) -> ts.TensorStore:
         # A few whole rows of the array, or a part of a row: few runs of bytes.
         outer = _outer_axes(span.shape, domain.shape)
         with _storage.of(span.file).open_file(span.file) as file:
-            found = _storage.files.identity(os.fstat(file.fileno()))
-            if span.identity not in (None, found):
+            identity = _storage.files.identity(os.fstat(file.fileno()))
+            if span.identity not in (None, identity):
                 raise OSError(
                     f"{span.file} was replaced or changed since it was opened; load it"
                     " again"

@@ -198,8 +198,8 @@ def _read_and_compute(
             jobs[key] = arrays_read.ReadJob(source, wanted)
         else:
             given[key] = _on_device(source, user.info)
-    found = arrays_read.read(tuple(jobs.values()), options)
-    arrays = given | {key: found[job.wanted.path] for key, job in jobs.items()}
+    stored = arrays_read.read(tuple(jobs.values()), options)
+    arrays = given | {key: stored[job.wanted.path] for key, job in jobs.items()}
     for key, array in arrays.items():
         if isinstance(array, np.ndarray):
             _check_width(array, is_wide, users[key][1].info.path)

@@ -25,14 +25,14 @@ def divide(jobs: Sequence[ReadJob]) -> list[ReadJob]:
     Args:
         jobs: Leaves to read, with the caller's shardings.
     """
-    found = []
+    divided = []
     for job in jobs:
         sharding = divided_sharding(job.wanted)
         if sharding is not None:
             wanted = dataclasses.replace(job.wanted, sharding=sharding)
             job = job._replace(wanted=wanted)
-        found.append(job)
-    return found
+        divided.append(job)
+    return divided
 
 
 def divided_sharding(info: LeafInfo) -> NamedSharding | None:
@@ -85,8 +85,8 @@ def _split_axis(
 ) -> PartitionSpec:
     entries: list[Any] = [*spec, *[None] * (rank - len(spec))]
     before = entries[axis]
-    own = before if isinstance(before, tuple) else () if before is None else (before,)
-    entries[axis] = (*own, *names)
+    current = before if isinstance(before, tuple) else (before,) if before else ()
+    entries[axis] = (*current, *names)
     return PartitionSpec(*entries)
 
 

@@ -137,16 +137,12 @@ class _Form:
         )
 
 
-@functools.lru_cache(maxsize=1024)  # many arrays are alike
-def _form(
-    encoding: zarr_metadata.Encoding, shape: Shape, stored: str, chunk_shape: Shape
-) -> _Form:
-    return _Form(encoding, shape, stored, chunk_shape)
+_make_form = functools.lru_cache(maxsize=1024)(_Form)  # many arrays are alike
 
 
 def _form_of(raw: RawArray, info: LeafInfo) -> _Form:
     assert info.chunk_shape is not None, info
-    return _form(raw.encoding, *layout.stored_form(info), info.chunk_shape)
+    return _make_form(raw.encoding, *layout.stored_form(info), info.chunk_shape)
 
 
 # ---- from files -----------------------------------------------------------------
@@ -341,42 +337,35 @@ def from_database(
         for region in regions
     }
 
-    got = _storage.paths.result
+    def result(key: str, future: ts.Future[ts.KvStore.ReadResult]) -> bytes:
+        read = _storage.paths.result(future, raw.root)
+        if read.state != "value":
+            raise ValueError(f"{key} is missing")
+        return read.value
 
     def arrays() -> Mapping[Region, Array]:
         if metadata is not None:
-            form.check_metadata(
-                _value(
-                    zarr_metadata.METADATA, _storage.paths.result(metadata, raw.root)
-                )
-            )
-        found = {}
+            form.check_metadata(result(zarr_metadata.METADATA, metadata))
+        arrays = {}
         for region, chunks in pending.items():
             parts = [
                 (
                     bounds,
                     form.values(
-                        _content(form, key, _value(key, got(future, raw.root)), verify),
-                        bounds,
+                        _content(form, key, result(key, future), verify), bounds
                     ),
                 )
                 for key, bounds, future in chunks
             ]
             if len(parts) == 1:
-                found[region] = parts[0][1]
+                arrays[region] = parts[0][1]
                 continue
-            found[region] = target = empty(zarr_metadata.extent(region), form.dtype)
+            arrays[region] = target = empty(zarr_metadata.extent(region), form.dtype)
             for bounds, values in parts:
                 target[zarr_metadata.within(bounds, region)] = values
-        return found
+        return arrays
 
     return Reading([], arrays)
-
-
-def _value(key: str, found: ts.KvStore.ReadResult) -> bytes:
-    if found.state != "value":
-        raise ValueError(f"{key} is missing")
-    return found.value
 
 
 def _content(form: _Form, key: str, value: bytes, verify: bool) -> Bytes:

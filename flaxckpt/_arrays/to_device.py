@@ -112,7 +112,7 @@ def _to_devices(blocks: Mapping[Region, Array], wanted: LeafInfo) -> jax.Array:
             [
                 _put(
                     blocks[region_of(index or (), wanted.shape)],
-                    _single(device, sharding),
+                    SingleDeviceSharding(device, memory_kind=sharding.memory_kind),
                 )
                 for device, index in indices.items()
             ],
@@ -150,10 +150,6 @@ def _put(array: Array | jax.Array, sharding: Sharding | None) -> jax.Array:
         return jnp.array(array)
     placed: jax.Array = jax.device_put(array, sharding)
     return placed
-
-
-def _single(device: jax.Device, sharding: Sharding) -> SingleDeviceSharding:
-    return SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
 
 
 def _make_weak(array: jax.Array, sharding: Sharding | None) -> jax.Array:

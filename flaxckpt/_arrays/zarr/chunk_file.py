@@ -74,28 +74,21 @@ def write(path: Path, parts: Sequence[memoryview]) -> None:
     _storage.of(path).write_parts(path, parts)
 
 
-def link_equal(old: Path, new: Path, parts: Sequence[memoryview]) -> bool:
+def link_if_equal(
+    old: Path, new: Path, parts: Sequence[memoryview], *, compare_all: bool = True
+) -> bool:
     """Makes `new` a hard link to the file `old` if its content equals `parts`.
 
-    Compares the last part first: the checksum, in blocks with a checksum.
+    Args:
+        old: An earlier file.
+        new: The path of the link.
+        parts: The content; in blocks with a checksum, the last part is the checksum.
+        compare_all: False to compare only the size and the last part, for values that
+            equal the file unless changed in memory since.
 
     Returns:
         True if the link was made.
     """
-    return _link_if_alike(old, new, parts, compare_all=True)
-
-
-def link_unchanged(old: Path, new: Path, parts: Sequence[memoryview]) -> bool:
-    """Like `link_equal`, but compares only the last part, the checksum.
-
-    For values known to equal the file, unless changed in memory since.
-    """
-    return _link_if_alike(old, new, parts, compare_all=False)
-
-
-def _link_if_alike(
-    old: Path, new: Path, parts: Sequence[memoryview], *, compare_all: bool
-) -> bool:
     size = sum(len(part) for part in parts)
     try:
         if not stat.S_ISREG(os.lstat(old).st_mode):
@@ -121,8 +114,8 @@ def link(old: Path, new: Path, size: int) -> bool:
         True if the link was made.
     """
     try:
-        found = os.lstat(old)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != size:
+        status = os.lstat(old)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
             return False
         os.link(old, new, follow_symlinks=False)
     except OSError:  # no support, too many links, or `old` is gone
@@ -220,7 +213,7 @@ def map_blocks(blocks: Sequence[Block]) -> Bytes:
     start = run.ctypes.data
     for block in blocks:
         with _open(block) as file:
-            found = map_at(
+            address = map_at(
                 start,
                 block.size,
                 mmap.PROT_READ | mmap.PROT_WRITE,
@@ -228,7 +221,7 @@ def map_blocks(blocks: Sequence[Block]) -> Bytes:
                 file,
                 0,
             )
-        if found != start:
+        if address != start:
             raise OSError(ctypes.get_errno(), "cannot be mapped", str(block.path))
         start += block.size
     return run
@@ -277,11 +270,11 @@ def check(name: str, parts: Sequence[memoryview], recorded: bytes) -> None:
     Raises:
         ValueError: The block has changed since it was written.
     """
-    found = checksum(parts)
-    if found != recorded:
+    actual = checksum(parts)
+    if actual != recorded:
         raise ValueError(
             f"{name} has changed since it was written: its CRC-32C is"
-            f" {found[::-1].hex()} instead of {recorded[::-1].hex()}"
+            f" {actual[::-1].hex()} instead of {recorded[::-1].hex()}"
         )
 
 
@@ -291,10 +284,10 @@ def _open(block: Block) -> Iterator[int]:
     path = block.path
     descriptor = _storage.files.open_regular_file(path, within=path.parent.parent)
     try:
-        found = os.fstat(descriptor).st_size
-        if found != block.file_size:
+        size = os.fstat(descriptor).st_size
+        if size != block.file_size:
             raise ValueError(
-                f"{path.name} has {found} bytes instead of {block.file_size}"
+                f"{path.name} has {size} bytes instead of {block.file_size}"
             )
         yield descriptor
     finally:
