@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from flaxckpt import _arrays, _distributed, _steps, _storage, _util, errors
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout
-from flaxckpt._checkpoint import overwrite as checkpoint_overwrite
+from flaxckpt._checkpoint.overwrite import check_replaceable
 from flaxckpt._types import JSON
 from flaxckpt.formats import _native
 from flaxckpt.formats._reader import Lineage
@@ -168,10 +168,10 @@ def store_errors(final: Path) -> Iterator[None]:
     try:
         yield
     except errors.StoreError as error:
-        raise _of_store(final, error, "Nothing was written") from error
+        raise _store_failure(final, error, "Nothing was written") from error
 
 
-def _of_store(
+def _store_failure(
     final: Path, error: errors.StoreError, left: str
 ) -> errors.SaveFailedError:
     """Returns the error of a save to a store; `left` describes the rest of the save."""
@@ -197,7 +197,7 @@ def write_lock(final: Path) -> Iterator[None]:
         if not isinstance(error, errors.StoreError):
             raise
         left = "Nothing was saved, unless only the commit marker is unconfirmed"
-        raise _of_store(final, error, left) from error
+        raise _store_failure(final, error, left) from error
     except _storage.rename.NotDurableError as error:
         raise errors.SaveFailedError(
             f"{final} was written, but the disk did not confirm the rename: {error}\n"
@@ -221,7 +221,7 @@ def temporary_directory(snapshot: Snapshot) -> Iterator[Path]:
         final,
         overwrite=snapshot.request.overwrite,
         keep=lambda name: name == _steps.markers.PIN,
-        check=checkpoint_overwrite.check_replaceable,
+        check=check_replaceable,
     ) as temporary:
         (temporary / _native.items.STATE).mkdir()
         yield temporary
@@ -304,7 +304,7 @@ def publish(temporary: Path, final: Path, *, overwrite: bool) -> None:
     """Renames the finished directory `temporary` to `final`, durably."""
     if overwrite and final.exists():
         # Other files may have appeared there since the save began.
-        checkpoint_overwrite.check_replaceable(final)
+        check_replaceable(final)
         aside = _storage.temporary.new_path(final, _storage.temporary.REPLACED)
         with _storage.temporary.claim(final):
             _storage.rename.exchange(temporary, final, aside)

@@ -22,7 +22,9 @@ _X64 = "jax_enable_x64"
 _TOPS_SHOWN = 6
 
 
-def missing(wanted: LeafInfo, table: LeafTable, *, nearest: bool = True) -> Mismatch:
+def describe_missing(
+    wanted: LeafInfo, table: LeafTable, *, nearest: bool = True
+) -> Mismatch:
     """Returns the problem of a leaf missing in `table`, with the most similar name."""
     if wanted.path in table:
         return Mismatch(wanted.path, str(wanted), str(table[wanted.path].info))
@@ -35,7 +37,7 @@ def missing(wanted: LeafInfo, table: LeafTable, *, nearest: bool = True) -> Mism
     return Mismatch(wanted.path, str(wanted), found, "missing")
 
 
-def misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
+def find_misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
     """Returns the problem of restoring `found` as `wanted`, or None."""
     if not _fits(wanted, found):
         return Mismatch(wanted.path, str(wanted), str(found))
@@ -53,7 +55,7 @@ def misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
     return None
 
 
-def too_wide(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
+def find_excess_width(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
     """Returns the problem of a wanted 64-bit jax array while x64 is off, or None.
 
     Without `jax_enable_x64`, jax cuts 64-bit values to 32 bits without an error.
@@ -64,7 +66,7 @@ def too_wide(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
     """
     if wanted.python_type != "jax.Array" or not _state.dtypes.is_wide(wanted.dtype):
         return None
-    widest = _widest(wanted)
+    widest = _widest_dtype(wanted)
     if widest == wanted.dtype:
         return None
     asked = f"{wanted}, but jax without {_X64} has at most {widest}"
@@ -72,7 +74,7 @@ def too_wide(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
     return Mismatch(wanted.path, asked, stored, "too_wide")
 
 
-def _widest(wanted: LeafInfo) -> str:
+def _widest_dtype(wanted: LeafInfo) -> str:
     """Returns jax's type for the wanted type, as configured by `jax_enable_x64`."""
     return _state.dtypes.name(jax.dtypes.canonicalize_dtype(wanted.dtype))
 
@@ -144,7 +146,7 @@ class Moved(NamedTuple):
         return f'rename(r"{pattern}", r"{replacement}")'
 
 
-def moved(
+def find_moved(
     lacking: Mapping[LeafPath, LeafInfo], used: Container[LeafPath], table: LeafTable
 ) -> list[Moved]:
     """Returns groups of missing leaves stored in another container.
@@ -161,16 +163,18 @@ def moved(
         for path, leaf in table.items()
         if leaf.info.kind != "empty" and path not in used
     }
-    if all_of_them := _moved(lacking, free):
+    if all_of_them := _find_container(lacking, free):
         return [all_of_them]
     branches: dict[str, dict[LeafPath, LeafInfo]] = {}
     for path, info in lacking.items():
         branches.setdefault(path.split("/")[0], {})[path] = info
-    some = [_moved(branch, free) for branch in branches.values() if len(branch) > 1]
+    some = [
+        _find_container(branch, free) for branch in branches.values() if len(branch) > 1
+    ]
     return [found for found in some if found is not None]
 
 
-def _moved(
+def _find_container(
     lacking: Mapping[LeafPath, LeafInfo], free: Mapping[LeafPath, LeafInfo]
 ) -> Moved | None:
     """Finds a container of `free` leaves with all `lacking` leaves; None without."""
@@ -209,7 +213,9 @@ def _below(container: LeafPath, path: LeafPath) -> LeafPath | None:
     return path[len(container) + 1 :] if inside else None
 
 
-def rows(problems: Sequence[Mismatch], found: Sequence[Moved]) -> list[str] | None:
+def format_rows(
+    problems: Sequence[Mismatch], found: Sequence[Moved]
+) -> list[str] | None:
     """Returns lines that show `problems`, with a single line for leaves moved together.
 
     None if no leaves moved.
@@ -226,7 +232,7 @@ def rows(problems: Sequence[Mismatch], found: Sequence[Moved]) -> list[str] | No
     return [*map(str, several), *others]
 
 
-def advice(
+def give_advice(
     planned: RestorePlan,
     abstract_state: PyTree,
     table: LeafTable,
@@ -242,12 +248,12 @@ def advice(
             if problem.kind == "too_wide"
             and (wanted := planned.leaves[problem.leaf].wanted) is not None
         ]
-        return _advice_on_width(wide, is_alone=abstract_state is None)
+        return _advise_on_width(wide, is_alone=abstract_state is None)
     renames = [each.rename(table) for each in found_elsewhere]
     if found_elsewhere and sum(len(each.names) for each in found_elsewhere) == len(
         found
     ):
-        return _move(found_elsewhere, renames, are_all=True)
+        return _advise_move(found_elsewhere, renames, are_all=True)
     if "unused" in kinds:
         return 'Add these leaves to the state, or pass unused="ignore".'
     if "several" in kinds:
@@ -255,7 +261,7 @@ def advice(
     if kinds == {"missing"}:
         first = ""
         if found_elsewhere:
-            first = _move(found_elsewhere, renames, are_all=False) + " "
+            first = _advise_move(found_elsewhere, renames, are_all=False) + " "
         return (
             f"{first}Pass a state with only the leaves of the checkpoint, or a state"
             ' with values and missing="init" to keep them.'
@@ -267,11 +273,11 @@ def advice(
     )
 
 
-def _advice_on_width(wide: Sequence[LeafInfo], *, is_alone: bool) -> str:
+def _advise_on_width(wide: Sequence[LeafInfo], *, is_alone: bool) -> str:
     """Returns advice on 64-bit leaves: how to keep all bits, or how to load 32 bits."""
     first: dict[str, LeafPath] = {}
     for wanted in wide:
-        first.setdefault(_widest(wanted), wanted.path)
+        first.setdefault(_widest_dtype(wanted), wanted.path)
     casts = ", ".join(
         f'cast("{path}", "{dtype}"{"" if dtype == "float32" else ", lossy=True"})'
         for dtype, path in first.items()
@@ -291,7 +297,7 @@ def _advice_on_width(wide: Sequence[LeafInfo], *, is_alone: bool) -> str:
     )
 
 
-def _move(
+def _advise_move(
     found: Sequence[Moved], renames: Sequence[str | None], *, are_all: bool
 ) -> str:
     """Returns advice on leaves stored in another container."""
@@ -300,14 +306,14 @@ def _move(
         ways.append(f"pass transforms=[{', '.join(map(str, renames))}]")
     [only] = found if len(found) == 1 else [None]
     if are_all and only is not None and not only.wanted:
-        ways.append(f"nest the state below {only.found}/{_within(only.found)}")
+        ways.append(f"nest the state below {only.found}/{_nesting_hint(only.found)}")
     elif not ways:
         ways.append("pass transforms=[rename({...})]")
     text = ", or ".join(ways)
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _within(above: LeafPath) -> str:
+def _nesting_hint(above: LeafPath) -> str:
     """Returns text that shows how to nest a state below `above`; empty if long."""
     if above == "0":
         return ", as (state,)"

@@ -14,7 +14,11 @@ from jax.sharding import PartitionSpec
 
 from flaxckpt import _arrays, _state, _util, errors
 from flaxckpt._checkpoint.match import Finder
-from flaxckpt._checkpoint.mismatch import misfit, missing, too_wide
+from flaxckpt._checkpoint.mismatch import (
+    describe_missing,
+    find_excess_width,
+    find_misfit,
+)
 from flaxckpt._checkpoint.plan import Action, LeafPlan, RestorePlan
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._types import LeafPath, PyTree
@@ -158,7 +162,7 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
         wanted = leaf.info
         if wanted.sharding is not None:
             wanted = dataclasses.replace(wanted, sharding=None)
-        if problem := too_wide(leaf.info, leaf.info):
+        if problem := find_excess_width(leaf.info, leaf.info):
             problems.append(problem)
         size = builder.add(leaf, wanted)
         leaves[path] = _leaf_plan(wanted, leaf, path, size)
@@ -224,7 +228,7 @@ class _RecipeBuilder:
             return 0
         job = _arrays.read.ReadJob(stored[0], wanted)
         self._jobs.append(job)
-        self.bytes_to_read += _arrays.layout.stored_bytes(job.found)
+        self.bytes_to_read += _arrays.layout.stored_bytes(stored[0].info)
         return _arrays.read.bytes_here(job)
 
     def build(
@@ -329,7 +333,7 @@ class _Planner:
             self._used.update(candidates)
             value = leaf.source
             if isinstance(value, jax.ShapeDtypeStruct):
-                if problem := too_wide(leaf.info, None):
+                if problem := find_excess_width(leaf.info, None):
                     self._conflict(problem, leaf.info, None, ())
                     return
                 value = _arrays.to_device.place(
@@ -418,8 +422,8 @@ class _Planner:
     def _take(self, path: LeafPath, leaf: Leaf, source_path: LeafPath) -> None:
         wanted, found = leaf.info, self._table[source_path]
         self._used.add(source_path)
-        problem = misfit(wanted, found.info)
-        if problem is None and (problem := too_wide(wanted, found.info)):
+        problem = find_misfit(wanted, found.info)
+        if problem is None and (problem := find_excess_width(wanted, found.info)):
             self._conflict(problem, wanted, found.info, (source_path,))
             return
         if problem and found.fn is not None and path in self._roles:
@@ -440,7 +444,7 @@ class _Planner:
         is_optimizer = known is not None and self._options.optimizer != "exact"
         has_value = not isinstance(leaf.source, jax.ShapeDtypeStruct)
         if is_optimizer and info.path.startswith(self._can_init):
-            if problem := too_wide(info, None):
+            if problem := find_excess_width(info, None):
                 self._conflict(problem, info, None, ())
                 return
             self._builder.fresh.append(info)
@@ -448,7 +452,7 @@ class _Planner:
             self._builder.given[info.path] = leaf.source
         else:
             # Finding the nearest name is slow, and messages show only a few leaves.
-            lacking = missing(
+            lacking = describe_missing(
                 info, self._table, nearest=len(self._problems) < errors.ROWS_SHOWN
             )
             if is_optimizer and self._at(info.path) is not None:
@@ -511,7 +515,8 @@ def _leaf_plan(
         actions += ("renamed",)
     if leaf.fn is not None:
         actions += ("transformed",)
-    if wanted.path not in (source_path, _state.tree.without_box(source_path)):
+    is_here = wanted.path == source_path
+    if not is_here and wanted.path != _state.tree.without_box(source_path):
         actions += ("matched",)
     if wanted.shard_shape != stored.shard_shape or (
         wanted.spec is not None and _trim_spec(wanted.spec) != _trim_spec(stored.spec)

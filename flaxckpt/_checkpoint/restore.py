@@ -130,7 +130,7 @@ def load_source(
     return state, (origin, *stored.metadata.lineage)[:_MAX_LINEAGE]
 
 
-def step_of(state: PyTree) -> int:
+def find_step(state: PyTree) -> int:
     """Returns the step from the counters beside the optimizers; 0 without counters.
 
     Raises:
@@ -235,7 +235,7 @@ def open_leaf(
     source = None if found is None else found.source
     if not isinstance(source, StoredLeaf) or source.open is None:
         wanted = LeafInfo(leaf_path, (), "array", "jax.Array")
-        nothing = mismatch.missing(wanted, stored.table)
+        nothing = mismatch.describe_missing(wanted, stored.table)
         raise errors.RestoreMismatchError(
             stored.metadata.path,
             [Mismatch(leaf_path, "an array", nothing.found)],
@@ -265,8 +265,8 @@ def restore(
         raise errors.RestoreMismatchError(
             planned.path,
             planned.problems,
-            mismatch.advice(planned, abstract_state, stored.table, elsewhere),
-            shown=mismatch.rows(planned.problems, elsewhere),
+            mismatch.give_advice(planned, abstract_state, stored.table, elsewhere),
+            shown=mismatch.format_rows(planned.problems, elsewhere),
         )
     jobs: Sequence[_arrays.read.ReadJob] = recipe.jobs
     if options.read_once and _util.processes.process_count() > 1:
@@ -341,7 +341,7 @@ def _find_moved(planned: RestorePlan, table: LeafTable) -> list[mismatch.Moved]:
         if leaf.wanted is not None
         for source in leaf.sources
     }
-    return mismatch.moved(lacking, used, table)
+    return mismatch.find_moved(lacking, used, table)
 
 
 def _check_current(stored: Stored) -> None:
@@ -392,7 +392,7 @@ def _build_state(
     if recipe.flat is None:
         return _state.tree.unflatten(recipe.structure, values)
     if recipe.fresh:
-        fresh, kept = optimizer_init.values(recipe, abstract_state, values, path)
+        fresh, kept = optimizer_init.init_leaves(recipe, abstract_state, values, path)
         if kept:
             _warn(path, "keep the values of the state", kept)
         values |= fresh

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from flaxckpt import _arrays, _distributed, _state, _storage, _util, datasets, errors
 from flaxckpt._arrays.zarr.array_layout import ArrayLayout, checked_layout
 from flaxckpt._checkpoint import commit, save_distributed
-from flaxckpt._checkpoint import overwrite as checkpoint_overwrite
 from flaxckpt._checkpoint.commit import SaveOptions, SaveRequest, Snapshot, Written
 from flaxckpt._checkpoint.handle import SaveHandle, SaveResult
+from flaxckpt._checkpoint.overwrite import check_free, check_name
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
 from flaxckpt.formats import _native
@@ -89,7 +89,7 @@ def save_async(
     """
     started = time.monotonic()
     final = _storage.paths.resolve(path)
-    checkpoint_overwrite.check_name(final, "save")
+    check_name(final, "save")
     counter = _util.progress.Counter(f"saving {final.name}")
     operation = _distributed.agreement.begin("save", final, str(final))
     request = SaveRequest(
@@ -142,7 +142,7 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
             _storage.permissions.explain_errors(path),
             _storage.paths.listing_cache(path),
         ):
-            checkpoint_overwrite.check_free(path, overwrite=request.overwrite)
+            check_free(path, overwrite=request.overwrite)
     metadata = copy_json(request.metadata)
     table, structure = plan_leaves(_state.flax_state.flatten(state), options)
     infos = tuple([leaf.info for leaf in table.values()])
