@@ -13,9 +13,9 @@ from flax import nnx
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._steps import markers as steps_markers
-from flaxckpt._storage import files as storage_files
 from flaxckpt._storage import leases as storage_leases
 from flaxckpt._storage import paths as storage_paths
+from flaxckpt._storage.storage import LOCAL
 from flaxckpt.datasets import StepIndexed
 from tests import GOLDEN
 
@@ -168,13 +168,13 @@ def test_an_upload_sets_a_damaged_step_with_files_of_others_aside(tmp_path):
 
 def test_what_comes_while_a_save_is_under_way_is_not_deleted(tmp_path, monkeypatch):
     flaxckpt.save(tmp_path / "a", STATE)
-    real = storage_files.sync_tree
+    real = LOCAL.sync_tree
 
     def sync_tree(path):
         add_files(tmp_path / "a", ["notes.txt"])
         return real(path)
 
-    monkeypatch.setattr(storage_files, "sync_tree", sync_tree)
+    monkeypatch.setattr(LOCAL, "sync_tree", sync_tree)
     with pytest.raises(errors.CheckpointExistsError) as info:
         flaxckpt.save(tmp_path / "a", NEW, overwrite=True)
     assert_refused(info, "notes.txt")

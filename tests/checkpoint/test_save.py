@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._state import dtypes as state_dtypes
-from flaxckpt._storage import files as storage_files
+from flaxckpt._storage.storage import LOCAL
 from tests.helpers import strategies
 
 STORES = ("files", "ocdbt")
@@ -685,7 +685,7 @@ def test_a_failed_save_leaves_nothing_and_says_what_to_do(tmp_path, monkeypatch)
     def full(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(storage_files, "sync_tree", full)
+    monkeypatch.setattr(LOCAL, "sync_tree", full)
     handle = flaxckpt.save_async(tmp_path / "c", {"a": jnp.ones(3)})
     with pytest.raises(errors.SaveFailedError, match="No space left") as info:
         handle.wait()

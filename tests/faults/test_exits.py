@@ -208,9 +208,9 @@ def test_a_fork_leaves_the_saves_of_its_parent_to_it(run, tmp_path):
     done = run(
         """
         slow = threading.Event()
-        from flaxckpt._storage import files
+        from flaxckpt._storage.storage import LOCAL
 
-        sync_tree = files.sync_tree
+        sync_tree = LOCAL.sync_tree
 
         def wait_and_sync(path):
             if os.getpid() == parent:
@@ -218,7 +218,7 @@ def test_a_fork_leaves_the_saves_of_its_parent_to_it(run, tmp_path):
             return sync_tree(path)
 
         parent = os.getpid()
-        files.sync_tree = wait_and_sync
+        LOCAL.sync_tree = wait_and_sync
         ckpt = flaxckpt.Checkpointer(directory)
         handle = ckpt.save(1, STATE)
         while not list(ckpt.directory.glob("1.*")):

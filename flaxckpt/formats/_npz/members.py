@@ -28,6 +28,7 @@ import numpy as np
 from flaxckpt import _state, _storage, _util, errors
 from flaxckpt._arrays.zarr.metadata import Array
 from flaxckpt._types import Shape
+from flaxckpt.formats import _signatures
 
 SUFFIX = ".npy"
 """Suffix of the names of all members."""
@@ -44,11 +45,9 @@ _LOCAL = struct.Struct("<4s2xHH16xHH")
 """A member's own header: signature, flags, method, and the lengths of its name and its
 extra fields. It repeats the sizes in the directory, or leaves them out."""
 
-_LOCAL_SIGNATURE = b"PK\x03\x04"
 _ENCRYPTED = 0x1
 _UTF_8 = 0x800
 _AT_FIRST = 256  # enough for most headers
-_MAGIC = b"\x93NUMPY"
 _KEYS = ("shape", "fortran_order", "descr")
 _LONG = re.compile(r"([0-9])L\b")
 _NUMBER = re.compile(r"[<>|=][A-Za-z][0-9]{0,6}")
@@ -170,7 +169,7 @@ def _member(file: IO[bytes], stamp: _storage.Stamp, info: zipfile.ZipInfo) -> Me
     """
     file.seek(info.header_offset)
     content = file.read(_LOCAL.size)
-    if len(content) < _LOCAL.size or content[:4] != _LOCAL_SIGNATURE:
+    if len(content) < _LOCAL.size or not content.startswith(_signatures.ARCHIVE):
         raise ValueError(
             f"its member {info.filename[:100]!r} is not at the recorded place"
         )
@@ -279,7 +278,11 @@ def header_place(head: bytes) -> tuple[int, int]:
     Raises:
         ValueError: Not a numpy array, or the header is too long.
     """
-    if not head.startswith(_MAGIC) or len(head) < 12 or head[6] not in (1, 2, 3):
+    if (
+        not head.startswith(_signatures.ARRAY)
+        or len(head) < 12
+        or head[6] not in (1, 2, 3)
+    ):
         raise ValueError("is not a numpy array")
     start = 10 if head[6] == 1 else 12
     size = int.from_bytes(head[8:start], "little")
@@ -314,16 +317,13 @@ def parse(text: bytes) -> tuple[Shape, bool, np.dtype[Any]]:
     if type(is_fortran) is not bool or type(descr) not in (str, list, tuple):
         raise ValueError("has a header that numpy did not write")
     if type(descr) is not str or not _NUMBER.fullmatch(descr):
-        fault = "an unsupported element type" if type(descr) is str else "structures"
-        raise UnsupportedError(f"has {fault}: {reprlib.repr(descr)}")
+        raise UnsupportedError(f"has the element type {reprlib.repr(descr)}")
     if descr[1] == "O":
         raise UnsupportedError("holds Python objects, which are pickled")
     try:
         return shape, is_fortran, np.dtype(descr)
     except TypeError:
-        raise UnsupportedError(
-            f"has an element type that numpy does not know: {descr!r}"
-        ) from None
+        raise UnsupportedError(f"has the unknown element type {descr!r}") from None
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:

@@ -71,7 +71,7 @@ def refusal(directory: Path) -> str | None:
 
 def _is_something_else(path: Path, start: bytes) -> bool:
     """Returns True if a file begins like a file of another format."""
-    others = (_signatures.LFS, b"PK\x03\x04", b"\x80\x02", b"\x80\x04")
+    others = (_signatures.LFS, _signatures.ARCHIVE, b"\x80\x02", b"\x80\x04")
     return start.startswith(others) or _signatures.is_msgpack(path)
 
 
