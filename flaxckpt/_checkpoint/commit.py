@@ -150,12 +150,8 @@ def _lock(final: Path) -> threading.Lock:
         return _locks.setdefault(final, threading.Lock())
 
 
-def _forget_locks() -> None:
-    """Drops all locks in a forked child: the threads with the locks do not exist."""
-    _locks.clear()
-
-
-os.register_at_fork(after_in_child=_forget_locks)
+# In a forked child, the threads with the locks do not exist.
+os.register_at_fork(after_in_child=_locks.clear)
 
 
 @contextlib.contextmanager

@@ -117,12 +117,12 @@ def make_plan(
     if not options.transforms:
         _check_template(stored, abstract_state)
     flat = _state.flax_state.flatten(abstract_state)
+    roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
     wanted = None
     if options.transforms:  # roles let moments follow their parameters
-        roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
         wanted = _state.optimizer_roles.with_roles(flat.table, roles)
     table = _transforms.apply(options.transforms, stored.table, wanted)
-    return _Planner(stored, table, flat, abstract_state, options).plan()
+    return _Planner(stored, table, flat, roles, abstract_state, options).plan()
 
 
 def _check_template(stored: Stored, abstract_state: PyTree) -> None:
@@ -257,6 +257,7 @@ class _Planner:
         stored: Stored,
         table: LeafTable,
         flat: _state.flax_state.FlatState,
+        roles: Mapping[LeafPath, _state.optimizer_roles.Known],
         abstract_state: PyTree,
         options: RestoreOptions,
     ) -> None:
@@ -265,14 +266,12 @@ class _Planner:
         self._abstract_state = abstract_state
         self._options = options
         self._flat = flat
-        self._roles = _state.optimizer_roles.roles(
-            self._flat.structure, self._flat.optimizer_states
-        )
+        self._roles = roles
         self._leaves: dict[LeafPath, LeafPlan] = {}
         self._builder = _RecipeBuilder()
         self._problems: list[Mismatch] = []
         self._used: set[LeafPath] = set()
-        self._finder = Finder(table, stored.structure, self._roles, self._at)
+        self._finder = Finder(table, stored.structure, roles, self._at)
 
     @_util.forks.lazy
     def _can_init(self) -> tuple[str, ...]:

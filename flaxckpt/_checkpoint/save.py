@@ -150,10 +150,9 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
     ocdbt = uses_ocdbt(infos, names, options.layout)
     _native.names.check(infos, names, ocdbt=ocdbt)
     _native.manifest.check_arrays(infos)
+    leaves = list(zip(names, table.values(), strict=True))
     strings = {
-        name: str(leaf.source)
-        for name, leaf in zip(names, table.values(), strict=True)
-        if leaf.info.kind == "string"
+        name: str(leaf.source) for name, leaf in leaves if leaf.info.kind == "string"
     }
     _check_strings(infos, strings)
     if request.on_planned is not None:
@@ -165,7 +164,7 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
         )
     arrays = [
         (name, leaf.info.chunk_shape, leaf)
-        for name, leaf in zip(names, table.values(), strict=True)
+        for name, leaf in leaves
         if leaf.info.chunk_shape is not None
     ]
     places = {}
@@ -233,8 +232,8 @@ def _check_strings(infos: Sequence[LeafInfo], strings: Mapping[str, str]) -> Non
         large = sorted(sizes, key=lambda path: -sizes[path])[: errors.ROWS_SHOWN]
         raise errors.UnsupportedLeafError(
             {path: f"a str of {sizes[path]} characters" for path in large},
-            f"All strings of a state are one JSON file, and {error}. Keep long ones as"
-            " arrays: np.frombuffer(text.encode(), np.uint8).",
+            f"All strings of a state are one JSON file, and {error}. Save long strings"
+            " as arrays: np.frombuffer(text.encode(), np.uint8).",
         ) from None
 
 
@@ -305,7 +304,11 @@ def plan_leaves(
         )  # roles let moments follow their parameters
         table = _arrays.evaluate.of_state(_transforms.apply(options.transforms, table))
         structure = _state.containers.of(structure, flat.table, table)
-        table = _with_keys(table, dict(_state.tree.key_paths(structure)))
+        keys = dict(_state.tree.key_paths(structure))
+        table = {
+            path: Leaf(dataclasses.replace(leaf.info, keys=keys[path]), leaf.sources)
+            for path, leaf in table.items()
+        }
         roles = {}
     for path, leaf in table.items():
         known = roles.get(path)
@@ -313,15 +316,6 @@ def plan_leaves(
         info = _arrays.layout.with_chunk_shape(leaf.info, options.layout, role=role)
         table[path] = Leaf(info, leaf.sources)
     return table, structure
-
-
-def _with_keys(
-    table: LeafTable, keys: Mapping[LeafPath, tuple[_state.tree.Key, ...]]
-) -> LeafTable:
-    return {
-        path: Leaf(dataclasses.replace(leaf.info, keys=keys[path]), leaf.sources)
-        for path, leaf in table.items()
-    }
 
 
 def uses_ocdbt(
