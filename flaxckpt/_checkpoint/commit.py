@@ -326,8 +326,8 @@ def metadata_files(
     contents: _native.checkpoint.Contents, path: Path
 ) -> dict[str, bytes]:
     """Returns the files of the checkpoint `path` without arrays, for size checks."""
-    made = _native.checkpoint.make_files(contents)
-    return made | _native.checkpoint.seal(contents, made, path)
+    files = _native.checkpoint.make_files(contents)
+    return files | _native.checkpoint.seal(contents, files, path)
 
 
 def write_new(root: Path, files: Mapping[str, bytes]) -> None:

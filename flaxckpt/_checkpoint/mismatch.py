@@ -69,9 +69,9 @@ def find_excess_width(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | No
     widest = _widest_dtype(wanted)
     if widest == wanted.dtype:
         return None
-    asked = f"{wanted}, but jax without {_X64} has at most {widest}"
+    text = f"{wanted}, but jax without {_X64} has at most {widest}"
     stored = "nothing" if found is None else str(found)
-    return Mismatch(wanted.path, asked, stored, "too_wide")
+    return Mismatch(wanted.path, text, stored, "too_wide")
 
 
 def _widest_dtype(wanted: LeafInfo) -> str:
@@ -129,10 +129,10 @@ class Moved(NamedTuple):
         """Returns code of the `rename` call that moves the leaves; None if too long."""
         pattern = f"{re.escape(self.found)}/(.*)"
         if not self.found:
-            own = {name.split("/")[0] for name in self.names}
+            moved = {name.split("/")[0] for name in self.names}
             tops = dict.fromkeys(path.split("/")[0] for path in table)
-            others = [re.escape(top) for top in tops if top not in own]
-            some = [re.escape(top) for top in tops if top in own]
+            others = [re.escape(top) for top in tops if top not in moved]
+            some = [re.escape(top) for top in tops if top in moved]
             if min(len(others), len(some)) > _TOPS_SHOWN:
                 return None
             if not others:
@@ -168,10 +168,10 @@ def find_moved(
     branches: dict[str, dict[LeafPath, LeafInfo]] = {}
     for path, info in lacking.items():
         branches.setdefault(path.split("/")[0], {})[path] = info
-    some = [
+    groups = [
         _find_container(branch, free) for branch in branches.values() if len(branch) > 1
     ]
-    return [found for found in some if found is not None]
+    return [group for group in groups if group is not None]
 
 
 def _find_container(
@@ -214,15 +214,15 @@ def _below(container: LeafPath, path: LeafPath) -> LeafPath | None:
 
 
 def format_rows(
-    problems: Sequence[Mismatch], found: Sequence[Moved]
+    problems: Sequence[Mismatch], groups: Sequence[Moved]
 ) -> list[str] | None:
     """Returns lines that show `problems`, with a single line for leaves moved together.
 
     None if no leaves moved.
     """
-    if not found:
+    if not groups:
         return None
-    several = [each for each in found if len(each.names) > 1]
+    several = [each for each in groups if len(each.names) > 1]
     elsewhere = {
         f"{each.wanted}/{name}" if each.wanted else name
         for each in several
@@ -236,32 +236,30 @@ def give_advice(
     planned: RestorePlan,
     abstract_state: PyTree,
     table: LeafTable,
-    found_elsewhere: Sequence[Moved] = (),
+    groups: Sequence[Moved] = (),
 ) -> str:
     """Returns advice on the problems of a plan with the leaves of `table`."""
-    found = planned.problems
-    kinds = {problem.kind for problem in found}
+    problems = planned.problems
+    kinds = {problem.kind for problem in problems}
     if "too_wide" in kinds:
         wide = [
             wanted
-            for problem in found
+            for problem in problems
             if problem.kind == "too_wide"
             and (wanted := planned.leaves[problem.leaf].wanted) is not None
         ]
         return _advise_on_width(wide, is_alone=abstract_state is None)
-    renames = [each.rename(table) for each in found_elsewhere]
-    if found_elsewhere and sum(len(each.names) for each in found_elsewhere) == len(
-        found
-    ):
-        return _advise_move(found_elsewhere, renames, are_all=True)
+    renames = [each.rename(table) for each in groups]
+    if groups and sum(len(each.names) for each in groups) == len(problems):
+        return _advise_move(groups, renames, are_all=True)
     if "unused" in kinds:
         return 'Add these leaves to the state, or pass unused="ignore".'
     if "several" in kinds:
         return 'Load into the old optimizer first, or pass optimizer="reinit".'
     if kinds == {"missing"}:
         first = ""
-        if found_elsewhere:
-            first = _advise_move(found_elsewhere, renames, are_all=False) + " "
+        if groups:
+            first = _advise_move(groups, renames, are_all=False) + " "
         return (
             f"{first}Pass a state with only the leaves of the checkpoint, or a state"
             ' with values and missing="init" to keep them.'
@@ -298,13 +296,13 @@ def _advise_on_width(wide: Sequence[LeafInfo], *, is_alone: bool) -> str:
 
 
 def _advise_move(
-    found: Sequence[Moved], renames: Sequence[str | None], *, are_all: bool
+    groups: Sequence[Moved], renames: Sequence[str | None], *, are_all: bool
 ) -> str:
     """Returns advice on leaves stored in another container."""
     ways = []
     if all(renames):
         ways.append(f"pass transforms=[{', '.join(map(str, renames))}]")
-    [only] = found if len(found) == 1 else [None]
+    [only] = groups if len(groups) == 1 else [None]
     if are_all and only is not None and not only.wanted:
         ways.append(f"nest the state below {only.found}/{_nesting_hint(only.found)}")
     elif not ways:

@@ -419,21 +419,18 @@ class _Planner:
         return frozenset(_state.tree.boxed(self._flat.structure))
 
     def _take(self, path: LeafPath, leaf: Leaf, source_path: LeafPath) -> None:
-        wanted, found = leaf.info, self._table[source_path]
+        wanted, source = leaf.info, self._table[source_path]
         self._used.add(source_path)
-        problem = find_misfit(wanted, found.info)
-        if problem is None and (problem := find_excess_width(wanted, found.info)):
-            self._conflict(problem, wanted, found.info, (source_path,))
-            return
-        if problem and found.fn is not None and path in self._roles:
+        problem = find_misfit(wanted, source.info)
+        if problem and source.fn is not None and path in self._roles:
             # A transform replaced the optimizer leaf, such as by a placeholder.
             self._start_afresh(leaf, self._roles[path])
             return
-        if problem:
-            self._conflict(problem, wanted, found.info, (source_path,))
+        if problem := problem or find_excess_width(wanted, source.info):
+            self._conflict(problem, wanted, source.info, (source_path,))
             return
-        size = self._builder.add(found, wanted)
-        self._leaves[path] = _leaf_plan(wanted, found, source_path, size)
+        size = self._builder.add(source, wanted)
+        self._leaves[path] = _leaf_plan(wanted, source, source_path, size)
 
     def _start_afresh(
         self, leaf: Leaf, known: _state.optimizer_roles.Known | None

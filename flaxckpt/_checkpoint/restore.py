@@ -138,16 +138,18 @@ def find_step(state: PyTree) -> int:
     """
     flat = _state.flax_state.flatten(state)
     roles = _state.optimizer_roles.roles(flat.structure, flat.optimizer_states)
-    found = {
+    counters = {
         path: set(np.asarray(flat.table[path].source).ravel().tolist())
         for path in planner.step_counters(roles)
         if path in flat.table
     }
-    steps = set().union(*found.values())
+    steps = set().union(*counters.values())
     if len(steps) > 1:
         raise errors.OptionError(
             "the step counters of the source disagree:\n"
-            + errors.rows(f"{path}: {sorted(n)[:5]}" for path, n in found.items())
+            + errors.rows(
+                f"{path}: {sorted(values)[:5]}" for path, values in counters.items()
+            )
             + '\nPass optimizer="reinit" to begin at step 0.'
         )
     return int(steps.pop()) if steps else 0
@@ -231,8 +233,8 @@ def open_leaf(
             f" {_util.arguments.describe(leaf_path)}"
         )
     stored = _locate.open_checkpoint(path, step)
-    found = stored.table.get(leaf_path)
-    source = None if found is None else found.source
+    leaf = stored.table.get(leaf_path)
+    source = None if leaf is None else leaf.source
     if not isinstance(source, StoredLeaf) or source.open is None:
         wanted = LeafInfo(leaf_path, (), "array", "jax.Array")
         nothing = mismatch.describe_missing(wanted, stored.table)
@@ -277,11 +279,11 @@ def restore(
     try:
         with _util.progress.bar(counter):
             reading = _read_options(planned.path, options, counter.add)
-            found = _arrays.read.read(jobs, reading)
+            arrays = _arrays.read.read(jobs, reading)
             has_read()
             if jobs is not recipe.jobs:
-                found = _arrays.read_once.gathered(found, recipe.jobs)
-            values = {**recipe.given, **found}
+                arrays = _arrays.read_once.gathered(arrays, recipe.jobs)
+            values = {**recipe.given, **arrays}
             values |= _arrays.evaluate.read(recipe.derived, reading)
             values |= _convert_numbers(planned.path, recipe.numbers, values)
             state = _build_state(recipe, abstract_state, planned.path, values)

@@ -291,16 +291,16 @@ def _check_readable(journal: Journal, target: writers.Target, step: int | None) 
         ) from error
 
 
-def _publish(made: Path, final: Path, *, overwrite: bool) -> None:
+def _publish(output: Path, final: Path, *, overwrite: bool) -> None:
     """Moves the new checkpoint to its final path."""
     _checkpoint.overwrite.check_target_free(final, overwrite=overwrite)
-    if made.is_dir() and overwrite and final.is_dir():
-        _storage.rename.exchange(made, final)
-    elif made.is_dir() and not (overwrite and final.exists()):
-        _storage.rename.publish(made, final)
+    if output.is_dir() and overwrite and final.is_dir():
+        _storage.rename.exchange(output, final)
+    elif output.is_dir() and not (overwrite and final.exists()):
+        _storage.rename.publish(output, final)
     else:
-        if made.is_dir() or final.is_dir():
-            aside = made.with_name("replaced")
+        if output.is_dir() or final.is_dir():
+            aside = output.with_name("replaced")
             final.rename(aside)
-        made.rename(final)
+        output.rename(final)
         _storage.of(final.parent).sync_directory(final.parent)
