@@ -192,7 +192,7 @@ def write_lock(final: Path) -> Iterator[None]:
     except errors.CheckpointError as error:
         if not isinstance(error, errors.StoreError):
             raise
-        left = "Nothing was saved, unless only the commit marker is unconfirmed"
+        left = "Nothing was saved, unless an unconfirmed commit marker was written"
         raise _store_failure(final, error, left) from error
     except _storage.rename.NotDurableError as error:
         raise errors.SaveFailedError(

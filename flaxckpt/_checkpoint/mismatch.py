@@ -5,16 +5,16 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from flaxckpt import _arrays, _state
+from flaxckpt import _arrays, _state, errors
 from flaxckpt._checkpoint.plan import RestorePlan
 from flaxckpt._state.leaf import LeafInfo, LeafTable
-from flaxckpt._types import LeafPath, PyTree
+from flaxckpt._types import LeafPath
 from flaxckpt.errors import Mismatch
 
 _NEAREST_AMONG = 5_000
@@ -146,16 +146,36 @@ class Moved(NamedTuple):
         return f'rename(r"{pattern}", r"{replacement}")'
 
 
-def find_moved(
-    lacking: Mapping[LeafPath, LeafInfo], used: Container[LeafPath], table: LeafTable
-) -> list[Moved]:
-    """Returns groups of missing leaves stored in another container.
+def make_error(
+    planned: RestorePlan, table: LeafTable, *, has_transforms: bool, has_state: bool
+) -> errors.RestoreMismatchError:
+    """Returns the error of a plan with problems: its rows and advice.
 
     Args:
-        lacking: The missing leaves: wanted path -> leaf.
-        used: The stored leaves that are restored to other leaves.
+        planned: The plan.
         table: The leaves of the checkpoint.
+        has_transforms: Whether the caller passed transforms.
+        has_state: Whether the caller passed an abstract state.
     """
+    groups = [] if has_transforms else _find_moved(planned, table)
+    return errors.RestoreMismatchError(
+        planned.path,
+        planned.problems,
+        _give_advice(planned, table, groups, has_state=has_state),
+        shown=_format_rows(planned.problems, groups),
+    )
+
+
+def _find_moved(planned: RestorePlan, table: LeafTable) -> list[Moved]:
+    """Returns groups of missing leaves stored in another container."""
+    lacking: dict[LeafPath, LeafInfo] = {}
+    used: set[LeafPath] = set()
+    for path, plan in planned.leaves.items():
+        if plan.wanted is None:
+            continue
+        used.update(plan.sources)
+        if plan.actions == ("conflict",) and not plan.sources:
+            lacking[path] = plan.wanted
     if not lacking:
         return []
     free = {
@@ -213,7 +233,7 @@ def _below(container: LeafPath, path: LeafPath) -> LeafPath | None:
     return path[len(container) + 1 :] if inside else None
 
 
-def format_rows(
+def _format_rows(
     problems: Sequence[Mismatch], groups: Sequence[Moved]
 ) -> list[str] | None:
     """Returns lines that show `problems`, with a single line for leaves moved together.
@@ -232,11 +252,8 @@ def format_rows(
     return [*map(str, several), *others]
 
 
-def give_advice(
-    planned: RestorePlan,
-    abstract_state: PyTree,
-    table: LeafTable,
-    groups: Sequence[Moved] = (),
+def _give_advice(
+    planned: RestorePlan, table: LeafTable, groups: Sequence[Moved], *, has_state: bool
 ) -> str:
     """Returns advice on the problems of a plan with the leaves of `table`."""
     problems = planned.problems
@@ -248,7 +265,7 @@ def give_advice(
             if problem.kind == "too_wide"
             and (wanted := planned.leaves[problem.leaf].wanted) is not None
         ]
-        return _advise_on_width(wide, is_alone=abstract_state is None)
+        return _advise_on_width(wide, has_state=has_state)
     renames = [each.rename(table) for each in groups]
     if groups and sum(len(each.names) for each in groups) == len(problems):
         return _advise_move(groups, renames, are_all=True)
@@ -271,7 +288,7 @@ def give_advice(
     )
 
 
-def _advise_on_width(wide: Sequence[LeafInfo], *, is_alone: bool) -> str:
+def _advise_on_width(wide: Sequence[LeafInfo], *, has_state: bool) -> str:
     """Returns advice on 64-bit leaves: how to keep all bits, or how to load 32 bits."""
     first: dict[str, LeafPath] = {}
     for wanted in wide:
@@ -283,7 +300,7 @@ def _advise_on_width(wide: Sequence[LeafInfo], *, is_alone: bool) -> str:
     if len(wide) > len(first):
         casts += ", and the same for the others"
     limit = " (values above 3.4e38 become inf)" if "float32" in first else ""
-    if is_alone:
+    if not has_state:
         return (
             f"To keep all bits, set {_X64}, or pass a state with numpy arrays for these"
             f" leaves; for 32 bits, pass transforms=[{casts}]{limit}."

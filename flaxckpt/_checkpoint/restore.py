@@ -13,7 +13,7 @@ import numpy as np
 from flaxckpt import _arrays, _state, _storage, _util, datasets, errors
 from flaxckpt._checkpoint import mismatch, optimizer_init, planner
 from flaxckpt._checkpoint.plan import RestorePlan
-from flaxckpt._state.leaf import LeafInfo, LeafTable, StoredLeaf
+from flaxckpt._state.leaf import LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.errors import Mismatch
 from flaxckpt.formats import _locate, _native
@@ -263,12 +263,11 @@ def restore(
     start = time.monotonic()
     planned, recipe = planner.make_plan(stored, abstract_state, options)
     if planned.problems:
-        elsewhere = [] if options.transforms else _find_moved(planned, stored.table)
-        raise errors.RestoreMismatchError(
-            planned.path,
-            planned.problems,
-            mismatch.give_advice(planned, abstract_state, stored.table, elsewhere),
-            shown=mismatch.format_rows(planned.problems, elsewhere),
+        raise mismatch.make_error(
+            planned,
+            stored.table,
+            has_transforms=bool(options.transforms),
+            has_state=abstract_state is not None,
         )
     jobs: Sequence[_arrays.read.ReadJob] = recipe.jobs
     if options.read_once and _util.processes.process_count() > 1:
@@ -288,9 +287,9 @@ def restore(
             values |= _convert_numbers(planned.path, recipe.numbers, values)
             state = _build_state(recipe, abstract_state, planned.path, values)
     except errors.DamagedCheckpointError:
-        _check_current(stored)
+        check_current(stored)
         raise
-    _check_current(stored)
+    check_current(stored)
     _log.info(
         "restored %s: %d of %d leaves, %d bytes in %.3f s",
         planned.path,
@@ -328,30 +327,12 @@ def _convert_numbers(
     return placed
 
 
-def _find_moved(planned: RestorePlan, table: LeafTable) -> list[mismatch.Moved]:
-    """Returns groups of missing leaves stored in another container."""
-    lacking = {
-        path: leaf.wanted
-        for path, leaf in planned.leaves.items()
-        if leaf.wanted is not None
-        and leaf.actions == ("conflict",)
-        and not leaf.sources
-    }
-    used = {
-        source
-        for leaf in planned.leaves.values()
-        if leaf.wanted is not None
-        for source in leaf.sources
-    }
-    return mismatch.find_moved(lacking, used, table)
-
-
-def _check_current(stored: Stored) -> None:
+def check_current(stored: Stored, action: str = "load") -> None:
     """Raises DamagedCheckpointError if the checkpoint was replaced while being read."""
     if stored.stamp is not None and not stored.stamp.is_current():
         raise errors.DamagedCheckpointError(
             f"{stored.metadata.path} was replaced or deleted while it was read;"
-            " load it again"
+            f" {action} it again"
         )
 
 

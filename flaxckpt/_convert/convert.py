@@ -262,11 +262,7 @@ class _Progress:
 
 
 def _check_current(stored: Stored, files: Sequence[_storage.Stamp]) -> None:
-    if stored.stamp is not None and not stored.stamp.is_current():
-        raise errors.DamagedCheckpointError(
-            f"{stored.metadata.path} was replaced or deleted during the conversion;"
-            " convert it again"
-        )
+    _checkpoint.restore.check_current(stored, "convert")
     if names := source_files.changed(files):
         raise errors.DamagedCheckpointError(
             f"{len(names)} files were changed or deleted during the conversion:\n"
