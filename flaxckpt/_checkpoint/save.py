@@ -117,7 +117,13 @@ def save_async(
             total,
             blocked,
         )
-        return SaveResult(None, str(final), written, blocked, total)
+        return SaveResult(
+            step=None,
+            path=str(final),
+            bytes_written=written,
+            blocked_secs=blocked,
+            total_secs=total,
+        )
 
     return SaveHandle(work, name=f"save of {final}", counter=counter)
 

@@ -116,7 +116,13 @@ def convert(
     size = convert_to(source, step, final, options)
     secs = time.monotonic() - start
     _log.info("converted %s to %s: %d bytes in %.3f s", source, final, size, secs)
-    return SaveResult(None, str(final), size, secs, secs)
+    return SaveResult(
+        step=None,
+        path=str(final),
+        bytes_written=size,
+        blocked_secs=secs,
+        total_secs=secs,
+    )
 
 
 def _convert_to_disk(
