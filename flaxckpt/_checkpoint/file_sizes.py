@@ -46,7 +46,7 @@ def _check(path: Path) -> None:
         )
     with _storage.permissions.explain_errors(path):
         manifest = _native.items.json_file(path / _native.orbax_json.MANIFEST, path)
-        encoding = _native.manifest.encoding(manifest)
+        encoding = _native.manifest.parse_encoding(manifest)
         for name, digest in digests(path, stored).items():
             # Zarr 2 has a digest for each chunk: checking them would read everything.
             is_much = encoding and (

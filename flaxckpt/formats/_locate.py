@@ -240,11 +240,7 @@ def read_step(path: Path, step: int, types: Sequence[type] = ()) -> Stored:
 
 
 def check_step(path: Path, step: int, stored: Stored) -> None:
-    """Raises DamagedCheckpointError if `stored` was saved as another step.
-
-    Raises:
-        DamagedCheckpointError: Names both steps.
-    """
+    """Raises DamagedCheckpointError if `stored` was saved as another step."""
     if stored.recorded_step not in (step, None):
         raise errors.DamagedCheckpointError(
             f"{path} has the name of step {step}, but was saved as step"

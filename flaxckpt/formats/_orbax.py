@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import logging
 import math
 import os
@@ -56,7 +57,7 @@ def read(path: Path, step: int | None) -> Stored:
         DamagedCheckpointError: A file is missing or malformed.
         FileNotFoundError: The checkpoint was deleted after its format was recognised.
     """
-    item = items.item(path)
+    item = items.find_item(path)
     if item is None:  # deleted since it was recognised
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     items.warn_of_others(path, item)
@@ -122,7 +123,8 @@ def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
         forms, blosc = _array_forms(item, path, names, version=2, ocdbt=True)
         arrays = native_arrays.Arrays(item, 2, ocdbt=True, is_checked=True, blosc=blosc)
         for name, form in forms.items():
-            opened[name] = leaves.Opened(*form, arrays.opener(name, form, path))
+            open_array = functools.partial(arrays.open, name, form, path)
+            opened[name] = leaves.Opened(*form, open_array)
     else:
         faults = {}
         for name in names:
@@ -210,11 +212,7 @@ def _read_rows(item: Path, metadata: Mapping[str, Any]) -> list[_Row]:
 
 
 def _check_places(item: Path, rows: Sequence[_Row]) -> None:
-    """Raises DamagedCheckpointError for leaves that share a path or an array.
-
-    Raises:
-        DamagedCheckpointError: Lists all leaves at fault.
-    """
+    """Raises DamagedCheckpointError for leaves that share a path or an array."""
     faults: dict[LeafPath, str] = {}
     seen: dict[str, LeafPath] = {}
     paths: set[LeafPath] = set()
@@ -265,11 +263,7 @@ def _array_forms(
 
 
 def _check_chunks(form: ArrayForm) -> None:
-    """Raises ValueError if TensorStore would abort over too large chunks.
-
-    Raises:
-        ValueError: The chunk shape is too large, or does not match the shape.
-    """
+    """Raises ValueError if TensorStore would abort over too large chunks."""
     shape, dtype, chunk_shape = form
     itemsize = _state.dtypes.to_numpy(dtype).itemsize
     chunk_bytes = math.prod(chunk_shape) * itemsize

@@ -190,11 +190,7 @@ def _directory(spec: dict[str, Any]) -> str:
 
 
 def _check_transform(transform: Any, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless the transform of a spec is the identity.
-
-    Raises:
-        ValueError: The transform changes or cuts the array.
-    """
+    """Raises ValueError unless the transform of a spec is the identity."""
     if transform is None:
         return
     axes = [{"input_dimension": axis} for axis in range(len(shape))]

@@ -9,6 +9,7 @@ TensorStore decodes only zstd and blosc, which fail on chunks cut short.
 from __future__ import annotations
 
 import bz2
+import contextlib
 import dataclasses
 import functools
 import math
@@ -154,19 +155,13 @@ def _parse(root: Path, name: str, data: Mapping[str, Any]) -> _Zarr2:
 
 
 def _dtype(name: object) -> np.dtype[Any]:
-    if isinstance(name, str) and _NUMBER.fullmatch(name):
-        try:
+    if isinstance(name, str):
+        with contextlib.suppress(TypeError, errors.OptionError):
+            if not _NUMBER.fullmatch(name):
+                return _state.dtypes.to_numpy(name)
             dtype = np.dtype(name)
             _state.dtypes.to_numpy(dtype.name)
-        except (TypeError, errors.OptionError):
-            pass
-        else:
             return dtype
-    elif isinstance(name, str):
-        try:
-            return _state.dtypes.to_numpy(name)
-        except errors.OptionError:
-            pass
     raise ValueError(f"unsupported element type {str(name)[:40]!r}")
 
 
@@ -194,19 +189,15 @@ def _open(array: _Zarr2, context: ts.Context) -> ts.Future[ts.TensorStore]:
     def read(domain: ts.IndexDomain, target: Array, _: Any) -> None:
         region = tuple(zip(domain.inclusive_min, domain.exclusive_max, strict=True))
         for chunk in _arrays.zarr.metadata.chunks(region, array.chunk_shape):
-            index = tuple(
-                start // size
+            whole = tuple(
+                (start - start % size, start - start % size + size)
                 for (start, _), size in zip(
                     chunk.bounds, array.chunk_shape, strict=True
                 )
             )
-            cell = tuple(
-                (i * size, (i + 1) * size)
-                for i, size in zip(index, array.chunk_shape, strict=True)
-            )
-            values = _read_chunk(array, _key(index))
+            values = _read_chunk(array, _chunk_name(chunk))
             target[_arrays.zarr.metadata.within(chunk.bounds, region)] = values[
-                _arrays.zarr.metadata.within(chunk.bounds, cell)
+                _arrays.zarr.metadata.within(chunk.bounds, whole)
             ]
 
     return leaves.completed(
@@ -220,8 +211,8 @@ def _open(array: _Zarr2, context: ts.Context) -> ts.Future[ts.TensorStore]:
     )
 
 
-def _key(index: Shape) -> str:
-    return ".".join(map(str, index)) or "0"
+def _chunk_name(chunk: _arrays.zarr.metadata.Chunk) -> str:
+    return chunk.key.removeprefix("c").removeprefix(".") or "0"
 
 
 def _check_files(array: _Zarr2) -> None:
@@ -246,7 +237,7 @@ def _check_files(array: _Zarr2) -> None:
     for chunk in _arrays.zarr.metadata.chunks(
         _arrays.zarr.metadata.whole(array.shape), array.chunk_shape
     ):
-        key = chunk.key.removeprefix("c").removeprefix(".") or "0"
+        key = _chunk_name(chunk)
         if key not in sizes:
             raise ValueError(f"chunk {key} is missing")
         ratio = _BEST_RATIO.get(array.codec, _ANY_RATIO)

@@ -46,18 +46,14 @@ def _is_sequence(names: Mapping[str, object]) -> bool:
     return bool(names) and all(str(i) in names for i in range(len(names)))
 
 
-def walk(tree: Value) -> Iterator[tuple[tuple[_state.tree.Key, ...], Value]]:
+def walk(
+    value: Value, keys: tuple[_state.tree.Key, ...] = ()
+) -> Iterator[tuple[tuple[_state.tree.Key, ...], Value]]:
     """Yields the leaves and empty containers of a scanned tree, with their keys.
 
     Maps with keys 0, 1, … become lists, in that order; Flax's old named tuples become
     maps.
     """
-    return _walk(tree, ())
-
-
-def _walk(
-    value: Value, keys: tuple[_state.tree.Key, ...]
-) -> Iterator[tuple[tuple[_state.tree.Key, ...], Value]]:
     value = _unwrap_named_tuple(value)
     if isinstance(value, dict) and _is_sequence(value):
         value = [value[str(i)] for i in range(len(value))]
@@ -65,10 +61,10 @@ def _walk(
         yield keys, value
     elif isinstance(value, list):
         for i, child in enumerate(value):
-            yield from _walk(child, (*keys, _state.tree.Key(i, "index")))
+            yield from walk(child, (*keys, _state.tree.Key(i, "index")))
     else:
         for name, child in value.items():
-            yield from _walk(child, (*keys, _state.tree.Key(name, "key")))
+            yield from walk(child, (*keys, _state.tree.Key(name, "key")))
 
 
 def _unwrap_named_tuple(value: Value) -> Value:

@@ -253,7 +253,7 @@ def _manifest_text(contents: Contents, digests: Mapping[str, str]) -> bytes:
 
 def recognises(path: Path) -> str | None:
     """Returns the evidence for a native or Orbax checkpoint, or an item; else None."""
-    item = items.item(path)
+    item = items.find_item(path)
     if item is None:
         return None
     if (path / orbax_json.MANIFEST).is_file():

@@ -419,11 +419,7 @@ def _parts(member: Member) -> Iterator[bytes]:
 
 
 def check_unchanged(descriptor: int, stamp: _storage.Stamp) -> None:
-    """Raises OSError if an open file differs from the stamped file.
-
-    Raises:
-        OSError: The file was replaced or changed.
-    """
+    """Raises OSError if an open file differs from the stamped file."""
     if _storage.files.identity(os.fstat(descriptor)) != stamp.identity:
         raise OSError(
             f"{stamp.path} was replaced or changed since it was opened; load it again"

@@ -189,11 +189,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
 
 
 def _check_shards(path: Path, names: list[str]) -> None:
-    """Raises DamagedCheckpointError for missing shards without an index.
-
-    Raises:
-        DamagedCheckpointError: Lists the missing shards.
-    """
+    """Raises DamagedCheckpointError for missing shards without an index."""
     if names[0].endswith(INDEX_SUFFIX):
         return
     if missing := _missing(names):
