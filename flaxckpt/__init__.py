@@ -73,8 +73,8 @@ __all__ = [
     "verify",
 ]
 
-# Imported when they are first asked for: jax takes a second, and the command's help
-# needs none of it.
+# Imported at their first use: importing jax takes a second, and the help texts of the
+# command do not need it.
 _HOMES = {
     "ArrayLayout": "_arrays.zarr.array_layout",
     "CheckpointCallback": "_training.callback",
@@ -106,14 +106,14 @@ _HOMES = {
     "verify": "_checkpoint.verify",
 }
 
-if not TYPE_CHECKING:  # else every name would be one that type checkers believe in
+if not TYPE_CHECKING:  # type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         home = _HOMES.get(name)
-        found = _doors.import_module(f"{__name__}.{home or name}")
-        value = found if home is None else getattr(found, name)
+        module = _doors.import_module(f"{__name__}.{home or name}")
+        value = module if home is None else getattr(module, name)
         globals()[name] = value
         return value
 

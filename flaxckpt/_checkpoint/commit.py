@@ -168,18 +168,18 @@ def store_errors(final: Path) -> Iterator[None]:
     try:
         yield
     except errors.StoreError as error:
-        raise _of_store(final, error, "Nothing of it was written") from error
+        raise _of_store(final, error, "Nothing was written") from error
 
 
 def _of_store(
     final: Path, error: errors.StoreError, left: str
 ) -> errors.SaveFailedError:
     """Returns the error of a save to a store; `left` describes the rest of the save."""
-    told = f"{final} could not be saved: {error}"
+    text = f"{final} could not be saved: {error}"
     if isinstance(error, _storage.client.ForkedError):
-        return errors.SaveFailedError(told)
+        return errors.SaveFailedError(text)
     return errors.SaveFailedError(
-        f"{told}\n{left}; see that the store can be reached, then save again."
+        f"{text}\n{left}; check that the store can be reached, then save again."
     )
 
 
@@ -196,19 +196,19 @@ def write_lock(final: Path) -> Iterator[None]:
     except errors.CheckpointError as error:
         if not isinstance(error, errors.StoreError):
             raise
-        left = "Nothing of it counts, unless it was its marker that was not written"
+        left = "Nothing was saved, unless only the commit marker is unconfirmed"
         raise _of_store(final, error, left) from error
     except _storage.rename.NotDurableError as error:
         raise errors.SaveFailedError(
-            f"{final} was written, but the disk did not confirm its name: {error}\n"
-            "Whether it stays, or what was there before, is not known; see that the"
-            " disk is sound, then save again."
+            f"{final} was written, but the disk did not confirm the rename: {error}\n"
+            "After a crash, the new or the previous checkpoint may be there; check the"
+            " disk, then save again."
         ) from error
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
         raise errors.SaveFailedError(
             f"{final} could not be saved: {errors.one_line(error)}\n"
-            "Nothing of it is kept and earlier checkpoints are untouched; see that the"
-            " directory is writable and has space, then save again."
+            "Nothing of it is kept and earlier checkpoints are untouched; check that"
+            " the directory is writable and has free space, then save again."
         ) from error
 
 

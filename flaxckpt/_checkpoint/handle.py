@@ -82,7 +82,7 @@ class SaveHandle:
 
     def __repr__(self) -> str:
         if not self.done():
-            return f"<{self._name}: under way>"
+            return f"<{self._name}: in progress>"
         return f"<{self._name}: {'durable' if self._error is None else 'failed'}>"
 
     def _run(self, work: Callable[[], SaveResult]) -> None:
@@ -98,8 +98,8 @@ class SaveHandle:
     def _mark_as_forked(self) -> None:
         """Marks the save as ended in a fork, where the saving thread does not exist."""
         self._error = errors.SaveFailedError(
-            f"the {self._name} was begun by the process of which this is a fork: that"
-            " one finishes it; ask there whether it has"
+            f"the {self._name} was started before this process was forked, and only the"
+            " parent process finishes it: wait for it there"
         )
         self._ended = threading.Event()  # the lock of the old event may be held
         self._ended.set()
@@ -164,7 +164,7 @@ def _exit_with_failure() -> None:
         for handle in list(_unfinished):  # on daemon threads, and in children
             handle._ended.wait()
     except BaseException:  # Ctrl-C; an exception here would not change the exit code
-        _exit(f"the {each._name} is cut off" for each in list(_unfinished))
+        _exit(f"the {each._name} was interrupted" for each in list(_unfinished))
     _exit_if_failed()
 
 

@@ -54,7 +54,7 @@ def values(
         own.append(info)
     lacking = [i for i in own if isinstance(found[i.path], jax.ShapeDtypeStruct)]
     if lacking:
-        nothing = "nothing, and tx.init of all params makes no such leaf"
+        nothing = "nothing, and tx.init of all params does not make it"
         raise errors.RestoreMismatchError(
             path,
             [Mismatch(info.path, str(info), nothing) for info in lacking],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -31,20 +31,11 @@ _OURS = "flaxckpt"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreOptions:
-    """Options of a restore; see `load`.
+    """Options of a restore; `load` documents the options that it has, too.
 
     Attributes:
-        missing: Treatment of leaves that the checkpoint lacks.
-        unused: Treatment of leaves that only the checkpoint has.
-        optimizer: Matching of optimizer leaves.
-        transforms: Changes to apply to the checkpoint's leaf table.
-        types: The caller's classes that a checkpoint may name.
-        verify: Whether to verify checksums.
-        memory_map: Whether to map local files if this avoids a copy; `auto` maps them
-            where mapping is safe.
         max_concurrent_bytes: Bytes to read at one time.
         keeps_steps: Whether step counters beside optimizers keep their values.
-        read_once: Whether only one process reads data that several processes need.
     """
 
     missing: Literal["error", "init"] = "error"
@@ -106,8 +97,8 @@ class Recipe:
     fresh: tuple[LeafInfo, ...]
     flat: _state.flax_state.FlatState | None
     structure: _state.tree.Node | LeafPath
-    as_asked: frozenset[LeafPath] = frozenset()
-    numbers: tuple[ComputedNumber, ...] = ()
+    as_asked: frozenset[LeafPath]
+    numbers: tuple[ComputedNumber, ...]
 
 
 # ---- planning ---------------------------------------------------------------------
@@ -153,12 +144,12 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
     """Plans the restore of all leaves with the structure of the checkpoint."""
     if stored.unknown_types:
         _log.warning(
-            "%s holds classes that are not known here and become dicts: %s;"
-            " pass types=[...] or an abstract state to get them back",
+            "%s contains unknown classes, which become dicts: %s; pass types=[...] or"
+            " an abstract state to restore them",
             stored.metadata.path,
             ", ".join(sorted(stored.unknown_types)),
         )
-    reading = _Reading()
+    builder = _RecipeBuilder()
     leaves: dict[LeafPath, LeafPlan] = {}
     problems = []
     for path, leaf in table.items():
@@ -169,21 +160,35 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
             wanted = dataclasses.replace(wanted, sharding=None)
         if problem := too_wide(leaf.info, leaf.info):
             problems.append(problem)
-        size = reading.add(leaf, wanted)
+        size = builder.add(leaf, wanted)
         leaves[path] = _leaf_plan(wanted, leaf, path, size)
     structure = _state.containers.of(stored.structure, stored.table, table)
-    total = reading.bytes_to_read
-    return (
-        RestorePlan(stored.metadata.path, leaves, total, total, tuple(problems)),
-        reading.recipe((), None, structure),
+    plan = RestorePlan(
+        path=stored.metadata.path,
+        leaves=leaves,
+        bytes_to_read=builder.bytes_to_read,
+        bytes_here=builder.bytes_to_read,
+        problems=tuple(problems),
     )
+    return plan, builder.build(structure)
 
 
-class _Reading:
-    """Collects the leaves to read and to compute."""
+class _RecipeBuilder:
+    """Collects the leaves to read, to compute and to initialize.
+
+    Attributes:
+        given: Leaf path -> value known without reading.
+        fresh: Optimizer leaves to initialize from the restored parameters.
+        as_asked: Leaves initialized because of an option of the caller.
+        bytes_to_read: Bytes read by all processes together; sources that computed
+            leaves share count once.
+    """
 
     def __init__(self) -> None:
         self.given: dict[LeafPath, Any] = {}
+        self.fresh: list[LeafInfo] = []
+        self.as_asked: set[LeafPath] = set()
+        self.bytes_to_read = 0
         self._jobs: list[_arrays.read.ReadJob] = []
         self._derived: list[Leaf] = []
         self._numbers: list[ComputedNumber] = []
@@ -204,12 +209,13 @@ class _Reading:
                 computed = dataclasses.replace(leaf.info, path=path, keys=wanted.keys)
                 self._numbers.append(ComputedNumber(computed, wanted))
             self._derived.append(Leaf(computed, leaf.sources, leaf.fn))
-            new = {id(source): source for source in stored}
-            new = {key: new[key] for key in new.keys() - self._seen}
-            self._seen.update(new)
-            return sum(
-                _arrays.layout.stored_bytes(source.info) for source in new.values()
-            )
+            size = 0
+            for source in stored:
+                if id(source) not in self._seen:
+                    self._seen.add(id(source))
+                    size += _arrays.layout.stored_bytes(source.info)
+            self.bytes_to_read += size
+            return size
         if not stored:
             self.given[path] = _arrays.to_device.place(leaf.source, wanted)
             return 0
@@ -218,38 +224,24 @@ class _Reading:
             return 0
         job = _arrays.read.ReadJob(stored[0], wanted)
         self._jobs.append(job)
+        self.bytes_to_read += _arrays.layout.stored_bytes(job.found)
         return _arrays.read.bytes_here(job)
 
-    @property
-    def bytes_to_read(self) -> int:
-        """Bytes read by all processes together; shared sources count once."""
-        once = {
-            id(source): source
-            for leaf in self._derived
-            for source in leaf.sources
-            if isinstance(source, StoredLeaf)
-        }
-        return sum(_arrays.layout.stored_bytes(job.found) for job in self._jobs) + sum(
-            _arrays.layout.stored_bytes(source.info) for source in once.values()
-        )
-
-    def recipe(
+    def build(
         self,
-        fresh: Sequence[LeafInfo],
-        flat: _state.flax_state.FlatState | None,
         structure: _state.tree.Node | LeafPath,
-        as_asked: Iterable[LeafPath] = (),
+        flat: _state.flax_state.FlatState | None = None,
     ) -> Recipe:
         """Returns the recipe of the collected leaves."""
         return Recipe(
-            tuple(self._jobs),
-            tuple(self._derived),
-            self.given,
-            tuple(fresh),
-            flat,
-            structure,
-            frozenset(as_asked),
-            tuple(self._numbers),
+            jobs=tuple(self._jobs),
+            derived=tuple(self._derived),
+            given=self.given,
+            fresh=tuple(self.fresh),
+            flat=flat,
+            structure=structure,
+            as_asked=frozenset(self.as_asked),
+            numbers=tuple(self._numbers),
         )
 
 
@@ -273,11 +265,9 @@ class _Planner:
             self._flat.structure, self._flat.optimizer_states
         )
         self._leaves: dict[LeafPath, LeafPlan] = {}
-        self._reading = _Reading()
-        self._fresh: list[LeafInfo] = []
+        self._builder = _RecipeBuilder()
         self._problems: list[Mismatch] = []
         self._used: set[LeafPath] = set()
-        self._as_asked: set[LeafPath] = set()
         self._finder = Finder(table, stored.structure, self._roles, self._at)
 
     @_util.forks.lazy
@@ -296,16 +286,13 @@ class _Planner:
                 self._decide(path, leaf, chosen[path])
         self._drop_unused()
         plan = RestorePlan(
-            self._stored.metadata.path,
-            self._leaves,
-            self._reading.bytes_to_read,
-            sum(leaf.bytes for leaf in self._leaves.values()),
-            tuple(self._problems),
+            path=self._stored.metadata.path,
+            leaves=self._leaves,
+            bytes_to_read=self._builder.bytes_to_read,
+            bytes_here=sum([leaf.bytes for leaf in self._leaves.values()]),
+            problems=tuple(self._problems),
         )
-        recipe = self._reading.recipe(
-            self._fresh, self._flat, self._flat.structure, self._as_asked
-        )
-        return plan, recipe
+        return plan, self._builder.build(self._flat.structure, self._flat)
 
     def _choose(self) -> dict[LeafPath, list[LeafPath]]:
         """Returns each wanted leaf -> the stored leaves that may match.
@@ -338,7 +325,7 @@ class _Planner:
     def _decide(self, path: LeafPath, leaf: Leaf, candidates: list[LeafPath]) -> None:
         known = self._roles.get(path)
         if path in self._kept:
-            self._as_asked.add(path)
+            self._builder.as_asked.add(path)
             self._used.update(candidates)
             value = leaf.source
             if isinstance(value, jax.ShapeDtypeStruct):
@@ -348,18 +335,18 @@ class _Planner:
                 value = _arrays.to_device.place(
                     jnp.zeros(value.shape, value.dtype), leaf.info
                 )
-            self._reading.given[path] = value
+            self._builder.given[path] = value
             self._leaves[path] = LeafPlan(("init",), (), leaf.info, None, 0)
             return
         if known is not None and self._options.optimizer == "reinit":
             if path.startswith(self._can_init):
-                self._as_asked.add(path)
+                self._builder.as_asked.add(path)
             self._start_afresh(leaf, known)
             return
         if len(candidates) > 1:
             found = "several: " + ", ".join(candidates[:3])
             if len(set(candidates)) == 1:
-                found = f"several leaves that ask for {candidates[0]}"
+                found = f"several leaves match {candidates[0]}"
             problem = Mismatch(path, str(leaf.info), found, "several")
             self._used.update(candidates)
             self._conflict(problem, leaf.info, None, tuple(candidates))
@@ -442,7 +429,7 @@ class _Planner:
         if problem:
             self._conflict(problem, wanted, found.info, (source_path,))
             return
-        size = self._reading.add(found, wanted)
+        size = self._builder.add(found, wanted)
         self._leaves[path] = _leaf_plan(wanted, found, source_path, size)
 
     def _start_afresh(
@@ -456,9 +443,9 @@ class _Planner:
             if problem := too_wide(info, None):
                 self._conflict(problem, info, None, ())
                 return
-            self._fresh.append(info)
+            self._builder.fresh.append(info)
         elif (is_optimizer or self._options.missing == "init") and has_value:
-            self._reading.given[info.path] = leaf.source
+            self._builder.given[info.path] = leaf.source
         else:
             # Finding the nearest name is slow, and messages show only a few leaves.
             lacking = missing(
@@ -471,7 +458,7 @@ class _Planner:
                 lacking = dataclasses.replace(lacking, found=found)
             if self._options.missing == "init" or is_optimizer:
                 lacking = dataclasses.replace(
-                    lacking, found=f"{lacking.found}, and no value to start from"
+                    lacking, found=f"{lacking.found}, and no initial value"
                 )
             self._conflict(lacking, info, None, ())
             return

@@ -273,21 +273,21 @@ def find_undo_problem(state: PyTree, transforms: Sequence[Transform]) -> str | N
             changed = _transforms.changed_in_place(transforms, table)
     except errors.OptionError as error:
         return (
-            f"no step of this run can be restored into its state, as {names} cannot be"
-            f" undone: {error}"
+            "no step of this run can be restored into its state, because"
+            f" {names} cannot be undone: {error}"
         )
     if changed:
         return (
-            f"no step of this run can be restored into its state, as {names} cannot be"
-            f" undone, and some leaves change values: {errors.first_few(changed)}."
-            " Give map_leaf its inverse=, or pass transforms=[...] that undo it to"
-            " every restore"
+            "no step of this run can be restored into its state, because"
+            f" {names} cannot be undone, and these leaves change values:"
+            f" {errors.first_few(changed)}. Pass inverse= to map_leaf, or pass"
+            " transforms=[...] that undo it to every restore"
         )
     if left:
         return (
-            f"{len(left)} leaves start afresh whenever this run resumes, as {names}"
-            f" cannot bring them along: {errors.first_few(left)}. Leave out the"
-            " transform, or use an optimizer whose moments have the shapes of their"
+            f"{len(left)} leaves start afresh whenever this run resumes, because"
+            f" {names} cannot be undone for them: {errors.first_few(left)}. Leave out"
+            " the transform, or use an optimizer whose moments have the shapes of their"
             " parameters"
         )
     return None

@@ -99,9 +99,9 @@ def _tree_error(
         if of_first is not None and checksum not in expected
     ]
     return errors.SaveFailedError(
-        f"the state of process {operation.index} has other leaves, shapes, types or"
-        f" shardings than that of process 0, in {operation.what}"
-        + (f"; of process {operation.index}:\n{errors.rows(rows)}" if rows else "")
+        f"in {operation.what}, the state of process {operation.index} has other leaves,"
+        " shapes, types or shardings than the state of process 0"
+        + (f"; leaves that differ:\n{errors.rows(rows)}" if rows else "")
         + "\nAll processes must save the same tree."
     )
 

@@ -5,13 +5,14 @@ Files are read in small parts, several at a time, and not kept in memory.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
 import crc32c
 
@@ -21,6 +22,12 @@ from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt.formats import _locate, _native
 from flaxckpt.formats._reader import Stored
+
+Check: TypeAlias = Callable[[], object]
+"""A function that raises an error for a fault."""
+
+_LARGE = 2**62
+"""Size limit that admits any file."""
 
 _DECODED_AT_ONCE = 128 * 2**20
 _PIECE_BYTES = 64 * 2**20
@@ -82,34 +89,34 @@ def _verify(
     thorough: bool = True,
 ) -> verify_report.VerifyReport:
     start, counter = time.monotonic(), _util.progress.Counter(f"verifying {path.name}")
-    found = verify_report.Findings(counter, thorough=thorough)
+    findings = verify_report.Findings(counter, thorough=thorough)
     with _util.progress.bar(counter), _storage.paths.listing_cache(path):
-        stored = _description(path, read, found)
+        stored = _read_description(path, read, findings)
         format_name = "unknown" if stored is None else stored.metadata.format
         extra: list[str] = []
         try:
             if stored is not None and format_name == "flaxckpt":
-                extra = _verify_own(path, stored, found)
+                extra = _verify_own(path, stored, findings)
             elif stored is not None:
-                _verify_foreign(path, stored, found)
+                _verify_foreign(path, stored, findings)
             if stored is not None and step is not None:
                 check = functools.partial(_locate.check_step, path, step, stored)
-                found.attempt(verify_report.HERE, check)
+                findings.attempt(verify_report.HERE, check)
         except OSError as error:
             if not _storage.permissions.is_unread(error):
                 raise
-            found.add(found.unread, verify_report.HERE, str(error))
+            findings.add(findings.unread, verify_report.HERE, str(error))
     secs = time.monotonic() - start
     if stored is None:
-        return found.report(path, format_name, step, extra, secs)
-    return found.report(
+        return findings.report(path, format_name, step, extra, secs)
+    return findings.report(
         path,
         format_name,
         step,
         extra,
         secs,
         leaves=sum(leaf.info.kind != "empty" for leaf in stored.table.values()),
-        unreadable=_unreadable(stored, found),
+        unreadable=_unreadable(stored, findings),
     )
 
 
@@ -131,12 +138,14 @@ def report_lost(
     path: Path, step: int | None, error: Exception
 ) -> verify_report.VerifyReport:
     """Returns the report on a path no longer recognised as a checkpoint."""
-    found = verify_report.Findings(_util.progress.Counter(""), thorough=True)
+    findings = verify_report.Findings(_util.progress.Counter(""), thorough=True)
     is_unread = _storage.permissions.is_unread(error)
-    found.add(
-        found.unread if is_unread else found.problems, verify_report.HERE, str(error)
+    findings.add(
+        findings.unread if is_unread else findings.problems,
+        verify_report.HERE,
+        str(error),
     )
-    return found.report(path, "unknown", step, (), 0.0)
+    return findings.report(path, "unknown", step, (), 0.0)
 
 
 def find_damage(path: Path, step: int | None) -> str | None:
@@ -151,7 +160,7 @@ def find_damage(path: Path, step: int | None) -> str | None:
             return None
         # The path was a checkpoint before the damage.
         is_ours = _steps.index.sign(path) or (path / _native.items.STATE).is_dir()
-        if is_ours and verify_report.unreadable(path) is None:
+        if is_ours and _find_unreadable(path) is None:
             return str(error).splitlines()[0]
         return None
     for name, why in report.problems.items():
@@ -159,8 +168,8 @@ def find_damage(path: Path, step: int | None) -> str | None:
     return None
 
 
-def _description(
-    path: Path, read: Callable[[], Stored], found: verify_report.Findings
+def _read_description(
+    path: Path, read: Callable[[], Stored], findings: verify_report.Findings
 ) -> Stored | None:
     """Reads the metadata of a checkpoint; on failure, records it and returns None."""
     try:
@@ -169,26 +178,28 @@ def _description(
         if isinstance(error, errors.CheckpointNotFoundError):
             raise
         if _storage.permissions.is_unread(error):
-            found.add(found.unread, verify_report.HERE, str(error))
-        elif (why := verify_report.unreadable(path)) is not None:
-            found.add(found.unread, verify_report.HERE, why)
+            findings.add(findings.unread, verify_report.HERE, str(error))
+        elif (why := _find_unreadable(path)) is not None:
+            findings.add(findings.unread, verify_report.HERE, why)
         else:
-            found.add(found.problems, verify_report.HERE, str(error))
+            findings.add(findings.problems, verify_report.HERE, str(error))
         return None
 
 
-def _unreadable(stored: Stored, found: verify_report.Findings) -> dict[LeafPath, str]:
+def _unreadable(
+    stored: Stored, findings: verify_report.Findings
+) -> dict[LeafPath, str]:
     """Returns leaf path -> the reason why a restore cannot read the leaf."""
     unreadable: dict[LeafPath, str] = {}
     for faults, default in (
-        (found.problems, "damaged"),
-        (found.unread, "not readable"),
+        (findings.problems, "damaged"),
+        (findings.unread, "not readable"),
     ):
         for name, why in faults.items():
             if name in stored.table:
                 unreadable.setdefault(name, why)
             elif _native.items.is_of_arrays(name):
-                state = "missing" if name in found.missing else default
+                state = "missing" if name in findings.missing else default
                 for leaf_path in _leaves_in(name, stored):
                     unreadable.setdefault(leaf_path, f"{name} is {state}")
     return unreadable
@@ -211,54 +222,60 @@ def _leaves_in(name: str, stored: Stored) -> list[LeafPath]:
 # ---- our own format ---------------------------------------------------------------
 
 
-def _verify_own(path: Path, stored: Stored, found: verify_report.Findings) -> list[str]:
+def _verify_own(
+    path: Path, stored: Stored, findings: verify_report.Findings
+) -> list[str]:
     """Compares every file with a checksum; returns files not in the checkpoint."""
     manifest = _native.items.json_file(path / _native.orbax_json.MANIFEST, path)
     encoding = _native.manifest.parse_encoding(manifest)
     digests = file_sizes.digests(path, stored)
-    checks: list[tuple[str, Callable[[], object]]] = [
+    checks: list[tuple[str, Check]] = [
         (
             name,
-            functools.partial(check_digest, path, name, digest, found.counter.add),
+            functools.partial(_check_digest, path, name, digest, findings.counter.add),
         )
         for name, digest in digests.items()
     ]
-    known = {*digests, *_native.items.UNDIGESTED}
+    expected = {*digests, *_native.items.UNDIGESTED}
     leaves = {p: leaf for p, leaf in stored.table.items() if _is_array(leaf)}
     if encoding is None or manifest["ocdbt"]:
         undigested = {} if _has_database(digests) else leaves
         if undigested:
-            known |= verify_report.names(path, path / _native.items.STATE)
+            expected |= _names(path, path / _native.items.STATE)
     else:
         undigested = {}
         for leaf_path, leaf in leaves.items():
-            files, made = of_array(path, encoding, leaf.info, digests, found)
-            known |= files
-            checks += [(leaf_path, check) for check in made]
+            files, new_checks = _array_checks(
+                path, encoding, leaf.info, digests, findings
+            )
+            expected |= files
+            checks += [(leaf_path, check) for check in new_checks]
             if not encoding.checksum and not files <= digests.keys():
                 undigested[leaf_path] = leaf
     is_digested = manifest.get("metrics") is True or _steps.markers.is_measured(path)
-    checks += of_metrics(path, found, is_digested=is_digested)
+    checks += _metrics_checks(path, findings, is_digested=is_digested)
     checks.append(
-        (_storage.commit_marker.MARKER, functools.partial(check_committed, path))
+        (_storage.commit_marker.MARKER, functools.partial(_check_marker, path))
     )
-    found.counter.total = _storage.of(path).known_size_below(path)
-    found.run(checks)
+    findings.counter.total = _storage.of(path).known_size_below(path)
+    findings.run(checks)
     if encoding is not None and manifest["ocdbt"] and leaves:
-        check_keys(path, encoding, leaves, found)
+        _check_database_keys(path, encoding, leaves, findings)
     if encoding is None or not encoding.checksum:
         for leaf_path in undigested:
-            found.unchecked[leaf_path] = "it was saved without checksums; it is there"
-    _decode(path, undigested, found)
-    there = {name for name in verify_report.names(path, path) if not _is_mark(name)}
-    return sorted(there - known)
+            findings.unchecked[leaf_path] = (
+                "it was saved without checksums; its files exist"
+            )
+    _decode(path, undigested, findings)
+    present = {name for name in _names(path, path) if not _is_marker(name)}
+    return sorted(present - expected)
 
 
 def _is_array(leaf: Leaf) -> bool:
     return isinstance(leaf.source, StoredLeaf) and leaf.source.open is not None
 
 
-def _is_mark(name: str) -> bool:
+def _is_marker(name: str) -> bool:
     return "/" not in name and _steps.markers.is_marker(name)
 
 
@@ -266,54 +283,53 @@ def _has_database(digests: Mapping[str, str]) -> bool:
     return f"{_native.items.STATE}/{_arrays.zarr.ocdbt.MANIFEST}" in digests
 
 
-def check_keys(
+def _check_database_keys(
     path: Path,
     encoding: _arrays.zarr.metadata.Encoding,
     leaves: Mapping[LeafPath, Leaf],
-    found: verify_report.Findings,
+    findings: verify_report.Findings,
 ) -> None:
     """Records arrays without metadata or with missing chunks in the OCDBT database.
 
     The database itself may be valid without them.
     """
-    if any(_native.items.is_of_arrays(name) for name in found.problems):
+    if any(_native.items.is_of_arrays(name) for name in findings.problems):
         return  # the database has changed and may not be readable
-    there: set[str] = set()
+    keys: set[str] = set()
     manifest = f"{_native.items.STATE}/{_arrays.zarr.ocdbt.MANIFEST}"
-    found.attempt(
+    findings.attempt(
         manifest,
-        lambda: there.update(_arrays.zarr.ocdbt.keys(path / _native.items.STATE)),
+        lambda: keys.update(_arrays.zarr.ocdbt.keys(path / _native.items.STATE)),
     )
-    if manifest in found.problems or manifest in found.unread:
+    if manifest in findings.problems or manifest in findings.unread:
         return
     for leaf_path, leaf in leaves.items():
         name = _native.orbax_json.param_name(leaf.info.keys)
-        chunks = file_sizes.chunk_names(encoding, leaf.info)
         missing = [
             key
-            for key in (file_sizes.metadata_name(encoding), *chunks)
-            if _arrays.zarr.metadata.database_key(name, key) not in there
+            for key in file_sizes.array_files(encoding, leaf.info)
+            if _arrays.zarr.metadata.database_key(name, key) not in keys
         ]
         if missing:
             rest = f" and {len(missing) - 1} more are" if missing[1:] else " is"
-            why = f"{missing[0]}{rest} missing in the database"
-            found.add(found.problems, leaf_path, why)
+            why = f"{missing[0]}{rest} missing from the database"
+            findings.add(findings.problems, leaf_path, why)
 
 
-def of_array(
+def _array_checks(
     path: Path,
     encoding: _arrays.zarr.metadata.Encoding,
     info: LeafInfo,
     digests: Mapping[str, str],
-    found: verify_report.Findings,
-) -> tuple[set[str], list[Callable[[], object]]]:
+    findings: verify_report.Findings,
+) -> tuple[set[str], list[Check]]:
     """Returns the files of an array, and checks of the files without a digest."""
     directory = file_sizes.array_directory(info)
     shape, dtype = _arrays.layout.stored_form(info)
     chunk_shape = info.chunk_shape or ()
-    metadata = f"{directory}/{file_sizes.metadata_name(encoding)}"
-    files = {metadata}
-    checks: list[Callable[[], object]] = []
+    names = file_sizes.array_files(encoding, info)
+    metadata, *chunks = [f"{directory}/{name}" for name in names]
+    checks: list[Check] = []
     if metadata not in digests:
 
         def check_metadata() -> None:
@@ -325,104 +341,98 @@ def of_array(
 
         checks.append(check_metadata)
     size = file_sizes.chunk_bytes(encoding, info)
-    most = size or math.prod(chunk_shape) * _state.dtypes.item_bits(dtype) // 8
-    for key in file_sizes.chunk_names(encoding, info):
-        file = f"{directory}/{key}"
-        files.add(file)
-        if file not in digests:
-            check = _check_chunk if encoding.checksum else _check_size
-            chunk = _Chunk(path / file, path, size, most)
-            checks.append(functools.partial(check, chunk, found.counter.add))
-    return files, checks
+    max_bytes = size or math.prod(chunk_shape) * _state.dtypes.item_bits(dtype) // 8
+    checks += [
+        functools.partial(
+            _check_chunk,
+            path / chunk,
+            path,
+            size,
+            max_bytes,
+            encoding.checksum,
+            findings.counter.add,
+        )
+        for chunk in chunks
+        if chunk not in digests
+    ]
+    return {metadata, *chunks}, checks
 
 
-def check_digest(
+def _check_digest(
     path: Path, name: str, recorded: str, count: Callable[[int], object]
 ) -> None:
     """Raises ValueError if the SHA-256 of a file differs from `recorded`."""
     digest = hashlib.sha256()
-    most = verify_report.LARGE if _native.items.is_of_arrays(name) else 0
-    verify_report.stream(path / name, path, count, digest.update, most)
+    size = _LARGE if _native.items.is_of_arrays(name) else 0
+    _stream(path / name, path, count, digest.update, size)
     _storage.files.check_digest("it", f"sha256:{digest.hexdigest()}", recorded)
 
 
-class _Chunk(NamedTuple):
-    """A chunk file and the expected size.
+def _check_chunk(
+    file: Path,
+    root: Path,
+    size: int,
+    max_bytes: int,
+    has_checksum: bool,
+    count: Callable[[int], object],
+) -> None:
+    """Raises ValueError if a chunk file has a wrong size or a wrong checksum.
 
-    Attributes:
-        file: Path of the chunk file.
+    Args:
+        file: The chunk file.
         root: The checkpoint.
         size: Expected size in bytes; 0 if the size varies.
-        most: Size in bytes without compression.
+        max_bytes: Size in bytes without compression.
+        has_checksum: Whether the file ends with a checksum.
+        count: Called with the size of each part.
     """
-
-    file: Path
-    root: Path
-    size: int
-    most: int
-
-    def check_size(self, found: int) -> None:
-        if found != (self.size or found) or not found:
-            wanted = self.size or "some"
-            raise ValueError(f"{self.file.name} has {found} bytes instead of {wanted}")
-
-
-def _check_size(chunk: _Chunk, count: Callable[[int], object]) -> None:
-    """Raises ValueError if a chunk file has the wrong size."""
-    found = _storage.of(chunk.file).known_size(chunk.file, chunk.root)
-    if found is not None:
-        chunk.check_size(found)
-        return
-    sizes: list[int] = []
-    verify_report.stream(
-        chunk.file, chunk.root, count, lambda part: sizes.append(len(part)), chunk.most
-    )
-    chunk.check_size(sum(sizes))
-
-
-def _check_chunk(chunk: _Chunk, count: Callable[[int], object]) -> None:
-    """Raises ValueError if a chunk file does not match the checksum at the end."""
-    size = _storage.of(chunk.file).known_size(chunk.file, chunk.root)
-    if size is not None:
-        chunk.check_size(size)  # before reading the whole file
-    value, found, tail = 0, 0, b""
+    known_size = _storage.of(file).known_size(file, root)
+    if known_size is not None:
+        _check_size(file, known_size, size)  # before reading the whole file
+        if not has_checksum:
+            return
+    checksum_bytes = _arrays.zarr.chunk_file.CHECKSUM_BYTES
+    value, bytes_read, tail = 0, 0, b""
 
     def take(part: memoryview) -> None:
-        nonlocal value, found, tail
-        found += len(part)
-        if len(part) < _arrays.zarr.chunk_file.CHECKSUM_BYTES:
+        nonlocal value, bytes_read, tail
+        bytes_read += len(part)
+        if len(part) < checksum_bytes:
             part, tail = memoryview(tail + bytes(part)), b""
         value = crc32c.crc32c(tail, value)
-        value = crc32c.crc32c(part[: -_arrays.zarr.chunk_file.CHECKSUM_BYTES], value)
-        tail = bytes(
-            part[-_arrays.zarr.chunk_file.CHECKSUM_BYTES :]
-        )  # the checksum, unless another part follows
+        value = crc32c.crc32c(part[:-checksum_bytes], value)
+        tail = bytes(part[-checksum_bytes:])  # the checksum, unless a part follows
 
-    verify_report.stream(chunk.file, chunk.root, count, take, chunk.most)
-    chunk.check_size(found)
-    if tail != value.to_bytes(_arrays.zarr.chunk_file.CHECKSUM_BYTES, "little"):
+    _stream(file, root, count, take, max_bytes)
+    _check_size(file, bytes_read, size)
+    if has_checksum and tail != value.to_bytes(checksum_bytes, "little"):
         raise ValueError(
-            f"{chunk.file.name} has changed since it was written: its CRC-32C is"
-            " another"
+            f"{file.name} has changed since it was written: its CRC-32C differs"
         )
 
 
-def check_committed(path: Path) -> None:
+def _check_size(file: Path, size: int, wanted: int) -> None:
+    """Raises ValueError for an empty file, or a size that is not `wanted`."""
+    if size != (wanted or size) or not size:
+        raise ValueError(f"{file.name} has {size} bytes instead of {wanted or 'some'}")
+
+
+def _check_marker(path: Path) -> None:
     """Raises ValueError if the commit marker does not match the manifest."""
     manifest = _native.items.read_file(path / _native.orbax_json.MANIFEST, path)
-    found = _native.items.read_file(path / _storage.commit_marker.MARKER, path)
-    if found != _native.checkpoint.commit_marker(manifest):
+    marker = _native.items.read_file(path / _storage.commit_marker.MARKER, path)
+    if marker != _native.checkpoint.commit_marker(manifest):
         raise ValueError("its content has changed since it was written")
 
 
-def of_metrics(
-    path: Path, found: verify_report.Findings, *, is_digested: bool
-) -> list[tuple[str, Callable[[], object]]]:
+def _metrics_checks(
+    path: Path, findings: verify_report.Findings, *, is_digested: bool
+) -> list[tuple[str, Check]]:
     """Returns the checks of the metrics, as pairs of file name and check.
 
     Args:
         path: The checkpoint.
-        found: Receives metrics that have no digest.
+        findings: Receives metrics that have no digest.
         is_digested: Whether the digests of the metrics must exist.
     """
     name = f"{_native.items.METRICS}/{_native.items.METRICS}"
@@ -433,28 +443,32 @@ def of_metrics(
             (path / name).stat()  # raises if the directory has no metrics file
         _native.metadata.load_metrics(path)
 
-    checks: list[tuple[str, Callable[[], object]]] = [(name, check)]
+    checks: list[tuple[str, Check]] = [(name, check)]
     if is_digested or (path / digests).exists():
         check_digests = functools.partial(_native.metadata.check_metrics_digests, path)
         checks.append((digests, check_digests))
     elif (path / name).exists():
-        found.unchecked[name] = "they were written without a digest"
+        findings.unchecked[name] = "the metrics were saved without a digest"
     return checks
 
 
 # ---- other formats ----------------------------------------------------------------
 
 
-def _verify_foreign(path: Path, stored: Stored, found: verify_report.Findings) -> None:
+def _verify_foreign(
+    path: Path, stored: Stored, findings: verify_report.Findings
+) -> None:
     """Reads and decodes every array of a checkpoint in another format."""
     leaves = {p: leaf for p, leaf in stored.table.items() if _is_array(leaf)}
-    found.counter.total = sum(
+    findings.counter.total = sum(
         _arrays.layout.stored_bytes(i.info) for i in leaves.values()
     )
     for leaf_path, leaf in leaves.items():
         if not _has_checksums(leaf):
-            found.unchecked[leaf_path] = "its format has no checksums; it was decoded"
-    _decode(path, leaves, found)
+            findings.unchecked[leaf_path] = (
+                "its format has no checksums; it was decoded"
+            )
+    _decode(path, leaves, findings)
 
 
 def _has_checksums(leaf: Leaf) -> bool:
@@ -471,7 +485,7 @@ def _has_checksums(leaf: Leaf) -> bool:
 
 
 def _decode(
-    path: Path, leaves: Mapping[LeafPath, Leaf], found: verify_report.Findings
+    path: Path, leaves: Mapping[LeafPath, Leaf], findings: verify_report.Findings
 ) -> None:
     """Reads and decodes arrays in pieces, and records errors."""
     pieces = [
@@ -481,9 +495,9 @@ def _decode(
             leaf, chunk_shape=None, max_bytes=_PIECE_BYTES
         )
     ]
-    faults = verify_report.Findings(found.counter, thorough=found.thorough)
+    faults = verify_report.Findings(findings.counter, thorough=findings.thorough)
     for batch in _arrays.blockwise.batches(pieces, max_bytes=_DECODED_AT_ONCE):
-        if found.is_enough or faults.is_enough:
+        if findings.is_enough or faults.is_enough:
             break
         try:
             _arrays.blockwise.read(batch, max_bytes=_DECODED_AT_ONCE)
@@ -493,10 +507,54 @@ def _decode(
                     _arrays.blockwise.read, [piece], max_bytes=_DECODED_AT_ONCE
                 )
                 faults.attempt(piece.path, read)
-        found.counter.add(sum(piece.nbytes for piece in batch))
+        findings.counter.add(sum(piece.nbytes for piece in batch))
     # The error does not tell a failed read from a failed decoding.
-    proved = not faults.problems or verify_report.unreadable(path) is None
+    proved = not faults.problems or _find_unreadable(path) is None
     for name, why in faults.problems.items():
-        found.add(found.problems if proved else found.unread, name, why)
+        findings.add(findings.problems if proved else findings.unread, name, why)
     for name, why in faults.unread.items():
-        found.add(found.unread, name, why)
+        findings.add(findings.unread, name, why)
+
+
+# ---- files ------------------------------------------------------------------------
+
+
+def _stream(
+    file: Path,
+    root: Path,
+    count: Callable[[int], object],
+    take: Callable[[memoryview], object],
+    size: int = 0,
+) -> None:
+    """Reads a file from beginning to end, part by part.
+
+    Args:
+        file: The file.
+        root: Directory that must contain the file.
+        count: Called with the size of each part.
+        take: Called with each part.
+        size: Expected size in bytes, which saves a request to a store; 0 if the file
+            may be small.
+    """
+    for part in _storage.of(file).stream(file, root, size):
+        take(part)
+        count(len(part))
+
+
+def _names(root: Path, directory: Path) -> set[str]:
+    """Returns the paths of all files below `directory`, relative to `root`."""
+    below = _storage.of(directory).files_below(directory)
+    return {f"{(directory / name).relative_to(root)}" for name in below}
+
+
+def _find_unreadable(path: Path) -> str | None:
+    """Returns the reason why files of a checkpoint cannot be read, or None."""
+    storage = _storage.of(path)
+    try:
+        for file in storage.all_files(path):
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                for _ in storage.stream(file, path, _LARGE):
+                    pass
+    except OSError as error:
+        return str(error)
+    return None

@@ -77,7 +77,7 @@ def choose_format(final: Path, format: str | None) -> Any:
         return suffix or "orbax"
     if suffix is not None and format in tuple(writers.MAKERS) and format != suffix:
         raise errors.OptionError(
-            f"{final} ends in {final.suffix}, which is not a file of format={format!r}:"
+            f"{final} ends in {final.suffix}, but files of format={format!r} do not:"
             f" pass format={suffix!r}, or choose another path"
         )
     return format

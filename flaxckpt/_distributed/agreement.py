@@ -34,8 +34,8 @@ def begin(
         return None
     if str(directory).startswith("memory://"):
         raise errors.OptionError(
-            f"{directory}: each process has a memory of its own; several processes"
-            " save to a directory or a store that all of them see"
+            f"{directory}: each process has its own memory://; several processes must"
+            " use a directory or a store that all of them can access"
         )
     return group.begin(kind, directory, what, timeout_secs=timeout_secs)
 
@@ -101,8 +101,9 @@ def save_error(operation: Operation, apart: ApartError) -> errors.CheckpointErro
     return errors.SaveFailedError(
         f"{operation.what} could not be saved by all {operation.count} processes:\n"
         + errors.rows(map(str, apart.failures))
-        + "\nNothing of it is kept and earlier checkpoints are untouched, unless it was"
-        " committed already; see what became of these processes, then save again."
+        + "\nUnless it was already committed, nothing of it is kept; earlier"
+        " checkpoints are untouched. Find out why these processes failed, then save"
+        " again."
     )
 
 
@@ -135,7 +136,7 @@ def check_same_request(operation: Operation | None, what: str) -> None:
     if len(set(asked)) > 1:
         rows = [f"process {i}: {each}" for i, each in enumerate(asked)]
         raise errors.OptionError(
-            "all processes must restore the same step, and they ask for\n"
+            "all processes must restore the same step, but they requested\n"
             + errors.rows(rows)
         )
 
@@ -190,7 +191,7 @@ def _restore_error(operation: Operation, apart: ApartError) -> errors.Checkpoint
         return errors.DamagedCheckpointError(f"{text}\nRestore another step.")
     if any(failure.kind == messages.LATE for failure in apart.failures):
         return errors.CheckpointTimeoutError(
-            f"{text}\nSee what became of these processes, then start the job again."
+            f"{text}\nFind out why these processes ended, then restart the job."
         )
     kinds: Mapping[str, type[errors.CheckpointError]] = {
         kind.__name__: kind

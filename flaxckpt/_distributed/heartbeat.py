@@ -78,10 +78,10 @@ class Heartbeats:
                     self._listen()
                 is_busy = self._look()
             except ConnectionError as error:
-                _log.debug("no more beats: %s", error)
+                _log.debug("heartbeats have ended: %s", error)
                 return
             except OSError as error:  # a file system may fail for a moment
-                _log.debug("a beat is left out: %s", error)
+                _log.debug("a heartbeat was skipped: %s", error)
                 is_busy = True
             # Without an operation in progress, only heartbeats are sent.
             self._wake.wait(max(0.0, due - time.monotonic()))

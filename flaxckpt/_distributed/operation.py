@@ -97,8 +97,8 @@ class ProcessGroup:
         if os.getpid() != self._pid:
             raise errors.OptionError(
                 f"cannot begin {what}: this is a fork of process {self.index} of"
-                f" {self.count} that train together, and none of them: save and restore"
-                " in those"
+                f" {self.count}, not a process of the job; save and restore in the"
+                " processes of the job"
             )
         place = hashlib.sha256(
             str(directory).encode(errors="surrogateescape")
@@ -291,7 +291,7 @@ class Operation:
                     self._settle(stage)
                 self._end(self._notes.failures())
         except OSError as lost:
-            _log.debug("%s: nobody could be told: %s", self.what, lost)
+            _log.debug("%s: could not report the failure: %s", self.what, lost)
 
     def outcome(self) -> ApartError:
         """Returns the failures that process 0 announced; call after `fail`."""
@@ -331,7 +331,7 @@ class Operation:
         silent = self._group.silent_secs(process)
         if silent > heartbeat.SILENT_SECS:
             return (
-                f"has not been heard of for {silent:.0f} s, and has not reached"
+                f"has sent no heartbeat for {silent:.0f} s, and has not reached"
                 f" {stage!r} of {self.what}"
             )
         now = time.monotonic()
@@ -351,7 +351,7 @@ class Operation:
                     self._is_over = True
                     raise apart
             except OSError as error:
-                lost = f"its coordination service is gone: {error}"
+                lost = f"its coordination service has ended: {error}"
                 raise ApartError([Failure(0, LATE, lost)]) from None
             if why := self._is_late(0, stage, begun, deadline):
                 raise ApartError([Failure(0, LATE, why)])
@@ -394,8 +394,8 @@ def attend(directory: Path) -> None:
 def _files(directory: Path) -> key_value.FileStore:
     if not _storage.of(directory).has_directories:
         raise errors.OptionError(
-            f"{directory}: this jax does not tell of its coordination service, without"
-            " which several processes save to a file system only"
+            f"{directory}: this version of jax has no accessible coordination service,"
+            " so several processes can save only to a file system"
         )
     # A unique name: files left by an earlier run must not be read.
     token = _util.processes.broadcast_bytes(secrets.token_bytes(8)).hex()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, Self
 
 from flaxckpt import (
     _arrays,
@@ -164,7 +164,7 @@ class Checkpointer:
             if _util.processes.is_first():
                 self._saves.tidy()
         if metadata is not None:
-            self._session.check_writable("keep metadata")
+            self._session.check_writable("write metadata")
             plain = _checkpoint.save.copy_json(metadata)
             if _util.processes.is_first():
                 edit.write_run_metadata(self._run.saves_in, plain)
@@ -314,19 +314,23 @@ class Checkpointer:
             CheckpointNotFoundError: The run has no steps, or not this step.
             CheckpointError: See `flaxckpt.load`.
         """
-        return self._restored(
-            abstract_state,
-            step=step,
-            dataset=dataset,
-            fallback=fallback,
-            missing=missing,
-            unused=unused,
-            optimizer=optimizer,
-            transforms=transforms,
-            types=types,
-            verify=verify,
-            memory_map=memory_map,
-        )
+        with self.events.delivery():
+            restored = self._restores.restore(
+                abstract_state,
+                step=step,
+                dataset=dataset,
+                fallback=fallback,
+                missing=missing,
+                unused=unused,
+                optimizer=optimizer,
+                transforms=transforms,
+                types=types,
+                verify=verify,
+                memory_map=memory_map,
+            )
+            self.lineage, self.restored_step = restored.lineage, restored.step
+            self._saves.own(restored.step)
+        return restored.state
 
     def restore_latest(
         self, abstract_state: PyTree, *, dataset: Any = None
@@ -336,33 +340,10 @@ class Checkpointer:
         Raises:
             CheckpointError: As for `restore`.
         """
-        state = self._restored(
-            abstract_state, step=None, dataset=dataset, fallback=True
-        )
+        state = self.restore(abstract_state, dataset=dataset)
         assert self.restored_step is not None
         self._saves.forget_beyond(self.restored_step)
         return state, self.restored_step
-
-    def _restored(
-        self,
-        abstract_state: PyTree | None,
-        *,
-        step: int | None,
-        dataset: Any,
-        fallback: bool,
-        **options: Unpack[restoring.RestoreKeywords],
-    ) -> PyTree:
-        with self.events.delivery():
-            restored = self._restores.restore(
-                abstract_state,
-                step=step,
-                dataset=dataset,
-                fallback=fallback,
-                **options,
-            )
-            self.lineage, self.restored_step = restored.lineage, restored.step
-            self._saves.own(restored.step)
-        return restored.state
 
     def restore_dataset(self, dataset: Any, *, step: int | None = None) -> None:
         """Moves an iterator to its position at a step, by default the newest.
@@ -592,8 +573,8 @@ class Checkpointer:
         try:
             self._session.settle()
         except errors.CheckpointError as failure:
-            _log.error("the save under way failed, too: %s", failure)
-            error.add_note(f"The save under way failed, too: {failure}")
+            _log.error("the save in progress also failed: %s", failure)
+            error.add_note(f"The save in progress also failed: {failure}")
         for trainer in self._session.trainers:
             trainer.abandon(error)
 

@@ -36,8 +36,8 @@ class ParamsOnly:
         """
         if self._directory.is_symlink():  # the target belongs to others
             raise errors.SaveFailedError(
-                f"{self._directory} is a symbolic link, and nothing is written or"
-                " deleted behind one: remove it, then save again"
+                f"{self._directory} is a symbolic link, and flaxckpt writes and deletes"
+                " nothing behind symbolic links: remove it, then save again"
             )
         return self._directory / self._format.name(step)
 
@@ -53,7 +53,7 @@ class ParamsOnly:
             try:
                 _steps.delete.delete(other)
             except OSError as error:
-                _log.warning("%s stays for now: %s", other, error)
+                _log.warning("cannot delete %s: %s", other, error)
 
     def tidy(self) -> None:
         """Removes files left by crashes."""

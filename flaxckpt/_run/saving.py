@@ -223,7 +223,7 @@ class Saves:
         reason = f"step {step} exists"
         self._run.events.emit("skipped", step, path=final, reason=reason)
         directory = self._run.directory
-        _log.warning("step %d is not saved: %s has one already", step, directory)
+        _log.warning("step %d is not saved: %s already has it", step, directory)
         elapsed = request.elapsed()
         path = self._run.seen().get(step, final)
         tier = self._run.tier(path)

@@ -159,6 +159,7 @@ class Session:
             if not self.saves.is_under_way():
                 return
         _log.warning(
-            "a sink of events begins a save whenever one has ended: it is told no more"
+            "an event sink begins another save after each save, so no more events are"
+            " delivered to the sinks"
         )
         self.saves.end()

@@ -90,7 +90,7 @@ def make(path: Path, final: Path, *, overwrite: bool) -> int:
         path,
         final,
         files=files,
-        marks=marks,
+        markers=marks,
         overwrite=overwrite,
         keep=lambda name: name == _steps.markers.PIN,
         publish=functools.partial(_checkpoint.commit.publish, overwrite=overwrite),

@@ -125,7 +125,7 @@ class Uploads:
             self._reach()
         except OSError as error:
             _log.warning(
-                "%s cannot be reached for now, so steps stay in %s: %s",
+                "cannot reach %s now, so steps stay in %s: %s",
                 self._directory,
                 self._staging,
                 error,
@@ -156,8 +156,8 @@ class Uploads:
         elif not self._is_left:
             self._is_left = True
             _log.warning(
-                "steps in %s are uploaded by the process that opened the run, of which"
-                " this is a fork",
+                "this process is a fork: the process that opened the run uploads the"
+                " steps in %s",
                 self._staging,
             )
 
@@ -172,13 +172,14 @@ class Uploads:
         if self._is_left and (waiting := self.waiting()):
             raise errors.SaveFailedError(
                 f"steps {errors.first_few([str(s) for s in waiting])} stay in"
-                f" {self._staging}, as this is a fork of the process that uploads them:"
-                " call wait_for_uploads() in that one"
+                f" {self._staging}: this process is a fork of the process that uploads"
+                " them; call wait_for_uploads() there"
             )
         if failures is None:
             raise errors.CheckpointTimeoutError(
                 f"steps of {self._staging} are still being uploaded to"
-                f" {self._directory} after {timeout_secs} s; wait again to wait longer"
+                f" {self._directory} after {timeout_secs} s; call wait_for_uploads()"
+                " again to wait longer"
             )
         if failures:
             raise self._failed_uploads(failures) from failures[max(failures)]
@@ -270,7 +271,7 @@ class Uploads:
         """Reports a failure; returns True if other steps would fail the same way."""
         text = _steps.event.first_lines(error)
         self._events.emit("failed", step, path=self._directory / path.name, error=text)
-        _log.warning("step %d is not uploaded, and stays in staging: %s", step, text)
+        _log.warning("step %d was not uploaded and stays in staging: %s", step, text)
         of_it_alone = (
             errors.DamagedCheckpointError,
             FileExistsError,
@@ -323,7 +324,7 @@ class Uploads:
         if not overwrite and not _steps.markers.is_damaged(final):
             relation = upload_copies.compare(path, final)
             if relation in ("other", "damaged"):
-                raise _TakenError(f"{final} is a step that another writer saved")
+                raise _TakenError(f"{final} was saved by another writer")
         try:
             return upload_copies.make(path, final, overwrite=overwrite)
         except FileExistsError as error:
@@ -333,9 +334,7 @@ class Uploads:
                 "other",
                 "damaged",
             ):
-                raise _TakenError(f"{final} is a step that another writer saved") from (
-                    error
-                )
+                raise _TakenError(f"{final} was saved by another writer") from (error)
             raise
 
     def _retire_after(self, step: int, path: Path) -> None:
@@ -360,7 +359,7 @@ class Uploads:
     def _drop(self, step: int, path: Path, mark: _steps.markers.UploadMarker) -> None:
         """Skips a step that was uploaded, and replaced in the run directory since."""
         if self._unmark(path, mark) is None:
-            reason = f"{self._directory} has had another step {step} since"
+            reason = f"another step {step} was saved in {self._directory} since"
             self._events.emit("skipped", step, path=path, reason=reason)
             _log.warning("step %d is not uploaded again: %s", step, reason)
 
@@ -421,7 +420,7 @@ class Uploads:
             if custom and custom != _native.metadata.read_run_metadata(self._directory):
                 _native.metadata.write_run_metadata(self._directory, custom)
         except OSError as error:
-            _log.warning("%s does not get the journal: %s", self._directory, error)
+            _log.warning("cannot copy the journal to %s: %s", self._directory, error)
 
 
 def _advice(error: Exception) -> str:
@@ -444,8 +443,8 @@ def _advice(error: Exception) -> str:
                 " wait_for_uploads(). To drop the upload, delete {names} in {staging}."
             )
         case errors.DamagedCheckpointError():
-            return "Delete {names} in {staging}: the run goes on without."
+            return "Delete {names} in {staging}; the run continues without."
     return (
-        "See that {directory} can be reached and written, then call"
-        " wait_for_uploads(), or open it again with this staging."
+        "Check that {directory} is reachable and writable, then call"
+        " wait_for_uploads(), or open the run again with the same staging=."
     )

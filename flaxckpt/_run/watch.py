@@ -43,8 +43,8 @@ def new_steps(
             except OSError as error:
                 if not is_warned:
                     _log.warning(
-                        "steps may be deleted while they are read, as nothing can be"
-                        " written there: %s",
+                        "steps may be deleted while they are read, because no lease can"
+                        " be written: %s",
                         error,
                     )
                 is_warned = True

@@ -73,4 +73,4 @@ def tidy(root: Path, step_format: names.StepFormat, items: Sequence[str]) -> Non
             if not directory.is_symlink():
                 _storage.of(directory).sweep_files(directory)
     except OSError as error:
-        _log.warning("what a crash has left in %s is there still: %s", root, error)
+        _log.warning("could not remove what a crash left in %s: %s", root, error)

@@ -108,12 +108,12 @@ class StepIndex(Generic[_T]):
             entry = Entry(step, path, recognise)
             self._named.setdefault(step, []).append(entry)
         for step, entries in self._named.items():
-            found = [e.path for e in entries if len(entries) > 1 and e.is_step]
-            if len(found) > 1:
+            paths = [e.path for e in entries if len(entries) > 1 and e.is_step]
+            if len(paths) > 1:
                 raise errors.CheckpointFormatError(
-                    f"{root} holds step {step} twice, as"
-                    f" {errors.printable(found[0].name)} and"
-                    f" {errors.printable(found[1].name)}: pass the path of one of them"
+                    f"{root} contains step {step} twice, as"
+                    f" {errors.printable(paths[0].name)} and"
+                    f" {errors.printable(paths[1].name)}: pass the path of one of them"
                 )
 
     @property

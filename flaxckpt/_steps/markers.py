@@ -173,7 +173,7 @@ def damage_reason(path: Path) -> str:
         )
         return errors.printable(str(told["reason"])[:_MAX_REASON])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "its mark does not say why"
+        return "its marker gives no reason"
 
 
 class UploadMarker(NamedTuple):

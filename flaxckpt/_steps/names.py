@@ -41,14 +41,14 @@ class StepFormat:
     def __post_init__(self) -> None:
         if not isinstance(self.template, str):
             raise errors.OptionError(
-                "step_format must be a text such as 'step_{step}', got"
+                "step_format must be a string such as 'step_{step}', got"
                 f" {_util.arguments.describe(self.template)}"
             )
         fields = _FIELD.findall(self.template)
         rest = _FIELD.sub("", self.template)
         if len(fields) != 1 or any(char in rest for char in "{}/\\\0"):
             raise errors.OptionError(
-                f"step_format must hold {{step}} or {{step:08d}} once and no '/', got"
+                "step_format must contain {step} or {step:08d} once, and no '/', got"
                 f" {self.template!r}; for example 'step_{{step}}'"
             )
 

@@ -30,7 +30,7 @@ def publish(temporary: Path, final: Path) -> None:
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise errors.CheckpointExistsError(
-                f"{final} was created by another writer meanwhile"
+                f"{final} was created by another writer in the meantime"
             ) from None
         raise
     _settle(final, lambda: final.rename(temporary))

@@ -101,7 +101,7 @@ class Stopping:
             what: The outcome.
             at: The step in the count of the loop.
         """
-        goes = "leaves" if self.leaves else "goes on"
+        goes = "exits" if self.leaves else "continues"
         _log.warning("%s: step %d %s; the program %s", notice.name, step, what, goes)
         events.emit("preempted", step, reason=notice.name, saved=what)
         events.deliver(at)

@@ -43,7 +43,7 @@ def copy(value: Mapping[str, Any], at: str) -> dict[str, JSON]:
 def _copied(value: Any, at: str, depth: int) -> JSON:
     if depth > MAX_DEPTH:
         raise ValueError(
-            f"{at[:80]} … is nested more than {MAX_DEPTH} deep, or holds itself"
+            f"{at[:80]} … is nested more than {MAX_DEPTH} deep, or contains itself"
         )
     if value is None or isinstance(value, bool):
         return value
@@ -67,10 +67,10 @@ def _copied_dict(value: Mapping[str, Any], at: str, depth: int) -> dict[str, JSO
     made: dict[str, JSON] = {}
     for key, item in value.items():
         if not isinstance(key, str):
-            raise ValueError(f"{at} has the key {key!r:.80}, which is no str")
+            raise ValueError(f"{at} has the key {key!r:.80}, which is not a str")
         made[check_text(key, at)] = _copied(item, f"{at}[{key!r:.80}]", depth + 1)
     if len(made) < len(value):
-        raise ValueError(f"{at} has two keys of the same text")
+        raise ValueError(f"{at} has two keys with the same text")
     return made
 
 
@@ -82,7 +82,7 @@ def check_text(value: str, at: str) -> str:
     """
     plain = str.__str__(value)
     if not plain.isascii() and _PAIR.search(plain):
-        raise ValueError(f"{at} has a text with two halves of a character in it")
+        raise ValueError(f"{at} has a text with a surrogate pair")
     return plain
 
 

@@ -26,6 +26,7 @@ from flaxckpt._state import dtypes as state_dtypes
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._storage import filesystem as storage_filesystem
 from tests.helpers import strategies
+from tests.helpers.files import flip_bit
 
 DTYPES = sorted(state_dtypes._STORED_AS_IS)
 RAW_DTYPES = [dtype for dtype in DTYPES if dtype not in zarr_metadata._NEVER_RAW]
@@ -366,9 +367,7 @@ def test_shards_are_read_from_maps_or_files(saved, memory_map):
 @pytest.mark.parametrize("file", ["c.0.0", "c.1.0", "zarr.json"])
 def test_damage_is_found_unless_nobody_asks(saved, memory_map, file):
     path = saved / "state/w" / file
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip_bit(path)
     with pytest.raises(errors.DamagedCheckpointError, match="w: "):
         flaxckpt.load(saved, memory_map=memory_map)
     found = flaxckpt.load(saved, memory_map=memory_map, verify=False)
@@ -501,9 +500,7 @@ def test_a_damaged_step_is_not_linked_to(tmp_path):
     ) as ckpt:
         ckpt.save(1, big_state()).wait()
         file = tmp_path / "1/state/w/c.0.0"
-        content = bytearray(file.read_bytes())
-        content[1000] ^= 1
-        file.write_bytes(content)
+        flip_bit(file, 1000)
         ckpt.save(2, big_state()).wait()
         strategies.assert_same(ckpt.restore(step=2, fallback=False), big_state())
 

@@ -11,14 +11,13 @@ import pytest
 import flaxckpt
 from flaxckpt._steps import markers as steps_markers
 from tests import GOLDEN
+from tests.helpers.files import flip_bit
 
 
 def damage(directory):
     """Changes one bit of an array in a step."""
     [file] = (directory / "state" / "params.dense.kernel").glob("c*")
-    content = bytearray(file.read_bytes())
-    content[3] ^= 1
-    file.write_bytes(content)
+    flip_bit(file, 3)
 
 
 # ---- ls -----------------------------------------------------------------------------
@@ -396,7 +395,7 @@ def test_doctor_finds_a_directory_that_works(here, command):
     lines = command.text("doctor", "empty", "--max-mb", 1)
     assert any(line.startswith("a small file is durable after") for line in lines)
     assert not [*(here / "empty").iterdir()]
-    assert "is no directory" in command.refuses("doctor", "nowhere")
+    assert "is not a directory" in command.refuses("doctor", "nowhere")
 
 
 def test_verify_goes_on_after_a_step_of_orbax_without_arrays(here, command):

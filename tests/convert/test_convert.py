@@ -23,11 +23,13 @@ import flaxckpt
 from flaxckpt import errors, transforms
 from flaxckpt._arrays import blockwise as arrays_blockwise
 from flaxckpt._convert import convert
+from flaxckpt._storage.storage import LOCAL
 from flaxckpt.formats import _locate
 from flaxckpt.formats._msgpack import writer as msgpack_writer
 from tests import GOLDEN
 from tests.golden import make_flaxckpt, make_safetensors
 from tests.helpers import strategies
+from tests.helpers.files import flip_bit
 
 ocp = pytest.importorskip("orbax.checkpoint")
 
@@ -642,7 +644,7 @@ def test_an_error_leaves_what_is_done(tmp_path, monkeypatch, format_name, fault)
         if fault == "write":
             patch.setattr(convert.Journal, "add", fail)
         else:
-            patch.setattr(convert._storage.files, "sync_tree", fail)
+            patch.setattr(LOCAL, "sync_tree", fail)
         with pytest.raises(errors.SaveFailedError, match="no space left"):
             flaxckpt.convert(source, target, format=format_name)
     assert not target.exists()
@@ -672,7 +674,7 @@ def test_two_at_once_are_refused(source, tmp_path):
     target = tmp_path / "m.safetensors"
 
     def again(done, total):
-        with pytest.raises(errors.CheckpointExistsError, match="at work"):
+        with pytest.raises(errors.CheckpointExistsError, match="another process uses"):
             flaxckpt.convert(source, target, format="safetensors")
 
     flaxckpt.convert(source, target, format="safetensors", progress=again)
@@ -684,9 +686,7 @@ def test_two_at_once_are_refused(source, tmp_path):
 def test_a_damaged_source_is_refused(tmp_path):
     source = big_source(tmp_path)
     chunk = next((source / "state" / "w3").glob("c.*"))
-    content = bytearray(chunk.read_bytes())
-    content[100] ^= 1
-    chunk.write_bytes(content)
+    flip_bit(chunk, 100)
     for limit in (2**30, 2**17):
         with pytest.raises(errors.DamagedCheckpointError, match="w3"):
             flaxckpt.convert(
@@ -744,7 +744,7 @@ def test_what_is_there_is_replaced_only_when_asked(source, tmp_path):
         assert_equal(tmp_path / "other", target)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("")
-    with pytest.raises(errors.CheckpointExistsError, match="no checkpoint"):
+    with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
         flaxckpt.convert(source, tmp_path / "mine", overwrite=True)
     assert not list(tmp_path.glob("*tmp*"))
 

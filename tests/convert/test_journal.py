@@ -53,7 +53,7 @@ def test_anything_else_starts_over(tmp_path, change):
 def test_one_at_a_time(tmp_path):
     with (
         Journal(tmp_path / "j", WORK),
-        pytest.raises(errors.CheckpointExistsError, match="at work"),
+        pytest.raises(errors.CheckpointExistsError, match="another process uses"),
     ):
         Journal(tmp_path / "j", WORK)
     Journal(tmp_path / "j", WORK).__exit__(None, None, None)

@@ -109,7 +109,7 @@ def flaxckpt_of(path):
 def test_a_file_that_is_no_checkpoint_stays(source, tmp_path):
     for name in ("thesis.tex", "x.msgpack"):
         (tmp_path / name).write_text("words")
-        with pytest.raises(errors.CheckpointExistsError, match="no checkpoint"):
+        with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
             flaxckpt.convert(source, tmp_path / name, format="msgpack", overwrite=True)
         assert (tmp_path / name).read_text() == "words"
 

@@ -64,4 +64,4 @@ def test_who_beats_no_more_is_gone(tmp_path, monkeypatch):
     operation.close()
     [failure] = raised.value.failures
     assert (failure.process, failure.kind) == (1, distributed_messages.LATE)
-    assert "has not been heard of for" in failure.text
+    assert "has sent no heartbeat for" in failure.text

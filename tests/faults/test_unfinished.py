@@ -32,7 +32,7 @@ TRYING = """
 import os, signal, sys
 import numpy as np
 import flaxckpt
-from flaxckpt._storage import files
+from flaxckpt._storage.storage import LOCAL
 
 def stop(*ignored):
     print("in the middle", flush=True)
@@ -43,7 +43,7 @@ ckpt = flaxckpt.Checkpointer(sys.argv[1])
 on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
 state = {"w": np.ones(3), "step": 1}
 if sys.argv[2] == "preflight":
-    files.write = stop  # of the probe
+    LOCAL.write = stop  # of the probe
     on_step(1, state)
 else:
     on_step.check_resume(state, stop)
@@ -88,7 +88,7 @@ def test_what_was_to_be_replaced_gets_its_name_back(tmp_path, caplog):
     (step / "flaxckpt.json").touch()
     leave(tmp_path, LEFT)
     assert flaxckpt.Checkpointer(tmp_path).steps() == [7]
-    assert "has its name again" in caplog.text
+    assert "its replacement was interrupted" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["7"]
 
 

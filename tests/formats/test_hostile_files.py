@@ -29,9 +29,9 @@ def to_pipe(path: Path) -> None:
 def test_what_is_no_plain_file_is_neither_waited_for_nor_read(tmp_path, make):
     path = tmp_path / "file"
     make(path)
-    with pytest.raises(errors.DamagedCheckpointError, match="no plain file"):
+    with pytest.raises(errors.DamagedCheckpointError, match="not a regular file"):
         _storage.of(path).read(path, max_bytes=10)
-    with pytest.raises(errors.DamagedCheckpointError, match="no plain file"):
+    with pytest.raises(errors.DamagedCheckpointError, match="not a regular file"):
         _storage.of(path).digest_file(path, max_bytes=10)
 
 

@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as hnp
 import flaxckpt
 from flaxckpt import errors, transforms
 from flaxckpt._inspect import diff as inspect_diff
+from tests.helpers.files import flip_bit
 
 
 def saved(path, state, **options):
@@ -155,9 +156,7 @@ def test_a_damaged_checkpoint_is_not_compared(tmp_path):
     a = saved(tmp_path / "a", {"x": np.ones(3)})
     b = saved(tmp_path / "b", {"x": np.ones(3)})
     [chunk] = (b / "state" / "x").glob("c*")
-    content = bytearray(chunk.read_bytes())
-    content[3] ^= 1
-    chunk.write_bytes(content)
+    flip_bit(chunk, 3)
     with pytest.raises(errors.DamagedCheckpointError, match="x"):
         flaxckpt.diff(a, b)
 
@@ -169,7 +168,7 @@ floats = hnp.arrays(
 
 @given(floats)
 def test_values_are_equal_to_themselves(values):
-    sums = inspect_diff._Sums()
+    sums = inspect_diff._Differences()
     sums.add(values, values.copy())
     assert sums.different == 0
 
@@ -178,7 +177,7 @@ def test_values_are_equal_to_themselves(values):
 def test_what_differs_is_what_numpy_says(a, b):
     if a.shape != b.shape:
         return
-    sums = inspect_diff._Sums()
+    sums = inspect_diff._Differences()
     sums.add(a, b)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     assert sums.different == np.count_nonzero(~same)

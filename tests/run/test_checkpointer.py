@@ -20,9 +20,10 @@ from flaxckpt._checkpoint import commit as checkpoint_commit
 from flaxckpt._checkpoint import save as checkpoint_save
 from flaxckpt._steps import delete as steps_delete
 from flaxckpt._storage import commit_marker as storage_commit_marker
-from flaxckpt._storage import files as storage_files
+from flaxckpt._storage.storage import LOCAL
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
 from tests.helpers import store_servers, strategies
+from tests.helpers.files import flip_bit
 
 
 @pytest.fixture(params=store_servers.KINDS)
@@ -37,9 +38,7 @@ def state(step):
 
 def damage(path):
     chunk = path / "state/w/c.0.0"
-    content = bytearray(chunk.read_bytes())
-    content[3] ^= 1
-    chunk.write_bytes(content)
+    flip_bit(chunk, 3)
 
 
 # ---- saving and finding -----------------------------------------------------------
@@ -207,7 +206,7 @@ def broken_disk(monkeypatch):
     def fail(*args):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(storage_files, "sync_tree", fail)
+    monkeypatch.setattr(LOCAL, "sync_tree", fail)
     monkeypatch.setattr(storage_commit_marker, "commit", fail)  # in object stores
     return monkeypatch
 
@@ -249,7 +248,7 @@ def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(run_dir, broken_di
 
     with pytest.raises(ZeroDivisionError) as info:
         run()
-    assert "The save under way failed, too" in info.value.__notes__[0]
+    assert "The save in progress also failed" in info.value.__notes__[0]
 
 
 def test_saves_from_several_threads_follow_one_another(run_dir, monkeypatch):
@@ -316,7 +315,7 @@ def test_a_step_that_cannot_be_deleted_does_not_fail_the_save(
 def test_a_file_is_no_run_directory(run_dir):
     (run_dir / "file").touch()
     for path in (run_dir / "file", run_dir / "file" / "run"):
-        with pytest.raises(errors.SaveFailedError, match="cannot be made"):
+        with pytest.raises(errors.SaveFailedError, match="cannot make"):
             flaxckpt.Checkpointer(path)
     with pytest.raises(errors.SaveFailedError, match="could not be saved"):
         flaxckpt.save(run_dir / "file" / "c", state(1))
@@ -369,7 +368,7 @@ def test_a_state_in_the_place_of_the_step_is_named_by_its_class(run_dir):
 def test_a_path_in_the_place_of_the_first_state_is_told(run_dir):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         callback = flaxckpt.CheckpointCallback(ckpt)
-        with pytest.raises(errors.OptionError, match="passed as source="):
+        with pytest.raises(errors.OptionError, match="as source="):
             callback.restore_or_init("pretrained")
 
 
@@ -466,9 +465,9 @@ def test_a_step_that_was_marked_before_is_told_of_at_each_restart(run_dir, caplo
             callback.give_way()
         assert "fallback=True restores step 2" in str(raised.value)
         told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-        assert "step 3 is left out: it was marked as damaged before" in told[0]
+        assert "step 3 is left out, because it is marked as damaged" in told[0]
         assert "restored step 2 of" in told[-1]
-        assert "and not the newer step 3" in told[-1]
+        assert "instead of the newer step 3" in told[-1]
         assert [(e.kind, e.step) for e in seen] == [("fell_back", 3), ("restored", 2)]
     caplog.clear()
     with flaxckpt.Checkpointer(run_dir, layout=layout) as ckpt:
@@ -611,10 +610,10 @@ def test_metrics_are_numbers_and_may_be_nested(run_dir):
             "eval/loss": 0.5,
             "n": 3.0,
         }
-        with pytest.raises(errors.OptionError, match="'bad' must be one number"):
+        with pytest.raises(errors.OptionError, match="'bad' must be a single number"):
             ckpt.save(2, state(2), metrics={"bad": np.ones(3)})
         for metrics in ({"a/b": 1, "a": {"b": 2}}, {"a": {"b/c": 1, "b": {"c": 2}}}):
-            with pytest.raises(errors.OptionError, match="two metrics are called"):
+            with pytest.raises(errors.OptionError, match="two metrics are named"):
                 ckpt.save(2, state(2), metrics=metrics)
 
 

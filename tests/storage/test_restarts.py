@@ -270,7 +270,7 @@ def test_a_store_that_never_answers_is_told_of_soon(tmp_path, monkeypatch):
         )
         pauses = []
         monkeypatch.setattr(time, "sleep", pauses.append)
-        with pytest.raises(errors.SaveFailedError, match="see that bucket, region"):
+        with pytest.raises(errors.SaveFailedError, match="check bucket, region"):
             flaxckpt.save("s3://typo/run", state(1))
     assert len([pause for pause in pauses if pause < 1]) == 4
 
