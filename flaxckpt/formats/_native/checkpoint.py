@@ -225,9 +225,7 @@ def _checkpoint_metadata(contents: Contents) -> bytes:
 def _manifest_text(contents: Contents, digests: Mapping[str, str]) -> bytes:
     optional: dict[str, JSON] = {}
     if contents.lineage:
-        optional["lineage"] = [
-            native_manifest.lineage_row(origin) for origin in contents.lineage
-        ]
+        optional["lineage"] = [origin._asdict() for origin in contents.lineage]
     if contents.transforms:
         optional["transforms"] = list(contents.transforms)
     if contents.metrics:

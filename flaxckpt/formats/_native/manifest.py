@@ -79,7 +79,7 @@ def parse(data: Mapping[str, Any], resolve: _state.treedef.Resolve) -> Manifest:
 def check_arrays(infos: Sequence[LeafInfo]) -> None:
     """Raises UnsupportedLeafError for arrays that `parse` would not accept."""
     faults = {
-        info.path: f"{_shortened(info)} with {fault}"
+        info.path: f"{_shorten(info)} with {fault}"
         for info in infos
         if info.chunk_shape is not None and (fault := _arrays.layout.fault(info))
     }
@@ -91,7 +91,7 @@ def check_arrays(infos: Sequence[LeafInfo]) -> None:
         )
 
 
-def _shortened(info: LeafInfo) -> str:
+def _shorten(info: LeafInfo) -> str:
     """Returns the type and the shape of a leaf; of many axes, the first."""
     text = str(info)
     return text if len(text) <= 60 else f"{text[:50].rpartition(',')[0]}, …]"
@@ -314,11 +314,6 @@ def parse_digests(value: Any) -> dict[str, str]:
         if orbax_json.UNSAFE.search(name):
             raise ValueError(f"it has the digest of the unsafe name {name[:80]!r}")
     return dict(value)
-
-
-def lineage_row(lineage: Lineage) -> JSON:
-    """Returns the row of an origin in the manifest; the inverse of `parse_lineage`."""
-    return lineage._asdict()
 
 
 def parse_lineage(data: Mapping[str, Any]) -> tuple[Lineage, ...]:

@@ -217,8 +217,7 @@ def native_metadata(
         "custom": dict(metadata.custom),
     }
     if metadata.lineage:
-        rows = [manifest.lineage_row(origin) for origin in metadata.lineage]
-        data["lineage"] = rows
+        data["lineage"] = [origin._asdict() for origin in metadata.lineage]
     if metadata.transforms:
         data["transforms"] = list(metadata.transforms)
     return json.dumps(data, separators=(",", ":"))
