@@ -91,7 +91,7 @@ def read(path: Path, step: int | None) -> Stored:
     )
     others = [info for info in infos if info.path not in inline]
     strings = items.read_strings(item, path, others, {})
-    table = native_arrays.table(path, others, arrays, strings)
+    table = native_arrays.leaf_table(path, others, arrays, strings)
     for info in infos:
         if info.path in inline:
             source = dataclasses.replace(inline[info.path], info=info)
@@ -129,15 +129,15 @@ def _read_aggregate(path: Path, item: Path, step: int | None) -> Stored:
         faults = {}
         for name in names:
             try:
-                opened[name] = _zarr2.find(item, name)
+                opened[name] = _zarr2.find_array(item, name)
             except PermissionError:
                 raise
             except (ValueError, OSError) as error:
                 faults[name] = str(error)[:200]
         if faults:
-            raise leaves.unreadable(item, faults)
+            raise leaves.unreadable_error(item, faults)
     tree = _insert(tree, opened)
-    stored = leaves.stored(
+    stored = leaves.make_stored(
         path, file, tree, format_name="orbax", step=step, stamp=stamp
     )
     infos = [leaf.info for leaf in stored.table.values()]
@@ -152,7 +152,9 @@ def _inline_leaves(path: Path, item: Path) -> dict[LeafPath, StoredLeaf]:
         return {}
     tree = _insert(_read_tree(file), {})
     stamp = _storage.stamp(file)
-    stored = leaves.stored(path, file, tree, format_name="", step=None, stamp=stamp)
+    stored = leaves.make_stored(
+        path, file, tree, format_name="", step=None, stamp=stamp
+    )
     return {
         name: leaf.source
         for name, leaf in stored.table.items()
@@ -162,7 +164,7 @@ def _inline_leaves(path: Path, item: Path) -> dict[LeafPath, StoredLeaf]:
 
 def _read_tree(file: Path) -> scanner.Value:
     try:
-        _zarr2.inside(file.parent, file)
+        _zarr2.check_inside(file.parent, file)
     except ValueError as error:
         raise errors.DamagedCheckpointError(str(error)) from None
     with scanner.scanner(file) as scan:
@@ -224,7 +226,7 @@ def _check_places(item: Path, rows: Sequence[_Row]) -> None:
         if row.is_array and (other := seen.setdefault(row.name, path)) != path:
             faults[path] = f"has the same place as {other}"
     if faults:
-        raise leaves.unreadable(item, faults)
+        raise leaves.unreadable_error(item, faults)
 
 
 def _rank(key: _state.tree.Key) -> tuple[str, int]:
@@ -241,14 +243,14 @@ def _array_forms(
     """
     native_arrays.check_names(item, names, ocdbt=ocdbt)
     file = "zarr.json" if version == 3 else ".zarray"
-    texts = native_arrays.texts(item, checkpoint, names, file, ocdbt=ocdbt)
+    readers = native_arrays.metadata_readers(item, checkpoint, names, file, ocdbt=ocdbt)
     forms = {}
     blosc = set()
     faults = {}
-    for name, read_text in texts.items():
+    for name, read_text in readers.items():
         try:
             text = read_text()
-            forms[name] = native_arrays.form_in(text)
+            forms[name] = native_arrays.parse_form(text)
             _check_chunks(forms[name])
             if _arrays.zarr.chunk_headers.parse(text).codec == "blosc":
                 blosc.add(name)
@@ -258,7 +260,7 @@ def _array_forms(
             message = str(e).split(" [tensorstore_spec")[0].split(" [source")[0]
             faults[name] = message[:200]
     if faults:
-        raise leaves.unreadable(item, faults)
+        raise leaves.unreadable_error(item, faults)
     return forms, blosc
 
 

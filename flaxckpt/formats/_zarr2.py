@@ -69,7 +69,7 @@ class _Zarr2:
         return math.prod(self.chunk_shape) * self.dtype.itemsize
 
 
-def find(root: Path, name: str) -> leaves.Opened:
+def find_array(root: Path, name: str) -> leaves.Opened:
     """Returns the array in the directory `name` of a checkpoint, values unread.
 
     Raises:
@@ -98,7 +98,7 @@ def check_name(name: str) -> str:
 
 
 def _metadata(root: Path, name: str) -> Mapping[str, Any]:
-    file = inside(root, root / check_name(name) / ".zarray")
+    file = check_inside(root, root / check_name(name) / ".zarray")
     if not file.is_file():
         raise ValueError(f"{name}/.zarray is missing")
     try:
@@ -108,7 +108,7 @@ def _metadata(root: Path, name: str) -> Mapping[str, Any]:
         raise ValueError(str(error)) from None
 
 
-def inside(root: Path, path: Path) -> Path:
+def check_inside(root: Path, path: Path) -> Path:
     """Returns `path`; raises ValueError if a symlink on the way leads out of `root`."""
     if not path.resolve().is_relative_to(root.resolve()):
         raise ValueError(f"{path} is a symbolic link that leads out of the checkpoint")
@@ -200,7 +200,7 @@ def _open(array: _Zarr2, context: ts.Context) -> ts.Future[ts.TensorStore]:
                 _arrays.zarr.metadata.within(chunk.bounds, whole)
             ]
 
-    return leaves.completed(
+    return leaves.completed_future(
         ts.virtual_chunked(
             read,
             dtype=ts.dtype(_state.dtypes.stored_name(array.dtype.name) or ""),
@@ -229,7 +229,7 @@ def _check_files(array: _Zarr2) -> None:
     with os.scandir(array.root / array.name) as entries:
         for entry in entries:
             if entry.is_symlink():
-                inside(array.root, Path(entry.path))
+                check_inside(array.root, Path(entry.path))
             if entry.is_file():
                 sizes[entry.name] = entry.stat().st_size
     if count > len(sizes):

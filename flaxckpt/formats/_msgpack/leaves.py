@@ -83,7 +83,7 @@ def _unwrap_named_tuple(value: Value) -> Value:
     return {name: values[str(i)] for i, name in enumerate(names)}
 
 
-def stored(
+def make_stored(
     path: Path,
     file: Path,
     tree: Value,
@@ -124,7 +124,7 @@ def stored(
         else:
             leaves[name] = _leaf(path, file_stamp, name, keys, value)
     if faults:
-        raise unreadable(file, faults)
+        raise unreadable_error(file, faults)
     infos = [leaf.info for leaf in leaves.values()]
     return Stored(
         CheckpointMetadata(
@@ -148,7 +148,7 @@ def stored(
     )
 
 
-def unreadable(
+def unreadable_error(
     path: Path, faults: Mapping[LeafPath, str]
 ) -> errors.DamagedCheckpointError:
     """Returns the error for leaves that cannot be read, with their faults."""
@@ -225,10 +225,10 @@ def _leaf(
 def _open_number(
     number: np.ndarray[Any, Any], context: ts.Context
 ) -> ts.Future[ts.TensorStore]:
-    return completed(ts.array(number, context=context))
+    return completed_future(ts.array(number, context=context))
 
 
-def completed(store: ts.TensorStore) -> ts.Future[ts.TensorStore]:
+def completed_future(store: ts.TensorStore) -> ts.Future[ts.TensorStore]:
     """Returns a future with the result `store`."""
     promise: ts.Promise[ts.TensorStore]
     future: ts.Future[ts.TensorStore]

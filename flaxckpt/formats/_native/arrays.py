@@ -58,7 +58,7 @@ def _check_form(text: bytes, form: ArrayForm) -> None:
     Raises:
         ValueError: The forms differ, or the metadata are unsupported.
     """
-    stored = form_in(text)
+    stored = parse_form(text)
     if stored != form:
         raise ValueError(
             f"recorded as {form.dtype}{list(form.shape)} in chunks"
@@ -72,7 +72,7 @@ MAX_METADATA_BYTES = 2**16
 
 
 @functools.lru_cache(maxsize=256)  # many arrays have equal metadata
-def form_in(text: bytes) -> ArrayForm:
+def parse_form(text: bytes) -> ArrayForm:
     """Parses the metadata of an array, within the limits of TensorStore.
 
     Raises:
@@ -90,7 +90,7 @@ def form_in(text: bytes) -> ArrayForm:
         raise ValueError(f"its metadata is not supported: {str(error)[:150]}") from None
 
 
-def texts(
+def metadata_readers(
     root: Path, checkpoint: Path, names: Iterable[str], file: str, *, ocdbt: bool
 ) -> dict[str, Callable[[], bytes]]:
     """Returns functions that read the metadata of arrays: array name -> function.
@@ -314,7 +314,7 @@ class _DigestChecks:
             self._done.add(name)
 
 
-def table(
+def leaf_table(
     path: Path,
     infos: Sequence[LeafInfo],
     arrays: Arrays,

@@ -353,7 +353,7 @@ def _read_native(
     )
     return Stored(
         metadata,
-        native_arrays.table(path, infos, arrays, strings),
+        native_arrays.leaf_table(path, infos, arrays, strings),
         manifest.structure,
         manifest.unknown_types,
         digests,

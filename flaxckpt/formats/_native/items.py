@@ -169,7 +169,9 @@ def warn_of_others(path: Path, taken: Path) -> None:
 
 def is_tree(path: Path) -> bool:
     """Returns True if `path` holds a tree of arrays."""
-    return (path / TREE).is_file() or bool(_signatures.first_keys(path / AGGREGATE))
+    return (path / TREE).is_file() or bool(
+        _signatures.read_first_keys(path / AGGREGATE)
+    )
 
 
 def read_file(
