@@ -364,7 +364,12 @@ class _Planner:
         if path in self._roles and self._options.optimizer != "exact":
             return self._finder.find(path)
         exact = self._at(path)
-        return [] if exact is None else [exact]
+        if exact is None or (
+            self._options.optimizer != "exact"
+            and self._finder.is_of_another_state(exact, self._flat.structure)
+        ):
+            return []
+        return [exact]
 
     def _at(self, path: LeafPath) -> LeafPath | None:
         """Returns the path of the stored leaf at `path`, or in a box there, or None.
@@ -451,7 +456,8 @@ class _Planner:
             lacking = missing(
                 info, self._table, nearest=len(self._problems) < errors.ROWS_SHOWN
             )
-            if is_optimizer and self._at(info.path) is not None:
+            is_matched = self._options.optimizer != "exact"
+            if is_matched and self._at(info.path) is not None:
                 found = (
                     f'{lacking.found} of another transform (optimizer="exact" takes it)'
                 )
