@@ -134,7 +134,7 @@ class RunSteps:
         if step not in listed:
             raise errors.CheckpointNotFoundError(
                 f"{self.directory} has no step {step}:"
-                f" it has {_locate.summary(list(listed))}"
+                f" it has {_locate.summarize(list(listed))}"
             )
         return listed[step]
 
