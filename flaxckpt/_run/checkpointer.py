@@ -330,7 +330,7 @@ class Checkpointer:
                 memory_map=memory_map,
             )
             self.lineage, self.restored_step = restored.lineage, restored.step
-            self._saves.own(restored.step)
+            self._saves.add_own(restored.step)
         return restored.state
 
     def restore_latest(
@@ -365,15 +365,15 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Returns the committed steps without damage markers, ascending."""
-        return list(self._run.listed())
+        return list(self._run.paths())
 
     def latest_step(self) -> int | None:
         """Returns the newest of `steps()`; None without steps."""
-        return max(self._run.listed(), default=None)
+        return max(self._run.paths(), default=None)
 
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
         """Returns the newest step with the best finite `metric`; None without any."""
-        best = self._run.best(policies.BestN(1, metric, mode))
+        best = self._run.best_steps(policies.BestN(1, metric, mode))
         return next(iter(best), None)
 
     def damaged(self) -> dict[int, str]:
@@ -383,7 +383,7 @@ class Checkpointer:
         neither count nor delete a marked step. A later save of the same step replaces
         the marked step, `delete` deletes it, and `restore(step=…)` still tries it.
         """
-        return self._run.reasons()
+        return self._run.damage_reasons()
 
     def verify(self, step: int) -> VerifyReport:
         """Reads a whole step, and compares the content with its checksums.
@@ -415,8 +415,8 @@ class Checkpointer:
         """The metadata of the whole run."""
         for directory in (self._run.saves_in, self.directory):
             with _storage.permissions.explained(directory):
-                if found := _native.checkpoint.read_run_metadata(directory):
-                    return found
+                if metadata := _native.checkpoint.read_run_metadata(directory):
+                    return metadata
         return {}
 
     @property
@@ -450,7 +450,7 @@ class Checkpointer:
             poll_secs: Seconds between two listings of the directory.
         """
         return watch.new_steps(
-            self._run.listed,
+            self._run.paths,
             timeout_secs=timeout_secs,
             poll_secs=poll_secs,
         )
@@ -466,7 +466,7 @@ class Checkpointer:
         self._session.check_writable("add metrics")
         self.wait()
         if _util.processes.is_first():
-            with self._run.changing(step) as path:
+            with self._run.step_change(step) as path:
                 edit.add_metrics(path, metrics)
 
     def explain(self) -> dict[int, list[str]]:
@@ -479,9 +479,9 @@ class Checkpointer:
         for keeping the step there, and "staging: not uploaded" means a pending
         upload.
         """
-        found = self._run.explain()
-        found |= {step: [f"damaged: {why}"] for step, why in self.damaged().items()}
-        return dict(sorted(found.items()))
+        reasons = self._run.explain()
+        reasons |= {step: [f"damaged: {why}"] for step, why in self.damaged().items()}
+        return dict(sorted(reasons.items()))
 
     def prune(self, *, dry_run: bool = False) -> tuple[int, ...]:
         """Deletes the steps and dataset states that no policy keeps.
@@ -532,14 +532,14 @@ class Checkpointer:
         """
         self._session.check_writable("pin")
         if _util.processes.is_first():
-            with self._run.changing(step) as path:
+            with self._run.step_change(step) as path:
                 edit.pin(path)
 
     def unpin(self, step: int) -> None:
         """Removes the pin of a step; raises the errors of `pin`."""
         self._session.check_writable("unpin")
         if _util.processes.is_first():
-            with self._run.changing(step, _steps.markers.PIN) as path:
+            with self._run.step_change(step, _steps.markers.PIN) as path:
                 edit.unpin(path)
 
     # ---- the end -------------------------------------------------------------

@@ -108,8 +108,8 @@ class Session:
             state, self.saves.lineage = self._restores.load_source(
                 path, step, abstract_state, **options
             )
-        is_new = options.get("optimizer") == "reinit"
-        return state, 0 if is_new else _checkpoint.restore.step_of(state)
+        is_reset = options.get("optimizer") == "reinit"
+        return state, 0 if is_reset else _checkpoint.restore.step_of(state)
 
     # ---- several processes ------------------------------------------------------
 
@@ -118,20 +118,20 @@ class Session:
 
         All processes call this at the same point.
         """
-        together = self._processes.begin("once", action)
-        with _distributed.agreement.ending(together):
-            return _distributed.agreement.first_says(together, "done", act)
+        operation = self._processes.begin("once", action)
+        with _distributed.agreement.ending(operation):
+            return _distributed.agreement.first_says(operation, "done", act)
 
     def has_steps(self) -> bool:
         """Returns True if process 0 sees steps of the run, good or damaged.
 
         All processes call this at the same point.
         """
-        together = self._processes.begin("look", "the steps")
-        with _distributed.agreement.ending(together, saving=False):
+        operation = self._processes.begin("look", "the steps")
+        with _distributed.agreement.ending(operation, saving=False):
             self.saves.end()
             return bool(
-                _distributed.agreement.first_says(together, "there", self.run.has_any)
+                _distributed.agreement.first_says(operation, "there", self.run.has_any)
             )
 
     # ---- the end ----------------------------------------------------------------

@@ -76,7 +76,7 @@ def _check_other_names(session: Session) -> None:
         CheckpointFormatError: There are steps, but no name matches `step_format`.
     """
     run = session.run
-    if run.listed() or not run.directory.is_dir():
+    if run.paths() or not run.directory.is_dir():
         return
     others = _steps.index.with_any_name(run.directory, formats.recognises)
     if others:
@@ -84,12 +84,12 @@ def _check_other_names(session: Session) -> None:
         raise errors.CheckpointFormatError(
             f"{run.directory} has steps that are not named like"
             f" {run.format.template!r}, such as {newest.name}: continue with"
-            f" step_format={_step_format(newest.name, max(others))!r} if they are"
+            f" step_format={_guess_step_format(newest.name, max(others))!r} if they are"
             " directories, or begin another run from them with source="
         )
 
 
-def _step_format(name: str, step: int) -> str:
+def _guess_step_format(name: str, step: int) -> str:
     """Returns the step format that names the directory of `step` `name`."""
     before = name.rstrip("0123456789")
     digits = name.removeprefix(before)

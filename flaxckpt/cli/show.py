@@ -64,7 +64,7 @@ def show(
         return _app.FINE
     trees = _run.disk_usage.subtrees(found.leaves, below=leaf or "")
     if not trees:
-        raise errors.OptionError(_run.disk_usage.nothing_there(found, leaf or ""))
+        raise errors.OptionError(_run.disk_usage.missing_path(found, leaf or ""))
     if json:
         _output.document(found if leaf is None else trees)
         return _app.FINE
